@@ -1,0 +1,1 @@
+"""How good and how fast: accuracy, routing and latency against the PyTorch original."""

@@ -1,0 +1,1 @@
+"""What a model is fed: real inputs for parity, accuracy and calibration."""

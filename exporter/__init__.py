@@ -1,0 +1,1 @@
+"""From a checkpoint to a bundle: load, trace, lower, verify, write."""

@@ -1,0 +1,67 @@
+"""A loaded model: a PyTorch module with Soft MoE layers, and what is known of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from ..graphs.layers import SoftMoE, soft_moe_layers
+
+Dimension = int | str
+"""A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `height`, `width`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, numpy dtype name and shape of a graph input or output."""
+
+    name: str
+    dtype: str
+    shape: tuple[Dimension, ...]
+
+    @property
+    def dynamic_axes(self) -> tuple[str, ...]:
+        """Names of the dynamic axes, in order."""
+        return tuple(size for size in self.shape if isinstance(size, str))
+
+    def concrete(self, sizes: dict[str, int]) -> tuple[int, ...]:
+        """The shape with each dynamic axis replaced by its size in `sizes`."""
+        return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Where a model came from: its files, or the factory that built it."""
+
+    path: str
+    files: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A trained model, ready to trace.
+
+    `module` is in eval mode, in float32 and needs no gradients; its MoE layers are `SoftMoE`
+    modules. `original` is the user's own module where the model came from a factory: the untouched
+    reference. `config` holds the family's constructor arguments, JSON-able and complete. `notes`
+    are sentences about defaults that were taken and keys that were skipped.
+    """
+
+    module: nn.Module
+    family: str
+    config: dict[str, Any]
+    source: Source
+    input: TensorSpec
+    output: TensorSpec
+    notes: tuple[str, ...] = ()
+    original: nn.Module | None = None
+    example: np.ndarray | None = field(default=None, compare=False)
+
+    @property
+    def layers(self) -> dict[str, SoftMoE]:
+        """The MoE layers by module path, in execution order."""
+        return soft_moe_layers(self.module)

@@ -1,0 +1,1 @@
+"""What an exported MoE layer computes: the layers, routing and the lowerings."""

@@ -1,0 +1,237 @@
+"""The Soft MoE layer in PyTorch: the published formulation, and Algorithm 1 beside it.
+
+This is the reference that every exported graph is compared with, so it favours the plain form of
+the papers over speed: tokens are normalised first, both softmaxes are taken over everything, and
+nothing is fused. What is exported is written independently, in `graphs.routing` and
+`graphs.lowerings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .spec import SoftMoESpec
+
+Matrices = Tensor | tuple[Tensor, ...]
+"""n matrices of one shape: stacked in one tensor [n, in, out], or one tensor [in, out] each.
+
+They may be transposed views of what a checkpoint holds; nothing is copied to change the layout.
+"""
+
+Algorithm = Literal["masked", "selected"]
+"""How eager PyTorch applies Algorithm 1. `masked`: every expert runs, unselected columns of C are
+zeroed. `selected`: a loop over experts that computes the inputs which selected each (the papers'
+Algorithm 2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoftMoEWeights:
+    """The weights of one layer, in canonical orientation.
+
+    `phi` [d, n, p] is already normalised and scaled. `w1` holds n matrices [d, inner], `w2` n
+    matrices [h, o] (None for linear experts); `b1` [n, inner] and `b2` [n, o] may be None. `gain`
+    and `shift` [d] follow the normalisation of x where the family has them.
+    """
+
+    phi: Tensor
+    w1: Matrices
+    b1: Tensor | None
+    w2: Matrices | None
+    b2: Tensor | None
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What the router decides for a batch.
+
+    `combine` and `dispatch` are C and D, [b, m, n, p]; `scores` [b, n] is s, the column sums of C;
+    `selected` [b, k] the indices of the k largest, ascending; `margin` [b] is the distance from the
+    k-th to the (k+1)-th score (infinite for k = n).
+    """
+
+    combine: Tensor
+    dispatch: Tensor
+    scores: Tensor
+    selected: Tensor
+    margin: Tensor
+
+
+class SoftMoE(nn.Module):
+    """One Soft MoE layer: (b, m, d) to (b, m, o).
+
+    `keep` is Algorithm 1's k; None computes all experts, as the model was trained. C is a softmax
+    over all experts and slots and is not renormalised after the selection unless `renormalize`.
+    """
+
+    def __init__(self, spec: SoftMoESpec, weights: SoftMoEWeights) -> None:
+        super().__init__()
+        self.spec = spec
+        self.keep: int | None = None
+        self.renormalize = False
+        self.algorithm: Algorithm = "masked"
+        self.phi = _frozen(weights.phi)
+        self.b1 = _frozen(weights.b1)
+        self.b2 = _frozen(weights.b2)
+        self.gain = _frozen(weights.gain)
+        self.shift = _frozen(weights.shift)
+        self.w1 = _frozen_matrices(weights.w1)
+        self.w2 = None if weights.w2 is None else _frozen_matrices(weights.w2)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """Returns x̂ [b, m, d]: the tokens as they meet phi."""
+        spec = self.spec
+        match spec.norm:
+            case "l2":
+                x = F.normalize(x, dim=-1, eps=spec.norm_eps)
+            case "l2-plus":
+                x = x / (x.norm(dim=-1, keepdim=True) + spec.norm_eps)
+            case "l2-rsqrt":
+                x = x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + spec.norm_eps)
+            case "layernorm":
+                x = F.layer_norm(x, (spec.dim,), eps=spec.norm_eps)
+        if self.gain is not None:
+            x = x * self.gain
+        if self.shift is not None:
+            x = x + self.shift
+        return x
+
+    def route(self, x: Tensor) -> Routing:
+        """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1)."""
+        n = self.spec.experts
+        logits = torch.einsum("bmd,dnp->bmnp", self.normalise(x), self.phi)
+        dispatch = logits.softmax(dim=1)
+        combine = logits.flatten(2).softmax(dim=2).view_as(logits)
+        scores = combine.sum(dim=(1, 3))
+        k = n if self.keep is None else self.keep
+        ranked = scores.topk(min(k + 1, n), dim=1)
+        margin = (
+            ranked.values[:, k - 1] - ranked.values[:, k]
+            if k < n
+            else torch.full_like(scores[:, 0], torch.inf)
+        )
+        selected = ranked.indices[:, :k].sort(dim=1).values
+        return Routing(combine, dispatch, scores, selected, margin)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps tokens x [b, m, d] to [b, m, o]."""
+        routing = self.route(x)
+        source = self.normalise(x) if self.spec.slots_from == "normalised" else x
+        slots = torch.einsum("bmd,bmnp->bnpd", source, routing.dispatch)
+        combine = routing.combine
+        chosen: Tensor | None = None
+        if self.keep is not None and self.keep < self.spec.experts:
+            chosen = torch.zeros_like(routing.scores, dtype=torch.bool)
+            chosen.scatter_(1, routing.selected, True)
+            combine = combine * chosen[:, None, :, None]
+            if self.renormalize:
+                combine = combine / combine.sum(dim=(2, 3), keepdim=True)
+        if chosen is not None and self.algorithm == "selected":
+            outputs = self._selected_experts(slots, chosen)
+        else:
+            outputs = self._all_experts(slots)
+        return torch.einsum("bnpo,bmnp->bmo", outputs, combine)
+
+    def _all_experts(self, slots: Tensor) -> Tensor:
+        """Every expert on its slots: [b, n, p, d] to [b, n, p, o], batched where stacked."""
+        if isinstance(self.w1, nn.ParameterList):
+            return torch.stack(
+                [self.expert(e, slots[:, e]) for e in range(self.spec.experts)], dim=1
+            )
+        hidden = torch.einsum("bnpd,ndh->bnph", slots, self.w1)
+        if self.b1 is not None:
+            hidden = hidden + self.b1[:, None]
+        if self.w2 is None:
+            return hidden
+        hidden = torch.einsum("bnph,nho->bnpo", self.activate(hidden), self.w2)
+        return hidden if self.b2 is None else hidden + self.b2[:, None]
+
+    def _selected_experts(self, slots: Tensor, chosen: Tensor) -> Tensor:
+        """Each expert on the inputs that selected it; zeros elsewhere. `chosen` is [b, n]."""
+        outputs = slots.new_zeros(*slots.shape[:3], self.spec.out)
+        for e in chosen.any(dim=0).nonzero().flatten().tolist():
+            rows = chosen[:, e]
+            outputs[rows, e] = self.expert(e, slots[rows, e])
+        return outputs
+
+    def expert(self, index: int, rows: Tensor) -> Tensor:
+        """Expert `index` on rows [..., d]; returns [..., o]."""
+        hidden = F.linear(rows, self.w1[index].T, None if self.b1 is None else self.b1[index])
+        if self.w2 is None:
+            return hidden
+        bias = None if self.b2 is None else self.b2[index]
+        return F.linear(self.activate(hidden), self.w2[index].T, bias)
+
+    def activate(self, hidden: Tensor) -> Tensor:
+        """The expert's nonlinearity: [..., inner] to [..., h]."""
+        if self.spec.expert == "geglu":
+            value, gate = hidden.chunk(2, dim=-1)
+            return value * F.gelu(gate)
+        return F.gelu(hidden) if self.spec.activation == "gelu" else F.relu(hidden)
+
+
+def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
+    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+
+
+def _frozen_matrices(matrices: Matrices) -> nn.Parameter | nn.ParameterList:
+    if isinstance(matrices, Tensor):
+        return nn.Parameter(matrices, requires_grad=False)
+    return nn.ParameterList([nn.Parameter(m, requires_grad=False) for m in matrices])
+
+
+def soft_moe_layers(model: nn.Module) -> dict[str, SoftMoE]:
+    """Returns the Soft MoE layers of a model by module path, in the order in which it holds them."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, SoftMoE)}
+
+
+@contextmanager
+def algorithm_1(
+    model: nn.Module,
+    keep: dict[str, int],
+    *,
+    renormalize: bool = False,
+    algorithm: Algorithm = "masked",
+) -> Iterator[None]:
+    """Within the context each layer named in `keep` computes with its k; restored after."""
+    layers = soft_moe_layers(model)
+    before = {name: (m.keep, m.renormalize, m.algorithm) for name, m in layers.items()}
+    try:
+        for name, k in keep.items():
+            layers[name].keep = k
+            layers[name].renormalize = renormalize
+            layers[name].algorithm = algorithm
+        yield
+    finally:
+        for name, m in layers.items():
+            m.keep, m.renormalize, m.algorithm = before[name]
+
+
+@contextmanager
+def recorded_routing(model: nn.Module) -> Iterator[dict[str, list[Routing]]]:
+    """Within the context, each forward appends every layer's routing to the yielded lists."""
+    records: dict[str, list[Routing]] = {}
+    handles = []
+    for name, layer in soft_moe_layers(model).items():
+        records[name] = []
+
+        def record(
+            module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str = name
+        ) -> None:
+            assert isinstance(module, SoftMoE)
+            records[name].append(module.route(args[0]))
+
+        handles.append(layer.register_forward_hook(record))
+    try:
+        yield records
+    finally:
+        for handle in handles:
+            handle.remove()
