@@ -1,0 +1,138 @@
+"""How good a contestant is: accuracy, routing agreement and parity, as sums over batches.
+
+Each sum is a frozen value that adds up, so an evaluation streams over its data, and parts of one
+may be computed apart and added. Nothing here knows an engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from ..errors import FeedError, ParityError
+from .data import Array, Labels
+from .results import Accuracy, Parity, RoutingAgreement
+
+
+@dataclass(frozen=True, slots=True)
+class Hits:
+    """Samples classified right, of those seen."""
+
+    right: int = 0
+    seen: int = 0
+
+    @classmethod
+    def of(cls, outputs: Array, labels: Labels) -> Self:
+        """Counts over class scores [b, classes] and labels [b].
+
+        Raises FeedError for outputs that are not class scores.
+        """
+        if outputs.ndim != 2:
+            raise FeedError(
+                f"accuracy needs outputs of shape (batch, classes), and the model gives "
+                f"{outputs.ndim} axes: {outputs.shape}",
+                hint="leave the labels out to measure latency, routing and parity only",
+            )
+        if len(outputs) != len(labels):
+            raise FeedError(f"{len(outputs)} outputs for {len(labels)} labels")
+        return cls(int((outputs.argmax(axis=1) == labels).sum()), len(labels))
+
+    def __add__(self, other: Hits) -> Hits:
+        return Hits(self.right + other.right, self.seen + other.seen)
+
+    def accuracy(self, untouched: Hits) -> Accuracy:
+        """Top-1, and what it is of the untouched model's on the same samples."""
+        top1 = self.right / self.seen
+        base = untouched.right / untouched.seen
+        return Accuracy(top1, top1 / base if base > 0 else None, self.seen)
+
+
+@dataclass(frozen=True, slots=True)
+class Overlap:
+    """Agreement of chosen sets: summed Jaccard over samples and layers, samples equal in all."""
+
+    jaccard: float = 0.0
+    pairs: int = 0
+    exact: int = 0
+    samples: int = 0
+
+    @classmethod
+    def of(cls, chosen: Mapping[str, Array], reference: Mapping[str, Array]) -> Self:
+        """Compares the experts chosen per layer, each [b, k], with the reference's.
+
+        Raises ParityError when the layers are not the same or the sets are of different size.
+        """
+        if chosen.keys() != reference.keys():
+            raise ParityError(
+                f"routing of layers {sorted(chosen)} cannot be compared with {sorted(reference)}"
+            )
+        jaccards = []
+        for name, expected in reference.items():
+            if chosen[name].shape != expected.shape:
+                raise ParityError(
+                    f"layer {name}: chosen experts have shape {chosen[name].shape}, "
+                    f"the reference's {expected.shape}"
+                )
+            jaccards.append(jaccard(chosen[name], expected))
+        table = np.stack(jaccards)  # [layers, b]
+        samples = table.shape[1]
+        return cls(float(table.sum()), table.size, int((table == 1).all(axis=0).sum()), samples)
+
+    def __add__(self, other: Overlap) -> Overlap:
+        return Overlap(
+            self.jaccard + other.jaccard,
+            self.pairs + other.pairs,
+            self.exact + other.exact,
+            self.samples + other.samples,
+        )
+
+    def agreement(self) -> RoutingAgreement:
+        """The mean Jaccard index and the share of samples that agree in every layer."""
+        return RoutingAgreement(self.jaccard / self.pairs, self.exact / self.samples)
+
+
+def jaccard(chosen: Array, reference: Array) -> Array:
+    """Returns |A∩B| / |A∪B| of the sets in each row: [b, k], [b, k] to [b]; order is ignored."""
+    common = (chosen[:, :, None] == reference[:, None, :]).any(axis=2).sum(axis=1)
+    shares: Array = common / (chosen.shape[1] + reference.shape[1] - common)
+    return shares
+
+
+@dataclass(frozen=True, slots=True)
+class Closeness:
+    """Sums from which the largest difference and the cosine of all outputs follow."""
+
+    max_abs: float = 0.0
+    dot: float = 0.0
+    squares: float = 0.0
+    reference_squares: float = 0.0
+
+    @classmethod
+    def of(cls, outputs: Array, reference: Array) -> Self:
+        """Compares outputs of one batch. Raises ParityError for other shapes, NaN or Inf."""
+        if outputs.shape != reference.shape:
+            raise ParityError(
+                f"outputs have shape {outputs.shape}, the PyTorch reference's {reference.shape}"
+            )
+        a, b = outputs.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
+        if not np.isfinite(a).all():
+            raise ParityError(f"{int((~np.isfinite(a)).sum())} of {a.size} outputs are not finite")
+        return cls(float(np.abs(a - b).max()), float(a @ b), float(a @ a), float(b @ b))
+
+    def __add__(self, other: Closeness) -> Closeness:
+        return Closeness(
+            max(self.max_abs, other.max_abs),
+            self.dot + other.dot,
+            self.squares + other.squares,
+            self.reference_squares + other.reference_squares,
+        )
+
+    def parity(self) -> Parity:
+        """The largest absolute difference and the cosine; two zero outputs have cosine 1."""
+        norm = float(np.sqrt(self.squares * self.reference_squares))
+        if norm == 0:
+            return Parity(self.max_abs, 1.0 if self.max_abs == 0 else 0.0)
+        return Parity(self.max_abs, self.dot / norm)

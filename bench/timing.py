@@ -1,0 +1,165 @@
+"""How long calls take: contestants measured in turn, in random order, nothing clipped.
+
+What is compared is interleaved: in every round each contestant runs once, in an order drawn anew,
+so that a machine that slows down for a second slows all of them. The spread between a contestant's
+rounds is the yardstick of what the run can tell apart.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..errors import UsageError
+
+NS_PER_MS = 1e6
+MIN_ROUNDS = 5
+
+Contestant = Callable[[int], object]
+"""One call to be timed; its argument says which of the inputs to use (0, 1, …, taken in turn)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Wall-clock milliseconds of single calls, over all rounds together.
+
+    `n` calls were timed. `rounds` holds the median of each round and `spread` their relative range,
+    (max − min) / median: two latencies that differ by less are not told apart.
+    """
+
+    median: float
+    p90: float
+    p95: float
+    p99: float
+    min: float
+    max: float
+    mean: float
+    std: float
+    n: int
+    rounds: tuple[float, ...]
+    spread: float
+
+
+@dataclass(frozen=True, slots=True)
+class Protocol:
+    """How long and in what order to measure.
+
+    `warmup` calls come first, untimed, and one more before each round. A round goes over the
+    `inputs` distinct inputs a whole number of times, until `round_s` seconds have passed: every
+    contestant is timed on the same mix of inputs.
+    """
+
+    rounds: int = MIN_ROUNDS
+    warmup: int = 3
+    round_s: float = 0.2
+    inputs: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.rounds < MIN_ROUNDS:
+            raise UsageError(
+                f"{self.rounds} rounds are too few to tell a difference from noise",
+                hint=f"use at least {MIN_ROUNDS}",
+            )
+        if self.warmup < 0 or self.round_s < 0 or self.inputs < 1:
+            raise UsageError(
+                f"warmup={self.warmup}, round_s={self.round_s}, inputs={self.inputs}: "
+                "the first two cannot be negative, and at least one input is needed"
+            )
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What came of a measurement: a latency or the exception that ended it, per contestant."""
+
+    latencies: dict[str, Latency]
+    failures: dict[str, Exception]
+
+
+def measure(
+    contestants: Mapping[str, Contestant],
+    protocol: Protocol,
+    *,
+    progress: Callable[[str], None] = lambda line: None,
+    clock_ns: Callable[[], int] = time.perf_counter_ns,
+) -> Measured:
+    """Returns the latency of each contestant, measured in interleaved rounds.
+
+    A contestant that raises is left out from then on, and its exception kept in `failures`.
+    """
+    samples: dict[str, list[list[float]]] = {name: [] for name in contestants}
+    failures: dict[str, Exception] = {}
+
+    def attempt(name: str, step: Callable[[], None]) -> None:
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  a contestant may fail in any way it likes
+            failures[name] = error
+
+    for name, call in contestants.items():
+        attempt(name, lambda call=call: _warm_up(call, protocol.warmup))  # type: ignore[misc]
+    order = random.Random(protocol.seed)
+    for number in range(1, protocol.rounds + 1):
+        names = [name for name in contestants if name not in failures]
+        order.shuffle(names)
+        progress(f"round {number} of {protocol.rounds}: {len(names)} contestants")
+        for name in names:
+
+            def one_round(name: str = name) -> None:
+                samples[name].append(_round_ms(contestants[name], protocol, clock_ns))
+
+            attempt(name, one_round)
+    done = {name: summarise(r) for name, r in samples.items() if name not in failures}
+    return Measured(done, failures)
+
+
+def _warm_up(call: Contestant, calls: int) -> None:
+    for index in range(calls):
+        call(index)
+
+
+def _round_ms(call: Contestant, protocol: Protocol, clock_ns: Callable[[], int]) -> list[float]:
+    """Times whole passes over the inputs; returns milliseconds per call."""
+    # Brings the weights back into the caches, which the contestant before has filled with its own.
+    call(protocol.inputs - 1)
+    times_ms: list[float] = []
+    deadline_ns = clock_ns() + protocol.round_s * 1e9
+    while not times_ms or clock_ns() < deadline_ns:
+        for index in range(protocol.inputs):
+            start_ns = clock_ns()
+            call(index)
+            times_ms.append((clock_ns() - start_ns) / NS_PER_MS)
+    return times_ms
+
+
+def summarise(rounds_ms: list[list[float]]) -> Latency:
+    """Returns the statistics of the calls of several rounds; every call counts."""
+    calls = np.concatenate([np.asarray(r, np.float64) for r in rounds_ms])
+    medians = [float(np.median(r)) for r in rounds_ms]
+    p50, p90, p95, p99 = (float(p) for p in np.percentile(calls, [50, 90, 95, 99]))
+    middle = float(np.median(medians))
+    return Latency(
+        median=p50,
+        p90=p90,
+        p95=p95,
+        p99=p99,
+        min=float(calls.min()),
+        max=float(calls.max()),
+        mean=float(calls.mean()),
+        std=float(calls.std(ddof=1)) if calls.size > 1 else 0.0,
+        n=int(calls.size),
+        rounds=tuple(medians),
+        spread=(max(medians) - min(medians)) / middle if middle > 0 else 0.0,
+    )
+
+
+def differs(a: Latency, b: Latency) -> bool:
+    """Whether two medians are further apart than the rounds of either: below it, no difference."""
+    smaller = min(a.median, b.median)
+    if smaller <= 0:
+        return a.median != b.median
+    return abs(a.median - b.median) / smaller > max(a.spread, b.spread)

@@ -1,0 +1,102 @@
+"""The machine and the versions behind a file: for manifests and results."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+PACKAGES = (
+    "moexport",
+    "torch",
+    "onnx",
+    "onnxscript",
+    "onnxruntime",
+    "onnxruntime-gpu",
+    "tensorrt",
+    "tensorrt-rtx-cu13",
+    "numpy",
+)
+
+NVIDIA_SMI_TIMEOUT_S = 10.0
+
+
+def environment() -> dict[str, Any]:
+    """Returns what a reader needs to judge numbers: versions, CPU, GPUs, memory, platform.
+
+    Keys: `python`, `platform`, `packages` (name to version, installed ones only), `cpu` (`model`,
+    `cores` usable by this process, `architecture`), `memory_bytes` (null where unknown) and `gpu`
+    (a list of `name`, `memory`, `driver`; null without one). Imports none of the packages.
+    """
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": versions(PACKAGES),
+        "cpu": {
+            "model": cpu_model(),
+            "cores": usable_cores(),
+            "architecture": platform.machine(),
+        },
+        "memory_bytes": memory_bytes(),
+        "gpu": gpus(),
+    }
+
+
+def versions(names: tuple[str, ...]) -> dict[str, str]:
+    """Returns the installed version of each distribution that is installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """Returns the CPU's marketing name, or the architecture where no name is to be had."""
+    try:
+        lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:  # not Linux
+        lines = []
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip() == "model name" and value.strip():
+            return value.strip()
+    return platform.processor() or platform.machine()
+
+
+def usable_cores() -> int:
+    """Returns how many logical cores this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def memory_bytes() -> int | None:
+    """Returns the machine's memory in bytes, or None where the system does not tell."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # Windows has no sysconf
+        return None
+
+
+def gpus() -> list[dict[str, str]] | None:
+    """Returns name, memory and driver of each NVIDIA GPU by `nvidia-smi`; None without one."""
+    command = shutil.which("nvidia-smi")
+    if command is None:
+        return None
+    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+    try:
+        done = subprocess.run(
+            query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
+        )
+    except (OSError, subprocess.SubprocessError):  # installed, but no driver to talk to
+        return None
+    rows = [line.split(", ") for line in done.stdout.splitlines()]
+    found = [{"name": row[0], "memory": row[1], "driver": row[2]} for row in rows if len(row) == 3]
+    return found or None
