@@ -189,7 +189,7 @@ def _frozen_matrices(matrices: Matrices) -> nn.Parameter | nn.ParameterList:
 
 
 def soft_moe_layers(model: nn.Module) -> dict[str, SoftMoE]:
-    """Returns the Soft MoE layers of a model by module path, in the order in which it holds them."""
+    """Returns the Soft MoE layers of a model by module path, in module order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, SoftMoE)}
 
 

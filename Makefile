@@ -1,0 +1,38 @@
+# Everything runs in .venv, which each target sets up from constraints.txt when that is newer.
+# Needs Python 3.11 or later (PYTHON=python3.12 chooses another) and nothing else.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+DEMO_DIR ?= demo
+
+.DEFAULT_GOAL := test
+.PHONY: demo test lint bench clean
+
+# The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
+$(VENV)/ready: constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[rtx]' \
+		|| echo 'no TensorRT-RTX wheel for this platform: engine builds are skipped'
+	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/moexport
+	touch $@
+
+demo: $(VENV)/ready
+	$(BIN)/moexport demo -o $(DEMO_DIR) --force
+
+test: $(VENV)/ready
+	$(BIN)/python -m pytest -q
+
+lint: $(VENV)/ready
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	# The root is the package; mypy finds it under its own name through this link.
+	MYPYPATH=$(VENV)/src $(BIN)/mypy -p moexport
+
+bench: $(VENV)/ready
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info

@@ -1,0 +1,122 @@
+"""Traces a model to a portable graph: standard ops, and one `ai.moexport::SoftMoE` node a layer.
+
+The experts' weights are not part of the trace. Each node names its layer, and the lowering takes
+the weights from where they are, so that tracing neither copies nor even reads them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import warnings
+from collections.abc import Iterator
+
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from ..errors import TraceError
+from ..graphs.layers import soft_moe_layers
+from ..graphs.lower import DOMAIN, OP_TYPE
+from ..graphs.simplify import simplify
+from .attention import TRANSLATIONS
+from .model import Model
+
+TRACED_BATCH = 2  # a batch of 1 would let the tracer take the axis for a constant
+TRACED_SIZES = {"tokens": 7, "height": 3, "width": 5}
+
+
+class _Node(nn.Module):
+    """Stands in for a MoE layer while tracing: one node that knows the layer's name."""
+
+    def __init__(self, layer: str, out: int) -> None:
+        super().__init__()
+        self.layer = layer
+        self.out = out
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.onnx.ops.symbolic(
+            f"{DOMAIN}::{OP_TYPE}",
+            [x],
+            {"layer": self.layer},
+            dtype=x.dtype,
+            shape=[*x.shape[:-1], self.out],
+            version=1,
+        )
+
+
+def trace(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None) -> ir.Model:
+    """Returns the portable graph of a model, every named axis of its input dynamic.
+
+    `fixed` gives the sizes of axes that are to be constants instead. Raises `TraceError` when the
+    host cannot be traced.
+    """
+    fixed = fixed or {}
+    spec = model.input
+    sizes = {
+        axis: fixed.get(axis, TRACED_SIZES.get(axis, TRACED_BATCH)) for axis in spec.dynamic_axes
+    }
+    dtype = getattr(torch, spec.dtype)
+    example = torch.zeros(spec.concrete(sizes), dtype=dtype)
+    dynamic = {
+        index: torch.export.Dim(axis)
+        for index, axis in enumerate(spec.shape)
+        if isinstance(axis, str) and axis not in fixed
+    }
+    with _nodes_for_layers(model.module) as host, _quiet():
+        try:
+            program = torch.onnx.export(
+                host,
+                (example,),
+                dynamo=True,
+                opset_version=opset,
+                input_names=[spec.name],
+                output_names=[model.output.name],
+                dynamic_shapes=(dynamic,),
+                custom_translation_table=TRANSLATIONS,
+                verbose=False,
+            )
+        except torch.onnx.errors.OnnxExporterError as error:
+            raise TraceError(
+                f"PyTorch cannot trace this {model.family} model: {_first_line(error)}",
+                hint="the host's forward must not depend on the values of its inputs; "
+                "--verbose shows PyTorch's own report",
+            ) from error
+    assert program is not None
+    graph = program.model
+    simplify(graph)
+    return graph
+
+
+@contextlib.contextmanager
+def _nodes_for_layers(module: nn.Module) -> Iterator[nn.Module]:
+    """Puts a one-node stand-in at the place of every MoE layer, and the layers back after."""
+    layers = soft_moe_layers(module)
+    if "" in layers:
+        raise TraceError("the model is a bare MoE layer; wrap it in a module that calls it")
+    try:
+        for name, layer in layers.items():
+            module.set_submodule(name, _Node(name, layer.spec.out))
+        yield module
+    finally:
+        for name, layer in layers.items():
+            module.set_submodule(name, layer)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keeps the exporter's notices about itself (torchvision is absent, …) off the terminal."""
+    logger = logging.getLogger("torch.onnx")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+def _first_line(error: BaseException) -> str:
+    cause = error.__cause__ or error
+    return str(cause).strip().splitlines()[0]

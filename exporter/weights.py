@@ -1,0 +1,159 @@
+"""The weights file: every tensor of a model once, in a layout that serves all lowerings.
+
+A layer's experts are stored stacked, [n, d, h], contiguous per expert. A lowering that wants the
+stack points at its beginning, one that wants expert e's matrix points into the same bytes at an
+offset. Tensors are written one expert at a time, so that a transposed or memory-mapped source is
+never held whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import onnx_ir as ir
+import torch
+from torch import Tensor, nn
+
+from ..graphs.layers import SoftMoE
+from .pages import release
+
+WEIGHTS_FILE = "weights.bin"
+
+INLINE_BYTES = 1024
+"""Smaller host constants stay inside the ONNX file: shapes, scalars, short vectors."""
+
+_PAGE = 4096
+_WORD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor lies in the weights file; float32 throughout."""
+
+    offset: int
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Its size in bytes."""
+        return 4 * int(np.prod(self.shape, dtype=np.int64))
+
+    def part(self, index: int) -> Stored:
+        """The `index`-th part along the first axis, in the same bytes."""
+        part = Stored(0, self.shape[1:])
+        return Stored(self.offset + index * part.bytes, part.shape)
+
+    def external(self, name: str) -> ir.ExternalTensor:
+        """The tensor as external data of an ONNX file that lies beside the weights file."""
+        return ir.ExternalTensor(
+            location=WEIGHTS_FILE,
+            offset=self.offset,
+            length=self.bytes,
+            dtype=ir.DataType.FLOAT,
+            shape=ir.Shape(self.shape),
+            name=name,
+        )
+
+
+class WeightsWriter:
+    """Appends tensors to a weights file; a context manager that closes it."""
+
+    def __init__(self, directory: Path) -> None:
+        self._file = (directory / WEIGHTS_FILE).open("wb")
+
+    def __enter__(self) -> WeightsWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+
+    def add(self, parts: Iterable[np.ndarray], shape: tuple[int, ...]) -> Stored:
+        """Writes the parts one after the other as one float32 tensor of `shape`."""
+        stored = Stored(self._align(4 * int(np.prod(shape, dtype=np.int64))), shape)
+        for part in parts:
+            self._file.write(memoryview(np.ascontiguousarray(part, dtype="<f4")).cast("B"))
+        written = self._file.tell() - stored.offset
+        assert written == stored.bytes, f"{written} bytes written for shape {shape}"
+        return stored
+
+    def _align(self, size: int) -> int:
+        """Pads to a page before a tensor that fills one, so that runtimes can map it."""
+        step = _PAGE if size >= _PAGE else _WORD
+        self._file.write(b"\0" * (-self._file.tell() % step))
+        return self._file.tell()
+
+
+class StoredLayer:
+    """One layer's weights in the weights file (`graphs.parameters.LayerTensors`)."""
+
+    def __init__(self, layer: str, tensors: Mapping[str, Stored]) -> None:
+        self._layer = layer
+        self._tensors = tensors
+
+    def has(self, name: str) -> bool:
+        """Whether the layer has this weight."""
+        return name in self._tensors
+
+    def stacked(self, name: str) -> ir.ExternalTensor:
+        """The whole tensor."""
+        return self._tensors[name].external(f"{self._layer}/{name}")
+
+    def expert(self, name: str, index: int) -> ir.ExternalTensor:
+        """One expert's part of a tensor whose first axis is n."""
+        return self._tensors[name].part(index).external(f"{self._layer}/{name}/{index}")
+
+
+def write_layer(writer: WeightsWriter, name: str, layer: SoftMoE) -> StoredLayer:
+    """Writes a layer's weights, in the names of `LayerTensors`, and returns where they are."""
+    spec = layer.spec
+    tensors = {"phi": writer.add([_phi(layer)], (spec.dim, spec.experts * spec.slots))}
+    for key, vector in (("gain", layer.gain), ("shift", layer.shift)):
+        if vector is not None:
+            tensors[key] = writer.add([vector.numpy()], (spec.dim,))
+    sizes = {
+        "w1": (spec.dim, spec.inner),
+        "b1": (spec.inner,),
+        "w2": (spec.hidden, spec.out),
+        "b2": (spec.out,),
+    }
+    for key, size in sizes.items():
+        weight: nn.Parameter | nn.ParameterList | None = getattr(layer, key)
+        if weight is not None:
+            parts = (_released(weight[e]) for e in range(spec.experts))
+            tensors[f"experts.{key}"] = writer.add(parts, (spec.experts, *size))
+    return StoredLayer(name, tensors)
+
+
+def write_host(writer: WeightsWriter, portable: ir.Model) -> None:
+    """Writes a traced graph's own float weights and lets its initializers point at them."""
+    for name, value in portable.graph.initializers.items():
+        tensor = value.const_value
+        assert tensor is not None
+        if tensor.dtype != ir.DataType.FLOAT or tensor.nbytes < INLINE_BYTES:
+            continue
+        shape = tuple(tensor.shape.numpy())
+        value.const_value = writer.add([tensor.numpy()], shape).external(name)
+
+
+def _phi(layer: SoftMoE) -> np.ndarray:
+    """phi as [d, n·p] with the gain folded in, where the gain is not part of a LayerNorm op."""
+    phi = layer.phi.double().flatten(1)
+    if layer.gain is not None and layer.spec.norm != "layernorm":
+        phi = phi * layer.gain.double()[:, None]
+    return phi.to(torch.float32).numpy()
+
+
+def _released(part: Tensor) -> np.ndarray:
+    """The part as a contiguous array, with its memory-mapped source given back to the system."""
+    array = np.ascontiguousarray(part.numpy())
+    release(part)
+    return array

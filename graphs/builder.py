@@ -1,0 +1,118 @@
+"""Writes the nodes of one layer, each under a name that says what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import onnx_ir as ir
+
+Attribute = int | float | str | Sequence[int] | ir.Graph
+
+
+class Builder:
+    """Collects nodes and constants whose names begin with one layer's name.
+
+    Node and value names are `LAYER/what` (`blocks.6.mlp/router/logits`), so that a profile or a
+    viewer groups them, and no two layers collide. Equal constants within the layer are one
+    initializer.
+    """
+
+    def __init__(self, layer: str) -> None:
+        self.layer = layer
+        self.nodes: list[ir.Node] = []
+        self.initializers: list[ir.Value] = []
+        self._taken: set[str] = set()
+        self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
+
+    def op(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        name: str,
+        domain: str = "",
+        **attributes: Attribute,
+    ) -> ir.Value:
+        """Adds a node with one output and returns that output, named `LAYER/name`."""
+        return self.ops(op_type, *inputs, names=(name,), domain=domain, **attributes)[0]
+
+    def ops(
+        self,
+        op_type: str,
+        *inputs: ir.Value | None,
+        names: Sequence[str],
+        domain: str = "",
+        **attributes: Attribute,
+    ) -> list[ir.Value]:
+        """Adds a node with an output per name; the node takes the first name."""
+        outputs = [ir.Value(name=self._name(name)) for name in names]
+        node = ir.node(
+            op_type,
+            inputs,
+            attributes=attributes,
+            domain=domain,
+            outputs=outputs,
+            name=outputs[0].name,
+        )
+        self.nodes.append(node)
+        return outputs
+
+    def branch(self, nodes: Builder, output: ir.Value, name: str) -> ir.Graph:
+        """Returns a graph without inputs for an `If`, made of another builder's nodes.
+
+        The constants of `nodes` become initializers of the main graph: ONNX Runtime pre-packs
+        weights that a branch reads from there, and the branch stays free of data.
+        """
+        self.initializers.extend(nodes.initializers)
+        return ir.Graph([], [output], nodes=nodes.nodes, name=self._name(name))
+
+    def ints(self, *values: int) -> ir.Value:
+        """Returns a constant int64 vector."""
+        return self.constant(np.array(values, dtype=np.int64))
+
+    def integer(self, value: int) -> ir.Value:
+        """Returns a constant int64 scalar."""
+        return self.constant(np.array(value, dtype=np.int64))
+
+    def number(self, value: float) -> ir.Value:
+        """Returns a constant float32 scalar."""
+        return self.constant(np.array(value, dtype=np.float32))
+
+    def constant(self, array: np.ndarray) -> ir.Value:
+        """Returns a small constant; equal ones are shared."""
+        key = (array.dtype.str, array.shape, array.tobytes())
+        if key not in self._constants:
+            name = self._name(f"const/{_describe(array)}")
+            self._constants[key] = self.weight(ir.tensor(array, name=name), name)
+        return self._constants[key]
+
+    def weight(self, tensor: ir.TensorProtocol, name: str) -> ir.Value:
+        """Returns an initializer that holds `tensor`, under its full `name`."""
+        value = ir.Value(
+            name=name,
+            shape=ir.Shape(tensor.shape.numpy()),
+            type=ir.TensorType(tensor.dtype),
+            const_value=tensor,
+        )
+        self.initializers.append(value)
+        return value
+
+    def nested(self, name: str) -> Builder:
+        """Returns a builder for a branch's nodes, named below `LAYER/name`."""
+        return Builder(f"{self.layer}/{name}")
+
+    def _name(self, name: str) -> str:
+        full = f"{self.layer}/{name}"
+        count = 2
+        while full in self._taken:
+            full = f"{self.layer}/{name}.{count}"
+            count += 1
+        self._taken.add(full)
+        return full
+
+
+def _describe(array: np.ndarray) -> str:
+    """A readable name for a constant: its values where they are few."""
+    if array.size <= 4:
+        return "x".join(f"{value:g}" for value in array.flatten().tolist()) or "empty"
+    return f"{array.dtype.name}_{'x'.join(str(size) for size in array.shape)}"

@@ -1,0 +1,124 @@
+"""Replaces each MoE node of a traced graph by the nodes of a lowering."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ..errors import LoweringError
+from .builder import Builder
+from .lowerings.base import Lowering
+from .parameters import Layer, LayerTensors
+from .simplify import simplify
+from .spec import SoftMoESpec
+
+DOMAIN = "ai.moexport"
+OP_TYPE = "SoftMoE"
+K_INPUT = "k"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerChoice:
+    """How one layer is lowered: `kept` experts, or the graph input `k` where it is None."""
+
+    spec: SoftMoESpec
+    tensors: LayerTensors
+    lowering: Lowering
+    kept: int | None
+    renormalize: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class LayerValues:
+    """Names of the values around a lowered layer, for finding where two graphs part ways.
+
+    `selected` [b, k] is None where every expert is kept.
+    """
+
+    input: str
+    output: str
+    selected: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lowered:
+    """A graph for a target, and its layers' values by layer name."""
+
+    model: ir.Model
+    values: Mapping[str, LayerValues]
+
+
+def lower(portable: ir.Model, choices: Mapping[str, LayerChoice]) -> Lowered:
+    """Returns a copy of a traced model in which every MoE node is replaced as chosen.
+
+    The traced model is left as it is, and its tensors are shared, not copied.
+    """
+    model = portable.clone()
+    kept_input = _add_k_input(model, choices)
+    values: dict[str, LayerValues] = {}
+    for node in [node for node in model.graph if node.domain == DOMAIN]:
+        name = node.attributes.get_string("layer")
+        choice = choices[name]
+        kept = kept_input if choice.kept is None else choice.kept
+        assert kept is not None
+        values[name] = _replace(model.graph, node, choice, kept)
+    missing = choices.keys() - values.keys()
+    if missing:
+        raise LoweringError(
+            f"the traced graph does not hold the layer {', '.join(sorted(missing))}",
+            hint="the layer is part of the model but not of its forward pass on these inputs",
+        )
+    model.opset_imports.pop(DOMAIN, None)
+    simplify(model)
+    return Lowered(model, values)
+
+
+def _add_k_input(model: ir.Model, choices: Mapping[str, LayerChoice]) -> ir.Value | None:
+    if all(choice.kept is not None for choice in choices.values()):
+        return None
+    value = ir.Value(name=K_INPUT, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
+    model.graph.inputs.append(value)
+    return value
+
+
+def _replace(
+    graph: ir.Graph, node: ir.Node, choice: LayerChoice, kept: int | ir.Value
+) -> LayerValues:
+    x, old = node.inputs[0], node.outputs[0]
+    assert x is not None and x.name is not None
+    tokens = x.shape[1] if x.shape is not None else None
+    layer = Layer(
+        spec=choice.spec,
+        tensors=choice.tensors,
+        kept=kept,
+        tokens=tokens if isinstance(tokens, int) else None,
+        renormalize=choice.renormalize,
+    )
+    b = Builder(choice.spec.name)
+    y = choice.lowering.build(b, layer, x)
+    y.shape, y.type = old.shape, old.type
+    if old in graph.outputs:
+        y.name = old.name  # the graph's own outputs keep their names
+    for initializer in b.initializers:
+        assert initializer.name is not None
+        if initializer.name not in graph.initializers:
+            graph.register_initializer(initializer)
+    graph.insert_before(node, b.nodes)
+    ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
+    graph.remove(node, safe=True)
+    for used in b.nodes:
+        _count_domain(graph, used)
+    assert y.name is not None
+    return LayerValues(
+        input=x.name,
+        output=y.name,
+        selected=f"{choice.spec.name}/selected" if layer.selects else None,
+    )
+
+
+def _count_domain(graph: ir.Graph, node: ir.Node) -> None:
+    """Declares the opset of a node's domain where the graph does not yet."""
+    if node.domain:
+        graph.opset_imports.setdefault(node.domain, 1)

@@ -1,0 +1,68 @@
+"""What a lowering is: a record that says what it can serve, and the builder of its nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..parameters import Layer
+from ..spec import SoftMoESpec
+
+Target = Literal["onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"]
+"""Who runs the graph. `onnx` means standard ONNX ops alone, so that any runtime can."""
+
+STANDARD: frozenset[Target] = frozenset({"onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"})
+"""Targets of a lowering that uses only ops that every runtime takes."""
+
+ONNX_RUNTIME: frozenset[Target] = frozenset({"ort-cpu", "ort-cuda"})
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The size of one layer's job: what a cost is a function of."""
+
+    spec: SoftMoESpec
+    kept: int
+    batch: int
+    tokens: int
+
+    @property
+    def selections(self) -> int:
+        """How many (input, expert) pairs are computed: b·k."""
+        return self.batch * self.kept
+
+    @property
+    def expected_active(self) -> float:
+        """Experts that at least one input selects, if inputs chose evenly and independently.
+
+        Real routers are less even, so this is the upper end; fewer active experts cost less.
+        """
+        n = self.spec.experts
+        return n * (1.0 - (1.0 - self.kept / n) ** self.batch)
+
+
+@dataclass(frozen=True, slots=True)
+class Lowering:
+    """One way to compute the experts.
+
+    `build` adds the layer for tokens x [b, m, d] and returns y [b, m, o]. `unable` returns why the
+    lowering cannot serve a layer at all, or None. `inexact` returns how its result differs from the
+    layer's definition, or None where it is exact up to rounding; `auto` takes exact lowerings only.
+    """
+
+    name: str
+    summary: str
+    targets: frozenset[Target]
+    build: Callable[[Builder, Layer, ir.Value], ir.Value]
+    unable: Callable[[SoftMoESpec], str | None]
+    inexact: Callable[[SoftMoESpec], str | None]
+
+
+def serves_all(spec: SoftMoESpec) -> str | None:
+    """The `unable` and `inexact` of a lowering without limits."""
+    del spec
+    return None

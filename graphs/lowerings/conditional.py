@@ -1,0 +1,78 @@
+"""`conditional`: each expert runs on the whole batch, but only if any input chose it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..parameters import Layer
+from ..routing import combine_outputs, masked_slots, route
+from .base import STANDARD, Lowering, serves_all
+from .experts import one_expert
+
+
+def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+    """Adds the layer with an `If` per expert; with k = n every expert runs and none is needed."""
+    n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
+    slots, mask = masked_slots(b, layer, route(b, layer, x))
+    by_input = b.op("Reshape", slots.rows, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
+    parts = b.ops(
+        "Split",
+        by_input,
+        axis=1,
+        num_outputs=n,
+        names=[f"dispatch/expert_{e}" for e in range(n)],
+    )
+    wanted = None if mask is None else _wanted(b, mask, n)
+    outputs = []
+    for e, part in enumerate(parts):
+        rows = b.op("Reshape", part, b.ints(-1, d), name=f"experts/{e}/rows")  # [b·p, d]
+        if wanted is None:
+            outputs.append(one_expert(b, layer, e, rows))
+            continue
+        run, skip = b.nested(f"experts/{e}/run"), b.nested(f"experts/{e}/skip")
+        outputs.append(
+            b.op(
+                "If",
+                wanted[e],
+                then_branch=b.branch(run, one_expert(run, layer, e, rows), f"experts/{e}/run"),
+                else_branch=b.branch(skip, _zeros(skip, layer, rows), f"experts/{e}/skip"),
+                name=f"experts/{e}/outputs",
+            )
+        )
+    shaped = [
+        b.op("Reshape", y, b.ints(-1, p, o), name=f"combine/expert_{e}")
+        for e, y in enumerate(outputs)
+    ]
+    return combine_outputs(b, slots, b.op("Concat", *shaped, axis=1, name="combine/outputs"))
+
+
+def _wanted(b: Builder, mask: ir.Value, n: int) -> list[ir.Value]:
+    """One boolean per expert: whether any input of the batch chose it, from the mask [b, n]."""
+    chosen = b.op("ReduceMax", mask, b.ints(0), keepdims=0, name="group/chosen")
+    wanted = b.op("Cast", chosen, to=ir.DataType.BOOL.value, name="group/wanted")
+    parts = b.ops(
+        "Split",
+        wanted,
+        axis=0,
+        num_outputs=n,
+        names=[f"group/wanted_{e}" for e in range(n)],
+    )
+    return [b.op("Squeeze", part, b.ints(0), name=f"group/if_{e}") for e, part in enumerate(parts)]
+
+
+def _zeros(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
+    """Zeros [b·p, o] for the rows [b·p, d] of an expert that nobody chose."""
+    count = b.op("Shape", rows, start=0, end=1, name="row_count")
+    shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="shape")
+    return b.op("Expand", b.number(0.0), shape, name="zeros")
+
+
+LOWERING = Lowering(
+    name="conditional",
+    summary="an If per expert: the whole batch through it if any input chose it, else skipped",
+    targets=STANDARD,
+    build=build,
+    unable=serves_all,
+    inexact=serves_all,
+)

@@ -1,0 +1,104 @@
+"""`fused`: ONNX Runtime's `com.microsoft.MoE`, each slot a token that is sent to one expert."""
+
+from __future__ import annotations
+
+import numpy as np
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..parameters import Layer
+from ..routing import combine_outputs, route, selected_slots
+from ..spec import SoftMoESpec
+from .base import ONNX_RUNTIME, Lowering
+
+_NEVER = -1.0e4  # a router logit whose softmax is exactly 0 in float32
+
+
+def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+    """Adds the layer around one fused node; router logits are 0 for the slot's own expert."""
+    p, o = layer.spec.slots, layer.spec.out
+    routed = route(b, layer, x)
+    slots = selected_slots(b, layer, routed)
+    rows = b.op("Reshape", slots.rows, b.ints(-1, layer.spec.dim), name="experts/rows")
+    transposed = {
+        name: b.op(
+            "Transpose",
+            layer.stacked(b, f"experts.{name}"),
+            perm=[0, 2, 1],  # the op wants [n, out, in]; the runtime folds this once, when loading
+            name=f"experts/{name}_by_output",
+        )
+        for name in ("w1", "w2")
+    }
+    biases = {
+        name: layer.stacked(b, f"experts.{name}") if layer.tensors.has(f"experts.{name}") else None
+        for name in ("b1", "b2")
+    }
+    outputs = b.op(
+        "MoE",
+        rows,
+        _router_logits(b, layer, routed.selected, slots.rows),
+        transposed["w1"],
+        biases["b1"],
+        transposed["w2"],
+        biases["b2"],
+        domain="com.microsoft",
+        k=1,
+        activation_type=layer.spec.activation,
+        normalize_routing_weights=1,
+        name="experts/outputs",
+    )
+    if isinstance(layer.kept, int):
+        shape = b.ints(-1, layer.kept * p, o)
+    else:
+        rows_per_input = b.op("Shape", slots.rows, start=1, end=2, name="combine/rows")
+        shape = b.op(
+            "Concat", b.ints(-1), rows_per_input, b.ints(o), axis=0, name="combine/outputs_shape"
+        )
+    return combine_outputs(b, slots, b.op("Reshape", outputs, shape, name="combine/outputs"))
+
+
+def _router_logits(
+    b: Builder, layer: Layer, selected: ir.Value | None, slots: ir.Value
+) -> ir.Value:
+    """One-hot logits [b·e·p, n] that send each slot to its own expert."""
+    n, p = layer.spec.experts, layer.spec.slots
+    if selected is None:
+        own = np.full((1, n * p, n), _NEVER, dtype=np.float32)
+        own[0, np.arange(n * p), np.arange(n * p) // p] = 0.0
+        batch = b.op("Shape", slots, start=0, end=1, name="experts/batch")
+        shape = b.op("Concat", batch, b.ints(1, 1), axis=0, name="experts/logits_shape")
+        each = b.op("Expand", b.constant(own), shape, name="experts/logits_by_input")
+        return b.op("Reshape", each, b.ints(-1, n), name="experts/logits")
+    index = b.op("Unsqueeze", selected, b.ints(2), name="experts/index")
+    if p > 1:
+        zeros = b.constant(np.zeros((1, 1, p), dtype=np.int64))
+        index = b.op("Add", index, zeros, name="experts/index_per_slot")
+    column = b.op("Reshape", index, b.ints(-1, 1), name="experts/expert_of_row")
+    own_expert = b.op(
+        "Equal", column, b.constant(np.arange(n, dtype=np.int64)), name="experts/one_hot"
+    )
+    return b.op("Where", own_expert, b.number(0.0), b.number(_NEVER), name="experts/logits")
+
+
+def _unable(spec: SoftMoESpec) -> str | None:
+    if spec.expert != "mlp":
+        return f"com.microsoft.MoE has no {spec.expert} experts of this form"
+    if spec.dim != spec.out:
+        return f"com.microsoft.MoE keeps the width, and this layer maps {spec.dim} to {spec.out}"
+    return None
+
+
+def _inexact(spec: SoftMoESpec) -> str | None:
+    if spec.activation == "gelu":
+        return "com.microsoft.MoE computes the tanh form of GELU, up to 5e-4 from the exact one"
+    return None
+
+
+LOWERING = Lowering(
+    name="fused",
+    summary="ONNX Runtime's com.microsoft.MoE, each slot a token with one-hot router logits",
+    targets=ONNX_RUNTIME,
+    build=build,
+    unable=_unable,
+    inexact=_inexact,
+)

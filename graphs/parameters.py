@@ -1,0 +1,67 @@
+"""The constants of one layer as a lowering sees them, wherever their bytes are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import onnx_ir as ir
+
+from .builder import Builder
+from .spec import SoftMoESpec
+
+
+class LayerTensors(Protocol):
+    """Where the lowerings find a layer's weights: one set of bytes in several shapes.
+
+    Names: `phi` [d, n·p] (normalised, scaled, gain folded in), `experts.w1` [n, d, inner],
+    `experts.b1` [n, inner], `experts.w2` [n, h, o], `experts.b2` [n, o], `gain` and `shift` [d].
+    """
+
+    def has(self, name: str) -> bool:
+        """Whether the layer has this weight."""
+        ...
+
+    def stacked(self, name: str) -> ir.TensorProtocol:
+        """The whole tensor."""
+        ...
+
+    def expert(self, name: str, index: int) -> ir.TensorProtocol:
+        """One expert's part of a tensor whose first axis is n, from the same bytes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """One node to lower: the layer, its weights and how many experts it keeps.
+
+    `kept` is Algorithm 1's k: a number, or the graph input (int64, shape [1]) that carries it.
+    `tokens` is m, or None where the token axis is dynamic.
+    """
+
+    spec: SoftMoESpec
+    tensors: LayerTensors
+    kept: int | ir.Value
+    tokens: int | None = None
+    renormalize: bool = False
+
+    @property
+    def selects(self) -> bool:
+        """Whether any expert is left out: False where k = n was asked for."""
+        return not (isinstance(self.kept, int) and self.kept == self.spec.experts)
+
+    def stacked(self, b: Builder, name: str) -> ir.Value:
+        """The whole weight as an initializer of the graph."""
+        return b.weight(self.tensors.stacked(name), f"{self.spec.name}/{name}")
+
+    def expert(self, b: Builder, name: str, index: int) -> ir.Value:
+        """One expert's weight as an initializer of the graph."""
+        return b.weight(
+            self.tensors.expert(name, index), f"{self.spec.name}/{_singular(name, index)}"
+        )
+
+
+def _singular(name: str, index: int) -> str:
+    """`experts.w1` of expert 3 is `experts.3.w1`."""
+    collection, weight = name.split(".")
+    return f"{collection}.{index}.{weight}"

@@ -1,0 +1,209 @@
+"""Algorithm 1 as ONNX nodes: logits, both softmaxes, the scores, TopK, dispatch and combine.
+
+Everything here is FP32 and independent of how the experts are computed. Two rewritings keep the
+passes over the tokens few, and both are exact: a normalisation x̂ = r·x by a factor per token moves
+behind the products (x̂·φ = r·(x·φ) and Dᵀx̂ = (D·r)ᵀx), so x̂ is never written; and D is a softmax
+down its own column, so it is computed for the selected columns alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from .builder import Builder
+from .parameters import Layer
+
+
+@dataclass(frozen=True, slots=True)
+class Routed:
+    """The router's results for a batch, and what the slots are made from.
+
+    `source` [b, m, d] is averaged into the slots, after the factor `scale` [b, 1, m] where the
+    family normalises. `logits` and `combine` are L and C with tokens last, [b, n·p, m].
+    `selected` [b, k] is None where every expert is kept.
+    """
+
+    source: ir.Value
+    scale: ir.Value | None
+    logits: ir.Value
+    combine: ir.Value
+    selected: ir.Value | None
+
+
+@dataclass(frozen=True, slots=True)
+class Slots:
+    """The inputs of the experts: `rows` [b, e·p, d] and their columns of C, `combine` [b, e·p, m].
+
+    e is k for `selected_slots`, in the order of `Routed.selected`, and n for `all_slots`.
+    """
+
+    rows: ir.Value
+    combine: ir.Value
+
+
+def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
+    """Adds the router for tokens x [b, m, d]."""
+    source, scale = _normalise(b, layer, x)
+    logits = b.op("MatMul", source, layer.stacked(b, "phi"), name="router/products")
+    if scale is not None:
+        logits = b.op("Mul", logits, scale, name="router/logits")
+    combine = b.op("Softmax", logits, axis=-1, name="router/C")
+    selected = _select(b, layer, combine) if layer.selects else None
+    return Routed(
+        source=source,
+        scale=_dispatch_scale(b, layer, scale),
+        logits=b.op("Transpose", logits, perm=[0, 2, 1], name="router/logits_by_slot"),
+        combine=b.op("Transpose", combine, perm=[0, 2, 1], name="router/C_by_slot"),
+        selected=selected,
+    )
+
+
+def all_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
+    """Adds the dispatch for every expert: slots [b, n·p, d]."""
+    return Slots(_dispatch(b, layer, routed, routed.logits), routed.combine)
+
+
+def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
+    """Adds the dispatch for the selected experts alone: slots [b, k·p, d]."""
+    if routed.selected is None:
+        return all_slots(b, layer, routed)
+    index = b.op("Unsqueeze", routed.selected, b.ints(2), name="router/index")
+    logits = _gather_experts(b, layer, routed.logits, index, "dispatch/logits")
+    combine = _gather_experts(b, layer, routed.combine, index, "combine/C")
+    if layer.renormalize:
+        total = b.op("ReduceSum", combine, b.ints(1), keepdims=1, name="combine/total")
+        combine = b.op("Div", combine, total, name="combine/renormalised")
+    return Slots(_dispatch(b, layer, routed, logits), combine)
+
+
+def combine_outputs(b: Builder, slots: Slots, outputs: ir.Value) -> ir.Value:
+    """Adds y [b, m, o] = C·Ỹ for the experts' outputs [b, e·p, o]."""
+    weights = b.op("Transpose", slots.combine, perm=[0, 2, 1], name="combine/weights")
+    return b.op("MatMul", weights, outputs, name="output")
+
+
+def selection_mask(b: Builder, layer: Layer, selected: ir.Value) -> ir.Value:
+    """Adds the selection as ones and zeros, float [b, n]."""
+    experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
+    index = b.op("Unsqueeze", selected, b.ints(2), name="router/index")
+    one_hot = b.op("Equal", index, experts, name="router/one_hot")
+    counted = b.op("Cast", one_hot, to=ir.DataType.FLOAT.value, name="router/one_hot_float")
+    return b.op("ReduceMax", counted, b.ints(1), keepdims=0, name="router/mask")
+
+
+def masked_slots(b: Builder, layer: Layer, routed: Routed) -> tuple[Slots, ir.Value | None]:
+    """Adds the dispatch for every expert with the unselected columns of C zeroed, and the mask.
+
+    The mask is [b, n], or None where every expert is kept.
+    """
+    slots = all_slots(b, layer, routed)
+    if routed.selected is None:
+        return slots, None
+    mask = selection_mask(b, layer, routed.selected)
+    n, p = layer.spec.experts, layer.spec.slots
+    column = b.op("Unsqueeze", mask, b.ints(2), name="combine/mask")
+    if p > 1:  # [b, n, 1] to [b, n·p, 1]: each slot follows its expert
+        ones = b.constant(np.ones((1, 1, p), dtype=np.float32))
+        repeated = b.op("Mul", column, ones, name="combine/mask_per_slot")
+        column = b.op("Reshape", repeated, b.ints(0, n * p, 1), name="combine/mask_column")
+    weights = b.op("Mul", slots.combine, column, name="combine/C")
+    if layer.renormalize:
+        total = b.op("ReduceSum", weights, b.ints(1), keepdims=1, name="combine/total")
+        weights = b.op("Div", weights, total, name="combine/renormalised")
+    return Slots(slots.rows, weights), mask
+
+
+def _normalise(b: Builder, layer: Layer, x: ir.Value) -> tuple[ir.Value, ir.Value | None]:
+    """Returns what meets phi, and 1/‖x‖ per token [b, m, 1] where that factor is left out of it."""
+    spec = layer.spec
+    if spec.norm == "none":
+        return x, None
+    if spec.norm == "layernorm":
+        return _layer_norm(b, layer, x), None
+    if spec.norm == "l2-rsqrt":
+        total = b.op("ReduceSumSquare", x, b.ints(2), keepdims=1, name="router/squares")
+        shifted = b.op("Add", total, b.number(spec.norm_eps), name="router/squares_eps")
+        norm = b.op("Sqrt", shifted, name="router/norm")
+    else:
+        norm = b.op("ReduceL2", x, b.ints(2), keepdims=1, name="router/length")
+        guard = "Max" if spec.norm == "l2" else "Add"
+        norm = b.op(guard, norm, b.number(spec.norm_eps), name="router/norm")
+    return x, b.op("Reciprocal", norm, name="router/scale")
+
+
+def _layer_norm(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+    gain = (
+        layer.stacked(b, "gain")
+        if layer.tensors.has("gain")
+        else b.constant(np.ones(layer.spec.dim, dtype=np.float32))
+    )
+    shift = layer.stacked(b, "shift") if layer.tensors.has("shift") else None
+    return b.op(
+        "LayerNormalization",
+        x,
+        gain,
+        shift,
+        axis=-1,
+        epsilon=layer.spec.norm_eps,
+        name="router/layer_norm",
+    )
+
+
+def _dispatch_scale(b: Builder, layer: Layer, scale: ir.Value | None) -> ir.Value | None:
+    """1/‖x‖ as [b, 1, m] where the slots average normalised tokens, else None."""
+    if scale is None or layer.spec.slots_from == "raw":
+        return None
+    return b.op("Transpose", scale, perm=[0, 2, 1], name="dispatch/scale")
+
+
+def _select(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
+    """Adds s = Σ_{m,p} C and its k largest, [b, k] (Algorithm 1)."""
+    spec = layer.spec
+    scores = b.op("ReduceSum", combine, b.ints(1), keepdims=0, name="router/slot_scores")
+    if spec.slots > 1:
+        by_expert = b.op(
+            "Reshape", scores, b.ints(0, spec.experts, spec.slots), name="router/scores_by_expert"
+        )
+        scores = b.op("ReduceSum", by_expert, b.ints(2), keepdims=0, name="router/scores")
+    k = b.ints(layer.kept) if isinstance(layer.kept, int) else layer.kept
+    _, selected = b.ops(
+        "TopK", scores, k, axis=1, largest=1, sorted=1, names=("router/top", "selected")
+    )
+    return selected
+
+
+def _gather_experts(
+    b: Builder, layer: Layer, by_slot: ir.Value, index: ir.Value, name: str
+) -> ir.Value:
+    """Takes the selected experts' rows of [b, n·p, m]; returns [b, k·p, m]."""
+    n, p = layer.spec.experts, layer.spec.slots
+    if p == 1:
+        return b.op("GatherND", by_slot, index, batch_dims=1, name=name)
+    by_expert = b.op("Reshape", by_slot, b.ints(0, n, p, -1), name=f"{name}_by_expert")
+    chosen = b.op("GatherND", by_expert, index, batch_dims=1, name=f"{name}_selected")
+    return b.op("Reshape", chosen, _rows_by_tokens(b, layer, by_slot), name=name)
+
+
+def _rows_by_tokens(b: Builder, layer: Layer, by_slot: ir.Value) -> ir.Value:
+    """The shape [b, k·p, m] for a Reshape, from constants unless both k and m are dynamic."""
+    if isinstance(layer.kept, int):
+        return b.ints(0, layer.kept * layer.spec.slots, -1)
+    if layer.tokens is not None:
+        return b.ints(0, -1, layer.tokens)
+    tokens = b.op("Shape", by_slot, start=2, end=3, name="router/tokens")
+    return b.op("Concat", b.ints(0, -1), tokens, axis=0, name="router/rows_by_tokens")
+
+
+def _dispatch(b: Builder, layer: Layer, routed: Routed, logits: ir.Value) -> ir.Value:
+    """Adds X̃ = Dᵀ·x for logits [b, e·p, m]; returns the slots [b, e·p, d]."""
+    weights = b.op("Softmax", logits, axis=-1, name="dispatch/D")
+    if routed.scale is not None:
+        weights = b.op("Mul", weights, routed.scale, name="dispatch/weights")
+    slots = b.op("MatMul", weights, routed.source, name="dispatch/slots")
+    gain_pending = layer.spec.norm != "layernorm" and layer.spec.slots_from == "normalised"
+    if gain_pending and layer.tensors.has("gain"):
+        slots = b.op("Mul", slots, layer.stacked(b, "gain"), name="dispatch/gained")
+    return slots
