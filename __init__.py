@@ -1,1 +1,34 @@
-"""moexport."""
+"""moexport: deploy trained Soft MoE models with only k of n experts computed per input.
+
+`load`, `export` and `bench` do from Python what the command line does. They, and the classes they
+return, are imported on first use: `import moexport` alone loads neither torch nor ONNX Runtime.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .api import bench, export, load
+    from .exporter.bundle import Bundle
+    from .exporter.model import Model
+    from .exporter.session import Session
+
+__all__ = ["Bundle", "Model", "Session", "bench", "export", "load"]
+
+_HOMES = {
+    "bench": ".api",
+    "export": ".api",
+    "load": ".api",
+    "Bundle": ".exporter.bundle",
+    "Model": ".exporter.model",
+    "Session": ".exporter.session",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'moexport' has no attribute '{name}'")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name], __name__), name)

@@ -145,7 +145,7 @@ def write_host(writer: WeightsWriter, portable: ir.Model) -> None:
 
 
 def _phi(layer: SoftMoE) -> np.ndarray:
-    """phi as [d, n·p] with the gain folded in, where the gain is not part of a LayerNorm op."""
+    """Phi as [d, n·p] with the gain folded in, where the gain is not part of a LayerNorm op."""
     phi = layer.phi.double().flatten(1)
     if layer.gain is not None and layer.spec.norm != "layernorm":
         phi = phi * layer.gain.double()[:, None]

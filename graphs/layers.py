@@ -175,7 +175,13 @@ class SoftMoE(nn.Module):
         if self.spec.expert == "geglu":
             value, gate = hidden.chunk(2, dim=-1)
             return value * F.gelu(gate)
-        return F.gelu(hidden) if self.spec.activation == "gelu" else F.relu(hidden)
+        match self.spec.activation:
+            case "gelu":
+                return F.gelu(hidden)
+            case "gelu-tanh":
+                return F.gelu(hidden, approximate="tanh")
+            case "relu":
+                return F.relu(hidden)
 
 
 def _frozen(tensor: Tensor | None) -> nn.Parameter | None:

@@ -13,7 +13,8 @@ ExpertKind = Literal["mlp", "geglu", "linear"]
 """`mlp`: act(x·w1 + b1)·w2 + b2; `geglu`: (u · gelu(v))·w2 + b2 with [u, v] = x·w1 + b1; `linear`:
 x·w1 + b1."""
 
-Activation = Literal["gelu", "relu"]
+Activation = Literal["gelu", "gelu-tanh", "relu"]
+"""`gelu` is the exact form, with erf; `gelu-tanh` the approximation that JAX computes by default."""
 
 NormKind = Literal["none", "l2", "l2-plus", "l2-rsqrt", "layernorm"]
 """How a token x is normalised before it meets phi; r is the factor that x is multiplied by.

@@ -1,0 +1,124 @@
+"""Real inputs, streamed in batches: `.npz`, a folder of `.npy`, or `package.module:iterable`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from ..errors import FeedError
+
+Feed = str | Path | np.ndarray | Iterable[np.ndarray]
+"""What a caller may hand over: where inputs are, or the inputs themselves."""
+
+
+def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
+    """Yields batches [b, …] of the input called `name`, as the feed holds them.
+
+    Raises `FeedError` that names the file, array or object when there is nothing to read.
+    """
+    if isinstance(feed, np.ndarray):
+        yield feed
+    elif isinstance(feed, str | Path):
+        yield from _located(str(feed), name)
+    else:
+        for item in feed:
+            yield _array(item, name, "the feed")
+
+
+def samples(feed: Feed, name: str, count: int) -> np.ndarray:
+    """Returns the first `count` inputs of a feed as one array [count or fewer, …]."""
+    taken: list[np.ndarray] = []
+    left = count
+    for batch in batches(feed, name):
+        taken.append(np.asarray(batch[:left]))
+        left -= len(taken[-1])
+        if left <= 0:
+            break
+    if not taken or not sum(len(batch) for batch in taken):
+        raise FeedError("the feed holds no inputs", hint=f"give at least one array for '{name}'")
+    if len({batch.shape[1:] for batch in taken}) > 1:
+        # Inputs of several sizes (images of any height): keep those that stack.
+        taken = [batch for batch in taken if batch.shape[1:] == taken[0].shape[1:]]
+    return np.concatenate(taken)
+
+
+def _located(where: str, name: str) -> Iterator[np.ndarray]:
+    path = Path(where)
+    if path.is_dir():
+        yield from _folder(path)
+    elif path.exists():
+        yield _npz(path, name) if path.suffix == ".npz" else _npy(path)
+    elif ":" in where and not path.suffix:
+        yield from _imported(where, name)
+    else:
+        raise FeedError(
+            f"{where}: no such feed",
+            hint="a feed is an .npz file, a folder of .npy files or package.module:iterable",
+        )
+
+
+def _npz(path: Path, name: str) -> np.ndarray:
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            names = list(arrays)
+            if name in arrays:
+                return np.asarray(arrays[name])
+            if len(names) == 1:
+                return np.asarray(arrays[names[0]])
+    except (ValueError, zipfile.BadZipFile, EOFError, OSError) as error:
+        raise FeedError(f"{path}: not a readable .npz file ({error})") from error
+    raise FeedError(
+        f"{path}: holds {', '.join(names) or 'nothing'}, but no array '{name}'",
+        hint=f"save the inputs as np.savez(path, {name}=x)",
+    )
+
+
+def _npy(path: Path) -> np.ndarray:
+    try:
+        return np.asarray(np.load(path, allow_pickle=False, mmap_mode="r"))
+    except (ValueError, EOFError, OSError) as error:
+        raise FeedError(f"{path}: not a readable .npy file ({error})") from error
+
+
+def _folder(path: Path) -> Iterator[np.ndarray]:
+    files = sorted(path.glob("*.npy"))
+    if not files:
+        raise FeedError(
+            f"{path}: the folder holds no .npy file", hint="each file is one batch [b, …]"
+        )
+    for file in files:
+        yield _npy(file)
+
+
+def _imported(where: str, name: str) -> Iterator[np.ndarray]:
+    module_name, _, attribute = where.partition(":")
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # a user's own module lies in the current directory
+    try:
+        target = getattr(importlib.import_module(module_name), attribute)
+    except (ImportError, AttributeError) as error:
+        raise FeedError(
+            f"{where}: cannot be imported ({error})",
+            hint="name an iterable of batches, or a function that returns one",
+        ) from error
+    for item in target() if callable(target) else target:
+        yield _array(item, name, where)
+
+
+def _array(item: object, name: str, where: str) -> np.ndarray:
+    """A batch from what an iterable yields: an array, a tensor, or a dict or tuple around one."""
+    if isinstance(item, dict):
+        if name not in item:
+            raise FeedError(f"{where}: yields a dict without '{name}'")
+        item = item[name]
+    elif isinstance(item, tuple | list):
+        item = item[0]
+    array = np.asarray(item)
+    if array.dtype == object or array.ndim == 0:
+        raise FeedError(f"{where}: yields {type(item).__name__}, not an array of inputs")
+    return array

@@ -1,0 +1,67 @@
+"""What the command line prints: results to stdout, everything else to stderr."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Console:
+    """Says what is going on, as much as the user asked for."""
+
+    verbose: bool = False
+    quiet: bool = False
+
+    def step(self, text: str) -> None:
+        """Says what begins now."""
+        if not self.quiet:
+            print(f"moexport: {text}", file=sys.stderr, flush=True)
+
+    def note(self, text: str) -> None:
+        """Says something the user should know, unless told to be quiet."""
+        if not self.quiet:
+            print(f"note: {text}", file=sys.stderr, flush=True)
+
+    def error(self, message: str, hint: str | None = None) -> None:
+        """Says what went wrong and what to do."""
+        print(f"error: {message}", file=sys.stderr, flush=True)
+        if hint:
+            print(f"hint: {hint}", file=sys.stderr, flush=True)
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """Returns rows under a header in aligned columns; numbers to the right, words to the left."""
+    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
+    right = [
+        bool(rows) and all(_is_number(row[column]) for row in cells[1:])
+        for column in range(len(header))
+    ]
+    lines = []
+    for row in cells:
+        parts = [
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(row, widths, right, strict=True)
+        ]
+        lines.append("  ".join(parts).rstrip())
+    return "\n".join(lines)
+
+
+def count(number: float) -> str:
+    """Returns a number with its magnitude: 318.2K, 513.0M, 2.3B."""
+    for unit in ("", "K", "M", "B"):
+        if abs(number) < 1000 or unit == "B":
+            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
+        number /= 1000
+    raise AssertionError("unreachable")
+
+
+def size(nbytes: float) -> str:
+    """Returns bytes in a unit that reads well: 12.3 MB."""
+    return f"{count(nbytes)}B".replace("BB", " GB").replace("MB", " MB").replace("KB", " kB")
+
+
+def _is_number(cell: str) -> bool:
+    return bool(cell) and (cell[0].isdigit() or cell[0] in "-–.") and not cell[-1].isspace()

@@ -1,0 +1,168 @@
+"""A bundle on disk: opening, running and verifying it."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx
+
+from ..errors import BundleError, UsageError
+from .manifest import GraphRecord, Manifest
+from .parity import PARITY_FILE, Parity, Reference, compare
+from .plan import MAIN_GRAPH
+from .session import Session, SessionOptions
+from .trace import TRACED_BATCH
+
+LARGE_WEIGHTS_BYTES = 1 << 30
+"""Beyond this a check runs without pre-packed weights: slower, at half the memory."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that `verify` looked at."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """An exported model: a folder with a manifest, ONNX graphs and their weights."""
+
+    path: Path
+    manifest: Manifest
+
+    @staticmethod
+    def open(path: Path | str) -> Bundle:
+        """Opens a bundle; `BundleError` when the folder is none."""
+        directory = Path(path)
+        return Bundle(directory, Manifest.read(directory))
+
+    def graph(self, name: str | None = None) -> GraphRecord:
+        """Returns the graph of a file or lowering, the main one by default.
+
+        Raises `UsageError` that lists what there is.
+        """
+        for record in self.manifest.graphs:
+            if name in (None, record.file, *record.lowerings.values()):
+                return record
+        known = ", ".join(record.file for record in self.manifest.graphs)
+        raise UsageError(f"{self.path}: holds no graph '{name}'", hint=f"it holds {known}")
+
+    def session(self, graph: str | None = None, options: SessionOptions | None = None) -> Session:
+        """Returns a graph of the bundle, ready to run in ONNX Runtime."""
+        path = self.path / self.graph(graph).file
+        if not path.is_file():
+            raise BundleError(f"{path}: the file is missing", hint="export the bundle again")
+        return Session(path, options)
+
+    def verify(self) -> Iterator[Check]:
+        """Yields the checks: every file's hash, every graph's validity, every graph's parity."""
+        damaged = False
+        for name, record in self.manifest.files.items():
+            check = _hash_check(self.path / name, record.sha256, record.bytes)
+            damaged |= not check.passed
+            yield check
+        if damaged:
+            return  # graphs over damaged files would fail with less clear words
+        for graph in self.manifest.graphs:
+            yield _onnx_check(self.path / graph.file)
+        if PARITY_FILE not in self.manifest.files:
+            yield Check("parity", False, "the bundle was exported with --no-verify: no reference")
+            return
+        expected = Reference.load(self.path / PARITY_FILE)
+        for graph in self.manifest.graphs:
+            parity = graph_parity(
+                self.path,
+                graph,
+                expected,
+                fixed_batch=self.fixed_batch,
+                k_input=self.manifest.k == "input",
+                atol=(self.manifest.parity or {}).get("atol", 0.0),
+                rtol=(self.manifest.parity or {}).get("rtol", 0.0),
+            )
+            yield Check(f"parity of {graph.file}", parity.passed, describe(parity))
+
+    @property
+    def fixed_batch(self) -> int | None:
+        """The batch size where it is a constant of the graph."""
+        size = self.manifest.inputs[0].shape[0]
+        return size if isinstance(size, int) else None
+
+
+def graph_parity(
+    directory: Path,
+    graph: GraphRecord,
+    expected: Reference,
+    *,
+    fixed_batch: int | None,
+    k_input: bool,
+    atol: float,
+    rtol: float,
+) -> Parity:
+    """Runs a graph of a bundle, or of one being written, against its reference."""
+    weights = sum(file.stat().st_size for file in directory.glob("*.bin"))
+    session = Session(
+        directory / graph.file,
+        SessionOptions(
+            prepack=weights < LARGE_WEIGHTS_BYTES,
+            observe=dict.fromkeys(graph.selected.values(), onnx.TensorProto.INT64),
+        ),
+    )
+    return compare(
+        session,
+        expected,
+        graph.selected,
+        batch=fixed_batch or TRACED_BATCH + 1,
+        atol=atol,
+        rtol=rtol,
+        k=next(iter(expected.kept.values())) if k_input else None,
+    )
+
+
+def describe(parity: Parity) -> str:
+    """One line about a parity result."""
+    text = (
+        f"max |difference| {parity.max_abs:.2g} ({parity.max_rel:.2g} of max|y|), "
+        f"cosine {parity.cosine:.7f}, same experts in {parity.routing_agreement:.0%} of "
+        f"{parity.samples} inputs"
+    )
+    if parity.ties:
+        text += f" ({parity.ties} tied, not compared)"
+    if parity.first_difference:
+        text += f"; first difference in layer {parity.first_difference}"
+    return text
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file as hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _hash_check(path: Path, expected: str, size: int) -> Check:
+    name = f"hash of {path.name}"
+    if not path.is_file():
+        return Check(name, False, "the file is missing")
+    if path.stat().st_size != size:
+        return Check(name, False, f"{path.stat().st_size} bytes, not {size}")
+    same = sha256(path) == expected
+    return Check(name, same, "SHA-256 as recorded" if same else "the content has changed")
+
+
+def _onnx_check(path: Path) -> Check:
+    name = f"ONNX check of {path.name}"
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        return Check(name, False, str(error).strip().splitlines()[0])
+    return Check(
+        name, True, f"valid, {len(onnx.load(path, load_external_data=False).graph.node)} nodes"
+    )
+
+
+__all__ = ["MAIN_GRAPH", "Bundle", "Check", "describe", "graph_parity", "sha256"]

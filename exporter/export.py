@@ -1,0 +1,351 @@
+"""The main job: trace, plan, write, check, and only then put the bundle in its place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from ..calibration.feeds import Feed, samples
+from ..errors import FeedError, ParityError
+from ..graphs.lower import K_INPUT, LayerChoice, Lowered, lower
+from .atomic import check_destination, written_whole
+from .bundle import Bundle, describe, graph_parity, sha256
+from .environment import environment
+from .locate import first_different_layer
+from .manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    GraphRecord,
+    LayerRecord,
+    Manifest,
+    PortRecord,
+    SourceRecord,
+)
+from .model import Model, TensorSpec
+from .options import AxisRange, ExportOptions
+from .parity import PARITY_FILE, Parity, Reference, reference
+from .plan import GraphPlan, Plan, plan
+from .trace import trace
+from .weights import StoredLayer, WeightsWriter, write_host, write_layer
+
+PARITY_SAMPLES = 8
+PARITY_BYTES = 64 << 20
+RANDOM_SEED = 0
+
+Progress = Callable[[str], None]
+"""Told what begins, in a few words."""
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A traced model and the plan for it: all that is known before anything is written."""
+
+    model: Model
+    portable: ir.Model
+    plan: Plan
+    options: ExportOptions
+
+
+def prepare(model: Model, options: ExportOptions) -> Prepared:
+    """Traces a model and plans its export; writes nothing."""
+    portable = trace(model, opset=options.opset, fixed=_fixed_axes(model.input, options))
+    return Prepared(model, portable, plan(model, portable, options), options)
+
+
+def export(
+    model: Model,
+    destination: Path,
+    options: ExportOptions | None = None,
+    *,
+    data: Feed | None = None,
+    force: bool = False,
+    progress: Progress = lambda _: None,
+) -> Bundle:
+    """Writes a verified bundle and returns it.
+
+    `data` gives real inputs for the parity check; random ones are taken without. Raises
+    `ParityError` when a graph is further from PyTorch than the options allow, and leaves nothing
+    behind on any failure.
+    """
+    options = options or ExportOptions()
+    check_destination(destination, force=force)
+    expected_inputs = _parity_inputs(model, options, data) if options.verify else None
+    progress("tracing")
+    prepared = prepare(model, options)
+    check_destination(destination, force=force, needed_bytes=prepared.plan.weights_bytes)
+    with written_whole(destination, force=force) as directory:
+        progress("writing weights and graphs")
+        lowered = write_graphs(prepared, directory)
+        parities: dict[str, Parity] = {}
+        if expected_inputs is not None:
+            progress("checking against PyTorch")
+            expected = _expect(prepared, expected_inputs)
+            expected.save(directory / PARITY_FILE)
+            for graph in prepared.plan.graphs:
+                record = _graph_record(graph, lowered[graph.file], None)
+                parities[graph.file] = _checked(prepared, directory, record, expected, lowered)
+        progress("hashing")
+        manifest = _manifest(prepared, lowered, parities, directory, real_inputs=data is not None)
+        (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+    return Bundle(destination, manifest)
+
+
+def write_graphs(prepared: Prepared, directory: Path) -> dict[str, Lowered]:
+    """Writes the weights file and every graph of the plan; returns the graphs by file."""
+    portable = prepared.portable.clone()
+    layers = prepared.model.layers
+    with WeightsWriter(directory) as writer:
+        write_host(writer, portable)
+        stored = {name: write_layer(writer, name, layer) for name, layer in layers.items()}
+    lowered = {}
+    for graph in prepared.plan.graphs:
+        lowered[graph.file] = _lower(portable, graph, stored, prepared)
+        ir.save(lowered[graph.file].model, directory / graph.file)
+    return lowered
+
+
+def _lower(
+    portable: ir.Model, graph: GraphPlan, stored: Mapping[str, StoredLayer], prepared: Prepared
+) -> Lowered:
+    choices = {
+        layer.name: LayerChoice(
+            spec=layer.work.spec,
+            tensors=stored[layer.name],
+            lowering=layer.choice.lowering,
+            kept=layer.kept,
+            renormalize=prepared.options.renormalize,
+        )
+        for layer in graph.layers
+    }
+    lowered = lower(portable, choices)
+    model = lowered.model
+    model.producer_name, model.producer_version = "moexport", metadata.version("moexport")
+    model.metadata_props["moexport"] = json.dumps(
+        {
+            "family": prepared.model.family,
+            "layers": {
+                layer.name: {
+                    "n": layer.work.spec.experts,
+                    "k": layer.kept if layer.kept is not None else K_INPUT,
+                    "lowering": layer.choice.lowering.name,
+                }
+                for layer in graph.layers
+            },
+            "renormalize": prepared.options.renormalize,
+        }
+    )
+    return lowered
+
+
+def _fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
+    ranges = {axis: _range(axis, options) for axis in spec.dynamic_axes}
+    return {axis: sizes.opt for axis, sizes in ranges.items() if sizes.fixed}
+
+
+def _range(axis: str, options: ExportOptions) -> AxisRange:
+    return options.batch if axis == "batch" else options.tokens
+
+
+def _parity_inputs(model: Model, options: ExportOptions, data: Feed | None) -> np.ndarray:
+    """Real inputs where there are any, else random ones with the same seed every time."""
+    fixed = _fixed_axes(model.input, options)
+    batch = fixed.get("batch")
+    count = PARITY_SAMPLES if batch is None else batch
+    if data is not None:
+        x = samples(data, model.input.name, count)
+        _check_inputs(x, model.input, fixed, count if batch is not None else 1)
+        return x.astype(model.input.dtype)
+    if model.example is not None and batch is None:
+        return model.example.astype(model.input.dtype)
+    sizes = {
+        axis: fixed.get(axis, PARITY_SIZES.get(axis, count)) for axis in model.input.dynamic_axes
+    }
+    shape = model.input.concrete(sizes)
+    keep = max(1, min(shape[0], PARITY_BYTES // (4 * int(np.prod(shape[1:], dtype=np.int64)))))
+    random = np.random.default_rng(RANDOM_SEED)
+    rows = shape[0] if batch is not None else keep
+    return random.standard_normal((rows, *shape[1:])).astype(model.input.dtype)
+
+
+PARITY_SIZES = {"tokens": 19, "height": 4, "width": 6}
+"""Random inputs take these where an axis is dynamic: none is the traced size."""
+
+
+def _check_inputs(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int], least: int) -> None:
+    wanted = [fixed.get(size, size) if isinstance(size, str) else size for size in spec.shape]
+    fits = x.ndim == len(wanted) and all(
+        not isinstance(size, int) or size == actual
+        for size, actual in zip(wanted[1:], x.shape[1:], strict=True)
+    )
+    if not fits:
+        raise FeedError(
+            f"--data: input '{spec.name}' takes {tuple(wanted)}, the feed gives {x.shape}",
+            hint="each array is a batch of inputs as the model takes them",
+        )
+    if len(x) < least:
+        raise FeedError(f"--data: --batch {least} needs {least} inputs, the feed gives {len(x)}")
+    if x.dtype.kind == "f" and not np.isfinite(x).all():
+        raise FeedError(f"--data: input '{spec.name}' holds NaN or Inf")
+
+
+def _expect(prepared: Prepared, x: np.ndarray) -> Reference:
+    """The PyTorch reference, with a quarter of the experts where k is chosen per run."""
+    layers = prepared.plan.graphs[0].layers
+    # One k serves all layers at run time, so the layer with the fewest experts bounds it.
+    shared = min(max(1, layer.work.spec.experts // 4) for layer in layers)
+    kept = {layer.name: shared if layer.kept is None else layer.kept for layer in layers}
+    batch = prepared.options.batch
+    return reference(
+        prepared.model,
+        x,
+        kept,
+        renormalize=prepared.options.renormalize,
+        batch=batch.opt if batch.fixed else len(x),
+    )
+
+
+def _checked(
+    prepared: Prepared,
+    directory: Path,
+    record: GraphRecord,
+    expected: Reference,
+    lowered: Mapping[str, Lowered],
+) -> Parity:
+    """A graph's parity, or a `ParityError` that says where the difference starts."""
+    options = prepared.options
+    fixed = options.batch.opt if options.batch.fixed else None
+    parity = graph_parity(
+        directory,
+        record,
+        expected,
+        fixed_batch=fixed,
+        k_input=options.k == "input",
+        atol=options.atol,
+        rtol=options.rtol,
+    )
+    if parity.passed:
+        return parity
+    if parity.samples == parity.ties:
+        raise ParityError(
+            f"{record.file}: routing is a tie in every one of the {parity.samples} inputs, so "
+            "nothing can be compared",
+            hint="give real inputs with --data; an untrained router ties everywhere",
+        )
+    where = parity.first_difference or first_different_layer(
+        prepared.model,
+        directory / record.file,
+        lowered[record.file].values,
+        expected,
+        renormalize=options.renormalize,
+        rtol=options.rtol,
+        batch=fixed or 1,
+    )
+    raise ParityError(
+        f"{record.file} differs from PyTorch, starting in {where}: {describe(parity)}",
+        hint=f"allowed was atol {options.atol:g} + rtol {options.rtol:g} · max|y|: raise --rtol if "
+        "that is good enough, or choose another --lowering; --no-verify writes it unchecked",
+    )
+
+
+def _graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None) -> GraphRecord:
+    return GraphRecord(
+        file=graph.file,
+        lowerings={layer.name: layer.choice.lowering.name for layer in graph.layers},
+        selected={
+            name: values.selected
+            for name, values in lowered.values.items()
+            if values.selected is not None
+        },
+        parity=None if parity is None else parity.as_json(),
+    )
+
+
+def _manifest(
+    prepared: Prepared,
+    lowered: Mapping[str, Lowered],
+    parities: Mapping[str, Parity],
+    directory: Path,
+    *,
+    real_inputs: bool,
+) -> Manifest:
+    model, options, main = prepared.model, prepared.options, prepared.plan.graphs[0]
+    notes = list(model.notes)
+    if not options.verify:
+        notes.append("exported with --no-verify: nothing was compared with PyTorch")
+    elif not real_inputs:
+        notes.append("parity was checked on random inputs: give real ones with --data")
+    parity = parities.get(main.file)
+    return Manifest(
+        moexport=metadata.version("moexport"),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        source=SourceRecord(
+            model.source.path, _hash_all(model.source.files), model.family, dict(model.config)
+        ),
+        layers=[
+            LayerRecord(
+                name=layer.name,
+                kind="soft-moe",
+                experts=layer.work.spec.experts,
+                slots=layer.work.spec.slots,
+                dim=layer.work.spec.dim,
+                hidden=layer.work.spec.hidden,
+                k=layer.kept,
+                lowering=layer.choice.lowering.name,
+                reason=layer.choice.reason,
+                selected=lowered[main.file].values[layer.name].selected,
+            )
+            for layer in main.layers
+        ],
+        graphs=[
+            _graph_record(graph, lowered[graph.file], parities.get(graph.file))
+            for graph in prepared.plan.graphs
+        ],
+        k=_k_text(options),
+        target=options.target,
+        precision="fp32",
+        renormalize=options.renormalize,
+        opset=options.opset,
+        batch=str(options.batch),
+        inputs=_inputs(model.input, options),
+        outputs=[_port(model.output, _fixed_axes(model.output, options))],
+        parity=None if parity is None else parity.as_json(),
+        files={
+            path.name: FileRecord(sha256(path), path.stat().st_size)
+            for path in sorted(directory.iterdir())
+        },
+        environment=environment(),
+        notes=notes,
+    )
+
+
+def _inputs(spec: TensorSpec, options: ExportOptions) -> list[PortRecord]:
+    ports = [_port(spec, _fixed_axes(spec, options))]
+    if options.k == "input":
+        ports.append(PortRecord(K_INPUT, "int64", [1]))
+    return ports
+
+
+def _port(spec: TensorSpec, fixed: Mapping[str, int]) -> PortRecord:
+    shape = [fixed.get(size, size) if isinstance(size, str) else size for size in spec.shape]
+    return PortRecord(spec.name, spec.dtype, shape)
+
+
+def _k_text(options: ExportOptions) -> str:
+    k = options.k
+    return ",".join(str(each) for each in k) if isinstance(k, tuple) else str(k)
+
+
+def _hash_all(files: tuple[Path, ...]) -> str:
+    """SHA-256 of a file, or of the hashes of several in order; empty where there is no file."""
+    hashes = [sha256(path) for path in files]
+    if len(hashes) == 1:
+        return hashes[0]
+    return hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes else ""

@@ -1,0 +1,135 @@
+"""`manifest.json`: what a bundle holds, where it came from and how well it was checked."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from ..errors import BundleError
+
+MANIFEST_FILE = "manifest.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class SourceRecord:
+    """Where the model came from: path, SHA-256 of its weights, family and configuration."""
+
+    path: str
+    sha256: str
+    family: str
+    config: dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecord:
+    """One MoE layer as exported. `k` is None where it is a graph input."""
+
+    name: str
+    kind: str
+    experts: int
+    slots: int
+    dim: int
+    hidden: int
+    k: int | None
+    lowering: str
+    reason: str
+    selected: str | None
+    """The value of `model.onnx` that holds the chosen experts; None where all are kept."""
+
+
+@dataclass(frozen=True, slots=True)
+class GraphRecord:
+    """One ONNX file: its lowerings by layer and its own parity."""
+
+    file: str
+    lowerings: dict[str, str]
+    selected: dict[str, str]
+    parity: dict[str, Any] | None
+
+
+@dataclass(frozen=True, slots=True)
+class PortRecord:
+    """Name, dtype and shape of a graph input or output; names stand for dynamic axes."""
+
+    name: str
+    dtype: str
+    shape: list[int | str]
+
+
+@dataclass(frozen=True, slots=True)
+class FileRecord:
+    """Hash and size of one file."""
+
+    sha256: str
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """The whole record; `to_json` and `read` keep it in `manifest.json`."""
+
+    moexport: str
+    created: str
+    source: SourceRecord
+    layers: list[LayerRecord]
+    graphs: list[GraphRecord]
+    k: str
+    target: str
+    precision: str
+    renormalize: bool
+    opset: int
+    batch: str
+    inputs: list[PortRecord]
+    outputs: list[PortRecord]
+    parity: dict[str, Any] | None
+    files: dict[str, FileRecord]
+    environment: dict[str, Any]
+    notes: list[str] = field(default_factory=list)
+    engines: list[dict[str, Any]] = field(default_factory=list)
+    schema: int = SCHEMA
+
+    def to_json(self) -> str:
+        """The manifest as indented JSON, `schema` first."""
+        content = asdict(self)
+        ordered = {"schema": content.pop("schema"), **content}
+        return json.dumps(ordered, indent=2, ensure_ascii=False) + "\n"
+
+    @staticmethod
+    def read(directory: Path) -> Manifest:
+        """Reads a bundle's manifest; `BundleError` when there is none or it is not readable."""
+        path = directory / MANIFEST_FILE
+        if not path.is_file():
+            raise BundleError(
+                f"{directory}: not a bundle (there is no {MANIFEST_FILE})",
+                hint="a bundle is the folder that `moexport export -o` wrote",
+            )
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise BundleError(f"{path}: not readable as JSON ({error})") from error
+        found = content.get("schema") if isinstance(content, dict) else None
+        if found != SCHEMA:
+            raise BundleError(
+                f"{path}: schema {found}, but this version reads schema {SCHEMA}",
+                hint="use the version of moexport that wrote the bundle, or export again",
+            )
+        known = {entry.name for entry in fields(Manifest)}
+        try:
+            return Manifest(
+                **{key: value for key, value in content.items() if key in known}
+                | {
+                    "source": SourceRecord(**content["source"]),
+                    "layers": [LayerRecord(**layer) for layer in content["layers"]],
+                    "graphs": [GraphRecord(**graph) for graph in content["graphs"]],
+                    "inputs": [PortRecord(**port) for port in content["inputs"]],
+                    "outputs": [PortRecord(**port) for port in content["outputs"]],
+                    "files": {
+                        name: FileRecord(**record) for name, record in content["files"].items()
+                    },
+                }
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise BundleError(f"{path}: not a complete manifest ({error})") from error

@@ -1,0 +1,152 @@
+"""What a user asks of an export, parsed and checked before any work is done."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Literal, get_args
+
+from ..errors import LoweringError, UsageError
+from ..graphs.lowerings.base import Target
+from ..graphs.lowerings.registry import lowering
+
+AUTO = "auto"
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+Kept = int | Fraction | Literal["n", "input"] | tuple[int, ...]
+"""k as asked: a number, a share of n, all experts, a graph input, or a number per layer."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRange:
+    """Sizes of a dynamic axis: smallest, the one to be fast at, largest. Fixed where all agree."""
+
+    min: int
+    opt: int
+    max: int
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the axis is a constant of the graph."""
+        return self.min == self.max
+
+    def __str__(self) -> str:
+        return str(self.opt) if self.fixed else f"{self.min}:{self.opt}:{self.max}"
+
+
+DEFAULT_BATCH = AxisRange(1, 1, 32)
+DEFAULT_TOKENS = AxisRange(1, 196, 1024)
+
+
+@dataclass(frozen=True, slots=True)
+class ExportOptions:
+    """The options of `export`; `parse_*` make its fields from what is typed.
+
+    `lowerings` names the graphs to write, `auto` or a name each; the first is `model.onnx`.
+    Parity holds where |difference| ≤ atol + rtol · max|y|.
+    """
+
+    k: Kept = "n"
+    target: Target = "onnx"
+    lowerings: tuple[str, ...] = (AUTO,)
+    batch: AxisRange = DEFAULT_BATCH
+    tokens: AxisRange = DEFAULT_TOKENS
+    opset: int = 20
+    renormalize: bool = False
+    atol: float = 1e-6
+    rtol: float = 1e-4
+    verify: bool = True
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for a value that cannot be meant."""
+        if self.target not in TARGETS:
+            raise UsageError(
+                f"--target {self.target}: there is no such target",
+                hint=f"choose one of: {', '.join(TARGETS)}",
+            )
+        if not MIN_OPSET <= self.opset <= MAX_OPSET:
+            raise UsageError(
+                f"--opset {self.opset}: opsets {MIN_OPSET} to {MAX_OPSET} are supported",
+                hint="20 is the first with a whole Gelu; leave it unless a runtime needs another",
+            )
+        for name in self.lowerings:
+            if name != AUTO:
+                lowering(name)
+        if len(set(self.lowerings)) < len(self.lowerings):
+            raise UsageError(f"--lowering {','.join(self.lowerings)}: a name is repeated")
+        if self.atol < 0 or self.rtol < 0:
+            raise UsageError("--atol and --rtol must not be negative")
+
+
+MIN_OPSET = 20
+MAX_OPSET = 23
+
+
+def parse_k(text: str) -> Kept:
+    """Returns k from `4`, `0.25`, `n`, `input` or `4,4,8`; `UsageError` for anything else."""
+    value = text.strip()
+    if value in ("n", "input"):
+        return value  # type: ignore[return-value]  # the two literals
+    try:
+        if "," in value:
+            return tuple(_positive(part) for part in value.split(","))
+        if "." in value or "/" in value:
+            share = Fraction(value)
+            if not 0 < share <= 1:
+                raise UsageError(
+                    f"--k {text}: a share of the experts lies above 0 and at most at 1",
+                    hint="--k 0.25 keeps a quarter of the experts",
+                )
+            return share
+        return _positive(value)
+    except (ValueError, ZeroDivisionError):
+        raise UsageError(
+            f"--k {text}: not a number of experts",
+            hint="use a number (4), a share (0.25), n, input, or a number per layer (4,4,8)",
+        ) from None
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise UsageError(
+            f"--k {text}: at least one expert must be kept", hint="use 1 ≤ k ≤ n, or n for all"
+        )
+    return value
+
+
+def parse_range(text: str, option: str) -> AxisRange:
+    """Returns sizes from `MIN:OPT:MAX` or one fixed size; `UsageError` names the option."""
+    try:
+        sizes = [int(part) for part in text.split(":")]
+    except ValueError:
+        sizes = []
+    if len(sizes) == 1:
+        sizes *= 3
+    if len(sizes) != len(("min", "opt", "max")):
+        raise UsageError(
+            f"{option} {text}: expected MIN:OPT:MAX or one size",
+            hint=f"{option} 1:8:32 for sizes 1 to 32, fastest at 8; {option} 8 for 8 alone",
+        )
+    low, opt, high = sizes
+    if not 1 <= low <= opt <= high:
+        raise UsageError(
+            f"{option} {text}: needs 1 ≤ MIN ≤ OPT ≤ MAX",
+            hint=f"the sizes in order are {':'.join(str(size) for size in sorted(sizes))}",
+        )
+    return AxisRange(low, opt, high)
+
+
+def parse_lowerings(text: str) -> tuple[str, ...]:
+    """Returns the names of a comma-separated list; `UsageError` for a name that is not one."""
+    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    if not names:
+        raise UsageError("--lowering is empty", hint="--lowering auto lets the cost model choose")
+    for name in names:
+        if name == AUTO:
+            continue
+        try:
+            lowering(name)
+        except LoweringError as error:
+            raise UsageError(f"--lowering {name}: {error.message}", hint=error.hint) from None
+    return names

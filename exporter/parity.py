@@ -1,0 +1,235 @@
+"""Does the exported graph compute what the PyTorch model computes: values, and which experts win?
+
+The reference is recorded once, in PyTorch: the outputs with Algorithm 1, each layer's chosen
+experts with the margin by which they were chosen, and the untouched model's outputs. It is kept in
+the bundle, so that a bundle can be verified where its checkpoint is not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..errors import BundleError
+from ..graphs.layers import algorithm_1, recorded_routing
+from .model import Model
+from .session import Session
+
+PARITY_FILE = "parity.npz"
+
+TIE = 1e-5
+"""Scores this close, relative to the k-th, are a tie: rounding may order them either way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What PyTorch computes for some inputs.
+
+    `x` are the inputs, `y` the outputs with Algorithm 1, `dense` those of the untouched model with
+    all experts. By layer, `selected` [s, k] holds the chosen experts, ascending, and `margin` [s]
+    the gap from the k-th score to the next, relative to the k-th.
+    """
+
+    x: np.ndarray
+    y: np.ndarray
+    dense: np.ndarray
+    selected: Mapping[str, np.ndarray]
+    margin: Mapping[str, np.ndarray]
+    kept: Mapping[str, int]
+
+    def save(self, path: Path) -> None:
+        """Writes the reference as an `.npz` file."""
+        arrays = {"x": self.x, "y": self.y, "dense": self.dense}
+        for layer in self.selected:
+            arrays[f"selected/{layer}"] = self.selected[layer]
+            arrays[f"margin/{layer}"] = self.margin[layer]
+            arrays[f"kept/{layer}"] = np.array(self.kept[layer])
+        # np.savez takes names as keywords; its own first parameter is positional.
+        np.savez(path, **arrays)  # type: ignore[arg-type]
+
+    @staticmethod
+    def load(path: Path) -> Reference:
+        """Reads a reference; `BundleError` when the file cannot be read."""
+        try:
+            with np.load(path, allow_pickle=False) as stored:
+                arrays = dict(stored)
+            layers = [name.removeprefix("kept/") for name in arrays if name.startswith("kept/")]
+            return Reference(
+                x=arrays["x"],
+                y=arrays["y"],
+                dense=arrays["dense"],
+                selected={layer: arrays[f"selected/{layer}"] for layer in layers},
+                margin={layer: arrays[f"margin/{layer}"] for layer in layers},
+                kept={layer: int(arrays[f"kept/{layer}"]) for layer in layers},
+            )
+        except (OSError, ValueError, KeyError, EOFError) as error:
+            raise BundleError(f"{path}: not a readable parity record ({error})") from error
+
+
+@dataclass(frozen=True, slots=True)
+class Parity:
+    """How far a graph is from its reference.
+
+    `max_abs` is the largest difference of an output, `max_rel` the same over max|y|, `cosine` the
+    smallest cosine of a sample's outputs. `routing_agreement` is the share of samples in which
+    every layer chose the same set; `ties` counts those that differ only where scores were equal up
+    to rounding, which are left out of the values. `first_difference` names the layer where the
+    first wrong set appears. `untouched_cosine` compares with the model before Algorithm 1.
+    """
+
+    max_abs: float
+    max_rel: float
+    cosine: float
+    routing_agreement: float
+    samples: int
+    ties: int
+    atol: float
+    rtol: float
+    passed: bool
+    first_difference: str | None
+    untouched_cosine: float
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as it stands in a manifest."""
+        return asdict(self)
+
+
+@torch.no_grad()
+def reference(
+    model: Model, x: np.ndarray, kept: Mapping[str, int], *, renormalize: bool, batch: int
+) -> Reference:
+    """Returns what PyTorch computes for inputs x, in batches of `batch`."""
+    original = model.original if model.original is not None else model.module
+    dense, y = [], []
+    selected: dict[str, list[np.ndarray]] = {name: [] for name in kept}
+    margin: dict[str, list[np.ndarray]] = {name: [] for name in kept}
+    for part in _batches(x, batch):
+        tokens = torch.from_numpy(np.ascontiguousarray(part))
+        dense.append(_first(original(tokens)).numpy())
+        with (
+            algorithm_1(model.module, dict(kept), renormalize=renormalize),
+            recorded_routing(model.module) as records,
+        ):
+            y.append(_first(model.module(tokens)).numpy())
+        for name in kept:
+            (routing,) = records[name]
+            kth = routing.scores.sort(dim=1, descending=True).values[:, kept[name] - 1]
+            selected[name].append(routing.selected.numpy())
+            margin[name].append((routing.margin / kth).numpy())
+    return Reference(
+        x=x,
+        y=np.concatenate(y),
+        dense=np.concatenate(dense),
+        selected={name: np.concatenate(sets) for name, sets in selected.items()},
+        margin={name: np.concatenate(gaps) for name, gaps in margin.items()},
+        kept=dict(kept),
+    )
+
+
+def compare(
+    session: Session,
+    expected: Reference,
+    selected_values: Mapping[str, str],
+    *,
+    batch: int,
+    atol: float,
+    rtol: float,
+    k: int | None = None,
+) -> Parity:
+    """Runs a graph on the reference's inputs and returns how far it is off.
+
+    `selected_values` names the graph's value that holds a layer's chosen experts, for the layers
+    that choose. `batch` should differ from the size that was traced.
+    """
+    outputs: list[np.ndarray] = []
+    chosen: dict[str, list[np.ndarray]] = {name: [] for name in selected_values}
+    for part in _batches(expected.x, batch):
+        values = session.run(part, k)
+        outputs.append(values[session.output_names[0]])
+        for name, value in selected_values.items():
+            chosen[name].append(np.sort(values[value], axis=1))
+    y = np.concatenate(outputs)
+    sets = {name: np.concatenate(parts) for name, parts in chosen.items()}
+    ties, misses, first = _routing(expected, sets)
+    compared = ~ties
+    return _parity(expected, y, compared, misses, first, atol=atol, rtol=rtol)
+
+
+def _routing(
+    expected: Reference, sets: Mapping[str, np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, str | None]:
+    """Which samples differ by a tie, which differ truly [s], and the first layer of the latter.
+
+    After the first difference of a sample its later layers see other inputs, so only the first
+    counts.
+    """
+    count = len(expected.x)
+    ties = np.zeros(count, dtype=bool)
+    misses = np.zeros(count, dtype=bool)
+    first: str | None = None
+    for name, actual in sets.items():
+        differs = (actual != expected.selected[name]).any(axis=1) & ~ties & ~misses
+        tied = differs & (expected.margin[name] <= TIE)
+        ties |= tied
+        if first is None and (differs & ~tied).any():
+            first = name
+        misses |= differs & ~tied
+    return ties, misses, first
+
+
+def _parity(
+    expected: Reference,
+    y: np.ndarray,
+    compared: np.ndarray,
+    misses: np.ndarray,
+    first: str | None,
+    *,
+    atol: float,
+    rtol: float,
+) -> Parity:
+    actual, wanted = y[compared].astype(np.float64), expected.y[compared].astype(np.float64)
+    largest = float(np.abs(wanted).max(initial=0.0))
+    max_abs = float(np.abs(actual - wanted).max(initial=0.0))
+    finite = bool(np.isfinite(actual).all())
+    close = finite and max_abs <= atol + rtol * largest
+    return Parity(
+        max_abs=max_abs,
+        max_rel=max_abs / largest if largest else 0.0,
+        cosine=_least_cosine(actual, wanted),
+        routing_agreement=1.0 - float(misses.mean()),
+        samples=len(y),
+        ties=int((~compared).sum()),
+        atol=atol,
+        rtol=rtol,
+        passed=bool(close and not misses.any() and compared.any()),
+        first_difference=first,
+        untouched_cosine=_least_cosine(y.astype(np.float64), expected.dense.astype(np.float64)),
+    )
+
+
+def _least_cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """The smallest cosine between corresponding samples; 1 where both are zero."""
+    if not len(a):
+        return 1.0
+    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    both_zero = norms == 0
+    cosines = np.where(both_zero, 1.0, (a * b).sum(axis=1) / np.where(both_zero, 1.0, norms))
+    return float(cosines.min())
+
+
+def _batches(x: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    for start in range(0, len(x), size):
+        yield x[start : start + size]
+
+
+def _first(output: Any) -> torch.Tensor:
+    """A host's output tensor; published layers return a tuple with auxiliary values."""
+    value = output[0] if isinstance(output, tuple) else output
+    assert isinstance(value, torch.Tensor)
+    return value

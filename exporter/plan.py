@@ -1,0 +1,147 @@
+"""What an export will do: every layer's k and lowering, before anything is written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
+
+import onnx_ir as ir
+
+from ..errors import UsageError
+from ..graphs.cost import Choice, check, choose
+from ..graphs.lower import DOMAIN
+from ..graphs.lowerings.base import Work
+from ..graphs.lowerings.registry import lowering
+from ..graphs.spec import SoftMoESpec
+from .model import Model
+from .options import AUTO, AxisRange, ExportOptions, Kept
+from .weights import INLINE_BYTES, WEIGHTS_FILE
+
+MAIN_GRAPH = "model.onnx"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPlan:
+    """One layer's part of a graph. `kept` is None where k is a graph input."""
+
+    name: str
+    kept: int | None
+    choice: Choice
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class GraphPlan:
+    """One graph of the bundle: its file and its layers, in execution order."""
+
+    file: str
+    layers: tuple[LayerPlan, ...]
+
+    @property
+    def predicted_us(self) -> float:
+        """The MoE layers' predicted time on one batch; the host is not counted."""
+        return sum(layer.choice.predicted_us for layer in self.layers)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The graphs to write and the bytes of weights that they share."""
+
+    graphs: tuple[GraphPlan, ...]
+    weights_bytes: int
+
+    @property
+    def files(self) -> dict[str, int | None]:
+        """Names of the files to write, with their bytes where those are known beforehand."""
+        return {WEIGHTS_FILE: self.weights_bytes} | {graph.file: None for graph in self.graphs}
+
+
+def plan(model: Model, portable: ir.Model, options: ExportOptions) -> Plan:
+    """Returns the plan for a traced model.
+
+    Raises `UsageError` for a k that does not fit, `LoweringError` for a lowering that cannot serve.
+    """
+    specs = {name: layer.spec for name, layer in model.layers.items()}
+    kept = resolve_k(options.k, specs)
+    tokens = _tokens(portable, options.tokens)
+    graphs = []
+    for index, name in enumerate(options.lowerings):
+        layers = tuple(
+            _layer(specs[layer], kept[layer], tokens[layer], name, options) for layer in tokens
+        )
+        graphs.append(GraphPlan(MAIN_GRAPH if index == 0 else f"model-{name}.onnx", layers))
+    return Plan(tuple(graphs), _weights_bytes(model, portable))
+
+
+def resolve_k(k: Kept, specs: Mapping[str, SoftMoESpec]) -> dict[str, int | None]:
+    """Returns each layer's k, None where it is a graph input.
+
+    Raises `UsageError` for a k above n and for a list of the wrong length.
+    """
+    names = list(specs)
+    if k == "input":
+        return dict.fromkeys(names)
+    if isinstance(k, tuple):
+        if len(k) != len(names):
+            raise UsageError(
+                f"--k {','.join(map(str, k))}: {len(k)} values for {len(names)} MoE layers",
+                hint=f"give one k for all, or one each for: {', '.join(names)}",
+            )
+        asked: list[int | Fraction | str] = list(k)
+    else:
+        asked = [k] * len(names)
+    return {name: _kept(value, specs[name]) for name, value in zip(names, asked, strict=True)}
+
+
+def _kept(value: int | Fraction | str, spec: SoftMoESpec) -> int:
+    n = spec.experts
+    if value == "n":
+        return n
+    if isinstance(value, Fraction):
+        return max(1, round(value * n))
+    assert isinstance(value, int)
+    if not 1 <= value <= n:
+        raise UsageError(
+            f"--k {value}: layer {spec.name} has {n} experts",
+            hint=f"use 1 ≤ k ≤ {n}, or n for all",
+        )
+    return value
+
+
+def _layer(
+    spec: SoftMoESpec, kept: int | None, tokens: int, name: str, options: ExportOptions
+) -> LayerPlan:
+    # With k as an input the plan must be good for every k: a quarter of n stands for them.
+    typical = kept if kept is not None else max(1, spec.experts // 4)
+    work = Work(spec, typical, options.batch.opt, tokens)
+    if name == AUTO:
+        choice = choose(work, options.target)
+    else:
+        choice = check(lowering(name), work, options.target)
+    return LayerPlan(spec.name, kept, choice, work)
+
+
+def _tokens(portable: ir.Model, dynamic: AxisRange) -> dict[str, int]:
+    """The token count of each traced layer, in the order of execution."""
+    tokens = {}
+    for node in portable.graph:
+        if node.domain == DOMAIN:
+            x = node.inputs[0]
+            size = x.shape[1] if x is not None and x.shape is not None else None
+            tokens[node.attributes.get_string("layer")] = (
+                size if isinstance(size, int) else dynamic.opt
+            )
+    return tokens
+
+
+def _weights_bytes(model: Model, portable: ir.Model) -> int:
+    host = sum(
+        tensor.nbytes
+        for value in portable.graph.initializers.values()
+        if (tensor := value.const_value) is not None and tensor.nbytes >= INLINE_BYTES
+    )
+    layers = sum(
+        parameter.nbytes for layer in model.layers.values() for parameter in layer.parameters()
+    )
+    return host + layers

@@ -1,0 +1,154 @@
+"""Runs an exported graph in ONNX Runtime: numpy in, numpy out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+
+from ..errors import BundleError, FeedError, UsageError
+from ..graphs.lower import K_INPUT
+
+CPU = "CPUExecutionProvider"
+
+
+@dataclass(frozen=True, slots=True)
+class SessionOptions:
+    """How a graph is run.
+
+    `threads` within an operator (None: the runtime's choice). `prepack` lets the runtime keep a
+    re-ordered copy of each constant weight: faster, at twice the memory. `observe` names inner
+    values to return beside the outputs, with their ONNX element type.
+    """
+
+    provider: str = CPU
+    threads: int | None = None
+    prepack: bool = True
+    observe: Mapping[str, int] | None = None
+
+
+class Session:
+    """An exported graph, loaded in ONNX Runtime.
+
+    Calling it with x returns y; with a graph whose k is an input, `k` must be given too.
+    """
+
+    def __init__(self, path: Path, options: SessionOptions | None = None) -> None:
+        self.path = path
+        self.options = options or SessionOptions()
+        self._session = _open(path, self.options)
+        inputs = {value.name: value for value in self._session.get_inputs()}
+        self.takes_k = inputs.pop(K_INPUT, None) is not None
+        (self._input,) = inputs.values()
+        self.output_names = [value.name for value in self._session.get_outputs()]
+
+    @property
+    def provider(self) -> str:
+        """The execution provider that serves the graph."""
+        return str(self._session.get_providers()[0])
+
+    def __call__(self, x: np.ndarray, k: int | None = None) -> np.ndarray:
+        """Returns the graph's first output for a batch x."""
+        return self.run(x, k, self.output_names[:1])[self.output_names[0]]
+
+    def run(
+        self, x: np.ndarray, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns outputs by name, all of them unless `outputs` says which.
+
+        Raises `FeedError` when x does not fit the graph's input.
+        """
+        wanted = list(outputs) if outputs is not None else self.output_names
+        values = self._session.run(wanted, self._feeds(x, k))
+        return dict(zip(wanted, values, strict=True))
+
+    def _feeds(self, x: np.ndarray, k: int | None) -> dict[str, np.ndarray]:
+        if self.takes_k != (k is not None):
+            raise UsageError(
+                "this graph takes k as an input, and none was given"
+                if self.takes_k
+                else f"k = {k} was given, but the graph's k is baked in",
+                hint="pass --k K" if self.takes_k else "export with --k input to choose k per run",
+            )
+        expected = self._input.shape
+        dtype = _NUMPY_TYPES[self._input.type]
+        x = np.ascontiguousarray(x, dtype=dtype) if x.dtype.kind == dtype.kind else x
+        fits = len(expected) == x.ndim and all(
+            not isinstance(size, int) or size == actual
+            for size, actual in zip(expected, x.shape, strict=True)
+        )
+        if not fits or x.dtype != dtype:
+            raise FeedError(
+                f"input '{self._input.name}' takes {dtype.name} {_shape(expected)}, "
+                f"not {x.dtype.name} {_shape(x.shape)}",
+                hint="reshape or cast the array; `moexport inspect` shows what a model takes",
+            )
+        feeds = {self._input.name: x}
+        if k is not None:
+            feeds[K_INPUT] = np.array([k], dtype=np.int64)
+        return feeds
+
+
+_NUMPY_TYPES = {
+    "tensor(float)": np.dtype(np.float32),
+    "tensor(float16)": np.dtype(np.float16),
+    "tensor(int64)": np.dtype(np.int64),
+}
+
+
+def _shape(sizes: Sequence[object]) -> str:
+    return "(" + ", ".join(str(size) for size in sizes) + ")"
+
+
+def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
+    settings = ort.SessionOptions()
+    settings.log_severity_level = 3  # errors are raised; warnings about folding are noise here
+    if options.threads is not None:
+        settings.intra_op_num_threads = options.threads
+    if not options.prepack:
+        settings.add_session_config_entry("session.disable_prepacking", "1")
+    available = ort.get_available_providers()
+    if options.provider not in available:
+        raise UsageError(
+            f"ONNX Runtime has no {options.provider} on this machine",
+            hint=f"it has {', '.join(available)}; `moexport doctor` says why",
+        )
+    providers = [options.provider] if options.provider == CPU else [options.provider, CPU]
+    try:
+        if not options.observe:
+            return ort.InferenceSession(str(path), settings, providers=providers)
+        settings.add_session_config_entry(
+            "session.model_external_initializers_file_folder_path", str(path.parent)
+        )
+        model = _observed(path, options.observe)
+        return ort.InferenceSession(model, settings, providers=providers)
+    except (ort.capi.onnxruntime_pybind11_state.Fail, *_LOAD_ERRORS) as error:
+        raise BundleError(
+            f"ONNX Runtime cannot load {path.name}: {str(error).splitlines()[0]}",
+            hint="`moexport verify` tells whether the bundle is damaged",
+        ) from error
+
+
+_STATE = ort.capi.onnxruntime_pybind11_state
+_LOAD_ERRORS = (
+    _STATE.InvalidGraph,
+    _STATE.InvalidProtobuf,
+    _STATE.InvalidArgument,
+    _STATE.NoSuchFile,
+    _STATE.NotImplemented,
+    _STATE.RuntimeException,
+)
+
+
+def _observed(path: Path, observe: Mapping[str, int]) -> bytes:
+    """The model with inner values as further outputs; its weights stay where they are."""
+    model = onnx.load(path, load_external_data=False)
+    known = {output.name for output in model.graph.output}
+    for name, element_type in observe.items():
+        if name not in known:
+            model.graph.output.append(onnx.helper.make_tensor_value_info(name, element_type, None))
+    return bytes(model.SerializeToString())
