@@ -14,7 +14,7 @@ ExpertKind = Literal["mlp", "geglu", "linear"]
 x·w1 + b1."""
 
 Activation = Literal["gelu", "gelu-tanh", "relu"]
-"""`gelu` is the exact form, with erf; `gelu-tanh` the approximation that JAX computes by default."""
+"""`gelu` is the exact form, with erf; `gelu-tanh` the approximation that JAX takes by default."""
 
 NormKind = Literal["none", "l2", "l2-plus", "l2-rsqrt", "layernorm"]
 """How a token x is normalised before it meets phi; r is the factor that x is multiplied by.

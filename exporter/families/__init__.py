@@ -1,0 +1,69 @@
+"""The families that moexport knows, and how one is chosen for a checkpoint."""
+
+from __future__ import annotations
+
+import difflib
+
+from ...errors import FamilyError
+from . import conv, fkodom, lucidrains, mnist, vit, vmoe
+from .base import Built, Family, PublishedLayer, Tensors, find_layers
+
+FAMILIES: dict[str, Family] = {
+    family.name: family
+    for family in (
+        vit.FAMILY,
+        mnist.FAMILY,
+        lucidrains.FAMILY,
+        conv.FAMILY,
+        fkodom.FAMILY,
+        vmoe.FAMILY,
+    )
+}
+
+OTHER_HOSTS = "give the network as package.module:factory with --weights"
+
+
+def family_named(name: str) -> Family:
+    """Returns the family of that name; raises FamilyError with the nearest one."""
+    if name in FAMILIES:
+        return FAMILIES[name]
+    near = difflib.get_close_matches(name, FAMILIES, n=1)
+    hint = f"did you mean {near[0]!r}? " if near else ""
+    raise FamilyError(f"unknown family {name!r}", hint=f"{hint}known: {', '.join(FAMILIES)}")
+
+
+def detect(tensors: Tensors) -> Family:
+    """Returns the family whose names and shapes these tensors have.
+
+    Raises FamilyError when none or several fit, saying what was seen.
+    """
+    fitting = [family for family in FAMILIES.values() if family.detect(tensors)]
+    if len(fitting) == 1:
+        return fitting[0]
+    if fitting:
+        names = [family.name for family in fitting]
+        raise FamilyError(
+            f"the checkpoint fits several families: {', '.join(names)}",
+            hint=f"say which one: --family {names[0]}",
+        )
+    keys = ", ".join(list(tensors)[:6])
+    raise FamilyError(
+        f"no known family has these {len(tensors)} keys: {keys}, …{_layers_seen(tensors)}",
+        hint=f"known families (--family): {', '.join(FAMILIES)}; for any other network, "
+        f"{OTHER_HOSTS}",
+    )
+
+
+def _layers_seen(tensors: Tensors) -> str:
+    """What to add when the layers are known and only the network around them is not."""
+    for family in FAMILIES.values():
+        found = find_layers(tensors, family.layer)
+        if found:
+            places = ", ".join(prefix.removesuffix(".") or "the top" for prefix in found[:4])
+            return (
+                f" (Soft MoE layers as {family.name} saves them, at {places}, in another network)"
+            )
+    return ""
+
+
+__all__ = ["FAMILIES", "Built", "Family", "PublishedLayer", "Tensors", "detect", "family_named"]

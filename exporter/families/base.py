@@ -1,0 +1,203 @@
+"""What a family is, and the checks they share: keys, shapes and configuration."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from torch import Tensor, nn
+
+from ...errors import CheckpointError, FamilyError
+from ...graphs.layers import SoftMoEWeights
+from ...graphs.spec import SoftMoESpec
+from ..model import TensorSpec
+
+Tensors = Mapping[str, Tensor]
+Shape = tuple[int, ...]
+Config = Mapping[str, Any]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedLayer:
+    """How one published code stores a Soft MoE layer: its names and shapes.
+
+    `mark` is a key that every such layer has. `match` tells from local names and shapes whether
+    tensors are such a layer; `shapes` gives the names and shapes that it must have; `read` turns
+    tensors of those shapes into the canonical layer, without copying expert weights. `leftovers`
+    is a pattern of local keys that its code leaves in the file without using them.
+    """
+
+    family: str
+    mark: str
+    match: Callable[[Tensors], bool]
+    shapes: Callable[[Tensors], dict[str, Shape]]
+    read: Callable[[str, Tensors], tuple[SoftMoESpec, SoftMoEWeights]]
+    leftovers: str | None = None
+
+    def used(self, tensors: Tensors) -> dict[str, Tensor]:
+        """The tensors without left-overs."""
+        if self.leftovers is None:
+            return dict(tensors)
+        return {k: t for k, t in tensors.items() if not re.match(self.leftovers, k)}
+
+    def load(self, name: str, prefix: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+        """Returns the layer that lies under `prefix`, named `name`; checks its keys and shapes."""
+        local = self.used(under(tensors, prefix))
+        check_tensors(self.family, prefixed(local, prefix), prefixed(self.shapes(local), prefix))
+        return self.read(name, local)
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A module made from a checkpoint, with what `Model` tells of it."""
+
+    module: nn.Module
+    config: dict[str, Any]
+    input: TensorSpec
+    output: TensorSpec
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Family:
+    """One published training code: how its checkpoints are recognised and rebuilt.
+
+    `options` are the configuration keys that `build` takes.
+    """
+
+    name: str
+    summary: str
+    options: tuple[str, ...]
+    detect: Callable[[Tensors], bool]
+    build: Callable[[Tensors, Config], Built]
+    layer: PublishedLayer
+
+
+def under(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
+    """The tensors whose keys start with `prefix`, by the rest of their keys."""
+    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+
+
+def prefixed(entries: Mapping[str, T], prefix: str) -> dict[str, T]:
+    """The entries with `prefix` before every key."""
+    return {prefix + key: value for key, value in entries.items()}
+
+
+def phi_sizes(family: str, tensors: Tensors) -> tuple[int, int, int]:
+    """d, n, p of phi [d, n, p]; raises CheckpointError when it is missing or of another rank."""
+    phi = tensors.get("phi")
+    if phi is None or phi.ndim != 3:
+        raise CheckpointError(
+            f"not the weights of a {family} model: phi must be there, as [d, n, p]"
+        )
+    d, n, p = phi.shape
+    return d, n, p
+
+
+def find_layers(tensors: Tensors, layer: PublishedLayer) -> list[str]:
+    """Returns the prefixes (`blocks.3.mlp.`, or '') under which tensors are such a layer."""
+    pattern = re.compile(rf"(.*\.)?{re.escape(layer.mark)}")
+    matches = (pattern.fullmatch(key) for key in tensors)
+    prefixes = [m.group(1) or "" for m in matches if m]
+    return [prefix for prefix in prefixes if layer.match(under(tensors, prefix))]
+
+
+def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, Shape]) -> None:
+    """Raises CheckpointError unless `tensors` has exactly the keys and shapes expected."""
+    problems = []
+    missing = [key for key in expected if key not in tensors]
+    extra = [key for key in tensors if key not in expected]
+    if missing:
+        problems.append(f"{_count(missing, 'missing key')} {_some(missing)}")
+    if extra:
+        problems.append(f"{_count(extra, 'unexpected key')} {_some(extra)}")
+    for key, shape in expected.items():
+        tensor = tensors.get(key)
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape:
+            problems.append(f"{key} has shape {list(tensor.shape)}, expected {list(shape)}")
+        elif tensor.is_meta:
+            problems.append(f"{key} has no data (a meta tensor)")
+        elif not tensor.is_floating_point():
+            problems.append(f"{key} has dtype {tensor.dtype}, expected a floating-point one")
+    if problems:
+        shown = problems[:6] + ([f"and {len(problems) - 6} more"] if len(problems) > 6 else [])
+        raise CheckpointError(
+            f"not the weights of a {family} model: {'; '.join(shown)}",
+            hint="check that the file is complete and that --family is the code that trained it",
+        )
+
+
+def _count(keys: Sequence[str], noun: str) -> str:
+    return f"{len(keys)} {noun}{'s' if len(keys) > 1 else ''}:"
+
+
+def _some(keys: Sequence[str], limit: int = 6) -> str:
+    rest = f", … ({len(keys) - limit} more)" if len(keys) > limit else ""
+    return ", ".join(keys[:limit]) + rest
+
+
+def settle(
+    family: str,
+    given: Config,
+    read: Config,
+    *,
+    required: Mapping[str, tuple[Any, str]] | None = None,
+    free: Config | None = None,
+) -> dict[str, Any]:
+    """Returns the whole configuration: what shapes say, and what only the user can say.
+
+    `read` was read from shapes and may not be contradicted. `required` maps what shapes cannot tell
+    to an example value and the reason why no default is taken. `free` maps what cannot change a
+    result to its default. Raises FamilyError for an unknown, contradicting or missing key.
+    """
+    required, free = required or {}, free or {}
+    check_options(family, given, (*read, *required, *free))
+    for key, value in read.items():
+        if key in given and not _same(given[key], value):
+            raise FamilyError(
+                f"{family}: {key}={_shown(given[key])} was given, but the shapes in the checkpoint "
+                f"say {key}={_shown(value)}",
+                hint=f"leave {key} out, or check that this is the right checkpoint",
+            )
+    missing = {key: why for key, why in required.items() if key not in given}
+    if missing:
+        reasons = "; ".join(f"{key} ({reason})" for key, (_, reason) in missing.items())
+        options = " ".join(
+            f"--set {key}={_shown(example)}" for key, (example, _) in missing.items()
+        )
+        raise FamilyError(
+            f"{family}: shapes cannot tell {reasons}",
+            hint=f"say it, with your model's values: {options}",
+        )
+    settled = dict(read)
+    settled.update({key: given[key] for key in required})
+    settled.update({key: given.get(key, default) for key, default in free.items()})
+    return settled
+
+
+def check_options(family: str, given: Config, known: Sequence[str]) -> None:
+    """Raises FamilyError for a key of `given` that is not in `known`, naming the nearest."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise FamilyError(
+                f"{family}: unknown configuration key {key!r}",
+                hint=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
+            )
+
+
+def _same(given: Any, read: Any) -> bool:
+    """Whether two values mean the same: a pair may be written as a list or, if equal, as one."""
+    given = list(given) if isinstance(given, list | tuple) else given
+    read = list(read) if isinstance(read, list | tuple) else read
+    return bool(given == read)
+
+
+def _shown(value: Any) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)

@@ -1,0 +1,59 @@
+"""`soft-moe-conv`: the layer of the Astroformer variant, whose experts are 1x1 convolutions."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...graphs.layers import SoftMoEWeights
+from ...graphs.spec import SoftMoESpec
+from .base import Config, PublishedLayer, Shape, Tensors, phi_sizes
+from .experts import SeparateExperts, unit_phi
+from .layer_only import layer_family
+
+NAME = "soft-moe-conv"
+EPS = 1e-12
+EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2", kernel=(1, 1))
+
+
+def _match(tensors: Tensors) -> bool:
+    first = EXPERTS.any_of(tensors, EXPERTS.first, "weight")
+    return tensors["phi"].ndim == 3 and first is not None and first.ndim == 4
+
+
+def _shapes(tensors: Tensors) -> dict[str, Shape]:
+    d, n, p = phi_sizes(NAME, tensors)
+    scale: dict[str, Shape] = {"scale": (1,)} if "scale" in tensors else {}
+    return {"phi": (d, n, p), **scale, **EXPERTS.shapes(tensors, n, d)}
+
+
+def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+    d, n, p = phi_sizes(NAME, tensors)
+    w1, b1, w2, b2 = EXPERTS.matrices(tensors, n)
+    scale = tensors.get("scale")
+    phi = tensors["phi"] if scale is None else unit_phi(tensors["phi"], scale, eps=EPS)
+    spec = SoftMoESpec(
+        name,
+        experts=n,
+        slots=p,
+        dim=d,
+        hidden=EXPERTS.hidden(tensors),
+        out=d,
+        norm="none" if scale is None else "l2",
+        norm_eps=0.0 if scale is None else EPS,
+    )
+    return spec, SoftMoEWeights(phi, w1, b1, w2, b2)
+
+
+def _config(spec: SoftMoESpec, _: Tensors, __: Config) -> dict[str, Any]:
+    return {"dim": spec.dim, "num_experts": spec.experts, "hidden": spec.hidden}
+
+
+LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read)
+
+FAMILY = layer_family(
+    LAYER,
+    "one layer on (batch, dim, height, width), experts of 1x1 convolutions (Astroformer variant)",
+    _config,
+    options=("dim", "num_experts", "hidden"),
+    pixels=True,
+)

@@ -1,0 +1,77 @@
+"""`soft-moe-fkodom`: the layer of fkodom/soft-mixture-of-experts, one linear map per expert."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from ...errors import FamilyError
+from ...graphs.layers import SoftMoEWeights
+from ...graphs.spec import SoftMoESpec
+from .base import Config, PublishedLayer, Shape, Tensors, phi_sizes
+from .layer_only import layer_family
+
+NAME = "soft-moe-fkodom"
+
+
+def _match(tensors: Tensors) -> bool:
+    weight = tensors.get("experts.weight")
+    return tensors["phi"].ndim == 3 and weight is not None and weight.ndim == 3
+
+
+def _shapes(tensors: Tensors) -> dict[str, Shape]:
+    d, n, p = phi_sizes(NAME, tensors)
+    weight = tensors.get("experts.weight")
+    o = weight.shape[-1] if weight is not None else d
+    bias: dict[str, Shape] = {"experts.bias": (n, o)} if "experts.bias" in tensors else {}
+    return {"phi": (d, n, p), "experts.weight": (n, d, o), **bias}
+
+
+def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+    d, n, p = phi_sizes(NAME, tensors)
+    w1 = tensors["experts.weight"]
+    spec = SoftMoESpec(name, n, p, d, hidden=0, out=w1.shape[2], expert="linear")
+    return spec, SoftMoEWeights(tensors["phi"], w1, tensors.get("experts.bias"), None, None)
+
+
+def _config(spec: SoftMoESpec, tensors: Tensors, _: Config) -> dict[str, Any]:
+    return {
+        "in_features": spec.dim,
+        "out_features": spec.out,
+        "num_experts": spec.experts,
+        "slots_per_expert": spec.slots,
+        "bias": "experts.bias" in tensors,
+    }
+
+
+def _check(config: Config, _: SoftMoESpec) -> tuple[str, ...]:
+    """Version 0.1 wrote the same keys and computed something that no graph here computes."""
+    version = str(config["version"])
+    parts = re.match(r"v?(\d+)\.(\d+)", version)
+    if parts is None:
+        raise FamilyError(f"{NAME}: version={version} is no version", hint="--set version=0.2.0")
+    if (int(parts[1]), int(parts[2])) < (0, 2):
+        raise FamilyError(
+            f"{NAME}: version {version} took the dispatch softmax over the batch, so that an "
+            "image's output depends on the images beside it; such a model cannot be exported",
+            hint="train it again with version 0.2.0 or later",
+        )
+    return ()
+
+
+LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read)
+
+FAMILY = layer_family(
+    LAYER,
+    "one layer, one linear map per expert, on (batch, tokens, dim) (soft-mixture-of-experts)",
+    _config,
+    options=("in_features", "out_features", "num_experts", "slots_per_expert", "bias"),
+    required={
+        "version": (
+            "0.2.0",
+            "of the soft-mixture-of-experts package that trained it: 0.1 saved the same keys for "
+            "another computation",
+        )
+    },
+    check=_check,
+)

@@ -1,0 +1,125 @@
+"""Families of which moexport knows the layer and not the network around it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from ...errors import FamilyError
+from ...graphs.layers import SoftMoE
+from ...graphs.spec import SoftMoESpec
+from ..hosts.layer import PixelHost, TokenHost
+from ..model import Dimension, TensorSpec
+from .base import Built, Config, Family, PublishedLayer, Tensors, find_layers, settle, under
+
+LAYER = "layer"
+"""Option that picks one layer of a file that holds more, by its prefix."""
+
+Reader = Callable[[SoftMoESpec, Tensors, Config], dict[str, Any]]
+"""Configuration that the shapes of a layer say, by the names of its constructor."""
+
+
+def layer_family(
+    layer: PublishedLayer,
+    summary: str,
+    read_config: Reader,
+    *,
+    options: tuple[str, ...],
+    required: Mapping[str, tuple[Any, str]] | None = None,
+    free: Config | None = None,
+    check: Callable[[Config, SoftMoESpec], tuple[str, ...]] | None = None,
+    pixels: bool = False,
+) -> Family:
+    """Returns a family that exports one layer: tokens (b, m, d), or with `pixels` (b, d, H, W).
+
+    `check` looks at the settled configuration and returns notes; it raises FamilyError for a model
+    that cannot be exported.
+    """
+    build = functools.partial(
+        _build, layer, read_config, dict(required or {}), dict(free or {}), check, pixels
+    )
+    return Family(
+        name=layer.family,
+        summary=summary,
+        options=(*options, *(required or {}), *(free or {}), LAYER),
+        detect=lambda tensors: bool(find_layers(tensors, layer)),
+        build=build,
+        layer=layer,
+    )
+
+
+def _build(
+    layer: PublishedLayer,
+    read_config: Reader,
+    required: Mapping[str, tuple[Any, str]],
+    free: Config,
+    check: Callable[[Config, SoftMoESpec], tuple[str, ...]] | None,
+    pixels: bool,
+    tensors: Tensors,
+    given: Config,
+) -> Built:
+    prefix, notes = _choose(layer, tensors, given.get(LAYER))
+    spec, weights = layer.load("layer", prefix, tensors)
+    local = under(tensors, prefix)
+    options = {key: value for key, value in given.items() if key != LAYER}
+    config = settle(
+        layer.family, options, read_config(spec, local, given), required=required, free=free
+    )
+    if prefix:
+        config[LAYER] = prefix.removesuffix(".")
+    if check is not None:
+        notes += check(config, spec)
+    host: nn.Module = (PixelHost if pixels else TokenHost)(SoftMoE(spec, weights))
+    tail: tuple[Dimension, ...] = ("height", "width")
+    ins: tuple[Dimension, ...] = (
+        ("batch", spec.dim, *tail) if pixels else ("batch", "tokens", spec.dim)
+    )
+    outs: tuple[Dimension, ...] = (
+        ("batch", spec.out, *tail) if pixels else ("batch", "tokens", spec.out)
+    )
+    return Built(
+        host.eval(),
+        config,
+        TensorSpec("input", "float32", ins),
+        TensorSpec("output", "float32", outs),
+        notes,
+    )
+
+
+def _choose(
+    layer: PublishedLayer, tensors: Tensors, wanted: str | None
+) -> tuple[str, tuple[str, ...]]:
+    """The prefix of the layer to export, and a note on the keys that lie outside of it."""
+    found = find_layers(tensors, layer)
+    if not found:
+        return "", ()  # the check of the keys says what is missing
+    if wanted is None:
+        return _the_only(layer, tensors, found), ()
+    prefix = str(wanted).replace("/", ".").strip(".") + "."
+    if prefix not in found:
+        listed = ", ".join(p.removesuffix(".") or "(the whole file)" for p in found)
+        raise FamilyError(
+            f"{layer.family}: no layer at {wanted}", hint=f"layers in this file: {listed}"
+        )
+    outside = sum(not key.startswith(prefix) for key in tensors)
+    return prefix, (
+        f"left out {outside} keys that are not of the layer {wanted}",
+    ) if outside else ()
+
+
+def _the_only(layer: PublishedLayer, tensors: Tensors, found: list[str]) -> str:
+    prefix = found[0]
+    if len(found) == 1 and all(key.startswith(prefix) for key in tensors):
+        return prefix
+    names = [p.removesuffix(".") or "(the whole file)" for p in found]
+    outside = [key for key in tensors if not any(key.startswith(p) for p in found)]
+    beside = f" beside other weights ({', '.join(outside[:3])}, …)" if outside else ""
+    raise FamilyError(
+        f"{layer.family}: the file holds {len(found)} Soft MoE layers "
+        f"({', '.join(names[:6])}){beside}; of such a network only one layer can be exported",
+        hint="give the network as package.module:factory with --weights, or pick one layer: "
+        f"--set {LAYER}={names[0]}",
+    )

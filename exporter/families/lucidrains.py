@@ -1,0 +1,129 @@
+"""`soft-moe-pytorch`: the layer of lucidrains/soft-moe-pytorch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from torch import Tensor
+from torch.nn import functional as F
+
+from ...errors import CheckpointError, FamilyError
+from ...graphs.layers import SoftMoEWeights
+from ...graphs.spec import SoftMoESpec
+from .base import Config, PublishedLayer, Shape, Tensors
+from .experts import SeparateExperts
+from .layer_only import layer_family
+
+NAME = "soft-moe-pytorch"
+L2_EPS = 1e-12
+LAYER_NORM_EPS = 1e-5
+FIRST, SECOND = "experts.experts.{}.0", "experts.experts.{}.3"
+
+
+def _match(tensors: Tensors) -> bool:
+    return tensors["slot_embeds"].ndim == 3 and "norm.gamma" in tensors
+
+
+def _experts(tensors: Tensors) -> SeparateExperts:
+    """GEGLU experts are told by a first layer twice as wide as the second takes."""
+    plain = SeparateExperts(FIRST, SECOND)
+    first, second = (plain.any_of(tensors, name, "weight") for name in (FIRST, SECOND))
+    gated = first is not None and second is not None and first.shape[0] == 2 * second.shape[-1]
+    return SeparateExperts(FIRST, SECOND, gated=gated)
+
+
+def _sizes(tensors: Tensors) -> tuple[int, int, int]:
+    slots = tensors.get("slot_embeds")
+    if slots is None or slots.ndim != 3:
+        raise CheckpointError(
+            f"not the weights of a {NAME} model: slot_embeds must be there, as [n, p, d]"
+        )
+    n, p, d = slots.shape
+    return n, p, d
+
+
+def _shapes(tensors: Tensors) -> dict[str, Shape]:
+    n, p, d = _sizes(tensors)
+    expected: dict[str, Shape] = {"slot_embeds": (n, p, d)}
+    layer_norm = "norm.beta" in tensors or "slot_norm.beta" in tensors
+    for norm in ("norm", "slot_norm"):
+        expected[f"{norm}.gamma"] = (d,)
+        if layer_norm:
+            expected[f"{norm}.beta"] = (d,)
+    return expected | _experts(tensors).shapes(tensors, n, d)
+
+
+def _slots(tensors: Tensors) -> Tensor:
+    """Phi [d, n, p]: the slot embeddings, normalised as the tokens are but with their own gain."""
+    embeds, gamma = tensors["slot_embeds"].double(), tensors["slot_norm.gamma"].double()
+    if "slot_norm.beta" in tensors:
+        beta = tensors["slot_norm.beta"].double()
+        normed = F.layer_norm(embeds, embeds.shape[-1:], gamma, beta, LAYER_NORM_EPS)
+    else:
+        normed = F.normalize(embeds, dim=-1, eps=L2_EPS) * (math.sqrt(len(gamma)) * gamma)
+    return normed.permute(2, 0, 1).float().contiguous()
+
+
+def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+    n, p, d = _sizes(tensors)
+    experts = _experts(tensors)
+    w1, b1, w2, b2 = experts.matrices(tensors, n)
+    gamma, beta = tensors["norm.gamma"], tensors.get("norm.beta")
+    layer_norm = beta is not None
+    # RMSNorm is x/‖x‖ with the gain √d·γ.
+    gain = gamma if layer_norm else (gamma.double() * math.sqrt(d)).float()
+    spec = SoftMoESpec(
+        name,
+        experts=n,
+        slots=p,
+        dim=d,
+        hidden=experts.hidden(tensors),
+        out=d,
+        expert="geglu" if experts.gated else "mlp",
+        norm="layernorm" if layer_norm else "l2",
+        norm_eps=LAYER_NORM_EPS if layer_norm else L2_EPS,
+    )
+    return spec, SoftMoEWeights(_slots(tensors), w1, b1, w2, b2, gain, beta)
+
+
+def _config(spec: SoftMoESpec, _: Tensors, given: Config) -> dict[str, Any]:
+    geglu = spec.expert == "geglu"
+    mult = spec.hidden / spec.dim * (1.5 if geglu else 1.0)
+    wanted = given.get("expert_mult")
+    if (
+        isinstance(wanted, int | float)
+        and (int(spec.dim * wanted * 2 / 3) if geglu else int(spec.dim * wanted)) == spec.hidden
+    ):
+        mult = wanted  # widths are truncated, so several values mean the same
+    return {
+        "dim": spec.dim,
+        "num_experts": spec.experts,
+        "num_slots": spec.slots,
+        "expert_mult": mult,
+        "geglu": geglu,
+        "use_layernorm": spec.norm == "layernorm",
+    }
+
+
+def _check(config: Config, spec: SoftMoESpec) -> tuple[str, ...]:
+    """seq_len is another way to give the number of slots."""
+    seq_len = config["seq_len"]
+    if isinstance(seq_len, int) and seq_len // spec.experts != spec.slots:
+        raise FamilyError(
+            f"{NAME}: seq_len={seq_len} makes {seq_len // spec.experts} slots for each of "
+            f"{spec.experts} experts, but the shapes say num_slots={spec.slots}"
+        )
+    return ()
+
+
+LAYER = PublishedLayer(NAME, "slot_embeds", _match, _shapes, _read)
+
+FAMILY = layer_family(
+    LAYER,
+    "one layer with slot embeddings, on (batch, tokens, dim) (lucidrains/soft-moe-pytorch)",
+    _config,
+    options=("dim", "num_experts", "num_slots", "expert_mult", "geglu", "use_layernorm"),
+    free={"seq_len": None, "dropout": 0.0, "is_distributed": None},
+    check=_check,
+)

@@ -1,0 +1,103 @@
+"""`soft-moe-mnist`: the network of the MNIST experiments of "Beyond parameter count"."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from ...errors import CheckpointError
+from ...graphs.layers import SoftMoE, SoftMoEWeights
+from ...graphs.spec import SoftMoESpec
+from ..hosts.mnist import PatchClassifier
+from ..model import TensorSpec
+from .base import Built, Config, Family, PublishedLayer, Shape, Tensors, check_tensors, settle
+from .experts import SeparateExperts, unit_phi
+
+NAME = "soft-moe-mnist"
+EPS = 1e-6
+SCALE = "normalization_scale_param"
+DECODER = "decoder.1.weight"
+EXPERTS = SeparateExperts("experts.{}.1", "experts.{}.3")
+
+
+def _match(tensors: Tensors) -> bool:
+    return tensors["phi"].ndim == 2 and EXPERTS.any_of(tensors, EXPERTS.first, "weight") is not None
+
+
+def _sizes(tensors: Tensors) -> tuple[int, int]:
+    phi = tensors.get("phi")
+    if phi is None or phi.ndim != 2:
+        raise CheckpointError(f"not the weights of a {NAME} model: phi must be there, as [d, n]")
+    d, n = phi.shape
+    return d, n
+
+
+def _shapes(tensors: Tensors) -> dict[str, Shape]:
+    d, n = _sizes(tensors)
+    scale: dict[str, Shape] = {SCALE: (1,)} if SCALE in tensors else {}
+    return {"phi": (d, n), **scale, **EXPERTS.shapes(tensors, n, d)}
+
+
+def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+    d, n = _sizes(tensors)
+    w1, b1, w2, b2 = EXPERTS.matrices(tensors, n)
+    phi, scale = tensors["phi"].unsqueeze(2), tensors.get(SCALE)
+    spec = SoftMoESpec(
+        name,
+        experts=n,
+        slots=1,
+        dim=d,
+        hidden=EXPERTS.hidden(tensors),
+        out=d,
+        activation="relu",
+        norm="none" if scale is None else "l2-plus",
+        norm_eps=0.0 if scale is None else EPS,
+    )
+    if scale is not None:
+        phi = unit_phi(phi, scale, eps=EPS, kind="l2-plus")
+    return spec, SoftMoEWeights(phi, w1, b1, w2, b2)
+
+
+LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read)
+
+
+def _build(tensors: Tensors, given: Config) -> Built:
+    layer = {key: t for key, t in tensors.items() if key != DECODER}
+    d, _ = _sizes(layer)
+    decoder = tensors.get(DECODER)
+    classes, features = decoder.shape if decoder is not None and decoder.ndim == 2 else (10, 4 * d)
+    patch, grid = math.isqrt(d), math.isqrt(features // d)
+    check_tensors(NAME, tensors, {DECODER: (classes, grid * grid * d), **_shapes(layer)})
+    if patch * patch != d or grid == 0:
+        raise CheckpointError(f"{NAME}: phi is for tokens of width {d}, no square patch of pixels")
+    spec, weights = LAYER.load("layer", "", layer)
+    read: dict[str, Any] = {
+        "num_experts": spec.experts,
+        "patch": patch,
+        "hidden": spec.hidden,
+        "normalize": spec.norm != "none",
+    }
+    config = settle(NAME, given, read)
+    with torch.device("meta"):
+        host = PatchClassifier(grid, patch, classes)
+    host.load_state_dict({"decoder.weight": tensors[DECODER]}, assign=True)
+    host.layer = SoftMoE(spec, weights)
+    host.requires_grad_(False)
+    return Built(
+        host.eval(),
+        config,
+        TensorSpec("input", "float32", ("batch", 1, grid * patch, grid * patch)),
+        TensorSpec("output", "float32", ("batch", classes)),
+    )
+
+
+FAMILY = Family(
+    name=NAME,
+    options=("num_experts", "patch", "hidden", "normalize"),
+    summary="patches of one image, a Soft MoE layer, a linear head (Beyond parameter count, MNIST)",
+    detect=lambda tensors: DECODER in tensors and "phi" in tensors and _match(tensors),
+    build=_build,
+    layer=LAYER,
+)

@@ -1,0 +1,90 @@
+"""`soft-moe-vmoe`: the layer of google-research/vmoe, from a flat dict of JAX arrays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import CheckpointError
+from ...graphs.layers import SoftMoEWeights
+from ...graphs.spec import SoftMoESpec
+from .base import Config, PublishedLayer, Shape, Tensors
+from .experts import unit_phi
+from .layer_only import layer_family
+
+NAME = "soft-moe-vmoe"
+EPS = 1e-6
+MU, SCALE = "Router.mu", "Router.scale"
+FIRST, SECOND = "Mlp.Dense_0", "Mlp.Dense_1"
+
+
+def _match(tensors: Tensors) -> bool:
+    return tensors[MU].ndim == 3 and f"{FIRST}.kernel" in tensors
+
+
+def _sizes(tensors: Tensors) -> tuple[int, int, int]:
+    mu = tensors.get(MU)
+    if mu is None or mu.ndim != 3:
+        raise CheckpointError(
+            f"not the weights of a {NAME} model: Router/mu must be there, as [d, n, p]"
+        )
+    d, n, p = mu.shape
+    return d, n, p
+
+
+def _shapes(tensors: Tensors) -> dict[str, Shape]:
+    d, n, p = _sizes(tensors)
+    kernel = tensors.get(f"{FIRST}.kernel")
+    h = kernel.shape[-1] if kernel is not None else 0
+    # A scalar parameter; some converters give it one axis.
+    scale = tensors.get(SCALE)
+    return {
+        MU: (d, n, p),
+        SCALE: (1,) if scale is not None and scale.ndim else (),
+        f"{FIRST}.kernel": (n, d, h),
+        f"{FIRST}.bias": (n, h),
+        f"{SECOND}.kernel": (n, h, d),
+        f"{SECOND}.bias": (n, d),
+    }
+
+
+def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+    d, n, p = _sizes(tensors)
+    w1, w2 = tensors[f"{FIRST}.kernel"], tensors[f"{SECOND}.kernel"]
+    phi = unit_phi(tensors[MU], tensors[SCALE], eps=EPS, kind="l2-rsqrt")
+    spec = SoftMoESpec(
+        name,
+        experts=n,
+        slots=p,
+        dim=d,
+        hidden=w1.shape[2],
+        out=d,
+        activation="gelu-tanh",  # what jax.nn.gelu computes unless told otherwise
+        norm="l2-rsqrt",
+        norm_eps=EPS,
+        slots_from="raw",  # x is normalised inside the router alone
+    )
+    b1, b2 = tensors[f"{FIRST}.bias"], tensors[f"{SECOND}.bias"]
+    return spec, SoftMoEWeights(phi, w1, b1, w2, b2)
+
+
+def _config(spec: SoftMoESpec, _: Tensors, __: Config) -> dict[str, Any]:
+    return {"num_experts": spec.experts, "num_slots": spec.slots, "mlp_dim": spec.hidden}
+
+
+def _check(_: Config, __: SoftMoESpec) -> tuple[str, ...]:
+    return (
+        "experts use the tanh form of GELU, as jax.nn.gelu does by default; dispatch and combine "
+        "stay in float32, where the published code rounds them to bfloat16",
+    )
+
+
+LAYER = PublishedLayer(NAME, MU, _match, _shapes, _read)
+
+FAMILY = layer_family(
+    LAYER,
+    "one layer on (batch, tokens, dim) from a flat dict of JAX arrays (google-research/vmoe)",
+    _config,
+    options=("num_experts", "num_slots", "mlp_dim"),
+    free={"group_size": None, "capacity_factor": None, "noise_std": 0.0},
+    check=_check,
+)

@@ -1,0 +1,1 @@
+"""The networks around the MoE layers, written here so that a checkpoint loads without its code."""

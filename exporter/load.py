@@ -1,0 +1,89 @@
+"""From what the user names, a checkpoint or a factory, to a `Model`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import UsageError
+from .checkpoint import Checkpoint, read_checkpoint
+from .config import read_config
+from .factory import is_factory, load_factory
+from .families import detect, family_named
+from .model import Model, Source
+
+__all__ = ["load", "read_config"]
+
+
+def load(
+    source: str | os.PathLike[str],
+    *,
+    family: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    weights: str | os.PathLike[str] | None = None,
+    example: np.ndarray | None = None,
+) -> Model:
+    """Returns the trained model that `source` names, ready to trace.
+
+    `source` is a checkpoint (a file, an index of shards, a folder) or `package.module:factory`,
+    which may take `weights` from a checkpoint. `config` says what shapes cannot tell: the
+    constructor arguments of the published code, or of the factory. `example` [b, …] is an input to
+    check a factory's model with.
+
+    Raises CheckpointError, FamilyError, ParityError or UsageError: what was wrong, where, and what
+    to do.
+    """
+    given = dict(config or {})
+    if is_factory(str(source)):
+        if family is not None:
+            raise UsageError(
+                f"--family {family}: a factory's layers are found by their structure",
+                hint="leave --family out",
+            )
+        return load_factory(str(source), given, None if weights is None else Path(weights), example)
+    if weights is not None:
+        raise UsageError(
+            f"--weights goes with package.module:factory, and {source} is a checkpoint already",
+            hint="leave --weights out",
+        )
+    return _load_checkpoint(Path(source), family, given, example)
+
+
+def _load_checkpoint(
+    path: Path, name: str | None, given: dict[str, Any], example: np.ndarray | None
+) -> Model:
+    chosen = None if name is None else family_named(name)
+    checkpoint = read_checkpoint(path)
+    family = chosen or detect(checkpoint.tensors)
+    beside, notes = _config_beside(checkpoint, family.options)
+    built = family.build(checkpoint.tensors, {**beside, **given})
+    return Model(
+        module=built.module,
+        family=family.name,
+        config={key: built.config[key] for key in family.options if key in built.config},
+        source=Source(str(path), checkpoint.files),
+        input=built.input,
+        output=built.output,
+        notes=(*checkpoint.notes, *notes, *built.notes),
+        example=example,
+    )
+
+
+def _config_beside(
+    checkpoint: Checkpoint, options: tuple[str, ...]
+) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """What the family understands of a `config.json` in the checkpoint's folder.
+
+    Such files describe more than the constructor, so keys that it does not take are no error.
+    """
+    if checkpoint.config is None:
+        return {}, ()
+    content = read_config(checkpoint.config)
+    inner = content.get("model_args")
+    flat = {**content, **inner} if isinstance(inner, dict) else content
+    known = {key: flat[key] for key in options if key in flat}
+    return known, (f"read {', '.join(known) or 'nothing'} from {checkpoint.config.name}",)

@@ -1,0 +1,181 @@
+"""Soft MoE layers found in a user's own network by the names and shapes of their parameters."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import CheckpointError, FamilyError, ParityError
+from ..graphs.layers import SoftMoE
+from .families import FAMILIES, PublishedLayer
+from .families.base import find_layers
+from .hosts.layer import PixelHost, TokenHost
+
+TOLERANCE = 1e-4
+"""Largest difference from the user's own forward, as a fraction of max|y|, in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayer:
+    """A module whose parameters are those of a published layer: where it is, and of which kind."""
+
+    path: str
+    layer: PublishedLayer
+
+
+@dataclass(frozen=True, slots=True)
+class Passage:
+    """What one forward pass showed: each found layer's input rank and output, and the result."""
+
+    order: tuple[str, ...]
+    ranks: Mapping[str, int]
+    outputs: Mapping[str, Tensor]
+    result: Tensor
+
+
+def find_in_module(module: nn.Module) -> tuple[FoundLayer, ...]:
+    """Returns the Soft MoE layers that a network holds; raises FamilyError when it holds none."""
+    tensors = module.state_dict()
+    found = [
+        FoundLayer(prefix.removesuffix("."), family.layer)
+        for family in FAMILIES.values()
+        for prefix in find_layers(tensors, family.layer)
+    ]
+    if not found:
+        names = ", ".join(list(tensors)[:6])
+        raise FamilyError(
+            f"{type(module).__name__} holds no Soft MoE layer that moexport knows (its parameters: "
+            f"{names}, …)",
+            hint=f"known layers: {', '.join(FAMILIES)}; the layer must be a module of its own",
+        )
+    return tuple(found)
+
+
+def pass_through(
+    module: nn.Module, found: tuple[FoundLayer, ...], inputs: Tensor, what: str
+) -> Passage:
+    """Runs the network once on `inputs` and returns what its Soft MoE layers did.
+
+    Raises FamilyError when a layer is called with more than its tokens, or never, or when the
+    result is not one tensor.
+    """
+    order: list[str] = []
+    ranks: dict[str, int] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def watch(path: str, sub: nn.Module) -> torch.utils.hooks.RemovableHandle:
+        def record(
+            _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], out: object
+        ) -> None:
+            tokens = args[0] if len(args) == 1 and not kwargs else None
+            if not isinstance(tokens, Tensor) or not isinstance(out, Tensor):
+                raise FamilyError(
+                    f"{what}: {path or 'the layer'} is called with more than its tokens, or "
+                    "returns more than a tensor",
+                    hint="its forward must be y = layer(x) at inference",
+                )
+            order.append(path)
+            ranks[path] = tokens.ndim
+            outputs[path] = out.detach()
+
+        return sub.register_forward_hook(record, with_kwargs=True)
+
+    handles = [watch(layer.path, module.get_submodule(layer.path)) for layer in found]
+    try:
+        with torch.no_grad():
+            result = module(inputs)
+    finally:
+        for handle in handles:
+            handle.remove()
+    unused = [layer.path for layer in found if layer.path not in ranks]
+    if unused:
+        raise FamilyError(
+            f"{what}: the layer {unused[0] or '(the network itself)'} was not called as a module "
+            f"on an input of shape {list(inputs.shape)}"
+        )
+    if not isinstance(result, Tensor):
+        raise FamilyError(
+            f"{what}: its forward returned a {type(result).__name__}, not one tensor",
+            hint="give a factory whose forward returns the logits alone",
+        )
+    return Passage(tuple(order), ranks, outputs, result)
+
+
+def swapped(
+    module: nn.Module, found: tuple[FoundLayer, ...], ranks: Mapping[str, int]
+) -> tuple[nn.Module, tuple[str, ...]]:
+    """Returns a copy of the network with its Soft MoE layers replaced by ours, and notes.
+
+    All tensors are shared with `module`. `ranks` tells which layers work on pixels (b, d, H, W).
+    Raises FamilyError for a layer with parameters that the published code does not have.
+    """
+    tensors = module.state_dict()
+    # In the memo of a deep copy every tensor stands for itself, so that none is copied.
+    memo: dict[int, object] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+    twin = copy.deepcopy(module, memo)
+    notes = []
+    for place in found:
+        prefix = place.path + "." if place.path else ""
+        host = _host(place.path, ranks[place.path])
+        name = f"{place.path}.layer".removeprefix(".") if host else place.path
+        try:
+            layer: nn.Module = SoftMoE(*place.layer.load(name, prefix, tensors))
+        except CheckpointError as error:
+            raise FamilyError(
+                f"{place.path or 'the network'} resembles a {place.layer.family} layer: "
+                f"{error.message}",
+                hint="only layers whose parameters are those of a published code are known",
+            ) from error
+        layer = host(layer) if host else layer
+        twin = _with_submodule(twin, place.path, layer.eval())
+        notes.append(f"{place.path or 'the network'} replaced as a {place.layer.family} layer")
+    return twin, tuple(notes)
+
+
+def _host(path: str, rank: int) -> type[PixelHost] | type[TokenHost] | None:
+    """What must stand around our layer in place of the user's: a change of layout, or a name."""
+    if rank == 4:
+        return PixelHost
+    return None if path else TokenHost
+
+
+def _with_submodule(module: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
+    if not path:
+        return replacement
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, replacement)
+    return module
+
+
+def check_same(own: Passage, ours: Passage, what: str) -> None:
+    """Raises ParityError unless both passes gave the same, naming the first layer that differs."""
+    for path in own.order:
+        miss = _miss(own.outputs[path], ours.outputs[path])
+        if miss is not None:
+            raise ParityError(
+                f"{what}: the layer {path or '(the network itself)'} computes something else than "
+                f"the published layer that its parameters resemble: {miss}",
+                hint="its forward differs (dispatch and combine swapped, another normalisation or "
+                "activation, …), and such a layer is not supported",
+            )
+    miss = _miss(own.result, ours.result)
+    if miss is not None:
+        raise ParityError(
+            f"{what}: every Soft MoE layer agrees, but the result does not: {miss}",
+            hint="is the network in eval mode deterministic?",
+        )
+
+
+def _miss(expected: Tensor, actual: Tensor) -> str | None:
+    """How two tensors differ; None where they agree within TOLERANCE of the larger's maximum."""
+    if expected.shape != actual.shape:
+        return f"shape {list(actual.shape)} instead of {list(expected.shape)}"
+    largest = float(expected.abs().max())
+    error = float((expected - actual).abs().max())
+    if error <= TOLERANCE * largest:  # false for NaN, too
+        return None
+    return f"off by {error:.2e} where max|y| is {largest:.2e}"
