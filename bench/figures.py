@@ -1,0 +1,153 @@
+"""The report's main chart as PNG files, for a README or a paper."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+
+from .results import Results, Row
+from .views import Panel, panels
+
+COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+REFERENCE = "#5b6472"
+INK = "#1d2430"
+GRID = "#e4e8ee"
+
+STYLE: Any = {
+    "axes.edgecolor": "#b8c0cc",
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 9.5,
+    "ytick.labelsize": 9.5,
+    "legend.fontsize": 9.5,
+    "legend.frameon": False,
+    "font.family": ["DejaVu Sans"],
+    "figure.facecolor": "white",
+}
+
+
+def figures(results: Results, directory: Path) -> tuple[Path, ...]:
+    """Writes latency beside accuracy over k, one PNG per batch size; returns their paths.
+
+    The smallest batch size is `latency_accuracy.png`, others `latency_accuracy_batch{b}.png`; each
+    holds a row of two charts per model.
+    """
+    by_batch: dict[int, list[Panel]] = {}
+    for panel in panels(results):
+        if panel.lines:
+            by_batch.setdefault(panel.batch, []).append(panel)
+    written = []
+    for index, batch in enumerate(sorted(by_batch)):
+        name = "latency_accuracy.png" if index == 0 else f"latency_accuracy_batch{batch}.png"
+        _draw(by_batch[batch], directory / name)
+        written.append(directory / name)
+    return tuple(written)
+
+
+def _draw(chosen: list[Panel], path: Path) -> None:
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8, 0.75 + 3.1 * len(chosen)), dpi=200, layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(len(chosen), 2, squeeze=False)
+        for (left, right), panel in zip(grid, chosen, strict=True):
+            _latency(left, panel)
+            _accuracy(right, panel)
+        handles: dict[str, Any] = {}
+        for axes in grid[:, 0]:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+        figure.legend(
+            list(handles.values()),
+            list(handles),
+            loc="outside lower center",
+            ncols=min(3, len(handles)),
+        )
+        figure.savefig(path)
+
+
+def _latency(axes: Axes, panel: Panel) -> None:
+    axes.set_title(f"{panel.model}: latency, batch {panel.batch}")
+    axes.set_ylabel("median, ms")
+    if panel.reference is not None and panel.reference.latency_ms is not None:
+        _horizontal(axes, panel.reference.latency_ms.median)
+    for line in panel.lines:
+        rows = [row for row in line.rows if row.latency_ms is not None]
+        medians = [row.latency_ms.median for row in rows if row.latency_ms]
+        below = [r.latency_ms.median - min(r.latency_ms.rounds) for r in rows if r.latency_ms]
+        above = [max(r.latency_ms.rounds) - r.latency_ms.median for r in rows if r.latency_ms]
+        # A median of all calls can lie outside the medians of its rounds by a hair.
+        error = [[max(0.0, e) for e in below], [max(0.0, e) for e in above]]
+        axes.errorbar(
+            [row.k for row in rows], medians, yerr=error, capsize=2.5, elinewidth=1,
+            label=line.name, **_look(line.look),
+        )  # fmt: skip
+    axes.set_ylim(bottom=0)
+    _k_axis(axes, panel)
+
+
+def _accuracy(axes: Axes, panel: Panel) -> None:
+    axes.set_title(f"{panel.model}: accuracy kept")
+    axes.set_ylabel("% of all experts' accuracy")
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    _horizontal(axes, 1.0)
+    measured = False
+    for line in panel.lines:
+        points = [(row.k, kept) for row in line.rows if (kept := _retention(row)) is not None]
+        if points:
+            measured = True
+            look = _look(line.look)
+            # Engines with one k mostly agree here: earlier marks are larger, so all can be seen.
+            look["markersize"] = max(3.5, 9 - 2 * panel.lines.index(line))
+            axes.plot([k for k, _ in points], [share for _, share in points], **look)
+    if not measured:
+        axes.text(
+            0.5, 0.5, "not measured: no labels", transform=axes.transAxes, ha="center", color=INK
+        )
+    axes.set_ylim(bottom=0, top=1.05 if axes.get_ylim()[1] < 1.05 else None)
+    _k_axis(axes, panel)
+
+
+def _retention(row: Row) -> float | None:
+    return None if row.accuracy is None else row.accuracy.retention
+
+
+def _horizontal(axes: Axes, value: float) -> None:
+    axes.axhline(value, color=REFERENCE, linestyle="--", linewidth=1.4, label="PyTorch, untouched")
+
+
+def _look(index: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 5,
+        "linewidth": 1.8,
+    }
+
+
+def _k_axis(axes: Axes, panel: Panel) -> None:
+    """Every measured k gets a tick, on a logarithmic axis: k is halved from point to point."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(list(panel.ks)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel(f"experts kept, k of {panel.experts}")

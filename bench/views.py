@@ -1,0 +1,196 @@
+"""What report and figures show of a results file: lines over k, references, and the summary."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from . import timing
+from .results import Results, Row
+
+KEPT = 0.99
+"""The summary's bar: the share of the untouched model's accuracy that a row must keep."""
+
+NAMES = {
+    "pytorch-eager": "PyTorch",
+    "pytorch-compile": "PyTorch, compiled",
+    "pytorch-algorithm-2": "PyTorch, loop over experts",
+    "onnxruntime": "ONNX Runtime",
+    "tensorrt": "TensorRT",
+    "tensorrt-rtx": "TensorRT-RTX",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The rows of one engine, lowering, precision and provider at one batch size, by k.
+
+    `look` numbers the lines of a results file: one colour and marker wherever a line appears.
+    """
+
+    name: str
+    look: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One model at one batch size: its lines over k and the untouched model beside them."""
+
+    model: str
+    batch: int
+    experts: int
+    reference: Row | None
+    lines: tuple[Line, ...]
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Every k that was measured, ascending."""
+        return tuple(sorted({row.k for line in self.lines for row in line.rows}))
+
+    def speedup(self, row: Row) -> float | None:
+        """How many times faster than the untouched model a row is, by medians."""
+        if self.reference is None or self.reference.latency_ms is None or row.latency_ms is None:
+            return None
+        return self.reference.latency_ms.median / row.latency_ms.median
+
+    def faster_or_slower(self, row: Row) -> bool:
+        """Whether a row's speed can be told from the untouched model's."""
+        if self.reference is None or self.reference.latency_ms is None or row.latency_ms is None:
+            return False
+        return timing.differs(row.latency_ms, self.reference.latency_ms)
+
+
+def line_name(row: Row) -> str:
+    """Returns what a reader calls the engine of a row: `ONNX Runtime, grouped, INT8`."""
+    words = [NAMES.get(row.engine, row.engine)]
+    if row.lowering:
+        words.append(row.lowering)
+    if row.precision != "fp32":
+        words.append(row.precision.upper())
+    if row.provider not in (None, "cpu"):
+        words.append(str(row.provider))
+    return ", ".join(words)
+
+
+def panels(results: Results) -> tuple[Panel, ...]:
+    """Returns a panel for each model and batch size, models in order, batches ascending.
+
+    Rows that failed are in no line.
+    """
+    names = list(dict.fromkeys(line_name(r) for r in results.rows if not r.is_reference))
+    found = []
+    for model in dict.fromkeys(row.model for row in results.rows):
+        rows = results.of_model(model)
+        for batch in sorted({row.batch for row in rows}):
+            here = [r for r in rows if r.batch == batch and r.error is None]
+            lines = (
+                Line(name, look, tuple(sorted(_named(here, name), key=lambda row: row.k)))
+                for look, name in enumerate(names)
+            )
+            found.append(
+                Panel(
+                    model=model,
+                    batch=batch,
+                    experts=max(row.experts for row in rows),
+                    reference=next((r for r in here if r.is_reference), None),
+                    lines=tuple(line for line in lines if line.rows),
+                )
+            )
+    return tuple(found)
+
+
+def _named(rows: list[Row], name: str) -> list[Row]:
+    return [row for row in rows if not row.is_reference and line_name(row) == name]
+
+
+def choice(panel: Panel) -> Row | None:
+    """Returns the row that a panel's summary is about.
+
+    The rule: the fastest row that keeps at least 99% of the untouched model's accuracy; where none
+    does, the one that keeps most. Without labels, the fastest.
+    """
+    timed = [row for line in panel.lines for row in line.rows if row.latency_ms is not None]
+    if not timed:
+        return None
+    judged = [(row, kept) for row in timed if (kept := _kept(row)) is not None]
+    if judged:
+        best = max(kept for _, kept in judged)
+        bar = KEPT if best >= KEPT else best
+        timed = [row for row, kept in judged if kept >= bar]
+    return min(timed, key=_median)
+
+
+def summary(panel: Panel) -> str:
+    """Returns one sentence: what the chosen row keeps, and its speed against the PyTorch model."""
+    row = choice(panel)
+    if row is None:
+        return f"Nothing could be measured for {panel.model} at batch {panel.batch}."
+    return f"{_claim(panel, row)} (batch {panel.batch})."
+
+
+def caveat(panel: Panel) -> str:
+    """Returns a second sentence where the summary is about all experts: what fewer would do.
+
+    Empty where the summary is about fewer, or where fewer would keep as much.
+    """
+    row = choice(panel)
+    if row is None or row.k < row.experts:
+        return ""
+    fewer = _next_below(panel, row)
+    if fewer is None or _kept(fewer) is None:
+        return ""
+    if max(_kept(r) or 0.0 for line in panel.lines for r in line.rows if r.k < row.k) >= KEPT:
+        return f"Fewer experts are not faster here: {_claim(panel, fewer)}."
+    return f"No smaller k keeps {KEPT:.0%}: {_claim(panel, fewer)}."
+
+
+def _claim(panel: Panel, row: Row) -> str:
+    return f"{_experts(row)} {_keeps(row)}{_speed(panel, row)}"
+
+
+def _experts(row: Row) -> str:
+    precision = "" if row.precision == "fp32" else f" in {row.precision.upper()}"
+    if row.k == row.experts:
+        return f"All {row.experts} experts{precision}"
+    return f"k = {row.k} of {row.experts}{precision}"
+
+
+def percent(share: float) -> str:
+    """Returns a share to a tenth of a percent: `99.2%`, `100%`."""
+    return f"{share:.1%}".replace(".0%", "%")
+
+
+def _keeps(row: Row) -> str:
+    kept, s = _kept(row), "" if row.k == row.experts else "s"
+    return f"run{s}" if kept is None else f"keep{s} {percent(kept)} of the accuracy"
+
+
+def _speed(panel: Panel, row: Row) -> str:
+    ratio = panel.speedup(row)
+    if ratio is None:
+        return ""
+    if not panel.faster_or_slower(row):
+        return " at the speed of the PyTorch model, within the spread"
+    return f" at {times(ratio)} the speed of the PyTorch model"
+
+
+def _next_below(panel: Panel, row: Row) -> Row | None:
+    """The fastest row of the largest k below a row's."""
+    rows = [
+        r for line in panel.lines for r in line.rows if r.k < row.k and r.latency_ms is not None
+    ]
+    return min(rows, key=lambda r: (-r.k, _median(r)), default=None)
+
+
+def times(ratio: float) -> str:
+    """Returns a speed-up as a reader wants it: `3.1×`, `0.85×`, `21×`."""
+    digits = 0 if ratio >= 20 else 1 if ratio >= 1 else 2
+    return f"{ratio:.{digits}f}×"
+
+
+def _median(row: Row) -> float:
+    return float("inf") if row.latency_ms is None else row.latency_ms.median
+
+
+def _kept(row: Row) -> float | None:
+    return None if row.accuracy is None else row.accuracy.retention
