@@ -20,8 +20,13 @@ def activate(b: Builder, layer: Layer, hidden: ir.Value, name: str = "experts") 
         )
         gated = b.op("Gelu", gate, name=f"{name}/gelu")
         return b.op("Mul", value, gated, name=f"{name}/hidden")
-    op_type = "Gelu" if layer.spec.activation == "gelu" else "Relu"
-    return b.op(op_type, hidden, name=f"{name}/hidden")
+    match layer.spec.activation:
+        case "gelu":
+            return b.op("Gelu", hidden, name=f"{name}/hidden")
+        case "gelu-tanh":
+            return b.op("Gelu", hidden, name=f"{name}/hidden", approximate="tanh")
+        case "relu":
+            return b.op("Relu", hidden, name=f"{name}/hidden")
 
 
 def batched_experts(
