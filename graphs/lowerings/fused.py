@@ -43,7 +43,7 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
         biases["b2"],
         domain="com.microsoft",
         k=1,
-        activation_type=layer.spec.activation,
+        activation_type="relu" if layer.spec.activation == "relu" else "gelu",
         normalize_routing_weights=1,
         name="experts/outputs",
     )
