@@ -44,10 +44,13 @@ def load_factory(
     files: tuple[Path, ...] = ()
     if weights is not None:
         checkpoint = read_checkpoint(weights)
-        notes += checkpoint.notes + _fill(module, checkpoint, source)
+        notes += checkpoint.notes
+        _fill(module, checkpoint, source)
         files = checkpoint.files
     else:
         notes += (f"no --weights: the weights are those that {source} gave the network",)
+    if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters()):
+        notes += ("converted the network to float32",)
     module = module.float().eval().requires_grad_(False)
     inputs, note = _example(source, module, config.get(INPUT_SHAPE), example)
     found = find_in_module(module)
@@ -58,14 +61,14 @@ def load_factory(
     ours = pass_through(twin, found, inputs, source)
     check_same(own, ours, source)
     array = inputs.numpy()
-    result = own.result
+    result = own.result.numpy()
     return Model(
         module=twin,
         family="factory",
         config=dict(config),
         source=Source(source, files),
         input=TensorSpec("input", array.dtype.name, ("batch", *array.shape[1:])),
-        output=TensorSpec("output", "float32", ("batch", *result.shape[1:])),
+        output=TensorSpec("output", result.dtype.name, ("batch", *result.shape[1:])),
         notes=(*notes, *note, *replaced),
         original=module,
         example=array,
@@ -117,7 +120,7 @@ def _built(source: str, factory: Callable[..., object], arguments: dict[str, Any
     return module
 
 
-def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> tuple[str, ...]:
+def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
     """Gives the network its weights without a copy; raises CheckpointError for other keys."""
     expected = module.state_dict()
     tensors = _named_as(expected, checkpoint)
@@ -137,7 +140,6 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> tuple[str, 
             hint="do the factory's arguments (--set) match the checkpoint?",
         )
     module.load_state_dict(tensors, assign=True)
-    return ()
 
 
 def _named_as(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
@@ -154,7 +156,8 @@ def _example(
 ) -> tuple[Tensor, tuple[str, ...]]:
     """The input [b, …] on which both networks run, and a note where it is random."""
     if given is not None:
-        return torch.from_numpy(np.ascontiguousarray(given)), ()
+        array = given.astype(np.float32) if given.dtype.kind == "f" else given
+        return torch.from_numpy(np.ascontiguousarray(array)), ()
     own = getattr(module, EXAMPLE, None)
     if own is not None:
         value = own() if callable(own) else own

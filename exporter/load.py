@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import CheckpointError, FamilyError, UsageError
 from .checkpoint import Checkpoint, read_checkpoint
 from .config import read_config
 from .factory import is_factory, load_factory
-from .families import detect, family_named
+from .families import Family, detect, family_named
 from .model import Model, Source
 
 __all__ = ["load", "read_config"]
@@ -58,9 +58,12 @@ def _load_checkpoint(
 ) -> Model:
     chosen = None if name is None else family_named(name)
     checkpoint = read_checkpoint(path)
-    family = chosen or detect(checkpoint.tensors)
+    family = chosen or _detect(path, checkpoint)
     beside, notes = _config_beside(checkpoint, family.options)
-    built = family.build(checkpoint.tensors, {**beside, **given})
+    try:
+        built = family.build(checkpoint.tensors, {**beside, **given})
+    except (CheckpointError, FamilyError) as error:
+        raise type(error)(f"{path}: {error.message}", hint=error.hint) from error
     return Model(
         module=built.module,
         family=family.name,
@@ -71,6 +74,13 @@ def _load_checkpoint(
         notes=(*checkpoint.notes, *notes, *built.notes),
         example=example,
     )
+
+
+def _detect(path: Path, checkpoint: Checkpoint) -> Family:
+    try:
+        return detect(checkpoint.tensors)
+    except FamilyError as error:
+        raise FamilyError(f"{path}: {error.message}", hint=error.hint) from error
 
 
 def _config_beside(

@@ -15,6 +15,9 @@ import torch
 from ..errors import CheckpointError
 
 ZIP_MAGIC = b"PK\x03\x04"
+HARMLESS = re.compile(r"torch\.(?!nn\.modules)|collections\.OrderedDict|argparse\.Namespace")
+"""What every checkpoint refers to."""
+
 RESAVE = "re-save the weights alone: torch.save(model.state_dict(), …) or safetensors"
 DAMAGED = "copy or download the file again; it was probably cut short"
 
@@ -42,11 +45,8 @@ def load_pickled(path: Path) -> Any:
             raise CheckpointError(
                 f"{path}: a TorchScript archive, not weights", hint=RESAVE
             ) from error
-        names = [] if is_zip else _pickled_globals(path)
-        if names:
-            raise _refused(path, names) from error
         raise CheckpointError(
-            f"{path}: damaged, or not a file that torch.save wrote: {_first_line(error)}",
+            f"{path}: damaged, or not a file that torch.save wrote ({_reason(error)})",
             hint=DAMAGED,
         ) from error
 
@@ -58,9 +58,9 @@ def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         names += [name for name in unsafe if name != "argparse.Namespace"]
     elif not names:
-        names = _pickled_globals(path)
+        names = [name for name in _pickled_globals(path) if not HARMLESS.match(name)]
     if not names:
-        return CheckpointError(f"{path}: a pickle that torch.save did not write", hint=RESAVE)
+        return CheckpointError(f"{path}: damaged, or not a file that torch.save wrote", hint=RESAVE)
     return _refused(path, names)
 
 
@@ -100,6 +100,8 @@ def _globals_of_next_pickle(file: IO[bytes]) -> list[str]:
     return names
 
 
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return text[0][:200] if text else type(error).__name__
+def _reason(error: Exception) -> str:
+    if "central directory" in str(error):
+        return "the end of the zip archive is missing"
+    first_line = str(error).partition("\n")[0][:200]
+    return first_line if " " in first_line else type(error).__name__
