@@ -29,7 +29,10 @@ class Graph(Protocol):
         ...
 
     def selected(self, x: Array) -> dict[str, Array]:
-        """Returns the chosen experts [b, k] of each MoE layer, by layer name."""
+        """Returns the chosen experts [b, k] of each MoE layer, by layer name.
+
+        Layers that keep all their experts may be left out: they choose nothing.
+        """
         ...
 
 

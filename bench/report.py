@@ -24,8 +24,8 @@ CHART_NOTE = (
 )
 ROUTING_NOTE = (
     "Against PyTorch with the same k: the share of samples for which every layer chose the same "
-    "experts, the mean Jaccard index of the chosen sets, and the outputs. PyTorch's own rows have "
-    "no routing to compare."
+    "experts, the mean Jaccard index of the chosen sets, and the outputs. There is nothing to "
+    "compare where all experts are kept, and in PyTorch's own rows."
 )
 UNTOUCHED = "PyTorch, untouched"
 DASH = '<span class="quiet">–</span>'
@@ -136,13 +136,17 @@ def tiles(panel: Panel) -> str:
         (
             "Same experts chosen",
             "–" if row.routing is None else percent(row.routing.exact),
-            "of samples, as in PyTorch" if row.routing else "not measured",
+            "of samples, as in PyTorch" if row.routing else _why_no_routing(row),
         ),
     ]
     return "".join(
         f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(detail)}</small></dd></div>"
         for name, value, detail in found
     )
+
+
+def _why_no_routing(row: Row) -> str:
+    return "all are computed" if row.k == row.experts else "not measured"
 
 
 def table(heads: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:

@@ -20,6 +20,7 @@ import torch
 from ..errors import FeedError, MoexportError
 from ..exporter.environment import environment
 from ..exporter.model import TensorSpec
+from ..graphs.layers import soft_moe_layers
 from . import timing
 from .data import Array, LabelledData
 from .engines import (
@@ -46,7 +47,10 @@ def to_stderr(line: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How good a contestant is, whatever the batch size it is timed at."""
+    """How good a contestant is, whatever the batch size it is timed at.
+
+    `routing` is None where there is nothing to compare: in PyTorch, and where all experts are kept.
+    """
 
     accuracy: Accuracy | None
     routing: RoutingAgreement | None
@@ -78,7 +82,7 @@ def evaluate(
         if labels is not None:
             data.check_classes(base_outputs.shape[-1])
             dense += Hits.of(base_outputs, labels)
-        expected = {k: reference.with_routing(x) for k, reference in references.items()}
+        expected = {k: _expected(reference, x) for k, reference in references.items()}
         for contestant, runner in runners.items():
             if contestant in failures:
                 continue
@@ -98,6 +102,13 @@ def _references(subject: Subject, ks: set[int]) -> dict[int, PyTorch]:
         k: with_algorithm_1(subject.model, k, "masked", renormalize=subject.renormalize)
         for k in sorted(ks)
     }
+
+
+def _expected(reference: PyTorch, x: Array) -> tuple[Array, dict[str, Array]]:
+    """The outputs of a reference, and the experts of the layers that choose among theirs."""
+    outputs, chosen = reference.with_routing(x)
+    sizes = {name: m.spec.experts for name, m in soft_moe_layers(reference.module).items()}
+    return outputs, {name: s for name, s in chosen.items() if s.shape[1] < sizes[name]}
 
 
 def _reference_outputs(base: PyTorch, x: Array, name: str) -> Array:
@@ -130,8 +141,10 @@ class _Sums:
         self.closeness += Closeness.of(outputs, expected)
         if labels is not None:
             self.hits += Hits.of(outputs, labels)
-        if isinstance(runner, Graph):
-            self.overlap += Overlap.of(runner.selected(x), chosen)
+        if chosen and isinstance(runner, Graph):
+            selected = runner.selected(x)
+            choosing = {name: experts for name, experts in selected.items() if name in chosen}
+            self.overlap += Overlap.of(choosing, chosen)
 
     def quality(self, dense: Hits) -> Quality:
         return Quality(

@@ -1,0 +1,220 @@
+"""A whole benchmark on a small network: rows, agreement, failures, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from moexport.bench.data import Array, LabelledData
+from moexport.bench.digits import Digits
+from moexport.bench.engines import GraphSource, Subject, sharing_weights, with_algorithm_1
+from moexport.bench.plan import Settings, describe, plan
+from moexport.bench.results import Results, Row, read
+from moexport.bench.run import bench
+from moexport.bench.timing import Protocol
+from moexport.errors import FeedError, UsageError
+from moexport.exporter.model import Model
+
+QUICK = Settings(batches=(1, 3), protocol=Protocol(warmup=1, round_s=0.0, inputs=2), samples=100)
+
+
+class InPlaceOfAGraph:
+    """Computes what a graph would, with PyTorch; `shift` makes it choose other experts."""
+
+    def __init__(self, model: Model, k: int, shift: int = 0) -> None:
+        self.torch, self.k = with_algorithm_1(model, k, "masked"), k
+        self.shift = shift
+
+    def __call__(self, x: Array) -> Array:
+        return self.torch(x)
+
+    def selected(self, x: Array) -> dict[str, Array]:
+        _, chosen = self.torch.with_routing(x)
+        return {name: (experts + self.shift) % 4 for name, experts in chosen.items() if self.k < 4}
+
+
+def source(model: Model, k: int, lowering: str, shift: int = 0) -> GraphSource:
+    return GraphSource(k, lowering, lambda: InPlaceOfAGraph(model, k, shift))
+
+
+def unopened() -> InPlaceOfAGraph:
+    raise RuntimeError("INVALID_GRAPH:\n  node If_3")
+
+
+class FailsAt:
+    """Runs until it meets a batch of a size, then raises."""
+
+    def __init__(self, model: Model, size: int) -> None:
+        self.torch, self.size = with_algorithm_1(model, 2, "masked"), size
+
+    def __call__(self, x: Array) -> Array:
+        if len(x) == self.size:
+            raise MemoryError("no room")
+        return self.torch(x)
+
+    def selected(self, x: Array) -> dict[str, Array]:
+        return self.torch.with_routing(x)[1]
+
+
+@pytest.fixture(scope="module")
+def found(model: Model, digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Results:
+    folder = tmp_path_factory.mktemp("bench")
+    subject = Subject(
+        "digits",
+        model,
+        ks=(4, 2, 1),
+        graphs=(
+            source(model, 4, "dense"),
+            source(model, 2, "dense"),
+            source(model, 2, "shifted", shift=1),
+            GraphSource(2, "unopened", unopened),
+            GraphSource(2, "crashes", lambda: FailsAt(model, 3)),
+        ),
+    )
+    lines: list[str] = []
+    results = bench([subject], digits.test, QUICK, out=folder, progress=lines.append)
+    assert any(line.startswith("failed: digits: onnxruntime unopened") for line in lines)
+    assert read(folder / "results.json") == results
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "latency_accuracy.png",
+        "latency_accuracy_batch3.png",
+        "report.html",
+        "results.json",
+    ]
+    return results
+
+
+Pick = Callable[..., Row]
+
+
+@pytest.fixture(scope="module")
+def pick(found: Results) -> Pick:
+    def one(**wanted: object) -> Row:
+        rows = [
+            row
+            for row in found.rows
+            if all(getattr(row, name) == value for name, value in wanted.items())
+        ]
+        assert len(rows) == 1
+        return rows[0]
+
+    return one
+
+
+def test_the_untouched_model_is_a_row_at_every_batch_size(pick: Pick) -> None:
+    for batch in (1, 3):
+        row = pick(engine="pytorch-eager", batch=batch)
+        assert row.k == row.experts == 4
+        assert row.accuracy is not None
+        assert row.accuracy.retention == 1.0
+        assert row.accuracy.n == 100
+        assert row.latency_ms is not None
+        assert row.latency_ms.n >= 10
+        assert row.throughput == pytest.approx(1000 * batch / row.latency_ms.median)
+
+
+def test_algorithm_2_has_a_row_for_each_k_below_n(found: Results) -> None:
+    ks = [r.k for r in found.rows if r.engine == "pytorch-algorithm-2" and r.batch == 1]
+    assert ks == [2, 1]
+
+
+def test_parity_and_routing_are_against_pytorch_with_the_same_k(pick: Pick) -> None:
+    row = pick(lowering="dense", k=2, batch=1)
+    assert row.routing is not None
+    assert row.parity is not None
+    assert (row.routing.jaccard, row.routing.exact) == (1.0, 1.0)
+    assert row.parity.max_abs <= 1e-5
+    assert pick(lowering="dense", k=4, batch=1).routing is None
+    shifted = pick(lowering="shifted", batch=1)
+    assert shifted.routing is not None
+    assert shifted.routing.exact < 1
+
+
+def test_fewer_experts_keep_what_algorithm_1_keeps(
+    pick: Pick, model: Model, digits: Digits
+) -> None:
+    assert digits.test.labels is not None
+    scores = with_algorithm_1(model, 2, "masked")(digits.test.inputs[:100])
+    top1 = float((scores.argmax(1) == digits.test.labels[:100]).mean())
+    for row in (
+        pick(lowering="dense", k=2, batch=3),
+        pick(engine="pytorch-algorithm-2", k=2, batch=1),
+    ):
+        assert row.accuracy is not None
+        assert row.accuracy.top1 == top1
+
+
+def test_a_failure_is_a_row_with_its_error(pick: Pick) -> None:
+    row = pick(lowering="unopened", batch=1)
+    assert row.error == "RuntimeError: INVALID_GRAPH: node If_3"
+    assert row.latency_ms is None
+    assert pick(lowering="crashes", batch=1).error is None
+    assert pick(lowering="crashes", batch=3).error == "MemoryError: no room"
+
+
+def test_unlabelled_data_give_latency_and_parity_only(model: Model, digits: Digits) -> None:
+    data = LabelledData(digits.test.inputs[:10], None)
+    results = bench([Subject("d", model)], data, replace(QUICK, batches=(1,)), progress=str)
+    assert results.rows[0].accuracy is None
+    assert results.rows[0].parity is not None
+    assert results.rows[0].latency_ms is not None
+
+
+def test_algorithm_1_shares_the_weights_and_leaves_the_model_alone(model: Model) -> None:
+    pruned = with_algorithm_1(model, 1, "selected")
+    assert [p.data_ptr() for p in pruned.module.parameters()] == [
+        p.data_ptr() for p in model.module.parameters()
+    ]
+    assert all(layer.keep is None for layer in model.layers.values())
+    assert sharing_weights(torch.nn.BatchNorm1d(2)) is not None
+
+
+def test_threads_are_set_for_the_run_and_put_back(model: Model, digits: Digits) -> None:
+    before = torch.get_num_threads()
+    settings = replace(QUICK, batches=(1,), threads=1, samples=5)
+    results = bench([Subject("d", model)], digits.test, settings, progress=str)
+    assert results.environment["threads"] == 1
+    assert torch.get_num_threads() == before
+
+
+def test_the_plan_says_what_and_how_long(model: Model) -> None:
+    settings = Settings(batches=(1, 8), protocol=Protocol(round_s=0.5))
+    heats = plan([Subject("d", model, ks=(2,), graphs=(source(model, 2, "dense"),))], settings)
+    text = describe(heats)
+    assert "6 rows in 2 heats" in text
+    assert "at least 15 s" in text
+    assert "onnxruntime dense fp32 k=2" in text
+    assert hash(heats[0]) == hash(heats[0])
+
+
+def test_what_cannot_be_measured_is_refused_first(model: Model, digits: Digits) -> None:
+    for k in (0, 5):
+        with pytest.raises(UsageError, match=f"k = {k}"):
+            plan([Subject("d", model, ks=(k,))], QUICK)
+    with pytest.raises(UsageError, match="same name"):
+        plan([Subject("d", model), Subject("d", model)], QUICK)
+    twice = Subject("d", model, graphs=(source(model, 2, "dense"),) * 2)
+    with pytest.raises(UsageError, match="same contestant"):
+        plan([twice], QUICK)
+    with pytest.raises(UsageError, match="no model"):
+        plan([], QUICK)
+    with pytest.raises(UsageError, match="at least 1"):
+        Settings(batches=(0,))
+    flat = LabelledData(digits.test.inputs.reshape(360, -1), digits.test.labels)
+    with pytest.raises(FeedError, match=r"\(360, 784\), and d takes float32 of shape \(batch, 1"):
+        bench([Subject("d", model)], flat, QUICK, progress=str)
+    assert digits.test.labels is not None
+    wrong = LabelledData(digits.test.inputs, digits.test.labels + np.int64(1), "input", "label")
+    with pytest.raises(FeedError, match=r"labels outside 0\.\.9"):
+        bench([Subject("d", model)], wrong, QUICK, progress=str)
+
+
+def test_nothing_is_written_when_the_data_do_not_fit(model: Model, tmp_path: Path) -> None:
+    data = LabelledData(np.zeros((2, 3), np.float32), None)
+    with pytest.raises(FeedError):
+        bench([Subject("d", model)], data, QUICK, out=tmp_path / "out", progress=str)
+    assert not (tmp_path / "out").exists()

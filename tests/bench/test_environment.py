@@ -1,0 +1,58 @@
+"""What is recorded of a machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from moexport.exporter import environment as module
+from moexport.exporter.environment import cpu_model, environment, versions
+
+
+def test_the_environment_is_json_and_names_versions_and_cpu() -> None:
+    found = environment()
+    assert json.loads(json.dumps(found)) == found
+    assert found["packages"]["torch"].startswith("2.")
+    assert found["cpu"]["model"]
+    assert found["cpu"]["cores"] >= 1
+    assert found["gpu"] is None or found["gpu"][0]["name"]
+
+
+def test_packages_that_are_not_installed_are_left_out() -> None:
+    assert versions(("numpy", "no-such-package-here")).keys() == {"numpy"}
+
+
+def test_the_cpu_has_a_name_where_the_system_has_none(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Example CPU @ 3 GHz\n")
+    assert cpu_model(tmp_path / "cpuinfo") == "Example CPU @ 3 GHz"
+    assert cpu_model(tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("script", "found"),
+    [
+        ("echo 'NVIDIA H200, 143771 MiB, 580.1'", "NVIDIA H200"),
+        ("echo 'no driver' >&2; exit 9", None),
+    ],
+)
+def test_gpus_are_what_nvidia_smi_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str, found: str | None
+) -> None:
+    fake = tmp_path / "nvidia-smi"
+    fake.write_text(f"#!/bin/sh\n{script}\n")
+    fake.chmod(0o755)
+    monkeypatch.setattr(module.shutil, "which", lambda name: str(fake))
+    gpus = module.gpus()
+    assert (gpus[0]["name"] if gpus else None) == found
+
+
+def test_collecting_it_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, moexport.exporter.environment as e; e.environment();"
+        "print([m for m in ('torch', 'onnx', 'onnxruntime', 'numpy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

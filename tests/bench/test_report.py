@@ -1,0 +1,160 @@
+"""The report and figures: what they say, and that the page needs no network."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from html.parser import HTMLParser
+from pathlib import Path
+
+import matplotlib.image
+import pytest
+from moexport.bench.figures import figures
+from moexport.bench.report import html, write_report
+from moexport.bench.results import ModelInfo, Results, Row
+from moexport.bench.views import caveat, choice, panels, summary, times
+
+RowMaker = Callable[..., Row]
+
+
+class Page(HTMLParser):
+    """The parts of a page: what it would fetch, scripts, and the text outside of them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.fetched: list[str] = []
+        self.scripts: list[str] = []
+        self.styles: list[str] = []
+        self.words: list[str] = []
+        self._inside = ""
+        self.feed(text)
+        self.text = re.sub(r"\s+", " ", " ".join(self.words))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._inside = tag
+        self.fetched += [str(v) for name, v in attrs if name in {"src", "href", "srcset", "data"}]
+
+    def handle_endtag(self, tag: str) -> None:
+        self._inside = ""
+
+    def handle_data(self, data: str) -> None:
+        places = {"script": self.scripts, "style": self.styles}
+        places.get(self._inside, self.words).append(data)
+
+
+def test_the_summary_is_about_the_fastest_row_that_keeps_99_percent(results: Results) -> None:
+    (panel,) = panels(results)
+    chosen = choice(panel)
+    assert chosen is not None
+    assert chosen.k == 4
+    assert summary(panel) == (
+        "k = 4 of 16 keeps 99.2% of the accuracy at 3.1× the speed of the PyTorch model (batch 1)."
+    )
+    assert caveat(panel) == ""
+
+
+def test_the_summary_says_what_is_kept_when_nothing_keeps_99_percent(
+    results: Results, row: RowMaker
+) -> None:
+    rows = (results.rows[0], row(8, 2.0, 0.95), row(4, 1.0, 0.9))
+    (panel,) = panels(replace(results, rows=rows))
+    assert summary(panel).startswith("k = 8 of 16 keeps 95% of the accuracy at 1.6× the speed")
+
+
+def test_where_only_all_experts_keep_99_percent_the_next_k_is_told(
+    results: Results, row: RowMaker
+) -> None:
+    rows = (results.rows[0], row(16, 2.0, 1.0), row(8, 1.0, 0.95), row(4, 0.5, 0.7))
+    (panel,) = panels(replace(results, rows=rows))
+    assert summary(panel).startswith("All 16 experts keep 100% of the accuracy at 1.6×")
+    assert caveat(panel).startswith("No smaller k keeps 99%: k = 8 of 16 keeps 95% of the accuracy")
+
+
+def test_a_difference_below_the_spread_is_not_sold_as_one(results: Results, row: RowMaker) -> None:
+    (panel,) = panels(replace(results, rows=(results.rows[0], row(4, 3.08, 1.0))))
+    assert "at the speed of the PyTorch model, within the spread" in summary(panel)
+
+
+def test_without_labels_the_fastest_row_is_told(results: Results, row: RowMaker) -> None:
+    rows = (replace(results.rows[0], accuracy=None), row(4, 1.0, None), row(2, 0.5, None))
+    changed = replace(results, rows=rows)
+    assert summary(panels(changed)[0]).startswith("k = 2 of 16 runs at 6.2× the speed")
+    assert "not measured: the data have no labels" in html(changed)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "text"), [(21.2, "21×"), (3.14, "3.1×"), (1.0, "1.0×"), (0.853, "0.85×")]
+)
+def test_speedups_read_well(ratio: float, text: str) -> None:
+    assert times(ratio) == text
+
+
+def test_the_page_fetches_nothing(results: Results) -> None:
+    page = Page(html(results))
+    assert page.fetched == []
+    assert not any("@import" in style or "url(" in style for style in page.styles)
+    assert sum("plotly.js v" in script for script in page.scripts) == 1
+
+
+def test_the_page_tells_every_row_the_machine_and_the_command(results: Results) -> None:
+    page = Page(html(results))
+    assert summary(panels(results)[0]) in page.text
+    for name in ("PyTorch, untouched", "ONNX Runtime, grouped", "16/16", "4/16", "2/16"):
+        assert name in page.text
+    assert "RuntimeError: <no such op>" in page.text
+    for fact in ("torch 2.13", "soft-moe-mnist, 318,000 parameters", "2030-01-02 03:04:05 UTC"):
+        assert fact in page.text
+    assert results.command in page.text
+    assert "5 interleaved rounds" in page.text
+
+
+def test_the_charts_hold_every_line_and_the_untouched_model(results: Results) -> None:
+    (data,) = json.loads(Page(html(results)).scripts[0])
+    assert data["ks"] == [2, 4, 16]
+    assert data["reference"]["median"] == pytest.approx(3.1)
+    assert data["reference"]["top1"] == pytest.approx(0.9)
+    (line,) = data["lines"]
+    assert [p["k"] for p in line["points"]] == [2, 4, 16]
+    assert line["points"][1]["median"] == pytest.approx(1.0)
+    assert line["points"][1]["above"] == pytest.approx(0.01)
+    assert "99.2% kept" in line["points"][1]["accuracy"]
+
+
+def test_text_from_a_results_file_cannot_become_markup(results: Results) -> None:
+    evil = "</script><img src=x onerror=alert(1)>%%DATA%%"
+    rows = tuple(replace(r, model=evil) for r in results.rows)
+    page = Page(html(replace(results, models=(ModelInfo(evil),), rows=rows, command=evil)))
+    assert page.fetched == []
+    assert evil in page.text
+
+
+def test_several_models_and_batches_become_panels_in_order(results: Results, row: RowMaker) -> None:
+    rows = [
+        replace(r, model=model, batch=batch)
+        for model in ("one", "two")
+        for batch in (64, 1)
+        for r in results.rows
+    ]
+    found = panels(replace(results, rows=tuple(rows)))
+    assert [(p.model, p.batch) for p in found] == [("one", 1), ("one", 64), ("two", 1), ("two", 64)]
+
+
+def test_a_results_file_without_rows_still_makes_a_page(results: Results, tmp_path: Path) -> None:
+    empty = replace(results, rows=())
+    assert "No rows were measured." in html(empty)
+    assert figures(empty, tmp_path) == ()
+
+
+def test_views_are_files_that_can_be_made_again(results: Results, tmp_path: Path) -> None:
+    write_report(results, tmp_path / "report.html")
+    first = (tmp_path / "report.html").read_bytes()
+    write_report(results, tmp_path / "report.html")
+    assert (tmp_path / "report.html").read_bytes() == first
+    (path,) = figures(results, tmp_path)
+    assert path.name == "latency_accuracy.png"
+    height, width, _ = matplotlib.image.imread(path).shape
+    assert width == 1600
+    assert 400 < height < 1600
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latency_accuracy.png", "report.html"]

@@ -1,0 +1,100 @@
+"""Latencies: statistics, interleaving, and failures that do not spread."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from moexport.bench.timing import Latency, Protocol, differs, measure, summarise
+from moexport.errors import UsageError
+
+
+def ticking(step_ns: int = 1_000_000) -> Callable[[], int]:
+    """A clock that advances one step whenever it is read."""
+    now = 0
+
+    def read() -> int:
+        nonlocal now
+        now += step_ns
+        return now
+
+    return read
+
+
+def test_statistics_are_over_every_call_and_clip_nothing() -> None:
+    found = summarise([[1.0, 2.0, 3.0], [2.0, 4.0, 6.0], [1.0, 1.0, 1000.0]])
+    assert found.n == 9
+    assert found.median == 2.0
+    assert (found.min, found.max) == (1.0, 1000.0)
+    assert found.mean == pytest.approx(1020 / 9)
+    assert found.rounds == (2.0, 4.0, 1.0)
+    assert found.spread == pytest.approx(1.5)
+    assert found.median <= found.p90 <= found.p95 <= found.p99 <= found.max
+
+
+def test_every_round_times_each_input_equally_often() -> None:
+    seen: list[int] = []
+    measured = measure(
+        {"a": seen.append},
+        Protocol(rounds=5, warmup=0, round_s=0.0, inputs=3),
+        clock_ns=ticking(),
+    )
+    assert measured.latencies["a"].n == 15
+    # One untimed call opens each round.
+    assert seen == [2, 0, 1, 2] * 5
+    assert measured.latencies["a"].median == 1.0
+
+
+def test_a_round_lasts_as_long_as_asked() -> None:
+    measured = measure(
+        {"a": lambda index: None}, Protocol(warmup=0, round_s=0.1), clock_ns=ticking(1_000_000)
+    )
+    # Three readings of the clock per call, one millisecond each.
+    assert 33 <= measured.latencies["a"].n / 5 <= 35
+
+
+def test_rounds_interleave_in_an_order_that_the_seed_decides() -> None:
+    def order(seed: int) -> list[str]:
+        seen: list[str] = []
+        calls = {name: (lambda index, name=name: seen.append(name)) for name in "abcd"}
+        measure(calls, Protocol(warmup=0, round_s=0.0, seed=seed), clock_ns=ticking())
+        return seen[::2]
+
+    first = order(1)
+    assert first == order(1)
+    assert first != order(2)
+    rounds = [first[i : i + 4] for i in range(0, len(first), 4)]
+    assert len(rounds) == 5
+    assert all(sorted(each) == list("abcd") for each in rounds)
+    assert len({tuple(each) for each in rounds}) > 1
+
+
+@pytest.mark.parametrize("fails_at", [0, 4])
+def test_a_contestant_that_fails_leaves_the_others_measured(fails_at: int) -> None:
+    calls = 0
+
+    def broken(index: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls > fails_at:
+            raise RuntimeError("out of memory")
+
+    measured = measure({"bad": broken, "good": lambda index: None}, Protocol(round_s=0.0))
+    assert set(measured.latencies) == {"good"}
+    assert str(measured.failures["bad"]) == "out of memory"
+
+
+def test_a_difference_below_the_spread_is_no_difference() -> None:
+    def rounds(*medians: float) -> Latency:
+        return summarise([[m] for m in medians])
+
+    steady, noisy = rounds(1.0, 1.0, 1.01), rounds(0.9, 1.1, 1.3)
+    assert not differs(steady, noisy)
+    assert differs(steady, rounds(1.1, 1.1, 1.1))
+    assert not differs(steady, steady)
+
+
+@pytest.mark.parametrize("wrong", [{"rounds": 4}, {"warmup": -1}, {"inputs": 0}])
+def test_a_protocol_that_cannot_be_meant_is_refused(wrong: dict[str, int]) -> None:
+    with pytest.raises(UsageError):
+        Protocol(**wrong)
