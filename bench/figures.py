@@ -101,7 +101,7 @@ def _latency(axes: Axes, panel: Panel) -> None:
             [row.k for row in rows], medians, yerr=error, capsize=2.5, elinewidth=1,
             label=line.name, **_look(line.look),
         )  # fmt: skip
-    axes.set_ylim(bottom=0)
+    axes.set_ylim(0, panel.top_ms)
     _k_axis(axes, panel)
 
 

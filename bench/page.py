@@ -261,7 +261,7 @@ function latency() {
     traces.unshift(reference(base.median, base.latency));
   }
   const yaxis = { title: { text: "median, ms" }, type: logarithmic ? "log" : "linear" };
-  if (!logarithmic) yaxis.rangemode = "tozero";
+  if (!logarithmic) yaxis.range = [0, shown.top];
   Plotly.react("latency", traces, layout(yaxis), config);
 }
 

@@ -20,7 +20,8 @@ RULE = (
 )
 CHART_NOTE = (
     "Bars reach from the fastest to the slowest round (medians). The dashed line is the untouched "
-    "PyTorch model with all experts. Differences smaller than the bars are no difference."
+    "PyTorch model with all experts. Differences smaller than the bars are no difference. A bar "
+    "that leaves the chart belongs to a much slower round; the table has its spread."
 )
 ROUTING_NOTE = (
     "Against PyTorch with the same k: the share of samples for which every layer chose the same "
@@ -77,6 +78,7 @@ def payload(panel: Panel) -> dict[str, Any]:
         "batch": panel.batch,
         "experts": panel.experts,
         "ks": list(panel.ks),
+        "top": panel.top_ms,
         "summary": summary(panel),
         "caveat": caveat(panel),
         "tiles": tiles(panel),

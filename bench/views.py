@@ -47,6 +47,20 @@ class Panel:
         """Every k that was measured, ascending."""
         return tuple(sorted({row.k for line in self.lines for row in line.rows}))
 
+    @property
+    def top_ms(self) -> float:
+        """Where the latency axis ends: above every median, and above every bar that is no outlier.
+
+        One disturbed round would otherwise flatten all lines. Its bar runs out of the chart, and
+        the table tells its spread.
+        """
+        rows = [row for line in self.lines for row in line.rows]
+        rows += [self.reference] if self.reference is not None else []
+        latencies = [row.latency_ms for row in rows if row.latency_ms is not None]
+        highest = max((each.median for each in latencies), default=1.0)
+        bars = max((max(each.rounds) for each in latencies), default=1.0)
+        return 1.06 * max(highest, min(bars, 1.5 * highest))
+
     def speedup(self, row: Row) -> float | None:
         """How many times faster than the untouched model a row is, by medians."""
         if self.reference is None or self.reference.latency_ms is None or row.latency_ms is None:

@@ -14,6 +14,7 @@ import pytest
 from moexport.bench.figures import figures
 from moexport.bench.report import html, write_report
 from moexport.bench.results import ModelInfo, Results, Row
+from moexport.bench.timing import summarise
 from moexport.bench.views import caveat, choice, panels, summary, times
 
 RowMaker = Callable[..., Row]
@@ -120,6 +121,14 @@ def test_the_charts_hold_every_line_and_the_untouched_model(results: Results) ->
     assert line["points"][1]["median"] == pytest.approx(1.0)
     assert line["points"][1]["above"] == pytest.approx(0.01)
     assert "99.2% kept" in line["points"][1]["accuracy"]
+
+
+def test_one_disturbed_round_does_not_flatten_the_chart(results: Results, row: RowMaker) -> None:
+    disturbed = summarise([[1.0], [1.0], [1.0], [1.0], [90.0]])
+    rows = (*results.rows[:2], row(4, 1.0, 1.0, latency_ms=disturbed))
+    (panel,) = panels(replace(results, rows=rows))
+    assert panel.top_ms < 2 * 3.1
+    assert panels(results)[0].top_ms > 3.1 * 1.01
 
 
 def test_text_from_a_results_file_cannot_become_markup(results: Results) -> None:
