@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
 
+import numpy as np
+
+from .bench.data import LabelledData, load_labelled
+from .bench.engines import Subject
+from .bench.plan import Settings
+from .bench.results import Results
+from .bench.run import bench as run_bench
+from .bench.run import to_stderr
+from .bench.subjects import exported, from_bundle
+from .bench.timing import Protocol
 from .calibration.feeds import Feed
 from .exporter.bundle import Bundle
 from .exporter.export import export as export_bundle
+from .exporter.inputs import random_inputs
 from .exporter.load import load
 from .exporter.model import Model
 from .exporter.options import (
     DEFAULT_BATCH,
     DEFAULT_TOKENS,
     ExportOptions,
+    Kept,
     parse_k,
     parse_lowerings,
     parse_range,
@@ -59,6 +72,97 @@ def export(
         verify=verify,
     )
     return export_bundle(model, Path(destination), options, data=data, force=force)
+
+
+def bench(
+    models: Model | Bundle | Sequence[Model | Bundle],
+    *,
+    data: str | Path | LabelledData | np.ndarray | None = None,
+    k: Sequence[int | float | str] = ("n", "1/2", "1/4", "1/8"),
+    lowering: str = "auto",
+    batch: Sequence[int] = (1,),
+    out: str | Path | None = None,
+    rounds: int = 5,
+    round_s: float = 0.2,
+    samples: int | None = None,
+    threads: int | None = None,
+    command: str = "",
+    quiet: bool = False,
+) -> Results:
+    """Measures models and bundles against the untouched PyTorch model; returns every row.
+
+    A bundle that follows the model it was made from is compared with that; alone it loads the
+    checkpoint that its manifest names. A model is exported for every `k` and `lowering`. `data` is
+    an `.npz` with `input` and `label`, an array of inputs, or None for random inputs, which tell
+    latency and parity only. With `out`, results.json, report.html and figures are written there.
+    """
+    listed = [models] if isinstance(models, Model | Bundle) else list(models)
+    progress = (lambda _: None) if quiet else to_stderr
+    with ExitStack() as stack:
+        subjects = _subjects(
+            listed,
+            [parse_k(_k_text(each)) for each in k],
+            parse_lowerings(lowering),
+            tuple(batch),
+            threads,
+            stack,
+        )
+        labelled = _labelled(data, subjects[0].model, max(batch))
+        settings = Settings(
+            batches=tuple(batch),
+            protocol=Protocol(rounds=rounds, round_s=round_s, inputs=8),
+            samples=samples,
+            threads=threads,
+        )
+        return run_bench(
+            subjects,
+            labelled,
+            settings,
+            out=None if out is None else Path(out),
+            command=command,
+            progress=progress,
+        )
+
+
+def _subjects(
+    listed: Sequence[Model | Bundle],
+    ks: Sequence[Kept],
+    lowerings: Sequence[str],
+    batches: Sequence[int],
+    threads: int | None,
+    stack: ExitStack,
+) -> list[Subject]:
+    """A subject per model; the bundles that follow a model are measured beside it."""
+    subjects: list[Subject] = []
+    model: Model | None = None
+    for index, item in enumerate(listed):
+        if isinstance(item, Bundle):
+            subjects.append(from_bundle(item, ks, model=model, threads=threads))
+            continue
+        model = item
+        followed = index + 1 < len(listed) and isinstance(listed[index + 1], Bundle)
+        if not followed:
+            subjects.append(
+                stack.enter_context(
+                    exported(model, ks, lowerings, batches=batches, threads=threads)
+                )
+            )
+    return subjects
+
+
+RANDOM_INPUTS = 16
+
+
+def _labelled(
+    data: str | Path | LabelledData | np.ndarray | None, model: Model, batch: int
+) -> LabelledData:
+    if isinstance(data, LabelledData):
+        return data
+    if isinstance(data, str | Path):
+        return load_labelled(Path(data), input_name=model.input.name)
+    if data is None:
+        data = random_inputs(model, max(batch, RANDOM_INPUTS))
+    return LabelledData(data, None, model.input.name)
 
 
 def _k_text(k: int | float | str | Sequence[int]) -> str:

@@ -51,16 +51,20 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
 
 def count(number: float) -> str:
     """Returns a number with its magnitude: 318.2K, 513.0M, 2.3B."""
-    for unit in ("", "K", "M", "B"):
-        if abs(number) < 1000 or unit == "B":
-            return f"{number:.0f}" if not unit else f"{number:.1f}{unit}"
-        number /= 1000
-    raise AssertionError("unreachable")
+    return _scaled(number, ("", "K", "M", "B"))
 
 
 def size(nbytes: float) -> str:
     """Returns bytes in a unit that reads well: 12.3 MB."""
-    return f"{count(nbytes)}B".replace("BB", " GB").replace("MB", " MB").replace("KB", " kB")
+    return _scaled(nbytes, (" B", " kB", " MB", " GB"))
+
+
+def _scaled(number: float, units: tuple[str, ...]) -> str:
+    step = 0
+    while abs(number) >= 1000 and step < len(units) - 1:
+        number /= 1000
+        step += 1
+    return f"{number:.{1 if step else 0}f}{units[step]}"
 
 
 def _is_number(cell: str) -> bool:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
 
 from ..errors import BundleError, UsageError
+from ..graphs.lower import LayerValues
 from .manifest import GraphRecord, Manifest
-from .parity import PARITY_FILE, Parity, Reference, compare
-from .plan import MAIN_GRAPH
+from .parity import PARITY_FILE, Parity, Reference, compare, describe
 from .session import Session, SessionOptions
 from .trace import TRACED_BATCH
 
@@ -124,24 +124,23 @@ def graph_parity(
     )
 
 
-def describe(parity: Parity) -> str:
-    """One line about a parity result."""
-    text = (
-        f"max |difference| {parity.max_abs:.2g} ({parity.max_rel:.2g} of max|y|), "
-        f"cosine {parity.cosine:.7f}, same experts in {parity.routing_agreement:.0%} of "
-        f"{parity.samples} inputs"
-    )
-    if parity.ties:
-        text += f" ({parity.ties} tied, not compared)"
-    if parity.first_difference:
-        text += f"; first difference in layer {parity.first_difference}"
-    return text
-
-
 def sha256(path: Path) -> str:
     """Returns the SHA-256 of a file as hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(files: Sequence[Path]) -> str:
+    """Returns the SHA-256 of one file, or of the digests of several; empty for none."""
+    digests = [sha256(path) for path in files]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else ""
+
+
+def selected_values(values: Mapping[str, LayerValues]) -> dict[str, str]:
+    """Returns the names of the values that hold the chosen experts, of the layers that choose."""
+    return {name: value.selected for name, value in values.items() if value.selected is not None}
 
 
 def _hash_check(path: Path, expected: str, size: int) -> Check:
@@ -163,6 +162,3 @@ def _onnx_check(path: Path) -> Check:
     return Check(
         name, True, f"valid, {len(onnx.load(path, load_external_data=False).graph.node)} nodes"
     )
-
-
-__all__ = ["MAIN_GRAPH", "Bundle", "Check", "describe", "graph_parity", "sha256"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,12 +12,13 @@ from pathlib import Path
 import numpy as np
 import onnx_ir as ir
 
-from ..calibration.feeds import Feed, samples
-from ..errors import FeedError, ParityError
+from ..calibration.feeds import Feed
+from ..errors import ParityError
 from ..graphs.lower import K_INPUT, LayerChoice, Lowered, lower
 from .atomic import check_destination, written_whole
-from .bundle import Bundle, describe, graph_parity, sha256
+from .bundle import Bundle, graph_parity, hash_files, selected_values, sha256
 from .environment import environment
+from .inputs import fixed_axes, parity_inputs
 from .locate import first_different_layer
 from .manifest import (
     MANIFEST_FILE,
@@ -30,15 +30,11 @@ from .manifest import (
     SourceRecord,
 )
 from .model import Model, TensorSpec
-from .options import AxisRange, ExportOptions
-from .parity import PARITY_FILE, Parity, Reference, reference
+from .options import ExportOptions
+from .parity import PARITY_FILE, Parity, Reference, describe, reference
 from .plan import GraphPlan, Plan, plan
 from .trace import trace
 from .weights import StoredLayer, WeightsWriter, write_host, write_layer
-
-PARITY_SAMPLES = 8
-PARITY_BYTES = 64 << 20
-RANDOM_SEED = 0
 
 Progress = Callable[[str], None]
 """Told what begins, in a few words."""
@@ -56,7 +52,7 @@ class Prepared:
 
 def prepare(model: Model, options: ExportOptions) -> Prepared:
     """Traces a model and plans its export; writes nothing."""
-    portable = trace(model, opset=options.opset, fixed=_fixed_axes(model.input, options))
+    portable = trace(model, opset=options.opset, fixed=fixed_axes(model.input, options))
     return Prepared(model, portable, plan(model, portable, options), options)
 
 
@@ -77,7 +73,7 @@ def export(
     """
     options = options or ExportOptions()
     check_destination(destination, force=force)
-    expected_inputs = _parity_inputs(model, options, data) if options.verify else None
+    expected_inputs = parity_inputs(model, options, data) if options.verify else None
     progress("tracing")
     prepared = prepare(model, options)
     check_destination(destination, force=force, needed_bytes=prepared.plan.weights_bytes)
@@ -145,57 +141,6 @@ def _lower(
     return lowered
 
 
-def _fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
-    ranges = {axis: _range(axis, options) for axis in spec.dynamic_axes}
-    return {axis: sizes.opt for axis, sizes in ranges.items() if sizes.fixed}
-
-
-def _range(axis: str, options: ExportOptions) -> AxisRange:
-    return options.batch if axis == "batch" else options.tokens
-
-
-def _parity_inputs(model: Model, options: ExportOptions, data: Feed | None) -> np.ndarray:
-    """Real inputs where there are any, else random ones with the same seed every time."""
-    fixed = _fixed_axes(model.input, options)
-    batch = fixed.get("batch")
-    count = PARITY_SAMPLES if batch is None else batch
-    if data is not None:
-        x = samples(data, model.input.name, count)
-        _check_inputs(x, model.input, fixed, count if batch is not None else 1)
-        return x.astype(model.input.dtype)
-    if model.example is not None and batch is None:
-        return model.example.astype(model.input.dtype)
-    sizes = {
-        axis: fixed.get(axis, PARITY_SIZES.get(axis, count)) for axis in model.input.dynamic_axes
-    }
-    shape = model.input.concrete(sizes)
-    keep = max(1, min(shape[0], PARITY_BYTES // (4 * int(np.prod(shape[1:], dtype=np.int64)))))
-    random = np.random.default_rng(RANDOM_SEED)
-    rows = shape[0] if batch is not None else keep
-    return random.standard_normal((rows, *shape[1:])).astype(model.input.dtype)
-
-
-PARITY_SIZES = {"tokens": 19, "height": 4, "width": 6}
-"""Random inputs take these where an axis is dynamic: none is the traced size."""
-
-
-def _check_inputs(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int], least: int) -> None:
-    wanted = [fixed.get(size, size) if isinstance(size, str) else size for size in spec.shape]
-    fits = x.ndim == len(wanted) and all(
-        not isinstance(size, int) or size == actual
-        for size, actual in zip(wanted[1:], x.shape[1:], strict=True)
-    )
-    if not fits:
-        raise FeedError(
-            f"--data: input '{spec.name}' takes {tuple(wanted)}, the feed gives {x.shape}",
-            hint="each array is a batch of inputs as the model takes them",
-        )
-    if len(x) < least:
-        raise FeedError(f"--data: --batch {least} needs {least} inputs, the feed gives {len(x)}")
-    if x.dtype.kind == "f" and not np.isfinite(x).all():
-        raise FeedError(f"--data: input '{spec.name}' holds NaN or Inf")
-
-
 def _expect(prepared: Prepared, x: np.ndarray) -> Reference:
     """The PyTorch reference, with a quarter of the experts where k is chosen per run."""
     layers = prepared.plan.graphs[0].layers
@@ -259,11 +204,7 @@ def _graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None) -> 
     return GraphRecord(
         file=graph.file,
         lowerings={layer.name: layer.choice.lowering.name for layer in graph.layers},
-        selected={
-            name: values.selected
-            for name, values in lowered.values.items()
-            if values.selected is not None
-        },
+        selected=selected_values(lowered.values),
         parity=None if parity is None else parity.as_json(),
     )
 
@@ -287,7 +228,7 @@ def _manifest(
         moexport=metadata.version("moexport"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         source=SourceRecord(
-            model.source.path, _hash_all(model.source.files), model.family, dict(model.config)
+            model.source.path, hash_files(model.source.files), model.family, dict(model.config)
         ),
         layers=[
             LayerRecord(
@@ -315,7 +256,7 @@ def _manifest(
         opset=options.opset,
         batch=str(options.batch),
         inputs=_inputs(model.input, options),
-        outputs=[_port(model.output, _fixed_axes(model.output, options))],
+        outputs=[_port(model.output, fixed_axes(model.output, options))],
         parity=None if parity is None else parity.as_json(),
         files={
             path.name: FileRecord(sha256(path), path.stat().st_size)
@@ -327,7 +268,7 @@ def _manifest(
 
 
 def _inputs(spec: TensorSpec, options: ExportOptions) -> list[PortRecord]:
-    ports = [_port(spec, _fixed_axes(spec, options))]
+    ports = [_port(spec, fixed_axes(spec, options))]
     if options.k == "input":
         ports.append(PortRecord(K_INPUT, "int64", [1]))
     return ports
@@ -341,11 +282,3 @@ def _port(spec: TensorSpec, fixed: Mapping[str, int]) -> PortRecord:
 def _k_text(options: ExportOptions) -> str:
     k = options.k
     return ",".join(str(each) for each in k) if isinstance(k, tuple) else str(k)
-
-
-def _hash_all(files: tuple[Path, ...]) -> str:
-    """SHA-256 of a file, or of the hashes of several in order; empty where there is no file."""
-    hashes = [sha256(path) for path in files]
-    if len(hashes) == 1:
-        return hashes[0]
-    return hashlib.sha256("".join(hashes).encode()).hexdigest() if hashes else ""

@@ -1,4 +1,4 @@
-"""Does the exported graph compute what the PyTorch model computes: values, and which experts win?
+"""Compares an exported graph with its PyTorch model: the values, and which experts win.
 
 The reference is recorded once, in PyTorch: the outputs with Algorithm 1, each layer's chosen
 experts with the margin by which they were chosen, and the untouched model's outputs. It is kept in
@@ -158,6 +158,20 @@ def compare(
     ties, misses, first = _routing(expected, sets)
     compared = ~ties
     return _parity(expected, y, compared, misses, first, atol=atol, rtol=rtol)
+
+
+def describe(parity: Parity) -> str:
+    """One line about a parity result."""
+    text = (
+        f"max |difference| {parity.max_abs:.2g} ({parity.max_rel:.2g} of max|y|), "
+        f"cosine {parity.cosine:.7f}, same experts in {parity.routing_agreement:.0%} of "
+        f"{parity.samples} inputs"
+    )
+    if parity.ties:
+        text += f" ({parity.ties} tied, not compared)"
+    if parity.first_difference:
+        text += f"; first difference in layer {parity.first_difference}"
+    return text
 
 
 def _routing(

@@ -43,6 +43,11 @@ class GraphPlan:
         """The MoE layers' predicted time on one batch; the host is not counted."""
         return sum(layer.choice.predicted_us for layer in self.layers)
 
+    @property
+    def lowerings(self) -> tuple[str, ...]:
+        """The lowering of each layer, in execution order."""
+        return tuple(layer.choice.lowering.name for layer in self.layers)
+
 
 @dataclass(frozen=True, slots=True)
 class Plan:
@@ -62,16 +67,39 @@ def plan(model: Model, portable: ir.Model, options: ExportOptions) -> Plan:
 
     Raises `UsageError` for a k that does not fit, `LoweringError` for a lowering that cannot serve.
     """
-    specs = {name: layer.spec for name, layer in model.layers.items()}
-    kept = resolve_k(options.k, specs)
-    tokens = _tokens(portable, options.tokens)
-    graphs = []
-    for index, name in enumerate(options.lowerings):
-        layers = tuple(
-            _layer(specs[layer], kept[layer], tokens[layer], name, options) for layer in tokens
+    kept = resolve_k(options.k, {name: layer.spec for name, layer in model.layers.items()})
+    graphs = [
+        plan_graph(
+            model,
+            portable,
+            kept,
+            options,
+            lowering_name=name,
+            file=MAIN_GRAPH if index == 0 else f"model-{name}.onnx",
         )
-        graphs.append(GraphPlan(MAIN_GRAPH if index == 0 else f"model-{name}.onnx", layers))
+        for index, name in enumerate(options.lowerings)
+    ]
     return Plan(tuple(graphs), _weights_bytes(model, portable))
+
+
+def plan_graph(
+    model: Model,
+    portable: ir.Model,
+    kept: Mapping[str, int | None],
+    options: ExportOptions,
+    *,
+    lowering_name: str,
+    file: str,
+) -> GraphPlan:
+    """Returns the plan of one graph: every layer with one lowering, or what `auto` chooses."""
+    specs = {name: layer.spec for name, layer in model.layers.items()}
+    return GraphPlan(
+        file,
+        tuple(
+            _layer(specs[name], kept[name], tokens, lowering_name, options)
+            for name, tokens in _tokens(portable, options.tokens).items()
+        ),
+    )
 
 
 def resolve_k(k: Kept, specs: Mapping[str, SoftMoESpec]) -> dict[str, int | None]:

@@ -80,7 +80,7 @@ class WeightsWriter:
         """Writes the parts one after the other as one float32 tensor of `shape`."""
         stored = Stored(self._align(4 * int(np.prod(shape, dtype=np.int64))), shape)
         for part in parts:
-            self._file.write(memoryview(np.ascontiguousarray(part, dtype="<f4")).cast("B"))
+            np.ascontiguousarray(part, dtype="<f4").tofile(self._file)
         written = self._file.tell() - stored.offset
         assert written == stored.bytes, f"{written} bytes written for shape {shape}"
         return stored

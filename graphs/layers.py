@@ -78,7 +78,7 @@ class SoftMoE(nn.Module):
         self.keep: int | None = None
         self.renormalize = False
         self.algorithm: Algorithm = "masked"
-        self.phi = _frozen(weights.phi)
+        self.phi = nn.Parameter(weights.phi, requires_grad=False)
         self.b1 = _frozen(weights.b1)
         self.b2 = _frozen(weights.b2)
         self.gain = _frozen(weights.gain)

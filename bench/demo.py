@@ -1,0 +1,135 @@
+"""`moexport demo`: the whole job on real data, from training to the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from ..console import table
+from ..errors import BundleError, MoexportError
+from ..exporter.bundle import Bundle
+from ..exporter.export import export
+from ..exporter.load import load
+from ..exporter.options import ExportOptions, parse_k
+from . import digits
+from .engines import Subject
+from .plan import Settings
+from .run import bench
+from .subjects import from_bundle
+from .summary import rows_table
+from .timing import Protocol
+
+EXPERTS = (16, 64)
+KEPT = ("n", "1/2", "1/4", "1/8")
+MARKER = "demo-of-moexport.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the demo leaves behind, and the text that says so."""
+
+    directory: Path
+    report: Path
+    text: str
+
+
+def run_demo(
+    directory: Path, *, force: bool = False, progress: Callable[[str], None] = lambda _: None
+) -> Outcome:
+    """Trains, exports, verifies and measures the paper's MNIST network on handwritten digits.
+
+    For n = 16 and 64 experts and k = n, n/2, n/4 and n/8. Raises `BundleError` when `directory`
+    exists, unless it is an earlier demo and `force` is given.
+    """
+    started = time.monotonic()
+    _claim(directory, force=force)
+    data = digits.load_digits()
+    test = directory / "digits-test.npz"
+    assert data.test.labels is not None
+    np.savez(test, input=data.test.inputs, label=data.test.labels)
+    verified: list[tuple[str, ...]] = []
+    subjects: list[Subject] = []
+    for experts in EXPERTS:
+        progress(f"training n = {experts} on {len(data.train)} digits")
+        network = digits.train(digits.Training(experts=experts), data.train)
+        checkpoint = directory / f"digits-n{experts}.pt"
+        digits.save(network, checkpoint)
+        bundles = [
+            _exported(checkpoint, directory / f"digits-n{experts}-k{label}", kept, test, progress)
+            for kept, label in zip(KEPT, ("n", "n2", "n4", "n8"), strict=True)
+        ]
+        verified += [_verified(bundle) for bundle in bundles]
+        subjects.append(_side_by_side(bundles, f"digits, n = {experts}"))
+    progress("measuring")
+    results = bench(
+        subjects,
+        data.test,
+        Settings(batches=(1, 32), protocol=Protocol(inputs=8, round_s=0.1)),
+        out=directory / "report",
+        command=f"moexport demo -o {directory}",
+        progress=lambda _: None,
+    )
+    report = directory / "report" / "report.html"
+    text = "\n\n".join(
+        (
+            table(("bundle", "k/n", "lowering", "max |difference|", "verified"), verified),
+            rows_table(results),
+            f"took {time.monotonic() - started:.0f} s\nreport: {report}",
+        )
+    )
+    return Outcome(directory, report, text)
+
+
+def _claim(directory: Path, *, force: bool) -> None:
+    """Makes the demo's folder; only an earlier demo is ever written over."""
+    marker = directory / MARKER
+    if directory.exists() and any(directory.iterdir()):
+        if not marker.is_file():
+            raise BundleError(
+                f"{directory}: the folder exists and is not a demo", hint="choose another -o"
+            )
+        if not force:
+            raise BundleError(
+                f"{directory}: a demo exists there", hint="--force writes over it, -o elsewhere"
+            )
+    directory.mkdir(parents=True, exist_ok=True)
+    marker.write_text("Everything here was made by `moexport demo`.\n", encoding="utf-8")
+
+
+def _exported(
+    checkpoint: Path, out: Path, kept: str, data: Path, progress: Callable[[str], None]
+) -> Bundle:
+    progress(f"exporting {out.name}")
+    return export(load(checkpoint), out, ExportOptions(k=parse_k(kept)), data=str(data), force=True)
+
+
+def _verified(bundle: Bundle) -> tuple[str, ...]:
+    checks = list(bundle.verify())
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        raise MoexportError(f"{bundle.path}: {failed[0].name} failed: {failed[0].detail}")
+    (layer,) = bundle.manifest.layers
+    parity = bundle.manifest.parity
+    assert parity is not None
+    return (
+        bundle.path.name,
+        f"{layer.k}/{layer.experts}",
+        layer.lowering,
+        f"{parity['max_abs']:.1e}",
+        f"{len(checks)} checks",
+    )
+
+
+def _side_by_side(bundles: list[Bundle], name: str) -> Subject:
+    """The bundles of one network, one k each, as one subject with all ks."""
+    subjects = [from_bundle(bundle, ()) for bundle in bundles]
+    return replace(
+        subjects[0],
+        name=name,
+        ks=tuple(k for subject in subjects for k in subject.ks),
+        graphs=tuple(graph for subject in subjects for graph in subject.graphs),
+    )

@@ -1,0 +1,510 @@
+"""The command line: parses, calls one function, prints. Heavy imports wait inside the commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from .console import Console, count, size, table
+from .errors import MoexportError, UsageError
+
+if TYPE_CHECKING:
+    from .exporter.model import Model
+    from .exporter.plan import Plan
+
+app = typer.Typer(
+    name="moexport",
+    help="Deploy trained Soft MoE models: k of n experts per input, inside the ONNX graph.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+class Target(StrEnum):
+    """Who runs the graph; the names of `graphs.lowerings.base.Target`."""
+
+    ONNX = "onnx"
+    ORT_CPU = "ort-cpu"
+    ORT_CUDA = "ort-cuda"
+    TENSORRT = "tensorrt"
+    TENSORRT_RTX = "tensorrt-rtx"
+
+
+ModelArgument = Annotated[
+    str,
+    typer.Argument(metavar="MODEL", help="A checkpoint file or folder, or package.module:factory."),
+]
+BundleArgument = Annotated[
+    Path, typer.Argument(metavar="BUNDLE", help="A folder that export wrote.")
+]
+Family = Annotated[str | None, typer.Option(help="Skip detection: soft-moe-vit, soft-moe-mnist, …")]
+Config = Annotated[
+    Path | None,
+    typer.Option(help="What shapes cannot tell: constructor arguments as JSON, YAML or TOML."),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="One such argument: --set num_heads=12."),
+]
+Weights = Annotated[Path | None, typer.Option(help="The weights for a package.module:factory.")]
+Data = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FEED", help="Inputs: an .npz, a folder of .npy, or package.module:iterable."
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Say more; show tracebacks.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Say nothing but results and errors.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+@app.command(epilog="Example: moexport inspect vit.pt --set num_heads=12")
+def inspect(
+    model: ModelArgument,
+    family: Family = None,
+    config: Config = None,
+    sets: Sets = None,
+    weights: Weights = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show a model's family, MoE layers and parameters, and what each k costs."""
+    if (Path(model) / "manifest.json").is_file():
+        _inspect_bundle(Path(model), as_json=as_json)
+        return
+    from .exporter.inspect import inspect as inspect_model
+
+    loaded = _load(Console(verbose, quiet), model, family, config, sets, weights)
+    report = inspect_model(loaded)
+    if as_json:
+        _print_json(report.as_json())
+        return
+    print(f"family      {report.family}")
+    print(f"config      {', '.join(f'{key}={value}' for key, value in report.config.items())}")
+    print(f"input       {report.input}")
+    print(f"output      {report.output}")
+    print(f"parameters  {count(report.parameters)}, {count(report.moe_parameters)} in MoE layers\n")
+    header = ("MoE layer", "experts n", "slots p", "dim d", "hidden h", "tokens m", "parameters")
+    print(
+        table(
+            header,
+            [
+                (r.name, r.experts, r.slots, r.dim, r.hidden, r.tokens, count(r.parameters))
+                for r in report.layers
+            ],
+        )
+    )
+    print("\nAll MoE layers, one input:")
+    print(
+        table(
+            ("k", "multiply-adds", "of all", "expert weights read", "of all"),
+            [
+                (
+                    c.k,
+                    count(c.macs),
+                    f"{c.macs_share:.0%}",
+                    size(c.expert_bytes),
+                    f"{c.bytes_share:.0%}",
+                )
+                for c in report.costs
+            ],
+        )
+    )
+
+
+def _inspect_bundle(path: Path, *, as_json: bool) -> None:
+    from .exporter.manifest import Manifest
+
+    manifest = Manifest.read(path)
+    if as_json:
+        print(manifest.to_json(), end="")
+        return
+    print(f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})")
+    print(f"source      {manifest.source.path} ({manifest.source.family})")
+    print(f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}")
+    for port in (*manifest.inputs, *manifest.outputs):
+        print(f"port        {port.name} {port.dtype} ({', '.join(map(str, port.shape))})")
+    print()
+    header = ("MoE layer", "experts n", "kept k", "lowering", "reason")
+    rows = [
+        (r.name, r.experts, "input" if r.k is None else r.k, r.lowering, r.reason)
+        for r in manifest.layers
+    ]
+    print(table(header, rows))
+    print()
+    print(table(("file", "bytes"), [(name, r.bytes) for name, r in manifest.files.items()]))
+
+
+@app.command(epilog="Example: moexport export vit.pt -o out --set num_heads=12 --k 0.25")
+def export(
+    model: ModelArgument,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="BUNDLE", help="The folder to write.")
+    ],
+    family: Family = None,
+    config: Config = None,
+    sets: Sets = None,
+    weights: Weights = None,
+    k: Annotated[
+        str, typer.Option(help="Experts kept: 4, 0.25, n, input, or a list per layer 4,4,8.")
+    ] = "n",
+    target: Annotated[
+        Target, typer.Option(help="Who runs the graph; onnx is standard ops alone.")
+    ] = Target.ONNX,
+    lowering: Annotated[
+        str, typer.Option(help="auto, or dense, gather, grouped, conditional, fused; a,b for more.")
+    ] = "auto",
+    data: Data = None,
+    batch: Annotated[
+        str, typer.Option(metavar="MIN:OPT:MAX", help="The batch axis; one number fixes it.")
+    ] = "1:1:32",
+    tokens: Annotated[
+        str, typer.Option(metavar="MIN:OPT:MAX", help="The token axis, where it is dynamic.")
+    ] = "1:196:1024",
+    opset: Annotated[int, typer.Option(help="The ONNX opset.")] = 20,
+    renormalize: Annotated[
+        bool, typer.Option("--renormalize", help="Divide C by its sum over the kept experts.")
+    ] = False,
+    atol: Annotated[float, typer.Option(help="Parity: absolute difference allowed.")] = 1e-6,
+    rtol: Annotated[float, typer.Option(help="Parity: difference allowed, of max|y|.")] = 1e-4,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Write the bundle without comparing it.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan and write nothing.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Export a checkpoint to a verified bundle: ONNX graphs, weights and a manifest."""
+    console = Console(verbose, quiet)
+    from .exporter.atomic import check_destination
+    from .exporter.options import ExportOptions, parse_k, parse_lowerings, parse_range
+
+    options = ExportOptions(
+        k=parse_k(k),
+        target=target.value,
+        lowerings=parse_lowerings(lowering),
+        batch=parse_range(batch, "--batch"),
+        tokens=parse_range(tokens, "--tokens"),
+        opset=opset,
+        renormalize=renormalize,
+        atol=atol,
+        rtol=rtol,
+        verify=not no_verify,
+    )
+    check_destination(output, force=force or dry_run)
+    from .exporter.export import export as export_bundle
+    from .exporter.export import prepare
+
+    loaded = _load(console, model, family, config, sets, weights)
+    for note in loaded.notes:
+        console.note(note)
+    if dry_run:
+        console.step("tracing")
+        _print_plan(prepare(loaded, options).plan, output, as_json=as_json)
+        return
+    bundle = export_bundle(loaded, output, options, data=data, force=force, progress=console.step)
+    manifest = bundle.manifest
+    if as_json:
+        print(manifest.to_json(), end="")
+        return
+    for layer in manifest.layers:
+        kept = "a graph input" if layer.k is None else f"{layer.k} of {layer.experts}"
+        console.step(f"{layer.name}: k = {kept}, {layer.lowering} ({layer.reason})")
+    if manifest.parity is not None:
+        from .exporter.parity import Parity, describe
+
+        console.step(describe(Parity(**manifest.parity)))
+    total = sum(record.bytes for record in manifest.files.values())
+    print(f"{output}: {', '.join(manifest.files)} ({size(total)})")
+
+
+def _print_plan(plan: Plan, output: Path, *, as_json: bool) -> None:
+    if as_json:
+        _print_json(
+            {
+                "output": str(output),
+                "files": plan.files,
+                "graphs": {
+                    graph.file: [
+                        {
+                            "name": layer.name,
+                            "k": layer.kept,
+                            "experts": layer.work.spec.experts,
+                            "lowering": layer.choice.lowering.name,
+                            "reason": layer.choice.reason,
+                            "predicted_us": round(layer.choice.predicted_us, 1),
+                        }
+                        for layer in graph.layers
+                    ]
+                    for graph in plan.graphs
+                },
+            }
+        )
+        return
+    for graph in plan.graphs:
+        print(f"{output / graph.file}")
+        rows = [
+            (
+                layer.name,
+                "input" if layer.kept is None else f"{layer.kept}/{layer.work.spec.experts}",
+                layer.choice.lowering.name,
+                layer.choice.reason,
+            )
+            for layer in graph.layers
+        ]
+        print(table(("MoE layer", "k/n", "lowering", "reason"), rows))
+        print(f"MoE layers together: about {graph.predicted_us / 1e3:.3g} ms a batch (predicted)\n")
+    print(f"weights: {size(plan.weights_bytes)}; nothing was written (--dry-run)")
+
+
+@app.command(epilog="Example: moexport verify out")
+def verify(
+    bundle: BundleArgument,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
+    del verbose
+    from .exporter.bundle import Bundle
+
+    checks = []
+    for check in Bundle.open(bundle).verify():
+        checks.append(check)
+        if not as_json and not quiet:
+            print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
+    passed = all(check.passed for check in checks)
+    if as_json:
+        _print_json(
+            {
+                "passed": passed,
+                "checks": [
+                    {"name": c.name, "passed": c.passed, "detail": c.detail} for c in checks
+                ],
+            }
+        )
+    if not passed:
+        failed = [check for check in checks if not check.passed]
+        first = f"{failed[0].name}: {failed[0].detail}"
+        raise MoexportError(
+            f"{bundle}: {len(failed)} of {len(checks)} checks failed; {first}",
+            hint="export the bundle again, or copy it again from where it is whole",
+        )
+
+
+@app.command(epilog="Example: moexport run out -i x.npz -o y.npz --k 16")
+def run(
+    bundle: BundleArgument,
+    input_file: Annotated[
+        Path, typer.Option("--input", "-i", metavar="X.NPZ", help="The inputs, [b, …].")
+    ],
+    output_file: Annotated[
+        Path, typer.Option("--output", "-o", metavar="Y.NPZ", help="Where to write the outputs.")
+    ],
+    k: Annotated[int | None, typer.Option(help="k, where it is a graph input.")] = None,
+    graph: Annotated[
+        str | None, typer.Option(help="A file or lowering, where the bundle holds several.")
+    ] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads; the runtime chooses.")] = None,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Run a bundle on inputs from an .npz file."""
+    from .exporter.run import run_file
+
+    shape = run_file(bundle, input_file, output_file, k=k, graph=graph, threads=threads)
+    Console(verbose, quiet).step(f"{output_file}: output of shape {shape}")
+
+
+@app.command(
+    epilog="Example: moexport bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz"
+)
+def bench(
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL|BUNDLE…", help="A model, or a model and its bundles."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write.")],
+    family: Family = None,
+    config: Config = None,
+    sets: Sets = None,
+    weights: Weights = None,
+    k: Annotated[str, typer.Option(help="Experts kept, a list: n,0.5,0.25 or 16,8,4.")] = (
+        "n,0.5,0.25,0.125"
+    ),
+    lowering: Annotated[str, typer.Option(help="A list of lowerings, or auto.")] = "auto",
+    batch: Annotated[str, typer.Option(help="Batch sizes, a list.")] = "1",
+    data: Annotated[
+        Path | None,
+        typer.Option(metavar="X.NPZ", help="input and label; random inputs without."),
+    ] = None,
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=5)] = 5,
+    samples: Annotated[int | None, typer.Option(help="Inputs for accuracy; all.", min=1)] = None,
+    threads: Annotated[int | None, typer.Option(help="Threads of every engine.", min=1)] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Measure accuracy, routing and latency for every k against PyTorch; write a report."""
+    console = Console(verbose, quiet)
+    ks = [part.strip() for part in k.split(",") if part.strip()]
+    batches = _sizes(batch, "--batch")
+    from .api import bench as run_bench
+    from .exporter.bundle import Bundle
+
+    listed = [
+        Bundle.open(name)
+        if (Path(name) / "manifest.json").is_file()
+        else _load(console, name, family, config, sets, weights)
+        for name in models
+    ]
+    results = run_bench(
+        listed,
+        data=data,
+        k=ks,
+        lowering=lowering,
+        batch=batches,
+        out=output,
+        rounds=rounds,
+        samples=samples,
+        threads=threads,
+        command=_command(),
+        quiet=quiet,
+    )
+    _print_results(results, output, as_json=as_json)
+
+
+def _print_results(results: Any, output: Path, *, as_json: bool) -> None:
+    from .bench.results import to_json
+    from .bench.summary import rows_table
+
+    print(to_json(results) if as_json else rows_table(results))
+    if not as_json:
+        print(f"\nreport: {output / 'report.html'}")
+
+
+@app.command(epilog="Example: moexport report results.json -o report.html")
+def report(
+    results: Annotated[Path, typer.Argument(metavar="RESULTS.JSON", help="What bench wrote.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")],
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Make the report again from a results file."""
+    from .bench.report import write_report
+    from .bench.results import read
+
+    write_report(read(results), output)
+    Console(verbose, quiet).step(f"wrote {output}")
+
+
+@app.command(epilog="Example: moexport demo -o demo")
+def demo(
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="DIR", help="Where everything goes.")
+    ] = Path("demo"),
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier demo.")] = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Train Soft MoEs on handwritten digits, export, verify and measure them."""
+    from .bench.demo import run_demo
+
+    outcome = run_demo(output, force=force, progress=Console(verbose, quiet).step)
+    print(outcome.text)
+
+
+@app.command(epilog="Example: moexport doctor --json")
+def doctor(as_json: AsJson = False, verbose: Verbose = False, quiet: Quiet = False) -> None:
+    """Say what this machine can build and run, and why not the rest."""
+    del verbose, quiet
+    from .exporter.doctor import diagnose
+
+    diagnosis = diagnose()
+    if as_json:
+        _print_json(diagnosis.as_json())
+        return
+    rows = [("yes" if a.available else "no", a.name, a.detail) for a in diagnosis.abilities]
+    print(table(("", "can", "because"), rows))
+    facts = diagnosis.environment
+    print(f"\npython {facts['python']}, {facts['cpu']['model']}, {facts['cpu']['cores']} cores")
+    print(", ".join(f"{name} {version}" for name, version in facts["packages"].items()))
+
+
+def _load(
+    console: Console,
+    source: str,
+    family: str | None,
+    config: Path | None,
+    sets: list[str] | None,
+    weights: Path | None,
+) -> Model:
+    console.step(f"loading {source}")
+    from .exporter.load import load, read_config
+
+    return load(source, family=family, config=read_config(config, sets or ()), weights=weights)
+
+
+def _sizes(text: str, option: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise UsageError(f"{option} {text}: not a list of sizes", hint=f"for example {option} 1,16")
+    return sizes
+
+
+def _print_json(content: Any) -> None:
+    print(json.dumps(content, indent=2, ensure_ascii=False))
+
+
+def _command() -> str:
+    return " ".join(["moexport", *sys.argv[1:]])
+
+
+def _interrupted(signum: int, _frame: object) -> NoReturn:
+    raise KeyboardInterrupt(signal.Signals(signum).name)
+
+
+def main() -> None:
+    """Runs the command line: exit 0 on success, 2 for bad usage, 1 for anything else."""
+    console = Console(verbose=not {"-v", "--verbose"}.isdisjoint(sys.argv))
+    # A terminated export cleans up after itself as an interrupted one does.
+    signal.signal(signal.SIGTERM, _interrupted)
+    try:
+        app()
+    except MoexportError as error:
+        console.error(error.message, error.hint)
+        if console.verbose:
+            raise
+        sys.exit(2 if isinstance(error, UsageError) else 1)
+    except KeyboardInterrupt:
+        console.error("interrupted; nothing half-written was left behind")
+        sys.exit(130)
+    except BrokenPipeError:
+        # The reader of stdout (head, less) is gone: nothing more to say, and no traceback.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)
+    except Exception as error:
+        if console.verbose:
+            raise
+        console.error(
+            f"{type(error).__name__}: {error}",
+            "this is a defect of moexport: --verbose shows where; please report it",
+        )
+        sys.exit(1)

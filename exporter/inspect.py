@@ -1,0 +1,163 @@
+"""What a model is, before it is exported: its layers, its sizes and what each k costs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.func import functional_call
+
+from .model import Model
+from .options import DEFAULT_TOKENS
+
+SHARES = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerReport:
+    """One MoE layer: sizes, and the tokens it sees for one input."""
+
+    name: str
+    experts: int
+    slots: int
+    dim: int
+    hidden: int
+    out: int
+    tokens: int
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True)
+class CostReport:
+    """What keeping a share of the experts costs, over all MoE layers and for one input.
+
+    `macs` counts router, dispatch, experts and combine; `expert_bytes` the FP32 weights of the
+    experts kept, which is what a run at batch 1 must read.
+    """
+
+    k: str
+    macs: int
+    expert_bytes: int
+    macs_share: float
+    bytes_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelReport:
+    """The result of `moexport inspect`."""
+
+    family: str
+    config: dict[str, Any]
+    input: str
+    output: str
+    parameters: int
+    moe_parameters: int
+    layers: tuple[LayerReport, ...]
+    costs: tuple[CostReport, ...]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The report as plain data."""
+        return asdict(self)
+
+
+def inspect(model: Model) -> ModelReport:
+    """Returns the report for a loaded model; reads no weights and runs nothing."""
+    tokens = token_counts(model)
+    layers = tuple(
+        LayerReport(
+            name=name,
+            experts=layer.spec.experts,
+            slots=layer.spec.slots,
+            dim=layer.spec.dim,
+            hidden=layer.spec.hidden,
+            out=layer.spec.out,
+            tokens=tokens[name],
+            parameters=_parameters(layer),
+        )
+        for name, layer in model.layers.items()
+    )
+    return ModelReport(
+        family=model.family,
+        config=dict(model.config),
+        input=_port(model.input.name, model.input.shape),
+        output=_port(model.output.name, model.output.shape),
+        parameters=_parameters(model.module),
+        moe_parameters=sum(layer.parameters for layer in layers),
+        layers=layers,
+        costs=_costs(model, tokens),
+        notes=model.notes,
+    )
+
+
+def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, int]:
+    """Returns the tokens m that each layer sees for one input, found on the meta device.
+
+    A dynamic token axis counts as `dynamic` tokens.
+    """
+    side = max(1, round(dynamic**0.5))
+    sizes = {"batch": 1, "tokens": dynamic, "height": side, "width": side}
+    example = torch.empty(
+        model.input.concrete(sizes), dtype=getattr(torch, model.input.dtype), device="meta"
+    )
+    shapeless = {
+        name: tensor.to("meta")
+        for name, tensor in (*model.module.named_parameters(), *model.module.named_buffers())
+    }
+    tokens: dict[str, int] = {}
+    handles = []
+    for name, layer in model.layers.items():
+
+        def record(_: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
+            tokens[name] = args[0].shape[1]
+
+        handles.append(layer.register_forward_pre_hook(record))
+    try:
+        with torch.no_grad():
+            functional_call(model.module, shapeless, (example,))
+    finally:
+        for handle in handles:
+            handle.remove()
+    return tokens
+
+
+def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
+    specs = {name: layer.spec for name, layer in model.layers.items()}
+    smallest = min(spec.experts for spec in specs.values())
+    rows = []
+    for share in SHARES:
+        if share > smallest:
+            break
+        kept = {name: max(1, spec.experts // share) for name, spec in specs.items()}
+        macs = sum(
+            sum(spec.macs(tokens[name], kept[name]).values()) for name, spec in specs.items()
+        )
+        nbytes = sum(4 * kept[name] * spec.parameters_per_expert for name, spec in specs.items())
+        rows.append((share, kept, macs, nbytes))
+    _, _, all_macs, all_bytes = rows[0]
+    return tuple(
+        CostReport(
+            k=_k_label(share, kept),
+            macs=macs,
+            expert_bytes=nbytes,
+            macs_share=macs / all_macs,
+            bytes_share=nbytes / all_bytes,
+        )
+        for share, kept, macs, nbytes in rows
+    )
+
+
+def _k_label(share: int, kept: dict[str, int]) -> str:
+    values = sorted(set(kept.values()))
+    number = str(values[0]) if len(values) == 1 else f"{values[0]}–{values[-1]}"
+    return f"n = {number}" if share == 1 else f"n/{share} = {number}"
+
+
+def _parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _port(name: str, shape: tuple[int | str, ...]) -> str:
+    return f"{name} ({', '.join(str(size) for size in shape)})"

@@ -1,0 +1,57 @@
+"""Runs a bundle on a file of inputs."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from ..calibration.feeds import batches
+from ..errors import BundleError, UsageError
+from .bundle import Bundle
+from .session import SessionOptions
+
+
+def run_file(
+    bundle_path: Path,
+    input_file: Path,
+    output_file: Path,
+    *,
+    k: int | None = None,
+    graph: str | None = None,
+    threads: int | None = None,
+) -> tuple[int, ...]:
+    """Writes a bundle's output for the inputs of an `.npz` and returns the output's shape.
+
+    Raises `UsageError` for a k outside 1 … n, `FeedError` for inputs that do not fit.
+    """
+    bundle = Bundle.open(bundle_path)
+    record = bundle.manifest
+    fewest = min(layer.experts for layer in record.layers)
+    if k is not None and not 1 <= k <= fewest:
+        raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
+    (x,) = batches(input_file, record.inputs[0].name)
+    session = bundle.session(graph, SessionOptions(threads=threads))
+    y = session(x, k)
+    _write(output_file, record.outputs[0].name, y)
+    return y.shape
+
+
+def _write(path: Path, name: str, y: np.ndarray) -> None:
+    """Writes the file whole or not at all."""
+    partial: str | None = None
+    try:
+        handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
+        with os.fdopen(handle, "wb") as file:
+            np.savez(file, **{name: y})  # type: ignore[arg-type]  # names come as keywords
+        Path(partial).replace(path)
+        partial = None
+    except OSError as error:
+        raise BundleError(
+            f"{path}: cannot be written: {error.strerror}", hint="choose another -o"
+        ) from error
+    finally:
+        if partial is not None:
+            Path(partial).unlink(missing_ok=True)
