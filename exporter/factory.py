@@ -57,7 +57,7 @@ def load_factory(
     own = pass_through(module, found, inputs, source)
     # In the order in which they are called.
     found = tuple(sorted(found, key=lambda layer: own.order.index(layer.path)))
-    twin, replaced = swapped(module, found, own.ranks)
+    twin, layers, replaced = swapped(module, found, own.ranks)
     ours = pass_through(twin, found, inputs, source)
     check_same(own, ours, source)
     array = inputs.numpy()
@@ -72,6 +72,7 @@ def load_factory(
         notes=(*notes, *note, *replaced),
         original=module,
         example=array,
+        order=layers,
     )
 
 

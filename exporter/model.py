@@ -47,8 +47,9 @@ class Model:
 
     `module` is in eval mode, in float32 and needs no gradients; its MoE layers are `SoftMoE`
     modules. `original` is the user's own module where the model came from a factory: the untouched
-    reference. `config` holds the family's constructor arguments, JSON-able and complete. `notes`
-    are sentences about defaults that were taken and keys that were skipped.
+    reference. `order` names the MoE layers as they are executed, where that is not the order in
+    which the module holds them. `config` holds the family's constructor arguments, JSON-able and
+    complete. `notes` are sentences about defaults that were taken and keys that were skipped.
     """
 
     module: nn.Module
@@ -60,8 +61,10 @@ class Model:
     notes: tuple[str, ...] = ()
     original: nn.Module | None = None
     example: np.ndarray | None = field(default=None, compare=False)
+    order: tuple[str, ...] = ()
 
     @property
     def layers(self) -> dict[str, SoftMoE]:
         """The MoE layers by module path, in execution order."""
-        return soft_moe_layers(self.module)
+        layers = soft_moe_layers(self.module)
+        return {name: layers[name] for name in self.order or layers}

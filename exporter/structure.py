@@ -107,8 +107,8 @@ def pass_through(
 
 def swapped(
     module: nn.Module, found: tuple[FoundLayer, ...], ranks: Mapping[str, int]
-) -> tuple[nn.Module, tuple[str, ...]]:
-    """Returns a copy of the network with its Soft MoE layers replaced by ours, and notes.
+) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
+    """Returns a copy of the network with ours for its Soft MoE layers, their paths, and notes.
 
     All tensors are shared with `module`. `ranks` tells which layers work on pixels (b, d, H, W).
     Raises FamilyError for a layer with parameters that the published code does not have.
@@ -117,7 +117,7 @@ def swapped(
     # In the memo of a deep copy every tensor stands for itself, so that none is copied.
     memo: dict[int, object] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     twin = copy.deepcopy(module, memo)
-    notes = []
+    names, notes = [], []
     for place in found:
         prefix = place.path + "." if place.path else ""
         host = _host(place.path, ranks[place.path])
@@ -132,8 +132,9 @@ def swapped(
             ) from error
         layer = host(layer) if host else layer
         twin = _with_submodule(twin, place.path, layer.eval())
+        names.append(name)
         notes.append(f"{place.path or 'the network'} replaced as a {place.layer.family} layer")
-    return twin, tuple(notes)
+    return twin, tuple(names), tuple(notes)
 
 
 def _host(path: str, rank: int) -> type[PixelHost] | type[TokenHost] | None:

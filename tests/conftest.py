@@ -1,60 +1,10 @@
-"""The recorded cases: published implementations, their weights, inputs, outputs and choices."""
+"""Fixtures for all tests."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
-
-DATA = Path(__file__).parent / "data"
-SOFT_MOE = sorted(path.name for path in DATA.glob("soft_moe_*"))
-
-
-@dataclass(frozen=True)
-class RecordedCase:
-    """One folder of tests/data."""
-
-    name: str
-    folder: Path
-    family: str
-    config: dict[str, Any]
-    ks: tuple[int, ...]
-    io: dict[str, np.ndarray]
-
-    @property
-    def weights(self) -> Path:
-        return self.folder / "weights.pt"
-
-    @property
-    def x(self) -> np.ndarray:
-        return self.io["x"]
-
-    def y(self, k: int | None = None) -> np.ndarray:
-        """The recorded output with all experts, or with Algorithm 1 keeping k."""
-        return self.io["y" if k is None else f"y_k{k}"]
-
-    def chosen(self, k: int) -> list[np.ndarray]:
-        """The recorded experts of each MoE layer, [b, k], where they were recorded."""
-        found = []
-        while (key := f"experts_k{k}_layer{len(found)}") in self.io:
-            found.append(self.io[key])
-        return found
-
-
-def read_case(name: str) -> RecordedCase:
-    folder = DATA / name
-    meta = json.loads((folder / "meta.json").read_text())
-    config = dict(meta["config"])
-    if meta["family"] == "soft-moe-fkodom":
-        config["version"] = "0.2.0"  # what its user must say beside the constructor's arguments
-    with np.load(folder / "io.npz") as arrays:
-        io = dict(arrays.items())
-    return RecordedCase(name, folder, meta["family"], config, tuple(meta["ks"]), io)
+from moexport.tests.recorded import SOFT_MOE, RecordedCase, read_case
 
 
 @pytest.fixture(params=SOFT_MOE)

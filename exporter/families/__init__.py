@@ -6,7 +6,7 @@ import difflib
 
 from ...errors import FamilyError
 from . import conv, fkodom, lucidrains, mnist, vit, vmoe
-from .base import Built, Family, PublishedLayer, Tensors, find_layers
+from .base import Built, Family, PublishedLayer, Tensors, find_layers, some
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -46,9 +46,9 @@ def detect(tensors: Tensors) -> Family:
             f"the checkpoint fits several families: {', '.join(names)}",
             hint=f"say which one: --family {names[0]}",
         )
-    keys = ", ".join(list(tensors)[:6])
+    keys = some(list(tensors))
     raise FamilyError(
-        f"no known family has these {len(tensors)} keys: {keys}, …{_layers_seen(tensors)}",
+        f"no known family has these {len(tensors)} keys: {keys}{_layers_seen(tensors)}",
         hint=f"known families (--family): {', '.join(FAMILIES)}; for any other network, "
         f"{OTHER_HOSTS}",
     )

@@ -112,9 +112,9 @@ def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, Shape]) 
     missing = [key for key in expected if key not in tensors]
     extra = [key for key in tensors if key not in expected]
     if missing:
-        problems.append(f"{_count(missing, 'missing key')} {_some(missing)}")
+        problems.append(f"{_count(missing, 'missing key')} {some(missing)}")
     if extra:
-        problems.append(f"{_count(extra, 'unexpected key')} {_some(extra)}")
+        problems.append(f"{_count(extra, 'unexpected key')} {some(extra)}")
     for key, shape in expected.items():
         tensor = tensors.get(key)
         if tensor is None:
@@ -137,7 +137,8 @@ def _count(keys: Sequence[str], noun: str) -> str:
     return f"{len(keys)} {noun}{'s' if len(keys) > 1 else ''}:"
 
 
-def _some(keys: Sequence[str], limit: int = 6) -> str:
+def some(keys: Sequence[str], limit: int = 6) -> str:
+    """The first keys, and how many more there are."""
     rest = f", … ({len(keys) - limit} more)" if len(keys) > limit else ""
     return ", ".join(keys[:limit]) + rest
 

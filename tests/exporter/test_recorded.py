@@ -7,10 +7,10 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import RecordedCase, read_case
 from moexport.exporter.checkpoint import read_checkpoint
 from moexport.exporter.load import load
-from moexport.graphs.layers import algorithm_1, recorded_routing
+from moexport.graphs.layers import Algorithm, algorithm_1, recorded_routing
+from moexport.tests.recorded import RecordedCase, read_case
 
 TOLERANCE = 1e-5  # of max|y|: ten times tighter than what exported graphs must hold
 
@@ -31,7 +31,7 @@ def test_a_settled_config_loads_the_same_model_again(soft_moe_case: RecordedCase
 
 @pytest.mark.parametrize("algorithm", ["masked", "selected"])
 def test_outputs_and_chosen_experts_are_those_recorded(
-    soft_moe_case: RecordedCase, algorithm: str
+    soft_moe_case: RecordedCase, algorithm: Algorithm
 ) -> None:
     model = load(soft_moe_case.weights, config=soft_moe_case.config)
     x = torch.from_numpy(soft_moe_case.x)

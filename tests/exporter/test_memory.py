@@ -1,0 +1,70 @@
+"""Loading holds no second copy of the weights."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from moexport.tests.exporter.states import State, vit_state
+from safetensors.torch import save_file
+
+STATUS = Path("/proc/self/status")
+MEGABYTE = 2**20
+
+# Anonymous memory is what a process allocated; pages of a mapped file are not in it.
+MEASURE = """
+import re, sys, threading
+from pathlib import Path
+from moexport.exporter.load import load
+
+def allocated():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def watch():
+    while not done.wait(0.001):
+        seen.append(allocated())
+
+load(sys.argv[1], config={"num_heads": 4})  # what libraries allocate once
+before, done = allocated(), threading.Event()
+seen = [before]
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load(sys.argv[2], config={"num_heads": 4})
+done.set()
+watcher.join()
+print(max(*seen, allocated()) - before)
+"""
+
+
+def large_state() -> State:
+    """About 200 MB, most of it in the experts."""
+    return vit_state(d=64, heads=4, n=64, h=64, moe_h=6200)
+
+
+def stacked(state: State) -> State:
+    prefix, n = "blocks.1.mlp.", 64
+    result = {key: t for key, t in state.items() if ".experts." not in key}
+    for name in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):
+        experts = [state[f"{prefix}experts.{i}.{name}"] for i in range(n)]
+        result[f"{prefix}stacked_expert_{name.replace('.', '_')}"] = torch.stack(experts)
+    return result
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="reads /proc/self/status")
+@pytest.mark.parametrize("kind", ["separate.pt", "stacked.pt", "separate.safetensors"])
+def test_loading_two_hundred_megabytes_allocates_a_few(tmp_path: Path, kind: str) -> None:
+    small, large = tmp_path / f"small-{kind}", tmp_path / f"large-{kind}"
+    for path, state in ((small, vit_state(d=16, heads=4)), (large, large_state())):
+        if kind == "stacked.pt" and path == large:
+            state = stacked(state)  # noqa: PLW2901
+        if path.suffix == ".pt":
+            torch.save(state, path)
+        else:
+            save_file(state, path)
+    assert large.stat().st_size > 195 * MEGABYTE
+    command = [sys.executable, "-c", MEASURE, str(small), str(large)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20 * MEGABYTE
