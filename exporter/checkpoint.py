@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .files import find_files, read_files
+from .pages import release
 
 WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
 """Keys under which training scripts keep the state dict, in the order of preference."""
@@ -44,9 +45,13 @@ def read_checkpoint(source: Path) -> Checkpoint:
 
     Raises CheckpointError, which says what was wrong with which file or key.
     """
-    found = find_files(source)
+    try:
+        found = find_files(source)
+        saved = read_files(found)
+    except OSError as error:
+        raise CheckpointError(f"{source}: cannot be read: {error.strerror or error}") from error
     notes: list[str] = []
-    content = _unwrap(read_files(found), notes)
+    content = _unwrap(saved, notes)
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
     if not tensors:
         raise CheckpointError(
@@ -62,6 +67,7 @@ def read_checkpoint(source: Path) -> Checkpoint:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
     tensors = _as_float32(tensors, notes)
     _check_finite(source, tensors)
+    release(found.files)  # the check has read every page
     return Checkpoint(tensors, found.files, tuple(notes), prefixes, found.config)
 
 

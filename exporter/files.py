@@ -148,23 +148,26 @@ def _read_safetensors(path: Path) -> dict[str, Tensor]:
         raise CheckpointError(f"{path}: damaged safetensors file: {error}", hint=DAMAGED) from error
 
 
-def _read_npz(path: Path) -> dict[str, Tensor]:
+def _read_npz(path: Path) -> dict[str, Any]:
+    if not zipfile.is_zipfile(path):
+        raise CheckpointError(f"{path}: damaged, or not a .npz file", hint=DAMAGED)
     try:
         with np.load(path, allow_pickle=False) as arrays:
-            return dict(_tensors(path, arrays.items()))
-    except (zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
+            return dict(_values(path, arrays.items()))
+    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
         raise CheckpointError(f"{path}: damaged .npz file: {error}", hint=DAMAGED) from error
     except ValueError as error:
         raise CheckpointError(
-            f"{path}: not a .npz file of plain arrays: {error}; pickled objects are never executed",
+            f"{path}: holds more than plain arrays ({error}); pickled objects are never executed",
             hint="save a flat dict of arrays: numpy.savez(path, **arrays)",
         ) from error
 
 
-def _tensors(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterable[tuple[str, Tensor]]:
+def _values(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterable[tuple[str, Any]]:
+    """Arrays as tensors; texts, which some scripts save beside them, as they are."""
     for key, array in arrays:
         try:
-            yield key, torch.from_numpy(array)
+            yield key, str(array) if array.dtype.kind in "US" else torch.from_numpy(array)
         except TypeError as error:
             raise CheckpointError(
                 f"{path}: {key} has dtype {array.dtype}, which PyTorch cannot read",

@@ -38,8 +38,8 @@ def load_pickled(path: Path) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
     except pickle.UnpicklingError as error:
         raise _refusal(path, is_zip, str(error)) from error
-    except OSError as error:
-        raise CheckpointError(f"{path}: cannot be read: {error.strerror}") from error
+    except OSError:
+        raise  # not damaged but unreadable: read_checkpoint names it
     except Exception as error:  # a damaged pickle fails in any way: KeyError, EOFError, …
         if "TorchScript" in str(error):
             raise CheckpointError(

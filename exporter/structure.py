@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..errors import CheckpointError, FamilyError, ParityError
+from ..errors import CheckpointError, FamilyError, MoexportError, ParityError, UsageError
 from ..graphs.layers import SoftMoE
 from .families import FAMILIES, PublishedLayer
 from .families.base import find_layers
@@ -88,6 +88,14 @@ def pass_through(
     try:
         with torch.no_grad():
             result = module(inputs)
+    except MoexportError:
+        raise
+    except Exception as error:  # the user's code may fail in any way
+        raise UsageError(
+            f"{what}: its forward failed on an input of shape {list(inputs.shape)}: "
+            f"{type(error).__name__}: {error}",
+            hint="does the example, or --set input_shape=…, fit the network?",
+        ) from error
     finally:
         for handle in handles:
             handle.remove()
@@ -116,7 +124,13 @@ def swapped(
     tensors = module.state_dict()
     # In the memo of a deep copy every tensor stands for itself, so that none is copied.
     memo: dict[int, object] = {id(t): t for t in (*module.parameters(), *module.buffers())}
-    twin = copy.deepcopy(module, memo)
+    try:
+        twin = copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError) as error:
+        raise FamilyError(
+            f"{type(module).__name__} cannot be copied, so its layers cannot be replaced: {error}",
+            hint="keep what cannot be copied (locks, files, results) out of its attributes",
+        ) from error
     names, notes = [], []
     for place in found:
         prefix = place.path + "." if place.path else ""

@@ -248,6 +248,35 @@ def test_an_npz_cut_short_is_refused(tmp_path: Path, part: float) -> None:
     assert_refused(tmp_path / "m.npz", "m.npz")
 
 
+def test_an_array_that_is_no_npz_is_refused(tmp_path: Path) -> None:
+    with (tmp_path / "m.npz").open("wb") as file:
+        np.save(file, np.ones(3))
+    assert_refused(tmp_path / "m.npz", "not a .npz file")
+
+
+def test_bfloat16_arrays_that_numpy_cannot_name_are_refused_by_key(tmp_path: Path) -> None:
+    np.savez(tmp_path / "m.npz", a=np.zeros(2, np.float32), b=np.zeros(3, "V2"))
+    assert_refused(tmp_path / "m.npz", "b has dtype", "|V2")
+
+
+def test_texts_in_an_npz_are_skipped_with_a_note(tmp_path: Path) -> None:
+    np.savez(tmp_path / "m.npz", w=np.ones(2, np.float32), run=np.array("first"))
+    checkpoint = read_checkpoint(tmp_path / "m.npz")
+    assert list(checkpoint.tensors) == ["w"]
+    assert checkpoint.notes == ("skipped what is no tensor: run",)
+
+
+def test_a_file_that_may_not_be_read_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def forbidden(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    path = saved(tmp_path / "c.pt", WEIGHTS)
+    monkeypatch.setattr(torch, "load", forbidden)
+    assert_refused(path, "c.pt", "Permission denied")
+
+
 def test_an_npz_with_pickled_objects_is_refused_unread(tmp_path: Path) -> None:
     proof = tmp_path / "proof"
     np.savez(tmp_path / "m.npz", w=np.array([RunsCode(proof)], dtype=object))

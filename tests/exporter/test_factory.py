@@ -169,6 +169,14 @@ def unused():
     return network
 
 
+def locked():
+    import threading
+
+    network = Tokens()
+    network.lock = threading.Lock()
+    return network
+
+
 def fails():
     raise RuntimeError("no GPU")
 
@@ -355,6 +363,7 @@ def test_a_layer_with_more_parameters_is_named() -> None:
         ("two_outputs", "returned a tuple"),
         ("masked", "more than its tokens"),
         ("unused", "late was not called"),
+        ("locked", "cannot be copied"),
     ],
 )
 def test_networks_that_cannot_be_replaced_say_why(name: str, words: str) -> None:
@@ -380,6 +389,11 @@ def test_a_factory_that_does_not_work_is_told_from_one_that_is_not_there(
 ) -> None:
     with pytest.raises(UsageError, match=words):
         load(source, config=SHAPE)
+
+
+def test_an_example_that_does_not_fit_shows_what_the_network_says() -> None:
+    with pytest.raises(UsageError, match=r"its forward failed on an input of shape \[2, 6, 4\]"):
+        load("mynet:tokens", config={"input_shape": [6, 4]})
 
 
 def test_wrong_arguments_show_the_call() -> None:
