@@ -31,6 +31,7 @@ from .manifest import (
 )
 from .model import Model, TensorSpec
 from .options import ExportOptions
+from .pages import release
 from .parity import PARITY_FILE, Parity, Reference, describe, reference
 from .plan import GraphPlan, Plan, plan
 from .trace import trace
@@ -85,6 +86,7 @@ def export(
             progress("checking against PyTorch")
             expected = _expect(prepared, expected_inputs)
             expected.save(directory / PARITY_FILE)
+            release(model.source.files)
             for graph in prepared.plan.graphs:
                 record = _graph_record(graph, lowered[graph.file], None)
                 parities[graph.file] = _checked(prepared, directory, record, expected, lowered)
@@ -100,7 +102,10 @@ def write_graphs(prepared: Prepared, directory: Path) -> dict[str, Lowered]:
     layers = prepared.model.layers
     with WeightsWriter(directory) as writer:
         write_host(writer, portable)
-        stored = {name: write_layer(writer, name, layer) for name, layer in layers.items()}
+        stored = {}
+        for name, layer in layers.items():
+            stored[name] = write_layer(writer, name, layer)
+            release(prepared.model.source.files)  # the checkpoint's pages, read and done with
     lowered = {}
     for graph in prepared.plan.graphs:
         lowered[graph.file] = _lower(portable, graph, stored, prepared)

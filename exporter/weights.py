@@ -16,10 +16,9 @@ from types import TracebackType
 import numpy as np
 import onnx_ir as ir
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..graphs.layers import SoftMoE
-from .pages import release
 
 WEIGHTS_FILE = "weights.bin"
 
@@ -80,7 +79,8 @@ class WeightsWriter:
         """Writes the parts one after the other as one float32 tensor of `shape`."""
         stored = Stored(self._align(4 * int(np.prod(shape, dtype=np.int64))), shape)
         for part in parts:
-            np.ascontiguousarray(part, dtype="<f4").tofile(self._file)
+            # Not ndarray.tofile, whose errors do not tell a full disk from any other failure.
+            self._file.write(np.ascontiguousarray(part, dtype="<f4").data)
         written = self._file.tell() - stored.offset
         assert written == stored.bytes, f"{written} bytes written for shape {shape}"
         return stored
@@ -128,7 +128,7 @@ def write_layer(writer: WeightsWriter, name: str, layer: SoftMoE) -> StoredLayer
     for key, size in sizes.items():
         weight: nn.Parameter | nn.ParameterList | None = getattr(layer, key)
         if weight is not None:
-            parts = (_released(weight[e]) for e in range(spec.experts))
+            parts = (weight[e].numpy() for e in range(spec.experts))
             tensors[f"experts.{key}"] = writer.add(parts, (spec.experts, *size))
     return StoredLayer(name, tensors)
 
@@ -150,10 +150,3 @@ def _phi(layer: SoftMoE) -> np.ndarray:
     if layer.gain is not None and layer.spec.norm != "layernorm":
         phi = phi * layer.gain.double()[:, None]
     return phi.to(torch.float32).numpy()
-
-
-def _released(part: Tensor) -> np.ndarray:
-    """The part as a contiguous array, with its memory-mapped source given back to the system."""
-    array = np.ascontiguousarray(part.numpy())
-    release(part)
-    return array
