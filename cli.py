@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
+import traceback
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
+from typer.exceptions import TyperException
 
 from .console import Console, count, size, table
 from .errors import MoexportError, UsageError
@@ -481,21 +484,29 @@ def _interrupted(signum: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt(signal.Signals(signum).name)
 
 
+INTERRUPTED = 130
+
+
 def main() -> None:
     """Runs the command line: exit 0 on success, 2 for bad usage, 1 for anything else."""
-    console = Console(verbose=not {"-v", "--verbose"}.isdisjoint(sys.argv))
+    console = Console(verbose=any(re.fullmatch(r"--verbose|-q*v[qv]*", arg) for arg in sys.argv))
     # A terminated export cleans up after itself as an interrupted one does.
-    signal.signal(signal.SIGTERM, _interrupted)
+    for name in ("SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), _interrupted)
     try:
-        app()
+        _invoke()
+    except TyperException as error:
+        _say_usage(console, error)
+        sys.exit(2)
     except MoexportError as error:
-        console.error(error.message, error.hint)
         if console.verbose:
-            raise
+            traceback.print_exc()
+        console.error(error.message, error.hint)
         sys.exit(2 if isinstance(error, UsageError) else 1)
     except KeyboardInterrupt:
         console.error("interrupted; nothing half-written was left behind")
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of stdout (head, less) is gone: nothing more to say, and no traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -508,3 +519,19 @@ def main() -> None:
             "this is a defect of moexport: --verbose shows where; please report it",
         )
         sys.exit(1)
+
+
+def _invoke() -> None:
+    """Runs the command; the parser turns an interrupt into a status, which is turned back here."""
+    if app(standalone_mode=False) == INTERRUPTED:
+        raise KeyboardInterrupt
+
+
+def _say_usage(console: Console, error: TyperException) -> None:
+    """What the parser did not understand, in the same form as every other error."""
+    context = getattr(error, "ctx", None)
+    if len(sys.argv) == 1:  # the message is the help
+        print(error.format_message(), file=sys.stderr)
+        return
+    command = context.command_path if context is not None else "moexport"
+    console.error(error.format_message(), f"{command} --help shows the options and an example")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -16,14 +17,22 @@ from .manifest import MANIFEST_FILE
 def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) -> None:
     """Raises `BundleError` when a bundle cannot be written there, before any work is done.
 
-    With `force` an existing bundle or an empty folder may be replaced; nothing else ever is.
+    With `force` an existing bundle may be replaced, and an empty folder always; nothing else ever
+    is.
     """
-    if destination.exists() or destination.is_symlink():
+    try:
+        destination.lstat()
+        present = True
+    except (FileNotFoundError, NotADirectoryError):
+        present = False
+    except OSError as error:
+        raise _unwritable(destination, error) from error
+    if present:
         if not destination.is_dir():
             raise BundleError(
                 f"{destination}: a file of this name exists", hint="choose another -o"
             )
-        is_bundle = (destination / MANIFEST_FILE).is_file()
+        is_bundle = _is_bundle(destination)
         if not is_bundle and any(destination.iterdir()):
             raise BundleError(
                 f"{destination}: the folder exists and is not a bundle; it is left untouched",
@@ -35,7 +44,10 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             )
     parent = _nearest_folder(destination.absolute().parent)
     if not parent.is_dir():
-        raise BundleError(f"{parent}: not a folder, so {destination.name} cannot lie in it")
+        raise BundleError(
+            f"{parent}: not a folder, so {destination.name} cannot lie in it",
+            hint="choose another -o",
+        )
     if needed_bytes:
         free = shutil.disk_usage(parent).free
         if free < needed_bytes:
@@ -51,30 +63,43 @@ def written_whole(destination: Path, *, force: bool) -> Iterator[Path]:
     """Yields a temporary folder beside `destination` and renames it there when all went well.
 
     On any failure, an interrupt included, the temporary folder is removed and what was at the
-    destination stays. Raises `BundleError` for no space or no permission.
+    destination stays. A link is followed: what it points to is replaced. Raises `BundleError` for
+    no space or no permission.
     """
     check_destination(destination, force=force)
+    place = destination.resolve()
     partial: Path | None = None
     try:
-        destination.absolute().parent.mkdir(parents=True, exist_ok=True)
+        place.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(
-            tempfile.mkdtemp(
-                prefix=f".{destination.name}.", suffix=".partial", dir=destination.absolute().parent
-            )
+            tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".partial", dir=place.parent)
         )
         partial.chmod(0o755)
         yield partial
-        _replace(partial, destination)
+        _replace(partial, place)
     except OSError as error:
         if error.errno in _WRITE_FAILURES:
-            raise BundleError(
-                f"{destination}: cannot be written: {error.strerror}",
-                hint=_WRITE_FAILURES[error.errno],
-            ) from error
+            raise _unwritable(destination, error) from error
         raise
     finally:
         if partial is not None:
-            shutil.rmtree(partial, ignore_errors=True)  # gone already when all went well
+            _remove(partial)  # gone already when all went well
+
+
+def _is_bundle(folder: Path) -> bool:
+    """Whether export wrote this folder: other programs keep a `manifest.json`, too."""
+    try:
+        content = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and {"schema", "moexport", "layers"} <= content.keys()
+
+
+def _unwritable(destination: Path, error: OSError) -> BundleError:
+    return BundleError(
+        f"{destination}: cannot be written: {error.strerror}",
+        hint=_WRITE_FAILURES.get(error.errno or 0, "choose another -o"),
+    )
 
 
 _WRITE_FAILURES = {
@@ -83,6 +108,9 @@ _WRITE_FAILURES = {
     errno.EACCES: "choose a folder that you may write to",
     errno.EPERM: "choose a folder that you may write to",
     errno.EROFS: "the file system is read-only: choose another -o",
+    errno.EBUSY: "a folder that is in use cannot be replaced: choose one inside it with -o",
+    errno.ENAMETOOLONG: "choose a shorter -o",
+    errno.EFBIG: "the file system takes no file of that size: choose another -o",
 }
 
 
@@ -92,13 +120,29 @@ def _replace(partial: Path, destination: Path) -> None:
         partial.rename(destination)
         return
     old = partial.with_suffix(".old")
-    destination.rename(old)
     try:
+        destination.rename(old)
         partial.rename(destination)
-    except OSError:
-        old.rename(destination)
+    except BaseException:  # an interrupt between the two must not lose the old bundle
+        if old.exists() and not destination.exists():
+            old.rename(destination)
         raise
-    shutil.rmtree(old)
+    finally:
+        if destination.exists():
+            _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder even when interrupted again meanwhile; the interrupt then follows."""
+    again: KeyboardInterrupt | None = None
+    while folder.exists():
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            break
+        except KeyboardInterrupt as interrupt:
+            again = interrupt
+    if again is not None:
+        raise again
 
 
 def _nearest_folder(path: Path) -> Path:
