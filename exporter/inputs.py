@@ -21,10 +21,13 @@ SIZES = {"tokens": 19, "height": 4, "width": 6}
 
 def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
     """Returns the named axes that the options make constants of the graph, with their sizes."""
-    ranges = {
-        axis: options.batch if axis == "batch" else options.tokens for axis in spec.dynamic_axes
+    # A token count says nothing of an image's height and width: those stay dynamic.
+    ranges = {"batch": options.batch, "tokens": options.tokens}
+    return {
+        axis: ranges[axis].opt
+        for axis in spec.dynamic_axes
+        if axis in ranges and ranges[axis].fixed
     }
-    return {axis: sizes.opt for axis, sizes in ranges.items() if sizes.fixed}
 
 
 def parity_inputs(model: Model, options: ExportOptions, data: Feed | None) -> np.ndarray:

@@ -1,0 +1,49 @@
+"""`python -m benchmarks [layers] [scale]`: measures, prints tables, keeps results as JSON."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from moexport.bench.results import read, write
+from moexport.console import size
+
+from . import layers, scale
+from .tables import layer_table, targets_table
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def main(arguments: list[str]) -> None:
+    """Runs the named benchmarks, all without a name; `tables` prints what was kept."""
+    wanted = arguments or ["layers", "scale"]
+    unknown = set(wanted) - {"layers", "scale", "tables"}
+    if unknown:
+        sys.exit(f"error: no benchmark {', '.join(sorted(unknown))}: use layers, scale or tables")
+    kept = RESULTS / "layers-cpu.json"
+    if "layers" in wanted:
+        write(layers.run(progress=_to_stderr), kept)
+    if "layers" in wanted or "tables" in wanted:
+        results = read(kept)
+        print(targets_table(results), layer_table(results), sep="\n\n")
+    if "scale" in wanted:
+        _scale()
+
+
+def _scale() -> None:
+    """Exports a ViT-B/16 with 128 small experts in its last six blocks: 513 M parameters."""
+    measured = scale.export_scale(128, 384)
+    (RESULTS / "scale-cpu.json").write_text(scale.as_json([measured]) + "\n", encoding="utf-8")
+    print(
+        f"export and verify {measured.parameters / 1e6:.0f} M parameters: "
+        f"{measured.seconds:.0f} s, peak {size(measured.peak_bytes)} = "
+        f"{measured.peak_bytes / measured.weights_bytes:.2f} × the weights"
+    )
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,108 @@
+"""Markdown tables from a results file of `benchmarks.layers`, and the targets beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from moexport.bench.results import Results, Row
+
+from .layers import ALGORITHM_2, BATCHES, LOOP, LOWERINGS, SHAPES, STACKED, Shape, chosen
+
+AUTO_SLACK = 0.15
+"""`auto` may be this much slower than the best lowering of a cell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """The medians of one shape, batch and k, in milliseconds, by what was measured."""
+
+    shape: Shape
+    batch: int
+    k: int
+    medians: dict[str, float]
+
+    @property
+    def best(self) -> str:
+        """The fastest lowering."""
+        return min(
+            (name for name in self.medians if name in LOWERINGS), key=self.medians.__getitem__
+        )
+
+    @property
+    def auto(self) -> str:
+        """The lowering that `auto` chooses."""
+        return chosen(self.shape, self.k, self.batch)
+
+    @property
+    def auto_slack(self) -> float:
+        """How much slower `auto` is than the best: 0.1 is 10%."""
+        return self.medians[self.auto] / self.medians[self.best] - 1.0
+
+
+def cells(results: Results) -> Iterator[Cell]:
+    """Yields the grid that was measured, shape by shape, batch by batch, k falling."""
+    for shape in SHAPES:
+        for batch in BATCHES:
+            for k in shape.ks:
+                medians = {
+                    _name(row): row.latency_ms.median
+                    for row in results.rows
+                    if (row.model, row.batch, row.k) == (shape.name, batch, k)
+                    and row.latency_ms is not None
+                }
+                if medians:
+                    yield Cell(shape, batch, k, medians)
+
+
+def _name(row: Row) -> str:
+    return ALGORITHM_2 if row.engine == "pytorch-algorithm-2" else str(row.lowering)
+
+
+def layer_table(results: Results) -> str:
+    """Returns the grid as Markdown: medians in ms, the choice of `auto` in bold."""
+    lines = [
+        "| layer | batch | k | PyTorch, stacked | PyTorch, loop | PyTorch, Algorithm 2 | "
+        + " | ".join(f"`{name}`" for name in LOWERINGS)
+        + " | `auto` vs stacked | vs loop |",
+        "|" + "---|" * (8 + len(LOWERINGS)),
+    ]
+    for cell in cells(results):
+        columns = [_ms(cell.medians.get(name)) for name in (STACKED, LOOP, ALGORITHM_2)]
+        for name in LOWERINGS:
+            text = _ms(cell.medians.get(name))
+            columns.append(f"**{text}**" if name == cell.auto else text)
+        taken = cell.medians[cell.auto]
+        columns += [f"{cell.medians[STACKED] / taken:.1f}×", f"{cell.medians[LOOP] / taken:.1f}×"]
+        lines.append(f"| {cell.shape.name} | {cell.batch} | {cell.k} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def targets_table(results: Results) -> str:
+    """Returns the targets of the speed issue as Markdown, each with what was measured."""
+    grid = {(cell.shape, cell.batch, cell.k): cell for cell in cells(results)}
+    few, many = SHAPES
+    lines = ["| target | asked | vs stacked | vs loop |", "|---|---|---|---|"]
+    for shape, batch, k, floor in ((few, 1, 2, 14), (few, 100, 2, 9), (many, 1, 16, 8)):
+        cell = grid[shape, batch, k]
+        taken = cell.medians[cell.auto]
+        lines.append(
+            f"| {shape.name}, batch {batch}, k = {k}: speed-up over PyTorch's dense layer | "
+            f"{floor}× | {cell.medians[STACKED] / taken:.1f}× | {cell.medians[LOOP] / taken:.1f}× |"
+        )
+    for shape in SHAPES:
+        n = shape.experts
+        quarter, whole = grid[shape, 1, n // 4], grid[shape, 1, n]
+        ratio = quarter.medians[quarter.auto] / whole.medians[whole.auto]
+        lines.append(f"| {shape.name}, batch 1: t(n/4) / t(n) | ≤ 0.30 | {ratio:.2f} | |")
+    worst = max(grid.values(), key=lambda cell: cell.auto_slack)
+    lines.append(
+        f"| `auto` over the best lowering, worst of {len(grid)} cells | ≤ 15% | "
+        f"{worst.auto_slack:.0%} ({worst.shape.name}, batch {worst.batch}, k = {worst.k}: "
+        f"`{worst.auto}`, best `{worst.best}`) | |"
+    )
+    return "\n".join(lines)
+
+
+def _ms(value: float | None) -> str:
+    return "–" if value is None else f"{value:.2f}"
