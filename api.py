@@ -14,7 +14,6 @@ from .bench.engines import Subject
 from .bench.plan import Settings
 from .bench.results import Results
 from .bench.run import bench as run_bench
-from .bench.run import to_stderr
 from .bench.subjects import exported, from_bundle
 from .bench.timing import Protocol
 from .calibration.feeds import Feed
@@ -32,6 +31,7 @@ from .exporter.options import (
     parse_lowerings,
     parse_range,
 )
+from .exporter.progress import Progress, Silent
 from .graphs.lowerings.base import Target
 
 __all__ = ["bench", "export", "load"]
@@ -87,7 +87,7 @@ def bench(
     samples: int | None = None,
     threads: int | None = None,
     command: str = "",
-    quiet: bool = False,
+    progress: Progress | None = None,
 ) -> Results:
     """Measures models and bundles against the untouched PyTorch model; returns every row.
 
@@ -97,7 +97,7 @@ def bench(
     latency and parity only. With `out`, results.json, report.html and figures are written there.
     """
     listed = [models] if isinstance(models, Model | Bundle) else list(models)
-    progress = (lambda _: None) if quiet else to_stderr
+    watcher = progress or Silent()
     with ExitStack() as stack:
         subjects = _subjects(
             listed,
@@ -106,6 +106,7 @@ def bench(
             tuple(batch),
             threads,
             stack,
+            watcher,
         )
         labelled = _labelled(data, subjects[0].model, max(batch))
         settings = Settings(
@@ -120,7 +121,7 @@ def bench(
             settings,
             out=None if out is None else Path(out),
             command=command,
-            progress=progress,
+            progress=watcher.step,
         )
 
 
@@ -131,6 +132,7 @@ def _subjects(
     batches: Sequence[int],
     threads: int | None,
     stack: ExitStack,
+    progress: Progress,
 ) -> list[Subject]:
     """A subject per model; the bundles that follow a model are measured beside it."""
     subjects: list[Subject] = []
@@ -144,7 +146,14 @@ def _subjects(
         if not followed:
             subjects.append(
                 stack.enter_context(
-                    exported(model, ks, lowerings, batches=batches, threads=threads)
+                    exported(
+                        model,
+                        ks,
+                        lowerings,
+                        batches=batches,
+                        threads=threads,
+                        progress=progress.step,
+                    )
                 )
             )
     return subjects

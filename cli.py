@@ -87,8 +87,8 @@ def inspect(
         return
     from .exporter.inspect import inspect as inspect_model
 
-    loaded = _load(Console(verbose, quiet), model, family, config, sets, weights)
-    report = inspect_model(loaded)
+    with Console(verbose=verbose, quiet=quiet) as console:
+        report = inspect_model(_load(console, model, family, config, sets, weights))
     if as_json:
         _print_json(report.as_json())
         return
@@ -192,7 +192,7 @@ def export(
     quiet: Quiet = False,
 ) -> None:
     """Export a checkpoint to a verified bundle: ONNX graphs, weights and a manifest."""
-    console = Console(verbose, quiet)
+    console = Console(verbose=verbose, quiet=quiet)
     from .exporter.atomic import check_destination
     from .exporter.options import ExportOptions, parse_k, parse_lowerings, parse_range
 
@@ -217,20 +217,23 @@ def export(
         console.note(note)
     if dry_run:
         console.step("tracing")
-        _print_plan(prepare(loaded, options).plan, output, as_json=as_json)
+        plan = prepare(loaded, options).plan
+        console.finish()
+        _print_plan(plan, output, as_json=as_json)
         return
-    bundle = export_bundle(loaded, output, options, data=data, force=force, progress=console.step)
+    bundle = export_bundle(loaded, output, options, data=data, force=force, progress=console)
+    console.finish()
     manifest = bundle.manifest
     if as_json:
         print(manifest.to_json(), end="")
         return
     for layer in manifest.layers:
         kept = "a graph input" if layer.k is None else f"{layer.k} of {layer.experts}"
-        console.step(f"{layer.name}: k = {kept}, {layer.lowering} ({layer.reason})")
+        console.note(f"{layer.name}: k = {kept}, {layer.lowering} ({layer.reason})")
     if manifest.parity is not None:
         from .exporter.parity import Parity, describe
 
-        console.step(describe(Parity(**manifest.parity)))
+        console.note(describe(Parity(**manifest.parity)))
     total = sum(record.bytes for record in manifest.files.values())
     print(f"{output}: {', '.join(manifest.files)} ({size(total)})")
 
@@ -330,7 +333,7 @@ def run(
     from .exporter.run import run_file
 
     shape = run_file(bundle, input_file, output_file, k=k, graph=graph, threads=threads)
-    Console(verbose, quiet).step(f"{output_file}: output of shape {shape}")
+    Console(verbose=verbose, quiet=quiet).note(f"{output_file}: output of shape {shape}")
 
 
 @app.command(
@@ -363,7 +366,7 @@ def bench(
     quiet: Quiet = False,
 ) -> None:
     """Measure accuracy, routing and latency for every k against PyTorch; write a report."""
-    console = Console(verbose, quiet)
+    console = Console(verbose=verbose, quiet=quiet)
     ks = [part.strip() for part in k.split(",") if part.strip()]
     batches = _sizes(batch, "--batch")
     from .api import bench as run_bench
@@ -386,8 +389,9 @@ def bench(
         samples=samples,
         threads=threads,
         command=_command(),
-        quiet=quiet,
+        progress=console,
     )
+    console.finish()
     _print_results(results, output, as_json=as_json)
 
 
@@ -412,7 +416,7 @@ def report(
     from .bench.results import read
 
     write_report(read(results), output)
-    Console(verbose, quiet).step(f"wrote {output}")
+    Console(verbose=verbose, quiet=quiet).note(f"wrote {output}")
 
 
 @app.command(epilog="Example: moexport demo -o demo")
@@ -427,7 +431,8 @@ def demo(
     """Train Soft MoEs on handwritten digits, export, verify and measure them."""
     from .bench.demo import run_demo
 
-    outcome = run_demo(output, force=force, progress=Console(verbose, quiet).step)
+    with Console(verbose=verbose, quiet=quiet) as console:
+        outcome = run_demo(output, console, force=force)
     print(outcome.text)
 
 

@@ -4,31 +4,92 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import rich.progress
 
 
-@dataclass(frozen=True, slots=True)
 class Console:
-    """Says what is going on, as much as the user asked for."""
+    """Says what is going on, as much as the user asked for (`exporter.progress.Progress`).
 
-    verbose: bool = False
-    quiet: bool = False
+    Steps are a bar on a terminal and a plain line each elsewhere. It is a context manager: leaving
+    it ends the bar.
+    """
 
-    def step(self, text: str) -> None:
-        """Says what begins now."""
-        if not self.quiet:
+    def __init__(self, *, verbose: bool = False, quiet: bool = False) -> None:
+        self.verbose = verbose
+        self.quiet = quiet
+        self._bar: rich.progress.Progress | None = None
+        self._task: rich.progress.TaskID | None = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.finish()
+
+    def step(self, text: str, total: int | None = None) -> None:
+        """Says what begins now; `total` is its work where that is known."""
+        if self.quiet:
+            return
+        if not sys.stderr.isatty():
             print(f"moexport: {text}", file=sys.stderr, flush=True)
+            return
+        if self._bar is None:
+            self._bar = _new_bar()
+            self._bar.start()
+        if self._task is not None:
+            if total is None and self._bar.tasks[self._task].total is None:
+                # Many short steps of unknown work (a sweep) take turns in one line.
+                self._bar.update(self._task, description=text)
+                return
+            self._end_step()
+        self._task = self._bar.add_task(text, total=total)
+
+    def advance(self, amount: int) -> None:
+        """Moves the bar of the step."""
+        if self._bar is not None and self._task is not None:
+            self._bar.advance(self._task, amount)
+
+    def finish(self) -> None:
+        """Ends the bar, so that what follows is printed below it."""
+        self._end_step()
+        if self._bar is not None:
+            self._bar.stop()
+        self._bar = self._task = None
 
     def note(self, text: str) -> None:
         """Says something the user should know, unless told to be quiet."""
         if not self.quiet:
+            self.finish()
             print(f"note: {text}", file=sys.stderr, flush=True)
 
     def error(self, message: str, hint: str | None = None) -> None:
         """Says what went wrong and what to do."""
+        self.finish()
         print(f"error: {message}", file=sys.stderr, flush=True)
         if hint:
             print(f"hint: {hint}", file=sys.stderr, flush=True)
+
+    def _end_step(self) -> None:
+        """Fills the bar of a step whose work was not known: it is done."""
+        if self._bar is not None and self._task is not None:
+            task = self._bar.tasks[self._task]
+            total = task.total if task.total is not None else 1
+            self._bar.update(self._task, total=total, completed=total)
+
+
+def _new_bar() -> rich.progress.Progress:
+    from rich import console, progress
+
+    return progress.Progress(
+        progress.TextColumn("moexport: {task.description}"),
+        progress.BarColumn(),
+        progress.TimeElapsedColumn(),
+        progress.TimeRemainingColumn(),
+        console=console.Console(stderr=True),
+    )
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

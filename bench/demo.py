@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from ..exporter.bundle import Bundle
 from ..exporter.export import export
 from ..exporter.load import load
 from ..exporter.options import ExportOptions, parse_k
+from ..exporter.progress import Progress
 from . import digits
 from .engines import Subject
 from .plan import Settings
@@ -37,9 +37,7 @@ class Outcome:
     text: str
 
 
-def run_demo(
-    directory: Path, *, force: bool = False, progress: Callable[[str], None] = lambda _: None
-) -> Outcome:
+def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
     """Trains, exports, verifies and measures the paper's MNIST network on handwritten digits.
 
     For n = 16 and 64 experts and k = n, n/2, n/4 and n/8. Raises `BundleError` when `directory`
@@ -54,7 +52,7 @@ def run_demo(
     verified: list[tuple[str, ...]] = []
     subjects: list[Subject] = []
     for experts in EXPERTS:
-        progress(f"training n = {experts} on {len(data.train)} digits")
+        progress.step(f"training n = {experts} on {len(data.train)} digits")
         network = digits.train(digits.Training(experts=experts), data.train)
         checkpoint = directory / f"digits-n{experts}.pt"
         digits.save(network, checkpoint)
@@ -64,14 +62,14 @@ def run_demo(
         ]
         verified += [_verified(bundle) for bundle in bundles]
         subjects.append(_side_by_side(bundles, f"digits, n = {experts}"))
-    progress("measuring")
+    progress.step("measuring")
     results = bench(
         subjects,
         data.test,
         Settings(batches=(1, 32), protocol=Protocol(inputs=8, round_s=0.1)),
         out=directory / "report",
         command=f"moexport demo -o {directory}",
-        progress=lambda _: None,
+        progress=progress.step,
     )
     report = directory / "report" / "report.html"
     text = "\n\n".join(
@@ -100,10 +98,8 @@ def _claim(directory: Path, *, force: bool) -> None:
     marker.write_text("Everything here was made by `moexport demo`.\n", encoding="utf-8")
 
 
-def _exported(
-    checkpoint: Path, out: Path, kept: str, data: Path, progress: Callable[[str], None]
-) -> Bundle:
-    progress(f"exporting {out.name}")
+def _exported(checkpoint: Path, out: Path, kept: str, data: Path, progress: Progress) -> Bundle:
+    progress.step(f"exporting {out.name}")
     return export(load(checkpoint), out, ExportOptions(k=parse_k(kept)), data=str(data), force=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -34,11 +34,9 @@ from .options import ExportOptions
 from .pages import release
 from .parity import PARITY_FILE, Parity, Reference, describe, reference
 from .plan import GraphPlan, Plan, plan
+from .progress import Progress, Silent
 from .trace import trace
 from .weights import StoredLayer, WeightsWriter, write_host, write_layer
-
-Progress = Callable[[str], None]
-"""Told what begins, in a few words."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +62,7 @@ def export(
     *,
     data: Feed | None = None,
     force: bool = False,
-    progress: Progress = lambda _: None,
+    progress: Progress | None = None,
 ) -> Bundle:
     """Writes a verified bundle and returns it.
 
@@ -73,34 +71,37 @@ def export(
     behind on any failure.
     """
     options = options or ExportOptions()
+    progress = progress or Silent()
     check_destination(destination, force=force)
     expected_inputs = parity_inputs(model, options, data) if options.verify else None
-    progress("tracing")
+    progress.step("tracing")
     prepared = prepare(model, options)
     check_destination(destination, force=force, needed_bytes=prepared.plan.weights_bytes)
     with written_whole(destination, force=force) as directory:
-        progress("writing weights and graphs")
-        lowered = write_graphs(prepared, directory)
+        progress.step("writing weights and graphs", total=prepared.plan.weights_bytes)
+        lowered = write_graphs(prepared, directory, progress)
         parities: dict[str, Parity] = {}
         if expected_inputs is not None:
-            progress("checking against PyTorch")
+            progress.step("checking against PyTorch")
             expected = _expect(prepared, expected_inputs)
             expected.save(directory / PARITY_FILE)
             release(model.source.files)
             for graph in prepared.plan.graphs:
                 record = _graph_record(graph, lowered[graph.file], None)
                 parities[graph.file] = _checked(prepared, directory, record, expected, lowered)
-        progress("hashing")
+        progress.step("hashing")
         manifest = _manifest(prepared, lowered, parities, directory, real_inputs=data is not None)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle(destination, manifest)
 
 
-def write_graphs(prepared: Prepared, directory: Path) -> dict[str, Lowered]:
+def write_graphs(
+    prepared: Prepared, directory: Path, progress: Progress | None = None
+) -> dict[str, Lowered]:
     """Writes the weights file and every graph of the plan; returns the graphs by file."""
     portable = prepared.portable.clone()
     layers = prepared.model.layers
-    with WeightsWriter(directory) as writer:
+    with WeightsWriter(directory, progress) as writer:
         write_host(writer, portable)
         stored = {}
         for name, layer in layers.items():

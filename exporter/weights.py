@@ -19,6 +19,7 @@ import torch
 from torch import nn
 
 from ..graphs.layers import SoftMoE
+from .progress import Progress, Silent
 
 WEIGHTS_FILE = "weights.bin"
 
@@ -61,7 +62,8 @@ class Stored:
 class WeightsWriter:
     """Appends tensors to a weights file; a context manager that closes it."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, progress: Progress | None = None) -> None:
+        self._progress = progress or Silent()
         self._file = (directory / WEIGHTS_FILE).open("wb")
 
     def __enter__(self) -> WeightsWriter:
