@@ -1,1 +1,22 @@
-"""How good and how fast: accuracy, routing and latency against the PyTorch original."""
+"""How good and how fast: accuracy, routing and latency against the PyTorch original.
+
+`moexport.bench` is this package and, called, the benchmark itself: Python binds a subpackage to its
+parent's name as soon as anything in it is imported, so the call must live on the module.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs `moexport.api.bench`."""
+        from ..api import bench
+
+        return bench(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -1,0 +1,119 @@
+"""The Python calls do what the command line does."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import moexport
+import numpy as np
+import pytest
+from moexport.errors import UsageError
+from moexport.tests.recorded import DATA
+
+CONFIG = {"num_heads": 4}
+CHECKPOINT = DATA / "soft_moe_vit" / "weights.pt"
+
+
+@pytest.fixture(scope="module")
+def model() -> moexport.Model:
+    return moexport.load(CHECKPOINT, config=CONFIG)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, np.ndarray]:
+    with np.load(DATA / "soft_moe_vit" / "io.npz") as arrays:
+        return dict(arrays)
+
+
+def test_importing_the_package_loads_no_heavy_module() -> None:
+    code = (
+        "import sys, moexport; "
+        "print([m for m in ('torch', 'onnx', 'onnxruntime', 'numpy') if m in sys.modules])"
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True
+    ).stdout
+    assert shown.strip() == "[]"
+
+
+def test_load_export_and_run_give_the_recorded_outputs(
+    model: moexport.Model, recorded: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    bundle = moexport.export(model, tmp_path / "out", k=4, data=recorded["x"])
+    y = bundle.session()(recorded["x"])
+    wanted = recorded["y_k4"]
+    assert np.abs(y - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(
+    ("k", "kept"), [("n", 8), (0.25, 2), (0.5, 4), (1.0, 8), (3, 3), ([2, 5], [2, 5])]
+)
+def test_k_may_be_a_number_a_share_or_a_list(
+    model: moexport.Model, tmp_path: Path, k: int | float | str | list[int], kept: int | list[int]
+) -> None:
+    bundle = moexport.export(model, tmp_path / "out", k=k, verify=False)
+    wanted = kept if isinstance(kept, list) else [kept] * 2
+    assert [layer.k for layer in bundle.manifest.layers] == wanted
+
+
+def test_one_graph_serves_every_k_that_is_an_input(
+    model: moexport.Model, recorded: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    session = moexport.export(model, tmp_path / "out", k="input", data=recorded["x"]).session()
+    for k in (6, 4, 2, 1):
+        wanted = recorded[f"y_k{k}"]
+        assert np.abs(session(recorded["x"], k) - wanted).max() <= 1e-4 * np.abs(wanted).max()
+
+
+def test_bench_of_a_model_and_its_bundle_holds_the_untouched_model(
+    model: moexport.Model, recorded: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    bundle = moexport.export(model, tmp_path / "out", k=2, data=recorded["x"])
+    results = moexport.bench([model, bundle], data=recorded["x"], round_s=0.0)
+    engines = {(row.engine, row.k) for row in results.rows}
+    assert engines == {("pytorch-eager", 8), ("pytorch-algorithm-2", 2), ("onnxruntime", 2)}
+    (exported,) = [row for row in results.rows if row.engine == "onnxruntime"]
+    assert exported.error is None
+    assert exported.routing is not None
+    assert exported.routing.exact == 1.0
+
+
+def test_bench_of_a_model_exports_every_k_and_writes_the_report(
+    model: moexport.Model, recorded: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    results = moexport.bench(
+        model,
+        data=recorded["x"],
+        k=["n", 2],
+        lowering="dense,gather",
+        out=tmp_path / "report",
+        round_s=0.0,
+    )
+    exported = {(row.lowering, row.k) for row in results.rows if row.engine == "onnxruntime"}
+    assert exported == {("dense", 8), ("dense", 2), ("gather", 8), ("gather", 2)}
+    assert all(row.error is None for row in results.rows)
+    assert (tmp_path / "report" / "report.html").stat().st_size > 1 << 20
+    assert (tmp_path / "report" / "results.json").is_file()
+
+
+def test_bench_of_a_bundle_alone_finds_its_checkpoint(
+    model: moexport.Model, recorded: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    bundle = moexport.export(model, tmp_path / "out", k=2, data=recorded["x"])
+    results = moexport.bench(moexport.Bundle.open(bundle.path), data=recorded["x"], round_s=0.0)
+    assert any(row.engine == "pytorch-eager" for row in results.rows)
+
+
+def test_bench_of_a_bundle_whose_checkpoint_is_gone_says_what_to_name(
+    recorded: dict[str, np.ndarray], tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "vit.pt"
+    checkpoint.write_bytes(CHECKPOINT.read_bytes())
+    model = moexport.load(checkpoint, config=CONFIG)
+    bundle = moexport.export(model, tmp_path / "out", k=2, data=recorded["x"])
+    checkpoint.unlink()
+    with pytest.raises(UsageError, match=r"vit\.pt is not here") as caught:
+        moexport.bench(bundle, data=recorded["x"])
+    assert "moexport bench CHECKPOINT" in str(caught.value.hint)
