@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
+
 import pytest
 import torch
-from moexport.tests.recorded import SOFT_MOE, RecordedCase, read_case
+from moexport.tests.command import run
+from moexport.tests.recorded import DATA, SOFT_MOE, RecordedCase, read_case
 
 
 @pytest.fixture(params=SOFT_MOE)

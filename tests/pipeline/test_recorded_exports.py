@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from command import Outcome, run, run_program
-from conftest import RecordedCase, read_case
 from moexport.exporter.bundle import Bundle
 from moexport.exporter.session import Session, SessionOptions
 from moexport.exporter.trace import TRACED_BATCH
+from moexport.tests.command import Outcome, run, run_program
+from moexport.tests.recorded import RecordedCase, read_case
 
 RTOL = 1e-4  # of max|y|, as the recorded cases promise
 EXACT = "dense,gather,grouped,conditional"
