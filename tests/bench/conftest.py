@@ -36,7 +36,8 @@ class Host(nn.Module):
         self.decoder = trained.decoder
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.decoder(self.moe(patches(images)).flatten(1))
+        scores: Tensor = self.decoder(self.moe(patches(images)).flatten(1))
+        return scores
 
 
 @pytest.fixture(scope="session")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_gpus_are_what_nvidia_smi_says(
     fake = tmp_path / "nvidia-smi"
     fake.write_text(f"#!/bin/sh\n{script}\n")
     fake.chmod(0o755)
-    monkeypatch.setattr(module.shutil, "which", lambda name: str(fake))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     gpus = module.gpus()
     assert (gpus[0]["name"] if gpus else None) == found
 

@@ -14,7 +14,7 @@ X = np.linspace(0, 1, 12, dtype=np.float64).reshape(4, 3)
 
 @pytest.mark.parametrize("name", ["label", "labels", "y"])
 def test_labels_are_found_by_their_usual_names(tmp_path: Path, name: str) -> None:
-    np.savez(tmp_path / "d.npz", input=X, **{name: np.array([0, 1, 2, 1])})
+    np.savez(tmp_path / "d.npz", input=X, **{name: np.array([0, 1, 2, 1])})  # type: ignore[arg-type]
     data = load_labelled(tmp_path / "d.npz")
     assert data.inputs.dtype == np.float32
     assert data.labels is not None
@@ -44,7 +44,7 @@ def test_the_only_float_array_is_the_input(tmp_path: Path) -> None:
 def test_unusable_files_are_refused(
     tmp_path: Path, arrays: dict[str, np.ndarray], message: str
 ) -> None:
-    np.savez(tmp_path / "d.npz", **arrays)
+    np.savez(tmp_path / "d.npz", **arrays)  # type: ignore[arg-type]
     with pytest.raises(FeedError, match=message) as caught:
         load_labelled(tmp_path / "d.npz")
     assert "d.npz" in caught.value.message

@@ -1,0 +1,83 @@
+"""What the command line prints is aligned, short and in the right stream."""
+
+from __future__ import annotations
+
+import pytest
+from moexport.console import Console, count, size, table
+
+
+@pytest.mark.parametrize(
+    ("number", "text"),
+    [
+        (0, "0"),
+        (999, "999"),
+        (1000, "1.0K"),
+        (318_200, "318.2K"),
+        (5.13e8, "513.0M"),
+        (2.3e12, "2300.0B"),
+    ],
+)
+def test_counts_have_one_decimal_and_a_magnitude(number: float, text: str) -> None:
+    assert count(number) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(12, "12 B"), (12_300, "12.3 kB"), (2.05e9, "2.0 GB"), (0, "0 B")]
+)
+def test_sizes_have_a_unit(nbytes: float, text: str) -> None:
+    assert size(nbytes) == text
+
+
+def test_tables_put_numbers_to_the_right_and_words_to_the_left() -> None:
+    text = table(("name", "n"), [("blocks.6.mlp", 8), ("x", 128)])
+    assert text.splitlines() == ["name            n", "blocks.6.mlp    8", "x             128"]
+
+
+def test_a_table_without_rows_is_its_header() -> None:
+    assert table(("a", "bc"), []) == "a  bc"
+
+
+def test_steps_notes_and_errors_go_to_stderr_one_line_each(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with Console() as console:
+        console.step("tracing")
+        console.step("writing", total=10)
+        console.advance(10)
+        console.note("a default was taken")
+        console.error("bad", "do this")
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.splitlines() == [
+        "moexport: tracing",
+        "moexport: writing",
+        "note: a default was taken",
+        "error: bad",
+        "hint: do this",
+    ]
+
+
+def test_quiet_leaves_errors_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(quiet=True)
+    console.step("tracing")
+    console.note("x")
+    console.error("bad")
+    assert capsys.readouterr().err == "error: bad\n"
+
+
+def test_a_terminal_gets_a_bar(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import sys
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    with Console() as console:
+        console.step("tracing")
+        console.step("writing", total=10)
+        console.advance(4)
+        console.advance(6)
+    shown = capsys.readouterr().err
+    assert "moexport: tracing" in shown
+    assert "━" in shown
