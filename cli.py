@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import signal
 import sys
-import traceback
+from dataclasses import asdict
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from typer.exceptions import TyperException
 
-from .console import Console, count, size, table
+from .console import Console, size
 from .errors import MoexportError, UsageError
+from .printing import (
+    bundle_text,
+    check_text,
+    diagnosis_text,
+    json_text,
+    model_text,
+    plan_json,
+    plan_text,
+)
 
 if TYPE_CHECKING:
     from .exporter.model import Model
-    from .exporter.plan import Plan
 
 app = typer.Typer(
     name="moexport",
@@ -83,69 +86,16 @@ def inspect(
 ) -> None:
     """Show a model's family, MoE layers and parameters, and what each k costs."""
     if (Path(model) / "manifest.json").is_file():
-        _inspect_bundle(Path(model), as_json=as_json)
+        from .exporter.manifest import Manifest
+
+        manifest = Manifest.read(Path(model))
+        print(manifest.to_json() if as_json else bundle_text(Path(model), manifest))
         return
     from .exporter.inspect import inspect as inspect_model
 
     with Console(verbose=verbose, quiet=quiet) as console:
         report = inspect_model(_load(console, model, family, config, sets, weights))
-    if as_json:
-        _print_json(report.as_json())
-        return
-    print(f"family      {report.family}")
-    print(f"config      {', '.join(f'{key}={value}' for key, value in report.config.items())}")
-    print(f"input       {report.input}")
-    print(f"output      {report.output}")
-    print(f"parameters  {count(report.parameters)}, {count(report.moe_parameters)} in MoE layers\n")
-    header = ("MoE layer", "experts n", "slots p", "dim d", "hidden h", "tokens m", "parameters")
-    print(
-        table(
-            header,
-            [
-                (r.name, r.experts, r.slots, r.dim, r.hidden, r.tokens, count(r.parameters))
-                for r in report.layers
-            ],
-        )
-    )
-    print("\nAll MoE layers, one input:")
-    print(
-        table(
-            ("k", "multiply-adds", "of all", "expert weights read", "of all"),
-            [
-                (
-                    c.k,
-                    count(c.macs),
-                    f"{c.macs_share:.0%}",
-                    size(c.expert_bytes),
-                    f"{c.bytes_share:.0%}",
-                )
-                for c in report.costs
-            ],
-        )
-    )
-
-
-def _inspect_bundle(path: Path, *, as_json: bool) -> None:
-    from .exporter.manifest import Manifest
-
-    manifest = Manifest.read(path)
-    if as_json:
-        print(manifest.to_json(), end="")
-        return
-    print(f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})")
-    print(f"source      {manifest.source.path} ({manifest.source.family})")
-    print(f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}")
-    for port in (*manifest.inputs, *manifest.outputs):
-        print(f"port        {port.name} {port.dtype} ({', '.join(map(str, port.shape))})")
-    print()
-    header = ("MoE layer", "experts n", "kept k", "lowering", "reason")
-    rows = [
-        (r.name, r.experts, "input" if r.k is None else r.k, r.lowering, r.reason)
-        for r in manifest.layers
-    ]
-    print(table(header, rows))
-    print()
-    print(table(("file", "bytes"), [(name, r.bytes) for name, r in manifest.files.items()]))
+    print(json_text(report.as_json()) if as_json else model_text(report))
 
 
 @app.command(epilog="Example: moexport export vit.pt -o out --set num_heads=12 --k 0.25")
@@ -219,7 +169,7 @@ def export(
         console.step("tracing")
         plan = prepare(loaded, options).plan
         console.finish()
-        _print_plan(plan, output, as_json=as_json)
+        print(json_text(plan_json(plan, output)) if as_json else plan_text(plan, output))
         return
     bundle = export_bundle(loaded, output, options, data=data, force=force, progress=console)
     console.finish()
@@ -238,45 +188,6 @@ def export(
     print(f"{output}: {', '.join(manifest.files)} ({size(total)})")
 
 
-def _print_plan(plan: Plan, output: Path, *, as_json: bool) -> None:
-    if as_json:
-        _print_json(
-            {
-                "output": str(output),
-                "files": plan.files,
-                "graphs": {
-                    graph.file: [
-                        {
-                            "name": layer.name,
-                            "k": layer.kept,
-                            "experts": layer.work.spec.experts,
-                            "lowering": layer.choice.lowering.name,
-                            "reason": layer.choice.reason,
-                            "predicted_us": round(layer.choice.predicted_us, 1),
-                        }
-                        for layer in graph.layers
-                    ]
-                    for graph in plan.graphs
-                },
-            }
-        )
-        return
-    for graph in plan.graphs:
-        print(f"{output / graph.file}")
-        rows = [
-            (
-                layer.name,
-                "input" if layer.kept is None else f"{layer.kept}/{layer.work.spec.experts}",
-                layer.choice.lowering.name,
-                layer.choice.reason,
-            )
-            for layer in graph.layers
-        ]
-        print(table(("MoE layer", "k/n", "lowering", "reason"), rows))
-        print(f"MoE layers together: about {graph.predicted_us / 1e3:.3g} ms a batch (predicted)\n")
-    print(f"weights: {size(plan.weights_bytes)}; nothing was written (--dry-run)")
-
-
 @app.command(epilog="Example: moexport verify out")
 def verify(
     bundle: BundleArgument,
@@ -292,17 +203,10 @@ def verify(
     for check in Bundle.open(bundle).verify():
         checks.append(check)
         if not as_json and not quiet:
-            print(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
+            print(check_text(check))
     passed = all(check.passed for check in checks)
     if as_json:
-        _print_json(
-            {
-                "passed": passed,
-                "checks": [
-                    {"name": c.name, "passed": c.passed, "detail": c.detail} for c in checks
-                ],
-            }
-        )
+        print(json_text({"passed": passed, "checks": [asdict(check) for check in checks]}))
     if not passed:
         failed = [check for check in checks if not check.passed]
         first = f"{failed[0].name}: {failed[0].detail}"
@@ -443,14 +347,7 @@ def doctor(as_json: AsJson = False, verbose: Verbose = False, quiet: Quiet = Fal
     from .exporter.doctor import diagnose
 
     diagnosis = diagnose()
-    if as_json:
-        _print_json(diagnosis.as_json())
-        return
-    rows = [("yes" if a.available else "no", a.name, a.detail) for a in diagnosis.abilities]
-    print(table(("", "can", "because"), rows))
-    facts = diagnosis.environment
-    print(f"\npython {facts['python']}, {facts['cpu']['model']}, {facts['cpu']['cores']} cores")
-    print(", ".join(f"{name} {version}" for name, version in facts["packages"].items()))
+    print(json_text(diagnosis.as_json()) if as_json else diagnosis_text(diagnosis))
 
 
 def _load(
@@ -477,66 +374,5 @@ def _sizes(text: str, option: str) -> list[int]:
     return sizes
 
 
-def _print_json(content: Any) -> None:
-    print(json.dumps(content, indent=2, ensure_ascii=False))
-
-
 def _command() -> str:
     return " ".join(["moexport", *sys.argv[1:]])
-
-
-def _interrupted(signum: int, _frame: object) -> NoReturn:
-    raise KeyboardInterrupt(signal.Signals(signum).name)
-
-
-INTERRUPTED = 130
-
-
-def main() -> None:
-    """Runs the command line: exit 0 on success, 2 for bad usage, 1 for anything else."""
-    console = Console(verbose=any(re.fullmatch(r"--verbose|-q*v[qv]*", arg) for arg in sys.argv))
-    # A terminated export cleans up after itself as an interrupted one does.
-    for name in ("SIGTERM", "SIGHUP"):
-        if hasattr(signal, name):
-            signal.signal(getattr(signal, name), _interrupted)
-    try:
-        _invoke()
-    except TyperException as error:
-        _say_usage(console, error)
-        sys.exit(2)
-    except MoexportError as error:
-        if console.verbose:
-            traceback.print_exc()
-        console.error(error.message, error.hint)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
-    except KeyboardInterrupt:
-        console.error("interrupted; nothing half-written was left behind")
-        sys.exit(INTERRUPTED)
-    except BrokenPipeError:
-        # The reader of stdout (head, less) is gone: nothing more to say, and no traceback.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
-    except Exception as error:
-        if console.verbose:
-            raise
-        console.error(
-            f"{type(error).__name__}: {error}",
-            "this is a defect of moexport: --verbose shows where; please report it",
-        )
-        sys.exit(1)
-
-
-def _invoke() -> None:
-    """Runs the command; the parser turns an interrupt into a status, which is turned back here."""
-    if app(standalone_mode=False) == INTERRUPTED:
-        raise KeyboardInterrupt
-
-
-def _say_usage(console: Console, error: TyperException) -> None:
-    """What the parser did not understand, in the same form as every other error."""
-    context = getattr(error, "ctx", None)
-    if len(sys.argv) == 1:  # the message is the help
-        print(error.format_message(), file=sys.stderr)
-        return
-    command = context.command_path if context is not None else "moexport"
-    console.error(error.format_message(), f"{command} --help shows the options and an example")

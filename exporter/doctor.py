@@ -39,8 +39,8 @@ def diagnose() -> Diagnosis:
             Ability("export to ONNX", True, "PyTorch traces, ONNX Runtime checks parity"),
             _onnxruntime("run on CPU", "CPUExecutionProvider", gpu),
             _onnxruntime("run on CUDA", "CUDAExecutionProvider", gpu),
-            _tensorrt("TensorRT", "tensorrt", "tensorrt", gpu),
-            _tensorrt("TensorRT-RTX", "tensorrt_rtx", "rtx", gpu),
+            _tensorrt("TensorRT", "tensorrt", gpu),
+            _tensorrt("TensorRT-RTX", "tensorrt_rtx", gpu),
             _demo(),
         ),
         environment=facts,
@@ -58,18 +58,17 @@ def _onnxruntime(name: str, provider: str, gpu: object) -> Ability:
     return Ability(name, True, f"ONNX Runtime {onnxruntime.__version__}, {provider}")
 
 
-def _tensorrt(name: str, module: str, extra: str, gpu: object) -> Ability:
+def _tensorrt(name: str, module: str, gpu: object) -> Ability:
     """Graphs for TensorRT are written without it; this version does not build engines."""
-    label = f"graphs for {name}"
+    target = name.lower()
     if importlib.util.find_spec(module) is None:
-        return Ability(
-            label,
-            True,
-            f"written with --target {name.lower()}, but not tried here: {name} is not installed "
-            f"(pip install 'moexport[{extra}]')",
-        )
-    where = "" if gpu else "; without an NVIDIA GPU an engine can be built, not run"
-    return Ability(label, True, f"{name} is installed and can parse them{where}")
+        where = f"{name} is not installed here"
+    elif gpu:
+        where = f"{name} is installed"
+    else:
+        where = f"{name} is installed; without an NVIDIA GPU an engine can be built, not run"
+    detail = f"written with --target {target}; engines are built with its own tools ({where})"
+    return Ability(f"graphs for {name}", True, detail)
 
 
 def _demo() -> Ability:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from unittest import mock
 
-from moexport.cli import main
+from moexport.__main__ import main
 
-PROGRAM = (sys.executable, "-c", "from moexport.cli import main; main()")
+PROGRAM = (sys.executable, "-m", "moexport")
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,163 @@
+"""The results of the commands as text for people; `--json` prints the same facts as data."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .console import count, size, table
+
+if TYPE_CHECKING:
+    from .exporter.bundle import Check
+    from .exporter.doctor import Diagnosis
+    from .exporter.inspect import ModelReport
+    from .exporter.manifest import Manifest
+    from .exporter.plan import Plan
+
+
+LAYER_HEADER = (
+    "MoE layer",
+    "experts n",
+    "slots p",
+    "dim d",
+    "hidden h",
+    "tokens m",
+    "parameters",
+)
+
+
+def json_text(content: Any) -> str:
+    """Plain data as indented JSON."""
+    return json.dumps(content, indent=2, ensure_ascii=False)
+
+
+def model_text(report: ModelReport) -> str:
+    """What `inspect` says of a model: its family, its layers and what each k costs."""
+    layers = [
+        (r.name, r.experts, r.slots, r.dim, r.hidden, r.tokens, count(r.parameters))
+        for r in report.layers
+    ]
+    costs = [
+        (
+            c.k,
+            count(c.macs),
+            f"{c.macs_share:.0%}",
+            size(c.expert_bytes),
+            f"{c.bytes_share:.0%}",
+        )
+        for c in report.costs
+    ]
+    return "\n".join(
+        (
+            f"family      {report.family}",
+            f"config      {', '.join(f'{key}={value}' for key, value in report.config.items())}",
+            f"input       {report.input}",
+            f"output      {report.output}",
+            f"parameters  {count(report.parameters)}, {count(report.moe_parameters)} in MoE layers",
+            *(f"note        {note}" for note in report.notes),
+            "",
+            table(
+                (
+                    "MoE layer",
+                    "experts n",
+                    "slots p",
+                    "dim d",
+                    "hidden h",
+                    "tokens m",
+                    "parameters",
+                ),
+                layers,
+            ),
+            "",
+            "All MoE layers, one input:",
+            table(("k", "multiply-adds", "of all", "expert weights read", "of all"), costs),
+        )
+    )
+
+
+def bundle_text(path: Path, manifest: Manifest) -> str:
+    """What `inspect` says of a bundle."""
+    layers = [
+        (r.name, r.experts, "input" if r.k is None else r.k, r.lowering, r.reason)
+        for r in manifest.layers
+    ]
+    ports = (
+        f"port        {port.name} {port.dtype} ({', '.join(map(str, port.shape))})"
+        for port in (*manifest.inputs, *manifest.outputs)
+    )
+    files = [(name, record.bytes) for name, record in manifest.files.items()]
+    return "\n".join(
+        (
+            f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})",
+            f"source      {manifest.source.path} ({manifest.source.family})",
+            f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}",
+            *ports,
+            "",
+            table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
+            "",
+            table(("file", "bytes"), files),
+        )
+    )
+
+
+def plan_text(plan: Plan, output: Path) -> str:
+    """What `export --dry-run` says."""
+    blocks = []
+    for graph in plan.graphs:
+        rows = [
+            (
+                layer.name,
+                "input" if layer.kept is None else f"{layer.kept}/{layer.work.spec.experts}",
+                layer.choice.lowering.name,
+                layer.choice.reason,
+            )
+            for layer in graph.layers
+        ]
+        blocks.append(
+            f"{output / graph.file}\n{table(('MoE layer', 'k/n', 'lowering', 'reason'), rows)}\n"
+            f"MoE layers together: about {graph.predicted_us / 1e3:.3g} ms a batch (predicted)\n"
+        )
+    blocks.append(f"weights: {size(plan.weights_bytes)}; nothing was written (--dry-run)")
+    return "\n".join(blocks)
+
+
+def plan_json(plan: Plan, output: Path) -> dict[str, Any]:
+    """The plan as plain data."""
+    return {
+        "output": str(output),
+        "files": plan.files,
+        "graphs": {
+            graph.file: [
+                {
+                    "name": layer.name,
+                    "k": layer.kept,
+                    "experts": layer.work.spec.experts,
+                    "lowering": layer.choice.lowering.name,
+                    "reason": layer.choice.reason,
+                    "predicted_us": round(layer.choice.predicted_us, 1),
+                }
+                for layer in graph.layers
+            ]
+            for graph in plan.graphs
+        },
+    }
+
+
+def check_text(check: Check) -> str:
+    """One line of `verify`."""
+    return f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}"
+
+
+def diagnosis_text(diagnosis: Diagnosis) -> str:
+    """What `doctor` says."""
+    facts = diagnosis.environment
+    rows = [("yes" if a.available else "no", a.name, a.detail) for a in diagnosis.abilities]
+    return "\n".join(
+        (
+            table(("", "can", "because"), rows),
+            "",
+            f"python {facts['python']}, {facts['cpu']['model']}, {facts['cpu']['cores']} cores",
+            ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
+        )
+    )
