@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import onnx
+from google.protobuf.message import DecodeError
 
-from ..errors import BundleError, UsageError
+from ..errors import BundleError, MoexportError, UsageError
 from ..graphs.lower import LayerValues
 from .manifest import GraphRecord, Manifest
 from .parity import PARITY_FILE, Parity, Reference, compare, describe
@@ -69,23 +70,35 @@ class Bundle:
             yield check
         if damaged:
             return  # graphs over damaged files would fail with less clear words
+        valid = []
         for graph in self.manifest.graphs:
-            yield _onnx_check(self.path / graph.file)
+            check = _onnx_check(self.path / graph.file)
+            yield check
+            if check.passed:
+                valid.append(graph)
         if PARITY_FILE not in self.manifest.files:
             yield Check("parity", False, "the bundle was exported with --no-verify: no reference")
             return
         expected = Reference.load(self.path / PARITY_FILE)
-        for graph in self.manifest.graphs:
+        for graph in valid:
+            yield self._parity_check(graph, expected)
+
+    def _parity_check(self, graph: GraphRecord, expected: Reference) -> Check:
+        name = f"parity of {graph.file}"
+        bounds = self.manifest.parity or {}
+        try:
             parity = graph_parity(
                 self.path,
                 graph,
                 expected,
                 fixed_batch=self.fixed_batch,
                 k_input=self.manifest.k == "input",
-                atol=(self.manifest.parity or {}).get("atol", 0.0),
-                rtol=(self.manifest.parity or {}).get("rtol", 0.0),
+                atol=bounds.get("atol", 0.0),
+                rtol=bounds.get("rtol", 0.0),
             )
-            yield Check(f"parity of {graph.file}", parity.passed, describe(parity))
+        except MoexportError as error:
+            return Check(name, False, error.message)
+        return Check(name, parity.passed, describe(parity))
 
     @property
     def fixed_batch(self) -> int | None:
@@ -157,8 +170,7 @@ def _onnx_check(path: Path) -> Check:
     name = f"ONNX check of {path.name}"
     try:
         onnx.checker.check_model(str(path))
-    except onnx.checker.ValidationError as error:
+        nodes = len(onnx.load(path, load_external_data=False).graph.node)
+    except (onnx.checker.ValidationError, DecodeError) as error:
         return Check(name, False, str(error).strip().splitlines()[0])
-    return Check(
-        name, True, f"valid, {len(onnx.load(path, load_external_data=False).graph.node)} nodes"
-    )
+    return Check(name, True, f"valid, {nodes} nodes")

@@ -118,7 +118,7 @@ class Manifest:
             )
         known = {entry.name for entry in fields(Manifest)}
         try:
-            return Manifest(
+            manifest = Manifest(
                 **{key: value for key, value in content.items() if key in known}
                 | {
                     "source": SourceRecord(**content["source"]),
@@ -133,3 +133,7 @@ class Manifest:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise BundleError(f"{path}: not a complete manifest ({error})") from error
+        for key in ("layers", "graphs", "inputs", "outputs"):
+            if not getattr(manifest, key):
+                raise BundleError(f"{path}: not a complete manifest ({key} is empty)")
+        return manifest

@@ -7,6 +7,7 @@ the bundle, so that a bundle can be verified where its checkpoint is not.
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..errors import BundleError
+from ..errors import BundleError, ParityError
 from ..graphs.layers import algorithm_1, recorded_routing
 from .model import Model
 from .session import Session
@@ -67,7 +68,7 @@ class Reference:
                 margin={layer: arrays[f"margin/{layer}"] for layer in layers},
                 kept={layer: int(arrays[f"kept/{layer}"]) for layer in layers},
             )
-        except (OSError, ValueError, KeyError, EOFError) as error:
+        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
 
 
@@ -154,6 +155,10 @@ def compare(
         for name, value in selected_values.items():
             chosen[name].append(np.sort(values[value], axis=1))
     y = np.concatenate(outputs)
+    if y.shape != expected.y.shape:
+        raise ParityError(
+            f"the graph gives outputs {y.shape}, the reference holds {expected.y.shape}"
+        )
     sets = {name: np.concatenate(parts) for name, parts in chosen.items()}
     ties, misses, first = _routing(expected, sets)
     compared = ~ties
