@@ -12,13 +12,13 @@ from pathlib import Path
 
 import torch
 
-CONFIG = {"num_heads": 12, "img_size": 224, "patch_size": 16}
-
 
 @dataclass(frozen=True, slots=True)
 class Scale:
     """What one export took. `peak_bytes` is the process's largest resident set."""
 
+    experts: int
+    hidden: int
     parameters: int
     weights_bytes: int
     seconds: float
@@ -93,7 +93,15 @@ def export_scale(experts: int, hidden: int, *, kept: str = "0.25", verify: bool 
             text=True,
         )
         report = json.loads(outcome.stdout.splitlines()[-1])
-        return Scale(parameters, 4 * parameters, report["seconds"], report["peak_bytes"], verify)
+        return Scale(
+            experts,
+            hidden,
+            parameters,
+            4 * parameters,
+            report["seconds"],
+            report["peak_bytes"],
+            verify,
+        )
 
 
 def _measured_main(arguments: list[str]) -> None:

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moexport.bench.results import Results, Row
+from moexport.console import count, size
 
 from .layers import ALGORITHM_2, BATCHES, LOOP, LOWERINGS, SHAPES, STACKED, Shape, chosen
+from .scale import Scale
 
 AUTO_SLACK = 0.15
 """`auto` may be this much slower than the best lowering of a cell."""
@@ -101,6 +103,22 @@ def targets_table(results: Results) -> str:
         f"{worst.auto_slack:.0%} ({worst.shape.name}, batch {worst.batch}, k = {worst.k}: "
         f"`{worst.auto}`, best `{worst.best}`) | |"
     )
+    return "\n".join(lines)
+
+
+def scale_table(measured: list[Scale]) -> str:
+    """Returns the exports of large models as Markdown."""
+    lines = [
+        "| experts | parameters | weights | load, trace, write, verify, hash | peak memory | "
+        "× the weights |",
+        "|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| n={one.experts}, h={one.hidden} | {count(one.parameters)} | "
+        f"{size(one.weights_bytes)} | {one.seconds:.0f} s | {size(one.peak_bytes)} | "
+        f"{one.peak_bytes / one.weights_bytes:.2f} |"
+        for one in measured
+    ]
     return "\n".join(lines)
 
 
