@@ -22,7 +22,7 @@ class Routed:
     """The router's results for a batch, and what the slots are made from.
 
     `source` [b, m, d] is averaged into the slots, after the factor `scale` [b, 1, m] where the
-    family normalises. `logits` and `combine` are L and C with tokens last, [b, n·p, m].
+    family normalises. `logits` is L with tokens last, [b, n·p, m]; `combine` is C, [b, m, n·p].
     `selected` [b, k] is None where every expert is kept.
     """
 
@@ -35,7 +35,7 @@ class Routed:
 
 @dataclass(frozen=True, slots=True)
 class Slots:
-    """The inputs of the experts: `rows` [b, e·p, d] and their columns of C, `combine` [b, e·p, m].
+    """The inputs of the experts: `rows` [b, e·p, d] and their columns of C, `combine` [b, m, e·p].
 
     e is k for `selected_slots`, in the order of `Routed.selected`, and n for `all_slots`.
     """
@@ -56,7 +56,7 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
         source=source,
         scale=_dispatch_scale(b, layer, scale),
         logits=b.op("Transpose", logits, perm=[0, 2, 1], name="router/logits_by_slot"),
-        combine=b.op("Transpose", combine, perm=[0, 2, 1], name="router/C_by_slot"),
+        combine=combine,
         selected=selected,
     )
 
@@ -72,17 +72,15 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
         return all_slots(b, layer, routed)
     index = b.op("Unsqueeze", routed.selected, b.ints(2), name="router/index")
     logits = _gather_experts(b, layer, routed.logits, index, "dispatch/logits")
-    combine = _gather_experts(b, layer, routed.combine, index, "combine/C")
-    if layer.renormalize:
-        total = b.op("ReduceSum", combine, b.ints(1), keepdims=1, name="combine/total")
-        combine = b.op("Div", combine, total, name="combine/renormalised")
-    return Slots(_dispatch(b, layer, routed, logits), combine)
+    by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
+    by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
+    combine = b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
+    return Slots(_dispatch(b, layer, routed, logits), _renormalised(b, layer, combine))
 
 
 def combine_outputs(b: Builder, slots: Slots, outputs: ir.Value) -> ir.Value:
     """Adds y [b, m, o] = C·Ỹ for the experts' outputs [b, e·p, o]."""
-    weights = b.op("Transpose", slots.combine, perm=[0, 2, 1], name="combine/weights")
-    return b.op("MatMul", weights, outputs, name="output")
+    return b.op("MatMul", slots.combine, outputs, name="output")
 
 
 def selection_mask(b: Builder, layer: Layer, selected: ir.Value) -> ir.Value:
@@ -104,16 +102,23 @@ def masked_slots(b: Builder, layer: Layer, routed: Routed) -> tuple[Slots, ir.Va
         return slots, None
     mask = selection_mask(b, layer, routed.selected)
     n, p = layer.spec.experts, layer.spec.slots
-    column = b.op("Unsqueeze", mask, b.ints(2), name="combine/mask")
-    if p > 1:  # [b, n, 1] to [b, n·p, 1]: each slot follows its expert
+    if p == 1:
+        row = b.op("Unsqueeze", mask, b.ints(1), name="combine/mask")  # [b, 1, n]
+    else:  # [b, n] to [b, 1, n·p]: each slot follows its expert
+        column = b.op("Unsqueeze", mask, b.ints(2), name="combine/mask_column")
         ones = b.constant(np.ones((1, 1, p), dtype=np.float32))
         repeated = b.op("Mul", column, ones, name="combine/mask_per_slot")
-        column = b.op("Reshape", repeated, b.ints(0, n * p, 1), name="combine/mask_column")
-    weights = b.op("Mul", slots.combine, column, name="combine/C")
-    if layer.renormalize:
-        total = b.op("ReduceSum", weights, b.ints(1), keepdims=1, name="combine/total")
-        weights = b.op("Div", weights, total, name="combine/renormalised")
-    return Slots(slots.rows, weights), mask
+        row = b.op("Reshape", repeated, b.ints(0, 1, n * p), name="combine/mask")
+    combine = b.op("Mul", slots.combine, row, name="combine/C")
+    return Slots(slots.rows, _renormalised(b, layer, combine)), mask
+
+
+def _renormalised(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
+    """C [b, m, e·p] divided by its sum over the kept experts, where that was asked for."""
+    if not layer.renormalize:
+        return combine
+    total = b.op("ReduceSum", combine, b.ints(2), keepdims=1, name="combine/total")
+    return b.op("Div", combine, total, name="combine/renormalised")
 
 
 def _normalise(b: Builder, layer: Layer, x: ir.Value) -> tuple[ir.Value, ir.Value | None]:

@@ -20,3 +20,7 @@ def simplify(model: ir.Model) -> None:
         common.RemoveUnusedOpsetsPass(),
     )
     passes(model)
+    for graph in model.graphs():  # that pass leaves the notes on values where they are
+        outputs = (value for node in graph for value in node.outputs)
+        for value in (*graph.inputs, *graph.initializers.values(), *outputs):
+            value.metadata_props.clear()
