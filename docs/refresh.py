@@ -1,0 +1,138 @@
+"""Writes into the documents what was measured or exported: run from a checkout.
+
+python docs/refresh.py demo DIR     the README's table and figure, from `moexport demo -o DIR`
+python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import shutil
+import sys
+import tempfile
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+import moexport
+import onnx
+from moexport.bench.results import Results, read
+
+ROOT = Path(__file__).parents[1]
+LAYER = "blocks.2.mlp/"
+LOWERINGS = ("dense", "gather", "grouped", "conditional", "fused")
+CASE = ROOT / "tests" / "data" / "soft_moe_vit" / "weights.pt"
+
+
+def demo_table(results: Results) -> str:
+    """Returns the README's table: at batch 1, PyTorch untouched, then the export for each k."""
+    lines = [
+        "| n | experts kept, k | accuracy | of all experts' | latency, ms | vs PyTorch |",
+        "|--:|--:|--:|--:|--:|--:|",
+    ]
+    rows = [row for row in results.rows if row.batch == 1]
+    rows.sort(key=lambda row: (row.experts, not row.is_reference, -row.k))
+    for experts, group in itertools.groupby(rows, key=lambda row: row.experts):
+        untouched = 0.0
+        for row in group:
+            if row.latency_ms is None or row.accuracy is None:
+                continue
+            if row.is_reference:
+                untouched = row.latency_ms.median
+            elif row.engine != "onnxruntime":
+                continue
+            kept = "PyTorch, untouched" if row.is_reference else str(row.k)
+            share = row.accuracy.retention
+            lines.append(
+                f"| {experts} | {kept} | {row.accuracy.top1:.1%} | "
+                f"{'–' if share is None else f'{share:.1%}'} | {row.latency_ms.median:.3f} | "
+                f"{untouched / row.latency_ms.median:.1f}× |"
+            )
+    return "\n".join(lines) + "\n"
+
+
+def layer_ops(bundle: moexport.Bundle, lowering: str) -> list[str]:
+    """Returns the ops of one layer as a bundle's graph with that lowering holds them, in order."""
+    file = bundle.path / bundle.graph(lowering).file
+    graph = onnx.load(file, load_external_data=False).graph
+    return [node.op_type for node in graph.node if node.output[0].startswith(LAYER)]
+
+
+def listed_ops() -> dict[str, str]:
+    """Returns the text of each listing: `route`, which all lowerings begin with, and the rest."""
+    model = moexport.load(CASE, config={"num_heads": 4})
+    with tempfile.TemporaryDirectory() as folder:
+        bundle = moexport.export(
+            model,
+            Path(folder) / "out",
+            k=2,
+            target="ort-cpu",
+            lowering=",".join(LOWERINGS),
+            verify=False,
+        )
+        ops = {name: layer_ops(bundle, name) for name in LOWERINGS}
+    columns = zip(*ops.values(), strict=False)
+    route = [column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, columns)]
+    return {"route": shown(route)} | {name: shown(ops[name][len(route) :]) for name in LOWERINGS}
+
+
+def shown(ops: Sequence[str]) -> str:
+    """Returns ops as lines of text, with `8×(Gemm Gelu Gemm)` for eight such chains in a row."""
+    parts = []
+    place = 0
+    while place < len(ops):
+        length, times = max(((n, _repeats(ops, place, n)) for n in (1, 2, 3)), key=_saved)
+        chain = " ".join(ops[place : place + length])
+        if times > len(LOWERINGS):
+            parts.append(f"{times}×({chain})")
+            place += length * times
+        else:
+            parts.append(ops[place])
+            place += 1
+    # A non-breaking space keeps each chain on one line while wrapping.
+    text = " ".join(part.replace(" ", "\xa0") for part in parts)
+    return "\n".join(textwrap.wrap(text, 80)).replace("\xa0", " ") + "\n"
+
+
+def _repeats(ops: Sequence[str], place: int, length: int) -> int:
+    chain, times = ops[place : place + length], 1
+    while ops[place + times * length : place + (times + 1) * length] == chain:
+        times += 1
+    return times
+
+
+def _saved(candidate: tuple[int, int]) -> int:
+    length, times = candidate
+    return length * (times - 1)
+
+
+def refresh_demo(directory: Path) -> None:
+    """Puts a demo's table and figure into the README."""
+    report = directory / "report"
+    table = demo_table(read(report / "results.json"))
+    page = ROOT / "README.md"
+    text = page.read_text(encoding="utf-8")
+    marked = re.compile(r"(<!-- demo-table -->\n).*?(<!-- /demo-table -->)", re.DOTALL)
+    page.write_text(marked.sub(lambda m: m[1] + table + m[2], text), encoding="utf-8")
+    shutil.copy(report / "latency_accuracy.png", ROOT / "docs" / "images" / "demo.png")
+
+
+def refresh_lowerings() -> None:
+    """Puts the ops of today's graphs into docs/lowerings.md."""
+    page = ROOT / "docs" / "lowerings.md"
+    text = page.read_text(encoding="utf-8")
+    for section, ops in listed_ops().items():
+        listing = re.compile(rf"(^### {section}\n\n```text\n).*?(^```$)", re.MULTILINE | re.DOTALL)
+        text = listing.sub(lambda m, ops=ops: m[1] + ops + m[2], text)  # type: ignore[misc]
+    page.write_text(text, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["demo", directory]:
+            refresh_demo(Path(directory))
+        case ["lowerings"]:
+            refresh_lowerings()
+        case _:
+            sys.exit(__doc__)

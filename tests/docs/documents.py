@@ -1,0 +1,82 @@
+"""The documents as the tests see them: their code blocks, and how to run and compare one."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+LOWERING = re.compile(r"\b(dense|gather|grouped|conditional|fused)\b")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block: its language, its text and the line it begins on."""
+
+    page: Path
+    language: str
+    text: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.page.name}:{self.line}"
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [
+        Block(page, match[1], match[2], text.count("\n", 0, match.start()) + 1)
+        for match in FENCE.finditer(text)
+    ]
+
+
+def run_block(block: Block, folder: Path) -> str:
+    """Runs a bash or Python block as a reader would, and returns what it printed to stdout."""
+    program = {
+        "bash": ["bash", "-euo", "pipefail", "-c"],
+        "sh": ["bash", "-euo", "pipefail", "-c"],
+        "python": [sys.executable, "-c"],
+    }[block.language]
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ["PATH"]))
+    done = subprocess.run(
+        [*program, block.text],
+        cwd=folder,
+        # The models are small: a second thread would only be waited for.
+        env={**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, f"{block} failed:\n{done.stdout}{done.stderr}"
+    return done.stdout
+
+
+def assert_printed(excerpt: Block, printed: str) -> None:
+    """Every line of an excerpt was printed, in order: the words, not the numbers or lowerings."""
+    lines = iter(printed.splitlines())
+    for line in excerpt.text.splitlines():
+        if line.strip() in ("", "…"):
+            continue
+        wanted = pattern(line)
+        assert any(wanted.fullmatch(actual.strip()) for actual in lines), (
+            f"{excerpt}: not printed, or not in this place:\n{line}\nprinted was:\n{printed}"
+        )
+
+
+def pattern(line: str) -> re.Pattern[str]:
+    tokens = []
+    for token in line.split():
+        if token == "…":
+            tokens.append(".*")
+        elif any(character.isdigit() for character in token):
+            tokens.append(r"\S+")
+        else:
+            tokens.append(LOWERING.sub(r"\\w+", re.escape(token)))
+    return re.compile(r"\s+".join(tokens))
