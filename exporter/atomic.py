@@ -76,6 +76,7 @@ def written_whole(destination: Path, *, force: bool) -> Iterator[Path]:
         )
         partial.chmod(0o755)
         yield partial
+        check_destination(destination, force=force)  # another export may have ended meanwhile
         _replace(partial, place)
     except OSError as error:
         if error.errno in _WRITE_FAILURES:
