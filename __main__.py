@@ -58,7 +58,7 @@ def main() -> None:
 
 def _invoke() -> None:
     """Runs the command; the parser turns an interrupt into a status, which is turned back here."""
-    if app(standalone_mode=False) == INTERRUPTED:
+    if app(prog_name="moexport", standalone_mode=False) == INTERRUPTED:
         raise KeyboardInterrupt
 
 

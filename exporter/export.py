@@ -197,7 +197,7 @@ def _checked(
         expected,
         renormalize=options.renormalize,
         rtol=options.rtol,
-        batch=fixed or 1,
+        batch=fixed or len(expected.x),
     )
     raise ParityError(
         f"{record.file} differs from PyTorch, starting in {where}: {describe(parity)}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal, get_args
@@ -73,9 +74,15 @@ class ExportOptions:
             if name != AUTO:
                 lowering(name)
         if len(set(self.lowerings)) < len(self.lowerings):
-            raise UsageError(f"--lowering {','.join(self.lowerings)}: a name is repeated")
-        if self.atol < 0 or self.rtol < 0:
-            raise UsageError("--atol and --rtol must not be negative")
+            raise UsageError(
+                f"--lowering {','.join(self.lowerings)}: a name is repeated",
+                hint="name each lowering once",
+            )
+        if not (0 <= self.atol < math.inf and 0 <= self.rtol < math.inf):
+            raise UsageError(
+                f"--atol {self.atol} --rtol {self.rtol}: bounds are finite and not negative",
+                hint="--rtol 1e-4 allows a difference of 1e-4 of max|y|; --no-verify any",
+            )
 
 
 MIN_OPSET = 20

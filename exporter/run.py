@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from ..calibration.feeds import batches
-from ..errors import BundleError, UsageError
+from ..errors import BundleError, FeedError, UsageError
 from .bundle import Bundle
 from .session import SessionOptions
 
@@ -32,11 +32,24 @@ def run_file(
     fewest = min(layer.experts for layer in record.layers)
     if k is not None and not 1 <= k <= fewest:
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
-    (x,) = batches(input_file, record.inputs[0].name)
+    x = _inputs(input_file, record.inputs[0].name)
     session = bundle.session(graph, SessionOptions(threads=threads))
     y = session(x, k)
     _write(output_file, record.outputs[0].name, y)
     return y.shape
+
+
+def _inputs(path: Path, name: str) -> np.ndarray:
+    """All inputs of a feed; they must stack, since none may be left out."""
+    parts = list(batches(path, name))
+    shapes = sorted({part.shape[1:] for part in parts})
+    if len(shapes) != 1:
+        found = ", ".join(map(str, shapes)) or "no shape"
+        raise FeedError(
+            f"{path}: its arrays do not stack: inputs of {found}",
+            hint="run each size of inputs by itself",
+        )
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _write(path: Path, name: str, y: np.ndarray) -> None:

@@ -77,7 +77,7 @@ class Session:
             )
         expected = self._input.shape
         dtype = _NUMPY_TYPES[self._input.type]
-        x = np.ascontiguousarray(x, dtype=dtype) if x.dtype.kind == dtype.kind else x
+        x = np.asarray(x, dtype=dtype, order="C") if x.dtype.kind == dtype.kind else x
         fits = len(expected) == x.ndim and all(
             not isinstance(size, int) or size == actual
             for size, actual in zip(expected, x.shape, strict=True)
