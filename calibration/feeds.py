@@ -5,15 +5,21 @@ from __future__ import annotations
 import importlib
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
+from numpy.lib.npyio import NpzFile
 
 from ..errors import FeedError
 
 Feed = str | Path | np.ndarray | Iterable[np.ndarray]
 """What a caller may hand over: where inputs are, or the inputs themselves."""
+
+
+_WANTED = "a feed gives batches of numbers, [b, …]: arrays, or dicts that hold them by input name"
+_THEIRS = "the feed's own code failed: --verbose shows where"
 
 
 def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
@@ -22,7 +28,7 @@ def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
     Raises `FeedError` that names the file, array or object when there is nothing to read.
     """
     if isinstance(feed, np.ndarray):
-        yield feed
+        yield _inputs(feed, "the feed")
     elif isinstance(feed, str | Path):
         yield from _located(str(feed), name)
     else:
@@ -63,26 +69,41 @@ def _located(where: str, name: str) -> Iterator[np.ndarray]:
 
 
 def _npz(path: Path, name: str) -> np.ndarray:
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            names = list(arrays)
-            if name in arrays:
-                return np.asarray(arrays[name])
-            if len(names) == 1:
-                return np.asarray(arrays[names[0]])
-    except (ValueError, zipfile.BadZipFile, EOFError, OSError) as error:
-        raise FeedError(f"{path}: not a readable .npz file ({error})") from error
-    raise FeedError(
-        f"{path}: holds {', '.join(names) or 'nothing'}, but no array '{name}'",
-        hint=f"save the inputs as np.savez(path, {name}=x)",
-    )
+    arrays = _read(path, ".npz")
+    if not isinstance(arrays, NpzFile):
+        raise FeedError(f"{path}: not a readable .npz file (it is an .npy)", hint="rename it")
+    with arrays:
+        names = list(arrays)
+        if name not in names and len(names) != 1:
+            raise FeedError(
+                f"{path}: holds {', '.join(names) or 'nothing'}, but no array '{name}'",
+                hint=f"save the inputs as np.savez(path, {name}=x)",
+            )
+        try:
+            array = arrays[name if name in names else names[0]]
+        except _UNREADABLE as error:
+            raise FeedError(f"{path}: not a readable .npz file ({error})") from error
+    return _inputs(array, str(path))
 
 
 def _npy(path: Path) -> np.ndarray:
+    array = _read(path, ".npy")
+    if isinstance(array, NpzFile):
+        array.close()
+        raise FeedError(f"{path}: not a readable .npy file (it is an .npz)", hint="rename it")
+    return _inputs(array, str(path))
+
+
+_UNREADABLE = (ValueError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
+
+
+def _read(path: Path, kind: str) -> np.ndarray | NpzFile:
+    """What `np.load` makes of a file; arrays are mapped, archives read as their parts are taken."""
     try:
-        return np.asarray(np.load(path, allow_pickle=False, mmap_mode="r"))
-    except (ValueError, EOFError, OSError) as error:
-        raise FeedError(f"{path}: not a readable .npy file ({error})") from error
+        loaded: np.ndarray | NpzFile = np.load(path, allow_pickle=False, mmap_mode="r")
+    except _UNREADABLE as error:
+        raise FeedError(f"{path}: not a readable {kind} file ({error})") from error
+    return loaded
 
 
 def _folder(path: Path) -> Iterator[np.ndarray]:
@@ -101,12 +122,28 @@ def _imported(where: str, name: str) -> Iterator[np.ndarray]:
         sys.path.insert(0, "")  # a user's own module lies in the current directory
     try:
         target = getattr(importlib.import_module(module_name), attribute)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:
         raise FeedError(
             f"{where}: cannot be imported ({error})",
             hint="name an iterable of batches, or a function that returns one",
         ) from error
-    for item in target() if callable(target) else target:
+    # What fails inside the user's code is the user's to see: its own words, as an error of a feed.
+    try:
+        items = iter(target() if callable(target) else target)
+    except TypeError as error:
+        raise FeedError(
+            f"{where}: is {type(target).__name__}, not an iterable of batches ({error})",
+            hint=_WANTED,
+        ) from error
+    except Exception as error:
+        raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_THEIRS) from error
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_THEIRS) from error
         yield _array(item, name, where)
 
 
@@ -114,11 +151,22 @@ def _array(item: object, name: str, where: str) -> np.ndarray:
     """A batch from what an iterable yields: an array, a tensor, or a dict or tuple around one."""
     if isinstance(item, dict):
         if name not in item:
-            raise FeedError(f"{where}: yields a dict without '{name}'")
+            raise FeedError(f"{where}: yields a dict without '{name}'", hint=_WANTED)
         item = item[name]
-    elif isinstance(item, tuple | list):
+    elif isinstance(item, tuple | list) and item:
         item = item[0]
-    array = np.asarray(item)
-    if array.dtype == object or array.ndim == 0:
-        raise FeedError(f"{where}: yields {type(item).__name__}, not an array of inputs")
+    try:
+        array = np.asarray(item)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FeedError(
+            f"{where}: yields {type(item).__name__}, not an array ({error})", hint=_WANTED
+        ) from error
+    return _inputs(array, where, yielded=type(item).__name__)
+
+
+def _inputs(array: np.ndarray, where: str, yielded: str | None = None) -> np.ndarray:
+    """The array, when it can be a batch of inputs: numbers, with an axis for the batch."""
+    if array.dtype.kind not in "biuf" or array.ndim == 0:
+        what = f"yields {yielded}" if yielded else f"holds {array.dtype.name} {array.shape}"
+        raise FeedError(f"{where}: {what}, not an array of inputs", hint=_WANTED)
     return array

@@ -217,9 +217,12 @@ def test_run_lists_the_graphs_there_are(exported: Path, tmp_path: Path) -> None:
         (np.zeros((2, 3, 32, 31), np.float32), "float32 (batch, 3, 32, 32), not float32 (2, 3,"),
         (np.zeros((3, 32, 32), np.float32), "not float32 (3, 32, 32)"),
         (np.zeros((1, 3, 32, 32), np.uint8), "not uint8 (1, 3, 32, 32)"),
-        (np.zeros((1, 3, 32, 32), np.complex64), "not complex64 (1, 3, 32, 32)"),
-        (np.array(["a"]), "not str"),
-        (np.float32(3), "not float32 ()"),
+        (
+            np.zeros((1, 3, 32, 32), np.complex64),
+            "complex64 (1, 3, 32, 32), not an array",
+        ),
+        (np.array(["a"]), "holds str32 (1,), not an array of inputs"),
+        (np.float32(3), "holds float32 (), not an array of inputs"),
     ],
 )
 def test_run_refuses_inputs_that_do_not_fit(

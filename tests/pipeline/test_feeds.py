@@ -1,0 +1,246 @@
+"""Every kind of feed gives the same inputs, and every bad one says what is wrong with it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import moexport
+import numpy as np
+import pytest
+import torch
+from moexport.calibration.feeds import batches, samples
+from moexport.errors import FeedError
+from moexport.tests.command import run
+from moexport.tests.recorded import DATA
+
+X = np.random.default_rng(0).standard_normal((6, 5, 32)).astype(np.float32)
+WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
+
+MODULE = """
+import numpy as np, torch
+x = np.random.default_rng(0).standard_normal((6, 5, 32)).astype(np.float32)
+array_list = [x[:2], x[2:]]
+def generator():
+    yield x[:1]
+    yield torch.from_numpy(x[1:])
+def dicts():
+    yield {"input": x, "label": 3}
+def pairs():
+    yield x, np.zeros(6)
+nothing = []
+number = 5
+def broken():
+    raise RuntimeError("the data set is not mounted")
+def wrong():
+    yield {"image": x}
+def words():
+    yield "a word"
+"""
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """A module of the user's own in the current folder."""
+    (tmp_path / "own_feeds.py").write_text(MODULE)
+    (tmp_path / "own_broken.py").write_text("raise ValueError('no such dataset')")
+    monkeypatch.chdir(tmp_path)
+    yield "own_feeds"
+    for name in ("own_feeds", "own_broken"):
+        sys.modules.pop(name, None)
+
+
+def folder_of(tmp_path: Path) -> Path:
+    (tmp_path / "feed").mkdir()
+    np.save(tmp_path / "feed" / "b.npy", X[4:])
+    np.save(tmp_path / "feed" / "a.npy", X[:4])
+    return tmp_path / "feed"
+
+
+def npz_of(tmp_path: Path, **arrays: np.ndarray) -> Path:
+    np.savez(tmp_path / "x.npz", allow_pickle=True, **arrays)
+    return tmp_path / "x.npz"
+
+
+def one_npy(tmp_path: Path) -> Path:
+    np.save(tmp_path / "x.npy", X)
+    return tmp_path / "x.npy"
+
+
+KINDS: dict[str, Callable[[Path], Any]] = {
+    "npz": lambda p: npz_of(p, input=X, label=np.arange(6)),
+    "npz of one array": lambda p: npz_of(p, anything=X),
+    "path as text": lambda p: str(npz_of(p, input=X)),
+    "npy": one_npy,
+    "folder": folder_of,
+    "array": lambda _: X,
+    "list": lambda _: [X[:3], X[3:]],
+    "generator": lambda _: (X[i : i + 1] for i in range(6)),
+    "tensors": lambda _: [torch.from_numpy(X)],
+    "pairs": lambda _: [(X, np.zeros(6))],
+    "dicts": lambda _: [{"input": X}],
+}
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_every_kind_of_feed_gives_the_inputs_in_order(kind: str, tmp_path: Path) -> None:
+    feed = KINDS[kind](tmp_path)
+    assert np.array_equal(samples(feed, "input", 100), X)
+
+
+@pytest.mark.parametrize("kind", list(KINDS))
+def test_no_more_is_taken_than_was_asked_for(kind: str, tmp_path: Path) -> None:
+    feed = KINDS[kind](tmp_path)
+    assert np.array_equal(samples(feed, "input", 4), X[:4])
+
+
+@pytest.mark.parametrize("name", ["array_list", "generator", "dicts", "pairs"])
+def test_an_iterable_of_the_users_module_is_a_feed(name: str, module: str) -> None:
+    assert np.array_equal(samples(f"{module}:{name}", "input", 100), X)
+
+
+def test_an_endless_feed_is_read_as_far_as_needed() -> None:
+    taken: list[int] = []
+
+    def endless() -> Iterator[np.ndarray]:
+        while True:
+            taken.append(1)
+            yield X[:1]
+
+    assert samples(endless(), "input", 3).shape == (3, 5, 32)
+    assert len(taken) == 3
+
+
+def bad(tmp_path: Path, kind: str) -> str | Path:
+    """A feed that is wrong in one way."""
+    files: dict[str, Callable[[Path], object]] = {
+        "text.npz": lambda path: path.write_text("not an archive"),
+        "cut.npz": lambda path: path.write_bytes(npz_of(tmp_path, input=X).read_bytes()[:300]),
+        "array.npz": lambda path: np.save(path.open("wb"), X),
+        "empty.npz": np.savez,
+        "other.npz": lambda path: np.savez(path, image=X, label=np.arange(6)),
+        "objects.npz": lambda path: np.savez(path, input=np.array([{}], dtype=object)),
+        "scalar.npz": lambda path: np.savez(path, input=np.float32(3)),
+        "text.npy": lambda path: path.write_text("not an array"),
+        "scalar.npy": lambda path: np.save(path, np.float32(3)),
+        "archive.npy": lambda path: path.write_bytes(npz_of(tmp_path, input=X).read_bytes()),
+        "objects.npy": lambda path: np.save(path, np.array([{}], dtype=object)),
+        "empty.npy": lambda path: np.save(path, X[:0]),
+        "table.csv": lambda path: path.write_text("1,2,3"),
+        "folder": lambda path: path.mkdir(),
+        "words.npz": lambda path: np.savez(path, input=np.array(["a", "b"])),
+    }
+    files[kind](tmp_path / kind)
+    return tmp_path / kind
+
+
+FILES = {
+    "text.npz": "not a readable .npz file",
+    "cut.npz": "not a readable .npz file",
+    "array.npz": "not a readable .npz file",
+    "empty.npz": "holds nothing, but no array 'input'",
+    "other.npz": "holds image, label, but no array 'input'",
+    "objects.npz": "not a readable .npz file",
+    "scalar.npz": "not an array of inputs",
+    "text.npy": "not a readable .npy file",
+    "scalar.npy": "not an array of inputs",
+    "archive.npy": "not a readable .npy file",
+    "objects.npy": "not a readable .npy file",
+    "empty.npy": "the feed holds no inputs",
+    "table.csv": "not a readable .npy file",
+    "folder": "the folder holds no .npy file",
+    "words.npz": "not an array of inputs",
+}
+
+
+@pytest.mark.parametrize("kind", list(FILES))
+def test_a_file_that_is_no_feed_says_so(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(FeedError) as caught:
+        samples(bad(tmp_path, kind), "input", 4)
+    assert FILES[kind] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("feed", "message"),
+    [
+        ("nowhere.npz", "no such feed"),
+        ("nowhere", "no such feed"),
+        ("", "holds no .npy file"),
+        ("no_such_module:x", "cannot be imported"),
+        ("own_feeds:missing", "cannot be imported"),
+        ("own_feeds:", "cannot be imported"),
+        (":x", "cannot be imported"),
+        ("own_broken:x", "cannot be imported (no such dataset)"),
+        ("own_feeds:nothing", "the feed holds no inputs"),
+        ("own_feeds:number", "is int, not an iterable"),
+        ("own_feeds:broken", "the data set is not mounted"),
+        ("own_feeds:wrong", "yields a dict without 'input'"),
+        ("own_feeds:words", "yields str, not an array of inputs"),
+    ],
+)
+def test_a_name_that_is_no_feed_says_so(feed: str, message: str, module: str) -> None:
+    assert module
+    with pytest.raises(FeedError) as caught:
+        samples(feed, "input", 4)
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize("items", [[], [X[:0]], [5], [None], [[]], [{}], ["x"]])
+def test_an_iterable_without_inputs_says_so(items: list[Any]) -> None:
+    with pytest.raises(FeedError):
+        samples(items, "input", 4)
+
+
+def test_batches_of_several_sizes_give_those_that_stack() -> None:
+    feed = [X[:2], X[2:4, :3], X[4:]]
+    assert np.array_equal(samples(feed, "input", 6), np.concatenate([X[:2], X[4:]]))
+    assert [len(batch) for batch in batches(feed, "input")] == [2, 2, 2]
+
+
+def exported(tmp_path: Path, feed: Path, *options: str) -> dict[str, Any]:
+    out = tmp_path / "out"
+    outcome = run("export", WEIGHTS, "-o", out, "--data", feed, "--k", "2", *options)
+    assert outcome.code == 0, outcome.err
+    content: dict[str, Any] = json.loads((out / "manifest.json").read_text())
+    return content
+
+
+def test_parity_is_checked_on_the_inputs_that_were_given(tmp_path: Path) -> None:
+    manifest = exported(tmp_path, npz_of(tmp_path, input=X.astype(np.float64)))
+    assert manifest["parity"]["samples"] == 6
+    assert not any("random" in note for note in manifest["notes"])
+    with np.load(tmp_path / "out" / "parity.npz") as reference:
+        assert np.array_equal(reference["x"], X)
+
+
+@pytest.mark.parametrize(
+    ("x", "options", "message"),
+    [
+        (X[:, :, :31], (), "input 'input' takes (batch, tokens, 32), the feed gives (6, 5, 31)"),
+        (X[0], (), "takes (batch, tokens, 32), the feed gives (5, 32)"),
+        (X, ("--tokens", "7"), "takes (batch, 7, 32), the feed gives (6, 5, 32)"),
+        (X, ("--batch", "8"), "--batch 8 needs that many inputs, the feed gives 6"),
+        (np.full_like(X, np.nan), (), "input 'input' holds NaN or Inf"),
+        (np.full_like(X, -np.inf), (), "input 'input' holds NaN or Inf"),
+        (X.astype(np.complex64), (), "holds complex64 (6, 5, 32), not an array of inputs"),
+    ],
+)
+def test_inputs_that_the_model_does_not_take_are_refused(
+    x: np.ndarray, options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    feed = npz_of(tmp_path, input=x)
+    outcome = run("export", WEIGHTS, "-o", out, "--data", feed, *options)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert message in outcome.error
+    assert not out.exists()
+
+
+def test_python_takes_a_generator_for_data(tmp_path: Path) -> None:
+    model = moexport.load(WEIGHTS)
+    bundle = moexport.export(model, tmp_path / "out", k=2, data=(x[None] for x in X))
+    assert bundle.manifest.parity is not None
+    assert bundle.manifest.parity["samples"] == 6

@@ -1,0 +1,138 @@
+"""How every command behaves: quick help, an example, results on stdout and the rest on stderr."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moexport.tests.command import PROGRAM, run, run_program
+from moexport.tests.recorded import DATA
+
+COMMANDS = ["inspect", "export", "verify", "run", "bench", "report", "demo", "doctor"]
+LAYER = DATA / "soft_moe_fkodom" / "weights.pt"
+SET = ("--set", "version=0.2.0")
+
+HEAVY = {"torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "numpy", "matplotlib", "sklearn"}
+
+
+def test_help_answers_at_once() -> None:
+    times = []
+    for _ in range(5):
+        begin = time.perf_counter()
+        done = subprocess.run([*PROGRAM, "--help"], capture_output=True, text=True, check=True)
+        times.append(time.perf_counter() - begin)
+        assert all(command in done.stdout for command in COMMANDS)
+    assert min(times) < 0.3  # the others measure what else the machine was doing
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["export", "--help"], ["export", "--k", "0"]])
+def test_help_and_the_parser_import_nothing_heavy(arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from moexport.__main__ import main\n"
+        f"sys.argv = ['moexport', *{arguments!r}]\n"
+        "try: main()\n"
+        "except SystemExit: pass\n"
+        "print('modules:', *sorted({name.split('.')[0] for name in sys.modules}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    (modules,) = [line for line in done.stdout.splitlines() if line.startswith("modules:")]
+    assert HEAVY.isdisjoint(modules.split()[1:])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_every_command_has_help_with_an_example(command: str, flag: str) -> None:
+    outcome = run(command, flag)
+    assert (outcome.code, outcome.err) == (0, "")
+    assert f"Example: moexport {command}" in outcome.out
+    assert "--verbose" in outcome.out
+    assert "--quiet" in outcome.out
+
+
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"demo", "doctor"}))
+def test_every_example_that_needs_files_is_understood_by_the_parser(
+    command: str, tmp_path: Path
+) -> None:
+    text = " ".join(run(command, "--help").out.split())
+    _, _, rest = text.partition("Example: moexport ")
+    words = [str(tmp_path / w) if "." in w and w[0].isalpha() else w for w in rest.split()]
+    outcome = run(*words)
+    # Its files are not here: it ends with that (1), not with what the parser does not know (2).
+    assert outcome.code == 1
+    assert "option" not in outcome.error
+
+
+def test_without_arguments_the_help_is_shown_and_the_exit_code_is_that_of_bad_usage() -> None:
+    outcome = run()
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "Usage: moexport" in outcome.err
+
+
+def test_results_go_to_stdout_and_the_rest_to_stderr(tmp_path: Path) -> None:
+    outcome = run("export", LAYER, *SET, "-o", tmp_path / "out", "--k", "2")
+    assert outcome.code == 0
+    (line,) = outcome.out.splitlines()
+    assert line.startswith(f"{tmp_path / 'out'}: model.onnx, parity.npz, weights.bin (")
+    for word in ("loading", "tracing", "writing", "checking", "k = 2 of 6", "max |difference|"):
+        assert word in outcome.err
+
+
+def test_quiet_leaves_the_result_alone(tmp_path: Path) -> None:
+    outcome = run("export", LAYER, *SET, "-o", tmp_path / "out", "-q")
+    assert (outcome.code, outcome.err) == (0, "")
+    assert len(outcome.out.splitlines()) == 1
+    np.savez(tmp_path / "x.npz", input=np.zeros((2, 5, 24), np.float32))
+    files = ("-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
+    outcome = run("run", tmp_path / "out", *files, "--quiet")
+    assert (outcome.code, outcome.out, outcome.err) == (0, "", "")
+    outcome = run("inspect", LAYER, *SET, "-q")
+    assert outcome.err == ""
+    assert "experts n" in outcome.out
+
+
+def test_json_is_all_that_stdout_holds(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    inspected = json.loads(run("inspect", LAYER, *SET, "--json").out)
+    assert inspected["family"] == "soft-moe-fkodom"
+    assert [cost["k"] for cost in inspected["costs"]] == ["n = 6", "n/2 = 3", "n/4 = 1"]
+    planned = json.loads(run("export", LAYER, *SET, "-o", out, "--dry-run", "--json").out)
+    assert sorted(planned) == ["files", "graphs", "output"]
+    written = json.loads(run("export", LAYER, *SET, "-o", out, "--json").out)
+    assert written == json.loads((out / "manifest.json").read_text())
+    assert json.loads(run("verify", out, "--json").out)["passed"] is True
+    diagnosis = json.loads(run("doctor", "--json").out)
+    assert {ability["name"] for ability in diagnosis["abilities"]} >= {"export to ONNX"}
+
+
+def test_doctor_says_yes_or_no_and_why() -> None:
+    outcome = run("doctor")
+    assert (outcome.code, outcome.err) == (0, "")
+    rows = [line for line in outcome.out.splitlines() if line.startswith(("yes", "no "))]
+    assert len(rows) >= 5
+    assert any("run on CPU" in row and row.startswith("yes") for row in rows)
+
+
+def test_a_reader_that_leaves_early_gets_no_traceback() -> None:
+    shell = f"'{sys.executable}' -m moexport doctor | head -c 3"
+    done = subprocess.run(
+        ["bash", "-c", shell], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stdout == "   "
+    assert "Traceback" not in done.stderr
+    assert "Exception" not in done.stderr
+
+
+def test_the_program_ends_with_the_code_of_the_error(tmp_path: Path) -> None:
+    outcome = run_program("verify", tmp_path)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert outcome.error.endswith("not a bundle (there is no manifest.json)")
+    assert outcome.hint
+    outcome = run_program("export", LAYER, "-o", tmp_path / "out", "--k", "0")
+    assert (outcome.code, outcome.out) == (2, "")
+    assert "Traceback" not in outcome.err
