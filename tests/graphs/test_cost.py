@@ -1,0 +1,160 @@
+"""The cost model chooses among what can serve, says why, and grows where the work grows."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import get_args
+
+import pytest
+from moexport.errors import LoweringError
+from moexport.graphs.cost import CPU, check, choose, machine_for, predict_us
+from moexport.graphs.lowerings.base import Target, Work
+from moexport.graphs.lowerings.registry import LOWERINGS, lowering
+from moexport.graphs.spec import SoftMoESpec
+
+TARGETS: tuple[Target, ...] = get_args(Target)
+
+LARGE = SoftMoESpec("large", 8, 1, 768, 7680, 768, norm="l2")  # few experts of 47 MB
+SMALL = SoftMoESpec("small", 128, 1, 768, 384, 768, norm="l2")  # many of 2.4 MB
+
+
+def work(spec: SoftMoESpec, kept: int, batch: int = 1, tokens: int = 197) -> Work:
+    return Work(spec, kept, batch, tokens)
+
+
+def chosen(spec: SoftMoESpec, kept: int, batch: int = 1, target: Target = "onnx") -> str:
+    return choose(work(spec, kept, batch), target).lowering.name
+
+
+def test_one_input_with_few_of_many_small_experts_gathers_their_weights() -> None:
+    assert chosen(SMALL, 1) == "gather"
+    assert chosen(replace(SMALL, experts=512), 8) == "gather"
+
+
+def test_few_large_experts_are_grouped() -> None:
+    for batch in (1, 16, 100):
+        for kept in (1, 2, 4):
+            assert chosen(LARGE, kept, batch) == "grouped"
+
+
+def test_gathering_is_left_as_the_batch_grows() -> None:
+    names = [chosen(SMALL, 1, batch) for batch in (1, 16, 100)]
+    assert names[0] == "gather"
+    assert "gather" not in names[1:]
+
+
+@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize("spec", [LARGE, SMALL], ids=lambda spec: str(spec.name))
+def test_every_target_has_an_exact_choice_for_every_k_and_says_why(
+    spec: SoftMoESpec, target: Target
+) -> None:
+    for kept in (1, spec.experts // 4, spec.experts):
+        for batch in (1, 100):
+            choice = choose(work(spec, kept, batch), target)
+            assert target in choice.lowering.targets
+            assert choice.lowering.unable(spec) is None
+            assert choice.lowering.inexact(spec) is None
+            assert choice.predicted_us > 0
+            assert f"k = {kept} of {spec.experts} at batch {batch}" in choice.reason
+            others = [r for r in LOWERINGS.values() if r.name in choice.reason]
+            assert choice.lowering not in others
+            assert all(target in record.targets for record in others)
+
+
+def test_the_choice_is_the_fastest_by_prediction() -> None:
+    for spec, kept, batch in ((LARGE, 2, 1), (SMALL, 16, 1), (SMALL, 32, 16), (LARGE, 8, 100)):
+        choice = choose(work(spec, kept, batch), "onnx")
+        predictions = {
+            record.name: predict_us(record, work(spec, kept, batch), CPU)
+            for record in LOWERINGS.values()
+            if "onnx" in record.targets and not record.inexact(spec)
+        }
+        assert choice.predicted_us == min(predictions.values())
+        assert predictions[choice.lowering.name] == choice.predicted_us
+
+
+def test_a_lowering_that_is_not_exact_is_never_chosen_but_may_be_asked_for() -> None:
+    relu = replace(SMALL, activation="relu")
+    exact = {
+        choose(work(spec, k, b), "ort-cpu").lowering.name
+        for spec in (SMALL, LARGE)
+        for k in (1, 4, 8)
+        for b in (1, 16, 100)
+    }
+    assert "fused" not in exact
+    asked = check(lowering("fused"), work(SMALL, 16), "ort-cpu")
+    assert "tanh form of GELU" in asked.reason
+    assert check(lowering("fused"), work(relu, 16), "ort-cpu").reason == "asked for"
+
+
+@pytest.mark.parametrize(
+    ("name", "spec", "target", "why"),
+    [
+        ("grouped", SMALL, "tensorrt", "the target tensorrt does not run it"),
+        ("grouped", SMALL, "tensorrt-rtx", "the target tensorrt-rtx does not run it"),
+        ("fused", SMALL, "onnx", "the target onnx does not run it"),
+        ("fused", replace(SMALL, expert="geglu"), "ort-cpu", "has no geglu experts"),
+        ("fused", replace(SMALL, out=10), "ort-cpu", "this layer maps 768 to 10"),
+    ],
+)
+def test_what_cannot_serve_is_refused_with_the_reason_and_the_able(
+    name: str, spec: SoftMoESpec, target: Target, why: str
+) -> None:
+    with pytest.raises(LoweringError) as caught:
+        check(lowering(name), work(spec, 16), target)
+    assert why in caught.value.message
+    assert "layer small" in caught.value.message
+    assert caught.value.hint is not None
+    offered = caught.value.hint.rpartition(": ")[2].split(", ")
+    assert name not in offered
+    assert {"dense", "gather", "conditional"} <= set(offered)
+
+
+def test_an_unknown_name_lists_the_known() -> None:
+    with pytest.raises(LoweringError, match="no lowering 'fast'") as caught:
+        lowering("fast")
+    assert caught.value.hint == f"choose one of: auto, {', '.join(LOWERINGS)}"
+
+
+@pytest.mark.parametrize("spec", [LARGE, SMALL], ids=lambda spec: str(spec.name))
+@pytest.mark.parametrize("name", list(LOWERINGS))
+@pytest.mark.parametrize("target", ["onnx", "tensorrt"])
+def test_more_work_is_never_predicted_to_take_less_time(
+    name: str, spec: SoftMoESpec, target: Target
+) -> None:
+    machine, record, n = machine_for(target), lowering(name), spec.experts
+    for batch in (1, 16, 100):
+        # k = n is another graph: nothing is selected, so it is compared with no other k.
+        times = [predict_us(record, work(spec, k, batch), machine) for k in range(1, n)]
+        assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(times))
+    for kept in (1, n // 4, n):
+        times = [predict_us(record, work(spec, kept, b), machine) for b in (1, 2, 8, 32, 128)]
+        assert times == sorted(times)
+        times = [predict_us(record, work(spec, kept, 4, m), machine) for m in (1, 16, 196, 1024)]
+        assert times == sorted(times)
+
+
+def test_expected_active_experts_lie_between_k_and_n() -> None:
+    for kept in (1, 16, 64, 128):
+        counts = [work(SMALL, kept, batch).expected_active for batch in (1, 2, 8, 64, 4096)]
+        assert counts[0] == pytest.approx(kept)
+        assert counts == sorted(counts)
+        assert counts[-1] == pytest.approx(128)
+        assert all(kept - 1e-9 <= count <= 128 for count in counts)
+    # Two inputs that each choose 1 of 4 meet at the same expert a quarter of the time.
+    four = replace(SMALL, experts=4)
+    assert work(four, 1, 2).expected_active == pytest.approx(2 - 1 / 4)
+
+
+def test_multiply_adds_are_those_of_the_formulas() -> None:
+    m, d, n, p, k, h = 197, 768, 128, 1, 16, 384
+    macs = SMALL.macs(m, k)
+    assert macs == {
+        "router": m * d * n * p,
+        "dispatch": m * d * k * p,
+        "experts": k * p * 2 * d * h,
+        "combine": m * k * p * d,
+    }
+    everything = sum(SMALL.macs(m, n).values())
+    assert everything / sum(macs.values()) == pytest.approx(4.0, abs=0.1)  # not 8: the router stays

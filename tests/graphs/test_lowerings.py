@@ -1,0 +1,140 @@
+"""Every lowering computes the formulas, in every variant that published layers have."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+from moexport.graphs.lowerings.registry import LOWERINGS
+from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource
+from moexport.tests.graphs.tiny_layers import (
+    TinyLayer,
+    lowered,
+    session,
+    soft_moe,
+    tiny_layer,
+    tokens,
+)
+
+RTOL = 2e-5  # of max|y|: float32 against float64
+SIZES = [(1, 9), (5, 4), (2, 1)]  # batch and tokens; no graph here was made for any size
+
+NORMS: tuple[NormKind, ...] = get_args(NormKind)
+EXPERTS: tuple[ExpertKind, ...] = get_args(ExpertKind)
+ACTIVATIONS: tuple[Activation, ...] = get_args(Activation)
+
+
+def assert_computes(
+    layer: TinyLayer, lowering: str, kept: int | None, ks: tuple[int, ...], **options: Any
+) -> None:
+    """The graph gives y and the chosen sets of the formulas at every size and every k."""
+    made = lowered(layer, lowering, kept, **options)
+    running = session(made)
+    for (batch, count), k in itertools.product(SIZES, ks):
+        x = tokens(batch, count)
+        feeds = {"input": x} if kept is not None else {"input": x, "k": np.array([k])}
+        y, *selected = running.run(None, feeds)
+        expected, sets = soft_moe(layer, x, k, **options)
+        assert y.shape == expected.shape
+        assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
+        assert len(selected) == (kept is None or k < layer.spec.experts)
+        for chosen in selected:
+            assert np.array_equal(np.sort(chosen, axis=1), sets)
+
+
+def able(layer: TinyLayer) -> list[str]:
+    """The lowerings that compute this layer exactly."""
+    records = LOWERINGS.values()
+    return [r.name for r in records if not r.unable(layer.spec) and not r.inexact(layer.spec)]
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("expert", EXPERTS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_every_layer_in_every_lowering(norm: NormKind, expert: ExpertKind, slots: int) -> None:
+    layer = tiny_layer(norm=norm, expert=expert, slots=slots)
+    names = able(layer)
+    assert ("fused" in names) == (expert == "mlp")
+    assert {"dense", "gather", "grouped", "conditional"} <= set(names)
+    for name in names:
+        assert_computes(layer, name, 2, (2,))
+        assert_computes(layer, name, 5, (5,))
+        assert_computes(layer, name, None, (1, 3, 5))
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("lowering", list(LOWERINGS))
+def test_renormalised_weights_sum_to_one(lowering: str, slots: int) -> None:
+    layer = tiny_layer(slots=slots)
+    assert_computes(layer, lowering, 2, (2,), renormalize=True)
+    assert_computes(layer, lowering, 5, (5,), renormalize=True)
+    assert_computes(layer, lowering, None, (1, 4), renormalize=True)
+
+
+@pytest.mark.parametrize("expert", ["geglu", "linear"])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_the_output_may_be_wider_or_narrower(expert: ExpertKind, slots: int) -> None:
+    for out in (4, 9):
+        layer = tiny_layer(expert=expert, slots=slots, out=out)
+        for name in able(layer):
+            assert_computes(layer, name, 2, (2,))
+            assert_computes(layer, name, 5, (5,))
+
+
+@pytest.mark.parametrize("expert", EXPERTS)
+def test_experts_may_lack_biases(expert: ExpertKind) -> None:
+    layer = tiny_layer(expert=expert, biases=False, slots=2)
+    for name in able(layer):
+        assert_computes(layer, name, 2, (2,))
+        assert_computes(layer, name, 5, (5,))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_every_activation(activation: Activation) -> None:
+    layer = tiny_layer(activation=activation)
+    names = able(layer)
+    assert ("fused" in names) == (activation != "gelu")
+    for name in names:
+        assert_computes(layer, name, 2, (2,))
+
+
+@pytest.mark.parametrize("norm", ["l2", "l2-plus", "l2-rsqrt"])
+@pytest.mark.parametrize("gain", [False, True])
+def test_slots_may_average_raw_tokens_and_norms_may_have_a_gain(norm: NormKind, gain: bool) -> None:
+    for source in get_args(SlotSource):
+        layer = tiny_layer(norm=norm, gain=gain, slots_from=source)
+        for name in able(layer):
+            assert_computes(layer, name, 2, (2,))
+
+
+@pytest.mark.parametrize("lowering", list(LOWERINGS))
+def test_a_layer_of_one_expert_and_one_of_many(lowering: str) -> None:
+    assert_computes(tiny_layer(experts=1), lowering, 1, (1,))
+    assert_computes(tiny_layer(experts=1), lowering, None, (1,))
+    assert_computes(tiny_layer(experts=40, slots=2), lowering, 3, (3,))
+    assert_computes(tiny_layer(experts=40), lowering, None, (1, 39, 40))
+
+
+@pytest.mark.parametrize("lowering", list(LOWERINGS))
+def test_tokens_of_all_zeros_give_no_nan(lowering: str) -> None:
+    for norm in NORMS:
+        layer = tiny_layer(norm=norm)
+        x = tokens(2, 4)
+        x[:, 1] = 0.0
+        y, _ = session(lowered(layer, lowering, 2)).run(None, {"input": x})
+        expected, _ = soft_moe(layer, x, 2)
+        assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
+
+
+def test_the_tanh_form_of_the_fused_gelu_is_as_far_off_as_it_says() -> None:
+    layer = tiny_layer(activation="gelu")
+    caveat = LOWERINGS["fused"].inexact(layer.spec)
+    assert caveat is not None
+    assert "tanh form" in caveat
+    x = tokens(4, 6)
+    y, _ = session(lowered(layer, "fused", 2)).run(None, {"input": x})
+    expected, _ = soft_moe(layer, x, 2)
+    off = np.abs(y - expected).max() / np.abs(expected).max()
+    assert RTOL < off < 1e-3
