@@ -177,6 +177,6 @@ def _labelled(
 def _k_text(k: int | float | str | Sequence[int]) -> str:
     if isinstance(k, float):
         return f"{Fraction(k).limit_denominator(1 << 20)}" if not k.is_integer() else f"{k}"
-    if isinstance(k, int | str):
-        return str(k)
-    return ",".join(str(each) for each in k)
+    if isinstance(k, Sequence) and not isinstance(k, str):
+        return ",".join(str(each) for each in k)
+    return str(k)  # numpy's integers among them; what cannot be meant is refused as text

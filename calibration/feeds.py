@@ -31,9 +31,11 @@ def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
         yield _inputs(feed, "the feed")
     elif isinstance(feed, str | Path):
         yield from _located(str(feed), name)
-    else:
+    elif isinstance(feed, Iterable):
         for item in feed:
             yield _array(item, name, "the feed")
+    else:
+        raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=_WANTED)
 
 
 def samples(feed: Feed, name: str, count: int) -> np.ndarray:

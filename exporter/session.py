@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -44,6 +45,7 @@ class Session:
         self._session = _open(path, self.options)
         inputs = {value.name: value for value in self._session.get_inputs()}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
+        self._experts = _fewest_experts(self._session) if self.takes_k else None
         (self._input,) = inputs.values()
         self.output_names = [value.name for value in self._session.get_outputs()]
 
@@ -75,6 +77,12 @@ class Session:
                 else f"k = {k} was given, but the graph's k is baked in",
                 hint="pass --k K" if self.takes_k else "export with --k input to choose k per run",
             )
+        # The runtime takes 0 for an answer of zeros, and logs what else it does not take.
+        if k is not None and self._experts and not (k == int(k) and 1 <= k <= self._experts):
+            raise UsageError(
+                f"k = {k}: the model has {self._experts} experts",
+                hint=f"use 1 ≤ k ≤ {self._experts}",
+            )
         expected = self._input.shape
         dtype = _NUMPY_TYPES[self._input.type]
         x = np.asarray(x, dtype=dtype, order="C") if x.dtype.kind == dtype.kind else x
@@ -99,6 +107,14 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float16)": np.dtype(np.float16),
     "tensor(int64)": np.dtype(np.int64),
 }
+
+
+def _fewest_experts(session: ort.InferenceSession) -> int | None:
+    """The largest k that every layer takes, as the graph's own metadata tells."""
+    record = session.get_modelmeta().custom_metadata_map.get("moexport")
+    if record is None:
+        return None
+    return min(int(layer["n"]) for layer in json.loads(record)["layers"].values())
 
 
 def _shape(sizes: Sequence[object]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 
 import onnx_ir as ir
@@ -85,7 +86,21 @@ def trace(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None)
     assert program is not None
     graph = program.model
     simplify(graph)
+    _check_calls(graph)
     return graph
+
+
+def _check_calls(graph: ir.Model) -> None:
+    """Each layer must be one node: values and choices are told apart by the layer's name."""
+    calls = Counter(
+        node.attributes.get_string("layer") for node in graph.graph if node.domain == DOMAIN
+    )
+    for layer, count in calls.items():
+        if count > 1:
+            raise TraceError(
+                f"the layer {layer} is called {count} times in one forward pass",
+                hint="give each call a layer of its own (copy.deepcopy keeps the weights)",
+            )
 
 
 @contextlib.contextmanager

@@ -1,0 +1,103 @@
+"""Layers that a graph cannot tell apart, and what a session takes for k."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moexport
+import numpy as np
+import pytest
+import torch
+from moexport.errors import FeedError, TraceError, UsageError
+from moexport.exporter.export import prepare
+from moexport.exporter.model import Model, Source, TensorSpec
+from moexport.exporter.options import ExportOptions
+from moexport.exporter.session import Session
+from moexport.graphs.layers import SoftMoE, SoftMoEWeights
+from moexport.graphs.spec import SoftMoESpec
+from moexport.tests.recorded import DATA
+from torch import Tensor, nn
+
+
+class Host(nn.Module):
+    """Calls one layer as often as it is told."""
+
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        random = torch.Generator().manual_seed(0)
+        weights = SoftMoEWeights(
+            phi=torch.randn(6, 4, 1, generator=random),
+            w1=torch.randn(4, 6, 6, generator=random),
+            b1=None,
+            w2=None,
+            b2=None,
+        )
+        self.moe = SoftMoE(SoftMoESpec("moe", 4, 1, 6, 0, 6, expert="linear"), weights)
+        self.calls = calls
+
+    def forward(self, x: Tensor) -> Tensor:
+        for _ in range(self.calls):
+            x = x + self.moe(x)
+        return x
+
+
+def host_model(calls: int) -> Model:
+    shape = ("batch", "tokens", 6)
+    return Model(
+        module=Host(calls).eval(),
+        family="factory",
+        config={},
+        source=Source("host", ()),
+        input=TensorSpec("input", "float32", shape),
+        output=TensorSpec("output", "float32", shape),
+    )
+
+
+def test_a_layer_that_is_called_once_is_planned_once() -> None:
+    (graph,) = prepare(host_model(1), ExportOptions(k=2)).plan.graphs
+    assert [layer.name for layer in graph.layers] == ["moe"]
+
+
+def test_a_layer_that_is_called_twice_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError, match="layer moe is called 2 times") as caught:
+        moexport.export(host_model(2), tmp_path / "out")
+    assert caught.value.hint is not None
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture(scope="module")
+def session(tmp_path_factory: pytest.TempPathFactory) -> Session:
+    model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
+    folder = tmp_path_factory.mktemp("session")
+    return moexport.export(model, folder / "out", k="input", lowering="gather").session()
+
+
+@pytest.mark.parametrize("k", [0, -1, 5, 2.5])
+def test_a_session_refuses_a_k_outside_1_to_n(session: Session, k: int) -> None:
+    x = np.ones((1, 5, 32), np.float32)
+    with pytest.raises(UsageError, match=f"k = {k}: the model has 4 experts"):
+        session(x, k)
+    assert session(x, 4).shape == (1, 5, 32)
+    assert np.array_equal(session(x, np.int64(2)), session(x, 2))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("k", [0, None, True, 2.0, 5, [1, 2], [0], "some"])
+def test_python_refuses_a_k_that_cannot_be_meant(k: object, tmp_path: Path) -> None:
+    model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
+    with pytest.raises(UsageError, match="--k"):
+        moexport.export(model, tmp_path / "out", k=k)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("k", [2, np.int64(2), [2], (2,), 0.5, "1/2"])
+def test_python_takes_k_in_every_form(k: int, tmp_path: Path) -> None:
+    model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
+    bundle = moexport.export(model, tmp_path / "out", k=k)
+    assert [layer.k for layer in bundle.manifest.layers] == [2]
+
+
+def test_python_refuses_what_is_no_feed(tmp_path: Path) -> None:
+    model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
+    with pytest.raises(FeedError, match="the feed is int, not batches"):
+        moexport.export(model, tmp_path / "out", data=5)  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
