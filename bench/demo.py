@@ -25,6 +25,9 @@ from .timing import Protocol
 
 EXPERTS = (16, 64)
 KEPT = ("n", "1/2", "1/4", "1/8")
+THREADS = 1
+"""Of every engine: these networks are too small to share out, and sharing makes times erratic."""
+
 MARKER = "demo-of-moexport.txt"
 
 
@@ -66,7 +69,7 @@ def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Out
     results = bench(
         subjects,
         data.test,
-        Settings(batches=(1, 32), protocol=Protocol(inputs=8, round_s=0.1)),
+        Settings(batches=(1, 32), protocol=Protocol(inputs=8, round_s=0.1), threads=THREADS),
         out=directory / "report",
         command=f"moexport demo -o {directory}",
         progress=progress.step,
@@ -122,7 +125,7 @@ def _verified(bundle: Bundle) -> tuple[str, ...]:
 
 def _side_by_side(bundles: list[Bundle], name: str) -> Subject:
     """The bundles of one network, one k each, as one subject with all ks."""
-    subjects = [from_bundle(bundle, ()) for bundle in bundles]
+    subjects = [from_bundle(bundle, (), threads=THREADS) for bundle in bundles]
     return replace(
         subjects[0],
         name=name,

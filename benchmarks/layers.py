@@ -50,7 +50,7 @@ class Shape:
     def ks(self) -> tuple[int, ...]:
         """Every k that is measured."""
         n = self.experts
-        return tuple(k for k in (n, n // 2, n // 4, n // 8, n // 32, 1) if k >= 1 and k <= n)
+        return tuple(sorted({n, n // 2, n // 4, n // 8, max(1, n // 32), 1}, reverse=True))
 
 
 SHAPES = (Shape(8, 7680), Shape(128, 384))
@@ -123,7 +123,8 @@ def run(
         tuple(models),
         tuple(rows),
         environment() | {"threads": threads},
-        {"rounds": timing.MIN_ROUNDS, "round_s": round_s, "tokens": TOKENS, "dim": DIM},
+        {"rounds": timing.MIN_ROUNDS, "round_s": round_s, "tokens": TOKENS, "dim": DIM}
+        | machine_rates(),
         command="python -m benchmarks layers",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -188,6 +189,21 @@ def _row(shape: Shape, k: int, batch: int, name: str, latency: timing.Latency) -
         latency_ms=latency,
         throughput=1000 * batch / latency.median,
     )
+
+
+def machine_rates() -> dict[str, float]:
+    """Returns what PyTorch gets out of this machine: streamed GB/s and GFLOP/s of a large matmul.
+
+    The stream is larger than any cache, so weights that fit one may be read faster.
+    """
+    stream = torch.ones(1 << 28)  # 1 GiB
+    square = torch.randn(2048, 2048)
+    calls = {"stream": lambda _: stream.sum(), "matmul": lambda _: square @ square}
+    measured = timing.measure(calls, timing.Protocol(round_s=0.5, warmup=2)).latencies
+    return {
+        "stream_gb_s": stream.nbytes / 1e6 / measured["stream"].median,
+        "matmul_gflop_s": 2 * 2048**3 / 1e6 / measured["matmul"].median,
+    }
 
 
 def chosen(shape: Shape, k: int, batch: int) -> str:

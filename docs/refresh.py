@@ -2,11 +2,13 @@
 
 python docs/refresh.py demo DIR     the README's table and figure, from `moexport demo -o DIR`
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
+python docs/refresh.py performance  the tables of docs/performance.md, from benchmarks/results
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shutil
 import sys
@@ -18,8 +20,11 @@ from pathlib import Path
 import moexport
 import onnx
 from moexport.bench.results import Results, read
+from moexport.benchmarks.scale import Scale
+from moexport.benchmarks.tables import layer_table, scale_table, targets_table
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 LAYER = "blocks.2.mlp/"
 LOWERINGS = ("dense", "gather", "grouped", "conditional", "fused")
 CASE = ROOT / "tests" / "data" / "soft_moe_vit" / "weights.pt"
@@ -112,9 +117,7 @@ def refresh_demo(directory: Path) -> None:
     report = directory / "report"
     table = demo_table(read(report / "results.json"))
     page = ROOT / "README.md"
-    text = page.read_text(encoding="utf-8")
-    marked = re.compile(r"(<!-- demo-table -->\n).*?(<!-- /demo-table -->)", re.DOTALL)
-    page.write_text(marked.sub(lambda m: m[1] + table + m[2], text), encoding="utf-8")
+    replace_marked(page, "demo-table", table)
     shutil.copy(report / "latency_accuracy.png", ROOT / "docs" / "images" / "demo.png")
 
 
@@ -128,11 +131,38 @@ def refresh_lowerings() -> None:
     page.write_text(text, encoding="utf-8")
 
 
+def refresh_performance() -> None:
+    """Puts the kept measurements into docs/performance.md."""
+    page = ROOT / "docs" / "performance.md"
+    results = read(RESULTS / "layers-cpu.json")
+    facts, rates = results.environment, results.protocol
+    packages = facts["packages"]
+    machine = (
+        f"Measured on {results.created[:10]}: {facts['cpu']['model']}, {facts['threads']} threads, "
+        f"streaming {rates['stream_gb_s']:.0f} GB/s, matmul {rates['matmul_gflop_s']:.0f} GFLOP/s; "
+        f"ONNX Runtime {packages['onnxruntime-gpu']} (CPU), torch {packages['torch']}.\n"
+    )
+    scales = [Scale(**one) for one in json.loads((RESULTS / "scale-cpu.json").read_text())]
+    replace_marked(page, "machine", textwrap.fill(machine, 100) + "\n")
+    replace_marked(page, "targets", targets_table(results) + "\n")
+    replace_marked(page, "layers", layer_table(results) + "\n")
+    replace_marked(page, "scale", scale_table(scales) + "\n")
+
+
+def replace_marked(page: Path, name: str, content: str) -> None:
+    """Puts content between a page's `<!-- name -->` and `<!-- /name -->`."""
+    text = page.read_text(encoding="utf-8")
+    marked = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
+    page.write_text(marked.sub(lambda m: m[1] + content + m[2], text), encoding="utf-8")
+
+
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["demo", directory]:
             refresh_demo(Path(directory))
         case ["lowerings"]:
             refresh_lowerings()
+        case ["performance"]:
+            refresh_performance()
         case _:
             sys.exit(__doc__)

@@ -1,8 +1,8 @@
 """Predicts how long a layer takes in each lowering, so that `auto` can choose and say why.
 
-A layer's time is the larger of its weight traffic and its arithmetic for the experts, plus what
-does not shrink with k (the router), plus a price per node. The constants are of one machine; what
-matters is the order of the lowerings, which `benchmarks/` compares with measurements.
+A layer's time is its weight traffic, plus its arithmetic, plus what does not shrink with k (passes
+over the tokens), plus a price per node. The constants are of one machine; what matters is the order
+of the lowerings, which a test compares with the measurements in `benchmarks/results`.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from .lowerings.registry import LOWERINGS
 class Machine:
     """Rates of one kind of machine.
 
-    `bytes_per_us` when weights are streamed, `copy_bytes_per_us` when a Gather reads, writes and
-    reads them again (counted once per weight byte), `macs_per_us` in large matmuls and
-    `batched_macs_per_us` in batched ones of few rows, `node_us` for an operator with little to do,
-    `branch_us` for an `If`.
+    `bytes_per_us` when weights or tokens are streamed, `copy_bytes_per_us` when a Gather reads,
+    writes and reads weights again (counted once per weight byte), `macs_per_us` in matmuls with
+    constant, pre-packed weights and `batched_macs_per_us` in batched ones, `node_us` for an
+    operator with little to do, `branch_us` for an `If`.
     """
 
     bytes_per_us: float
@@ -33,14 +33,14 @@ class Machine:
 
 
 CPU = Machine(
-    bytes_per_us=40e3,
-    copy_bytes_per_us=12e3,
-    macs_per_us=105e3,
-    batched_macs_per_us=80e3,
-    node_us=2.0,
-    branch_us=40.0,
+    bytes_per_us=32e3,
+    copy_bytes_per_us=14e3,
+    macs_per_us=112e3,
+    batched_macs_per_us=50e3,
+    node_us=0.65,
+    branch_us=7.0,
 )
-"""Two cores with AVX-512, fitted to docs/performance.md."""
+"""Two cores with AVX-512, read off the table in docs/performance.md."""
 
 GPU = Machine(
     bytes_per_us=1.5e6,
@@ -64,14 +64,22 @@ def predict_us(lowering: Lowering, work: Work, machine: Machine) -> float:
 
 
 def _rest_us(work: Work, machine: Machine) -> float:
-    """Router, dispatch and combine: the same for every lowering but for what dense adds."""
-    macs = work.spec.macs(work.tokens, work.kept)
-    moved = macs["router"] + macs["dispatch"] + macs["combine"]
-    return work.batch * moved / machine.batched_macs_per_us + 15 * machine.node_us
+    """Router, dispatch and combine: the same for every lowering but for what `dense` adds."""
+    spec, macs = work.spec, work.spec.macs(work.tokens, work.kept)
+    passes = 4.0 * work.batch * work.tokens * (3 * spec.dim + spec.out)  # norm, L, X̃ and y
+    computed = work.batch * (macs["router"] + macs["dispatch"] + macs["combine"])
+    return (
+        passes / machine.bytes_per_us
+        + computed / machine.batched_macs_per_us
+        + ROUTER_NODES * machine.node_us
+    )
 
 
-def _expert_bytes(work: Work) -> float:
-    return 4.0 * work.spec.parameters_per_expert
+ROUTER_NODES = 15
+
+
+def _expert_bytes(work: Work, experts: float) -> float:
+    return 4.0 * experts * work.spec.parameters_per_expert
 
 
 def _expert_macs(work: Work, rows: float) -> float:
@@ -79,46 +87,61 @@ def _expert_macs(work: Work, rows: float) -> float:
 
 
 def _grouped_us(work: Work, machine: Machine) -> float:
-    traffic = work.expected_active * _expert_bytes(work) / machine.bytes_per_us
-    macs = _expert_macs(work, work.selections) / machine.macs_per_us
-    nodes = (_chain(work) * work.spec.experts + (12 if work.kept < work.spec.experts else 3)) * (
-        machine.node_us
+    sorting = 12 if work.kept < work.spec.experts else 3
+    nodes = _chain(work) * work.spec.experts + sorting
+    return (
+        _expert_bytes(work, work.expected_active) / machine.bytes_per_us
+        + _expert_macs(work, work.selections) / machine.macs_per_us
+        + nodes * machine.node_us
     )
-    return max(traffic, macs) + nodes
 
 
 def _dense_us(work: Work, machine: Machine) -> float:
     n = work.spec.experts
-    traffic = n * _expert_bytes(work) / machine.bytes_per_us
-    macs = _expert_macs(work, work.batch * n) / machine.batched_macs_per_us
-    unselected = work.batch * work.tokens * (n - work.kept) * work.spec.slots
-    wasted = unselected * (work.spec.dim + work.spec.out) / machine.batched_macs_per_us
-    return max(traffic, macs) + wasted + 8 * machine.node_us
+    rows = work.batch * work.spec.slots
+    # A single row per expert is computed while its weights stream by; further rows cost.
+    computed = _expert_macs(work, work.batch * n) * (1.0 - 1.0 / rows)
+    return (
+        _expert_bytes(work, n) / machine.bytes_per_us
+        + (computed + _unselected_macs(work)) / machine.batched_macs_per_us
+        + 8 * machine.node_us
+    )
 
 
 def _gather_us(work: Work, machine: Machine) -> float:
     if work.kept == work.spec.experts:
-        return _dense_us(work, machine)
-    copied = work.selections * _expert_bytes(work) / machine.copy_bytes_per_us
-    macs = _expert_macs(work, work.selections) / machine.batched_macs_per_us
-    return copied + macs + 12 * machine.node_us
+        return _dense_us(work, machine)  # nothing is to gather: it is the same graph
+    return (
+        _expert_bytes(work, work.selections) / machine.copy_bytes_per_us
+        + _expert_macs(work, work.selections) / machine.batched_macs_per_us
+        + 12 * machine.node_us
+    )
 
 
 def _conditional_us(work: Work, machine: Machine) -> float:
-    n = work.spec.experts
-    active = work.expected_active
-    traffic = active * _expert_bytes(work) / machine.bytes_per_us
-    macs = _expert_macs(work, work.batch * active) / machine.macs_per_us
+    n, active = work.spec.experts, work.expected_active
     branches = n * machine.branch_us if work.kept < n else 0.0
-    unselected = work.batch * work.tokens * (n - work.kept) * work.spec.slots
-    wasted = unselected * (work.spec.dim + work.spec.out) / machine.batched_macs_per_us
-    return max(traffic, macs) + branches + wasted + (_chain(work) + 3) * n * machine.node_us
+    return (
+        _expert_bytes(work, active) / machine.bytes_per_us
+        + _expert_macs(work, work.batch * active) / machine.macs_per_us
+        + _unselected_macs(work) / machine.batched_macs_per_us
+        + branches
+        + (_chain(work) + 3) * n * machine.node_us
+    )
 
 
 def _fused_us(work: Work, machine: Machine) -> float:
-    traffic = work.expected_active * _expert_bytes(work) / machine.bytes_per_us
-    macs = _expert_macs(work, work.selections) / machine.batched_macs_per_us
-    return traffic + macs + 10 * machine.node_us
+    return (
+        _expert_bytes(work, work.expected_active) / machine.bytes_per_us
+        + _expert_macs(work, work.selections) / machine.batched_macs_per_us
+        + 10 * machine.node_us
+    )
+
+
+def _unselected_macs(work: Work) -> float:
+    """Dispatch and combine of the experts that nobody needs, where all are carried along."""
+    unselected = work.batch * work.tokens * (work.spec.experts - work.kept) * work.spec.slots
+    return float(unselected * (work.spec.dim + work.spec.out))
 
 
 def _chain(work: Work) -> int:
