@@ -131,10 +131,8 @@ def limit_ms(results: Results, cell: Cell) -> float:
     active = min(cell.shape.experts, cell.k * cell.batch)
     gigabytes = 4e-9 * active * spec.parameters_per_expert
     gigaflops = 2e-9 * cell.batch * sum(spec.macs(TOKENS, cell.k).values())
-    return 1e3 * max(
-        gigabytes / results.protocol["stream_gb_s"],
-        gigaflops / results.protocol["matmul_gflop_s"],
-    )
+    rates = results.protocol
+    return 1e3 * float(max(gigabytes / rates["stream_gb_s"], gigaflops / rates["matmul_gflop_s"]))
 
 
 def scale_table(measured: list[Scale]) -> str:
