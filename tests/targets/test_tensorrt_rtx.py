@@ -34,7 +34,6 @@ def export(name: str, folder: Path, *options: str) -> Path:
 
 SETS: Mapping[str, Mapping[str, str]] = {
     "soft_moe_vit": {"num_heads": "4"},
-    "soft_moe_vit_slots": {"num_heads": "4"},
     "soft_moe_fkodom": {"version": "0.2.0"},
     "soft_moe_conv": {},
     "soft_moe_lucidrains_geglu_ln": {},
@@ -43,7 +42,6 @@ SETS: Mapping[str, Mapping[str, str]] = {
 
 PROFILES: Mapping[str, Sizes] = {
     "soft_moe_vit": ((1, 3, 32, 32), (4, 3, 32, 32), (16, 3, 32, 32)),
-    "soft_moe_vit_slots": ((1, 3, 32, 32), (4, 3, 32, 32), (16, 3, 32, 32)),
     "soft_moe_fkodom": ((1, 4, 24), (4, 16, 24), (8, 64, 24)),
     "soft_moe_conv": ((1, 32, 2, 3), (4, 32, 8, 8), (8, 32, 16, 16)),
     "soft_moe_lucidrains_geglu_ln": ((1, 4, 32), (4, 16, 32), (8, 64, 32)),
