@@ -124,12 +124,13 @@ def targets_table(results: Results) -> str:
 def limit_ms(results: Results, cell: Cell) -> float:
     """Returns the least time of a cell on the machine that was measured, in milliseconds.
 
-    The larger of streaming the kept experts' weights once (each input's at batch 1, all n experts'
-    at most) and of the experts' and router's multiply-adds at the rate of a large matmul.
+    The larger of streaming what must be moved once (the weights of the experts kept, all n at most;
+    the tokens in and out) and of all multiply-adds at the rate of a large matmul.
     """
     spec = spec_of(cell.shape)
     active = min(cell.shape.experts, cell.k * cell.batch)
-    gigabytes = 4e-9 * active * spec.parameters_per_expert
+    tokens = cell.batch * TOKENS * (spec.dim + spec.out)
+    gigabytes = 4e-9 * (active * spec.parameters_per_expert + tokens)
     gigaflops = 2e-9 * cell.batch * sum(spec.macs(TOKENS, cell.k).values())
     rates = results.protocol
     return 1e3 * float(max(gigabytes / rates["stream_gb_s"], gigaflops / rates["matmul_gflop_s"]))
