@@ -30,18 +30,16 @@ def read_config(file: Path | None = None, sets: Sequence[str] = ()) -> dict[str,
 def parse_value(text: str) -> Any:
     """Returns what a value on the command line means: `12`, `true`, `null`, `1,3`, text."""
     text = text.strip()
-    try:
-        return json.loads(text)
-    except ValueError:
-        pass  # not JSON: YAML has plainer words, and `1,3` is a list without brackets
     if "," in text and not text.startswith(("[", "{", '"', "'")):
         return [parse_value(part) for part in text.split(",") if part.strip()]
     if not text:
         return ""
-    try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
-        return text
+    for parse in (json.loads, yaml.safe_load):  # YAML has plainer words than JSON
+        try:
+            return parse(text)
+        except (ValueError, yaml.YAMLError):
+            continue
+    return text
 
 
 def _read_file(file: Path) -> dict[str, Any]:

@@ -7,11 +7,10 @@ from typing import Any
 from ...graphs.layers import SoftMoEWeights
 from ...graphs.spec import SoftMoESpec
 from .base import Config, PublishedLayer, Shape, Tensors, phi_sizes
-from .experts import SeparateExperts, unit_phi
+from .experts import SeparateExperts, cosine_layer
 from .layer_only import layer_family
 
 NAME = "soft-moe-conv"
-EPS = 1e-12
 EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2", kernel=(1, 1))
 
 
@@ -27,21 +26,8 @@ def _shapes(tensors: Tensors) -> dict[str, Shape]:
 
 
 def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-    d, n, p = phi_sizes(NAME, tensors)
-    w1, b1, w2, b2 = EXPERTS.matrices(tensors, n)
-    scale = tensors.get("scale")
-    phi = tensors["phi"] if scale is None else unit_phi(tensors["phi"], scale, eps=EPS)
-    spec = SoftMoESpec(
-        name,
-        experts=n,
-        slots=p,
-        dim=d,
-        hidden=EXPERTS.hidden(tensors),
-        out=d,
-        norm="none" if scale is None else "l2",
-        norm_eps=0.0 if scale is None else EPS,
-    )
-    return spec, SoftMoEWeights(phi, w1, b1, w2, b2)
+    _, n, _ = phi_sizes(NAME, tensors)
+    return cosine_layer(name, tensors, EXPERTS.matrices(tensors, n), EXPERTS.hidden(tensors))
 
 
 def _config(spec: SoftMoESpec, _: Tensors, __: Config) -> dict[str, Any]:

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...graphs.layers import Matrices
+from ...graphs.layers import Matrices, SoftMoEWeights
+from ...graphs.spec import SoftMoESpec
 from .base import Shape, Tensors
 
 
@@ -83,3 +84,36 @@ def unit_phi(phi: Tensor, scale: Tensor | None, *, eps: float, kind: str = "l2")
     if scale is not None:
         phi = phi * scale.double()
     return phi.float()
+
+
+def cosine_layer(
+    name: str,
+    tensors: Tensors,
+    matrices: tuple[Matrices, Tensor | None, Matrices, Tensor | None],
+    hidden: int,
+) -> tuple[SoftMoESpec, SoftMoEWeights]:
+    """The layer of bwconrad/soft-moe and its forks around experts w1, b1, w2, b2.
+
+    x and phi are normalised and a scale is learnt, unless the layer was built with
+    normalize=False and has no `scale`.
+    """
+    d, n, p = tensors["phi"].shape
+    scale = tensors.get("scale")
+    spec = SoftMoESpec(
+        name,
+        experts=n,
+        slots=p,
+        dim=d,
+        hidden=hidden,
+        out=d,
+        norm="none" if scale is None else "l2",
+        norm_eps=0.0 if scale is None else COSINE_EPS,
+    )
+    phi = tensors["phi"]
+    if scale is not None:
+        phi = unit_phi(phi, scale, eps=COSINE_EPS)
+    return spec, SoftMoEWeights(phi, *matrices)
+
+
+COSINE_EPS = 1e-12
+"""F.normalize's: a vector is divided by its length, or by this if it is shorter."""

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...graphs.layers import Matrices, SoftMoE, SoftMoEWeights
+from ...graphs.layers import SoftMoE, SoftMoEWeights
 from ...graphs.spec import SoftMoESpec
 from ..hosts.vit import VisionTransformer
 from ..model import TensorSpec
@@ -23,10 +23,9 @@ from .base import (
     prefixed,
     under,
 )
-from .experts import SeparateExperts, unit_phi
+from .experts import SeparateExperts, cosine_layer
 from .vit_config import MOE_KEY, NAME, OPTIONS, configure, moe_prefix
 
-EPS = 1e-12
 EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2")
 STACKED = "stacked_expert_fc1_weight"
 
@@ -55,34 +54,16 @@ def _shapes(tensors: Tensors) -> dict[str, Shape]:
 
 
 def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-    d, n, p = phi_sizes(NAME, tensors)
-    w1: Matrices
-    w2: Matrices
-    b1: Tensor | None
-    b2: Tensor | None
-    if STACKED in tensors:
-        w1 = tensors[STACKED].transpose(1, 2)
-        w2 = tensors["stacked_expert_fc2_weight"].transpose(1, 2)
-        b1 = tensors["stacked_expert_fc1_bias"]
-        b2 = tensors["stacked_expert_fc2_bias"]
-        h = w1.shape[2]
-    else:
-        w1, b1, w2, b2 = EXPERTS.matrices(tensors, n)
-        h = EXPERTS.hidden(tensors)
-    # The code normalises x and phi, and learns a scale, unless built with normalize=False.
-    scale = tensors.get("scale")
-    phi = tensors["phi"] if scale is None else unit_phi(tensors["phi"], scale, eps=EPS)
-    spec = SoftMoESpec(
-        name,
-        experts=n,
-        slots=p,
-        dim=d,
-        hidden=h,
-        out=d,
-        norm="none" if scale is None else "l2",
-        norm_eps=0.0 if scale is None else EPS,
+    _, n, _ = phi_sizes(NAME, tensors)
+    if STACKED not in tensors:
+        return cosine_layer(name, tensors, EXPERTS.matrices(tensors, n), EXPERTS.hidden(tensors))
+    stacked = (
+        tensors[STACKED].transpose(1, 2),
+        tensors["stacked_expert_fc1_bias"],
+        tensors["stacked_expert_fc2_weight"].transpose(1, 2),
+        tensors["stacked_expert_fc2_bias"],
     )
-    return spec, SoftMoEWeights(phi, w1, b1, w2, b2)
+    return cosine_layer(name, tensors, stacked, stacked[0].shape[2])
 
 
 LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read, leftovers=r"base_expert\.")

@@ -154,7 +154,9 @@ def test_config_that_the_shapes_contradict_is_refused(
 def test_config_that_says_the_same_in_another_way_is_taken(
     tmp_path: Path, said: dict[str, Any]
 ) -> None:
-    load(saved(tmp_path, vit_state()), config={"num_heads": 3, **said})
+    model = load(saved(tmp_path, vit_state()), config={"num_heads": 3, **said})
+    plain = load(saved(tmp_path, vit_state()), config={"num_heads": 3})
+    assert {key: model.config[key] for key in plain.config} == plain.config
 
 
 def test_an_unknown_key_is_answered_with_the_nearest(tmp_path: Path) -> None:
