@@ -123,7 +123,7 @@ def graph_parity(
         directory / graph.file,
         SessionOptions(
             prepack=weights < LARGE_WEIGHTS_BYTES,
-            observe=dict.fromkeys(graph.selected.values(), onnx.TensorProto.INT64),
+            observe=expected.observed(graph.selected),
         ),
     )
     return compare(
@@ -152,8 +152,8 @@ def hash_files(files: Sequence[Path]) -> str:
 
 
 def selected_values(values: Mapping[str, LayerValues]) -> dict[str, str]:
-    """Returns the names of the values that hold the chosen experts, of the layers that choose."""
-    return {name: value.selected for name, value in values.items() if value.selected is not None}
+    """Returns the names of the values that hold what was chosen, of the layers that choose."""
+    return {key: name for layer in values.values() for key, name in layer.choices.items()}
 
 
 def _hash_check(path: Path, expected: str, size: int) -> Check:

@@ -15,6 +15,9 @@ from ..errors import CheckpointError
 from .files import find_files, read_files
 from .pages import release
 
+ARGUMENTS = "model_args"
+"""Where nanoGPT and its descendants keep the constructor's arguments, beside the weights."""
+
 WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
 """Keys under which training scripts keep the state dict, in the order of preference."""
 
@@ -30,7 +33,8 @@ class Checkpoint:
 
     `tensors` are float32 where they are floating-point, and memory-mapped where the file already
     held float32. `prefixes` were removed from every key, outermost first. `config` is the path of a
-    `config.json` found beside the weights.
+    `config.json` found beside the weights; `arguments` are the constructor's, where the training
+    code saved them in the file.
     """
 
     tensors: dict[str, Tensor]
@@ -38,6 +42,7 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
     config: Path | None = field(default=None)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_checkpoint(source: Path) -> Checkpoint:
@@ -68,7 +73,15 @@ def read_checkpoint(source: Path) -> Checkpoint:
     tensors = _as_float32(tensors, notes)
     _check_finite(source, tensors)
     release(found.files)  # the check has read every page
-    return Checkpoint(tensors, found.files, tuple(notes), prefixes, found.config)
+    arguments = saved.get(ARGUMENTS)
+    return Checkpoint(
+        tensors,
+        found.files,
+        tuple(notes),
+        prefixes,
+        found.config,
+        dict(arguments) if isinstance(arguments, Mapping) else {},
+    )
 
 
 def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:

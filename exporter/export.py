@@ -239,8 +239,9 @@ def _manifest(
         layers=[
             LayerRecord(
                 name=layer.name,
-                kind="soft-moe",
+                kind=layer.work.spec.kind,
                 experts=layer.work.spec.experts,
+                levels=list(layer.work.spec.levels),
                 slots=layer.work.spec.slots,
                 dim=layer.work.spec.dim,
                 hidden=layer.work.spec.hidden,
@@ -282,7 +283,8 @@ def _inputs(spec: TensorSpec, options: ExportOptions) -> list[PortRecord]:
 
 def _port(spec: TensorSpec, fixed: Mapping[str, int]) -> PortRecord:
     shape = [fixed.get(size, size) if isinstance(size, str) else size for size in spec.shape]
-    return PortRecord(spec.name, spec.dtype, shape)
+    implied = None if spec.implied in fixed else spec.implied
+    return PortRecord(spec.name, spec.dtype, shape, dict(spec.limits), implied)
 
 
 def _k_text(options: ExportOptions) -> str:

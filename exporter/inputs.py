@@ -7,9 +7,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from ..calibration.feeds import Feed, samples
-from ..errors import FeedError
+from ..errors import FeedError, UsageError
 from .model import Model, TensorSpec
-from .options import ExportOptions
+from .options import DEFAULT_TOKENS, ExportOptions
 
 SAMPLES = 8
 MAX_BYTES = 64 << 20
@@ -20,7 +20,19 @@ SIZES = {"tokens": 19, "height": 4, "width": 6}
 
 
 def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
-    """Returns the named axes that the options make constants of the graph, with their sizes."""
+    """Returns the named axes that the options make constants of the graph, with their sizes.
+
+    Raises UsageError for a size that the model does not take.
+    """
+    limits = dict(spec.limits)
+    for axis, asked in (("batch", options.batch), ("tokens", options.tokens)):
+        # The default range is no wish: a model with fewer positions narrows it.
+        default = axis == "tokens" and asked == DEFAULT_TOKENS
+        if asked.max > limits.get(axis, asked.max) and not default:
+            raise UsageError(
+                f"--{axis} {asked}: the model takes at most {limits[axis]}",
+                hint=f"--{axis} 1:{limits[axis]}:{limits[axis]} covers all that it can take",
+            )
     # A token count says nothing of an image's height and width: those stay dynamic.
     ranges = {"batch": options.batch, "tokens": options.tokens}
     return {
@@ -39,7 +51,7 @@ def parity_inputs(model: Model, options: ExportOptions, data: Feed | None) -> np
     fixed = fixed_axes(model.input, options)
     batch = fixed.get("batch")
     if data is not None:
-        x = samples(data, model.input.name, batch or SAMPLES)
+        x = with_axes(samples(data, model.input.name, batch or SAMPLES), model.input)
         _check(x, model.input, fixed)
         return x.astype(model.input.dtype)
     if model.example is not None and batch is None:
@@ -48,12 +60,26 @@ def parity_inputs(model: Model, options: ExportOptions, data: Feed | None) -> np
 
 
 def random_inputs(model: Model, count: int, sizes: Mapping[str, int] = SIZES) -> np.ndarray:
-    """Returns standard normal inputs [count, …], fewer where `count` would take too much memory."""
-    shape = model.input.concrete({**sizes, "batch": count})
+    """Returns standard normal inputs [count, …], fewer where `count` would take too much memory.
+
+    Integer inputs are drawn evenly from the values that the model takes.
+    """
+    limits = dict(model.input.limits)
+    fitted = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
+    shape = model.input.concrete({**fitted, "batch": count})
     each = 4 * int(np.prod(shape[1:], dtype=np.int64))
     fitting = count if "batch" in sizes else max(1, min(count, MAX_BYTES // each))
     random = np.random.default_rng(SEED)
+    if model.input.below is not None:
+        return random.integers(0, model.input.below, (fitting, *shape[1:]))
     return random.standard_normal((fitting, *shape[1:])).astype(model.input.dtype)
+
+
+def with_axes(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
+    """Returns x with the axis of size 1 that its shape may leave out."""
+    if spec.implied is None or x.ndim != len(spec.shape) - 1:
+        return x
+    return np.expand_dims(x, spec.shape.index(spec.implied))
 
 
 def _check(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int]) -> None:
@@ -67,6 +93,18 @@ def _check(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int]) -> None:
             f"--data: input '{spec.name}' takes ({', '.join(map(str, wanted))}), the feed gives "
             f"{x.shape}",
             hint="each array is a batch of inputs as the model takes them",
+        )
+    for axis, most in spec.limits:
+        size = x.shape[spec.shape.index(axis)]
+        if size > most:
+            raise FeedError(
+                f"--data: {size} {axis}, but the model takes at most {most}",
+                hint=f"cut the arrays to {most}",
+            )
+    if spec.below is not None and x.size and not 0 <= x.min() <= x.max() < spec.below:
+        raise FeedError(
+            f"--data: input '{spec.name}' holds values from {x.min()} to {x.max()}, but the model "
+            f"takes 0 to {spec.below - 1}"
         )
     if "batch" in fixed and len(x) < fixed["batch"]:
         raise FeedError(

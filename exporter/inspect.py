@@ -98,7 +98,8 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
     A dynamic token axis counts as `dynamic` tokens.
     """
     side = max(1, round(dynamic**0.5))
-    sizes = {"batch": 1, "tokens": dynamic, "height": side, "width": side}
+    tokens_limit = dict(model.input.limits).get("tokens", dynamic)
+    sizes = {"batch": 1, "tokens": min(dynamic, tokens_limit), "height": side, "width": side}
     example = torch.empty(
         model.input.concrete(sizes), dtype=getattr(torch, model.input.dtype), device="meta"
     )
@@ -111,7 +112,7 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
     for name, layer in model.layers.items():
 
         def record(_: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
-            tokens[name] = args[0].shape[1]
+            tokens[name] = args[0].shape[1] if args[0].ndim > 2 else 1
 
         handles.append(layer.register_forward_pre_hook(record))
     try:
@@ -134,7 +135,7 @@ def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
         macs = sum(
             sum(spec.macs(tokens[name], kept[name]).values()) for name, spec in specs.items()
         )
-        nbytes = sum(4 * kept[name] * spec.parameters_per_expert for name, spec in specs.items())
+        nbytes = sum(spec.bytes_read(kept[name]) for name, spec in specs.items())
         rows.append((share, kept, macs, nbytes))
     _, _, all_macs, all_bytes = rows[0]
     return tuple(

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, FamilyError, UsageError
-from .checkpoint import Checkpoint, read_checkpoint
+from .checkpoint import ARGUMENTS, Checkpoint, read_checkpoint
 from .config import read_config
 from .factory import is_factory, load_factory
 from .families import Family, detect, family_named
@@ -86,14 +86,21 @@ def _detect(path: Path, checkpoint: Checkpoint) -> Family:
 def _config_beside(
     checkpoint: Checkpoint, options: tuple[str, ...]
 ) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the family understands of a `config.json` in the checkpoint's folder.
+    """What the family understands of the file's own arguments and of a `config.json` beside it.
 
     Such files describe more than the constructor, so keys that it does not take are no error.
     """
+    inside = {
+        key: value
+        for key, value in checkpoint.arguments.items()
+        if key in options and value is not None
+    }
+    told = (f"read {', '.join(inside)} from the file's {ARGUMENTS}",) if inside else ()
     if checkpoint.config is None:
-        return {}, ()
+        return inside, told
     content = read_config(checkpoint.config)
     inner = content.get("model_args")
     flat = {**content, **inner} if isinstance(inner, dict) else content
     known = {key: flat[key] for key in options if key in flat}
-    return known, (f"read {', '.join(known) or 'nothing'} from {checkpoint.config.name}",)
+    note = f"read {', '.join(known) or 'nothing'} from {checkpoint.config.name}"
+    return {**known, **inside}, (*told, note)

@@ -11,8 +11,8 @@ import onnx
 import torch
 from torch import nn
 
-from ..graphs.layers import algorithm_1
 from ..graphs.lower import LayerValues
+from ..graphs.moe import MoELayer, algorithm_1
 from .model import Model
 from .parity import Reference
 from .session import Session, SessionOptions
@@ -59,8 +59,9 @@ def _layer_values(
     handles = []
     for name, layer in model.layers.items():
 
-        def record(_: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
-            seen[name] = (args[0].numpy(), output.numpy())
+        def record(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
+            assert isinstance(module, MoELayer)
+            seen[name] = (module.tokens(args[0]).numpy(), output.numpy())
 
         handles.append(layer.register_forward_hook(record))
     try:

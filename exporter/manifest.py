@@ -25,7 +25,7 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One MoE layer as exported. `k` is None where it is a graph input."""
+    """One MoE layer as exported: `kind` is `soft-moe` or `mumoe`; `k` is None for a graph input."""
 
     name: str
     kind: str
@@ -37,7 +37,10 @@ class LayerRecord:
     lowering: str
     reason: str
     selected: str | None
-    """The value of `model.onnx` that holds the chosen experts; None where all are kept."""
+    """The value of `model.onnx` that holds the chosen experts, or the kept coefficients of a muMoE
+    layer's first level; None where all are kept."""
+    levels: list[int] = field(default_factory=list)
+    """Experts of each level of a muMoE layer; [n] for Soft MoE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,17 @@ class GraphRecord:
 
 @dataclass(frozen=True, slots=True)
 class PortRecord:
-    """Name, dtype and shape of a graph input or output; names stand for dynamic axes."""
+    """Name, dtype and shape of a graph input or output; names stand for dynamic axes.
+
+    `limits` are the largest sizes of named axes, where there are any; arrays may leave out the axis
+    `implied`, which is of size 1 then.
+    """
 
     name: str
     dtype: str
     shape: list[int | str]
+    limits: dict[str, int] = field(default_factory=dict)
+    implied: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

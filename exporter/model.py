@@ -1,4 +1,4 @@
-"""A loaded model: a PyTorch module with Soft MoE layers, and what is known of it."""
+"""A loaded model: a PyTorch module with MoE layers, and what is known of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..graphs.layers import SoftMoE, soft_moe_layers
+from ..graphs.moe import MoELayer, moe_layers
 
 Dimension = int | str
 """A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `height`, `width`)."""
@@ -17,11 +17,18 @@ Dimension = int | str
 
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
-    """Name, numpy dtype name and shape of a graph input or output."""
+    """Name, numpy dtype name and shape of a graph input or output.
+
+    `limits` are the largest sizes that named axes may have; `below` is the bound of an integer
+    input's values. `implied` names an axis that arrays may leave out: it is of size 1 there.
+    """
 
     name: str
     dtype: str
     shape: tuple[Dimension, ...]
+    limits: tuple[tuple[str, int], ...] = ()
+    below: int | None = None
+    implied: str | None = None
 
     @property
     def dynamic_axes(self) -> tuple[str, ...]:
@@ -45,7 +52,7 @@ class Source:
 class Model:
     """A trained model, ready to trace.
 
-    `module` is in eval mode, in float32 and needs no gradients; its MoE layers are `SoftMoE`
+    `module` is in eval mode, in float32 and needs no gradients; its MoE layers are `MoELayer`
     modules. `original` is the user's own module where the model came from a factory: the untouched
     reference. `order` names the MoE layers as they are executed, where that is not the order in
     which the module holds them. `config` holds the family's constructor arguments, JSON-able and
@@ -64,7 +71,7 @@ class Model:
     order: tuple[str, ...] = ()
 
     @property
-    def layers(self) -> dict[str, SoftMoE]:
+    def layers(self) -> dict[str, MoELayer]:
         """The MoE layers by module path, in execution order."""
-        layers = soft_moe_layers(self.module)
+        layers = moe_layers(self.module)
         return {name: layers[name] for name in self.order or layers}

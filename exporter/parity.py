@@ -1,4 +1,4 @@
-"""Compares an exported graph with its PyTorch model: the values, and which experts win.
+"""Compares an exported graph with its PyTorch model: the values, and what its layers chose.
 
 The reference is recorded once, in PyTorch: the outputs with Algorithm 1, each layer's chosen
 experts with the margin by which they were chosen, and the untouched model's outputs. It is kept in
@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import torch
 
 from ..errors import BundleError, ParityError
-from ..graphs.layers import algorithm_1, recorded_routing
+from ..graphs.moe import algorithm_1, choice_key, recorded_choices
 from .model import Model
 from .session import Session
 
@@ -26,14 +27,19 @@ PARITY_FILE = "parity.npz"
 TIE = 1e-5
 """Scores this close, relative to the k-th, are a tie: rounding may order them either way."""
 
+SAME_COEFFICIENT = 1e-3
+"""Coefficients (which sum to 1) this close are the same choice: rounding stays far below it in a
+deep network, and an expert that is kept here and dropped there stands out."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reference:
     """What PyTorch computes for some inputs.
 
     `x` are the inputs, `y` the outputs with Algorithm 1, `dense` those of the untouched model with
-    all experts. By layer, `selected` [s, k] holds the chosen experts, ascending, and `margin` [s]
-    the gap from the k-th score to the next, relative to the k-th.
+    all experts. By choice (`moe.choice_key`), `selected` holds the chosen experts [s, k],
+    ascending, or the kept coefficients [s, m, n], and `margin` [s] or [s, m] the gap from the k-th
+    score to the next, relative to the k-th. `kept` is each layer's k.
     """
 
     x: np.ndarray
@@ -46,10 +52,11 @@ class Reference:
     def save(self, path: Path) -> None:
         """Writes the reference as an `.npz` file."""
         arrays = {"x": self.x, "y": self.y, "dense": self.dense}
-        for layer in self.selected:
-            arrays[f"selected/{layer}"] = self.selected[layer]
-            arrays[f"margin/{layer}"] = self.margin[layer]
-            arrays[f"kept/{layer}"] = np.array(self.kept[layer])
+        for choice in self.selected:
+            arrays[f"selected/{choice}"] = self.selected[choice]
+            arrays[f"margin/{choice}"] = self.margin[choice]
+        for layer, k in self.kept.items():
+            arrays[f"kept/{layer}"] = np.array(k)
         # np.savez takes names as keywords; its own first parameter is positional.
         np.savez(path, **arrays)  # type: ignore[arg-type]
 
@@ -59,17 +66,29 @@ class Reference:
         try:
             with np.load(path, allow_pickle=False) as stored:
                 arrays = dict(stored)
-            layers = [name.removeprefix("kept/") for name in arrays if name.startswith("kept/")]
             return Reference(
                 x=arrays["x"],
                 y=arrays["y"],
                 dense=arrays["dense"],
-                selected={layer: arrays[f"selected/{layer}"] for layer in layers},
-                margin={layer: arrays[f"margin/{layer}"] for layer in layers},
-                kept={layer: int(arrays[f"kept/{layer}"]) for layer in layers},
+                selected=_group(arrays, "selected/"),
+                margin=_group(arrays, "margin/"),
+                kept={layer: int(k) for layer, k in _group(arrays, "kept/").items()},
             )
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
+
+    def observed(self, values: Mapping[str, str]) -> dict[str, int]:
+        """Returns the ONNX element types of a graph's values that hold choices, by their names."""
+        return {
+            name: onnx.TensorProto.FLOAT
+            if choice in self.selected and self.selected[choice].dtype.kind == "f"
+            else onnx.TensorProto.INT64
+            for choice, name in values.items()
+        }
+
+
+def _group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarray]:
+    return {name.removeprefix(prefix): a for name, a in arrays.items() if name.startswith(prefix)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,21 +126,27 @@ def reference(
     """Returns what PyTorch computes for inputs x, in batches of `batch`."""
     original = model.original if model.original is not None else model.module
     dense, y = [], []
-    selected: dict[str, list[np.ndarray]] = {name: [] for name in kept}
-    margin: dict[str, list[np.ndarray]] = {name: [] for name in kept}
+    specs = {name: layer.spec for name, layer in model.layers.items()}
+    choosing = {
+        choice_key(name, choice)
+        for name, k in kept.items()
+        for choice in specs[name].choices()
+        if k < specs[name].experts
+    }
+    selected: dict[str, list[np.ndarray]] = {}
+    margin: dict[str, list[np.ndarray]] = {}
     for part in _batches(x, batch):
         tokens = torch.from_numpy(np.ascontiguousarray(part))
         dense.append(_first(original(tokens)).numpy())
         with (
             algorithm_1(model.module, dict(kept), renormalize=renormalize),
-            recorded_routing(model.module) as records,
+            recorded_choices(model.module) as records,
         ):
             y.append(_first(model.module(tokens)).numpy())
-        for name in kept:
-            (routing,) = records[name]
-            kth = routing.scores.sort(dim=1, descending=True).values[:, kept[name] - 1]
-            selected[name].append(routing.selected.numpy())
-            margin[name].append((routing.margin / kth).numpy())
+        for name, choice in records.items():
+            if name in choosing:
+                selected.setdefault(name, []).append(choice.chosen.numpy())
+                margin.setdefault(name, []).append(choice.margin.numpy())
     return Reference(
         x=x,
         y=np.concatenate(y),
@@ -148,12 +173,14 @@ def compare(
     that choose. `batch` should differ from the size that was traced.
     """
     outputs: list[np.ndarray] = []
-    chosen: dict[str, list[np.ndarray]] = {name: [] for name in selected_values}
+    # With k as an input a layer may choose at run time what it keeps whole at the k compared here.
+    compared_values = {n: v for n, v in selected_values.items() if n in expected.selected}
+    chosen: dict[str, list[np.ndarray]] = {name: [] for name in compared_values}
     for part in _batches(expected.x, batch):
         values = session.run(part, k)
         outputs.append(values[session.output_names[0]])
-        for name, value in selected_values.items():
-            chosen[name].append(np.sort(values[value], axis=1))
+        for name, value in compared_values.items():
+            chosen[name].append(values[value])
     y = np.concatenate(outputs)
     if y.shape != expected.y.shape:
         raise ParityError(
@@ -192,13 +219,24 @@ def _routing(
     misses = np.zeros(count, dtype=bool)
     first: str | None = None
     for name, actual in sets.items():
-        differs = (actual != expected.selected[name]).any(axis=1) & ~ties & ~misses
-        tied = differs & (expected.margin[name] <= TIE)
+        places = _different(actual, expected.selected[name])  # [s, places that choose]
+        near = expected.margin[name].reshape(places.shape) <= TIE
+        differs = places.any(axis=1) & ~ties & ~misses
+        tied = differs & ~(places & ~near).any(axis=1)
         ties |= tied
         if first is None and (differs & ~tied).any():
             first = name
         misses |= differs & ~tied
     return ties, misses, first
+
+
+def _different(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for coefficients."""
+    if expected.dtype.kind == "f":
+        different: np.ndarray = (np.abs(actual - expected) > SAME_COEFFICIENT).any(axis=-1)
+        return different
+    other: np.ndarray = (np.sort(actual, axis=1) != expected).any(axis=1, keepdims=True)
+    return other
 
 
 def _parity(

@@ -11,9 +11,9 @@ import onnx_ir as ir
 from ..errors import UsageError
 from ..graphs.cost import Choice, check, choose
 from ..graphs.lower import DOMAIN
-from ..graphs.lowerings.base import Work
+from ..graphs.lowerings.base import AnyWork, WorkOf
 from ..graphs.lowerings.registry import lowering
-from ..graphs.spec import SoftMoESpec
+from ..graphs.moe import MoESpec
 from .model import Model
 from .options import AUTO, AxisRange, ExportOptions, Kept
 from .weights import INLINE_BYTES, WEIGHTS_FILE
@@ -28,7 +28,7 @@ class LayerPlan:
     name: str
     kept: int | None
     choice: Choice
-    work: Work
+    work: AnyWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +102,7 @@ def plan_graph(
     )
 
 
-def resolve_k(k: Kept, specs: Mapping[str, SoftMoESpec]) -> dict[str, int | None]:
+def resolve_k(k: Kept, specs: Mapping[str, MoESpec]) -> dict[str, int | None]:
     """Returns each layer's k, None where it is a graph input.
 
     Raises `UsageError` for a k above n and for a list of the wrong length.
@@ -122,7 +122,7 @@ def resolve_k(k: Kept, specs: Mapping[str, SoftMoESpec]) -> dict[str, int | None
     return {name: _kept(value, specs[name]) for name, value in zip(names, asked, strict=True)}
 
 
-def _kept(value: int | Fraction | str, spec: SoftMoESpec) -> int:
+def _kept(value: int | Fraction | str, spec: MoESpec) -> int:
     n = spec.experts
     if value == "n":
         return n
@@ -138,11 +138,17 @@ def _kept(value: int | Fraction | str, spec: SoftMoESpec) -> int:
 
 
 def _layer(
-    spec: SoftMoESpec, kept: int | None, tokens: int, name: str, options: ExportOptions
+    spec: MoESpec, kept: int | None, tokens: int, name: str, options: ExportOptions
 ) -> LayerPlan:
+    if options.renormalize and not spec.renormalizable:
+        raise UsageError(
+            f"--renormalize: layer {spec.name} is a {spec.kind} layer, whose coefficients stay as "
+            "they are",
+            hint="leave --renormalize out",
+        )
     # With k as an input the plan must be good for every k: a quarter of n stands for them.
     typical = kept if kept is not None else max(1, spec.experts // 4)
-    work = Work(spec, typical, options.batch.opt, tokens)
+    work: AnyWork = WorkOf(spec, typical, options.batch.opt, tokens)
     if name == AUTO:
         choice = choose(work, options.target)
     else:

@@ -11,6 +11,7 @@ import numpy as np
 from ..calibration.feeds import batches
 from ..errors import BundleError, FeedError, UsageError
 from .bundle import Bundle
+from .manifest import PortRecord
 from .session import SessionOptions
 
 
@@ -32,7 +33,7 @@ def run_file(
     fewest = min(layer.experts for layer in record.layers)
     if k is not None and not 1 <= k <= fewest:
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
-    x = _inputs(input_file, record.inputs[0].name)
+    x = _fitted(_inputs(input_file, record.inputs[0].name), record.inputs[0])
     session = bundle.session(graph, SessionOptions(threads=threads))
     y = session(x, k)
     _write(output_file, record.outputs[0].name, y)
@@ -50,6 +51,21 @@ def _inputs(path: Path, name: str) -> np.ndarray:
             hint="run each size of inputs by itself",
         )
     return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _fitted(x: np.ndarray, port: PortRecord) -> np.ndarray:
+    """The inputs with the axis that may be left out; FeedError where they are too large."""
+    if port.implied is not None and x.ndim == len(port.shape) - 1:
+        x = np.expand_dims(x, port.shape.index(port.implied))
+    if x.ndim == len(port.shape):
+        for axis, most in port.limits.items():
+            size = x.shape[port.shape.index(axis)] if axis in port.shape else 0
+            if size > most:
+                raise FeedError(
+                    f"input '{port.name}': {size} {axis}, but the model takes at most {most}",
+                    hint=f"cut the inputs to {most} {axis}",
+                )
+    return x
 
 
 def _write(path: Path, name: str, y: np.ndarray) -> None:

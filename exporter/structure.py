@@ -1,4 +1,4 @@
-"""Soft MoE layers found in a user's own network by the names and shapes of their parameters."""
+"""MoE layers found in a user's own network by the names and shapes of their parameters."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, FamilyError, MoexportError, ParityError, UsageError
-from ..graphs.layers import SoftMoE
-from .families import FAMILIES, PublishedLayer
+from .families import FAMILIES, LAYOUTS, LayerLayout
 from .families.base import find_layers
 from .hosts.layer import PixelHost, TokenHost
 
@@ -24,7 +23,7 @@ class FoundLayer:
     """A module whose parameters are those of a published layer: where it is, and of which kind."""
 
     path: str
-    layer: PublishedLayer
+    layer: LayerLayout
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,17 +37,17 @@ class Passage:
 
 
 def find_in_module(module: nn.Module) -> tuple[FoundLayer, ...]:
-    """Returns the Soft MoE layers that a network holds; raises FamilyError when it holds none."""
+    """Returns the MoE layers that a network holds; raises FamilyError when it holds none."""
     tensors = module.state_dict()
     found = [
-        FoundLayer(prefix.removesuffix("."), family.layer)
-        for family in FAMILIES.values()
-        for prefix in find_layers(tensors, family.layer)
+        FoundLayer(prefix.removesuffix("."), layer)
+        for layer in LAYOUTS
+        for prefix in find_layers(tensors, layer)
     ]
     if not found:
         names = ", ".join(list(tensors)[:6])
         raise FamilyError(
-            f"{type(module).__name__} holds no Soft MoE layer that moexport knows (its parameters: "
+            f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport knows (its parameters: "
             f"{names}, …)",
             hint=f"known layers: {', '.join(FAMILIES)}; the layer must be a module of its own",
         )
@@ -58,7 +57,7 @@ def find_in_module(module: nn.Module) -> tuple[FoundLayer, ...]:
 def pass_through(
     module: nn.Module, found: tuple[FoundLayer, ...], inputs: Tensor, what: str
 ) -> Passage:
-    """Runs the network once on `inputs` and returns what its Soft MoE layers did.
+    """Runs the network once on `inputs` and returns what its MoE layers did.
 
     Raises FamilyError when a layer is called with more than its tokens, or never, or when the
     result is not one tensor.
@@ -116,7 +115,7 @@ def pass_through(
 def swapped(
     module: nn.Module, found: tuple[FoundLayer, ...], ranks: Mapping[str, int]
 ) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
-    """Returns a copy of the network with ours for its Soft MoE layers, their paths, and notes.
+    """Returns a copy of the network with ours for its MoE layers, their paths, and notes.
 
     All tensors are shared with `module`. `ranks` tells which layers work on pixels (b, d, H, W).
     Raises FamilyError for a layer with parameters that the published code does not have.
@@ -137,7 +136,7 @@ def swapped(
         host = _host(place.path, ranks[place.path])
         name = f"{place.path}.layer".removeprefix(".") if host else place.path
         try:
-            layer: nn.Module = SoftMoE(*place.layer.load(name, prefix, tensors))
+            layer: nn.Module = place.layer.make(name, prefix, tensors)
         except CheckpointError as error:
             raise FamilyError(
                 f"{place.path or 'the network'} resembles a {place.layer.family} layer: "
@@ -180,7 +179,7 @@ def check_same(own: Passage, ours: Passage, what: str) -> None:
     miss = _miss(own.result, ours.result)
     if miss is not None:
         raise ParityError(
-            f"{what}: every Soft MoE layer agrees, but the result does not: {miss}",
+            f"{what}: every MoE layer agrees, but the result does not: {miss}",
             hint="is the network in eval mode deterministic?",
         )
 

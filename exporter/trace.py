@@ -1,4 +1,4 @@
-"""Traces a model to a portable graph: standard ops, and one `ai.moexport::SoftMoE` node a layer.
+"""Traces a model to a portable graph: standard ops, and one `ai.moexport` node a MoE layer.
 
 The experts' weights are not part of the trace. Each node names its layer, and the lowering takes
 the weights from where they are, so that tracing neither copies nor even reads them.
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TraceError
-from ..graphs.layers import soft_moe_layers
-from ..graphs.lower import DOMAIN, OP_TYPE
+from ..graphs.lower import DOMAIN
+from ..graphs.moe import MoELayer, moe_layers
 from ..graphs.simplify import simplify
 from .attention import TRANSLATIONS
 from .model import Model
@@ -30,14 +30,17 @@ TRACED_SIZES = {"tokens": 7, "height": 3, "width": 5}
 class _Node(nn.Module):
     """Stands in for a MoE layer while tracing: one node that knows the layer's name."""
 
-    def __init__(self, layer: str, out: int) -> None:
+    def __init__(self, name: str, layer: MoELayer) -> None:
         super().__init__()
-        self.layer = layer
-        self.out = out
+        self.layer = name
+        self.op_type = layer.spec.op_type
+        self.out = layer.spec.out
+        self.tokens = layer.tokens  # a bound method, so that the layer is no submodule of this
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.tokens(x)
         return torch.onnx.ops.symbolic(
-            f"{DOMAIN}::{OP_TYPE}",
+            f"{DOMAIN}::{self.op_type}",
             [x],
             {"layer": self.layer},
             dtype=x.dtype,
@@ -57,10 +60,11 @@ def trace(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None)
     sizes = {
         axis: fixed.get(axis, TRACED_SIZES.get(axis, TRACED_BATCH)) for axis in spec.dynamic_axes
     }
+    sizes = {axis: min(size, dict(spec.limits).get(axis, size)) for axis, size in sizes.items()}
     dtype = getattr(torch, spec.dtype)
     example = torch.zeros(spec.concrete(sizes), dtype=dtype)
     dynamic = {
-        index: torch.export.Dim(axis)
+        index: torch.export.Dim(axis, max=dict(spec.limits).get(axis))
         for index, axis in enumerate(spec.shape)
         if isinstance(axis, str) and axis not in fixed
     }
@@ -106,12 +110,12 @@ def _check_calls(graph: ir.Model) -> None:
 @contextlib.contextmanager
 def _nodes_for_layers(module: nn.Module) -> Iterator[nn.Module]:
     """Puts a one-node stand-in at the place of every MoE layer, and the layers back after."""
-    layers = soft_moe_layers(module)
+    layers = moe_layers(module)
     if "" in layers:
         raise TraceError("the model is a bare MoE layer; wrap it in a module that calls it")
     try:
         for name, layer in layers.items():
-            module.set_submodule(name, _Node(name, layer.spec.out))
+            module.set_submodule(name, _Node(name, layer))
         yield module
     finally:
         for name, layer in layers.items():

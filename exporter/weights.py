@@ -15,10 +15,8 @@ from types import TracebackType
 
 import numpy as np
 import onnx_ir as ir
-import torch
-from torch import nn
 
-from ..graphs.layers import SoftMoE
+from ..graphs.moe import MoELayer
 from .progress import Progress, Silent
 
 WEIGHTS_FILE = "weights.bin"
@@ -114,25 +112,11 @@ class StoredLayer:
         return self._tensors[name].part(index).external(f"{self._layer}/{name}/{index}")
 
 
-def write_layer(writer: WeightsWriter, name: str, layer: SoftMoE) -> StoredLayer:
-    """Writes a layer's weights, in the names of `LayerTensors`, and returns where they are."""
-    spec = layer.spec
-    tensors = {"phi": writer.add([_phi(layer)], (spec.dim, spec.experts * spec.slots))}
-    for key, vector in (("gain", layer.gain), ("shift", layer.shift)):
-        if vector is not None:
-            tensors[key] = writer.add([vector.numpy()], (spec.dim,))
-    sizes = {
-        "w1": (spec.dim, spec.inner),
-        "b1": (spec.inner,),
-        "w2": (spec.hidden, spec.out),
-        "b2": (spec.out,),
-    }
-    for key, size in sizes.items():
-        weight: nn.Parameter | nn.ParameterList | None = getattr(layer, key)
-        if weight is not None:
-            parts = (weight[e].numpy() for e in range(spec.experts))
-            tensors[f"experts.{key}"] = writer.add(parts, (spec.experts, *size))
-    return StoredLayer(name, tensors)
+def write_layer(writer: WeightsWriter, name: str, layer: MoELayer) -> StoredLayer:
+    """Writes a layer's weights and returns where they are, by the names of its lowerings."""
+    return StoredLayer(
+        name, {part.name: writer.add(part.parts, part.shape) for part in layer.stored()}
+    )
 
 
 def write_host(writer: WeightsWriter, portable: ir.Model) -> None:
@@ -144,11 +128,3 @@ def write_host(writer: WeightsWriter, portable: ir.Model) -> None:
             continue
         shape = tuple(tensor.shape.numpy())
         value.const_value = writer.add([tensor.numpy()], shape).external(name)
-
-
-def _phi(layer: SoftMoE) -> np.ndarray:
-    """Phi as [d, n·p] with the gain folded in, where the gain is not part of a LayerNorm op."""
-    phi = layer.phi.double().flatten(1)
-    if layer.gain is not None and layer.spec.norm != "layernorm":
-        phi = phi * layer.gain.double()[:, None]
-    return phi.to(torch.float32).numpy()

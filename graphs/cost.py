@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import LoweringError
-from .lowerings.base import Lowering, Target, Work
+from .lowerings.base import AnyLowering, AnyWork, Target, Work
 from .lowerings.registry import LOWERINGS
 
 
@@ -53,14 +53,28 @@ GPU = Machine(
 """An estimate from data sheets of mid-range cards: not measured."""
 
 
+MUMOE_NODES = 50
+"""About as many nodes as one level of a muMoE layer takes."""
+
+
 def machine_for(target: Target) -> Machine:
     """The rates that `auto` assumes for a target; `onnx` is taken to run on a CPU."""
     return CPU if target in ("onnx", "ort-cpu") else GPU
 
 
-def predict_us(lowering: Lowering, work: Work, machine: Machine) -> float:
+def predict_us(lowering: AnyLowering, work: AnyWork, machine: Machine) -> float:
     """Returns the predicted time of one layer on one batch, in microseconds."""
+    if lowering.kind == "mumoe":
+        return _factorised_us(work, machine)
     return _EXPERTS[lowering.name](work, machine) + _rest_us(work, machine)
+
+
+def _factorised_us(work: AnyWork, machine: Machine) -> float:
+    """A muMoE layer: its factors are read once, and its nodes are few but for the gate's steps."""
+    macs: int = sum(work.spec.macs(work.tokens, work.kept).values())
+    traffic: float = work.spec.bytes_read(work.kept) / machine.bytes_per_us
+    nodes = MUMOE_NODES * len(work.spec.levels) * machine.node_us
+    return max(traffic, work.batch * macs / machine.macs_per_us) + float(nodes)
 
 
 def _rest_us(work: Work, machine: Machine) -> float:
@@ -162,12 +176,12 @@ _EXPERTS = {
 class Choice:
     """The lowering chosen for a layer, and the reason in one sentence."""
 
-    lowering: Lowering
+    lowering: AnyLowering
     reason: str
     predicted_us: float
 
 
-def choose(work: Work, target: Target) -> Choice:
+def choose(work: AnyWork, target: Target) -> Choice:
     """Returns the fastest exact lowering for the work, by prediction.
 
     Raises `LoweringError` when no lowering serves the target.
@@ -177,6 +191,7 @@ def choose(work: Work, target: Target) -> Choice:
         (predict_us(record, work, machine), record)
         for record in LOWERINGS.values()
         if target in record.targets
+        and record.kind == work.spec.kind
         and record.unable(work.spec) is None
         and record.inexact(work.spec) is None
     ]
@@ -195,17 +210,20 @@ def choose(work: Work, target: Target) -> Choice:
     return Choice(best, reason, best_us)
 
 
-def check(lowering: Lowering, work: Work, target: Target) -> Choice:
+def check(lowering: AnyLowering, work: AnyWork, target: Target) -> Choice:
     """Returns an asked-for lowering as a choice; `LoweringError` says why it cannot serve."""
     spec = work.spec
-    problem = lowering.unable(spec)
-    if target not in lowering.targets:
+    if lowering.kind != spec.kind:
+        problem: str | None = f"it is for {lowering.kind} layers, and this is a {spec.kind} layer"
+    elif target in lowering.targets:
+        problem = lowering.unable(spec)
+    else:
         problem = f"the target {target} does not run it"
     if problem is not None:
         able = [
             record.name
             for record in LOWERINGS.values()
-            if target in record.targets and record.unable(spec) is None
+            if target in record.targets and record.kind == spec.kind and record.unable(spec) is None
         ]
         raise LoweringError(
             f"layer {spec.name}: the lowering '{lowering.name}' cannot serve it: {problem}",

@@ -11,24 +11,31 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .moe import Algorithm, Choice, MoELayer, StoredPart, algorithm_1, frozen
 from .spec import SoftMoESpec
+
+__all__ = [
+    "Algorithm",
+    "Matrices",
+    "Routing",
+    "SoftMoE",
+    "SoftMoEWeights",
+    "algorithm_1",
+    "recorded_routing",
+    "soft_moe_layers",
+]
 
 Matrices = Tensor | tuple[Tensor, ...]
 """n matrices of one shape: stacked in one tensor [n, in, out], or one tensor [in, out] each.
 
 They may be transposed views of what a checkpoint holds; nothing is copied to change the layout.
 """
-
-Algorithm = Literal["masked", "selected"]
-"""How eager PyTorch applies Algorithm 1. `masked`: every expert runs, unselected columns of C are
-zeroed. `selected`: a loop over experts that computes the inputs which selected each (the papers'
-Algorithm 2)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,20 +72,19 @@ class Routing:
     margin: Tensor
 
 
-class SoftMoE(nn.Module):
+class SoftMoE(MoELayer):
     """One Soft MoE layer: (b, m, d) to (b, m, o).
 
     `keep` is Algorithm 1's k; None computes all experts, as the model was trained. C is a softmax
     over all experts and slots and is not renormalised after the selection unless `renormalize`.
     """
 
+    spec: SoftMoESpec
+
     def __init__(self, spec: SoftMoESpec, weights: SoftMoEWeights) -> None:
         super().__init__()
         self.spec = spec
-        self.keep: int | None = None
-        self.renormalize = False
-        self.algorithm: Algorithm = "masked"
-        self.phi = nn.Parameter(weights.phi, requires_grad=False)
+        self.phi = frozen(weights.phi)
         self.b1 = _frozen(weights.b1)
         self.b2 = _frozen(weights.b2)
         self.gain = _frozen(weights.gain)
@@ -120,6 +126,45 @@ class SoftMoE(nn.Module):
         )
         selected = ranked.indices[:, :k].sort(dim=1).values
         return Routing(combine, dispatch, scores, selected, margin)
+
+    def choices(self, x: Tensor) -> dict[str, Choice]:
+        """Returns the chosen experts, with the margin relative to the k-th score."""
+        routing = self.route(x)
+        k = routing.selected.shape[1]
+        kth = routing.scores.sort(dim=1, descending=True).values[:, k - 1]
+        return {"": Choice(routing.selected, routing.margin / kth)}
+
+    def stored(self) -> Iterator[StoredPart]:
+        """Yields phi, gain, shift and the experts, one expert at a time.
+
+        A transposed or memory-mapped source is never held whole.
+        """
+        spec = self.spec
+        yield StoredPart("phi", (spec.dim, spec.experts * spec.slots), [self._folded_phi()])
+        for key, vector in (("gain", self.gain), ("shift", self.shift)):
+            if vector is not None:
+                yield StoredPart(key, (spec.dim,), [vector.numpy()])
+        sizes = {
+            "w1": (spec.dim, spec.inner),
+            "b1": (spec.inner,),
+            "w2": (spec.hidden, spec.out),
+            "b2": (spec.out,),
+        }
+        for key, size in sizes.items():
+            weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
+            if weight is not None:
+                yield StoredPart(
+                    f"experts.{key}",
+                    (spec.experts, *size),
+                    _expert_arrays(weight, spec.experts),
+                )
+
+    def _folded_phi(self) -> np.ndarray:
+        """Phi as [d, n·p] with the gain folded in, where that is not part of a LayerNorm op."""
+        phi = self.phi.double().flatten(1)
+        if self.gain is not None and self.spec.norm != "layernorm":
+            phi = phi * self.gain.double()[:, None]
+        return phi.to(torch.float32).numpy()
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps tokens x [b, m, d] to [b, m, o]."""
@@ -185,40 +230,23 @@ class SoftMoE(nn.Module):
 
 
 def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
-    return None if tensor is None else nn.Parameter(tensor, requires_grad=False)
+    return None if tensor is None else frozen(tensor)
 
 
 def _frozen_matrices(matrices: Matrices) -> nn.Parameter | nn.ParameterList:
     if isinstance(matrices, Tensor):
-        return nn.Parameter(matrices, requires_grad=False)
-    return nn.ParameterList([nn.Parameter(m, requires_grad=False) for m in matrices])
+        return frozen(matrices)
+    return nn.ParameterList([frozen(m) for m in matrices])
+
+
+def _expert_arrays(weight: nn.Parameter | nn.ParameterList, experts: int) -> Iterator[np.ndarray]:
+    for e in range(experts):
+        yield weight[e].numpy()
 
 
 def soft_moe_layers(model: nn.Module) -> dict[str, SoftMoE]:
     """Returns the Soft MoE layers of a model by module path, in module order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, SoftMoE)}
-
-
-@contextmanager
-def algorithm_1(
-    model: nn.Module,
-    keep: dict[str, int],
-    *,
-    renormalize: bool = False,
-    algorithm: Algorithm = "masked",
-) -> Iterator[None]:
-    """Within the context each layer named in `keep` computes with its k; restored after."""
-    layers = soft_moe_layers(model)
-    before = {name: (m.keep, m.renormalize, m.algorithm) for name, m in layers.items()}
-    try:
-        for name, k in keep.items():
-            layers[name].keep = k
-            layers[name].renormalize = renormalize
-            layers[name].algorithm = algorithm
-        yield
-    finally:
-        for name, m in layers.items():
-            m.keep, m.renormalize, m.algorithm = before[name]
 
 
 @contextmanager

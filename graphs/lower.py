@@ -9,13 +9,12 @@ import onnx_ir as ir
 
 from ..errors import LoweringError
 from .builder import Builder
-from .lowerings.base import Lowering
-from .parameters import Layer, LayerTensors
+from .lowerings.base import AnyLowering
+from .moe import MoESpec, choice_key
+from .parameters import LayerOf, LayerTensors
 from .simplify import simplify
-from .spec import SoftMoESpec
 
 DOMAIN = "ai.moexport"
-OP_TYPE = "SoftMoE"
 K_INPUT = "k"
 
 
@@ -23,9 +22,9 @@ K_INPUT = "k"
 class LayerChoice:
     """How one layer is lowered: `kept` experts, or the graph input `k` where it is None."""
 
-    spec: SoftMoESpec
+    spec: MoESpec
     tensors: LayerTensors
-    lowering: Lowering
+    lowering: AnyLowering
     kept: int | None
     renormalize: bool = False
 
@@ -34,12 +33,18 @@ class LayerChoice:
 class LayerValues:
     """Names of the values around a lowered layer, for finding where two graphs part ways.
 
-    `selected` [b, k] is None where every expert is kept.
+    `choices` names the values that hold what the layer chose, by `moe.choice_key`; empty where
+    every expert is kept.
     """
 
     input: str
     output: str
-    selected: str | None
+    choices: Mapping[str, str]
+
+    @property
+    def selected(self) -> str | None:
+        """The value of the layer's first choice."""
+        return next(iter(self.choices.values()), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +94,7 @@ def _replace(
     x, old = node.inputs[0], node.outputs[0]
     assert x is not None and x.name is not None
     tokens = x.shape[1] if x.shape is not None else None
-    layer = Layer(
+    layer = LayerOf(
         spec=choice.spec,
         tensors=choice.tensors,
         kept=kept,
@@ -114,7 +119,12 @@ def _replace(
     return LayerValues(
         input=x.name,
         output=y.name,
-        selected=f"{choice.spec.name}/selected" if layer.selects else None,
+        choices={
+            choice_key(choice.spec.name, key): f"{choice.spec.name}/{value}"
+            for key, value in choice.spec.choices().items()
+        }
+        if layer.selects
+        else {},
     )
 
 

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import onnx_ir as ir
 
 from .builder import Builder
+from .moe import MoESpec
+from .mumoe_spec import MuMoESpec
 from .spec import SoftMoESpec
+
+S = TypeVar("S", bound=MoESpec)
 
 
 class LayerTensors(Protocol):
     """Where the lowerings find a layer's weights: one set of bytes in several shapes.
 
-    Names: `phi` [d, n·p] (normalised, scaled, gain folded in), `experts.w1` [n, d, inner],
-    `experts.b1` [n, inner], `experts.w2` [n, h, o], `experts.b2` [n, o], `gain` and `shift` [d].
+    Names for Soft MoE: `phi` [d, n·p] (normalised, scaled, gain folded in), `experts.w1`
+    [n, d, inner], `experts.b1` [n, inner], `experts.w2` [n, h, o], `experts.b2` [n, o], `gain` and
+    `shift` [d]. For muMoE see `graphs.folding`.
     """
 
     def has(self, name: str) -> bool:
@@ -31,15 +36,15 @@ class LayerTensors(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
-class Layer:
+@dataclass(frozen=True)  # no slots: calling an alias such as Layer sets an attribute
+class LayerOf(Generic[S]):
     """One node to lower: the layer, its weights and how many experts it keeps.
 
     `kept` is Algorithm 1's k: a number, or the graph input (int64, shape [1]) that carries it.
     `tokens` is m, or None where the token axis is dynamic.
     """
 
-    spec: SoftMoESpec
+    spec: S
     tensors: LayerTensors
     kept: int | ir.Value
     tokens: int | None = None
@@ -59,6 +64,10 @@ class Layer:
         return b.weight(
             self.tensors.expert(name, index), f"{self.spec.name}/{_singular(name, index)}"
         )
+
+
+Layer = LayerOf[SoftMoESpec]
+MuMoELayer = LayerOf[MuMoESpec]
 
 
 def _singular(name: str, index: int) -> str:

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from .moe import Kind
+
 ExpertKind = Literal["mlp", "geglu", "linear"]
 """`mlp`: act(x·w1 + b1)·w2 + b2; `geglu`: (u · gelu(v))·w2 + b2 with [u, v] = x·w1 + b1; `linear`:
 x·w1 + b1."""
@@ -49,6 +51,26 @@ class SoftMoESpec:
     slots_from: SlotSource = "normalised"
 
     @property
+    def kind(self) -> Kind:
+        """`soft-moe`."""
+        return "soft-moe"
+
+    @property
+    def op_type(self) -> str:
+        """The node's op type in a traced graph."""
+        return "SoftMoE"
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """One level of n experts."""
+        return (self.experts,)
+
+    @property
+    def renormalizable(self) -> bool:
+        """True: C can be divided by its sum over the kept experts."""
+        return True
+
+    @property
     def inner(self) -> int:
         """Columns of an expert's first matrix: h, 2h for `geglu`, o for `linear`."""
         if self.expert == "linear":
@@ -74,3 +96,11 @@ class SoftMoESpec:
             "experts": kept * p * self.parameters_per_expert,
             "combine": m * kept * p * self.out,
         }
+
+    def bytes_read(self, kept: int) -> int:
+        """FP32 bytes of the weights of `kept` experts."""
+        return 4 * kept * self.parameters_per_expert
+
+    def choices(self) -> dict[str, str]:
+        """The chosen experts, `selected` [b, k]."""
+        return {"": "selected"}

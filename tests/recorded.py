@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 DATA = Path(__file__).parent / "data"
+MUMOE = sorted(path.name for path in DATA.glob("mumoe_*"))
 SOFT_MOE = sorted(path.name for path in DATA.glob("soft_moe_*"))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import difflib
 
 from ...errors import FamilyError
-from . import conv, fkodom, lucidrains, mnist, vit, vmoe
-from .base import Built, Family, PublishedLayer, Tensors, find_layers, some
+from . import conv, fkodom, lucidrains, mnist, mumoe, mumoe_gpt2, mumoe_mixer, vit, vmoe
+from .base import Built, Family, LayerLayout, Tensors, find_layers, some
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -17,8 +17,17 @@ FAMILIES: dict[str, Family] = {
         conv.FAMILY,
         fkodom.FAMILY,
         vmoe.FAMILY,
+        mumoe.FAMILY,
+        mumoe.HEAD_FAMILY,
+        mumoe_mixer.FAMILY,
+        mumoe_gpt2.FAMILY,
     )
 }
+
+LAYOUTS: tuple[LayerLayout, ...] = tuple(
+    dict.fromkeys(family.layer for family in FAMILIES.values())
+)
+"""The layouts of MoE layers that moexport knows; several families may share one."""
 
 OTHER_HOSTS = "give the network as package.module:factory with --weights"
 
@@ -56,14 +65,24 @@ def detect(tensors: Tensors) -> Family:
 
 def _layers_seen(tensors: Tensors) -> str:
     """What to add when the layers are known and only the network around them is not."""
-    for family in FAMILIES.values():
-        found = find_layers(tensors, family.layer)
+    for layer in LAYOUTS:
+        found = find_layers(tensors, layer)
         if found:
             places = ", ".join(prefix.removesuffix(".") or "the top" for prefix in found[:4])
             return (
-                f" (Soft MoE layers as {family.name} saves them, at {places}, in another network)"
+                f" ({layer.title} layers as {layer.family} saves them, at {places}, in another "
+                "network)"
             )
     return ""
 
 
-__all__ = ["FAMILIES", "Built", "Family", "PublishedLayer", "Tensors", "detect", "family_named"]
+__all__ = [
+    "FAMILIES",
+    "LAYOUTS",
+    "Built",
+    "Family",
+    "LayerLayout",
+    "Tensors",
+    "detect",
+    "family_named",
+]

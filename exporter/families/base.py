@@ -6,12 +6,13 @@ import difflib
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.layers import SoftMoEWeights
+from ...graphs.layers import SoftMoE, SoftMoEWeights
+from ...graphs.moe import MoELayer
 from ...graphs.spec import SoftMoESpec
 from ..model import TensorSpec
 
@@ -19,6 +20,37 @@ Tensors = Mapping[str, Tensor]
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
 T = TypeVar("T")
+
+
+class LayerLayout(Protocol):
+    """How a published code stores a MoE layer of any kind.
+
+    `title` names the kind in messages; `mark` is a key that every such layer has.
+    """
+
+    @property
+    def family(self) -> str:
+        """The family that layers of this layout are named after."""
+        ...
+
+    @property
+    def title(self) -> str:
+        """`Soft MoE` or `muMoE`."""
+        ...
+
+    @property
+    def mark(self) -> str:
+        """A key that every such layer has."""
+        ...
+
+    @property
+    def match(self) -> Callable[[Tensors], bool]:
+        """Tells from local names and shapes whether tensors are such a layer."""
+        ...
+
+    def make(self, name: str, prefix: str, tensors: Tensors) -> MoELayer:
+        """Returns the layer that lies under `prefix`, named `name`; checks its keys and shapes."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +69,15 @@ class PublishedLayer:
     shapes: Callable[[Tensors], dict[str, Shape]]
     read: Callable[[str, Tensors], tuple[SoftMoESpec, SoftMoEWeights]]
     leftovers: str | None = None
+
+    @property
+    def title(self) -> str:
+        """What such a layer is called."""
+        return "Soft MoE"
+
+    def make(self, name: str, prefix: str, tensors: Tensors) -> MoELayer:
+        """Returns the layer that lies under `prefix`, named `name`; checks its keys and shapes."""
+        return SoftMoE(*self.load(name, prefix, tensors))
 
     def used(self, tensors: Tensors) -> dict[str, Tensor]:
         """The tensors without left-overs."""
@@ -74,7 +115,7 @@ class Family:
     options: tuple[str, ...]
     detect: Callable[[Tensors], bool]
     build: Callable[[Tensors, Config], Built]
-    layer: PublishedLayer
+    layer: LayerLayout
 
 
 def under(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
@@ -98,7 +139,7 @@ def phi_sizes(family: str, tensors: Tensors) -> tuple[int, int, int]:
     return d, n, p
 
 
-def find_layers(tensors: Tensors, layer: PublishedLayer) -> list[str]:
+def find_layers(tensors: Tensors, layer: LayerLayout) -> list[str]:
     """Returns the prefixes (`blocks.3.mlp.`, or '') under which tensors are such a layer."""
     pattern = re.compile(rf"(.*\.)?{re.escape(layer.mark)}")
     matches = (pattern.fullmatch(key) for key in tensors)

@@ -13,7 +13,17 @@ from ...graphs.layers import SoftMoE
 from ...graphs.spec import SoftMoESpec
 from ..hosts.layer import PixelHost, TokenHost
 from ..model import Dimension, TensorSpec
-from .base import Built, Config, Family, PublishedLayer, Tensors, find_layers, settle, under
+from .base import (
+    Built,
+    Config,
+    Family,
+    LayerLayout,
+    PublishedLayer,
+    Tensors,
+    find_layers,
+    settle,
+    under,
+)
 
 LAYER = "layer"
 """Option that picks one layer of a file that holds more, by its prefix."""
@@ -61,7 +71,7 @@ def _build(
     tensors: Tensors,
     given: Config,
 ) -> Built:
-    prefix, notes = _choose(layer, tensors, given.get(LAYER))
+    prefix, notes = choose_layer(layer, tensors, given.get(LAYER))
     spec, weights = layer.load("layer", prefix, tensors)
     local = under(tensors, prefix)
     options = {key: value for key, value in given.items() if key != LAYER}
@@ -89,10 +99,14 @@ def _build(
     )
 
 
-def _choose(
-    layer: PublishedLayer, tensors: Tensors, wanted: str | None
+def choose_layer(
+    layer: LayerLayout, tensors: Tensors, wanted: str | None
 ) -> tuple[str, tuple[str, ...]]:
-    """The prefix of the layer to export, and a note on the keys that lie outside of it."""
+    """Returns the prefix of the layer to export, and a note on the keys that lie outside of it.
+
+    `wanted` is what `--set layer=` says. Raises FamilyError where there is no such layer, or
+    several to choose from.
+    """
     found = find_layers(tensors, layer)
     if not found:
         return "", ()  # the check of the keys says what is missing
@@ -110,7 +124,7 @@ def _choose(
     ) if outside else ()
 
 
-def _the_only(layer: PublishedLayer, tensors: Tensors, found: list[str]) -> str:
+def _the_only(layer: LayerLayout, tensors: Tensors, found: list[str]) -> str:
     prefix = found[0]
     if len(found) == 1 and all(key.startswith(prefix) for key in tensors):
         return prefix
@@ -118,7 +132,7 @@ def _the_only(layer: PublishedLayer, tensors: Tensors, found: list[str]) -> str:
     outside = [key for key in tensors if not any(key.startswith(p) for p in found)]
     beside = f" beside other weights ({', '.join(outside[:3])}, …)" if outside else ""
     raise FamilyError(
-        f"{layer.family}: the file holds {len(found)} Soft MoE layers "
+        f"{layer.family}: the file holds {len(found)} {layer.title} layers "
         f"({', '.join(names[:6])}){beside}; of such a network only one layer can be exported",
         hint="give the network as package.module:factory with --weights, or pick one layer: "
         f"--set {LAYER}={names[0]}",

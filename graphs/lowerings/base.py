@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Generic, Literal
 
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..parameters import Layer
+from ..moe import Kind
+from ..parameters import LayerOf, S
 from ..spec import SoftMoESpec
 
 Target = Literal["onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"]
@@ -21,11 +22,11 @@ STANDARD: frozenset[Target] = frozenset({"onnx", "ort-cpu", "ort-cuda", "tensorr
 ONNX_RUNTIME: frozenset[Target] = frozenset({"ort-cpu", "ort-cuda"})
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
+@dataclass(frozen=True)  # no slots: calling an alias such as Layer sets an attribute
+class WorkOf(Generic[S]):
     """The size of one layer's job: what a cost is a function of."""
 
-    spec: SoftMoESpec
+    spec: S
     kept: int
     batch: int
     tokens: int
@@ -45,24 +46,32 @@ class Work:
         return n * (1.0 - (1.0 - self.kept / n) ** self.batch)
 
 
-@dataclass(frozen=True, slots=True)
-class Lowering:
-    """One way to compute the experts.
+@dataclass(frozen=True)  # no slots: calling an alias such as Layer sets an attribute
+class LoweringOf(Generic[S]):
+    """One way to compute a layer of one kind.
 
     `build` adds the layer for tokens x [b, m, d] and returns y [b, m, o]. `unable` returns why the
-    lowering cannot serve a layer at all, or None. `inexact` returns how its result differs from the
-    layer's definition, or None where it is exact up to rounding; `auto` takes exact lowerings only.
+    lowering cannot serve a layer of its `kind` at all, or None. `inexact` returns how its result
+    differs from the layer's definition, or None where it is exact up to rounding; `auto` takes
+    exact lowerings only.
     """
 
     name: str
     summary: str
     targets: frozenset[Target]
-    build: Callable[[Builder, Layer, ir.Value], ir.Value]
-    unable: Callable[[SoftMoESpec], str | None]
-    inexact: Callable[[SoftMoESpec], str | None]
+    build: Callable[[Builder, LayerOf[S], ir.Value], ir.Value]
+    unable: Callable[[S], str | None]
+    inexact: Callable[[S], str | None]
+    kind: Kind = "soft-moe"
 
 
-def serves_all(spec: SoftMoESpec) -> str | None:
+Lowering = LoweringOf[SoftMoESpec]
+AnyLowering = LoweringOf[Any]
+Work = WorkOf[SoftMoESpec]
+AnyWork = WorkOf[Any]
+
+
+def serves_all(spec: object) -> str | None:
     """The `unable` and `inexact` of a lowering without limits."""
     del spec
     return None

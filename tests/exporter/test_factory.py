@@ -11,6 +11,7 @@ import torch
 from moexport.errors import CheckpointError, FamilyError, ParityError, UsageError
 from moexport.exporter.factory import is_factory
 from moexport.exporter.load import load
+from moexport.graphs.layers import soft_moe_layers
 
 CODE = '''
 import torch
@@ -227,7 +228,7 @@ def test_layers_are_found_replaced_and_listed_in_the_order_of_their_calls() -> N
     model = load("mynet:tokens", config=SHAPE)
     assert list(model.layers) == ["early", "late"]
     assert [layer.spec.name for layer in model.layers.values()] == ["early", "late"]
-    assert model.layers["early"].spec.norm == "l2"
+    assert soft_moe_layers(model.module)["early"].spec.norm == "l2"
     replaced = [note for note in model.notes if "replaced as" in note]
     assert [note.split()[0] for note in replaced] == ["early", "late"]
 
@@ -299,7 +300,8 @@ def test_weights_are_put_into_the_network(weights: Path) -> None:
     model = load("mynet:tokens", config=SHAPE, weights=weights)
     saved = torch.load(weights, weights_only=True)
     assert torch.equal(model.module.get_parameter("stem.weight"), saved["stem.weight"])
-    assert torch.equal(model.layers["early"].w1[0].T, saved["early.experts.experts.0.0.weight"])
+    early = soft_moe_layers(model.module)["early"]
+    assert torch.equal(early.w1[0].T, saved["early.experts.experts.0.0.weight"])
     assert model.source.files == (weights,)
     assert model.source.path == "mynet:tokens"
 

@@ -12,7 +12,7 @@ import torch
 from moexport.errors import CheckpointError, FamilyError
 from moexport.exporter.families import FAMILIES, detect, family_named
 from moexport.exporter.load import load
-from moexport.graphs.layers import algorithm_1
+from moexport.graphs.layers import algorithm_1, soft_moe_layers
 from moexport.tests.exporter.reference import Array, gelu_tanh, soft_moe
 from moexport.tests.exporter.states import (
     State,
@@ -212,7 +212,7 @@ def test_a_layer_of_a_whole_vmoe_model_is_picked_by_its_jax_path(tmp_path: Path)
     with pytest.raises(FamilyError, match="layer"):
         load(tmp_path / "w.npz")
     model = load(tmp_path / "w.npz", config={"layer": "Encoder/b9/Moe"})
-    assert model.layers["layer"].spec.slots_from == "raw"
+    assert soft_moe_layers(model.module)["layer"].spec.slots_from == "raw"
 
 
 # --- folders -----------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 import torch
 from moexport.exporter.checkpoint import read_checkpoint
 from moexport.exporter.load import load
-from moexport.graphs.layers import Algorithm, algorithm_1, recorded_routing
+from moexport.graphs.layers import Algorithm, algorithm_1, recorded_routing, soft_moe_layers
 from moexport.tests.recorded import RecordedCase, read_case
 
 TOLERANCE = 1e-5  # of max|y|: ten times tighter than what exported graphs must hold
@@ -58,7 +58,7 @@ def test_expert_weights_are_views_of_what_was_read(
     monkeypatch.setattr("moexport.exporter.load.read_checkpoint", lambda _: checkpoint)
     model = load(soft_moe_case.weights, config=soft_moe_case.config)
     read = {t.untyped_storage().data_ptr() for t in checkpoint.tensors.values()}
-    for layer in model.layers.values():
+    for layer in soft_moe_layers(model.module).values():
         for stored in (layer.w1, layer.w2):
             matrices = stored if isinstance(stored, torch.nn.ParameterList) else [stored]
             assert all(m is None or m.untyped_storage().data_ptr() in read for m in matrices)

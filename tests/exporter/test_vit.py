@@ -11,6 +11,7 @@ import torch
 from moexport.errors import CheckpointError, FamilyError
 from moexport.exporter.load import load
 from moexport.exporter.model import Model
+from moexport.graphs.layers import soft_moe_layers
 from moexport.tests.exporter.reference import vit
 from moexport.tests.exporter.states import State, vit_state
 
@@ -220,4 +221,4 @@ def test_layers_without_scale_are_not_normalised(tmp_path: Path) -> None:
     state = vit_state()
     del state["blocks.1.mlp.scale"]
     model = load(saved(tmp_path, state), config={"num_heads": 3})
-    assert model.layers["blocks.1.mlp"].spec.norm == "none"
+    assert soft_moe_layers(model.module)["blocks.1.mlp"].spec.norm == "none"

@@ -1,0 +1,342 @@
+"""`mumoe` and `mumoe-clip`: one layer, block or head of james-oldfield/muMoE."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, get_args
+
+from torch import Tensor
+
+from ...errors import CheckpointError, FamilyError
+from ...graphs.mumoe import MuMoE, MuMoEWeights
+from ...graphs.mumoe_spec import FactorisedSpec, Form, GateActivation, MuMoESpec
+from ..hosts.layer import TokenHost
+from ..model import Dimension, TensorSpec
+from .base import (
+    Built,
+    Config,
+    Family,
+    Shape,
+    Tensors,
+    check_tensors,
+    find_layers,
+    prefixed,
+    settle,
+    under,
+)
+from .layer_only import LAYER, choose_layer
+
+NAME = "mumoe"
+HEAD_NAME = "mumoe-clip"
+HEAD = "1."
+BACKBONE = "0."
+ACTIVATION = "act"
+RANK = "input_rank"
+FIRST, SECOND = "MuMoE", "MuMoE2"
+COUNTER = "num_batches_tracked"
+CLASS_NAMES: dict[Form, str] = {"cp": "CPMuMoE", "tr": "TRMuMoE"}
+
+READ = (
+    "MuMoE_layer",
+    "input_dim",
+    "output_dim",
+    "expert_dims",
+    "ranks",
+    "second_dim",
+    "normalization",
+    "use_bias",
+    "hierarchy",
+    "apply_ln",
+)
+"""Constructor arguments that the shapes of a layer say."""
+
+
+@dataclass(frozen=True, slots=True)
+class MuMoELayout:
+    """How the published code stores a layer; all hosts of it share this one."""
+
+    family: str = NAME
+    title: str = "muMoE"
+    mark: str = f"{FIRST}.factors.0"
+
+    @property
+    def match(self) -> Any:
+        """Tells whether tensors are such a layer."""
+        return _match
+
+    def make(self, name: str, prefix: str, tensors: Tensors) -> MuMoE:
+        """Returns the layer under `prefix` with the activation that the code takes by default."""
+        return read_layer(name, prefix, tensors, "entmax15")
+
+
+LAYOUT = MuMoELayout()
+
+
+def _match(tensors: Tensors) -> bool:
+    return f"{FIRST}.factors.0" in tensors and any(key.startswith("projs.") for key in tensors)
+
+
+def read_layer(name: str, prefix: str, tensors: Tensors, activation: GateActivation) -> MuMoE:
+    """Returns the layer that lies under `prefix`, named `name`.
+
+    Raises CheckpointError for factors that do not chain, a number of levels that disagrees, ranks
+    of zero, and missing or misshapen tensors.
+    """
+    local = {k: t for k, t in under(tensors, prefix).items() if not k.endswith(COUNTER)}
+    where = prefix.removesuffix(".") or "the layer"
+    levels = _numbered(local, "projs")
+    if not levels or any(t.ndim != 2 for t in levels):
+        raise CheckpointError(f"{where}: not a muMoE layer: projs.0 must be there, as [d, n]")
+    sizes = tuple(int(t.shape[1]) for t in levels)
+    specs, factors, width = [], [], int(levels[0].shape[0])
+    for key in (FIRST, SECOND):
+        found = _numbered(local, f"{key}.factors")
+        if not found:
+            continue
+        specs.append(_factorised(where, key, found, sizes, width))
+        factors.append(tuple(found))
+        width = specs[-1].out
+    if not specs:
+        raise CheckpointError(f"{where}: not a muMoE layer: {FIRST}.factors.0 is missing")
+    batch_norm = any(key.startswith("bn.") for key in local)
+    spec = MuMoESpec(
+        name,
+        tuple(specs),
+        norm="bn" if batch_norm else "ln",
+        activation=activation,
+        input_norm=any(key.startswith("input_ln.") for key in local),
+    )
+    check_tensors(NAME, prefixed(local, prefix), prefixed(_shapes(spec), prefix))
+    normed = range(len(sizes) if batch_norm else 0)
+    return MuMoE(
+        spec,
+        MuMoEWeights(
+            tuple(levels),
+            tuple(factors),
+            tuple(local[f"bn.{e}.running_mean"] for e in normed),
+            tuple(local[f"bn.{e}.running_var"] for e in normed),
+            gain=local.get("input_ln.weight"),
+            shift=local.get("input_ln.bias"),
+        ),
+    ).eval()
+
+
+def _numbered(tensors: Tensors, name: str) -> list[Tensor]:
+    """The tensors `name.0`, `name.1`, … as far as they go."""
+    found: list[Tensor] = []
+    while (tensor := tensors.get(f"{name}.{len(found)}")) is not None:
+        found.append(tensor)
+    return found
+
+
+def _factorised(
+    where: str, key: str, factors: list[Tensor], levels: tuple[int, ...], dim: int
+) -> FactorisedSpec:
+    """The tensor that these factors are of; raises CheckpointError where they do not fit."""
+    shapes = [tuple(f.shape) for f in factors]
+    listed = ", ".join(str(list(shape)) for shape in shapes)
+    if len(factors) != len(levels) + 2:
+        raise CheckpointError(
+            f"{where}: {key} has {len(factors)} factors, but {len(levels)} levels of experts "
+            f"(projs.*) need {len(levels) + 2}",
+            hint="one factor per level, one for the input and one for the output: is the "
+            "checkpoint complete?",
+        )
+    ranks = {len(shape) for shape in shapes}
+    if ranks not in ({2}, {3}):
+        raise CheckpointError(
+            f"{where}: {key}.factors are neither CP [n, R] nor TR [r, n, r']: {listed}"
+        )
+    if any(0 in shape for shape in shapes):
+        raise CheckpointError(f"{where}: {key}.factors hold a size or a rank of zero: {listed}")
+    form: Form = "cp" if ranks == {2} else "tr"
+    ends = [shape[-1] for shape in shapes]
+    next_shapes = (*shapes[1:], shapes[0])
+    starts = [shape[0] if form == "tr" else shape[-1] for shape in next_shapes]
+    if ends != starts:
+        what = "share one rank R" if form == "cp" else "chain: each ends with the next one's rank"
+        raise CheckpointError(
+            f"{where}: {key}.factors do not {what}: {listed}",
+            hint="the ring of a TR layer closes: the last core ends with the first one's rank"
+            if form == "tr"
+            else None,
+        )
+    modes = [shape[0] if form == "cp" else shape[1] for shape in shapes]
+    if tuple(modes[:-2]) != levels:
+        raise CheckpointError(
+            f"{where}: {key}.factors are for {modes[:-2]} experts by level, but projs.* for "
+            f"{list(levels)}"
+        )
+    if modes[-2] not in (dim, dim + 1):
+        raise CheckpointError(
+            f"{where}: {key}.factors.{len(levels)} takes inputs of width {modes[-2]}, expected "
+            f"{dim}, or {dim + 1} with a bias row"
+        )
+    return FactorisedSpec(
+        form,
+        levels,
+        dim,
+        modes[-1],
+        (shapes[0][1],) if form == "cp" else tuple(shape[0] for shape in shapes),
+        bias=modes[-2] == dim + 1,
+    )
+
+
+def _shapes(spec: MuMoESpec) -> dict[str, Shape]:
+    """Names and shapes of a layer's tensors."""
+    expected: dict[str, Shape] = {}
+    for index, tensor in enumerate(spec.tensors):
+        key = (FIRST, SECOND)[index]
+        for number, shape in enumerate(tensor.shapes):
+            expected[f"{key}.factors.{number}"] = shape
+    for level, n in enumerate(spec.levels):
+        expected[f"projs.{level}"] = (spec.dim, n)
+        if spec.norm == "bn":
+            expected[f"bn.{level}.running_mean"] = (n,)
+            expected[f"bn.{level}.running_var"] = (n,)
+    if spec.input_norm:
+        expected["input_ln.weight"] = (spec.dim,)
+        expected["input_ln.bias"] = (spec.dim,)
+    return expected
+
+
+def read_activation(family: str, given: Config) -> tuple[GateActivation, tuple[str, ...]]:
+    """Returns the gate's activation, and a note where the published default was taken."""
+    value = given.get(ACTIVATION)
+    if value is None:
+        return "entmax15", (
+            f"the gate's activation is entmax15, the published one; --set "
+            f"{ACTIVATION}=… says otherwise",
+        )
+    value = {"entmax": "entmax15"}.get(value, value)
+    for known in get_args(GateActivation):
+        if value == known:
+            return known, ()
+    raise FamilyError(
+        f"{family}: {ACTIVATION}={value} is no activation of a gate",
+        hint=f"choose one of: {', '.join(get_args(GateActivation))}",
+    )
+
+
+def constructor(layer: MuMoE) -> dict[str, Any]:
+    """Returns the published constructor's arguments, as a layer's shapes say them."""
+    spec, first = layer.spec, layer.spec.tensors[0]
+    following = (*first.ranks[1:], first.ranks[0])
+    ranks: Any = (
+        first.ranks[0]
+        if first.form == "cp"
+        else [[r, None, s] for r, s in zip(first.ranks, following, strict=True)]
+    )
+    return {
+        "MuMoE_layer": CLASS_NAMES[first.form],
+        "input_dim": spec.dim,
+        "output_dim": first.out,
+        "expert_dims": list(spec.levels),
+        "ranks": ranks,
+        "second_dim": spec.out if len(spec.tensors) > 1 else 0,
+        "normalization": spec.norm,
+        "use_bias": first.bias,
+        "hierarchy": len(spec.levels),
+        "apply_ln": spec.input_norm,
+    }
+
+
+def _without_modes(given: Config) -> dict[str, Any]:
+    """Ranks as `[r, None, r']`: the code fills in the mode's size, and ignores what stood there."""
+    ranks = given.get("ranks")
+    if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
+        return {**given, "ranks": [[r[0], None, r[2]] for r in ranks]}
+    return dict(given)
+
+
+def _build(tensors: Tensors, given: Config) -> Built:
+    prefix, notes = choose_layer(LAYOUT, tensors, given.get(LAYER))
+    built = _one_layer(NAME, prefix, tensors, given, default_rank=3)
+    if prefix:
+        built.config[LAYER] = prefix.removesuffix(".")
+    return Built(built.module, built.config, built.input, built.output, (*notes, *built.notes))
+
+
+def _one_layer(
+    family: str, prefix: str, tensors: Tensors, given: Config, *, default_rank: int
+) -> Built:
+    activation, notes = read_activation(family, given)
+    layer = read_layer("layer", prefix, tensors, activation)
+    options = {k: v for k, v in _without_modes(given).items() if k != LAYER}
+    config = settle(
+        family,
+        options | {ACTIVATION: activation},
+        constructor(layer),
+        free={ACTIVATION: activation, RANK: default_rank},
+    )
+    rank = config[RANK]
+    if rank not in (2, 3):
+        raise FamilyError(
+            f"{family}: {RANK}={rank}, but a layer takes (batch, tokens, dim) or (batch, dim)",
+            hint=f"--set {RANK}=3, or 2 for vectors, whose output is (batch, 1, out)",
+        )
+    spec = layer.spec
+    middle: tuple[Dimension, ...] = ("tokens",) if rank == 3 else ()
+    return Built(
+        TokenHost(layer).eval(),
+        config,
+        TensorSpec(
+            "input",
+            "float32",
+            ("batch", *middle, spec.dim),
+            implied="tokens" if rank == 3 else None,
+        ),
+        TensorSpec("output", "float32", ("batch", *(middle or (1,)), spec.out)),
+        notes,
+    )
+
+
+def _build_head(tensors: Tensors, given: Config) -> Built:
+    built = _one_layer(HEAD_NAME, HEAD, tensors, given, default_rank=2)
+    outside = sum(key.startswith(BACKBONE) for key in tensors)
+    note = (
+        f"exported the head alone: left out {outside} tensors of the backbone (0.*); give the "
+        "whole network as package.module:factory with --weights"
+    )
+    notes = (note, *built.notes) if outside else built.notes
+    return Built(built.module, built.config, built.input, built.output, notes)
+
+
+def _is_head(tensors: Tensors) -> bool:
+    only = all(key.startswith((BACKBONE, HEAD)) for key in tensors)
+    return only and find_layers(tensors, LAYOUT) == [HEAD]
+
+
+HOSTS: Mapping[str, str] = {"mumoe-mixer": "mixer_blocks.0.", "mumoe-gpt2": "transformer.h.0."}
+"""Families of whole networks, and a prefix that tells them."""
+
+
+def is_host(tensors: Tensors, family: str) -> bool:
+    """Whether tensors are a network of that family with muMoE layers in it."""
+    begins = any(key.startswith(HOSTS[family]) for key in tensors)
+    return begins and bool(find_layers(tensors, LAYOUT))
+
+
+def _is_layer(tensors: Tensors) -> bool:
+    known = _is_head(tensors) or any(is_host(tensors, family) for family in HOSTS)
+    return bool(find_layers(tensors, LAYOUT)) and not known
+
+
+FAMILY = Family(
+    name=NAME,
+    summary="one muMoE layer, block or head (james-oldfield/muMoE)",
+    options=(*READ, ACTIVATION, RANK, LAYER),
+    detect=_is_layer,
+    build=_build,
+    layer=LAYOUT,
+)
+
+HEAD_FAMILY = Family(
+    name=HEAD_NAME,
+    summary="the muMoE head of a fine-tuned CLIP backbone (james-oldfield/muMoE, finetune)",
+    options=(*READ, ACTIVATION, RANK),
+    detect=_is_head,
+    build=_build_head,
+    layer=LAYOUT,
+)

@@ -1,0 +1,74 @@
+"""A muMoE layer's weights as its graph wants them: normalisation folded in, constants reshaped.
+
+All of it is done in float64 when a bundle is written, so that no node does it at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from .moe import StoredPart
+from .mumoe import MuMoE
+from .mumoe_spec import NORM_EPS, FactorisedSpec, MuMoESpec
+
+
+def logit_scale(spec: MuMoESpec) -> float:
+    """The factor on the logits before the activation: entmax15 works on halves."""
+    return 0.5 if spec.activation == "entmax15" else 1.0
+
+
+def folded(layer: MuMoE) -> Iterator[StoredPart]:
+    """Yields the weights of `graphs.lowerings.factorised`.
+
+    By level `gate.{e}.weight` [d, n] and, with batch normalisation, `gate.{e}.bias` [n]; `gain` and
+    `shift` [d] of the input normalisation; by tensor t and level e `tensor.{t}.expert.{e}`,
+    `tensor.{t}.input`, `tensor.{t}.bias` and `tensor.{t}.output`, as matrices:
+
+    CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o].
+    """
+    spec = layer.spec
+    for level, projection in enumerate(layer.projections):
+        weight, bias = projection.double(), None
+        if spec.norm == "bn":
+            mean, variance = (t.double() for t in layer.statistics(level))
+            scale = logit_scale(spec) / torch.sqrt(variance + NORM_EPS)
+            weight, bias = weight * scale, -mean * scale
+        yield _part(f"gate.{level}.weight", weight)
+        if bias is not None:
+            yield _part(f"gate.{level}.bias", bias)
+    if layer.gain is not None and layer.shift is not None:
+        yield _part("gain", layer.gain)
+        yield _part("shift", layer.shift)
+    for index, (tensor, module) in enumerate(zip(spec.tensors, layer.tensors, strict=True)):
+        factors = module.factors
+        assert isinstance(factors, nn.ParameterList)
+        yield from _tensor(f"tensor.{index}", tensor, list(factors))
+
+
+def _tensor(prefix: str, spec: FactorisedSpec, factors: list[Tensor]) -> Iterator[StoredPart]:
+    for level, factor in enumerate(factors[:-2]):
+        yield _part(f"{prefix}.expert.{level}", _by_mode(spec, factor))
+    inputs = _by_mode(spec, factors[-2])
+    yield _part(f"{prefix}.input", inputs[: spec.dim])
+    if spec.bias:
+        yield _part(f"{prefix}.bias", inputs[spec.dim])
+    yield _part(f"{prefix}.output", _by_output(spec, factors[-1]))
+
+
+def _by_mode(spec: FactorisedSpec, factor: Tensor) -> Tensor:
+    """A factor as a matrix with its mode's index as the rows: a core [r, n, r'] as [n, r·r']."""
+    return factor if spec.form == "cp" else factor.transpose(0, 1).flatten(1)
+
+
+def _by_output(spec: FactorisedSpec, factor: Tensor) -> Tensor:
+    """The output factor [o, R] as [R, o], the output core [r', o, r1] as [r1·r', o]."""
+    return factor.T if spec.form == "cp" else factor.permute(2, 0, 1).flatten(0, 1)
+
+
+def _part(name: str, tensor: Tensor) -> StoredPart:
+    array = np.ascontiguousarray(tensor.to(torch.float32).numpy())
+    return StoredPart(name, array.shape, (array,))

@@ -1,0 +1,139 @@
+"""A muMoE layer's coefficients as ONNX nodes: logits, activation, and the k largest of them.
+
+Everything is FP32 and free of Sort and CumSum: entmax15 and sparsemax find their threshold τ by
+Newton's method, whose steps are a few operations on one number per token. The equations in τ are
+convex and decreasing, and the start lies left of the root, so every step stays left of it and τ
+only grows: what once fell to zero stays zero, and a step can work on r = [z − τ]₊ in place.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import onnx_ir as ir
+
+from .builder import Builder
+from .folding import logit_scale
+from .mumoe_spec import NORM_EPS, coefficients_name
+from .parameters import MuMoELayer
+
+ENTMAX_STEPS = ((64, 5), (256, 6), (2048, 7))
+"""Newton steps for up to so many experts: one more than brought every distribution that was tried
+to rounding error, adversarial ones among them."""
+
+ERROR = 1e-6
+"""What the bounded iterations leave of an error in a coefficient, before rounding."""
+
+
+def entmax15_steps(n: int) -> int:
+    """Returns how many Newton steps entmax15 takes for n experts."""
+    return next((steps for size, steps in ENTMAX_STEPS if n <= size), _bounded_steps(n))
+
+
+def sparsemax_steps(n: int) -> int:
+    """Returns how many Newton steps sparsemax takes for n experts, by a bound.
+
+    For a convex function f each step has f'/f' + f/f ≤ 1 (new over old), so |f·f'| falls to a
+    quarter or less. It starts at n² or less, and |f'|, the support, is 1 or more: after that many
+    steps the coefficients are right to `ERROR`.
+    """
+    return _bounded_steps(n * n)
+
+
+def _bounded_steps(start: int) -> int:
+    return math.ceil(math.log(start / ERROR, 4))
+
+
+def coefficients(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[ir.Value]:
+    """Adds each level's coefficients [b, m, n] for tokens x [b, m, d], all but the k largest 0."""
+    activations = {"entmax15": _entmax15, "sparsemax": _sparsemax, "softmax": _softmax}
+    found = []
+    for level, n in enumerate(layer.spec.levels):
+        logits = _logits(b, layer, level, x)
+        name = coefficients_name(level)
+        selects = not isinstance(layer.kept, int) or layer.kept < n
+        a = activations[layer.spec.activation](b, logits, n, f"all_{name}" if selects else name)
+        found.append(_largest(b, layer, a, n, name) if selects else a)
+    return found
+
+
+def _logits(b: Builder, layer: MuMoELayer, level: int, x: ir.Value) -> ir.Value:
+    """Adds the normalised logits [b, m, n], times what the activation wants of them."""
+    name = f"gate.{level}"
+    logits = b.op("MatMul", x, layer.stacked(b, f"{name}.weight"), name=f"{name}/products")
+    if layer.spec.norm == "bn":
+        return b.op("Add", logits, layer.stacked(b, f"{name}.bias"), name=f"{name}/logits")
+    n = layer.spec.levels[level]
+    scale = b.constant(np.full(n, logit_scale(layer.spec), dtype=np.float32))
+    return b.op(
+        "LayerNormalization", logits, scale, axis=-1, epsilon=NORM_EPS, name=f"{name}/logits"
+    )
+
+
+def _softmax(b: Builder, logits: ir.Value, n: int, name: str) -> ir.Value:
+    del n
+    return b.op("Softmax", logits, axis=-1, name=name)
+
+
+def _entmax15(b: Builder, halves: ir.Value, n: int, name: str) -> ir.Value:
+    """Adds p = [z − τ]₊² with Σp = 1 for z = logits / 2, from τ = max z − 1.
+
+    Newton's steps solve ‖[z − τ]₊‖ = 1 rather than its square: that is linear in τ while the
+    support is one of equals, and arrives in about half as many steps.
+    """
+    r = _start(b, halves, name)
+    for _ in range(entmax15_steps(n)):
+        length = b.op("ReduceL2", r, b.ints(-1), keepdims=1, name=f"{name}/length")
+        total = b.op("ReduceSum", r, b.ints(-1), keepdims=1, name=f"{name}/total")
+        excess = b.op("Sub", length, b.number(1.0), name=f"{name}/excess")
+        slope = b.op("Div", total, length, name=f"{name}/slope")
+        r = _step(b, r, b.op("Div", excess, slope, name=f"{name}/step"), name)
+    return b.op("Mul", r, r, name=name)
+
+
+def _sparsemax(b: Builder, logits: ir.Value, n: int, name: str) -> ir.Value:
+    """Adds p = [z − τ]₊ with Σp = 1, from τ = max z − 1: the slope is the size of the support."""
+    r = _start(b, logits, name)
+    for _ in range(sparsemax_steps(n)):
+        total = b.op("ReduceSum", r, b.ints(-1), keepdims=1, name=f"{name}/total")
+        signs = b.op("Sign", r, name=f"{name}/signs")
+        support = b.op("ReduceSum", signs, b.ints(-1), keepdims=1, name=f"{name}/support")
+        excess = b.op("Sub", total, b.number(1.0), name=f"{name}/excess")
+        # Rounding may put τ right of the root: going back would bring zeros to life.
+        excess = b.op("Relu", excess, name=f"{name}/excess_left")
+        r = _step(b, r, b.op("Div", excess, support, name=f"{name}/step"), name)
+    return b.op("Identity", r, name=name)
+
+
+def _start(b: Builder, z: ir.Value, name: str) -> ir.Value:
+    """Adds r = [z − τ]₊ for τ = max z − 1, which the root is never left of."""
+    largest = b.op("ReduceMax", z, b.ints(-1), keepdims=1, name=f"{name}/largest")
+    start = b.op("Sub", largest, b.number(1.0), name=f"{name}/start")
+    return _step(b, z, start, name)
+
+
+def _step(b: Builder, r: ir.Value, step: ir.Value, name: str) -> ir.Value:
+    moved = b.op("Sub", r, step, name=f"{name}/moved")
+    return b.op("Relu", moved, name=f"{name}/above")
+
+
+def _largest(b: Builder, layer: MuMoELayer, a: ir.Value, n: int, name: str) -> ir.Value:
+    """Adds the k largest of coefficients [b, m, n], the others zero."""
+    if isinstance(layer.kept, int):
+        k = b.ints(layer.kept)
+    elif n < layer.spec.experts:  # one k for all levels, and this one has fewer experts
+        k = b.op("Min", layer.kept, b.ints(n), name=f"{name}/k")
+    else:
+        k = layer.kept
+    values, indices = b.ops(
+        "TopK",
+        a,
+        k,
+        axis=-1,
+        largest=1,
+        sorted=0,
+        names=(f"{name}/largest", f"{name}/indices"),
+    )
+    nothing = b.op("Mul", a, b.number(0.0), name=f"{name}/zeros")
+    return b.op("ScatterElements", nothing, indices, values, axis=-1, name=name)

@@ -1,0 +1,202 @@
+"""What the exporter needs of a MoE layer, whatever its kind: Soft MoE or muMoE.
+
+A kind brings a spec (sizes and behaviour), a PyTorch module (the reference) and lowerings. Tracing,
+planning, writing weights and checking go through the names of this module alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+import numpy as np
+from torch import Tensor, nn
+
+Kind = Literal["soft-moe", "mumoe"]
+
+Algorithm = Literal["masked", "selected"]
+"""How eager PyTorch applies Algorithm 1. `masked`: every expert runs, unselected columns of C are
+zeroed. `selected`: a loop over experts that computes the inputs which selected each (the papers'
+Algorithm 2). A muMoE layer knows the first alone."""
+
+
+class MoESpec(Protocol):
+    """Sizes of one layer of any kind.
+
+    `experts` bounds k; `slots` is p (1 where a layer has none); `hidden` is the width between a
+    layer's two matmuls, 0 where there is one. `levels` are the sizes of the expert modes: n alone,
+    unless the layer has a hierarchy.
+    """
+
+    @property
+    def kind(self) -> Kind:
+        """Which kind of layer this is."""
+        ...
+
+    @property
+    def op_type(self) -> str:
+        """The op type of the layer's node in a traced graph, in the domain `ai.moexport`."""
+        ...
+
+    @property
+    def name(self) -> str:
+        """The layer's path in its model."""
+        ...
+
+    @property
+    def experts(self) -> int:
+        """The largest k that leaves nothing out."""
+        ...
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Experts of each level."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Slots per expert, p."""
+        ...
+
+    @property
+    def dim(self) -> int:
+        """Width of a token, d."""
+        ...
+
+    @property
+    def hidden(self) -> int:
+        """Width between the two matmuls, h."""
+        ...
+
+    @property
+    def out(self) -> int:
+        """Output width, o."""
+        ...
+
+    @property
+    def renormalizable(self) -> bool:
+        """Whether the weights of the kept experts can be divided by their sum."""
+        ...
+
+    def macs(self, tokens: int, kept: int) -> dict[str, int]:
+        """Multiply-adds for one input of `tokens` tokens with k = `kept`, by part."""
+        ...
+
+    def bytes_read(self, kept: int) -> int:
+        """FP32 bytes of expert weights that a run with k = `kept` reads."""
+        ...
+
+    def choices(self) -> dict[str, str]:
+        """Names of what a lowered layer chose, by whose choice it is: both within the layer."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What a layer chose for a batch, to compare with what a graph chose.
+
+    `chosen` holds either the indices of the kept experts, int64 [b, k], ascending, or the weights
+    of all experts after the choice, float32 [b, m, n]. `margin` [b] or [b, m] is the distance from
+    the last one kept to the next, relative to the former; infinite where nothing was left out.
+    """
+
+    chosen: Tensor
+    margin: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StoredPart:
+    """A weight as a bundle stores it: its name, its shape, and its values in consecutive parts."""
+
+    name: str
+    shape: tuple[int, ...]
+    parts: Iterable[np.ndarray]
+
+
+class MoELayer(nn.Module):
+    """A MoE layer in PyTorch, (b, m, d) to (b, m, o).
+
+    `keep` is k; None computes all experts, as the model was trained. `renormalize` and `algorithm`
+    say how k is applied, where the kind gives a choice.
+    """
+
+    spec: MoESpec
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keep: int | None = None
+        self.renormalize = False
+        self.algorithm: Algorithm = "masked"
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Returns an input as the layer's node takes it: [b, m, d]."""
+        return x
+
+    def choices(self, x: Tensor) -> dict[str, Choice]:
+        """Returns what the layer chooses for inputs x, by the names of `MoESpec.choices`."""
+        raise NotImplementedError
+
+    def stored(self) -> Iterator[StoredPart]:
+        """Yields the weights as the lowerings of this kind find them."""
+        raise NotImplementedError
+
+
+def frozen(tensor: Tensor) -> nn.Parameter:
+    """Returns a tensor as a parameter that is not trained."""
+    return nn.Parameter(tensor, requires_grad=False)
+
+
+def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
+    """Returns the MoE layers of a model by module path, in module order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
+
+
+def choice_key(layer: str, choice: str) -> str:
+    """Returns the name of a layer's choice in a whole model: the layer's own for its only one."""
+    return f"{layer} {choice}" if choice else layer
+
+
+@contextmanager
+def algorithm_1(
+    model: nn.Module,
+    keep: dict[str, int],
+    *,
+    renormalize: bool = False,
+    algorithm: Algorithm = "masked",
+) -> Iterator[None]:
+    """Within the context each layer named in `keep` computes with its k; restored after."""
+    layers = moe_layers(model)
+    before = {name: (m.keep, m.renormalize, m.algorithm) for name, m in layers.items()}
+    try:
+        for name, k in keep.items():
+            layers[name].keep = k
+            layers[name].renormalize = renormalize
+            layers[name].algorithm = algorithm
+        yield
+    finally:
+        for name, m in layers.items():
+            m.keep, m.renormalize, m.algorithm = before[name]
+
+
+@contextmanager
+def recorded_choices(model: nn.Module) -> Iterator[dict[str, Choice]]:
+    """Within the context, each forward writes every layer's choices, by `choice_key`."""
+    records: dict[str, Choice] = {}
+    handles = []
+    for name, layer in moe_layers(model).items():
+
+        def record(
+            module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str = name
+        ) -> None:
+            assert isinstance(module, MoELayer)
+            for choice, made in module.choices(args[0]).items():
+                records[choice_key(name, choice)] = made
+
+        handles.append(layer.register_forward_hook(record))
+    try:
+        yield records
+    finally:
+        for handle in handles:
+            handle.remove()
