@@ -47,8 +47,8 @@ def find_in_module(module: nn.Module) -> tuple[FoundLayer, ...]:
     if not found:
         names = ", ".join(list(tensors)[:6])
         raise FamilyError(
-            f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport knows (its parameters: "
-            f"{names}, …)",
+            f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport "
+            f"knows (its parameters: {names}, …)",
             hint=f"known layers: {', '.join(FAMILIES)}; the layer must be a module of its own",
         )
     return tuple(found)

@@ -1,0 +1,150 @@
+"""muMoE layers with random weights, their graphs, and their formulas in float64."""
+
+# mypy: disable-error-code="no-any-return"
+# numpy types an operation on mixed operands as Any.
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+from moexport.graphs.builder import Builder
+from moexport.graphs.lowerings import factorised
+from moexport.graphs.mumoe import MuMoE, MuMoEWeights
+from moexport.graphs.mumoe_spec import FactorisedSpec, Form, MuMoESpec
+from moexport.graphs.parameters import MuMoELayer
+from moexport.tests.exporter.reference import Array, gelu, layer_norm, softmax
+
+
+def tensor(form: Form, levels: tuple[int, ...], d: int, o: int, *, bias: bool) -> FactorisedSpec:
+    ranks = (7,) if form == "cp" else tuple(range(3, 3 + len(levels) + 2))
+    return FactorisedSpec(form, levels, d, o, ranks, bias)
+
+
+def random_layer(spec: MuMoESpec, seed: int = 0) -> MuMoE:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    norm = spec.norm == "bn"
+    return MuMoE(
+        spec,
+        MuMoEWeights(
+            tuple(draw(spec.dim, n) for n in spec.levels),
+            tuple(tuple(draw(*shape) / 3 for shape in t.shapes) for t in spec.tensors),
+            tuple(draw(n) for n in spec.levels) if norm else (),
+            tuple(draw(n).square() + 0.5 for n in spec.levels) if norm else (),
+            draw(spec.dim) if spec.input_norm else None,
+            draw(spec.dim) if spec.input_norm else None,
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """A layer's weights as a lowering finds them (`graphs.parameters.LayerTensors`)."""
+
+    arrays: dict[str, np.ndarray]
+
+    def has(self, name: str) -> bool:
+        return name in self.arrays
+
+    def stacked(self, name: str) -> ir.TensorProtocol:
+        return ir.tensor(self.arrays[name], name=name)
+
+    def expert(self, name: str, index: int) -> ir.TensorProtocol:
+        return ir.tensor(self.arrays[name][index], name=f"{name}/{index}")
+
+
+def graph(layer: MuMoE, kept: int | None = None) -> ir.Model:
+    """The layer alone as a model from `x` [b, m, d] to `output`."""
+    spec = layer.spec
+    x = ir.Value(
+        name="x",
+        shape=ir.Shape(["b", "m", spec.dim]),
+        type=ir.TensorType(ir.DataType.FLOAT),
+    )
+    b = Builder(spec.name)
+    arrays = {part.name: next(iter(part.parts)) for part in layer.stored()}
+    found = MuMoELayer(spec, InMemory(arrays), spec.experts if kept is None else kept)
+    y = factorised.LOWERING.build(b, found, x)
+    y.type = ir.TensorType(ir.DataType.FLOAT)
+    inner = ir.Graph(
+        [x],
+        [y],
+        nodes=b.nodes,
+        initializers=list({v.name: v for v in b.initializers}.values()),
+        opset_imports={"": 20},
+        name="layer",
+    )
+    return ir.Model(inner, ir_version=10)
+
+
+def run(model: ir.Model, x: np.ndarray) -> np.ndarray:
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    (y,) = session.run(None, {"x": x.astype(np.float32)})
+    return np.asarray(y)
+
+
+def simplex(z: Array, power: int) -> Array:
+    """Entmax15 (power 2, of logits / 2) or sparsemax (power 1), by bisection on τ."""
+    low, high = z.max(-1, keepdims=True) - 1, z.max(-1, keepdims=True)
+    for _ in range(80):
+        middle = (low + high) / 2
+        above = (np.maximum(z - middle, 0) ** power).sum(-1, keepdims=True) >= 1
+        low, high = np.where(above, middle, low), np.where(above, high, middle)
+    return np.maximum(z - low, 0) ** power
+
+
+def formula(layer: MuMoE, x: Array, keep: int | None = None) -> Array:
+    """The whole weight tensor is written out and contracted, in float64."""
+    spec = layer.spec
+    gates = []
+    for level, projection in enumerate(layer.projections):
+        z = x @ projection.double().numpy()
+        if spec.norm == "bn":
+            mean, variance = (t.double().numpy() for t in layer.statistics(level))
+            z = (z - mean) / np.sqrt(variance + 1e-5)
+        else:
+            z = layer_norm(z, np.ones(z.shape[-1]), np.zeros(z.shape[-1]), 1e-5)
+        a = {
+            "entmax15": lambda z: simplex(z / 2, 2),
+            "sparsemax": lambda z: simplex(z, 1),
+            "softmax": lambda z: softmax(z, -1),
+        }[spec.activation](z)
+        if keep is not None and keep < a.shape[-1]:
+            a = np.where(a >= np.sort(a, -1)[..., -keep, None], a, 0)
+        gates.append(a)
+    if layer.gain is not None and layer.shift is not None:
+        x = layer_norm(x, layer.gain.double().numpy(), layer.shift.double().numpy(), 1e-5)
+    for index, module in enumerate(layer.tensors):
+        if index:
+            x = gelu(x)
+        factors = [f.double().numpy() for f in module.factors]  # type: ignore[union-attr]
+        whole = full_tensor(spec.tensors[index], factors)
+        if spec.tensors[index].bias:
+            x = np.concatenate([x, np.ones_like(x[..., :1])], axis=-1)
+        y = whole
+        for count, vector in enumerate((*gates, x)):
+            y = (
+                np.einsum("bmi,i...->bm...", vector, y)
+                if count == 0
+                else np.einsum("bmi,bmi...->bm...", vector, y)
+            )
+        x = y
+    return x
+
+
+def full_tensor(spec: FactorisedSpec, factors: list[Array]) -> Array:
+    """The weight tensor [n_1, …, n_E, d, o]."""
+    if spec.form == "cp":
+        letters = "abcdefg"[: len(factors)]
+        return np.einsum(",".join(f"{c}r" for c in letters) + f"->{letters}", *factors)
+    whole = factors[0]  # [r, n, r']
+    for core in factors[1:]:
+        whole = np.tensordot(whole, core, axes=(-1, 0))
+    return np.einsum("r...r->...", whole)

@@ -1,0 +1,169 @@
+"""muMoE graphs compute the factorised formulas, at the counted cost."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import pytest
+import torch
+from moexport.graphs.builder import Builder
+from moexport.graphs.gating import _entmax15, _sparsemax
+from moexport.graphs.mumoe import entmax15, sparsemax
+from moexport.graphs.mumoe_spec import FactorisedSpec, Form, GateActivation, GateNorm, MuMoESpec
+from moexport.tests.graphs.mumoe_layers import (
+    formula,
+    graph,
+    random_layer,
+    run,
+    simplex,
+    tensor,
+)
+
+NEWTON_ERROR = 1e-5  # of a coefficient, for logits up to 100 in size: float32 rounds those to 4e-6
+
+
+def spec_of(
+    form: Form,
+    levels: tuple[int, ...],
+    *,
+    norm: GateNorm = "bn",
+    activation: GateActivation = "entmax15",
+    block: bool = False,
+    bias: bool = True,
+    input_norm: bool = False,
+) -> MuMoESpec:
+    tensors = (tensor(form, levels, 10, 12, bias=bias),)
+    if block:
+        tensors += (tensor(form, levels, 12, 10, bias=bias),)
+    return MuMoESpec("layer", tensors, norm, activation, input_norm)
+
+
+SPECS = [
+    *(spec_of(form, levels) for form in ("cp", "tr") for levels in ((8,), (8, 4), (4, 3, 2))),
+    spec_of("tr", (3, 2, 2, 2)),
+    *(
+        spec_of(form, (8,), activation=activation, norm=norm)
+        for form, activation, norm in itertools.product(
+            ("cp",), ("sparsemax", "softmax", "entmax15"), ("bn", "ln")
+        )
+    ),
+    spec_of("cp", (8,), block=True, norm="ln", input_norm=True),
+    spec_of("tr", (8, 4), block=True, bias=False),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("keep", [None, 2])
+def test_graph_and_module_compute_the_formula_of_the_whole_tensor(
+    spec: MuMoESpec, keep: int | None
+) -> None:
+    layer = random_layer(spec)
+    layer.keep = keep
+    x = np.random.default_rng(1).standard_normal((3, 5, spec.dim))
+    expected = formula(layer, x, keep)
+    for y in (layer(torch.from_numpy(x).float()).numpy(), run(graph(layer, keep), x)):
+        assert y.shape == expected.shape
+        assert np.abs(y - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+def logits(n: int) -> np.ndarray:
+    """Rows [r, n] of many kinds: flat, peaked, heavy-tailed, and clusters that each cost a step."""
+    random = np.random.default_rng(n)
+    rows = [random.standard_normal((60, n)) * s for s in (0.01, 0.1, 0.3, 1, 2, 3, 5, 10, 30)]
+    rows += [-(np.abs(random.standard_normal((40, n))) ** p) for p in (1.2, 2, 4, 8)]
+    rows.append(np.zeros((1, n)))
+    for _ in range(200):
+        row, start, size, distance = np.full(n, -100.0), 0, 1.0, 0.0
+        growth, nearer = random.uniform(1.2, 6), random.uniform(0.05, 0.9)
+        while start < n:
+            end = start + max(1, int(size))
+            row[start:end] = -distance
+            start, size, distance = end, size * growth, 2 - (2 - distance) * nearer
+        rows.append(row[None])
+    return np.concatenate(rows).astype(np.float32)
+
+
+def activated(name: str, rows: np.ndarray) -> np.ndarray:
+    n = rows.shape[-1]
+    x = ir.Value(name="x", shape=ir.Shape(["r", n]), type=ir.TensorType(ir.DataType.FLOAT))
+    b = Builder("gate")
+    y = {"entmax15": _entmax15, "sparsemax": _sparsemax}[name](b, x, n, "a")
+    y.type = ir.TensorType(ir.DataType.FLOAT)
+    inner = ir.Graph(
+        [x], [y], nodes=b.nodes, initializers=b.initializers, opset_imports={"": 20}, name="gate"
+    )
+    return run(ir.Model(inner, ir_version=10), rows)
+
+
+@pytest.mark.parametrize("n", [2, 8, 64, 65, 256, 1000, 2048])
+def test_newtons_method_finds_the_thresholds_of_any_logits(n: int) -> None:
+    rows = logits(n)
+    exact = rows.astype(np.float64)
+    expected = {"entmax15": simplex(exact / 2, 2), "sparsemax": simplex(exact, 1)}
+    sorted_forms = {"entmax15": entmax15, "sparsemax": sparsemax}
+    halves = {"entmax15": rows / 2, "sparsemax": rows}
+    for name, wanted in expected.items():
+        assert np.abs(activated(name, halves[name]) - wanted).max() <= NEWTON_ERROR
+        by_sorting = sorted_forms[name](torch.from_numpy(exact)).numpy()
+        assert np.abs(by_sorting - wanted).max() <= 1e-9
+
+
+def mumoe_block(form: Form, d: int, h: int, n: int, ranks: tuple[int, ...]) -> MuMoESpec:
+    return MuMoESpec(
+        "block",
+        (
+            FactorisedSpec(form, (n,), d, h, ranks, bias=True),
+            FactorisedSpec(form, (n,), h, d, ranks, bias=True),
+        ),
+    )
+
+
+def test_parameters_are_those_of_table_4() -> None:
+    gpt2 = (
+        mumoe_block("cp", 768, 3072, 256, (int(768 * 0.725),)),
+        mumoe_block("tr", 768, 3072, 256, (4, 4, int(768 * 0.195))),
+    )
+    assert [12 * block.parameters for block in gpt2] == [57_029_664, 57_399_264]
+    mixer = {
+        form: [
+            mumoe_block(form, width, hidden, 64, (*first, int(width * share)))
+            for width, hidden in ((196, 256), (512, 2048))
+        ]
+        for form, first, share in (("cp", (), 0.75), ("tr", (4, 4), 0.19))
+    }
+    assert 8 * sum(block.parameters for block in mixer["cp"]) == 17_706_480
+    assert 8 * sum(block.parameters for block in mixer["tr"]) == 17_366_656
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_multiply_adds_of_the_graph_are_those_of_the_formula(spec: MuMoESpec) -> None:
+    tokens = 5
+    proto = onnx.shape_inference.infer_shapes(
+        ir.to_proto(graph(random_layer(spec))), data_prop=True
+    )
+    sizes = proto.graph.input[0].type.tensor_type.shape.dim
+    sizes[0].dim_value, sizes[1].dim_value = 1, tokens
+    del proto.graph.value_info[:]
+    inferred = onnx.shape_inference.infer_shapes(proto, data_prop=True, strict_mode=True).graph
+    shapes = {v.name: tuple(v.dims) for v in inferred.initializer} | {
+        v.name: tuple(d.dim_value for d in v.type.tensor_type.shape.dim)
+        for v in (*inferred.input, *inferred.value_info, *inferred.output)
+    }
+    counted = 0
+    for node in inferred.node:
+        if node.op_type == "MatMul":
+            left, right = (shapes[name] for name in node.input)
+            counted += int(np.prod(left)) * right[-1]
+        elif node.output[0].endswith("/input_biased"):
+            counted += int(np.prod(shapes[node.output[0]]))  # the row that a 1 would meet
+    assert counted == sum(spec.macs(tokens, spec.experts).values())
+
+
+def test_nodes_of_a_layer_are_few_and_none_sorts() -> None:
+    ops = [node.op_type for node in ir.to_proto(graph(random_layer(SPECS[0]))).graph.node]
+    # Gate 2, start of the threshold 4, five steps of 7, square 1; two factors, a bias, ⊙ and Bᵀ 5.
+    assert len(ops) == 47
+    assert not {"TopK", "CumSum", "Einsum", "Concat", "Expand", "Shape"} & set(ops)
