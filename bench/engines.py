@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from ..errors import UsageError
 from ..exporter.model import Model
-from ..graphs.layers import Algorithm, recorded_routing, soft_moe_layers
+from ..graphs.layers import Algorithm, recorded_routing
+from ..graphs.moe import moe_layers
 from .data import Array
 from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER
 
@@ -124,7 +125,7 @@ def with_algorithm_1(
 ) -> PyTorch:
     """Returns the model keeping k experts in every layer; its weights are the model's own."""
     module = sharing_weights(model.module)
-    for layer in soft_moe_layers(module).values():
+    for layer in moe_layers(module).values():
         layer.keep = min(k, layer.spec.experts)
         layer.algorithm = algorithm
         layer.renormalize = renormalize
@@ -147,8 +148,10 @@ def contestants(subject: Subject) -> dict[Contestant, Callable[[], Runner]]:
     found: dict[Contestant, Callable[[], Runner]] = {
         Contestant(subject.name, PYTORCH_EAGER, n, n): lambda: untouched(subject.model)
     }
+    # Algorithm 2 is a loop over a Soft MoE layer's experts: a muMoE layer has nothing to loop over.
+    loops = any(m.spec.kind == "soft-moe" for m in subject.model.layers.values())
     for k in subject.ks:
-        if k < n:
+        if k < n and loops:
             found[Contestant(subject.name, PYTORCH_ALGORITHM_2, k, n)] = _algorithm_2(subject, k)
     for graph in subject.graphs:
         spec = Contestant(

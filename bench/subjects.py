@@ -98,7 +98,7 @@ def exported(
                     open=_opener(
                         Path(folder) / graph.file,
                         selected_values(lowered[graph.file].values),
-                        {layer: spec.experts for layer, spec in specs.items()},
+                        {n: spec.experts for n, spec in specs.items() if _has_sets(spec.kind)},
                         threads,
                     ),
                 )
@@ -140,7 +140,7 @@ def from_bundle(
                 open=_opener(
                     bundle.path / graph.file,
                     graph.selected,
-                    {layer.name: layer.experts for layer in record.layers},
+                    {m.name: m.experts for m in record.layers if _has_sets(m.kind)},
                     threads,
                     k if takes_k else None,
                 ),
@@ -175,6 +175,11 @@ def _source_of(bundle: Bundle) -> Model:
     return model
 
 
+def _has_sets(kind: str) -> bool:
+    """Whether layers of a kind choose a set of experts per input, which routing rows compare."""
+    return kind == "soft-moe"
+
+
 def _opener(
     path: Path,
     selected: Mapping[str, str],
@@ -182,6 +187,7 @@ def _opener(
     threads: int | None,
     k: int | None = None,
 ) -> Callable[[], OnnxGraph]:
-    observe = dict.fromkeys(selected.values(), onnx.TensorProto.INT64)
+    sets = {layer: value for layer, value in selected.items() if layer in experts}
+    observe = dict.fromkeys(sets.values(), onnx.TensorProto.INT64)
     options = SessionOptions(threads=threads, observe=observe)
-    return lambda: OnnxGraph(Session(path, options), selected, experts, k)
+    return lambda: OnnxGraph(Session(path, options), sets, experts, k)

@@ -78,12 +78,12 @@ class Reference:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
 
     def observed(self, values: Mapping[str, str]) -> dict[str, int]:
-        """Returns the ONNX element types of a graph's values that hold choices, by their names."""
+        """Returns the ONNX element types of the values that hold recorded choices, by name."""
+        types = {"f": onnx.TensorProto.FLOAT, "i": onnx.TensorProto.INT64}
         return {
-            name: onnx.TensorProto.FLOAT
-            if choice in self.selected and self.selected[choice].dtype.kind == "f"
-            else onnx.TensorProto.INT64
+            name: types[self.selected[choice].dtype.kind]
             for choice, name in values.items()
+            if choice in self.selected
         }
 
 

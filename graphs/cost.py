@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import LoweringError
 from .lowerings.base import AnyLowering, AnyWork, Target, Work
-from .lowerings.registry import LOWERINGS
+from .lowerings.registry import lowerings_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,9 +189,8 @@ def choose(work: AnyWork, target: Target) -> Choice:
     machine = machine_for(target)
     candidates = [
         (predict_us(record, work, machine), record)
-        for record in LOWERINGS.values()
+        for record in lowerings_of(work.spec.kind).values()
         if target in record.targets
-        and record.kind == work.spec.kind
         and record.unable(work.spec) is None
         and record.inexact(work.spec) is None
     ]
@@ -222,8 +221,8 @@ def check(lowering: AnyLowering, work: AnyWork, target: Target) -> Choice:
     if problem is not None:
         able = [
             record.name
-            for record in LOWERINGS.values()
-            if target in record.targets and record.kind == spec.kind and record.unable(spec) is None
+            for record in lowerings_of(spec.kind).values()
+            if target in record.targets and record.unable(spec) is None
         ]
         raise LoweringError(
             f"layer {spec.name}: the lowering '{lowering.name}' cannot serve it: {problem}",

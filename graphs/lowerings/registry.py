@@ -6,26 +6,40 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ...errors import LoweringError
+from ..moe import Kind
+from ..mumoe_spec import MuMoESpec
 from . import conditional, dense, factorised, fused, gather, grouped
-from .base import AnyLowering
+from .base import AnyLowering, Lowering, LoweringOf
 
-_ALL: tuple[AnyLowering, ...] = (
+_SOFT_MOE = (
     dense.LOWERING,
     gather.LOWERING,
     grouped.LOWERING,
     conditional.LOWERING,
     fused.LOWERING,
-    factorised.LOWERING,
 )
 
-LOWERINGS: Mapping[str, AnyLowering] = MappingProxyType({record.name: record for record in _ALL})
+LOWERINGS: Mapping[str, Lowering] = MappingProxyType({record.name: record for record in _SOFT_MOE})
+"""Those of Soft MoE layers."""
+
+MUMOE_LOWERINGS: Mapping[str, LoweringOf[MuMoESpec]] = MappingProxyType(
+    {factorised.LOWERING.name: factorised.LOWERING}
+)
+"""Those of muMoE layers."""
+
+ALL_LOWERINGS: Mapping[str, AnyLowering] = MappingProxyType({**LOWERINGS, **MUMOE_LOWERINGS})
+
+
+def lowerings_of(kind: Kind) -> Mapping[str, AnyLowering]:
+    """Returns the lowerings that serve layers of a kind, by name."""
+    return {name: record for name, record in ALL_LOWERINGS.items() if record.kind == kind}
 
 
 def lowering(name: str) -> AnyLowering:
     """Returns the lowering of that name; `LoweringError` lists them for any other."""
-    if name not in LOWERINGS:
+    if name not in ALL_LOWERINGS:
         raise LoweringError(
             f"there is no lowering '{name}'",
-            hint=f"choose one of: auto, {', '.join(LOWERINGS)}",
+            hint=f"choose one of: auto, {', '.join(ALL_LOWERINGS)}",
         )
-    return LOWERINGS[name]
+    return ALL_LOWERINGS[name]

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
@@ -88,6 +89,12 @@ def run(model: ir.Model, x: np.ndarray) -> np.ndarray:
     session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
     (y,) = session.run(None, {"x": x.astype(np.float32)})
     return np.asarray(y)
+
+
+def saved(model: ir.Model, folder: Path) -> Path:
+    """Writes a model to a folder and returns its path."""
+    ir.save(model, folder / "layer.onnx")
+    return folder / "layer.onnx"
 
 
 def simplex(z: Array, power: int) -> Array:

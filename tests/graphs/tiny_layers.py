@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
-from moexport.graphs.lower import DOMAIN, OP_TYPE, LayerChoice, Lowered, lower
+from moexport.graphs.lower import DOMAIN, LayerChoice, Lowered, lower
 from moexport.graphs.lowerings.registry import LOWERINGS
 from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource, SoftMoESpec
 
@@ -186,7 +186,7 @@ def lowered(
         )
         for name, width in (("input", spec.dim), ("output", spec.out))
     )
-    node = ir.node(OP_TYPE, [x], attributes={"layer": spec.name}, domain=DOMAIN, outputs=[y])
+    node = ir.node(spec.op_type, [x], attributes={"layer": spec.name}, domain=DOMAIN, outputs=[y])
     graph = ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, DOMAIN: 1}, name="one_layer")
     choice = LayerChoice(spec, layer, LOWERINGS[lowering], kept, renormalize)
     return lower(ir.Model(graph, ir_version=10), {spec.name: choice})

@@ -14,6 +14,8 @@ from moexport.exporter.trace import TRACED_BATCH, TRACED_SIZES
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import MUMOE, RecordedCase, read_case
 
+Part = tuple[slice, ...]
+
 RTOL = 1e-4  # of max|y|, as the recorded cases promise
 FORBIDDEN = {"Einsum", "CumSum", "NonZero", "Loop", "If", "Unique", "Compress"}
 
@@ -22,19 +24,17 @@ def export(case: RecordedCase, folder: Path, *options: str) -> Outcome:
     config = folder / "config.json"
     config.write_text(json.dumps(case.config))
     np.savez(folder / "x.npz", input=case.x)
-    return run(
-        *("export", case.weights, "--config", config, "-o", folder / "out"),
-        *("--data", folder / "x.npz", *options),
-    )
+    arguments = ("export", case.weights, "--config", config, "--data", folder / "x.npz")
+    return run(*arguments, "-o", folder / "out", *options)
 
 
-def pieces(case: RecordedCase) -> list[tuple[np.ndarray, tuple[slice, ...]]]:
+def pieces(case: RecordedCase) -> list[tuple[np.ndarray, Part]]:
     """Inputs of sizes that were not traced, and the part of the recorded output that is theirs."""
     whole = case.x.astype(np.int64 if case.x.dtype.kind == "i" else np.float32)
     if whole.ndim == 2 and whole.dtype == np.float32:
         whole = whole[:, None]  # a vector is one token
     sizes = {1, len(whole)} - {TRACED_BATCH}
-    found = [(whole[:size], (slice(size),)) for size in sorted(sizes)]
+    found: list[tuple[np.ndarray, Part]] = [(whole[:s], (slice(s),)) for s in sorted(sizes)]
     if whole.dtype == np.int64:  # no token sees a later one, so a shorter text has the same logits
         for length in (1, 13):
             assert length != TRACED_SIZES["tokens"]
