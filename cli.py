@@ -80,6 +80,7 @@ def inspect(
     config: Config = None,
     sets: Sets = None,
     weights: Weights = None,
+    data: Data = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -94,7 +95,7 @@ def inspect(
     from .exporter.inspect import inspect as inspect_model
 
     with Console(verbose=verbose, quiet=quiet) as console:
-        report = inspect_model(_load(console, model, family, config, sets, weights))
+        report = inspect_model(_load(console, model, family, config, sets, weights), data)
     print(json_text(report.as_json()) if as_json else model_text(report))
 
 

@@ -72,7 +72,24 @@ def model_text(report: ModelReport) -> str:
             "",
             "All MoE layers, one input:",
             table(("k", "multiply-adds", "of all", "expert weights read", "of all"), costs),
+            *_support_text(report),
         )
+    )
+
+
+def _support_text(report: ModelReport) -> tuple[str, ...]:
+    """The lines on coefficients that are not zero, where they were counted."""
+    if not report.support:
+        return ()
+    header = ("muMoE layer", "level", "experts n", "tokens", "mean", "p99", "max")
+    rows = [
+        (r.layer, r.level, r.experts, r.tokens, f"{r.mean:.1f}", f"{r.p99:.0f}", r.max)
+        for r in report.support
+    ]
+    return (
+        "",
+        "Coefficients that are not zero (k = max changes nothing here):",
+        table(header, rows),
     )
 
 

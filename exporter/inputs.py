@@ -51,12 +51,19 @@ def parity_inputs(model: Model, options: ExportOptions, data: Feed | None) -> np
     fixed = fixed_axes(model.input, options)
     batch = fixed.get("batch")
     if data is not None:
-        x = with_axes(samples(data, model.input.name, batch or SAMPLES), model.input)
-        _check(x, model.input, fixed)
-        return x.astype(model.input.dtype)
+        return feed_inputs(model, data, batch or SAMPLES, fixed)
     if model.example is not None and batch is None:
         return model.example.astype(model.input.dtype)
     return random_inputs(model, batch or SAMPLES, SIZES | fixed)
+
+
+def feed_inputs(
+    model: Model, data: Feed, count: int, fixed: Mapping[str, int] | None = None
+) -> np.ndarray:
+    """Returns up to `count` inputs of a feed; `FeedError` where they do not fit the model."""
+    x = with_axes(samples(data, model.input.name, count), model.input)
+    _check(x, model.input, fixed or {})
+    return x.astype(model.input.dtype)
 
 
 def random_inputs(model: Model, count: int, sizes: Mapping[str, int] = SIZES) -> np.ndarray:

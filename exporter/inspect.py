@@ -9,8 +9,10 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from ..calibration.feeds import Feed
 from .model import Model
 from .options import DEFAULT_TOKENS
+from .support import SupportReport, support
 
 SHARES = (1, 2, 4, 8)
 
@@ -57,14 +59,18 @@ class ModelReport:
     layers: tuple[LayerReport, ...]
     costs: tuple[CostReport, ...]
     notes: tuple[str, ...]
+    support: tuple[SupportReport, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """The report as plain data."""
         return asdict(self)
 
 
-def inspect(model: Model) -> ModelReport:
-    """Returns the report for a loaded model; reads no weights and runs nothing."""
+def inspect(model: Model, data: Feed | None = None) -> ModelReport:
+    """Returns the report for a loaded model.
+
+    Reads no weights and runs nothing, unless there is `data` to count a muMoE's coefficients on.
+    """
     tokens = token_counts(model)
     layers = tuple(
         LayerReport(
@@ -89,6 +95,7 @@ def inspect(model: Model) -> ModelReport:
         layers=layers,
         costs=_costs(model, tokens),
         notes=model.notes,
+        support=() if data is None else support(model, data),
     )
 
 
