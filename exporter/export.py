@@ -15,6 +15,7 @@ import onnx_ir as ir
 from ..calibration.feeds import Feed
 from ..errors import ParityError
 from ..graphs.lower import K_INPUT, LayerChoice, Lowered, lower
+from ..graphs.moe import MoESpec
 from .atomic import check_destination, written_whole
 from .bundle import Bundle, graph_parity, hash_files, selected_values, sha256
 from .environment import environment
@@ -241,7 +242,7 @@ def _manifest(
                 name=layer.name,
                 kind=layer.work.spec.kind,
                 experts=layer.work.spec.experts,
-                levels=list(layer.work.spec.levels),
+                levels=_levels(layer.work.spec),
                 slots=layer.work.spec.slots,
                 dim=layer.work.spec.dim,
                 hidden=layer.work.spec.hidden,
@@ -272,6 +273,11 @@ def _manifest(
         environment=environment(),
         notes=notes,
     )
+
+
+def _levels(spec: MoESpec) -> list[int]:
+    """The experts of each level, of a layer that may have several."""
+    return [] if spec.kind == "soft-moe" else list(spec.levels)
 
 
 def _inputs(spec: TensorSpec, options: ExportOptions) -> list[PortRecord]:

@@ -12,6 +12,9 @@ from ..errors import BundleError
 MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
 
+OPTIONAL = ("levels", "limits", "implied")
+"""Keys of layers and ports that are left out where there is nothing to say."""
+
 
 @dataclass(frozen=True, slots=True)
 class SourceRecord:
@@ -40,7 +43,7 @@ class LayerRecord:
     """The value of `model.onnx` that holds the chosen experts, or the kept coefficients of a muMoE
     layer's first level; None where all are kept."""
     levels: list[int] = field(default_factory=list)
-    """Experts of each level of a muMoE layer; [n] for Soft MoE."""
+    """Experts of each level of a muMoE layer; empty for Soft MoE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,10 @@ class Manifest:
     def to_json(self) -> str:
         """The manifest as indented JSON, `schema` first."""
         content = asdict(self)
+        for record in (*content["layers"], *content["inputs"], *content["outputs"]):
+            for key in OPTIONAL:
+                if key in record and not record[key]:
+                    del record[key]
         ordered = {"schema": content.pop("schema"), **content}
         return json.dumps(ordered, indent=2, ensure_ascii=False) + "\n"
 

@@ -68,10 +68,11 @@ def test_graph_and_module_compute_the_formula_of_the_whole_tensor(
 def logits(n: int) -> np.ndarray:
     """Rows [r, n] of many kinds: flat, peaked, heavy-tailed, and clusters that each cost a step."""
     random = np.random.default_rng(n)
-    rows = [random.standard_normal((60, n)) * s for s in (0.01, 0.1, 0.3, 1, 2, 3, 5, 10, 30)]
-    rows += [-(np.abs(random.standard_normal((40, n))) ** p) for p in (1.2, 2, 4, 8)]
+    few, many = (40, 200) if n <= 256 else (8, 40)
+    rows = [random.standard_normal((few, n)) * s for s in (0.01, 0.1, 0.3, 1, 2, 3, 5, 10, 30)]
+    rows += [-(np.abs(random.standard_normal((few, n))) ** p) for p in (1.2, 2, 4, 8)]
     rows.append(np.zeros((1, n)))
-    for _ in range(200):
+    for _ in range(many):
         row, start, size, distance = np.full(n, -100.0), 0, 1.0, 0.0
         growth, nearer = random.uniform(1.2, 6), random.uniform(0.05, 0.9)
         while start < n:
