@@ -1,4 +1,4 @@
-"""moexport: deploy trained Soft MoE models with only k of n experts computed per input.
+"""moexport: deploy trained Soft MoE and muMoE models that choose k of n experts per input.
 
 `load`, `export` and `bench` do from Python what the command line does. They, and the classes they
 return, are imported on first use: `import moexport` alone loads neither torch nor ONNX Runtime.

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="moexport",
-    help="Deploy trained Soft MoE models: k of n experts per input, inside the ONNX graph.",
+    help="Deploy trained Soft MoE and muMoE models: k of n experts chosen inside the ONNX graph.",
     no_args_is_help=True,
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
@@ -52,7 +52,7 @@ ModelArgument = Annotated[
 BundleArgument = Annotated[
     Path, typer.Argument(metavar="BUNDLE", help="A folder that export wrote.")
 ]
-Family = Annotated[str | None, typer.Option(help="Skip detection: soft-moe-vit, soft-moe-mnist, …")]
+Family = Annotated[str | None, typer.Option(help="Skip detection: soft-moe-vit, mumoe-gpt2, …")]
 Config = Annotated[
     Path | None,
     typer.Option(help="What shapes cannot tell: constructor arguments as JSON, YAML or TOML."),

@@ -117,3 +117,14 @@ def test_bench_of_a_bundle_whose_checkpoint_is_gone_says_what_to_name(
     with pytest.raises(UsageError, match=r"vit\.pt is not here") as caught:
         moexport.bench(bundle, data=recorded["x"])
     assert "moexport bench CHECKPOINT" in str(caught.value.hint)
+
+
+def test_bench_of_a_mumoe_has_no_loop_over_experts_to_compare(tmp_path: Path) -> None:
+    model = moexport.load(DATA / "mumoe_cp" / "weights.pt")
+    results = moexport.bench(model, k=["n", 8], out=tmp_path / "report", round_s=0.0)
+    assert [(row.engine, row.k, row.error) for row in results.rows] == [
+        ("pytorch-eager", 32, None),
+        ("onnxruntime", 32, None),
+        ("onnxruntime", 8, None),
+    ]
+    assert (tmp_path / "report" / "report.html").is_file()
