@@ -32,7 +32,7 @@ def main(arguments: list[str]) -> None:
 def _scale() -> None:
     """Exports ViT-B/16 with small experts (513 M parameters) and with Table 3's (2.3 B)."""
     measured = [scale.export_scale(128, 384), scale.export_scale(8, 30720)]
-    (RESULTS / "scale-cpu.json").write_text(scale.as_json(measured) + "\n", encoding="utf-8")
+    (RESULTS / "scale-cpu.json").write_text(scale.to_json(measured), encoding="utf-8")
     print(scale_table(measured))
 
 

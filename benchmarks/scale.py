@@ -8,9 +8,11 @@ import subprocess
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
+from moexport.exporter.environment import environment
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,9 +117,20 @@ def _measured_main(arguments: list[str]) -> None:
     print(json.dumps({"seconds": time.monotonic() - started, "peak_bytes": peak}))
 
 
-def as_json(scales: list[Scale]) -> str:
-    """The measurements as JSON."""
-    return json.dumps([asdict(scale) for scale in scales], indent=1)
+def to_json(scales: list[Scale]) -> str:
+    """The measurements and the machine they were made on, as JSON."""
+    body = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "python -m benchmarks scale",
+        "environment": environment(),
+        "exports": [asdict(scale) for scale in scales],
+    }
+    return json.dumps(body, indent=1) + "\n"
+
+
+def from_json(text: str) -> list[Scale]:
+    """The measurements in a text that `to_json` wrote."""
+    return [Scale(**one) for one in json.loads(text)["exports"]]
 
 
 if __name__ == "__main__":

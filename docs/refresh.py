@@ -8,7 +8,6 @@ python docs/refresh.py performance  the tables of docs/performance.md, from benc
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shutil
 import sys
@@ -20,7 +19,7 @@ from pathlib import Path
 import moexport
 import onnx
 from moexport.bench.results import Results, read
-from moexport.benchmarks.scale import Scale
+from moexport.benchmarks.scale import from_json
 from moexport.benchmarks.tables import layer_table, scale_table, targets_table
 
 ROOT = Path(__file__).parents[1]
@@ -142,7 +141,7 @@ def refresh_performance() -> None:
         f"streaming {rates['stream_gb_s']:.0f} GB/s, matmul {rates['matmul_gflop_s']:.0f} GFLOP/s; "
         f"ONNX Runtime {packages['onnxruntime-gpu']} (CPU), torch {packages['torch']}.\n"
     )
-    scales = [Scale(**one) for one in json.loads((RESULTS / "scale-cpu.json").read_text())]
+    scales = from_json((RESULTS / "scale-cpu.json").read_text(encoding="utf-8"))
     replace_marked(page, "machine", textwrap.fill(machine, 100) + "\n")
     replace_marked(page, "targets", targets_table(results) + "\n")
     replace_marked(page, "layers", layer_table(results) + "\n")
