@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from moexport.bench.results import Results, Row
+from moexport.bench.timing import Latency
 from moexport.console import count, size
 
 from .layers import (
@@ -25,6 +26,9 @@ from .scale import Scale
 AUTO_SLACK = 0.15
 """`auto` may be this much slower than the best lowering of a cell."""
 
+DISTURBED = 0.5
+"""Round medians that differ by more than this share say little of a ratio."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cell:
@@ -34,6 +38,13 @@ class Cell:
     batch: int
     k: int
     medians: dict[str, float]
+    spreads: dict[str, float]
+
+    def speedup(self, baseline: str) -> str:
+        """How many times faster `auto` is, with ≈ where a round of either was disturbed."""
+        ratio = self.medians[baseline] / self.medians[self.auto]
+        disturbed = max(self.spreads[baseline], self.spreads[self.auto]) > DISTURBED
+        return f"{'≈ ' if disturbed else ''}{ratio:.1f}×"
 
     @property
     def best(self) -> str:
@@ -54,18 +65,22 @@ class Cell:
 
 
 def cells(results: Results) -> Iterator[Cell]:
-    """Yields the grid that was measured, shape by shape, batch by batch, k falling."""
+    """Yields the grid that was measured, shape by shape, batch by batch, k falling.
+
+    Of a cell that was measured twice, the first measurement counts.
+    """
     for shape in SHAPES:
         for batch in BATCHES:
             for k in shape.ks:
-                medians = {
-                    _name(row): row.latency_ms.median
-                    for row in results.rows
-                    if (row.model, row.batch, row.k) == (shape.name, batch, k)
-                    and row.latency_ms is not None
-                }
-                if medians:
-                    yield Cell(shape, batch, k, medians)
+                found: dict[str, Latency] = {}
+                for row in results.rows:
+                    same = (row.model, row.batch, row.k) == (shape.name, batch, k)
+                    if same and row.latency_ms is not None:
+                        found.setdefault(_name(row), row.latency_ms)
+                if found:
+                    medians = {name: latency.median for name, latency in found.items()}
+                    spreads = {name: latency.spread for name, latency in found.items()}
+                    yield Cell(shape, batch, k, medians, spreads)
 
 
 def _name(row: Row) -> str:
@@ -85,8 +100,7 @@ def layer_table(results: Results) -> str:
         for name in LOWERINGS:
             text = _ms(cell.medians.get(name))
             columns.append(f"**{text}**" if name == cell.auto else text)
-        taken = cell.medians[cell.auto]
-        columns += [f"{cell.medians[STACKED] / taken:.1f}×", f"{cell.medians[LOOP] / taken:.1f}×"]
+        columns += [cell.speedup(STACKED), cell.speedup(LOOP)]
         lines.append(f"| {cell.shape.name} | {cell.batch} | {cell.k} | {' | '.join(columns)} |")
     return "\n".join(lines)
 
@@ -101,10 +115,10 @@ def targets_table(results: Results) -> str:
     ]
     for shape, batch, k, floor in ((few, 1, 2, 14), (few, 100, 2, 9), (many, 1, 16, 8)):
         cell = grid[shape, batch, k]
-        taken, stacked = cell.medians[cell.auto], cell.medians[STACKED]
+        stacked = cell.medians[STACKED]
         lines.append(
             f"| {shape.name}, batch {batch}, k = {k}: times PyTorch's dense layer | {floor}× | "
-            f"{stacked / taken:.1f}× | {cell.medians[LOOP] / taken:.1f}× | "
+            f"{cell.speedup(STACKED)} | {cell.speedup(LOOP)} | "
             f"{stacked / limit_ms(results, cell):.1f}× ({limit_ms(results, cell):.1f} ms) |"
         )
     for shape in SHAPES:
@@ -125,7 +139,8 @@ def limit_ms(results: Results, cell: Cell) -> float:
     """Returns the least time of a cell on the machine that was measured, in milliseconds.
 
     The larger of streaming what must be moved once (the weights of the experts kept, all n at most;
-    the tokens in and out) and of all multiply-adds at the rate of a large matmul.
+    the tokens in and out) and of all multiply-adds at the rate of a large matmul. An estimate: it
+    assumes that nothing stays in a cache and that moving and computing overlap.
     """
     spec = spec_of(cell.shape)
     active = min(cell.shape.experts, cell.k * cell.batch)
@@ -133,7 +148,20 @@ def limit_ms(results: Results, cell: Cell) -> float:
     gigabytes = 4e-9 * (active * spec.parameters_per_expert + tokens)
     gigaflops = 2e-9 * cell.batch * sum(spec.macs(TOKENS, cell.k).values())
     rates = results.protocol
-    return 1e3 * float(max(gigabytes / rates["stream_gb_s"], gigaflops / rates["matmul_gflop_s"]))
+    return 1e3 * float(max(gigabytes / stream_gb_s(results), gigaflops / rates["matmul_gflop_s"]))
+
+
+def stream_gb_s(results: Results) -> float:
+    """Returns the fastest streaming seen: the plain sum's, or what a layer of the grid reached.
+
+    A layer that computes all experts at batch 1 reads all its weights once.
+    """
+    reached = [
+        4e-6 * cell.k * spec_of(cell.shape).parameters_per_expert / min(cell.medians.values())
+        for cell in cells(results)
+        if cell.batch == 1 and cell.k == cell.shape.experts
+    ]
+    return max(float(results.protocol["stream_gb_s"]), *reached)
 
 
 def scale_table(measured: list[Scale]) -> str:
