@@ -47,5 +47,9 @@ class FeedError(MoexportError):
     """Input data that does not fit the model."""
 
 
+class CalibrationError(MoexportError):
+    """Ranges that cannot be found, or a table of them that does not belong to the model."""
+
+
 class MissingExtraError(MoexportError):
     """An optional package that this step needs is not installed."""

@@ -1,0 +1,120 @@
+"""`calibration.json`: the ranges that a model's tensors take, and what they were taken from."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ..errors import CalibrationError
+from ..graphs.ranges import Range
+
+CALIBRATION_FILE = "calibration.json"
+SCHEMA = 1
+
+Method = Literal["minmax", "percentile", "entropy", "mse"]
+METHODS: tuple[Method, ...] = get_args(Method)
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a table was made from and how: two tables of one origin are the same table.
+
+    `model` is a hash of the weights and the configuration, `feed` of the inputs in their order,
+    whatever file or batch size they came in. `k` is each layer's number of kept experts; the rows
+    that other experts would get were not observed. `percentile` is None for the other methods.
+    """
+
+    model: str
+    feed: str
+    samples: int
+    k: Mapping[str, int]
+    method: Method
+    percentile: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CalibrationTable:
+    """Ranges by tensor (`graphs.ranges.range_key`), and the largest absolute values of the others.
+
+    `peaks` holds max|x| of every float value of the host by its name in the traced graph, and of
+    the values inside MoE layers that are no input of a matrix product: what a 16-bit float must
+    hold without overflow. `moexport` is the version that wrote the table.
+    """
+
+    origin: Origin
+    ranges: Mapping[str, Range]
+    peaks: Mapping[str, float] = field(default_factory=dict)
+    moexport: str = ""
+
+    def range(self, key: str) -> Range:
+        """Returns the range of one tensor; `CalibrationError` where it was never seen."""
+        if key not in self.ranges:
+            raise CalibrationError(
+                f"{key}: the calibration table holds no range of this tensor",
+                hint="calibrate this model again: `moexport calibrate MODEL --data FEED`",
+            )
+        return self.ranges[key]
+
+    def write(self, path: Path) -> None:
+        """Writes the table as JSON."""
+        path.write_text(self.to_json(), encoding="utf-8")
+
+    def to_json(self) -> str:
+        """The table as indented JSON, `schema` first."""
+        content = {"schema": SCHEMA, "moexport": self.moexport, **asdict(self)}
+        return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
+
+    @staticmethod
+    def read(path: Path) -> CalibrationTable:
+        """Reads a table; `CalibrationError` when there is none or it is not a whole one."""
+        try:
+            content = json.loads(path.read_text(encoding="utf-8"))
+        except FileNotFoundError as error:
+            raise CalibrationError(
+                f"{path}: no such calibration table",
+                hint="`moexport calibrate MODEL --data FEED -o table.json` writes one",
+            ) from error
+        except (OSError, ValueError) as error:
+            raise CalibrationError(f"{path}: not readable as JSON ({error})") from error
+        found = content.get("schema") if isinstance(content, dict) else None
+        if found != SCHEMA:
+            raise CalibrationError(
+                f"{path}: schema {found}, but this version reads schema {SCHEMA}",
+                hint="calibrate again with this version of moexport",
+            )
+        try:
+            table = CalibrationTable(
+                origin=Origin(**_known(Origin, content["origin"])),
+                ranges={key: Range(**values) for key, values in content["ranges"].items()},
+                peaks={key: float(value) for key, value in content["peaks"].items()},
+                moexport=content["moexport"],
+            )
+            _check(path, table)
+        except (KeyError, TypeError, AttributeError, ValueError) as error:
+            raise CalibrationError(f"{path}: not a whole calibration table ({error})") from error
+        return table
+
+
+def _known(record: type, content: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries that the record has: a later version may have written more."""
+    names = {entry.name for entry in fields(record)}
+    return {key: value for key, value in content.items() if key in names}
+
+
+def _check(path: Path, table: CalibrationTable) -> None:
+    """A table that was edited by hand must still be one."""
+    if table.origin.method not in METHODS:
+        raise CalibrationError(
+            f"{path}: method '{table.origin.method}' is unknown", hint=f"one of {METHODS}"
+        )
+    for key, r in table.ranges.items():
+        numbers = (r.low, r.high, r.minimum, r.maximum)
+        if not all(math.isfinite(number) for number in numbers) or r.low > r.high:
+            raise CalibrationError(
+                f"{path}: {key} has the range {r.low} to {r.high}, which is none",
+                hint="calibrate again",
+            )

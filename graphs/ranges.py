@@ -1,0 +1,70 @@
+"""What values a tensor takes, and the 8-bit scales that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+UINT8_LEVELS = 255
+"""The largest number of an unsigned byte: the steps of an affine scale."""
+
+INT8_LEVELS = 127
+"""The largest number of a signed byte that has an opposite: the steps of a symmetric scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """How a real number x is written as an integer: q = round(x / scale) + zero_point."""
+
+    scale: float
+    zero_point: int
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """The values of one tensor over a calibration run.
+
+    Values from `low` to `high` are represented, those beyond are clipped: a method's choice.
+    `minimum` and `maximum` are what was observed, `count` how many numbers were.
+    """
+
+    low: float
+    high: float
+    minimum: float
+    maximum: float
+    count: int
+
+    @property
+    def peak(self) -> float:
+        """The largest absolute value observed: what a 16-bit float must hold."""
+        return max(abs(self.minimum), abs(self.maximum))
+
+    def affine(self, levels: int = UINT8_LEVELS) -> Scale:
+        """Returns the scale to integers 0 … `levels`, for ONNX Runtime's unsigned activations.
+
+        The range is widened to hold zero, which is then represented exactly.
+        """
+        low, high = min(self.low, 0.0), max(self.high, 0.0)
+        scale = _float32((high - low) / levels)
+        return Scale(scale, round(-low / scale))
+
+    def symmetric(self, levels: int = INT8_LEVELS) -> Scale:
+        """Returns the scale to integers −`levels` … `levels`, as TensorRT requires."""
+        return Scale(_float32(max(abs(self.low), abs(self.high)) / levels), 0)
+
+
+def range_key(layer: str, tensor: str) -> str:
+    """Returns the name of a tensor in a table of ranges.
+
+    Of a Soft MoE layer: `LAYER/experts.input` and `LAYER/experts.hidden`, over the rows that the
+    selection sends to experts. Of a muMoE layer's tensor t: `LAYER/tensor.{t}.input` and
+    `LAYER/tensor.{t}.product`, what meets the output factor. Of a linear layer of the host:
+    `NODE/input` with the node's name in the traced graph. No name depends on a lowering.
+    """
+    return f"{layer}/{tensor}"
+
+
+def _float32(value: float) -> float:
+    """The float32 that the graph will hold, never zero."""
+    return float(max(np.float32(value), np.finfo(np.float32).tiny))
