@@ -1,4 +1,4 @@
-"""`python -m benchmarks [layers] [scale]`: measures, prints tables, keeps results as JSON."""
+"""`python -m benchmarks [NAME…]`: measures, prints tables, keeps results as JSON."""
 
 from __future__ import annotations
 
@@ -7,24 +7,31 @@ from pathlib import Path
 
 from moexport.bench.results import read, write
 
-from . import layers, scale
-from .tables import layer_table, scale_table, targets_table
+from . import layers, mumoe, scale
+from .tables import layer_table, mumoe_table, scale_table, targets_table
 
+NAMES = ("layers", "mumoe", "scale")
 RESULTS = Path(__file__).parent / "results"
+MUMOE = RESULTS / "mumoe-cpu.json"
 
 
 def main(arguments: list[str]) -> None:
     """Runs the named benchmarks, all without a name; `tables` prints what was kept."""
-    wanted = arguments or ["layers", "scale"]
-    unknown = set(wanted) - {"layers", "scale", "tables"}
+    wanted = arguments or list(NAMES)
+    unknown = set(wanted) - {*NAMES, "tables"}
     if unknown:
-        sys.exit(f"error: no benchmark {', '.join(sorted(unknown))}: use layers, scale or tables")
+        known = ", ".join(NAMES)
+        sys.exit(f"error: no benchmark {', '.join(sorted(unknown))}: use {known} or tables")
     kept = RESULTS / "layers-cpu.json"
     if "layers" in wanted:
         write(layers.run(progress=_to_stderr), kept)
     if "layers" in wanted or "tables" in wanted:
         results = read(kept)
         print(targets_table(results), layer_table(results), sep="\n\n")
+    if "mumoe" in wanted:
+        write(mumoe.run(progress=_to_stderr), MUMOE)
+    if "mumoe" in wanted or "tables" in wanted:
+        print(mumoe_table(read(MUMOE)))
     if "scale" in wanted:
         _scale()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from moexport.bench.results import Results, Row
+from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results, Row
 from moexport.bench.timing import Latency
 from moexport.console import count, size
 
@@ -21,6 +21,7 @@ from .layers import (
     chosen,
     spec_of,
 )
+from .mumoe import SUBJECTS
 from .scale import Scale
 
 AUTO_SLACK = 0.15
@@ -162,6 +163,33 @@ def stream_gb_s(results: Results) -> float:
         if cell.batch == 1 and cell.k == cell.shape.experts
     ]
     return max(float(results.protocol["stream_gb_s"]), *reached)
+
+
+def mumoe_table(results: Results) -> str:
+    """Returns the muMoE layers as Markdown, beside the least time that the machine needs for each.
+
+    That is the weights streamed from memory, or the multiply-adds at the rate of a large matmul,
+    whichever takes longer; weights that stay in a cache may take less.
+    """
+    lines = [
+        "| layer | tokens | PyTorch eager | exported | speed-up | asked | multiply-adds | "
+        "limit | time over limit |",
+        "|" + "---|" * 9,
+    ]
+    for subject in SUBJECTS:
+        rows = {row.engine: row.latency_ms for row in results.of_model(subject.name)}
+        eager, exported = rows[PYTORCH_EAGER], rows[ONNXRUNTIME]
+        assert eager is not None and exported is not None
+        macs = sum(subject.spec.macs(subject.tokens, subject.spec.experts).values())
+        computed = 2e-6 * macs / float(results.protocol["matmul_gflop_s"])
+        streamed = 4e-6 * subject.spec.parameters / float(results.protocol["stream_gb_s"])
+        limit = max(computed, streamed)
+        lines.append(
+            f"| {subject.name} | {subject.tokens} | {_ms(eager.median)} | {_ms(exported.median)} | "
+            f"{eager.median / exported.median:.1f}× | {subject.asked:g}× | {count(macs)} | "
+            f"{_ms(limit)} | {exported.median / limit:.2f} |"
+        )
+    return "\n".join(lines)
 
 
 def scale_table(measured: list[Scale]) -> str:

@@ -20,7 +20,13 @@ import moexport
 import onnx
 from moexport.bench.results import Results, read
 from moexport.benchmarks.scale import from_json
-from moexport.benchmarks.tables import layer_table, scale_table, stream_gb_s, targets_table
+from moexport.benchmarks.tables import (
+    layer_table,
+    mumoe_table,
+    scale_table,
+    stream_gb_s,
+    targets_table,
+)
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -146,6 +152,7 @@ def refresh_performance() -> None:
     replace_marked(page, "machine", textwrap.fill(machine, 100) + "\n")
     replace_marked(page, "targets", targets_table(results) + "\n")
     replace_marked(page, "layers", layer_table(results) + "\n")
+    replace_marked(page, "mumoe", mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n")
     replace_marked(page, "scale", scale_table(scales) + "\n")
 
 
