@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
 from moexport.calibration.table import CalibrationTable, Origin
 from moexport.errors import CalibrationError
 from moexport.graphs.ranges import Range
