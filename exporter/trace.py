@@ -22,6 +22,7 @@ from ..graphs.moe import MoELayer, moe_layers
 from ..graphs.simplify import simplify
 from .attention import TRANSLATIONS
 from .model import Model
+from .naming import name_nodes
 
 TRACED_BATCH = 2  # a batch of 1 would let the tracer take the axis for a constant
 TRACED_SIZES = {"tokens": 7, "height": 3, "width": 5}
@@ -89,6 +90,7 @@ def trace(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None)
             ) from error
     assert program is not None
     graph = program.model
+    name_nodes(graph.graph)
     simplify(graph)
     _check_calls(graph)
     return graph

@@ -22,6 +22,7 @@ class Builder:
         self.layer = layer
         self.nodes: list[ir.Node] = []
         self.initializers: list[ir.Value] = []
+        self.taps: dict[str, list[ir.Value]] = {}
         self._taken: set[str] = set()
         self._constants: dict[tuple[str, tuple[int, ...], bytes], ir.Value] = {}
 
@@ -56,6 +57,14 @@ class Builder:
         )
         self.nodes.append(node)
         return outputs
+
+    def tap(self, tensor: str, value: ir.Value) -> None:
+        """Marks a value as (a part of) one of the layer's tensors that a calibration observes.
+
+        Parts of one tensor differ in their first axis alone. A graph that nobody observes is the
+        same as without.
+        """
+        self.taps.setdefault(tensor, []).append(value)
 
     def branch(self, nodes: Builder, output: ir.Value, name: str) -> ir.Graph:
         """Returns a graph without inputs for an `If`, made of another builder's nodes.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -55,10 +55,17 @@ class Lowered:
     values: Mapping[str, LayerValues]
 
 
-def lower(portable: ir.Model, choices: Mapping[str, LayerChoice]) -> Lowered:
+Observer = Callable[[Builder], Sequence[ir.Value]]
+"""Adds nodes that look at a layer's `Builder.taps` and returns what they see."""
+
+
+def lower(
+    portable: ir.Model, choices: Mapping[str, LayerChoice], observer: Observer | None = None
+) -> Lowered:
     """Returns a copy of a traced model in which every MoE node is replaced as chosen.
 
-    The traced model is left as it is, and its tensors are shared, not copied.
+    The traced model is left as it is, and its tensors are shared, not copied. With an `observer`,
+    what it returns for each layer becomes further outputs of the graph.
     """
     model = portable.clone()
     kept_input = _add_k_input(model, choices)
@@ -68,7 +75,7 @@ def lower(portable: ir.Model, choices: Mapping[str, LayerChoice]) -> Lowered:
         choice = choices[name]
         kept = kept_input if choice.kept is None else choice.kept
         assert kept is not None
-        values[name] = _replace(model.graph, node, choice, kept)
+        values[name] = _replace(model.graph, node, choice, kept, observer)
     missing = choices.keys() - values.keys()
     if missing:
         raise LoweringError(
@@ -89,7 +96,11 @@ def _add_k_input(model: ir.Model, choices: Mapping[str, LayerChoice]) -> ir.Valu
 
 
 def _replace(
-    graph: ir.Graph, node: ir.Node, choice: LayerChoice, kept: int | ir.Value
+    graph: ir.Graph,
+    node: ir.Node,
+    choice: LayerChoice,
+    kept: int | ir.Value,
+    observer: Observer | None,
 ) -> LayerValues:
     x, old = node.inputs[0], node.outputs[0]
     assert x is not None and x.name is not None
@@ -103,6 +114,8 @@ def _replace(
     )
     b = Builder(choice.spec.name)
     y = choice.lowering.build(b, layer, x)
+    if observer is not None:
+        graph.outputs.extend(observer(b))
     y.shape, y.type = old.shape, old.type
     if old in graph.outputs:
         y.name = old.name  # the graph's own outputs keep their names

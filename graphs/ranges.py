@@ -12,6 +12,18 @@ UINT8_LEVELS = 255
 INT8_LEVELS = 127
 """The largest number of a signed byte that has an opposite: the steps of a symmetric scale."""
 
+EXPERT_INPUT = "experts.input"
+"""The rows that the selection sends to experts, [r, d]."""
+
+EXPERT_HIDDEN = "experts.hidden"
+"""The same rows between an expert's matrices, after the activation, [r, h]."""
+
+EXPERT_PRODUCTS = "experts.products"
+"""Before the activation: nothing that is quantised, but a 16-bit float must hold it."""
+
+EXPERT_OUTPUTS = "experts.outputs"
+"""After the second matrix: as above."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -54,13 +66,19 @@ class Range:
         return Scale(_float32(max(abs(self.low), abs(self.high)) / levels), 0)
 
 
+def is_ranged(tensor: str) -> bool:
+    """Whether a layer's tensor meets a matrix, so that it may be quantised and needs a range."""
+    return tensor.rpartition(".")[2] in ("input", "hidden", "product")
+
+
 def range_key(layer: str, tensor: str) -> str:
     """Returns the name of a tensor in a table of ranges.
 
     Of a Soft MoE layer: `LAYER/experts.input` and `LAYER/experts.hidden`, over the rows that the
     selection sends to experts. Of a muMoE layer's tensor t: `LAYER/tensor.{t}.input` and
     `LAYER/tensor.{t}.product`, what meets the output factor. Of a linear layer of the host:
-    `NODE/input` with the node's name in the traced graph. No name depends on a lowering.
+    `NODE/input` with the node's name in the traced graph (`blocks.0.attn.qkv/MatMul/input`). No
+    name depends on a lowering.
     """
     return f"{layer}/{tensor}"
 

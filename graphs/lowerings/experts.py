@@ -6,6 +6,7 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..parameters import Layer
+from ..ranges import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
 
 
 def activate(b: Builder, layer: Layer, hidden: ir.Value, name: str = "experts") -> ir.Value:
@@ -54,11 +55,16 @@ def batched_experts(
 def one_expert(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value:
     """Adds expert `index` on rows [r, d], with weights that are constants; returns [r, o]."""
     name = f"experts/{index}"
+    b.tap(EXPERT_INPUT, rows)
     hidden = _linear(b, layer, index, "1", rows, f"{name}/products")
+    b.tap(EXPERT_PRODUCTS, hidden)
     if not layer.tensors.has("experts.w2"):
         return hidden
     hidden = activate(b, layer, hidden, name)
-    return _linear(b, layer, index, "2", hidden, f"{name}/outputs")
+    b.tap(EXPERT_HIDDEN, hidden)
+    outputs = _linear(b, layer, index, "2", hidden, f"{name}/outputs")
+    b.tap(EXPERT_OUTPUTS, outputs)
+    return outputs
 
 
 def _linear(

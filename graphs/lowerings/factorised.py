@@ -52,6 +52,7 @@ def _cp(
         experts = layer.stacked(b, f"{name}.expert.{level}")
         weights = b.op("MatMul", gate, experts, name=f"{name}/expert_{level}")
         product = b.op("Mul", product, weights, name=f"{name}/product")
+    b.tap(f"{name}.product", product)
     return b.op("MatMul", product, layer.stacked(b, f"{name}.output"), name=f"{name}/output")
 
 
@@ -75,6 +76,7 @@ def _tr(
     ring = _chained(b, name, spec, len(gates), ring, _input(b, layer, name, z))
     around = spec.ranks[0] * spec.ranks[-1]
     flat = b.op("Reshape", ring, b.ints(0, 0, around), name=f"{name}/ring_flat")
+    b.tap(f"{name}.product", flat)
     return b.op("MatMul", flat, layer.stacked(b, f"{name}.output"), name=f"{name}/output")
 
 
@@ -96,6 +98,7 @@ def _chained(
 
 def _input(b: Builder, layer: MuMoELayer, name: str, z: ir.Value) -> ir.Value:
     """Adds z·A + a0: the last row of the input factor, which a 1 would meet, is added instead."""
+    b.tap(f"{name}.input", z)
     product = b.op("MatMul", z, layer.stacked(b, f"{name}.input"), name=f"{name}/input")
     if not layer.tensors.has(f"{name}.bias"):
         return product
