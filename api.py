@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from .bench.subjects import exported, from_bundle
 from .bench.timing import Protocol
 from .calibration.feeds import Feed
 from .exporter.bundle import Bundle
+from .exporter.edits import read_edits
 from .exporter.export import export as export_bundle
 from .exporter.inputs import random_inputs
 from .exporter.load import load
@@ -51,12 +53,15 @@ def export(
     atol: float = 1e-6,
     rtol: float = 1e-4,
     data: Feed | None = None,
+    ablate: str | Sequence[str] = (),
+    rewrite: str | Path | Sequence[Mapping[str, Any]] | None = None,
     verify: bool = True,
     force: bool = False,
 ) -> Bundle:
     """Writes a verified bundle of a loaded model and returns it.
 
-    The arguments are the options of `moexport export`. Raises `UsageError` for one that cannot be
+    The arguments are the options of `moexport export`; `rewrite` may also be the entries of such a
+    file. Raises `UsageError` for one that cannot be
     meant, and whatever `exporter.export.export` raises.
     """
     options = ExportOptions(
@@ -70,6 +75,7 @@ def export(
         atol=atol,
         rtol=rtol,
         verify=verify,
+        edits=read_edits(ablate, rewrite),
     )
     return export_bundle(model, Path(destination), options, data=data, force=force)
 

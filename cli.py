@@ -131,6 +131,13 @@ def export(
     ] = False,
     atol: Annotated[float, typer.Option(help="Parity: absolute difference allowed.")] = 1e-6,
     rtol: Annotated[float, typer.Option(help="Parity: difference allowed, of max|y|.")] = 1e-4,
+    ablate: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LAYER:EXPERT", help="The expert contributes nothing; 3,5 for more."),
+    ] = None,
+    rewrite: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Outputs of muMoE layers to re-write.")
+    ] = None,
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Write the bundle without comparing it.")
     ] = False,
@@ -145,6 +152,7 @@ def export(
     """Export a checkpoint to a verified bundle: ONNX graphs, weights and a manifest."""
     console = Console(verbose=verbose, quiet=quiet)
     from .exporter.atomic import check_destination
+    from .exporter.edits import read_edits
     from .exporter.options import ExportOptions, parse_k, parse_lowerings, parse_range
 
     options = ExportOptions(
@@ -158,13 +166,14 @@ def export(
         atol=atol,
         rtol=rtol,
         verify=not no_verify,
+        edits=read_edits(ablate or (), rewrite),
     )
     check_destination(output, force=force or dry_run)
     from .exporter.export import export as export_bundle
     from .exporter.export import prepare
 
     loaded = _load(console, model, family, config, sets, weights)
-    for note in loaded.notes:
+    for note in (*loaded.notes, *(f"edited: {text}" for text in options.edits.texts())):
         console.note(note)
     if dry_run:
         console.step("tracing")

@@ -109,6 +109,7 @@ def bundle_text(path: Path, manifest: Manifest) -> str:
             f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})",
             f"source      {manifest.source.path} ({manifest.source.family})",
             f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}",
+            *(f"edited      {text}" for text in _edit_texts(manifest)),
             *ports,
             "",
             table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
@@ -116,6 +117,12 @@ def bundle_text(path: Path, manifest: Manifest) -> str:
             table(("file", "bytes"), files),
         )
     )
+
+
+def _edit_texts(manifest: Manifest) -> list[str]:
+    from .exporter.edits import Edits
+
+    return Edits.from_records(manifest.edits, "manifest.json").texts()
 
 
 def plan_text(plan: Plan, output: Path) -> str:

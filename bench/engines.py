@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from ..errors import UsageError
 from ..exporter.model import Model
 from ..graphs.layers import Algorithm, recorded_routing
-from ..graphs.moe import moe_layers
+from ..graphs.moe import moe_layers, sharing_weights
 from .data import Array
 from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER
 
@@ -130,12 +129,6 @@ def with_algorithm_1(
         layer.algorithm = algorithm
         layer.renormalize = renormalize
     return PyTorch(module)
-
-
-def sharing_weights(module: nn.Module) -> nn.Module:
-    """Returns a copy of a module that holds the same parameters and buffers, not copies of them."""
-    kept = [*module.parameters(), *module.buffers()]
-    return copy.deepcopy(module, {id(tensor): tensor for tensor in kept})
 
 
 def contestants(subject: Subject) -> dict[Contestant, Callable[[], Runner]]:

@@ -35,7 +35,16 @@ from .engines import (
 )
 from .evaluate import Closeness, Hits, Overlap
 from .plan import Heat, Settings, describe, plan
-from .results import Accuracy, ModelInfo, Parity, Results, RoutingAgreement, Row, write
+from .results import (
+    PYTORCH_EAGER,
+    Accuracy,
+    ModelInfo,
+    Parity,
+    Results,
+    RoutingAgreement,
+    Row,
+    write,
+)
 
 Progress = Callable[[str], None]
 
@@ -68,7 +77,8 @@ def evaluate(
     """Returns the quality of each contestant of a subject, and the exceptions of those that failed.
 
     One pass over the data. The reference of a contestant is PyTorch with its k: the untouched model
-    for k = n, Algorithm 1 by masking for fewer. Raises FeedError when PyTorch cannot run the data.
+    for k = n, Algorithm 1 by masking for fewer; the edited model where the graphs are edited.
+    Raises FeedError when PyTorch cannot run the data.
     """
     base = untouched(subject.model)
     references = _references(subject, {c.k for c in runners})
@@ -87,7 +97,8 @@ def evaluate(
             if contestant in failures:
                 continue
             outputs, chosen = expected[contestant.k]
-            if contestant.k == contestant.experts:
+            whole = contestant.k == contestant.experts
+            if whole and (contestant.engine == PYTORCH_EAGER or not subject.model.edits):
                 outputs = base_outputs
             try:
                 sums[contestant].add(runner, x, labels, outputs, chosen)

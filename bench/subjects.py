@@ -14,8 +14,11 @@ import onnx
 
 from ..errors import UsageError
 from ..exporter.bundle import Bundle, hash_files, selected_values
+from ..exporter.edited import edited
+from ..exporter.edits import Edits
 from ..exporter.export import prepare, write_graphs
 from ..exporter.load import load
+from ..exporter.manifest import MANIFEST_FILE
 from ..exporter.model import Model
 from ..exporter.options import AUTO, AxisRange, ExportOptions, Kept
 from ..exporter.plan import GraphPlan, plan_graph, resolve_k
@@ -121,8 +124,9 @@ def from_bundle(
     `model` the checkpoint that the manifest names is loaded; `UsageError` when it is gone or
     another.
     """
-    model = model or _source_of(bundle)
     record = bundle.manifest
+    edits = Edits.from_records(record.edits, str(bundle.path / MANIFEST_FILE))
+    model = edited(model or _source_of(bundle), edits)
     takes_k = record.k == "input"
     if takes_k:
         specs = {name: layer.spec for name, layer in model.layers.items()}

@@ -18,6 +18,7 @@ from ..graphs.lower import K_INPUT, LayerChoice, Lowered, lower
 from ..graphs.moe import MoESpec
 from .atomic import check_destination, written_whole
 from .bundle import Bundle, graph_parity, hash_files, selected_values, sha256
+from .edited import edited
 from .environment import environment
 from .inputs import fixed_axes, parity_inputs
 from .locate import first_different_layer
@@ -51,7 +52,8 @@ class Prepared:
 
 
 def prepare(model: Model, options: ExportOptions) -> Prepared:
-    """Traces a model and plans its export; writes nothing."""
+    """Traces a model, with the edits asked for, and plans its export; writes nothing."""
+    model = edited(model, options.edits)
     portable = trace(model, opset=options.opset, fixed=fixed_axes(model.input, options))
     return Prepared(model, portable, plan(model, portable, options), options)
 
@@ -144,6 +146,7 @@ def _lower(
             },
             "renormalize": prepared.options.renormalize,
         }
+        | ({"edits": prepared.model.edits.texts()} if prepared.model.edits else {})
     )
     return lowered
 
@@ -272,6 +275,7 @@ def _manifest(
         },
         environment=environment(),
         notes=notes,
+        edits=model.edits.records(),
     )
 
 

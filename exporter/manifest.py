@@ -101,6 +101,8 @@ class Manifest:
     environment: dict[str, Any]
     notes: list[str] = field(default_factory=list)
     engines: list[dict[str, Any]] = field(default_factory=list)
+    edits: list[dict[str, Any]] = field(default_factory=list)
+    """`--ablate` and `--rewrite` (`edits.Edits.records`); empty where the model is as trained."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:

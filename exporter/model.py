@@ -10,6 +10,7 @@ import numpy as np
 from torch import nn
 
 from ..graphs.moe import MoELayer, moe_layers
+from .edits import NO_EDITS, Edits
 
 Dimension = int | str
 """A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `height`, `width`)."""
@@ -53,10 +54,11 @@ class Model:
     """A trained model, ready to trace.
 
     `module` is in eval mode, in float32 and needs no gradients; its MoE layers are `MoELayer`
-    modules. `original` is the user's own module where the model came from a factory: the untouched
-    reference. `order` names the MoE layers as they are executed, where that is not the order in
-    which the module holds them. `config` holds the family's constructor arguments, JSON-able and
-    complete. `notes` are sentences about defaults that were taken and keys that were skipped.
+    modules. `original` is the untouched reference where that is not `module`: the user's own module
+    where the model came from a factory, and the model before its `edits`. `order` names the MoE
+    layers as they are executed, where that is not the order in which the module holds them.
+    `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
+    about defaults that were taken and keys that were skipped.
     """
 
     module: nn.Module
@@ -69,6 +71,7 @@ class Model:
     original: nn.Module | None = None
     example: np.ndarray | None = field(default=None, compare=False)
     order: tuple[str, ...] = ()
+    edits: Edits = NO_EDITS
 
     @property
     def layers(self) -> dict[str, MoELayer]:

@@ -10,6 +10,7 @@ from typing import Literal, get_args
 from ..errors import LoweringError, UsageError
 from ..graphs.lowerings.base import Target
 from ..graphs.lowerings.registry import lowering
+from .edits import NO_EDITS, Edits
 
 AUTO = "auto"
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -57,6 +58,7 @@ class ExportOptions:
     atol: float = 1e-6
     rtol: float = 1e-4
     verify: bool = True
+    edits: Edits = NO_EDITS
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be meant."""

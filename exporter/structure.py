@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, FamilyError, MoexportError, ParityError, UsageError
+from ..graphs.moe import sharing_weights
 from .families import FAMILIES, LAYOUTS, LayerLayout
 from .families.base import find_layers
 from .hosts.layer import PixelHost, TokenHost
@@ -121,10 +121,8 @@ def swapped(
     Raises FamilyError for a layer with parameters that the published code does not have.
     """
     tensors = module.state_dict()
-    # In the memo of a deep copy every tensor stands for itself, so that none is copied.
-    memo: dict[int, object] = {id(t): t for t in (*module.parameters(), *module.buffers())}
     try:
-        twin = copy.deepcopy(module, memo)
+        twin = sharing_weights(module)
     except (TypeError, RuntimeError) as error:
         raise FamilyError(
             f"{type(module).__name__} cannot be copied, so its layers cannot be replaced: {error}",

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .edits import LayerEdits
 from .moe import StoredPart
 from .mumoe import MuMoE
 from .mumoe_spec import NORM_EPS, FactorisedSpec, MuMoESpec
@@ -29,6 +30,9 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
     `tensor.{t}.input`, `tensor.{t}.bias` and `tensor.{t}.output`, as matrices:
 
     CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o].
+
+    An ablated expert's rows are zero. With re-written outputs, `rewrite.0` [n, o] of a layer with
+    one level; with several `rewrite.{e}` [n, rewrites] and `rewrite.output` [rewrites, o].
     """
     spec = layer.spec
     for level, projection in enumerate(layer.projections):
@@ -46,17 +50,46 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
     for index, (tensor, module) in enumerate(zip(spec.tensors, layer.tensors, strict=True)):
         factors = module.factors
         assert isinstance(factors, nn.ParameterList)
-        yield from _tensor(f"tensor.{index}", tensor, list(factors))
+        yield from _tensor(f"tensor.{index}", tensor, list(factors), layer.edits)
+    if layer.edits.rewrites:
+        yield from _rewrites(spec, layer.edits)
 
 
-def _tensor(prefix: str, spec: FactorisedSpec, factors: list[Tensor]) -> Iterator[StoredPart]:
+def _tensor(
+    prefix: str, spec: FactorisedSpec, factors: list[Tensor], edits: LayerEdits
+) -> Iterator[StoredPart]:
     for level, factor in enumerate(factors[:-2]):
-        yield _part(f"{prefix}.expert.{level}", _by_mode(spec, factor))
+        yield _part(f"{prefix}.expert.{level}", _present(edits, level, _by_mode(spec, factor)))
     inputs = _by_mode(spec, factors[-2])
     yield _part(f"{prefix}.input", inputs[: spec.dim])
     if spec.bias:
         yield _part(f"{prefix}.bias", inputs[spec.dim])
     yield _part(f"{prefix}.output", _by_output(spec, factors[-1]))
+
+
+def _present(edits: LayerEdits, level: int, rows: Tensor) -> Tensor:
+    """A matrix with a row per expert of a level, those of the ablated ones zero."""
+    ablated = edits.ablated_in(level)
+    return rows.index_fill(0, torch.tensor(ablated), 0.0) if ablated else rows
+
+
+def _rewrites(spec: MuMoESpec, edits: LayerEdits) -> Iterator[StoredPart]:
+    """Eq. 5 for all re-written outputs: y += Π_e(a_e·M_e)·Λ, multiplied out for one level."""
+    strengths = torch.zeros(len(edits.rewrites), spec.out, dtype=torch.float64)
+    for index, rewrite in enumerate(edits.rewrites):
+        strengths[index, rewrite.output] = rewrite.strength
+    means = []
+    for level in range(len(spec.levels)):
+        columns = torch.tensor(
+            [rewrite.coefficients[level] for rewrite in edits.rewrites], dtype=torch.float64
+        ).T
+        means.append(_present(edits, level, columns))
+    if len(means) == 1:
+        yield _part("rewrite.0", means[0] @ strengths)
+        return
+    for level, mean in enumerate(means):
+        yield _part(f"rewrite.{level}", mean)
+    yield _part("rewrite.output", strengths)
 
 
 def _by_mode(spec: FactorisedSpec, factor: Tensor) -> Tensor:

@@ -8,7 +8,7 @@ nothing is fused. What is exported is written independently, in `graphs.routing`
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -150,13 +150,16 @@ class SoftMoE(MoELayer):
             "w2": (spec.hidden, spec.out),
             "b2": (spec.out,),
         }
+        # An expert whose last map is zero contributes nothing, and costs what it did.
+        last = ("w1", "b1") if self.w2 is None else ("w2", "b2")
         for key, size in sizes.items():
             weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
             if weight is not None:
+                zeroed = self.edits.ablated_in(0) if key in last else ()
                 yield StoredPart(
                     f"experts.{key}",
                     (spec.experts, *size),
-                    _expert_arrays(weight, spec.experts),
+                    _expert_arrays(weight, spec.experts, zeroed),
                 )
 
     def _folded_phi(self) -> np.ndarray:
@@ -179,6 +182,9 @@ class SoftMoE(MoELayer):
             combine = combine * chosen[:, None, :, None]
             if self.renormalize:
                 combine = combine / combine.sum(dim=(2, 3), keepdim=True)
+        if self.edits.ablated:  # after the division: what others contribute stays as it was
+            present = self.edits.present(0, self.spec.experts, combine)
+            combine = combine * present[:, None]
         if chosen is not None and self.algorithm == "selected":
             outputs = self._selected_experts(slots, chosen)
         else:
@@ -239,9 +245,12 @@ def _frozen_matrices(matrices: Matrices) -> nn.Parameter | nn.ParameterList:
     return nn.ParameterList([frozen(m) for m in matrices])
 
 
-def _expert_arrays(weight: nn.Parameter | nn.ParameterList, experts: int) -> Iterator[np.ndarray]:
+def _expert_arrays(
+    weight: nn.Parameter | nn.ParameterList, experts: int, zeroed: Collection[int]
+) -> Iterator[np.ndarray]:
     for e in range(experts):
-        yield weight[e].numpy()
+        array = weight[e].numpy()
+        yield np.zeros_like(array) if e in zeroed else array
 
 
 def soft_moe_layers(model: nn.Module) -> dict[str, SoftMoE]:

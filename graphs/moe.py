@@ -6,6 +6,7 @@ planning, writing weights and checking go through the names of this module alone
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from typing import Literal, Protocol
 
 import numpy as np
 from torch import Tensor, nn
+
+from .edits import NO_EDITS
 
 Kind = Literal["soft-moe", "mumoe"]
 
@@ -119,7 +122,8 @@ class MoELayer(nn.Module):
     """A MoE layer in PyTorch, (b, m, d) to (b, m, o).
 
     `keep` is k; None computes all experts, as the model was trained. `renormalize` and `algorithm`
-    say how k is applied, where the kind gives a choice.
+    say how k is applied, where the kind gives a choice. `edits` change what the experts contribute,
+    in `forward` and in what is `stored`, and never what is chosen.
     """
 
     spec: MoESpec
@@ -129,6 +133,7 @@ class MoELayer(nn.Module):
         self.keep: int | None = None
         self.renormalize = False
         self.algorithm: Algorithm = "masked"
+        self.edits = NO_EDITS
 
     def tokens(self, x: Tensor) -> Tensor:
         """Returns an input as the layer's node takes it: [b, m, d]."""
@@ -151,6 +156,13 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
     """Returns the MoE layers of a model by module path, in module order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
+
+
+def sharing_weights(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module that holds the same parameters and buffers, not copies of them."""
+    # In the memo of a deep copy every tensor stands for itself, so that none is copied.
+    memo = {id(tensor): tensor for tensor in (*module.parameters(), *module.buffers())}
+    return copy.deepcopy(module, memo)
 
 
 def choice_key(layer: str, choice: str) -> str:

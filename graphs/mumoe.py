@@ -84,6 +84,11 @@ class MuMoE(MoELayer):
         """Maps tokens x [b, m, d] to [b, m, o]."""
         x = self.tokens(x)
         coefficients = self.coefficients(x, self.keep)
+        if self.edits.ablated:
+            coefficients = tuple(
+                a * self.edits.present(level, a.shape[-1], a)
+                for level, a in enumerate(coefficients)
+            )
         if self.gain is not None:
             x = F.layer_norm(x, (self.spec.dim,), self.gain, self.shift, NORM_EPS)
         for index, (spec, factors) in enumerate(zip(self.spec.tensors, self.tensors, strict=True)):
@@ -91,6 +96,11 @@ class MuMoE(MoELayer):
                 x = F.gelu(x)
             assert isinstance(factors, _Factors)
             x = contract(spec, list(factors.factors), coefficients, x)
+        for rewrite in self.edits.rewrites:
+            added = torch.full_like(x[..., 0], rewrite.strength)
+            for a, mean in zip(coefficients, rewrite.coefficients, strict=True):
+                added = added * (a @ a.new_tensor(mean))
+            x[..., rewrite.output] += added  # Eq. 5
         return x
 
     def stored(self) -> Iterator[StoredPart]:

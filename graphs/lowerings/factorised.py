@@ -34,7 +34,20 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
             z = b.op("Gelu", z, name="hidden")
         contract = _cp if tensor.form == "cp" else _tr
         z = contract(b, layer, f"tensor.{index}", tensor, gates, z)
-    return z
+    return _rewritten(b, layer, gates, z) if layer.tensors.has("rewrite.0") else z
+
+
+def _rewritten(b: Builder, layer: MuMoELayer, gates: list[ir.Value], y: ir.Value) -> ir.Value:
+    """Adds y_o += λ·Π_e(ā_eᵀ·a_e) for all re-written outputs at once (Eq. 5)."""
+    added: ir.Value | None = None
+    for level, gate in enumerate(gates):
+        means = layer.stacked(b, f"rewrite.{level}")
+        alike = b.op("MatMul", gate, means, name=f"rewrite/level_{level}")
+        added = alike if added is None else b.op("Mul", added, alike, name="rewrite/alike")
+    assert added is not None
+    if layer.tensors.has("rewrite.output"):
+        added = b.op("MatMul", added, layer.stacked(b, "rewrite.output"), name="rewrite/added")
+    return b.op("Add", y, added, name="rewritten")
 
 
 def _cp(

@@ -11,7 +11,7 @@ import pytest
 import torch
 from moexport.bench.data import Array, LabelledData
 from moexport.bench.digits import Digits
-from moexport.bench.engines import GraphSource, Subject, sharing_weights, with_algorithm_1
+from moexport.bench.engines import GraphSource, Subject, with_algorithm_1
 from moexport.bench.plan import Settings, describe, plan
 from moexport.bench.results import Results, Row, read
 from moexport.bench.run import bench
@@ -174,7 +174,6 @@ def test_algorithm_1_shares_the_weights_and_leaves_the_model_alone(model: Model)
         p.data_ptr() for p in model.module.parameters()
     ]
     assert all(layer.keep is None for layer in model.layers.values())
-    assert sharing_weights(torch.nn.BatchNorm1d(2)) is not None
 
 
 def test_threads_are_set_for_the_run_and_put_back(model: Model, digits: Digits) -> None:

@@ -13,6 +13,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from moexport.graphs.builder import Builder
+from moexport.graphs.edits import Rewrite
 from moexport.graphs.lowerings import factorised
 from moexport.graphs.mumoe import MuMoE, MuMoEWeights
 from moexport.graphs.mumoe_spec import FactorisedSpec, Form, MuMoESpec
@@ -107,8 +108,18 @@ def simplex(z: Array, power: int) -> Array:
     return np.maximum(z - low, 0) ** power
 
 
-def formula(layer: MuMoE, x: Array, keep: int | None = None) -> Array:
-    """The whole weight tensor is written out and contracted, in float64."""
+def formula(
+    layer: MuMoE,
+    x: Array,
+    keep: int | None = None,
+    *,
+    ablated: tuple[tuple[int, int], ...] = (),
+    rewrites: tuple[Rewrite, ...] = (),
+) -> Array:
+    """The whole weight tensor is written out and contracted, in float64.
+
+    `ablated` are (level, expert), whose weights are taken out; `rewrites` are added by Eq. 5.
+    """
     spec = layer.spec
     gates = []
     for level, projection in enumerate(layer.projections):
@@ -133,6 +144,8 @@ def formula(layer: MuMoE, x: Array, keep: int | None = None) -> Array:
             x = gelu(x)
         factors = [f.double().numpy() for f in module.factors]  # type: ignore[union-attr]
         whole = full_tensor(spec.tensors[index], factors)
+        for level, expert in ablated:
+            whole[(slice(None),) * level + (expert,)] = 0
         if spec.tensors[index].bias:
             x = np.concatenate([x, np.ones_like(x[..., :1])], axis=-1)
         y = whole
@@ -143,6 +156,12 @@ def formula(layer: MuMoE, x: Array, keep: int | None = None) -> Array:
                 else np.einsum("bmi,bmi...->bm...", vector, y)
             )
         x = y
+    for rewrite in rewrites:
+        alike = np.ones(x.shape[:-1])
+        for level, (gate, means) in enumerate(zip(gates, rewrite.coefficients, strict=True)):
+            there = [(level, e) not in ablated for e in range(len(means))]
+            alike *= np.sum(gate * np.array(means) * there, axis=-1)
+        x = x + rewrite.strength * alike[..., None] * np.eye(spec.out)[rewrite.output]
     return x
 
 

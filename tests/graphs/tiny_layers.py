@@ -10,6 +10,7 @@ import onnx_ir as ir
 import onnxruntime as ort
 from moexport.graphs.lower import DOMAIN, LayerChoice, Lowered, lower
 from moexport.graphs.lowerings.registry import LOWERINGS
+from moexport.graphs.parameters import LayerTensors
 from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource, SoftMoESpec
 
 Array = np.ndarray
@@ -101,9 +102,17 @@ def tokens(batch: int, count: int, seed: int = 1) -> Array:
 
 
 def soft_moe(
-    layer: TinyLayer, x: Array, k: int, *, renormalize: bool = False
+    layer: TinyLayer,
+    x: Array,
+    k: int,
+    *,
+    renormalize: bool = False,
+    ablated: tuple[int, ...] = (),
 ) -> tuple[Array, Array]:
-    """Algorithm 1 in float64, written from the formulas: y [b, m, o] and the chosen sets [b, k]."""
+    """Algorithm 1 in float64, written from the formulas: y [b, m, o] and the chosen sets [b, k].
+
+    What the `ablated` experts would have added is left out.
+    """
     spec = layer.spec
     y, chosen = [], []
     for one in x.astype(np.float64):
@@ -116,7 +125,7 @@ def soft_moe(
         dispatch /= dispatch.sum(axis=0)
         source = met if spec.slots_from == "normalised" else one
         result = np.zeros((len(one), spec.out))
-        for e in keep:
+        for e in sorted(set(keep) - set(ablated)):
             slots = dispatch[:, e].T @ source
             result += combine[:, e] @ _expert(layer, e, slots)
         if renormalize:
@@ -174,9 +183,14 @@ def _gelu_tanh(x: Array) -> Array:
 
 
 def lowered(
-    layer: TinyLayer, lowering: str, kept: int | None, *, renormalize: bool = False
+    layer: TinyLayer,
+    lowering: str,
+    kept: int | None,
+    *,
+    renormalize: bool = False,
+    tensors: LayerTensors | None = None,
 ) -> Lowered:
-    """The layer as a graph of its own; `kept` None makes k an input."""
+    """The layer as a graph of its own; `kept` None makes k an input, `tensors` other weights."""
     spec = layer.spec
     x, y = (
         ir.Value(
@@ -188,7 +202,7 @@ def lowered(
     )
     node = ir.node(spec.op_type, [x], attributes={"layer": spec.name}, domain=DOMAIN, outputs=[y])
     graph = ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, DOMAIN: 1}, name="one_layer")
-    choice = LayerChoice(spec, layer, LOWERINGS[lowering], kept, renormalize)
+    choice = LayerChoice(spec, tensors or layer, LOWERINGS[lowering], kept, renormalize)
     return lower(ir.Model(graph, ir_version=10), {spec.name: choice})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import onnx
 import pytest
+from moexport.graphs.edits import LayerEdits, Rewrite
 from moexport.tests.command import run
 from moexport.tests.graphs.mumoe_layers import graph, random_layer, saved
 from moexport.tests.graphs.test_mumoe import spec_of
@@ -89,3 +90,11 @@ def test_k_as_an_input_compiles(name: str, tmp_path: Path) -> None:
 def test_the_other_activations_compile(activation: Any, tmp_path: Path) -> None:
     model = graph(random_layer(spec_of("cp", (8,), activation=activation)))
     assert compiled(saved(model, tmp_path), ((1, 1, 10), (2, 4, 10), (4, 8, 10)))
+
+
+@pytest.mark.parametrize("levels", [(8,), (8, 4)])
+def test_a_layer_with_edits_compiles(levels: tuple[int, ...], tmp_path: Path) -> None:
+    layer = random_layer(spec_of("cp", levels))
+    means = tuple((1 / n,) * n for n in levels)
+    layer.edits = LayerEdits(frozenset({(0, 3)}), (Rewrite(3, means, 2.0), Rewrite(0, means, -1.0)))
+    assert compiled(saved(graph(layer), tmp_path), ((1, 1, 10), (2, 4, 10), (4, 8, 10)))

@@ -1,0 +1,217 @@
+"""The edits of an export as people write them: `--ablate`, and the file of `--rewrite`.
+
+Experts and outputs are counted from 0, as in every array; levels from 1, as `inspect` does.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from numbers import Real
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..errors import BundleError, UsageError
+from ..graphs.edits import Rewrite
+
+ABLATE, REWRITE = "ablate", "rewrite"
+_EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")
+_WRITTEN = "--ablate LAYER:EXPERT, or LAYER:LEVEL.EXPERT of a hierarchy; more after commas"
+_KEYS = ("layer", "output", "coefficients", "lambda")
+_ENTRY = (
+    'the file is a list of {"layer": NAME, "output": INDEX, "coefficients": [[…]], "lambda": λ}, '
+    "with one list of coefficients per level"
+)
+_LARGEST = float(np.finfo(np.float32).max)
+
+
+@dataclass(frozen=True, slots=True)
+class Ablation:
+    """One expert that is to contribute nothing; `level` is None where it was not said."""
+
+    layer: str
+    expert: int
+    level: int | None = None
+
+    @property
+    def text(self) -> str:
+        """As `--ablate` takes it: `LAYER:EXPERT` or `LAYER:LEVEL.EXPERT`."""
+        return f"{self.layer}:{'' if self.level is None else f'{self.level}.'}{self.expert}"
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRewrite:
+    """One output of a layer that is to be re-written (Eq. 5)."""
+
+    layer: str
+    rewrite: Rewrite
+
+    @property
+    def text(self) -> str:
+        """In words: the output and λ, not the coefficients."""
+        return f"{self.layer} output {self.rewrite.output} += {self.rewrite.strength:g}·āᵀa"
+
+
+@dataclass(frozen=True, slots=True)
+class Edits:
+    """All edits of an export, as they were asked for; false where there are none."""
+
+    ablations: tuple[Ablation, ...] = ()
+    rewrites: tuple[LayerRewrite, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.ablations or self.rewrites)
+
+    def texts(self) -> list[str]:
+        """A short line for each edit."""
+        return [
+            *(f"{ABLATE} {each.text}" for each in self.ablations),
+            *(f"{REWRITE} {each.text}" for each in self.rewrites),
+        ]
+
+    def records(self) -> list[dict[str, Any]]:
+        """The edits as a manifest holds them: all that it takes to make them again."""
+        return [
+            *(
+                {"edit": ABLATE, "layer": a.layer, "expert": a.expert}
+                | ({} if a.level is None else {"level": a.level})
+                for a in self.ablations
+            ),
+            *(
+                {
+                    "edit": REWRITE,
+                    "layer": r.layer,
+                    "output": r.rewrite.output,
+                    "lambda": r.rewrite.strength,
+                    "coefficients": [list(mean) for mean in r.rewrite.coefficients],
+                }
+                for r in self.rewrites
+            ),
+        ]
+
+    @staticmethod
+    def from_records(records: Sequence[Mapping[str, Any]], where: str) -> Edits:
+        """Reads the records of a manifest; a `BundleError` names `where` and the wrong one."""
+        ablations, rewrites = [], []
+        for index, record in enumerate(records):
+            try:
+                entry = {key: value for key, value in record.items() if key != "edit"}
+                if record["edit"] == REWRITE:
+                    rewrites.append(_rewrite(entry, "a re-written output"))
+                else:
+                    ablations.append(Ablation(**entry))
+            except (KeyError, TypeError, AttributeError, UsageError) as error:
+                raise BundleError(
+                    f"{where}: edit {index} is none that this version knows ({error})",
+                    hint="use the version of moexport that wrote the bundle, or export again",
+                ) from error
+        return Edits(tuple(ablations), tuple(rewrites))
+
+
+NO_EDITS = Edits()
+
+
+def read_edits(
+    ablate: str | Sequence[str] = (),
+    rewrite: str | Path | Sequence[Mapping[str, Any]] | None = None,
+) -> Edits:
+    """Returns the edits of `--ablate` texts and of a `--rewrite` file, or of its entries.
+
+    Raises UsageError for what cannot be meant, whatever the model.
+    """
+    texts = [ablate] if isinstance(ablate, str) else ablate
+    ablations = [each for text in texts for each in _parse_ablate(text)]
+    if rewrite is None:
+        return Edits(tuple(dict.fromkeys(ablations)))
+    where = str(rewrite) if isinstance(rewrite, str | Path) else "rewrite"
+    entries = _read_json(Path(rewrite)) if isinstance(rewrite, str | Path) else rewrite
+    if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
+        raise UsageError(f"{where}: holds no re-written outputs", hint=_ENTRY)
+    return Edits(
+        tuple(dict.fromkeys(ablations)),
+        tuple(_rewrite(entry, f"{where}: entry {i}") for i, entry in enumerate(entries)),
+    )
+
+
+def _parse_ablate(text: str) -> list[Ablation]:
+    """`blocks.6.mlp:3,5,blocks.7.mlp:2.4`: an expert without a layer is of the one before it."""
+    found: list[Ablation] = []
+    for part in text.split(","):
+        layer, colon, number = part.strip().rpartition(":")
+        expert = _EXPERT.fullmatch(number)
+        if expert is None or (not layer and (colon or not found)):
+            raise UsageError(
+                f"--ablate {text}: '{part.strip()}' names no expert of a layer", hint=_WRITTEN
+            )
+        level = None if expert[1] is None else int(expert[1])
+        found.append(Ablation(layer or found[-1].layer, int(expert[2]), level))
+    return found
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"{path}: cannot be read: {error.strerror}", hint="check --rewrite"
+        ) from error
+    except ValueError as error:  # not UTF-8 among them
+        raise UsageError(f"{path}: not valid JSON: {error}", hint=_ENTRY) from error
+
+
+def _rewrite(entry: Any, where: str) -> LayerRewrite:
+    if not isinstance(entry, Mapping):
+        raise UsageError(f"{where} is a {type(entry).__name__}, not an object", hint=_ENTRY)
+    for what, keys in (
+        ("lacks", [key for key in _KEYS if key not in entry]),
+        ("has the unknown key", [str(key) for key in entry if key not in _KEYS]),
+    ):
+        if keys:
+            raise UsageError(f"{where} {what} {', '.join(keys)}", hint=_ENTRY)
+    layer, output = entry["layer"], entry["output"]
+    if not isinstance(layer, str):
+        raise UsageError(f"{where}: layer is {layer!r}, not a name", hint=_ENTRY)
+    if not isinstance(output, int) or isinstance(output, bool) or output < 0:
+        raise UsageError(
+            f"{where}: output is {output!r}, not an index", hint="outputs are counted from 0"
+        )
+    strength = _number(entry["lambda"], f"{where}: lambda")
+    given = entry["coefficients"]
+    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+        raise UsageError(f"{where}: coefficients are not lists of numbers", hint=_ENTRY)
+    nested = any(isinstance(vector, Sequence) for vector in given)
+    vectors = given if nested else [given]  # the only level's, without the outer brackets
+    return LayerRewrite(
+        layer,
+        Rewrite(
+            output,
+            tuple(
+                _vector(vector, f"{where}: coefficients of level {level}")
+                for level, vector in enumerate(vectors, start=1)
+            ),
+            strength,
+        ),
+    )
+
+
+def _vector(values: Any, what: str) -> tuple[float, ...]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise UsageError(f"{what} are {values!r}, not a list of numbers", hint=_ENTRY)
+    return tuple(_number(value, f"{what}, number {i}") for i, value in enumerate(values))
+
+
+def _number(value: Any, what: str) -> float:
+    """A finite float32 number; JSON as Python reads it may hold NaN and Infinity."""
+    is_number: bool = isinstance(value, Real) and not isinstance(value, bool)
+    if not is_number:
+        raise UsageError(f"{what} is {value!r}, not a number", hint=_ENTRY)
+    if not abs(value) <= _LARGEST:  # false for NaN, too
+        raise UsageError(
+            f"{what} is {value}, not a number that float32 holds",
+            hint="a mean over no inputs is not a number",
+        )
+    return float(value)
