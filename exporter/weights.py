@@ -10,13 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from types import TracebackType
 
 import numpy as np
 import onnx_ir as ir
 
+from ..graphs.arithmetic import FP32, Arithmetic
 from ..graphs.moe import MoELayer
+from ..graphs.narrowing import narrowed
 from .progress import Progress, Silent
 
 WEIGHTS_FILE = "weights.bin"
@@ -24,26 +27,37 @@ WEIGHTS_FILE = "weights.bin"
 INLINE_BYTES = 1024
 """Smaller host constants stay inside the ONNX file: shapes, scalars, short vectors."""
 
+WEIGHT_TYPES = frozenset(
+    {
+        ir.DataType.FLOAT,
+        ir.DataType.FLOAT16,
+        ir.DataType.BFLOAT16,
+        ir.DataType.INT8,
+        ir.DataType.UINT8,
+    }
+)
+
 _PAGE = 4096
 _WORD = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """Where a tensor lies in the weights file; float32 throughout."""
+    """Where a tensor lies in the weights file, and in what type."""
 
     offset: int
     shape: tuple[int, ...]
+    dtype: ir.DataType = ir.DataType.FLOAT
 
     @property
     def bytes(self) -> int:
         """Its size in bytes."""
-        return 4 * int(np.prod(self.shape, dtype=np.int64))
+        return size_of(self.shape, self.dtype)
 
     def part(self, index: int) -> Stored:
         """The `index`-th part along the first axis, in the same bytes."""
-        part = Stored(0, self.shape[1:])
-        return Stored(self.offset + index * part.bytes, part.shape)
+        part = Stored(0, self.shape[1:], self.dtype)
+        return Stored(self.offset + index * part.bytes, part.shape, self.dtype)
 
     def external(self, name: str) -> ir.ExternalTensor:
         """The tensor as external data of an ONNX file that lies beside the weights file."""
@@ -51,10 +65,15 @@ class Stored:
             location=WEIGHTS_FILE,
             offset=self.offset,
             length=self.bytes,
-            dtype=ir.DataType.FLOAT,
+            dtype=self.dtype,
             shape=ir.Shape(self.shape),
             name=name,
         )
+
+
+def size_of(shape: tuple[int, ...], dtype: ir.DataType) -> int:
+    """Returns the bytes of a tensor."""
+    return dtype.itemsize * prod(shape)
 
 
 class WeightsWriter:
@@ -75,12 +94,19 @@ class WeightsWriter:
     ) -> None:
         self._file.close()
 
-    def add(self, parts: Iterable[np.ndarray], shape: tuple[int, ...]) -> Stored:
-        """Writes the parts one after the other as one float32 tensor of `shape`."""
-        stored = Stored(self._align(4 * int(np.prod(shape, dtype=np.int64))), shape)
+    def add(
+        self,
+        parts: Iterable[np.ndarray],
+        shape: tuple[int, ...],
+        dtype: ir.DataType = ir.DataType.FLOAT,
+    ) -> Stored:
+        """Writes the parts one after the other as one tensor of `shape`, converted to `dtype`."""
+        stored = Stored(self._align(size_of(shape, dtype)), shape, dtype)
         for part in parts:
-            # Not ndarray.tofile, whose errors do not tell a full disk from any other failure.
-            self._file.write(np.ascontiguousarray(part, dtype="<f4").data)
+            array = np.ascontiguousarray(part, dtype=dtype.numpy())
+            # Not ndarray.tofile, whose errors do not tell a full disk from any other failure. As
+            # bytes, since bfloat16 has no place in the buffer protocol.
+            self._file.write(array.reshape(-1).view(np.uint8).data)
         written = self._file.tell() - stored.offset
         assert written == stored.bytes, f"{written} bytes written for shape {shape}"
         return stored
@@ -112,19 +138,28 @@ class StoredLayer:
         return self._tensors[name].part(index).external(f"{self._layer}/{name}/{index}")
 
 
-def write_layer(writer: WeightsWriter, name: str, layer: MoELayer) -> StoredLayer:
-    """Writes a layer's weights and returns where they are, by the names of its lowerings."""
+def write_layer(
+    writer: WeightsWriter, name: str, layer: MoELayer, arithmetic: Arithmetic = FP32
+) -> StoredLayer:
+    """Writes a layer's weights, in the numbers that it is to compute in.
+
+    Returns where they are, by the names of its lowerings.
+    """
     return StoredLayer(
-        name, {part.name: writer.add(part.parts, part.shape) for part in layer.stored()}
+        name,
+        {
+            part.name: writer.add(part.parts, part.shape, part.dtype)
+            for part in narrowed(layer.stored(), arithmetic)
+        },
     )
 
 
 def write_host(writer: WeightsWriter, portable: ir.Model) -> None:
-    """Writes a traced graph's own float weights and lets its initializers point at them."""
+    """Writes a traced graph's own weights and lets its initializers point at them."""
     for name, value in portable.graph.initializers.items():
         tensor = value.const_value
         assert tensor is not None
-        if tensor.dtype != ir.DataType.FLOAT or tensor.nbytes < INLINE_BYTES:
+        if tensor.dtype not in WEIGHT_TYPES or tensor.nbytes < INLINE_BYTES:
             continue
         shape = tuple(tensor.shape.numpy())
-        value.const_value = writer.add([tensor.numpy()], shape).external(name)
+        value.const_value = writer.add([tensor.numpy()], shape, tensor.dtype).external(name)

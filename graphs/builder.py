@@ -66,6 +66,14 @@ class Builder:
         """
         self.taps.setdefault(tensor, []).append(value)
 
+    def cast(
+        self, value: ir.Value, source: ir.DataType, target: ir.DataType, name: str
+    ) -> ir.Value:
+        """Returns a value of type `source` as `target`: itself where they are the same."""
+        if source == target:
+            return value
+        return self.op("Cast", value, to=target.value, name=name)
+
     def branch(self, nodes: Builder, output: ir.Value, name: str) -> ir.Graph:
         """Returns a graph without inputs for an `If`, made of another builder's nodes.
 
@@ -83,9 +91,9 @@ class Builder:
         """Returns a constant int64 scalar."""
         return self.constant(np.array(value, dtype=np.int64))
 
-    def number(self, value: float) -> ir.Value:
-        """Returns a constant float32 scalar."""
-        return self.constant(np.array(value, dtype=np.float32))
+    def number(self, value: float, dtype: ir.DataType = ir.DataType.FLOAT) -> ir.Value:
+        """Returns a constant scalar, float32 unless `dtype` says otherwise."""
+        return self.constant(np.array(value, dtype=dtype.numpy()))
 
     def constant(self, array: np.ndarray) -> ir.Value:
         """Returns a small constant; equal ones are shared."""

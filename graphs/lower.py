@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..errors import LoweringError
+from .arithmetic import FP32, Arithmetic
 from .builder import Builder
 from .lowerings.base import AnyLowering
 from .moe import MoESpec, choice_key
@@ -27,6 +28,7 @@ class LayerChoice:
     lowering: AnyLowering
     kept: int | None
     renormalize: bool = False
+    arithmetic: Arithmetic = FP32
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ def _replace(
         kept=kept,
         tokens=tokens if isinstance(tokens, int) else None,
         renormalize=choice.renormalize,
+        arithmetic=choice.arithmetic,
     )
     b = Builder(choice.spec.name)
     y = choice.lowering.build(b, layer, x)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 import numpy as np
+import onnx_ir as ir
 from torch import Tensor, nn
 
 from .edits import NO_EDITS
@@ -111,11 +112,15 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class StoredPart:
-    """A weight as a bundle stores it: its name, its shape, and its values in consecutive parts."""
+    """A weight as a bundle stores it: its name, its shape, and its values in consecutive parts.
+
+    `dtype` is what the values are stored as; the parts may come in another type.
+    """
 
     name: str
     shape: tuple[int, ...]
     parts: Iterable[np.ndarray]
+    dtype: ir.DataType = ir.DataType.FLOAT
 
 
 class MoELayer(nn.Module):

@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 import onnx_ir as ir
 
+from .arithmetic import FP32, Arithmetic
 from .builder import Builder
 from .moe import MoESpec
 from .mumoe_spec import MuMoESpec
@@ -20,7 +21,8 @@ class LayerTensors(Protocol):
 
     Names for Soft MoE: `phi` [d, n·p] (normalised, scaled, gain folded in), `experts.w1`
     [n, d, inner], `experts.b1` [n, inner], `experts.w2` [n, h, o], `experts.b2` [n, o], `gain` and
-    `shift` [d]. For muMoE see `graphs.folding`.
+    `shift` [d]. For muMoE see `graphs.folding`; for the types, and the scales of integers,
+    `graphs.narrowing`.
     """
 
     def has(self, name: str) -> bool:
@@ -49,6 +51,7 @@ class LayerOf(Generic[S]):
     kept: int | ir.Value
     tokens: int | None = None
     renormalize: bool = False
+    arithmetic: Arithmetic = FP32
 
     @property
     def selects(self) -> bool:
@@ -72,5 +75,5 @@ MuMoELayer = LayerOf[MuMoESpec]
 
 def _singular(name: str, index: int) -> str:
     """`experts.w1` of expert 3 is `experts.3.w1`."""
-    collection, weight = name.split(".")
+    collection, weight = name.split(".", 1)
     return f"{collection}.{index}.{weight}"

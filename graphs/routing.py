@@ -1,9 +1,10 @@
 """Algorithm 1 as ONNX nodes: logits, both softmaxes, the scores, TopK, dispatch and combine.
 
-Everything here is FP32 and independent of how the experts are computed. Two rewritings keep the
-passes over the tokens few, and both are exact: a normalisation x̂ = r·x by a factor per token moves
-behind the products (x̂·φ = r·(x·φ) and Dᵀx̂ = (D·r)ᵀx), so x̂ is never written; and D is a softmax
-down its own column, so it is computed for the selected columns alone.
+Everything here is FP32 but for the last product, whatever type the tokens and the experts have, and
+independent of how the experts are computed. Two rewritings keep the passes over the tokens few, and
+both are exact: a normalisation x̂ = r·x by a factor per token moves behind the products
+(x̂·φ = r·(x·φ) and Dᵀx̂ = (D·r)ᵀx), so x̂ is never written; and D is a softmax down its own column,
+so it is computed for the selected columns alone.
 """
 
 from __future__ import annotations
@@ -46,6 +47,7 @@ class Slots:
 
 def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     """Adds the router for tokens x [b, m, d]."""
+    x = b.cast(x, layer.arithmetic.stream, ir.DataType.FLOAT, "router/tokens_fp32")
     source, scale = _normalise(b, layer, x)
     logits = b.op("MatMul", source, layer.stacked(b, "phi"), name="router/products")
     if scale is not None:
@@ -78,9 +80,14 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     return Slots(_dispatch(b, layer, routed, logits), _renormalised(b, layer, combine))
 
 
-def combine_outputs(b: Builder, slots: Slots, outputs: ir.Value) -> ir.Value:
-    """Adds y [b, m, o] = C·Ỹ for the experts' outputs [b, e·p, o]."""
-    return b.op("MatMul", slots.combine, outputs, name="output")
+def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
+    """Adds y [b, m, o] = C·Ỹ for the experts' outputs [b, e·p, o], in the experts' float type."""
+    stream, inner = layer.arithmetic.stream, layer.arithmetic.inner
+    combine = b.cast(slots.combine, ir.DataType.FLOAT, inner, "combine/C_narrow")
+    if stream == inner:
+        return b.op("MatMul", combine, outputs, name="output")
+    output = b.op("MatMul", combine, outputs, name="combine/products")
+    return b.cast(output, inner, stream, "output")
 
 
 def selection_mask(b: Builder, layer: Layer, selected: ir.Value) -> ir.Value:

@@ -8,14 +8,15 @@ from ..builder import Builder
 from ..parameters import Layer
 from ..routing import combine_outputs, masked_slots, route
 from .base import STANDARD, Lowering, serves_all
-from .experts import one_expert
+from .experts import expert_rows, one_expert
 
 
 def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     """Adds the layer with an `If` per expert; with k = n every expert runs and none is needed."""
     n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
     slots, mask = masked_slots(b, layer, route(b, layer, x))
-    by_input = b.op("Reshape", slots.rows, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
+    rows = expert_rows(b, layer, slots.rows)
+    by_input = b.op("Reshape", rows, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
     parts = b.ops(
         "Split",
         by_input,
@@ -44,7 +45,7 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
         b.op("Reshape", y, b.ints(-1, p, o), name=f"combine/expert_{e}")
         for e, y in enumerate(outputs)
     ]
-    return combine_outputs(b, slots, b.op("Concat", *shaped, axis=1, name="combine/outputs"))
+    return combine_outputs(b, layer, slots, b.op("Concat", *shaped, axis=1, name="combine/outputs"))
 
 
 def _wanted(b: Builder, mask: ir.Value, n: int) -> list[ir.Value]:
@@ -65,7 +66,7 @@ def _zeros(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
     """Zeros [b·p, o] for the rows [b·p, d] of an expert that nobody chose."""
     count = b.op("Shape", rows, start=0, end=1, name="row_count")
     shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="shape")
-    return b.op("Expand", b.number(0.0), shape, name="zeros")
+    return b.op("Expand", b.number(0.0, layer.arithmetic.inner), shape, name="zeros")
 
 
 LOWERING = Lowering(

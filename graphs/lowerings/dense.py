@@ -8,18 +8,19 @@ from ..builder import Builder
 from ..parameters import Layer
 from ..routing import combine_outputs, masked_slots, route
 from .base import STANDARD, Lowering, serves_all
-from .experts import batched_experts
+from .experts import batched_experts, expert_rows, stacked_weights
 
 
 def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     """Adds the layer with the experts as the outer axis of batched MatMuls."""
     n, p, d = layer.spec.experts, layer.spec.slots, layer.spec.dim
     slots, _ = masked_slots(b, layer, route(b, layer, x))
+    rows = expert_rows(b, layer, slots.rows)
     # [b, n·p, d] to [n, b·p, d]: one matmul per expert, over the rows of the whole batch.
     if p == 1:
-        rows = b.op("Transpose", slots.rows, perm=[1, 0, 2], name="dispatch/by_expert")
+        rows = b.op("Transpose", rows, perm=[1, 0, 2], name="dispatch/by_expert")
     else:
-        rows = b.op("Reshape", slots.rows, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
+        rows = b.op("Reshape", rows, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
         rows = b.op("Transpose", rows, perm=[1, 0, 2, 3], name="dispatch/by_expert")
         rows = b.op("Reshape", rows, b.ints(n, -1, d), name="dispatch/rows")
     outputs = batched_experts(b, layer, rows, stacked_weights(b, layer))
@@ -30,19 +31,7 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
         outputs = b.op("Reshape", outputs, b.ints(n, -1, p, o), name="combine/slots_by_expert")
         outputs = b.op("Transpose", outputs, perm=[1, 0, 2, 3], name="combine/by_input")
         outputs = b.op("Reshape", outputs, b.ints(0, n * p, o), name="combine/outputs")
-    return combine_outputs(b, slots, outputs)
-
-
-def stacked_weights(b: Builder, layer: Layer) -> dict[str, ir.Value]:
-    """The experts' weights [n, …] as constants; biases as [n, 1, …] for broadcasting over rows."""
-    weights = {}
-    for name in ("w1", "b1", "w2", "b2"):
-        if not layer.tensors.has(f"experts.{name}"):
-            continue
-        weights[name] = layer.stacked(b, f"experts.{name}")
-        if name.startswith("b"):
-            weights[name] = b.op("Unsqueeze", weights[name], b.ints(1), name=f"experts/{name}_rows")
-    return weights
+    return combine_outputs(b, layer, slots, outputs)
 
 
 LOWERING = Lowering(

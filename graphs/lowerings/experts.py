@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import onnx_ir as ir
 
 from ..builder import Builder
 from ..parameters import Layer
 from ..ranges import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
+from .linear import Linear, operand, product, stacked_scale, stacked_weight
+
+
+def expert_rows(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
+    """Adds the rows as the experts' first product takes them, in any shape: done once for all."""
+    narrow = b.cast(rows, ir.DataType.FLOAT, layer.arithmetic.inner, "experts/rows_narrow")
+    return operand(b, layer, "w1", narrow, "experts/rows")
 
 
 def activate(b: Builder, layer: Layer, hidden: ir.Value, name: str = "experts") -> ir.Value:
@@ -30,47 +39,65 @@ def activate(b: Builder, layer: Layer, hidden: ir.Value, name: str = "experts") 
             return b.op("Relu", hidden, name=f"{name}/hidden")
 
 
+def stacked_weights(b: Builder, layer: Layer) -> dict[str, ir.Value]:
+    """The experts' weights [n, …] as constants; biases and scales as [n, 1, …], for all rows."""
+    weights = {}
+    for which in ("1", "2"):
+        w, bias = f"w{which}", f"b{which}"
+        if layer.tensors.has(f"experts.{w}"):
+            weights[w] = stacked_weight(b, layer, w)
+        if layer.tensors.has(f"experts.{w}.scale"):
+            weights[f"{w}.scale"] = stacked_scale(b, layer, w)
+        if layer.tensors.has(f"experts.{bias}"):
+            stacked = layer.stacked(b, f"experts.{bias}")
+            weights[bias] = b.op("Unsqueeze", stacked, b.ints(1), name=f"experts/{bias}_rows")
+    return weights
+
+
 def batched_experts(
     b: Builder,
     layer: Layer,
     rows: ir.Value,
-    weights: dict[str, ir.Value],
+    weights: Mapping[str, ir.Value],
 ) -> ir.Value:
     """Adds batched MatMuls: rows [..., r, d] times w1 [..., d, inner] and so on; [..., r, o].
 
-    `weights` holds w1, w2, b1 and b2 where the layer has them; biases are [..., 1, inner].
+    `weights` are those of `stacked_weights`, or what was gathered from them.
     """
-    hidden = b.op("MatMul", rows, weights["w1"], name="experts/products")
-    if "b1" in weights:
-        hidden = b.op("Add", hidden, weights["b1"], name="experts/biased")
+
+    def linear(which: str) -> Linear:
+        w = f"w{which}"
+        scale, bias = weights.get(f"{w}.scale"), weights.get(f"b{which}")
+        return Linear(w, weights[w], scale, bias, stacked=True)
+
+    hidden = product(b, layer, rows, linear("1"), "experts/products")
     if "w2" not in weights:
         return hidden
-    hidden = activate(b, layer, hidden)
-    outputs = b.op("MatMul", hidden, weights["w2"], name="experts/outputs")
-    if "b2" in weights:
-        outputs = b.op("Add", outputs, weights["b2"], name="experts/outputs_biased")
-    return outputs
+    hidden = operand(b, layer, "w2", activate(b, layer, hidden), "experts/hidden")
+    return product(b, layer, hidden, linear("2"), "experts/outputs")
 
 
 def one_expert(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value:
     """Adds expert `index` on rows [r, d], with weights that are constants; returns [r, o]."""
+
+    def constant(weight: str) -> ir.Value | None:
+        name = f"experts.{weight}"
+        return layer.expert(b, name, index) if layer.tensors.has(name) else None
+
+    def linear(which: str) -> Linear:
+        w = f"w{which}"
+        weight = layer.expert(b, f"experts.{w}", index)
+        return Linear(w, weight, constant(f"{w}.scale"), constant(f"b{which}"), stacked=False)
+
     name = f"experts/{index}"
     b.tap(EXPERT_INPUT, rows)
-    hidden = _linear(b, layer, index, "1", rows, f"{name}/products")
+    hidden = product(b, layer, rows, linear("1"), f"{name}/products")
     b.tap(EXPERT_PRODUCTS, hidden)
     if not layer.tensors.has("experts.w2"):
         return hidden
     hidden = activate(b, layer, hidden, name)
     b.tap(EXPERT_HIDDEN, hidden)
-    outputs = _linear(b, layer, index, "2", hidden, f"{name}/outputs")
+    hidden = operand(b, layer, "w2", hidden, f"{name}/hidden")
+    outputs = product(b, layer, hidden, linear("2"), f"{name}/outputs")
     b.tap(EXPERT_OUTPUTS, outputs)
     return outputs
-
-
-def _linear(
-    b: Builder, layer: Layer, index: int, which: str, rows: ir.Value, name: str
-) -> ir.Value:
-    weight = layer.expert(b, f"experts.w{which}", index)
-    if not layer.tensors.has(f"experts.b{which}"):
-        return b.op("MatMul", rows, weight, name=name)
-    return b.op("Gemm", rows, weight, layer.expert(b, f"experts.b{which}", index), name=name)

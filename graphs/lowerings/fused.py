@@ -10,6 +10,7 @@ from ..parameters import Layer
 from ..routing import combine_outputs, route, selected_slots
 from ..spec import SoftMoESpec
 from .base import ONNX_RUNTIME, Lowering
+from .experts import expert_rows
 
 _NEVER = -1.0e4  # a router logit whose softmax is exactly 0 in float32
 
@@ -19,7 +20,8 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     p, o = layer.spec.slots, layer.spec.out
     routed = route(b, layer, x)
     slots = selected_slots(b, layer, routed)
-    rows = b.op("Reshape", slots.rows, b.ints(-1, layer.spec.dim), name="experts/rows")
+    rows = expert_rows(b, layer, slots.rows)
+    rows = b.op("Reshape", rows, b.ints(-1, layer.spec.dim), name="experts/rows")
     transposed = {
         name: b.op(
             "Transpose",
@@ -33,10 +35,11 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
         name: layer.stacked(b, f"experts.{name}") if layer.tensors.has(f"experts.{name}") else None
         for name in ("b1", "b2")
     }
+    logits = _router_logits(b, layer, routed.selected, slots.rows)
     outputs = b.op(
         "MoE",
         rows,
-        _router_logits(b, layer, routed.selected, slots.rows),
+        b.cast(logits, ir.DataType.FLOAT, layer.arithmetic.inner, "experts/logits_narrow"),
         transposed["w1"],
         biases["b1"],
         transposed["w2"],
@@ -54,7 +57,7 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
         shape = b.op(
             "Concat", b.ints(-1), rows_per_input, b.ints(o), axis=0, name="combine/outputs_shape"
         )
-    return combine_outputs(b, slots, b.op("Reshape", outputs, shape, name="combine/outputs"))
+    return combine_outputs(b, layer, slots, b.op("Reshape", outputs, shape, name="combine/outputs"))
 
 
 def _router_logits(

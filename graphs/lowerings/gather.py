@@ -9,7 +9,7 @@ from ..parameters import Layer
 from ..routing import combine_outputs, route, selected_slots
 from . import dense
 from .base import STANDARD, Lowering, serves_all
-from .experts import batched_experts
+from .experts import batched_experts, expert_rows, stacked_weights
 
 
 def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
@@ -20,20 +20,21 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     assert routed.selected is not None
     slots = selected_slots(b, layer, routed)
     p, d, o = layer.spec.slots, layer.spec.dim, layer.spec.out
+    rows = expert_rows(b, layer, slots.rows)
     if p == 1:
-        rows = b.op("Unsqueeze", slots.rows, b.ints(2), name="dispatch/rows")  # [b, k, 1, d]
+        rows = b.op("Unsqueeze", rows, b.ints(2), name="dispatch/rows")  # [b, k, 1, d]
     else:
-        rows = b.op("Reshape", slots.rows, b.ints(0, -1, p, d), name="dispatch/rows")
+        rows = b.op("Reshape", rows, b.ints(0, -1, p, d), name="dispatch/rows")
     weights = {
         name: b.op("Gather", stacked, routed.selected, axis=0, name=f"experts/{name}_selected")
-        for name, stacked in dense.stacked_weights(b, layer).items()
+        for name, stacked in stacked_weights(b, layer).items()
     }
     outputs = batched_experts(b, layer, rows, weights)
     if p == 1:
         outputs = b.op("Squeeze", outputs, b.ints(2), name="combine/outputs")
     else:
         outputs = b.op("Reshape", outputs, b.ints(0, -1, o), name="combine/outputs")
-    return combine_outputs(b, slots, outputs)
+    return combine_outputs(b, layer, slots, outputs)
 
 
 LOWERING = Lowering(

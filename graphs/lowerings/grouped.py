@@ -12,26 +12,27 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..parameters import Layer
-from ..routing import Slots, combine_outputs, route, selected_slots
+from ..routing import combine_outputs, route, selected_slots
 from .base import ONNX_RUNTIME, Lowering, serves_all
-from .experts import one_expert
+from .experts import expert_rows, one_expert
 
 
 def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     """Adds the layer with one small matmul chain per expert."""
     routed = route(b, layer, x)
     slots = selected_slots(b, layer, routed)
+    rows = expert_rows(b, layer, slots.rows)
     if routed.selected is None:
-        outputs = _every_expert(b, layer, slots)
+        outputs = _every_expert(b, layer, rows)
     else:
-        outputs = _chosen_rows(b, layer, slots, routed.selected)
-    return combine_outputs(b, slots, outputs)
+        outputs = _chosen_rows(b, layer, rows, routed.selected)
+    return combine_outputs(b, layer, slots, outputs)
 
 
-def _every_expert(b: Builder, layer: Layer, slots: Slots) -> ir.Value:
+def _every_expert(b: Builder, layer: Layer, slots: ir.Value) -> ir.Value:
     """All experts on all inputs: slots [b, n·p, d] to outputs [b, n·p, o]."""
     n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
-    by_input = b.op("Reshape", slots.rows, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
+    by_input = b.op("Reshape", slots, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
     by_expert = b.op("Transpose", by_input, perm=[1, 0, 2, 3], name="dispatch/by_expert")
     rows = b.op("Reshape", by_expert, b.ints(-1, d), name="dispatch/rows")  # [n·b·p, d]
     parts = _split(b, rows, None, n)
@@ -41,7 +42,7 @@ def _every_expert(b: Builder, layer: Layer, slots: Slots) -> ir.Value:
     return b.op("Reshape", outputs, b.ints(-1, n * p, o), name="combine/outputs")
 
 
-def _chosen_rows(b: Builder, layer: Layer, slots: Slots, selected: ir.Value) -> ir.Value:
+def _chosen_rows(b: Builder, layer: Layer, slots: ir.Value, selected: ir.Value) -> ir.Value:
     """The experts on the rows that chose them: slots [b, k·p, d] to outputs [b, k·p, o].
 
     A row here is one (input, expert) pair with its p slots: b·k rows of p·d numbers.
@@ -58,7 +59,7 @@ def _chosen_rows(b: Builder, layer: Layer, slots: Slots, selected: ir.Value) -> 
     if p > 1:
         counts = b.op("Mul", counts, b.integer(p), name="group/rows_per_expert")
 
-    flat = b.op("Reshape", slots.rows, b.ints(-1, p * d), name="group/pairs")
+    flat = b.op("Reshape", slots, b.ints(-1, p * d), name="group/pairs")
     rows = b.op("Gather", flat, order, axis=0, name="group/sorted")
     if p > 1:
         rows = b.op("Reshape", rows, b.ints(-1, d), name="group/rows")

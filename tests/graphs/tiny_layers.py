@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+from moexport.graphs.arithmetic import FP32, Arithmetic
 from moexport.graphs.lower import DOMAIN, LayerChoice, Lowered, lower
 from moexport.graphs.lowerings.registry import LOWERINGS
+from moexport.graphs.moe import StoredPart
+from moexport.graphs.narrowing import narrowed
 from moexport.graphs.parameters import LayerTensors
 from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource, SoftMoESpec
 
@@ -55,8 +59,36 @@ class TinyLayer:
             folded = self.gain is not None and self.spec.norm != "layernorm"
             phi = self.phi * self.gain[:, None, None] if folded and self.gain is not None else None
             return (self.phi if phi is None else phi).reshape(self.spec.dim, -1)
-        found: Array | None = getattr(self, name.removeprefix("experts."))
+        found: Array | None = getattr(self, name.removeprefix("experts."), None)
         return found
+
+    def parts(self) -> Iterator[StoredPart]:
+        """The weights as a bundle stores them in float32, one expert at a time."""
+        for name in ("phi", "gain", "shift", "w1", "b1", "w2", "b2"):
+            full = f"experts.{name}" if name[0] in "wb" else name
+            array = self._array(full)
+            if array is not None:
+                single = array.astype(np.float32)
+                yield StoredPart(full, single.shape, single if name[0] in "wb" else [single])
+
+
+class NarrowTensors:
+    """A layer's weights in the numbers of an arithmetic, in memory."""
+
+    def __init__(self, layer: TinyLayer, arithmetic: Arithmetic) -> None:
+        self._arrays: dict[str, ir.TensorProtocol] = {}
+        for part in narrowed(layer.parts(), arithmetic):
+            array = np.concatenate([np.ravel(piece) for piece in part.parts]).reshape(part.shape)
+            self._arrays[part.name] = ir.tensor(array.astype(part.dtype.numpy()), name=part.name)
+
+    def has(self, name: str) -> bool:
+        return name in self._arrays
+
+    def stacked(self, name: str) -> ir.TensorProtocol:
+        return self._arrays[name]
+
+    def expert(self, name: str, index: int) -> ir.TensorProtocol:
+        return ir.tensor(self._arrays[name].numpy()[index], name=f"{name}.{index}")
 
 
 def tiny_layer(
@@ -108,10 +140,12 @@ def soft_moe(
     *,
     renormalize: bool = False,
     ablated: tuple[int, ...] = (),
+    operand: Callable[[str, Array], Array] = lambda key, rows: rows,
 ) -> tuple[Array, Array]:
     """Algorithm 1 in float64, written from the formulas: y [b, m, o] and the chosen sets [b, k].
 
-    What the `ablated` experts would have added is left out.
+    What the `ablated` experts would have added is left out. `operand` says what becomes of the rows
+    before they meet a weight of the experts.
     """
     spec = layer.spec
     y, chosen = [], []
@@ -127,7 +161,7 @@ def soft_moe(
         result = np.zeros((len(one), spec.out))
         for e in sorted(set(keep) - set(ablated)):
             slots = dispatch[:, e].T @ source
-            result += combine[:, e] @ _expert(layer, e, slots)
+            result += combine[:, e] @ _expert(layer, e, slots, operand)
         if renormalize:
             result /= combine[:, keep].sum(axis=(1, 2))[:, None]
         y.append(result)
@@ -152,8 +186,10 @@ def _normalised(layer: TinyLayer, one: Array) -> Array:
     return np.asarray(one if layer.shift is None else one + layer.shift)
 
 
-def _expert(layer: TinyLayer, e: int, slots: Array) -> Array:
-    hidden = slots @ layer.w1[e]
+def _expert(
+    layer: TinyLayer, e: int, slots: Array, operand: Callable[[str, Array], Array]
+) -> Array:
+    hidden = operand("w1", slots) @ layer.w1[e]
     if layer.b1 is not None:
         hidden = hidden + layer.b1[e]
     if layer.w2 is None:
@@ -165,7 +201,7 @@ def _expert(layer: TinyLayer, e: int, slots: Array) -> Array:
         hidden = {"relu": _relu, "gelu": _gelu, "gelu-tanh": _gelu_tanh}[layer.spec.activation](
             hidden
         )
-    output = hidden @ layer.w2[e]
+    output = operand("w2", hidden) @ layer.w2[e]
     return np.asarray(output if layer.b2 is None else output + layer.b2[e])
 
 
@@ -189,6 +225,7 @@ def lowered(
     *,
     renormalize: bool = False,
     tensors: LayerTensors | None = None,
+    arithmetic: Arithmetic = FP32,
 ) -> Lowered:
     """The layer as a graph of its own; `kept` None makes k an input, `tensors` other weights."""
     spec = layer.spec
@@ -196,13 +233,15 @@ def lowered(
         ir.Value(
             name=name,
             shape=ir.Shape(["batch", "tokens", width]),
-            type=ir.TensorType(ir.DataType.FLOAT),
+            type=ir.TensorType(arithmetic.stream),
         )
         for name, width in (("input", spec.dim), ("output", spec.out))
     )
     node = ir.node(spec.op_type, [x], attributes={"layer": spec.name}, domain=DOMAIN, outputs=[y])
     graph = ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, DOMAIN: 1}, name="one_layer")
-    choice = LayerChoice(spec, tensors or layer, LOWERINGS[lowering], kept, renormalize)
+    if tensors is None:
+        tensors = layer if arithmetic == FP32 else NarrowTensors(layer, arithmetic)
+    choice = LayerChoice(spec, tensors, LOWERINGS[lowering], kept, renormalize, arithmetic)
     return lower(ir.Model(graph, ir_version=10), {spec.name: choice})
 
 
@@ -217,5 +256,7 @@ def session(made: Lowered) -> ort.InferenceSession:
     options = ort.SessionOptions()
     options.log_severity_level = 3
     options.intra_op_num_threads = 1
+    # Its own fusion of Q/DQ with stacked weights is wrong, and saturates on CPUs without VNNI.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
     content = ir.serde.serialize_model(model).SerializeToString()
     return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
