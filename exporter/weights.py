@@ -73,7 +73,7 @@ class Stored:
 
 def size_of(shape: tuple[int, ...], dtype: ir.DataType) -> int:
     """Returns the bytes of a tensor."""
-    return dtype.itemsize * prod(shape)
+    return dtype.bitwidth * prod(shape) // 8
 
 
 class WeightsWriter:
