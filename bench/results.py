@@ -61,7 +61,8 @@ class Row:
     """One engine with one k at one batch size.
 
     `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (host array to host
-    array). `throughput` is inputs per second. A row that failed has `error` and no numbers.
+    array). `limit_ms` is the least time that the machine needs for it (`bench.roofline`).
+    `throughput` is inputs per second. A row that failed has `error` and no numbers.
     """
 
     engine: str
@@ -74,6 +75,7 @@ class Row:
     lowering: str | None = None
     scope: str = "end-to-end"
     latency_ms: Latency | None = None
+    limit_ms: float | None = None
     throughput: float | None = None
     peak_memory_mb: float | None = None
     accuracy: Accuracy | None = None

@@ -69,7 +69,7 @@ def trace(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None)
         for index, axis in enumerate(spec.shape)
         if isinstance(axis, str) and axis not in fixed
     }
-    with _nodes_for_layers(model.module) as host, _quiet():
+    with layers_as_nodes(model.module) as host, _quiet():
         try:
             program = torch.onnx.export(
                 host,
@@ -110,7 +110,7 @@ def _check_calls(graph: ir.Model) -> None:
 
 
 @contextlib.contextmanager
-def _nodes_for_layers(module: nn.Module) -> Iterator[nn.Module]:
+def layers_as_nodes(module: nn.Module) -> Iterator[nn.Module]:
     """Puts a one-node stand-in at the place of every MoE layer, and the layers back after."""
     layers = moe_layers(module)
     if "" in layers:

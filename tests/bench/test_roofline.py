@@ -1,0 +1,73 @@
+"""The least time of a model's work: counted multiply-adds and bytes, at measured rates."""
+
+from __future__ import annotations
+
+import moexport
+import numpy as np
+import pytest
+from moexport.bench.roofline import Part, Probes, Rates, layer_parts, limit_ms, work_of
+from moexport.bench.timing import summarise
+from moexport.graphs.lowerings.base import WorkOf
+from moexport.graphs.spec import SoftMoESpec
+from moexport.tests.recorded import DATA
+
+RATES = Rates(stream_gb_s=10.0, matmul_gflop_s=100.0, int8_gop_s=400.0)
+SPEC = SoftMoESpec("layer", experts=8, slots=2, dim=16, hidden=32, out=16, norm="l2")
+
+
+def test_a_part_takes_the_longer_of_moving_and_computing() -> None:
+    assert Part("moves", macs=0, bytes=10e9).least_ms(RATES) == pytest.approx(1000.0)
+    assert Part("computes", macs=50e9, bytes=1.0).least_ms(RATES) == pytest.approx(1000.0)
+    assert Part("integers", 50e9, 1.0, integer=True).least_ms(RATES) == pytest.approx(250.0)
+
+
+def test_parts_wait_for_each_other() -> None:
+    parts = (Part("moves", 0, 10e9), Part("computes", 50e9, 0))
+    assert limit_ms(parts, RATES) == pytest.approx(2000.0)
+
+
+def test_a_layers_parts_hold_all_its_multiply_adds_and_only_the_kept_experts_weights() -> None:
+    parts = list(layer_parts(WorkOf(SPEC, kept=2, batch=3, tokens=5)))
+    assert sum(part.macs for part in parts) == 3 * sum(SPEC.macs(5, 2).values())
+    routing, experts = parts
+    assert routing.bytes == 4 * 3 * 5 * (16 + 16)
+    assert experts.bytes == 4 * 6 * 2 * 16 * 32  # 3 inputs choose at most 6 of 8 experts
+    whole = list(layer_parts(WorkOf(SPEC, kept=2, batch=100, tokens=5)))[1]
+    assert whole.bytes == 4 * 8 * 2 * 16 * 32
+
+
+def test_int8_experts_move_a_quarter_and_compute_integers() -> None:
+    work = WorkOf(SPEC, kept=2, batch=1, tokens=5)
+    full, quarter = (list(layer_parts(work, int8_experts=int8))[1] for int8 in (False, True))
+    assert quarter.bytes * 4 == full.bytes
+    assert quarter.integer and not full.integer
+
+
+def test_a_hosts_multiply_adds_are_counted_without_its_moe_layers() -> None:
+    model = moexport.load(DATA / "soft_moe_vit" / "weights.pt", config={"num_heads": 4})
+    _, channels, size, _ = model.input.shape
+    assert isinstance(size, int) and isinstance(channels, int)
+    work = work_of(model, np.zeros((2, channels, size, size), np.float32))
+    dim = next(iter(model.layers.values())).spec.dim
+    tokens = next(iter(work.tokens.values()))
+    state = {name: p for name, p in model.module.named_parameters() if "mlp.experts" not in name}
+    patch = state["patch_embed.proj.weight"]
+    expected = (tokens - 1) * patch.numel()
+    for name, parameter in state.items():
+        linear = name.endswith(("qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight"))
+        expected += tokens * parameter.numel() if linear else 0
+    expected += state["head.weight"].numel()
+    blocks = sum(name.endswith("qkv.weight") for name in state)
+    expected += blocks * 2 * tokens * tokens * dim  # q·kᵀ and its product with v
+    assert work.host_macs == expected
+    assert set(work.tokens) == set(model.layers)
+
+
+def test_probes_beside_others_give_the_rates_of_those_rounds() -> None:
+    probes = Probes(threads=1)
+    latencies = {name: summarise([[10.0]]) for name in probes.contestants}
+    for contestant in probes.contestants.values():
+        contestant(0)
+    rates = probes.rates(latencies)
+    assert rates.stream_gb_s == pytest.approx((4 << 28) / 1e7)
+    assert rates.matmul_gflop_s == rates.int8_gop_s == pytest.approx(2 * 2048**3 / 1e7)
