@@ -23,6 +23,9 @@ TOKENS = 4
 WIDTH = PATCH * PATCH
 CLASSES = 10
 
+MANY = 32
+"""From so many experts on, each is so small that one product for all of them is faster."""
+
 
 def hidden_width(experts: int) -> int:
     """Returns h = int(784 / n): the parameter count stays nearly the same for every n."""
@@ -90,11 +93,27 @@ class SoftMoEMnist(nn.Module):
             x = x / (x.norm(dim=-1, keepdim=True) + 1e-6)
             phi = self.normalization_scale_param * phi / (phi.norm(dim=0, keepdim=True) + 1e-6)
         logits = x @ phi  # [b, m, n]
+        outputs = self._by_tokens if self.experts >= MANY else self._by_slots
+        return F.linear(outputs(x, logits).flatten(1), self.decoder.weight)
+
+    def _by_slots(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Returns the layer's outputs [b, m, d] as written: a matrix product per expert."""
         slots = logits.softmax(dim=1).mT @ x  # [b, n, d]
         hidden = torch.relu(slots.transpose(0, 1) @ self.w1)  # [n, b, h]
         outputs = (hidden @ self.w2).transpose(0, 1)  # [b, n, d]
-        mixed = logits.softmax(dim=2) @ outputs  # [b, m, d]
-        return F.linear(mixed.flatten(1), self.decoder.weight)
+        return logits.softmax(dim=2) @ outputs
+
+    def _by_tokens(self, x: Tensor, logits: Tensor) -> Tensor:
+        """Returns the same, with the sums over tokens and over experts moved past the products.
+
+        (Σ_m D x)·w1 = Σ_m D (x·w1) and Σ_n C (a·w2) = (C a)·w2: two products whatever n is, and
+        nothing of size b·n·d.
+        """
+        n, d, h = self.w1.shape
+        first = (x @ self.w1.transpose(0, 1).reshape(d, n * h)).view(-1, TOKENS, n, h)
+        hidden = torch.relu((logits.softmax(dim=1).unsqueeze(3) * first).sum(dim=1))  # [b, n, h]
+        mixed = logits.softmax(dim=2).unsqueeze(3) * hidden.unsqueeze(1)  # [b, m, n, h]
+        return mixed.flatten(2) @ self.w2.reshape(n * h, d)
 
     def published_state_dict(self) -> dict[str, Tensor]:
         """Returns copies of the weights under the keys of the released code."""

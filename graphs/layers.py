@@ -8,7 +8,7 @@ nothing is fused. What is exported is written independently, in `graphs.routing`
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +22,7 @@ from .spec import SoftMoESpec
 
 __all__ = [
     "Algorithm",
+    "Chooser",
     "Matrices",
     "Routing",
     "SoftMoE",
@@ -36,6 +37,9 @@ Matrices = Tensor | tuple[Tensor, ...]
 
 They may be transposed views of what a checkpoint holds; nothing is copied to change the layout.
 """
+
+Chooser = Callable[[Tensor, int], Tensor]
+"""Which k experts an input gets: scores s [b, n] and k to indices [b, k], ascending."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +81,11 @@ class SoftMoE(MoELayer):
 
     `keep` is Algorithm 1's k; None computes all experts, as the model was trained. C is a softmax
     over all experts and slots and is not renormalised after the selection unless `renormalize`.
+    `chooser` replaces Algorithm 1's choice, to study others; it is never exported.
     """
 
     spec: SoftMoESpec
+    chooser: Chooser | None = None
 
     def __init__(self, spec: SoftMoESpec, weights: SoftMoEWeights) -> None:
         super().__init__()
@@ -124,7 +130,10 @@ class SoftMoE(MoELayer):
             if k < n
             else torch.full_like(scores[:, 0], torch.inf)
         )
-        selected = ranked.indices[:, :k].sort(dim=1).values
+        if self.chooser is None:
+            selected = ranked.indices[:, :k].sort(dim=1).values
+        else:
+            selected = self.chooser(scores, k)
         return Routing(combine, dispatch, scores, selected, margin)
 
     def choices(self, x: Tensor) -> dict[str, Choice]:

@@ -74,3 +74,15 @@ def test_the_forward_is_that_of_the_published_code(case: str) -> None:
     with torch.inference_mode():
         y = network(torch.from_numpy(recorded["x"])).numpy()
     assert np.abs(y - recorded["y"]).max() <= 1e-5 * np.abs(recorded["y"]).max()
+
+
+@pytest.mark.parametrize("normalise", [False, True])
+def test_many_experts_are_computed_in_another_order_to_the_same_end(
+    digits: Digits, normalise: bool
+) -> None:
+    network = SoftMoEMnist(64, normalise=normalise)
+    x = torch.from_numpy(digits.test.inputs[:16])
+    with torch.inference_mode():
+        y = network(x)
+        network.experts = 1  # below the number from which the order changes
+        assert torch.allclose(network(x), y, atol=1e-6)

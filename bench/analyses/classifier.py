@@ -1,0 +1,250 @@
+"""Class scores of a Soft MoE classifier for any choice of experts.
+
+Two ways give the same scores. `Passes` runs the model for every choice. Where the model has one
+MoE layer and all that follows is affine, the scores are a sum of what each expert contributes, and
+`Sums` takes them from n + 1 passes: any number of choices is then a matter of additions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import FeedError, UsageError
+from ...exporter.model import Model
+from ...exporter.progress import Progress, Silent
+from ...graphs.layers import recorded_routing, soft_moe_layers
+from ..data import LabelledData
+from ..engines import sharing_weights, untouched
+
+Choice = Mapping[str, Tensor]
+"""The experts of every input in each layer, ascending: int64 [samples, k] by layer name."""
+
+SUMS_BYTES = 1 << 30
+"""The contributions of all experts to all scores may take this much."""
+
+PROBED, TRIALS = 32, 4
+TOLERANCE = 1e-4
+"""Relative to the largest score: sums in another order differ by rounding, 1e-6 or so."""
+
+BLOCK = 1 << 23
+"""Class scores that are held at once while subsets are tried."""
+
+
+class Classifier(Protocol):
+    """Class scores [samples, classes] of one model on fixed data."""
+
+    @property
+    def experts(self) -> Mapping[str, int]:
+        """The number of experts of each Soft MoE layer."""
+        ...
+
+    def algorithm_1(self, k: int) -> Tensor:
+        """Returns the scores with the k experts of the largest column sums of C."""
+        ...
+
+    def chosen(self, choice: Choice) -> Tensor:
+        """Returns the scores with the given experts of each layer."""
+        ...
+
+    def subsets(self, sets: Tensor) -> Iterator[Tensor]:
+        """Yields the scores [some sets, samples, classes] for sets [sets, k], in order.
+
+        Every input gets the same set in every layer.
+        """
+        ...
+
+
+class Passes:
+    """A classifier that is run as a whole for every choice of experts."""
+
+    def __init__(
+        self, model: Model, data: LabelledData, batch: int, *, renormalize: bool = False
+    ) -> None:
+        self.module = sharing_weights(model.module)
+        self.layers = soft_moe_layers(self.module)
+        self.data = data
+        self.batch = batch
+        for layer in self.layers.values():
+            layer.algorithm = "selected"
+            layer.renormalize = renormalize
+
+    @property
+    def experts(self) -> Mapping[str, int]:
+        """The number of experts of each Soft MoE layer."""
+        return {name: layer.spec.experts for name, layer in self.layers.items()}
+
+    def algorithm_1(self, k: int) -> Tensor:
+        """Returns the scores with the k experts of the largest column sums of C."""
+        for layer in self.layers.values():
+            layer.keep = min(k, layer.spec.experts)
+            layer.chooser = None
+        return self._scores()
+
+    def chosen(self, choice: Choice) -> Tensor:
+        """Returns the scores with the given experts of each layer."""
+        self._rows = slice(0)
+        for name, layer in self.layers.items():
+            layer.keep = choice[name].shape[1]
+            # The layer is asked once a batch, and each batch has its own rows of the choice.
+            layer.chooser = lambda scores, k, of=choice[name]: of[self._rows]
+        return self._scores()
+
+    def subsets(self, sets: Tensor) -> Iterator[Tensor]:
+        """Yields the scores [1, samples, classes] for each set."""
+        for one in sets:
+            everywhere = one.expand(len(self.data), -1)
+            yield self.chosen(dict.fromkeys(self.layers, everywhere)).unsqueeze(0)
+
+    def column_sums(self) -> dict[str, Tensor]:
+        """Returns s [samples, n] of each layer, with all experts kept."""
+        for layer in self.layers.values():
+            layer.keep, layer.chooser = None, None
+        with recorded_scores(self.module) as parts:
+            self._scores()
+        return {name: torch.cat(batches) for name, batches in parts.items()}
+
+    @torch.inference_mode()
+    def _scores(self) -> Tensor:
+        parts = []
+        for rows in self.data.batches(self.batch):
+            self._rows = rows
+            parts.append(self.module(torch.from_numpy(self.data.inputs[rows])))
+        return torch.cat(parts)
+
+
+@contextmanager
+def recorded_scores(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Within the context, each forward appends every layer's s [b, n] to the yielded lists."""
+    found: dict[str, list[Tensor]] = {name: [] for name in soft_moe_layers(module)}
+    with recorded_routing(module) as records:
+
+        def keep_scores(*_: object) -> None:
+            for name, routings in records.items():
+                found[name] += [routing.scores for routing in routings]
+                routings.clear()  # C and D of all batches would fill the memory
+
+        handle = module.register_forward_hook(keep_scores)
+        try:
+            yield found
+        finally:
+            handle.remove()
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """A classifier whose scores are `base` [b, c] plus the `parts` [b, n, c] of its experts.
+
+    `column_sums` is s [b, n] of its only layer.
+    """
+
+    layer: str
+    base: Tensor
+    parts: Tensor
+    column_sums: Tensor
+
+    @property
+    def experts(self) -> Mapping[str, int]:
+        """The number of experts of the only layer."""
+        return {self.layer: self.parts.shape[1]}
+
+    def algorithm_1(self, k: int) -> Tensor:
+        """Returns the scores with the k experts of the largest column sums of C."""
+        return self.chosen({self.layer: self.column_sums.topk(k, dim=1).indices})
+
+    def chosen(self, choice: Choice) -> Tensor:
+        """Returns the scores with the given experts."""
+        mask = torch.zeros_like(self.column_sums).scatter_(1, choice[self.layer], 1.0)
+        return self.base + torch.einsum("bn,bnc->bc", mask, self.parts)
+
+    def subsets(self, sets: Tensor) -> Iterator[Tensor]:
+        """Yields the scores [some sets, samples, classes] for sets [sets, k], in order."""
+        samples, n, classes = self.parts.shape
+        by_expert = self.parts.transpose(0, 1).reshape(n, samples * classes)
+        for some in torch.split(sets, max(1, BLOCK // (samples * classes))):
+            mask = torch.zeros(len(some), n).scatter_(1, some, 1.0)
+            yield (mask @ by_expert).view(-1, samples, classes) + self.base
+
+
+def classifier(
+    name: str,
+    model: Model,
+    data: LabelledData,
+    batch: int,
+    *,
+    renormalize: bool = False,
+    progress: Progress | None = None,
+) -> Sums | Passes:
+    """Returns a classifier over the data: by sums where the model's scores are sums.
+
+    That is tried, not read off the model: on a few inputs, sums over random sets must equal what
+    the model says. Raises UsageError for a model without Soft MoE layers, FeedError for data
+    without labels or a model that gives no class scores.
+    """
+    check(name, model, data)
+    passes = Passes(model, data, batch, renormalize=renormalize)
+    if len(passes.experts) > 1 or renormalize:
+        return passes
+    first = Passes(model, LabelledData(data.inputs[:PROBED], None, data.input_name), batch)
+    probe = contributions(first)
+    size = 4 * len(data) * probe.parts.shape[1] * probe.parts.shape[2]
+    if size > SUMS_BYTES or not adds_up(probe, first):
+        return passes
+    (progress or Silent()).step(f"{name}: the class scores are sums; taking each expert's part")
+    return contributions(passes)
+
+
+def check(name: str, model: Model, data: LabelledData) -> None:
+    """Raises UsageError and FeedError for what cannot be analysed."""
+    if not soft_moe_layers(model.module):
+        raise UsageError(
+            f"{name} has no Soft MoE layer: there are no k experts to choose per input",
+            hint="leave --analysis out; it asks how Soft MoE layers choose",
+        )
+    if data.labels is None:
+        raise FeedError(
+            f"the analyses of {name} need labels, and the data have none",
+            hint="give --data an .npz with the arrays input and label",
+        )
+    output = untouched(model)(data.inputs[:1])
+    if output.ndim != 2:
+        raise FeedError(
+            f"the analyses need class scores of shape (batch, classes), and {name} gives "
+            f"{output.ndim} axes: {output.shape}",
+            hint="leave --analysis out for models that do not classify",
+        )
+    data.check_classes(output.shape[1])
+
+
+def contributions(passes: Passes) -> Sums:
+    """Returns what each expert alone adds to the scores with none: n + 1 passes."""
+    ((layer, n),) = passes.experts.items()
+    samples = len(passes.data)
+    base = passes.chosen({layer: torch.zeros(samples, 0, dtype=torch.int64)})
+    parts = torch.empty(samples, n, base.shape[1])
+    for e in range(n):
+        parts[:, e] = passes.chosen({layer: torch.full((samples, 1), e)}) - base
+    return Sums(layer, base, parts, passes.column_sums()[layer])
+
+
+def adds_up(sums: Sums, passes: Passes) -> bool:
+    """Whether sums over random halves of the experts equal what the model computes with them."""
+    n = sums.experts[sums.layer]
+    for seed in range(TRIALS):
+        choice = {sums.layer: drawn(len(sums.base), n, max(1, n // 2), seed)}
+        scores = passes.chosen(choice)
+        difference = (sums.chosen(choice) - scores).abs().max()
+        if difference > TOLERANCE * scores.abs().max():
+            return False
+    return True
+
+
+def drawn(samples: int, n: int, k: int, seed: int) -> Tensor:
+    """Returns k of n experts for each sample, each set as likely as any: int64 [samples, k]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(samples, n, generator=generator).topk(k, dim=1).indices.sort(dim=1).values

@@ -1,0 +1,97 @@
+"""What the analyses find, as frozen data that goes into `results.json`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+SUMS, PASSES = "sums", "passes"
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Algorithm 1 with k experts: its accuracy, 0..1, and what that is of all experts'.
+
+    `retention` is None where the untouched model gets nothing right.
+    """
+
+    k: int
+    top1: float
+    retention: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RandomChoice:
+    """Algorithm 1 beside k experts drawn at random for each input and layer.
+
+    `accuracies` has one value per seed; `std` is their sample standard deviation. `sigmas` is how
+    many of them Algorithm 1 lies above `mean`; None where all seeds agree.
+    """
+
+    k: int
+    algorithm_1: float
+    mean: float
+    std: float
+    sigmas: float | None
+    accuracies: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BestSubsets:
+    """All C(n, k) sets of experts tried on every input; the same set in every layer.
+
+    `best` is the share of inputs that some set classifies right: what an oracle could reach.
+    `distinct` counts the sets that have the least loss for at least one input. `average` is the
+    accuracy of a set drawn at random, exactly; `fixed` that of the best single set for all inputs.
+    Where C(n, k) is beyond the limit, nothing was tried and all are None.
+    """
+
+    k: int
+    subsets: int
+    algorithm_1: float
+    best: float | None = None
+    fixed: float | None = None
+    average: float | None = None
+    distinct: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Shares:
+    """The share of ΣC, the sum of the scores s, that the j largest hold, for j = 1 … n.
+
+    Over inputs: the mean and the 10th and 90th percentile. A router that does not care has j/n.
+    """
+
+    layer: str
+    mean: tuple[float, ...]
+    low: tuple[float, ...]
+    high: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStudy:
+    """What was found about the experts of one model, on `samples` labelled inputs.
+
+    `experts` is n of the largest layer, `top1` the accuracy of the untouched PyTorch model.
+    `method` says how choices were evaluated: `sums` of what each expert contributes, where the
+    class scores are such a sum, or `passes` through the whole model.
+    """
+
+    model: str
+    experts: int
+    layers: int
+    samples: int
+    top1: float | None
+    method: str
+    retention: tuple[Kept, ...] = ()
+    random: tuple[RandomChoice, ...] = ()
+    subsets: tuple[BestSubsets, ...] = ()
+    shares: tuple[Shares, ...] = ()
+
+    def kept(self, k: int) -> float | None:
+        """What Algorithm 1 with k experts keeps of the accuracy with all; None if not measured."""
+        return next((each.retention for each in self.retention if each.k == k), None)
+
+    def as_json(self) -> dict[str, Any]:
+        """Returns the study as plain data."""
+        return asdict(self)
