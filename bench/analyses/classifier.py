@@ -19,8 +19,9 @@ from ...errors import FeedError, UsageError
 from ...exporter.model import Model
 from ...exporter.progress import Progress, Silent
 from ...graphs.layers import recorded_routing, soft_moe_layers
+from ...graphs.moe import sharing_weights
 from ..data import LabelledData
-from ..engines import sharing_weights, untouched
+from ..engines import untouched
 
 Choice = Mapping[str, Tensor]
 """The experts of every input in each layer, ascending: int64 [samples, k] by layer name."""
