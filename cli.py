@@ -10,6 +10,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .cli_engines import (
+    Capabilities,
+    EngineCache,
+    HardwareCompatible,
+    Level,
+    Profiles,
+    Refit,
+    StripPlan,
+    Tf32,
+    TimingCache,
+    VersionCompatible,
+    Workspace,
+    build,
+    engine_options,
+    wished,
+)
 from .console import Console, size
 from .errors import MoexportError, UsageError
 from .printing import (
@@ -141,6 +157,24 @@ def export(
     no_verify: Annotated[
         bool, typer.Option("--no-verify", help="Write the bundle without comparing it.")
     ] = False,
+    engine: Annotated[
+        bool | None,
+        typer.Option(
+            "--engine/--no-engine",
+            help="Compile engines, or write graphs alone; engines where this machine can.",
+        ),
+    ] = None,
+    profiles: Profiles = None,
+    compute_capability: Capabilities = None,
+    timing_cache: TimingCache = None,
+    workspace: Workspace = None,
+    optimization_level: Level = None,
+    version_compatible: VersionCompatible = False,
+    hardware_compatible: HardwareCompatible = None,
+    strip_plan: StripPlan = False,
+    refit: Refit = False,
+    tf32: Tf32 = False,
+    engine_cache: EngineCache = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and write nothing.")
     ] = False,
@@ -168,6 +202,20 @@ def export(
         verify=not no_verify,
         edits=read_edits(ablate or (), rewrite),
     )
+    engines = engine_options(
+        profiles,
+        compute_capability,
+        timing_cache,
+        workspace,
+        optimization_level,
+        version_compatible,
+        hardware_compatible,
+        strip_plan,
+        refit,
+        tf32,
+        engine_cache,
+    )
+    wish = wished(engine, engines, target.value)
     check_destination(output, force=force or dry_run)
     from .exporter.export import export as export_bundle
     from .exporter.export import prepare
@@ -181,7 +229,9 @@ def export(
         console.finish()
         print(json_text(plan_json(plan, output)) if as_json else plan_text(plan, output))
         return
-    bundle = export_bundle(loaded, output, options, data=data, force=force, progress=console)
+    bundle = export_bundle(
+        loaded, output, options, data=data, engine=wish, force=force, progress=console
+    )
     console.finish()
     manifest = bundle.manifest
     if as_json:
@@ -194,8 +244,15 @@ def export(
         from .exporter.parity import Parity, describe
 
         console.note(describe(Parity(**manifest.parity)))
+    for note in manifest.notes[len(loaded.notes) :]:
+        console.note(note)
     total = sum(record.bytes for record in manifest.files.values())
     print(f"{output}: {', '.join(manifest.files)} ({size(total)})")
+
+
+app.command(epilog="Example: moexport build out --compute-capability 8.9 --profile batch=1:8:32")(
+    build
+)
 
 
 @app.command(epilog="Example: moexport verify out")

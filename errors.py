@@ -51,5 +51,9 @@ class CalibrationError(MoexportError):
     """Ranges that cannot be found, or a table of them that does not belong to the model."""
 
 
+class EngineError(MoexportError):
+    """An engine that cannot be built, or that cannot be run here."""
+
+
 class MissingExtraError(MoexportError):
     """An optional package that this step needs is not installed."""

@@ -19,6 +19,8 @@ from ..graphs.moe import MoESpec
 from .atomic import check_destination, written_whole
 from .bundle import Bundle, graph_parity, hash_files, selected_values, sha256
 from .edited import edited
+from .engines.bundle import build_for_export, check_for_export
+from .engines.options import EngineOptions
 from .environment import environment
 from .inputs import fixed_axes, parity_inputs
 from .locate import first_different_layer
@@ -64,18 +66,22 @@ def export(
     options: ExportOptions | None = None,
     *,
     data: Feed | None = None,
+    engine: EngineOptions | bool | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
     """Writes a verified bundle and returns it.
 
-    `data` gives real inputs for the parity check; random ones are taken without. Raises
+    `data` gives real inputs for the parity check; random ones are taken without. A target that has
+    engines gets one where this machine can compile it; `engine` asks for it, says how, or (False)
+    leaves it out. Raises `EngineError` when one that was asked for cannot be compiled,
     `ParityError` when a graph is further from PyTorch than the options allow, and leaves nothing
     behind on any failure.
     """
     options = options or ExportOptions()
     progress = progress or Silent()
     check_destination(destination, force=force)
+    check_for_export(options.target, engine)
     expected_inputs = parity_inputs(model, options, data) if options.verify else None
     progress.step("tracing")
     prepared = prepare(model, options)
@@ -94,6 +100,7 @@ def export(
                 parities[graph.file] = _checked(prepared, directory, record, expected, lowered)
         progress.step("hashing")
         manifest = _manifest(prepared, lowered, parities, directory, real_inputs=data is not None)
+        manifest = build_for_export(directory, manifest, engine, progress)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle(destination, manifest)
 
@@ -266,6 +273,7 @@ def _manifest(
         renormalize=options.renormalize,
         opset=options.opset,
         batch=str(options.batch),
+        tokens=str(options.tokens),
         inputs=_inputs(model.input, options),
         outputs=[_port(model.output, fixed_axes(model.output, options))],
         parity=None if parity is None else parity.as_json(),

@@ -103,6 +103,7 @@ class Manifest:
     engines: list[dict[str, Any]] = field(default_factory=list)
     edits: list[dict[str, Any]] = field(default_factory=list)
     """`--ablate` and `--rewrite` (`edits.Edits.records`); empty where the model is as trained."""
+    tokens: str = ""
     schema: int = SCHEMA
 
     def to_json(self) -> str:

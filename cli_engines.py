@@ -1,0 +1,232 @@
+"""The commands and options that concern TensorRT engines; `cli.py` adds them to the program."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from .console import Console, size
+from .printing import json_text
+
+if TYPE_CHECKING:
+    from .exporter.engines.bundle import EnginePlan, Made
+    from .exporter.engines.options import EngineOptions
+
+Profiles = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--profile",
+        metavar="AXIS=MIN:OPT:MAX,…",
+        help="An engine profile: batch=1:8:32,k=1:4:16; may be given several times.",
+    ),
+]
+Capabilities = Annotated[
+    str | None,
+    typer.Option(
+        "--compute-capability",
+        metavar="8.9,12.0",
+        help="Cards that a TensorRT-RTX engine is for, or current; 8.0,8.6,8.9,12.0.",
+    ),
+]
+TimingCache = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Kernel timings of TensorRT, shared between builds."),
+]
+Workspace = Annotated[
+    str | None,
+    typer.Option(metavar="BYTES", help="Scratch memory of a kernel on the GPU: 2GiB."),
+]
+Level = Annotated[int | None, typer.Option(help="How long to search for kernels: 0 to 5; 3.")]
+VersionCompatible = Annotated[
+    bool, typer.Option("--version-compatible", help="Runs in later versions of TensorRT, too.")
+]
+HardwareCompatible = Annotated[
+    str | None,
+    typer.Option(metavar="LEVEL", help="ampere-plus or same-compute-capability: runs there, too."),
+]
+StripPlan = Annotated[
+    bool, typer.Option("--strip-plan", help="Leaves the weights out; loading takes the bundle's.")
+]
+Refit = Annotated[bool, typer.Option("--refit", help="Weights can be exchanged after the build.")]
+Tf32 = Annotated[
+    bool, typer.Option("--tf32", help="FP32 products in TF32: faster, 10 bits of mantissa.")
+]
+EngineCache = Annotated[
+    str | None,
+    typer.Option(metavar="DIR", help="Where engines are kept for the next time; off for nowhere."),
+]
+
+
+def engine_options(
+    profiles: list[str] | None,
+    capabilities: str | None,
+    timing_cache: Path | None,
+    workspace: str | None,
+    level: int | None,
+    version_compatible: bool,
+    hardware_compatible: str | None,
+    strip_plan: bool,
+    refit: bool,
+    tf32: bool,
+    cache: str | None,
+) -> EngineOptions:
+    """Returns the options as typed; `UsageError` for one that cannot be meant."""
+    from .exporter.engines.cache import default_cache
+    from .exporter.engines.options import EngineOptions, parse_bytes, parse_capabilities
+    from .exporter.engines.profiles import parse_profile
+
+    place = default_cache() if cache is None else None if cache == "off" else Path(cache)
+    return EngineOptions(
+        profiles=tuple(parse_profile(each) for each in profiles or ()),
+        compute_capabilities=parse_capabilities(capabilities or ""),
+        timing_cache=timing_cache,
+        workspace=None if workspace is None else parse_bytes(workspace, "--workspace"),
+        optimization_level=level,
+        version_compatible=version_compatible,
+        hardware_compatible=hardware_compatible,  # type: ignore[arg-type]  # checked with the flavour
+        strip_plan=strip_plan,
+        refit=refit,
+        tf32=tf32,
+        cache=place,
+    )
+
+
+def wished(engine: bool | None, options: EngineOptions, target: str) -> EngineOptions | bool | None:
+    """Returns what an export shall do about engines: an option of theirs asks for them.
+
+    Raises `UsageError` for an option that the target's engines do not have.
+    """
+    from .errors import UsageError
+    from .exporter.engines.flavours import FLAVOURS, flavour
+    from .exporter.engines.options import option_name
+
+    asked = options.asked()
+    if engine is False and asked:
+        raise UsageError(
+            f"--no-engine and {option_name(asked[0])} exclude each other", hint="leave one out"
+        )
+    if engine is False or (target not in FLAVOURS and not engine and not asked):
+        return False
+    if target not in FLAVOURS and asked:
+        raise UsageError(
+            f"{option_name(asked[0])}: --target {target} has no engines",
+            hint=f"engines are built for --target {' and '.join(FLAVOURS)}",
+        )
+    options.check(flavour(target))
+    return options if engine or asked else None
+
+
+def build(
+    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that export wrote.")],
+    target: Annotated[
+        str | None,
+        typer.Option(help="tensorrt or tensorrt-rtx; that of the bundle."),
+    ] = None,
+    graph: Annotated[
+        str | None, typer.Option(help="A file or lowering, where the bundle holds several; all.")
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option(metavar="MIN:OPT:MAX", help="The batch axis; as exported.")
+    ] = None,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="MIN:OPT:MAX", help="The token axis; as exported.")
+    ] = None,
+    profiles: Profiles = None,
+    compute_capability: Capabilities = None,
+    timing_cache: TimingCache = None,
+    workspace: Workspace = None,
+    optimization_level: Level = None,
+    version_compatible: VersionCompatible = False,
+    hardware_compatible: HardwareCompatible = None,
+    strip_plan: StripPlan = False,
+    refit: Refit = False,
+    tf32: Tf32 = False,
+    engine_cache: EngineCache = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print what would be built and build nothing.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Build what is there already.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Say more; show tracebacks.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Say nothing but results and errors.")
+    ] = False,
+) -> None:
+    """Compile TensorRT engines from a bundle's graphs, into the bundle."""
+    from .exporter.options import parse_range
+
+    options = engine_options(
+        profiles,
+        compute_capability,
+        timing_cache,
+        workspace,
+        optimization_level,
+        version_compatible,
+        hardware_compatible,
+        strip_plan,
+        refit,
+        tf32,
+        engine_cache,
+    )
+    ranges = {
+        axis: parse_range(text, f"--{axis}")
+        for axis, text in (("batch", batch), ("tokens", tokens))
+        if text is not None
+    }
+    from .exporter.engines.bundle import add_to_bundle, make_engines, plan_engines, staging
+    from .exporter.manifest import Manifest
+
+    manifest = Manifest.read(bundle)
+    plans = plan_engines(manifest, target or manifest.target, options, graph=graph, ranges=ranges)
+    if dry_run:
+        print(json_text([_plan_json(each) for each in plans]) if as_json else _plan_text(plans))
+        return
+    with Console(verbose=verbose, quiet=quiet) as console, staging(bundle) as staged:
+        made = list(make_engines(bundle, manifest, plans, staged, console, rebuild=force))
+        add_to_bundle(bundle, made, staged)
+    if as_json:
+        print(json_text([each.record.as_json() for each in made]))
+        return
+    for each in made:
+        print(_made_text(bundle, each))
+
+
+def _plan_json(plan: EnginePlan) -> dict[str, object]:
+    return {
+        "file": plan.file,
+        "graph": plan.graph.file,
+        "flavour": plan.flavour.name,
+        "version": plan.flavour.version(),
+        "compute_capabilities": list(plan.cards),
+        "profiles": [each.as_json() for each in plan.profiles],
+        "options": plan.options.as_json(),
+    }
+
+
+def _plan_text(plans: list[EnginePlan]) -> str:
+    lines = []
+    for plan in plans:
+        lines.append(
+            f"{plan.file} from {plan.graph.file}, {plan.flavour.title} {plan.flavour.version()}"
+        )
+        if plan.cards:
+            lines.append(f"  compute capability {', '.join(plan.cards)}")
+        lines += [f"  profile {each}" for each in plan.profiles]
+    lines.append("nothing was built (--dry-run)")
+    return "\n".join(lines)
+
+
+def _made_text(bundle: Path, made: Made) -> str:
+    record = made.record
+    counts = ", ".join(f"{count} in {name}" for name, count in record.precision.items())
+    how = {
+        "bundle": "there already",
+        "cache": "taken from the cache",
+        None: f"built in {record.seconds:.1f} s, {size(record.peak_memory_bytes)} at the most",
+    }[made.reused]
+    place = bundle / record.file
+    return f"{place}: {size(place.stat().st_size)}, {counts} products, {how}"

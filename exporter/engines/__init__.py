@@ -1,0 +1,1 @@
+"""TensorRT engines: what may be asked, what the importers take, building, keeping and running."""

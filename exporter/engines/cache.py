@@ -1,0 +1,118 @@
+"""Finished engines, kept for the next time: the same request gives the same file at once.
+
+An engine's key is a hash of everything that makes it what it is: the graph, its weights, the
+options, the profiles, TensorRT's version, and the GPU where the engine is for that GPU alone. A
+file that does not hash to what was written down is thrown away and built again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+PLACE = "MOEXPORT_ENGINE_CACHE"
+"""The environment's name for the folder; `off` keeps nothing."""
+
+MOST_BYTES = 10 << 30
+"""The least recently used engines go when the folder grows beyond this."""
+
+
+def default_cache() -> Path | None:
+    """Returns the folder that the environment names, or one in the user's cache folder."""
+    named = os.environ.get(PLACE)
+    if named is not None:
+        return None if named.strip().lower() in ("", "off") else Path(named)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA")
+        root = Path(base) if base else Path.home() / "AppData" / "Local"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME")
+        root = Path(base) if base else Path.home() / ".cache"
+    return root / "moexport" / "engines"
+
+
+def engine_key(parts: Mapping[str, Any]) -> str:
+    """Returns the key of a request: SHA-256 of its canonical JSON."""
+    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """An engine of the cache and what was written down beside it."""
+
+    plan: Path
+    facts: Mapping[str, Any]
+
+
+def find(folder: Path, key: str) -> Kept | None:
+    """Returns the engine of a key, or None; one that is damaged is removed."""
+    plan, facts = _files(folder, key)
+    try:
+        content = json.loads(facts.read_text(encoding="utf-8"))
+        with plan.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        sound = digest == content["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        _remove((plan, facts))
+        return None
+    os.utime(plan)  # what is used stays
+    return Kept(plan, content)
+
+
+def keep(folder: Path, key: str, plan: Path, facts: Mapping[str, Any]) -> None:
+    """Copies an engine into the cache; a folder that cannot be written keeps nothing.
+
+    The facts are written last: an engine without them does not count.
+    """
+    place, notes = _files(folder, key)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _copy_whole(plan, place)
+        handle, partial = tempfile.mkstemp(dir=folder, suffix=".partial")
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            json.dump(dict(facts), file)
+        Path(partial).replace(notes)
+        _make_room(folder, kept=place)
+    except OSError:  # a cache is no promise: the engine itself is in its place
+        _remove((place, notes))
+
+
+def _copy_whole(source: Path, place: Path) -> None:
+    handle, partial = tempfile.mkstemp(dir=place.parent, suffix=".partial")
+    os.close(handle)
+    try:
+        shutil.copyfile(source, partial)
+        Path(partial).replace(place)
+    finally:
+        Path(partial).unlink(missing_ok=True)
+
+
+def _make_room(folder: Path, kept: Path) -> None:
+    plans = sorted(folder.glob("*.plan"), key=lambda path: path.stat().st_mtime)
+    total = sum(path.stat().st_size for path in plans)
+    for path in plans:
+        if total <= MOST_BYTES:
+            return
+        if path != kept:
+            total -= path.stat().st_size
+            _remove((path, path.with_suffix(".json")))
+
+
+def _files(folder: Path, key: str) -> tuple[Path, Path]:
+    return folder / f"{key}.plan", folder / f"{key}.json"
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        path.unlink(missing_ok=True)

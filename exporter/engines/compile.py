@@ -1,0 +1,242 @@
+"""From a graph to an engine, through Polygraphy's loaders; runs in the worker process only.
+
+Polygraphy is chosen for its loaders, which serve both TensorRTs. The network is always strongly
+typed: the precision is the graph's. TF32 is off unless asked for. What was asked is read back from
+the builder's configuration, since some versions drop or lower a request without a word.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+OnStart = Callable[[str, "str | None", int], None]
+OnFinish = Callable[[str], None]
+OnStep = Callable[[str, int], bool]
+
+COMPUTING = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTENTION")
+"""Layers whose type is what a reader means by a network's precision."""
+
+PRECISIONS = {
+    "FLOAT": "fp32",
+    "HALF": "fp16",
+    "BF16": "bf16",
+    "INT8": "int8",
+    "FP8": "fp8",
+    "INT32": "int32",
+    "INT64": "int64",
+}
+
+FLAGS = ("TF32", "REFIT", "STRIP_PLAN", "VERSION_COMPATIBLE")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """The engine's bytes, as TensorRT's own buffer, and what was read back."""
+
+    plan: Any
+    facts: dict[str, Any]
+
+
+class DishonouredError(RuntimeError):
+    """A request that the builder did not take over."""
+
+
+def compile_engine(
+    backend: ModuleType,
+    request: Mapping[str, Any],
+    *,
+    on_start: OnStart,
+    on_finish: OnFinish,
+    on_step: OnStep,
+) -> Compiled:
+    """Returns the engine of a request; raises what Polygraphy raises, and `DishonouredError`."""
+    trt = tensorrt_of(backend)
+    network = backend.network_from_onnx_path(request["graph"], strongly_typed=True)
+    read_back: dict[str, Any] = {}
+    config = backend.PostprocessConfig(
+        backend.CreateConfig(
+            profiles=_profiles(backend, request["profiles"]),
+            progress_monitor=_monitor(trt, on_start, on_finish, on_step),
+            **config_arguments(trt, request["options"]),
+        ),
+        lambda builder, network, config: _finish_config(trt, request, config, read_back),
+    )
+    layers = network_layers(network[1])
+    plan = backend.engine_bytes_from_network(
+        network, config, save_timing_cache=request["options"].get("timing_cache")
+    )
+    return Compiled(
+        plan,
+        {
+            "version": str(trt.__version__),
+            "settings": read_back,
+            "layers": layers,
+            "precision": precision_counts(layers),
+            "inspector": inspect_plan(trt, plan) if request["gpu"] else None,
+        },
+    )
+
+
+def tensorrt_of(backend: ModuleType) -> Any:
+    """Returns the TensorRT module that Polygraphy was told to use."""
+    from polygraphy import config
+
+    del backend
+    return importlib.import_module("tensorrt_rtx" if config.USE_TENSORRT_RTX else "tensorrt")
+
+
+def config_arguments(trt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the arguments of Polygraphy's `CreateConfig` for the options that were given."""
+    arguments: dict[str, Any] = {"tf32": bool(options.get("tf32"))}
+    if "workspace" in options:
+        arguments["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: options["workspace"]}
+    if "optimization_level" in options:
+        arguments["builder_optimization_level"] = options["optimization_level"]
+    if "timing_cache" in options:
+        arguments["load_timing_cache"] = options["timing_cache"]
+    if options.get("version_compatible"):
+        arguments["version_compatible"] = True
+    if "hardware_compatible" in options:
+        level = HARDWARE[options["hardware_compatible"]]
+        arguments["hardware_compatibility_level"] = getattr(trt.HardwareCompatibilityLevel, level)
+    if options.get("strip_plan"):
+        arguments["strip_plan"] = True
+    if options.get("refit") or options.get("strip_plan"):
+        arguments["refittable"] = True
+    return arguments
+
+
+HARDWARE = {"ampere-plus": "AMPERE_PLUS", "same-compute-capability": "SAME_COMPUTE_CAPABILITY"}
+
+
+def _profiles(backend: ModuleType, records: list[dict[str, Any]]) -> list[Any]:
+    profiles = []
+    for record in records:
+        profile = backend.Profile()
+        for name, (low, opt, high) in record.items():
+            if isinstance(low, list):
+                profile.add(name, tuple(low), tuple(opt), tuple(high))
+            else:  # k: the values of a shape tensor of one element
+                profile.add(name, (low,), (opt,), (high,))
+        profiles.append(profile)
+    return profiles
+
+
+def _monitor(trt: Any, on_start: OnStart, on_finish: OnFinish, on_step: OnStep) -> Any:
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the package carries no types
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            on_start(phase_name, parent_phase, num_steps)
+
+        def phase_finish(self, phase_name: str) -> None:
+            on_finish(phase_name)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            return on_step(phase_name, step)
+
+    return Monitor()
+
+
+def _finish_config(
+    trt: Any, request: Mapping[str, Any], config: Any, read_back: dict[str, Any]
+) -> None:
+    """Names the cards, then reads the configuration back and compares it with the request."""
+    options = request["options"]
+    cards = request["compute_capabilities"]
+    if cards:
+        config.num_compute_capabilities = len(cards)
+        for index, card in enumerate(cards):
+            name = "CURRENT" if card == "current" else f"SM{card.replace('.', '')}"
+            config.set_compute_capability(getattr(trt.ComputeCapability, name), index)
+        named = [config.get_compute_capability(index).name for index in range(len(cards))]
+        read_back["compute_capabilities"] = named
+        wanted = ["CURRENT" if c == "current" else f"SM{c.replace('.', '')}" for c in cards]
+        _same("compute_capabilities", wanted, named)
+    for name in FLAGS:
+        flag = getattr(trt.BuilderFlag, name, None)
+        if flag is not None:
+            read_back[name.lower()] = bool(config.get_flag(flag))
+    _same("tf32", bool(options.get("tf32")), read_back.get("tf32", False))
+    refit = bool(options.get("refit") or options.get("strip_plan"))
+    _same("refit", refit, read_back.get("refit", False))
+    _same("strip_plan", bool(options.get("strip_plan")), read_back.get("strip_plan", False))
+    _same(
+        "version_compatible",
+        bool(options.get("version_compatible")),
+        read_back.get("version_compatible", False),
+    )
+    read_back["workspace"] = int(config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE))
+    if "workspace" in options and read_back["workspace"] > options["workspace"]:
+        raise DishonouredError(
+            f"workspace: asked {options['workspace']}, got {read_back['workspace']}"
+        )
+    read_back["optimization_level"] = int(config.builder_optimization_level)
+    if "optimization_level" in options:
+        _same("optimization_level", options["optimization_level"], read_back["optimization_level"])
+    if "hardware_compatible" in options:
+        level = config.hardware_compatibility_level.name
+        read_back["hardware_compatible"] = level
+        _same("hardware_compatible", HARDWARE[options["hardware_compatible"]], level)
+    read_back["profiles"] = int(config.num_optimization_profiles)
+    _same("profiles", len(request["profiles"]), read_back["profiles"])
+
+
+def _same(name: str, asked: Any, got: Any) -> None:
+    if asked != got:
+        raise DishonouredError(f"{name}: asked {asked}, got {got}")
+
+
+def network_layers(network: Any) -> list[dict[str, str]]:
+    """Returns the network's products and convolutions by name, kind and type they compute in.
+
+    The network is strongly typed, so these are the types that the engine computes in: a builder may
+    fuse layers, and may not change their types. A product of dequantised values is an INT8 one.
+    """
+    dequantized = {layer.get_output(0).name for layer in network if layer.type.name == "DEQUANTIZE"}
+    moved = {"SHUFFLE", "GATHER", "SLICE", "CONDITIONAL_INPUT", "IDENTITY"}
+    for layer in network:  # layers that only move what was dequantised come after it
+        if layer.type.name in moved and layer.get_input(0).name in dequantized:
+            dequantized.update(layer.get_output(i).name for i in range(layer.num_outputs))
+    found = []
+    for layer in network:
+        if layer.type.name not in COMPUTING:
+            continue
+        inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
+        inputs = [each for each in inputs if each is not None]
+        kinds = {PRECISIONS.get(each.dtype.name, each.dtype.name.lower()) for each in inputs[:2]}
+        int8 = all(each.name in dequantized for each in inputs[:2])
+        found.append(
+            {
+                "name": layer.name,
+                "kind": layer.type.name.lower(),
+                "precision": "int8" if int8 else "+".join(sorted(kinds)),
+            }
+        )
+    return found
+
+
+def precision_counts(layers: list[dict[str, str]]) -> dict[str, int]:
+    """Returns how many layers compute in each type."""
+    counts: dict[str, int] = {}
+    for layer in layers:
+        counts[layer["precision"]] = counts.get(layer["precision"], 0) + 1
+    return dict(sorted(counts.items()))
+
+
+def inspect_plan(trt: Any, plan: Any) -> dict[str, Any]:
+    """Returns what the inspector says of an engine; needs a GPU."""
+    import json
+
+    runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
+    engine = runtime.deserialize_cuda_engine(bytes(plan))
+    if engine is None:
+        raise DishonouredError("the engine that was just built cannot be loaded")
+    text = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+    content: dict[str, Any] = json.loads(text)
+    return content

@@ -1,0 +1,149 @@
+"""The two TensorRTs: for servers and Jetson (`tensorrt`), and for RTX cards (`tensorrt-rtx`).
+
+One interface serves both. What differs is data here, so that nothing else asks which it is.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from types import MappingProxyType
+from typing import Any
+
+from ...errors import MissingExtraError, UsageError
+
+
+@dataclass(frozen=True, slots=True)
+class Flavour:
+    """One TensorRT, as data.
+
+    `options` names the build options that it honours; every other one is refused, since a request
+    that is quietly dropped is worse than none. `max_level` is its highest optimisation level (it
+    lowers a higher one without a word). `cards` are the compute capabilities that it can build for
+    by name; empty where an engine is for the GPU that it is built on. `refused` says of an option
+    that it does not honour why that is.
+    """
+
+    name: str
+    title: str
+    module: str
+    extra: str
+    distributions: tuple[str, ...]
+    versions: tuple[str, str]
+    options: frozenset[str]
+    max_level: int
+    cards: tuple[str, ...]
+    refused: Mapping[str, str]
+
+    @property
+    def install(self) -> str:
+        """The command that installs it."""
+        return f"pip install 'moexport[{self.extra}]'"
+
+    @property
+    def builds_without_gpu(self) -> bool:
+        """Whether an engine can be compiled on a machine without a GPU."""
+        return bool(self.cards)
+
+    def installed(self) -> bool:
+        """Whether the package and Polygraphy, which drives it, are there; imports neither."""
+        return all(importlib.util.find_spec(name) for name in (self.module, "polygraphy"))
+
+    def version(self) -> str:
+        """Returns the installed version; `MissingExtraError` without one."""
+        if importlib.util.find_spec(self.module) is None:
+            raise self.missing(self.title)
+        for name in self.distributions:
+            try:
+                return metadata.version(name)
+            except metadata.PackageNotFoundError:
+                continue
+        return str(self.load().__version__)  # put there by a system's own installer
+
+    def load(self) -> Any:
+        """Returns the module; `MissingExtraError` with the command that installs it."""
+        if importlib.util.find_spec(self.module) is None:
+            raise self.missing(self.title)
+        try:
+            return importlib.import_module(self.module)
+        except (ImportError, OSError) as error:
+            raise MissingExtraError(
+                f"{self.title} is installed and cannot be loaded: {str(error).splitlines()[0]}",
+                hint=f"install it again: {self.install}",
+            ) from error
+
+    def check_installed(self) -> None:
+        """Raises `MissingExtraError` where an engine cannot be built for want of a package."""
+        for name, title in ((self.module, self.title), ("polygraphy", "Polygraphy")):
+            if importlib.util.find_spec(name) is None:
+                raise self.missing(title)
+
+    def missing(self, what: str) -> MissingExtraError:
+        """The error that says what is not installed, and how to install it."""
+        return MissingExtraError(f"{what} is not installed", hint=self.install)
+
+
+_COMMON = frozenset({"profiles", "workspace", "optimization_level", "tf32"})
+
+TENSORRT = Flavour(
+    name="tensorrt",
+    title="TensorRT",
+    module="tensorrt",
+    extra="tensorrt",
+    distributions=("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt_cu13", "tensorrt_cu12"),
+    versions=("10.12", "12"),
+    options=_COMMON
+    | {
+        "timing_cache",
+        "version_compatible",
+        "hardware_compatible",
+        "strip_plan",
+        "refit",
+    },
+    max_level=5,
+    cards=(),
+    refused=MappingProxyType(
+        {
+            "compute_capabilities": "its engines are for the GPU that they are built on "
+            "(--hardware-compatible widens that)"
+        }
+    ),
+)
+
+TENSORRT_RTX = Flavour(
+    name="tensorrt-rtx",
+    title="TensorRT-RTX",
+    module="tensorrt_rtx",
+    extra="rtx",
+    distributions=("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
+    versions=("1.1", "2"),
+    # What 1.7.1 does with the others was tried: see `refused`.
+    options=_COMMON | {"compute_capabilities", "strip_plan", "refit"},
+    max_level=5,
+    cards=("7.5", "8.0", "8.6", "8.9", "12.0", "12.1"),
+    refused=MappingProxyType(
+        {
+            "timing_cache": "it times nothing while it builds; its runtime keeps a cache of "
+            "compiled kernels instead",
+            "version_compatible": "its engines run in the version that built them",
+            "hardware_compatible": "its engines are portable by --compute-capability",
+        }
+    ),
+)
+
+FLAVOURS: Mapping[str, Flavour] = MappingProxyType(
+    {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
+)
+
+
+def flavour(name: str) -> Flavour:
+    """Returns the flavour of a target; `UsageError` for a target that has no engines."""
+    if name not in FLAVOURS:
+        raise UsageError(
+            f"--target {name}: engines are built for {' and '.join(FLAVOURS)}",
+            hint="for ONNX Runtime the graph itself is what runs",
+        )
+    return FLAVOURS[name]
