@@ -38,3 +38,9 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def bundle(exported: Path, tmp_path: Path) -> Path:
     """A copy of that bundle."""
     return Path(shutil.copytree(exported, tmp_path / "bundle"))
+
+
+@pytest.fixture(autouse=True)
+def no_engine_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that a test builds are not taken from the user's cache, and do not go there."""
+    monkeypatch.setenv("MOEXPORT_ENGINE_CACHE", "off")

@@ -173,9 +173,7 @@ def _finish_config(
     )
     read_back["workspace"] = int(config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE))
     if "workspace" in options and read_back["workspace"] > options["workspace"]:
-        raise DishonouredError(
-            f"workspace: asked {options['workspace']}, got {read_back['workspace']}"
-        )
+        _same("workspace", options["workspace"], read_back["workspace"])
     read_back["optimization_level"] = int(config.builder_optimization_level)
     if "optimization_level" in options:
         _same("optimization_level", options["optimization_level"], read_back["optimization_level"])

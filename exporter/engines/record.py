@@ -15,8 +15,9 @@ class EngineRecord:
 
     `precision` counts the matrix products and convolutions by the type they compute in, as read
     back from what was compiled; the file `layers` lists them. `device` is the GPU of an engine that
-    is for that GPU alone. `key` stands for graph, weights, options, version and device: engines with the
-    same key are the same. `peak_memory_bytes` is what the build took of the machine's memory.
+    is for that GPU alone. `key` stands for graph, weights, options, version and device: engines
+    with the same key are the same. `peak_memory_bytes` is what the build took of the machine's
+    memory.
     """
 
     file: str

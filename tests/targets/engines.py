@@ -1,0 +1,65 @@
+"""Exports and builds through the command line, and what came of it."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moexport.tests.command import Outcome, run
+from moexport.tests.recorded import read_case
+
+CARD = ("--compute-capability", "8.9")
+
+needs_rtx = pytest.mark.skipif(
+    importlib.util.find_spec("tensorrt_rtx") is None
+    or importlib.util.find_spec("polygraphy") is None,
+    reason="TensorRT-RTX is not installed: pip install 'moexport[rtx]'",
+)
+
+
+def export(name: str, folder: Path, *options: str, target: str = "tensorrt-rtx") -> Path:
+    """The bundle of a recorded case without engines, fast to make: nothing is compared."""
+    case = read_case(name)
+    config = folder / "config.json"
+    config.write_text(json.dumps(case.config))
+    outcome = run(
+        *("export", case.weights, "--config", config, "-o", folder / "out", "--target", target),
+        *("--no-engine", "--no-verify"),
+        *options,
+    )
+    assert outcome.code == 0, outcome.err
+    return folder / "out"
+
+
+def build(bundle: Path, *options: str | Path) -> list[dict[str, Any]]:
+    """The records of the engines that `moexport build` compiles into a bundle."""
+    outcome = run("build", bundle, *CARD, "--json", *options)
+    assert outcome.code == 0, outcome.err
+    records: list[dict[str, Any]] = json.loads(outcome.out)
+    manifest = json.loads((bundle / "manifest.json").read_text())
+    for record in records:
+        assert record in manifest["engines"]
+        file = manifest["files"][record["file"]]
+        assert (bundle / record["file"]).stat().st_size == file["bytes"] > 0
+    assert leftovers(bundle) == []
+    return records
+
+
+def refused(bundle: Path, *options: str | Path) -> Outcome:
+    """The outcome of a build that ends with an error and leaves the bundle as it was."""
+    before = {path.name: path.read_bytes() for path in bundle.iterdir()}
+    outcome = run("build", bundle, *options)
+    assert outcome.code in (1, 2), outcome.out
+    assert outcome.out == ""
+    assert "Traceback" not in outcome.err
+    assert "defect" not in outcome.err
+    assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
+    return outcome
+
+
+def leftovers(folder: Path) -> list[str]:
+    """Names of files and folders that only an unfinished build would leave."""
+    return [path.name for path in folder.rglob("*") if path.name.startswith(".")]
