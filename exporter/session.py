@@ -12,10 +12,15 @@ import numpy as np
 import onnx
 import onnxruntime as ort
 
-from ..errors import BundleError, FeedError, UsageError
+from ..errors import BundleError, EngineError, FeedError, UsageError
 from ..graphs.lower import K_INPUT
 
 CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+TENSORRT = "TensorrtExecutionProvider"
+
+PROVIDERS = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
+"""Execution providers by the names that the command line and results use."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +71,32 @@ class Session:
         Raises `FeedError` when x does not fit the graph's input.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
-        values = self._session.run(wanted, self._feeds(x, k))
+        feeds = self._feeds(x, k)
+        if self.options.provider == CPU:
+            values = self._session.run(wanted, feeds)
+        else:
+            values = self._run_bound(wanted, feeds)
         return dict(zip(wanted, values, strict=True))
+
+    def _run_bound(
+        self, wanted: Sequence[str], feeds: Mapping[str, np.ndarray]
+    ) -> list[np.ndarray]:
+        """Runs with inputs and outputs bound to the GPU: one copy each way, none between.
+
+        k stays on the CPU, where the runtime reads it as a size.
+        """
+        binding = self._session.io_binding()
+        for name, array in feeds.items():
+            if name == K_INPUT:
+                binding.bind_cpu_input(name, array)
+            else:
+                value = ort.OrtValue.ortvalue_from_numpy(array, "cuda", 0)
+                binding.bind_ortvalue_input(name, value)
+        for name in wanted:
+            binding.bind_output(name, "cuda")
+        self._session.run_with_iobinding(binding)
+        results: list[np.ndarray] = binding.copy_outputs_to_cpu()
+        return results
 
     def _feeds(self, x: np.ndarray, k: int | None) -> dict[str, np.ndarray]:
         if self.takes_k != (k is not None):
@@ -137,20 +166,36 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
             f"ONNX Runtime has no {options.provider} on this machine",
             hint=f"it has {', '.join(available)}; `moexport doctor` says why",
         )
-    providers = [options.provider] if options.provider == CPU else [options.provider, CPU]
+    fallbacks = {CPU: [], CUDA: [CPU], TENSORRT: [CUDA, CPU]}
+    providers = [options.provider, *fallbacks.get(options.provider, [CPU])]
     try:
         if not options.observe:
-            return ort.InferenceSession(str(path), settings, providers=providers)
+            session = ort.InferenceSession(str(path), settings, providers=providers)
+            return _on(session, options.provider)
         settings.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(path.parent)
         )
         model = _observed(path, options.observe)
-        return ort.InferenceSession(model, settings, providers=providers)
+        return _on(ort.InferenceSession(model, settings, providers=providers), options.provider)
     except (ort.capi.onnxruntime_pybind11_state.Fail, *_LOAD_ERRORS) as error:
         raise BundleError(
             f"ONNX Runtime cannot load {path.name}: {str(error).splitlines()[0]}",
             hint="`moexport verify` tells whether the bundle is damaged",
         ) from error
+
+
+def _on(session: ort.InferenceSession, provider: str) -> ort.InferenceSession:
+    """The session, if the provider serves it: the runtime falls back to the CPU by itself."""
+    found = session.get_providers()
+    if found[0] != provider:
+        raise EngineError(
+            f"ONNX Runtime cannot start {provider} here and would run on {found[0]} instead",
+            hint="it needs an NVIDIA GPU, CUDA and cuDNN"
+            + (" and TensorRT" if provider == TENSORRT else "")
+            + "; `moexport doctor` says what is here",
+        )
+    session.disable_fallback()
+    return session
 
 
 _STATE = ort.capi.onnxruntime_pybind11_state
