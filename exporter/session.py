@@ -14,6 +14,7 @@ import onnxruntime as ort
 
 from ..errors import BundleError, EngineError, FeedError, UsageError
 from ..graphs.lower import K_INPUT
+from .engines.device import first_gpu
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -165,6 +166,11 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
         raise UsageError(
             f"ONNX Runtime has no {options.provider} on this machine",
             hint=f"it has {', '.join(available)}; `moexport doctor` says why",
+        )
+    if options.provider != CPU and first_gpu() is None:
+        raise EngineError(
+            f"{options.provider}: there is no NVIDIA GPU here, or no driver for it",
+            hint="run it on the CPU, or on the machine with the GPU",
         )
     fallbacks = {CPU: [], CUDA: [CPU], TENSORRT: [CUDA, CPU]}
     providers = [options.provider, *fallbacks.get(options.provider, [CPU])]
