@@ -65,16 +65,41 @@ def machine_for(target: Target) -> Machine:
 def predict_us(lowering: AnyLowering, work: AnyWork, machine: Machine) -> float:
     """Returns the predicted time of one layer on one batch, in microseconds."""
     if lowering.kind == "mumoe":
-        return _factorised_us(work, machine)
+        return _MUMOE[lowering.name](work, machine)
     return _EXPERTS[lowering.name](work, machine) + _rest_us(work, machine)
 
 
-def _factorised_us(work: AnyWork, machine: Machine) -> float:
-    """A muMoE layer: its factors are read once, and its nodes are few but for the gate's steps."""
+def _all_coefficients_us(work: AnyWork, machine: Machine) -> float:
+    """A muMoE layer whose factors, or whole tensor, are read once for all tokens."""
+    everything = work.spec.experts
+    macs: int = sum(work.spec.macs(work.tokens, everything).values())
+    traffic: float = work.spec.bytes_read(everything) / machine.bytes_per_us
+    return max(traffic, work.batch * macs / machine.macs_per_us) + _gate_us(work, machine)
+
+
+def _gathered_us(work: AnyWork, machine: Machine) -> float:
+    """A muMoE layer of which each token copies the experts that it keeps, and no others."""
+    if work.kept >= work.spec.experts:
+        return _all_coefficients_us(work, machine)  # nothing is to gather: it is the same graph
     macs: int = sum(work.spec.macs(work.tokens, work.kept).values())
-    traffic: float = work.spec.bytes_read(work.kept) / machine.bytes_per_us
-    nodes = MUMOE_NODES * len(work.spec.levels) * machine.node_us
-    return max(traffic, work.batch * macs / machine.macs_per_us) + float(nodes)
+    copied: int = work.batch * work.tokens * work.spec.bytes_read(work.kept)
+    return (
+        copied / machine.copy_bytes_per_us
+        + work.batch * macs / machine.batched_macs_per_us
+        + _gate_us(work, machine)
+    )
+
+
+def _gate_us(work: AnyWork, machine: Machine) -> float:
+    """The nodes of a muMoE layer: few but for the gate's steps."""
+    return float(MUMOE_NODES * len(work.spec.levels) * machine.node_us)
+
+
+_MUMOE = {
+    "factorised": _all_coefficients_us,
+    "unfactorised": _all_coefficients_us,
+    "gathered": _gathered_us,
+}
 
 
 def _rest_us(work: Work, machine: Machine) -> float:

@@ -23,13 +23,16 @@ def logit_scale(spec: MuMoESpec) -> float:
 
 
 def folded(layer: MuMoE) -> Iterator[StoredPart]:
-    """Yields the weights of `graphs.lowerings.factorised`.
+    """Yields the weights of the muMoE lowerings.
 
     By level `gate.{e}.weight` [d, n] and, with batch normalisation, `gate.{e}.bias` [n]; `gain` and
     `shift` [d] of the input normalisation; by tensor t and level e `tensor.{t}.expert.{e}`,
     `tensor.{t}.input`, `tensor.{t}.bias` and `tensor.{t}.output`, as matrices:
 
-    CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o].
+    CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o]; Tucker
+    [n, R_e], [d, R_d], [R_d], [R_o, o] and `tensor.{t}.core` [R_d, ΠR_e·R_o]. An unfactorised
+    tensor is `tensor.{t}.experts` [N, o, d], a matrix per combination of experts, contiguous so
+    that single ones can be gathered, and `tensor.{t}.biases` [N, o].
 
     An ablated expert's rows are zero. With re-written outputs, `rewrite.0` [n, o] of a layer with
     one level; with several `rewrite.{e}` [n, rewrites] and `rewrite.output` [rewrites, o].
@@ -58,8 +61,21 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
 def _tensor(
     prefix: str, spec: FactorisedSpec, factors: list[Tensor], edits: LayerEdits
 ) -> Iterator[StoredPart]:
+    if spec.form == "full":
+        whole = factors[0]
+        for level in range(len(spec.levels)):
+            whole = _present(edits, level, level, whole)
+        experts = whole.flatten(0, -3).mT  # [N, o, d + 1]
+        weights = experts[:, :, : spec.dim]
+        yield StoredPart(f"{prefix}.experts", tuple(weights.shape), map(_array, weights))
+        if spec.bias:
+            yield _part(f"{prefix}.biases", experts[:, :, spec.dim])
+        return
+    if spec.form == "tucker":
+        core, *factors = factors
+        yield _part(f"{prefix}.core", core.movedim(-2, 0).flatten(1))
     for level, factor in enumerate(factors[:-2]):
-        yield _part(f"{prefix}.expert.{level}", _present(edits, level, _by_mode(spec, factor)))
+        yield _part(f"{prefix}.expert.{level}", _present(edits, level, 0, _by_mode(spec, factor)))
     inputs = _by_mode(spec, factors[-2])
     yield _part(f"{prefix}.input", inputs[: spec.dim])
     if spec.bias:
@@ -67,10 +83,10 @@ def _tensor(
     yield _part(f"{prefix}.output", _by_output(spec, factors[-1]))
 
 
-def _present(edits: LayerEdits, level: int, rows: Tensor) -> Tensor:
-    """A matrix with a row per expert of a level, those of the ablated ones zero."""
+def _present(edits: LayerEdits, level: int, axis: int, tensor: Tensor) -> Tensor:
+    """A tensor with a level's experts along an axis, the slices of the ablated ones zero."""
     ablated = edits.ablated_in(level)
-    return rows.index_fill(0, torch.tensor(ablated), 0.0) if ablated else rows
+    return tensor.index_fill(axis, torch.tensor(ablated), 0.0) if ablated else tensor
 
 
 def _rewrites(spec: MuMoESpec, edits: LayerEdits) -> Iterator[StoredPart]:
@@ -83,7 +99,7 @@ def _rewrites(spec: MuMoESpec, edits: LayerEdits) -> Iterator[StoredPart]:
         columns = torch.tensor(
             [rewrite.coefficients[level] for rewrite in edits.rewrites], dtype=torch.float64
         ).T
-        means.append(_present(edits, level, columns))
+        means.append(_present(edits, level, 0, columns))
     if len(means) == 1:
         yield _part("rewrite.0", means[0] @ strengths)
         return
@@ -94,14 +110,18 @@ def _rewrites(spec: MuMoESpec, edits: LayerEdits) -> Iterator[StoredPart]:
 
 def _by_mode(spec: FactorisedSpec, factor: Tensor) -> Tensor:
     """A factor as a matrix with its mode's index as the rows: a core [r, n, r'] as [n, r·r']."""
-    return factor if spec.form == "cp" else factor.transpose(0, 1).flatten(1)
+    return factor.transpose(0, 1).flatten(1) if spec.form == "tr" else factor
 
 
 def _by_output(spec: FactorisedSpec, factor: Tensor) -> Tensor:
     """The output factor [o, R] as [R, o], the output core [r', o, r1] as [r1·r', o]."""
-    return factor.T if spec.form == "cp" else factor.permute(2, 0, 1).flatten(0, 1)
+    return factor.permute(2, 0, 1).flatten(0, 1) if spec.form == "tr" else factor.T
 
 
 def _part(name: str, tensor: Tensor) -> StoredPart:
-    array = np.ascontiguousarray(tensor.to(torch.float32).numpy())
+    array = _array(tensor)
     return StoredPart(name, array.shape, (array,))
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.to(torch.float32).numpy())

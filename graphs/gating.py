@@ -9,6 +9,7 @@ only grows: what once fell to zero stays zero, and a step can work on r = [z −
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import onnx_ir as ir
@@ -45,8 +46,24 @@ def _bounded_steps(start: int) -> int:
     return math.ceil(math.log(start / ERROR, 4))
 
 
+@dataclass(frozen=True, slots=True)
+class KeptLevel:
+    """One level's coefficients [b, m, n], all but the k largest zero, and the indices [b, m, k].
+
+    `indices` is None where the level keeps all its experts.
+    """
+
+    coefficients: ir.Value
+    indices: ir.Value | None
+
+
 def coefficients(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[ir.Value]:
     """Adds each level's coefficients [b, m, n] for tokens x [b, m, d], all but the k largest 0."""
+    return [level.coefficients for level in kept_levels(b, layer, x)]
+
+
+def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
+    """Adds each level's coefficients for tokens x [b, m, d], and which of them are kept."""
     activations = {"entmax15": _entmax15, "sparsemax": _sparsemax, "softmax": _softmax}
     found = []
     for level, n in enumerate(layer.spec.levels):
@@ -54,7 +71,7 @@ def coefficients(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[ir.Value]:
         name = coefficients_name(level)
         selects = not isinstance(layer.kept, int) or layer.kept < n
         a = activations[layer.spec.activation](b, logits, n, f"all_{name}" if selects else name)
-        found.append(_largest(b, layer, a, n, name) if selects else a)
+        found.append(_largest(b, layer, a, n, name) if selects else KeptLevel(a, None))
     return found
 
 
@@ -118,7 +135,7 @@ def _step(b: Builder, r: ir.Value, step: ir.Value, name: str) -> ir.Value:
     return b.op("Relu", moved, name=f"{name}/above")
 
 
-def _largest(b: Builder, layer: MuMoELayer, a: ir.Value, n: int, name: str) -> ir.Value:
+def _largest(b: Builder, layer: MuMoELayer, a: ir.Value, n: int, name: str) -> KeptLevel:
     """Adds the k largest of coefficients [b, m, n], the others zero."""
     if isinstance(layer.kept, int):
         k = b.ints(layer.kept)
@@ -136,4 +153,5 @@ def _largest(b: Builder, layer: MuMoELayer, a: ir.Value, n: int, name: str) -> i
         names=(f"{name}/largest", f"{name}/indices"),
     )
     nothing = b.op("Mul", a, b.number(0.0), name=f"{name}/zeros")
-    return b.op("ScatterElements", nothing, indices, values, axis=-1, name=name)
+    kept = b.op("ScatterElements", nothing, indices, values, axis=-1, name=name)
+    return KeptLevel(kept, indices)

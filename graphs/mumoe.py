@@ -7,7 +7,7 @@ exported is written independently, in `graphs.gating` and `graphs.lowerings.fact
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,8 @@ class MuMoEWeights:
     """The weights of one layer as published.
 
     `projections` [d, n] and the recorded `means` and `variances` [n] are one per level (none of the
-    latter with layer normalisation); `tensors` holds the factors or cores of each tensor, in the
-    order of its modes. `gain` and `shift` [d] belong to the input normalisation.
+    latter with layer normalisation); `tensors` holds the factors or cores of each tensor, as
+    `FactorisedSpec.shapes` lists them. `gain` and `shift` [d] belong to the input normalisation.
     """
 
     projections: tuple[Tensor, ...]
@@ -142,6 +142,14 @@ def contract(
     if spec.bias:
         z = torch.cat((z, torch.ones_like(z[..., :1])), dim=-1)
     vectors = (*coefficients, z)
+    if spec.form == "full":
+        return contract_whole(factors[0], vectors)
+    if spec.form == "tucker":
+        reduced = [
+            torch.einsum("bmi,ir->bmr", vector, factor)
+            for vector, factor in zip(vectors, factors[1:-1], strict=True)
+        ]
+        return torch.einsum("bmr,or->bmo", contract_whole(factors[0], reduced), factors[-1])
     if spec.form == "cp":
         product = z.new_ones(())
         for vector, factor in zip(vectors, factors, strict=False):
@@ -151,6 +159,18 @@ def contract(
     for vector, core in zip(vectors[1:], factors[1:-1], strict=True):
         train = torch.einsum("bmqs,bmst->bmqt", train, torch.einsum("bmi,sit->bmst", vector, core))
     return torch.einsum("bmqs,soq->bmo", train, factors[-1])
+
+
+def contract_whole(tensor: Tensor, vectors: Sequence[Tensor]) -> Tensor:
+    """Returns W(a_1, …, a_E, z) [b, m, o] for a tensor [n_1, …, n_E, d, o], the input mode first.
+
+    So the largest array in between is an output per combination of experts, not a matrix.
+    """
+    *gates, z = vectors
+    y = torch.einsum("bmi,...io->bm...o", z, tensor)
+    for gate in gates:
+        y = torch.einsum("bmn,bmn...->bm...", gate, y)
+    return y
 
 
 def kept(a: Tensor, keep: int | None) -> Tensor:

@@ -6,8 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
-from torch import Tensor
-
 from ...errors import CheckpointError, FamilyError
 from ...graphs.mumoe import MuMoE, MuMoEWeights
 from ...graphs.mumoe_spec import FactorisedSpec, Form, GateActivation, MuMoESpec
@@ -26,6 +24,7 @@ from .base import (
     under,
 )
 from .layer_only import LAYER, choose_layer
+from .mumoe_tensor import CORE, FACTORS, WHOLE, numbered, read_tensor, tensor_names
 
 NAME = "mumoe"
 HEAD_NAME = "mumoe-clip"
@@ -35,7 +34,13 @@ ACTIVATION = "act"
 RANK = "input_rank"
 FIRST, SECOND = "MuMoE", "MuMoE2"
 COUNTER = "num_batches_tracked"
-CLASS_NAMES: dict[Form, str] = {"cp": "CPMuMoE", "tr": "TRMuMoE"}
+CLASS_NAMES: dict[Form, str] = {
+    "cp": "CPMuMoE",
+    "tr": "TRMuMoE",
+    "tucker": "TuckerMuMoE",
+    "full": "FullMuMoE",
+}
+"""The first two are of the released code, which has no layers of the other forms."""
 
 READ = (
     "MuMoE_layer",
@@ -58,7 +63,7 @@ class MuMoELayout:
 
     family: str = NAME
     title: str = "muMoE"
-    mark: str = f"{FIRST}.factors.0"
+    mark: str = "projs.0"
 
     @property
     def match(self) -> Any:
@@ -74,31 +79,37 @@ LAYOUT = MuMoELayout()
 
 
 def _match(tensors: Tensors) -> bool:
-    return f"{FIRST}.factors.0" in tensors and any(key.startswith("projs.") for key in tensors)
+    return any(f"{FIRST}.{key}" in tensors for key in (WHOLE, CORE, f"{FACTORS}.0"))
 
 
 def read_layer(name: str, prefix: str, tensors: Tensors, activation: GateActivation) -> MuMoE:
     """Returns the layer that lies under `prefix`, named `name`.
 
     Raises CheckpointError for factors that do not chain, a number of levels that disagrees, ranks
-    of zero, and missing or misshapen tensors.
+    of zero, two tensors of different forms, and missing or misshapen tensors.
     """
     local = {k: t for k, t in under(tensors, prefix).items() if not k.endswith(COUNTER)}
     where = prefix.removesuffix(".") or "the layer"
-    levels = _numbered(local, "projs")
+    levels = numbered(local, "projs")
     if not levels or any(t.ndim != 2 for t in levels):
         raise CheckpointError(f"{where}: not a muMoE layer: projs.0 must be there, as [d, n]")
     sizes = tuple(int(t.shape[1]) for t in levels)
     specs, factors, width = [], [], int(levels[0].shape[0])
     for key in (FIRST, SECOND):
-        found = _numbered(local, f"{key}.factors")
+        found = under(local, f"{key}.")
         if not found:
             continue
-        specs.append(_factorised(where, key, found, sizes, width))
-        factors.append(tuple(found))
+        specs.append(read_tensor(where, key, found, sizes, width))
+        factors.append(tuple(found[name] for name in tensor_names(specs[-1])))
         width = specs[-1].out
     if not specs:
         raise CheckpointError(f"{where}: not a muMoE layer: {FIRST}.factors.0 is missing")
+    if len({spec.form for spec in specs}) > 1:
+        names = ", ".join(CLASS_NAMES[spec.form] for spec in specs)
+        raise CheckpointError(
+            f"{where}: {FIRST} and {SECOND} are of different forms ({names})",
+            hint="both tensors of a block are made by one class",
+        )
     batch_norm = any(key.startswith("bn.") for key in local)
     spec = MuMoESpec(
         name,
@@ -122,74 +133,13 @@ def read_layer(name: str, prefix: str, tensors: Tensors, activation: GateActivat
     ).eval()
 
 
-def _numbered(tensors: Tensors, name: str) -> list[Tensor]:
-    """The tensors `name.0`, `name.1`, … as far as they go."""
-    found: list[Tensor] = []
-    while (tensor := tensors.get(f"{name}.{len(found)}")) is not None:
-        found.append(tensor)
-    return found
-
-
-def _factorised(
-    where: str, key: str, factors: list[Tensor], levels: tuple[int, ...], dim: int
-) -> FactorisedSpec:
-    """The tensor that these factors are of; raises CheckpointError where they do not fit."""
-    shapes = [tuple(f.shape) for f in factors]
-    listed = ", ".join(str(list(shape)) for shape in shapes)
-    if len(factors) != len(levels) + 2:
-        raise CheckpointError(
-            f"{where}: {key} has {len(factors)} factors, but {len(levels)} levels of experts "
-            f"(projs.*) need {len(levels) + 2}",
-            hint="one factor per level, one for the input and one for the output: is the "
-            "checkpoint complete?",
-        )
-    ranks = {len(shape) for shape in shapes}
-    if ranks not in ({2}, {3}):
-        raise CheckpointError(
-            f"{where}: {key}.factors are neither CP [n, R] nor TR [r, n, r']: {listed}"
-        )
-    if any(0 in shape for shape in shapes):
-        raise CheckpointError(f"{where}: {key}.factors hold a size or a rank of zero: {listed}")
-    form: Form = "cp" if ranks == {2} else "tr"
-    ends = [shape[-1] for shape in shapes]
-    next_shapes = (*shapes[1:], shapes[0])
-    starts = [shape[0] if form == "tr" else shape[-1] for shape in next_shapes]
-    if ends != starts:
-        what = "share one rank R" if form == "cp" else "chain: each ends with the next one's rank"
-        raise CheckpointError(
-            f"{where}: {key}.factors do not {what}: {listed}",
-            hint="the ring of a TR layer closes: the last core ends with the first one's rank"
-            if form == "tr"
-            else None,
-        )
-    modes = [shape[0] if form == "cp" else shape[1] for shape in shapes]
-    if tuple(modes[:-2]) != levels:
-        raise CheckpointError(
-            f"{where}: {key}.factors are for {modes[:-2]} experts by level, but projs.* for "
-            f"{list(levels)}"
-        )
-    if modes[-2] not in (dim, dim + 1):
-        raise CheckpointError(
-            f"{where}: {key}.factors.{len(levels)} takes inputs of width {modes[-2]}, expected "
-            f"{dim}, or {dim + 1} with a bias row"
-        )
-    return FactorisedSpec(
-        form,
-        levels,
-        dim,
-        modes[-1],
-        (shapes[0][1],) if form == "cp" else tuple(shape[0] for shape in shapes),
-        bias=modes[-2] == dim + 1,
-    )
-
-
 def _shapes(spec: MuMoESpec) -> dict[str, Shape]:
     """Names and shapes of a layer's tensors."""
     expected: dict[str, Shape] = {}
     for index, tensor in enumerate(spec.tensors):
         key = (FIRST, SECOND)[index]
-        for number, shape in enumerate(tensor.shapes):
-            expected[f"{key}.factors.{number}"] = shape
+        for name, shape in zip(tensor_names(tensor), tensor.shapes, strict=True):
+            expected[f"{key}.{name}"] = shape
     for level, n in enumerate(spec.levels):
         expected[f"projs.{level}"] = (spec.dim, n)
         if spec.norm == "bn":
@@ -222,24 +172,32 @@ def read_activation(family: str, given: Config) -> tuple[GateActivation, tuple[s
 def constructor(layer: MuMoE) -> dict[str, Any]:
     """Returns the published constructor's arguments, as a layer's shapes say them."""
     spec, first = layer.spec, layer.spec.tensors[0]
-    following = (*first.ranks[1:], first.ranks[0])
-    ranks: Any = (
-        first.ranks[0]
-        if first.form == "cp"
-        else [[r, None, s] for r, s in zip(first.ranks, following, strict=True)]
-    )
     return {
         "MuMoE_layer": CLASS_NAMES[first.form],
         "input_dim": spec.dim,
         "output_dim": first.out,
         "expert_dims": list(spec.levels),
-        "ranks": ranks,
+        "ranks": _ranks(first),
         "second_dim": spec.out if len(spec.tensors) > 1 else 0,
         "normalization": spec.norm,
         "use_bias": first.bias,
         "hierarchy": len(spec.levels),
         "apply_ln": spec.input_norm,
     }
+
+
+def _ranks(tensor: FactorisedSpec) -> Any:
+    """The published way to write ranks: a number, a triple for each core, or a number per mode."""
+    match tensor.form:
+        case "cp":
+            return tensor.ranks[0]
+        case "tr":
+            following = (*tensor.ranks[1:], tensor.ranks[0])
+            return [[r, None, s] for r, s in zip(tensor.ranks, following, strict=True)]
+        case "tucker":
+            return list(tensor.ranks)
+        case "full":
+            return None
 
 
 def _without_modes(given: Config) -> dict[str, Any]:

@@ -1,66 +1,41 @@
 """`factorised`: a muMoE layer as products with its factors; the weight tensor is never written out.
 
 Every product is a MatMul of tokens [b, m, ·] with a constant matrix, but for TR's products of two
-small matrices per token.
+small matrices per token and Tucker's mix of what the core gives.
 """
 
 from __future__ import annotations
+
+from functools import partial
+from math import prod
 
 import onnx_ir as ir
 
 from ..builder import Builder
 from ..gating import coefficients
-from ..mumoe_spec import NORM_EPS, FactorisedSpec, MuMoESpec
+from ..mumoe_spec import FactorisedSpec, MuMoESpec
 from ..parameters import MuMoELayer
 from .base import STANDARD, LoweringOf, serves_all
+from .multilinear import combined, input_product, mixed, through_tensors
 
 
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
     """Adds the gate once, then one or two factorised tensors that share its coefficients."""
     gates = coefficients(b, layer, x)
-    z = x
-    if layer.spec.input_norm:
-        z = b.op(
-            "LayerNormalization",
-            x,
-            layer.stacked(b, "gain"),
-            layer.stacked(b, "shift"),
-            axis=-1,
-            epsilon=NORM_EPS,
-            name="input/normalised",
-        )
-    for index, tensor in enumerate(layer.spec.tensors):
-        if index:
-            z = b.op("Gelu", z, name="hidden")
-        contract = _cp if tensor.form == "cp" else _tr
-        z = contract(b, layer, f"tensor.{index}", tensor, gates, z)
-    return _rewritten(b, layer, gates, z) if layer.tensors.has("rewrite.0") else z
-
-
-def _rewritten(b: Builder, layer: MuMoELayer, gates: list[ir.Value], y: ir.Value) -> ir.Value:
-    """Adds y_o += λ·Π_e(ā_eᵀ·a_e) for all re-written outputs at once (Eq. 5)."""
-    added: ir.Value | None = None
-    for level, gate in enumerate(gates):
-        means = layer.stacked(b, f"rewrite.{level}")
-        alike = b.op("MatMul", gate, means, name=f"rewrite/level_{level}")
-        added = alike if added is None else b.op("Mul", added, alike, name="rewrite/alike")
-    assert added is not None
-    if layer.tensors.has("rewrite.output"):
-        added = b.op("MatMul", added, layer.stacked(b, "rewrite.output"), name="rewrite/added")
-    return b.op("Add", y, added, name="rewritten")
+    return through_tensors(b, layer, x, gates, partial(_CONTRACTIONS[layer.spec.form], gates))
 
 
 def _cp(
+    gates: list[ir.Value],
     b: Builder,
     layer: MuMoELayer,
     name: str,
     spec: FactorisedSpec,
-    gates: list[ir.Value],
     z: ir.Value,
 ) -> ir.Value:
     """Adds y = [Π_e(a_e·G_e) ⊙ (z·A + a0)]·Bᵀ (Eq. 2): R numbers per token in between."""
     del spec
-    product = _input(b, layer, name, z)
+    product = input_product(b, layer, name, z)
     for level, gate in enumerate(gates):
         experts = layer.stacked(b, f"{name}.expert.{level}")
         weights = b.op("MatMul", gate, experts, name=f"{name}/expert_{level}")
@@ -70,11 +45,11 @@ def _cp(
 
 
 def _tr(
+    gates: list[ir.Value],
     b: Builder,
     layer: MuMoELayer,
     name: str,
     spec: FactorisedSpec,
-    gates: list[ir.Value],
     z: ir.Value,
 ) -> ir.Value:
     """Adds the ring of cores (Eq. 4): per token a chain of r × r' matrices, then the output core.
@@ -86,7 +61,7 @@ def _tr(
         core = layer.stacked(b, f"{name}.expert.{level}")
         flat = b.op("MatMul", gate, core, name=f"{name}/expert_{level}")
         ring = _chained(b, name, spec, level, ring, flat)
-    ring = _chained(b, name, spec, len(gates), ring, _input(b, layer, name, z))
+    ring = _chained(b, name, spec, len(gates), ring, input_product(b, layer, name, z))
     around = spec.ranks[0] * spec.ranks[-1]
     flat = b.op("Reshape", ring, b.ints(0, 0, around), name=f"{name}/ring_flat")
     b.tap(f"{name}.product", flat)
@@ -109,13 +84,37 @@ def _chained(
     return b.op("MatMul", ring, matrix, name=f"{name}/ring_{mode}")
 
 
-def _input(b: Builder, layer: MuMoELayer, name: str, z: ir.Value) -> ir.Value:
-    """Adds z·A + a0: the last row of the input factor, which a 1 would meet, is added instead."""
-    b.tap(f"{name}.input", z)
-    product = b.op("MatMul", z, layer.stacked(b, f"{name}.input"), name=f"{name}/input")
-    if not layer.tensors.has(f"{name}.bias"):
-        return product
-    return b.op("Add", product, layer.stacked(b, f"{name}.bias"), name=f"{name}/input_biased")
+def _tucker(
+    gates: list[ir.Value],
+    b: Builder,
+    layer: MuMoELayer,
+    name: str,
+    spec: FactorisedSpec,
+    z: ir.Value,
+) -> ir.Value:
+    """Adds y = Z(a_1·U_1, …, a_E·U_E, z·U_d + u0)·U_oᵀ for the core Z (Eq. 3).
+
+    Whatever mode meets the core first costs as many multiply-adds as the core has numbers; what is
+    left per token is smallest after the input, whose rank is the largest: ΠR_e·R_o.
+    """
+    product = input_product(b, layer, name, z)
+    core = b.op("MatMul", product, layer.stacked(b, f"{name}.core"), name=f"{name}/core")
+    shape = b.ints(0, 0, prod(spec.ranks[:-2]), spec.ranks[-1])
+    outputs = b.op("Reshape", core, shape, name=f"{name}/core_outputs")
+    reduced = [
+        b.op("MatMul", gate, layer.stacked(b, f"{name}.expert.{e}"), name=f"{name}/expert_{e}")
+        for e, gate in enumerate(gates)
+    ]
+    mix = mixed(b, combined(b, reduced, f"{name}/weights"), outputs, f"{name}/core")
+    b.tap(f"{name}.product", mix)
+    return b.op("MatMul", mix, layer.stacked(b, f"{name}.output"), name=f"{name}/output")
+
+
+_CONTRACTIONS = {"cp": _cp, "tr": _tr, "tucker": _tucker}
+
+
+def _unable(spec: MuMoESpec) -> str | None:
+    return "its weight tensor is not factorised" if spec.form == "full" else None
 
 
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
@@ -123,7 +122,7 @@ LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     summary="products with the factors; the experts' weight tensor is never written out",
     targets=STANDARD,
     build=build,
-    unable=serves_all,
+    unable=_unable,
     inexact=serves_all,
     kind="mumoe",
 )

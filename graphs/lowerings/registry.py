@@ -8,7 +8,7 @@ from types import MappingProxyType
 from ...errors import LoweringError
 from ..moe import Kind
 from ..mumoe_spec import MuMoESpec
-from . import conditional, dense, factorised, fused, gather, grouped
+from . import conditional, dense, factorised, fused, gather, gathered, grouped, unfactorised
 from .base import AnyLowering, Lowering, LoweringOf
 
 _SOFT_MOE = (
@@ -23,7 +23,10 @@ LOWERINGS: Mapping[str, Lowering] = MappingProxyType({record.name: record for re
 """Those of Soft MoE layers."""
 
 MUMOE_LOWERINGS: Mapping[str, LoweringOf[MuMoESpec]] = MappingProxyType(
-    {factorised.LOWERING.name: factorised.LOWERING}
+    {
+        record.name: record
+        for record in (factorised.LOWERING, unfactorised.LOWERING, gathered.LOWERING)
+    }
 )
 """Those of muMoE layers."""
 

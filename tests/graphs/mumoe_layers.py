@@ -14,7 +14,7 @@ import onnxruntime as ort
 import torch
 from moexport.graphs.builder import Builder
 from moexport.graphs.edits import Rewrite
-from moexport.graphs.lowerings import factorised
+from moexport.graphs.lowerings.registry import MUMOE_LOWERINGS
 from moexport.graphs.mumoe import MuMoE, MuMoEWeights
 from moexport.graphs.mumoe_spec import FactorisedSpec, Form, MuMoESpec
 from moexport.graphs.parameters import MuMoELayer
@@ -22,8 +22,9 @@ from moexport.tests.exporter.reference import Array, gelu, layer_norm, softmax
 
 
 def tensor(form: Form, levels: tuple[int, ...], d: int, o: int, *, bias: bool) -> FactorisedSpec:
-    ranks = (7,) if form == "cp" else tuple(range(3, 3 + len(levels) + 2))
-    return FactorisedSpec(form, levels, d, o, ranks, bias)
+    different = tuple(range(3, 3 + len(levels) + 2))
+    ranks = {"cp": (7,), "tr": different, "tucker": different, "full": ()}
+    return FactorisedSpec(form, levels, d, o, ranks[form], bias)
 
 
 def random_layer(spec: MuMoESpec, seed: int = 0) -> MuMoE:
@@ -62,18 +63,22 @@ class InMemory:
         return ir.tensor(self.arrays[name][index], name=f"{name}/{index}")
 
 
-def graph(layer: MuMoE, kept: int | None = None) -> ir.Model:
+def graph(layer: MuMoE, kept: int | None = None, lowering: str | None = None) -> ir.Model:
     """The layer alone as a model from `x` [b, m, d] to `output`."""
     spec = layer.spec
+    record = MUMOE_LOWERINGS[lowering or ("unfactorised" if spec.form == "full" else "factorised")]
     x = ir.Value(
         name="x",
         shape=ir.Shape(["b", "m", spec.dim]),
         type=ir.TensorType(ir.DataType.FLOAT),
     )
     b = Builder(spec.name)
-    arrays = {part.name: next(iter(part.parts)) for part in layer.stored()}
+    arrays = {
+        part.name: np.concatenate([a.reshape(-1) for a in part.parts]).reshape(part.shape)
+        for part in layer.stored()
+    }
     found = MuMoELayer(spec, InMemory(arrays), spec.experts if kept is None else kept)
-    y = factorised.LOWERING.build(b, found, x)
+    y = record.build(b, found, x)
     y.type = ir.TensorType(ir.DataType.FLOAT)
     inner = ir.Graph(
         [x],
@@ -167,6 +172,13 @@ def formula(
 
 def full_tensor(spec: FactorisedSpec, factors: list[Array]) -> Array:
     """The weight tensor [n_1, …, n_E, d, o]."""
+    if spec.form == "full":
+        return factors[0]
+    if spec.form == "tucker":
+        whole, *matrices = factors
+        for axis, matrix in enumerate(matrices):
+            whole = np.moveaxis(np.tensordot(matrix, whole, axes=(1, axis)), 0, axis)
+        return whole
     if spec.form == "cp":
         letters = "abcdefg"[: len(factors)]
         return np.einsum(",".join(f"{c}r" for c in letters) + f"->{letters}", *factors)

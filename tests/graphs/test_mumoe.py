@@ -10,7 +10,9 @@ import onnx_ir as ir
 import pytest
 import torch
 from moexport.graphs.builder import Builder
+from moexport.graphs.cost import choose
 from moexport.graphs.gating import _entmax15, _sparsemax
+from moexport.graphs.lowerings.base import WorkOf
 from moexport.graphs.mumoe import entmax15, sparsemax
 from moexport.graphs.mumoe_spec import FactorisedSpec, Form, GateActivation, GateNorm, MuMoESpec
 from moexport.tests.graphs.mumoe_layers import (
@@ -43,11 +45,12 @@ def spec_of(
 
 SPECS = [
     *(spec_of(form, levels) for form in get_args(Form) for levels in ((8,), (8, 4), (4, 3, 2))),
-    spec_of("tr", (3, 2, 2, 2)),
+    *(spec_of(form, (3, 2, 2, 2)) for form in ("tr", "tucker", "full")),
     *(spec_of("cp", (8,), activation=name, norm="bn") for name in get_args(GateActivation)),
     *(spec_of("cp", (8,), activation=name, norm="ln") for name in get_args(GateActivation)),
     spec_of("cp", (8,), block=True, norm="ln", input_norm=True),
-    spec_of("tr", (8, 4), block=True, bias=False),
+    *(spec_of(form, (8, 4), block=True, bias=False) for form in ("tr", "tucker", "full")),
+    *(spec_of(form, (8,), block=True, norm="ln", input_norm=True) for form in ("tucker", "full")),
 ]
 
 
@@ -63,6 +66,21 @@ def test_graph_and_module_compute_the_formula_of_the_whole_tensor(
     for y in (layer(torch.from_numpy(x).float()).numpy(), run(graph(layer, keep), x)):
         assert y.shape == expected.shape
         assert np.abs(y - expected).max() <= 1e-5 * np.abs(expected).max()
+
+
+WHOLE = [spec for spec in SPECS if spec.form == "full"]
+
+
+@pytest.mark.parametrize("spec", WHOLE, ids=str)
+@pytest.mark.parametrize("keep", [1, 3, 8])
+def test_gathering_the_kept_experts_is_the_same_layer(spec: MuMoESpec, keep: int) -> None:
+    layer = random_layer(spec)
+    x = np.random.default_rng(2).standard_normal((2, 4, spec.dim))
+    expected = formula(layer, x, keep)
+    model = graph(layer, min(keep, spec.experts), "gathered")
+    assert np.abs(run(model, x) - expected).max() <= 1e-5 * np.abs(expected).max()
+    gathers = {node.op_type for node in model.graph} & {"Gather"}
+    assert bool(gathers) == (keep < spec.experts)
 
 
 def logits(n: int) -> np.ndarray:
@@ -136,12 +154,9 @@ def test_parameters_are_those_of_table_4() -> None:
     assert 8 * sum(block.parameters for block in mixer_tr) == 17_366_656
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
-def test_multiply_adds_of_the_graph_are_those_of_the_formula(spec: MuMoESpec) -> None:
-    tokens = 5
-    proto = onnx.shape_inference.infer_shapes(
-        ir.to_proto(graph(random_layer(spec))), data_prop=True
-    )
+def counted_macs(model: ir.Model, tokens: int) -> int:
+    """Multiply-adds of a graph's MatMuls for one input; an added bias is one more input's row."""
+    proto = onnx.shape_inference.infer_shapes(ir.to_proto(model), data_prop=True)
     sizes = proto.graph.input[0].type.tensor_type.shape.dim
     sizes[0].dim_value, sizes[1].dim_value = 1, tokens
     del proto.graph.value_info[:]
@@ -155,13 +170,39 @@ def test_multiply_adds_of_the_graph_are_those_of_the_formula(spec: MuMoESpec) ->
         if node.op_type == "MatMul":
             left, right = (shapes[name] for name in node.input)
             counted += int(np.prod(left)) * right[-1]
-        elif node.output[0].endswith("/input_biased"):
+        elif node.output[0].endswith(("/input_biased", "/outputs_biased")):
             counted += int(np.prod(shapes[node.output[0]]))  # the row that a 1 would meet
-    assert counted == sum(spec.macs(tokens, spec.experts).values())
+    return counted
+
+
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_multiply_adds_of_the_graph_are_those_of_the_formula(spec: MuMoESpec) -> None:
+    counted = counted_macs(graph(random_layer(spec)), 5)
+    assert counted == sum(spec.macs(5, spec.experts).values())
+
+
+@pytest.mark.parametrize("spec", WHOLE, ids=str)
+def test_gathering_costs_what_the_kept_experts_cost(spec: MuMoESpec) -> None:
+    for k in (1, 2):
+        counted = counted_macs(graph(random_layer(spec), k, "gathered"), 5)
+        assert counted == sum(spec.macs(5, k).values()) < sum(spec.macs(5, 3).values())
+
+
+def test_few_tokens_are_gathered_for_and_many_meet_the_whole_tensor() -> None:
+    spec = MuMoESpec("layer", (FactorisedSpec("full", (64,), 768, 1000, (), bias=True),))
+    chosen = {
+        (tokens, k): choose(WorkOf(spec, k, 1, tokens), "onnx").lowering.name
+        for tokens in (1, 196)
+        for k in (4, 64)
+    }
+    assert chosen[1, 4] == "gathered"
+    assert chosen[196, 4] == chosen[196, 64] == chosen[1, 64] == "unfactorised"
 
 
 def test_nodes_of_a_layer_are_few_and_none_sorts() -> None:
     ops = [node.op_type for node in ir.to_proto(graph(random_layer(SPECS[0]))).graph.node]
     # Gate 2, start of the threshold 4, five steps of 7, square 1; two factors, a bias, ⊙ and Bᵀ 5.
     assert len(ops) == 47
-    assert not {"TopK", "CumSum", "Einsum", "Concat", "Expand", "Shape"} & set(ops)
+    for spec in SPECS:
+        ops = [node.op_type for node in ir.to_proto(graph(random_layer(spec))).graph.node]
+        assert not {"TopK", "CumSum", "Einsum", "Concat", "Expand", "Shape"} & set(ops)

@@ -1,0 +1,105 @@
+"""`gathered`: each token gathers the matrices of the experts that it keeps, and no others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..gating import KeptLevel, kept_levels
+from ..mumoe_spec import FactorisedSpec, MuMoESpec, coefficients_name
+from ..parameters import MuMoELayer
+from . import unfactorised
+from .base import STANDARD, LoweringOf, serves_all
+from .multilinear import combined, mixed, through_tensors
+
+
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The kept combinations of experts of each token: their numbers and weights, [b, m, K]."""
+
+    numbers: ir.Value
+    weights: ir.Value
+
+
+def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with matrices gathered to [b, m, K, o, d]; with k = n nothing is to gather.
+
+    A token of its own reads K/N of the weights, three times over (read, written, read again). Many
+    tokens read more than the whole tensor holds, which `unfactorised` streams once.
+    """
+    if not layer.selects:
+        return unfactorised.build(b, layer, x)
+    levels = kept_levels(b, layer, x)
+    gates = [level.coefficients for level in levels]
+    return through_tensors(
+        b, layer, x, gates, partial(_contract, _chosen(b, layer, levels))
+    )
+
+
+def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> _Chosen:
+    """Adds the combinations of what each level keeps: one number for (e_1, …, e_E), row-major."""
+    numbers: list[ir.Value] = []
+    weights: list[ir.Value] = []
+    step = 1
+    for level, n in reversed(list(enumerate(layer.spec.levels))):
+        kept = levels[level]
+        name = coefficients_name(level)
+        if kept.indices is None:  # fewer experts than k: all are kept
+            index, values = b.constant(np.arange(n).reshape(1, 1, n)), kept.coefficients
+        else:
+            # Read from the kept coefficients, which thereby stay in the graph for parity checks.
+            index = kept.indices
+            values = b.op(
+                "GatherElements", kept.coefficients, index, axis=-1, name=f"{name}/values"
+            )
+        if step > 1:
+            index = b.op("Mul", index, b.integer(step), name=f"{name}/offsets")
+        numbers.insert(0, index)
+        weights.insert(0, values)
+        step *= n
+    return _Chosen(
+        combined(b, numbers, "combinations/numbers", "Add"), combined(b, weights, "combinations")
+    )
+
+
+def _contract(
+    chosen: _Chosen,
+    b: Builder,
+    layer: MuMoELayer,
+    name: str,
+    spec: FactorisedSpec,
+    z: ir.Value,
+) -> ir.Value:
+    """Adds y = Σ_K a_K·(W_K·z + w_K) over the kept combinations of each token."""
+    del spec
+    b.tap(f"{name}.input", z)
+    matrices = b.op(
+        "Gather",
+        layer.stacked(b, f"{name}.experts"),
+        chosen.numbers,
+        axis=0,
+        name=f"{name}/matrices",
+    )
+    column = b.op("Unsqueeze", z, b.ints(2, 4), name=f"{name}/column")  # [b, m, 1, d, 1]
+    products = b.op("MatMul", matrices, column, name=f"{name}/products")
+    outputs = b.op("Squeeze", products, b.ints(4), name=f"{name}/outputs")
+    if layer.tensors.has(f"{name}.biases"):
+        stored = layer.stacked(b, f"{name}.biases")
+        biases = b.op("Gather", stored, chosen.numbers, axis=0, name=f"{name}/biases")
+        outputs = b.op("Add", outputs, biases, name=f"{name}/outputs_biased")
+    return mixed(b, chosen.weights, outputs, name)
+
+
+LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
+    name="gathered",
+    summary="each token gathers the matrices of the experts that it keeps, and no others",
+    targets=STANDARD,
+    build=build,
+    unable=unfactorised.unable,
+    inexact=serves_all,
+    kind="mumoe",
+)

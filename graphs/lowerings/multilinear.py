@@ -1,0 +1,84 @@
+"""What the muMoE lowerings share: the layer's frame, and products over combinations of experts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import reduce
+
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..mumoe_spec import NORM_EPS, FactorisedSpec
+from ..parameters import MuMoELayer
+
+Contract = Callable[[Builder, MuMoELayer, str, FactorisedSpec, ir.Value], ir.Value]
+"""Adds y = W(a_1, …, a_E, z) [b, m, o] for the tensor of that name and its input z [b, m, d]."""
+
+
+def through_tensors(
+    b: Builder, layer: MuMoELayer, x: ir.Value, gates: Sequence[ir.Value], contract: Contract
+) -> ir.Value:
+    """Adds one or two tensors on tokens x [b, m, d], and the outputs re-written by coefficients.
+
+    x is normalised before where the layer asks for it.
+    """
+    z = x
+    if layer.spec.input_norm:
+        z = b.op(
+            "LayerNormalization",
+            x,
+            layer.stacked(b, "gain"),
+            layer.stacked(b, "shift"),
+            axis=-1,
+            epsilon=NORM_EPS,
+            name="input/normalised",
+        )
+    for index, tensor in enumerate(layer.spec.tensors):
+        if index:
+            z = b.op("Gelu", z, name="hidden")
+        z = contract(b, layer, f"tensor.{index}", tensor, z)
+    return _rewritten(b, layer, gates, z) if layer.tensors.has("rewrite.0") else z
+
+
+def _rewritten(b: Builder, layer: MuMoELayer, gates: Sequence[ir.Value], y: ir.Value) -> ir.Value:
+    """Adds y_o += λ·Π_e(ā_eᵀ·a_e) for all re-written outputs at once (Eq. 5)."""
+    added: ir.Value | None = None
+    for level, gate in enumerate(gates):
+        means = layer.stacked(b, f"rewrite.{level}")
+        alike = b.op("MatMul", gate, means, name=f"rewrite/level_{level}")
+        added = alike if added is None else b.op("Mul", added, alike, name="rewrite/alike")
+    assert added is not None
+    if layer.tensors.has("rewrite.output"):
+        added = b.op("MatMul", added, layer.stacked(b, "rewrite.output"), name="rewrite/added")
+    return b.op("Add", y, added, name="rewritten")
+
+
+def input_product(b: Builder, layer: MuMoELayer, name: str, z: ir.Value) -> ir.Value:
+    """Adds z·A + a0: the last row of the input factor, which a 1 would meet, is added instead."""
+    b.tap(f"{name}.input", z)
+    product = b.op("MatMul", z, layer.stacked(b, f"{name}.input"), name=f"{name}/input")
+    if not layer.tensors.has(f"{name}.bias"):
+        return product
+    return b.op("Add", product, layer.stacked(b, f"{name}.bias"), name=f"{name}/input_biased")
+
+
+def combined(b: Builder, vectors: Sequence[ir.Value], name: str, op: str = "Mul") -> ir.Value:
+    """Adds every product (or sum) of one number from each vector [b, m, ·], the last running first.
+
+    One vector is returned as it is.
+    """
+
+    def pair(left: ir.Value, right: ir.Value) -> ir.Value:
+        column = b.op("Unsqueeze", left, b.ints(3), name=f"{name}/column")
+        row = b.op("Unsqueeze", right, b.ints(2), name=f"{name}/row")
+        table = b.op(op, column, row, name=f"{name}/table")
+        return b.op("Reshape", table, b.ints(0, 0, -1), name=name)
+
+    return reduce(pair, vectors)
+
+
+def mixed(b: Builder, weights: ir.Value, outputs: ir.Value, name: str) -> ir.Value:
+    """Adds Σ_N a_N·y_N [b, m, o] for weights [b, m, N] and the outputs [b, m, N, o]."""
+    row = b.op("Unsqueeze", weights, b.ints(2), name=f"{name}/weights")
+    mix = b.op("MatMul", row, outputs, name=f"{name}/mix")
+    return b.op("Squeeze", mix, b.ints(2), name=f"{name}/mixed")
