@@ -12,6 +12,7 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
+from moexport.exporter.families.mumoe_tensor import tensor_names
 from moexport.graphs.builder import Builder
 from moexport.graphs.edits import Rewrite
 from moexport.graphs.lowerings.registry import MUMOE_LOWERINGS
@@ -45,6 +46,23 @@ def random_layer(spec: MuMoESpec, seed: int = 0) -> MuMoE:
             draw(spec.dim) if spec.input_norm else None,
         ),
     )
+
+
+def state_of(layer: MuMoE) -> dict[str, torch.Tensor]:
+    """The layer's weights under the names of a checkpoint."""
+    state = {f"projs.{level}": p.data for level, p in enumerate(layer.projections)}
+    if layer.spec.norm == "bn":
+        for level in range(len(layer.spec.levels)):
+            mean, variance = layer.statistics(level)
+            state[f"bn.{level}.running_mean"] = mean
+            state[f"bn.{level}.running_var"] = variance
+    for key, tensor, module in zip(
+        ("MuMoE", "MuMoE2"), layer.spec.tensors, layer.tensors, strict=False
+    ):
+        names = tensor_names(tensor)
+        for name, factor in zip(names, module.factors, strict=True):  # type: ignore[arg-type]
+            state[f"{key}.{name}"] = factor.data
+    return state
 
 
 @dataclass(frozen=True)

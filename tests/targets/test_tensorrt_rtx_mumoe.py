@@ -13,6 +13,7 @@ from moexport.exporter.engines.options import EngineOptions
 from moexport.exporter.engines.profiles import Profile
 from moexport.exporter.progress import Silent
 from moexport.graphs.edits import LayerEdits, Rewrite
+from moexport.graphs.mumoe_spec import Form
 from moexport.tests.graphs.mumoe_layers import graph, random_layer, saved
 from moexport.tests.graphs.test_mumoe import spec_of
 from moexport.tests.targets.engines import build, export, needs_rtx
@@ -67,3 +68,15 @@ def test_a_layer_with_edits_compiles(levels: tuple[int, ...], tmp_path: Path) ->
     means = tuple((1 / n,) * n for n in levels)
     layer.edits = LayerEdits(frozenset({(0, 3)}), (Rewrite(3, means, 2.0), Rewrite(0, means, -1.0)))
     assert compiled(saved(graph(layer), tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("form", "lowering"),
+    [("tucker", "factorised"), ("full", "unfactorised"), ("full", "gathered")],
+)
+@pytest.mark.parametrize("kept", [None, 3])
+def test_the_unfactorised_and_the_tucker_form_compile(
+    form: Form, lowering: str, kept: int | None, tmp_path: Path
+) -> None:
+    model = graph(random_layer(spec_of(form, (8, 4), block=True)), kept, lowering)
+    assert compiled(saved(model, tmp_path))
