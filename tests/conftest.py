@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import json
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
+import onnx_ir as ir
 import pytest
 import torch
+from moexport.exporter.bundle import hash_files
+from moexport.exporter.model import Model
+from moexport.exporter.trace import trace
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, SOFT_MOE, RecordedCase, read_case
 
@@ -19,6 +27,33 @@ def soft_moe_case(request: pytest.FixtureRequest) -> RecordedCase:
 @pytest.fixture(autouse=True, scope="session")
 def few_threads() -> None:
     torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def translations_read_once() -> Iterator[None]:
+    """PyTorch parses the sources of its 500 translations at every export: here, at the first."""
+    registration = importlib.import_module("torch.onnx._internal.exporter._registration")
+    apis = registration.onnxscript_apis
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(apis, "get_torchlib_ops", functools.cache(apis.get_torchlib_ops))
+        yield
+
+
+@pytest.fixture(scope="module")
+def traced_once() -> Iterator[None]:
+    """Within a module a checkpoint is traced once for all its exports: a trace knows no k."""
+    traces: dict[str, ir.Model] = {}
+
+    def memo(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None) -> ir.Model:
+        sources = hash_files(model.source.files)
+        key = json.dumps([model.family, sources, model.config, opset, fixed], sort_keys=True)
+        if key not in traces:
+            traces[key] = trace(model, opset=opset, fixed=fixed)
+        return traces[key].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moexport.exporter.export.trace", memo)
+        yield
 
 
 @pytest.fixture(scope="session")
