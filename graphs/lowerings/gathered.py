@@ -35,9 +35,7 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
         return unfactorised.build(b, layer, x)
     levels = kept_levels(b, layer, x)
     gates = [level.coefficients for level in levels]
-    return through_tensors(
-        b, layer, x, gates, partial(_contract, _chosen(b, layer, levels))
-    )
+    return through_tensors(b, layer, x, gates, partial(_contract, _chosen(b, layer, levels)))
 
 
 def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> _Chosen:
