@@ -1,7 +1,8 @@
 """moexport: deploy trained Soft MoE and muMoE models that choose k of n experts per input.
 
-`load`, `export` and `bench` do from Python what the command line does. They, and the classes they
-return, are imported on first use: `import moexport` alone loads neither torch nor ONNX Runtime.
+`load`, `export`, `bench` and `specialise` do from Python what the command line does. They, and the
+classes they return, are imported on first use: `import moexport` alone loads neither torch nor ONNX
+Runtime.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import bench, export, load
+    from .api import bench, export, load, specialise
     from .exporter.bundle import Bundle
     from .exporter.model import Model
     from .exporter.session import Session
 
-__all__ = ["Bundle", "Model", "Session", "bench", "export", "load"]
+__all__ = ["Bundle", "Model", "Session", "bench", "export", "load", "specialise"]
 
 _HOMES = {
     "bench": ".api",
     "export": ".api",
     "load": ".api",
+    "specialise": ".api",
     "Bundle": ".exporter.bundle",
     "Model": ".exporter.model",
     "Session": ".exporter.session",

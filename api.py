@@ -1,27 +1,32 @@
-"""The Python calls: `load`, `export` and `bench`, with the command line's words."""
+"""The Python calls: `load`, `export`, `bench` and `specialise`, with the command line's words."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .bench.data import LabelledData, load_labelled
+from .bench.data import LabelledData, load_groups, load_labelled
 from .bench.engines import Subject
 from .bench.plan import Settings
 from .bench.results import Results
 from .bench.run import bench as run_bench
+from .bench.run import check_inputs
+from .bench.specialise import Specialisation
+from .bench.specialise import specialise as run_specialise
 from .bench.subjects import exported, from_bundle
 from .bench.timing import Protocol
 from .calibration.feeds import Feed
+from .errors import UsageError
 from .exporter.bundle import Bundle
 from .exporter.edits import read_edits
 from .exporter.export import export as export_bundle
-from .exporter.inputs import random_inputs
+from .exporter.inputs import random_inputs, with_axes
 from .exporter.load import load
 from .exporter.model import Model
 from .exporter.options import (
@@ -36,7 +41,7 @@ from .exporter.options import (
 from .exporter.progress import Progress, Silent
 from .graphs.lowerings.base import Target
 
-__all__ = ["bench", "export", "load"]
+__all__ = ["bench", "export", "load", "specialise"]
 
 
 def export(
@@ -129,6 +134,36 @@ def bench(
             command=command,
             progress=watcher.step,
         )
+
+
+def specialise(
+    model: Model,
+    data: str | Path | LabelledData,
+    *,
+    layer: str | None = None,
+    group_by: str | Sequence[int | bool | str] | None = None,
+    progress: Progress | None = None,
+) -> Specialisation:
+    """Removes each expert of a layer in turn; returns how the accuracy of every class changes.
+
+    `layer` is the last MoE layer where it is not said. `group_by` is the subgroup of each input, or
+    names an array of the `.npz`: a re-write takes a subgroup's mean coefficients. The labels, where
+    it is not said.
+    """
+    labelled = _labelled(data, model, 1)
+    labelled = replace(labelled, inputs=with_axes(labelled.inputs, model.input))
+    check_inputs(model.input, labelled, model.source.path)
+    groups: np.ndarray | None = None
+    if isinstance(group_by, str):
+        if isinstance(data, LabelledData):
+            raise UsageError(
+                f"group_by={group_by!r} names an array of a file, and the data are none",
+                hint="give the subgroup of each input as a sequence",
+            )
+        groups = load_groups(Path(data), group_by, len(labelled))
+    elif group_by is not None:
+        groups = np.asarray(group_by)
+    return run_specialise(model, labelled, layer=layer, groups=groups, progress=progress)
 
 
 def _subjects(

@@ -375,6 +375,45 @@ def _print_results(results: Any, output: Path, *, as_json: bool) -> None:
         print(f"\nreport: {output / 'report.html'}")
 
 
+@app.command(epilog="Example: moexport specialise digits.pt --data test.npz -o experts")
+def specialise(
+    model: ModelArgument,
+    data: Annotated[
+        Path, typer.Option(metavar="X.NPZ", help="input and label: accuracy is taken by class.")
+    ],
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", metavar="DIR", help="Where to write JSON and figure."),
+    ] = None,
+    family: Family = None,
+    config: Config = None,
+    sets: Sets = None,
+    weights: Weights = None,
+    layer: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="The layer whose experts are removed; the last."),
+    ] = None,
+    group_by: Annotated[
+        str | None,
+        typer.Option(metavar="ARRAY", help="Subgroups for mean coefficients; the labels."),
+    ] = None,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Say what each expert is for: how its removal changes the accuracy of every class."""
+    from .api import specialise as run_specialise
+    from .bench.specialise_views import text, to_json, write
+
+    with Console(verbose=verbose, quiet=quiet) as console:
+        loaded = _load(console, model, family, config, sets, weights)
+        found = run_specialise(loaded, data, layer=layer, group_by=group_by, progress=console)
+    written = () if output is None else write(found, output)
+    print(to_json(found) if as_json else text(found), end="" if as_json else "\n")
+    if written and not as_json:
+        print(f"\nwritten: {', '.join(map(str, written))}")
+
+
 @app.command(epilog="Example: moexport report results.json -o report.html")
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS.JSON", help="What bench wrote.")],

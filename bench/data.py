@@ -134,3 +134,25 @@ def _labels(path: Path, name: str, array: Array, samples: int, inputs_from: str)
             f"{path}: array '{name}' holds the negative label {int(labels[first])} at index {first}"
         )
     return labels
+
+
+def load_groups(path: Path, name: str, samples: int) -> Array:
+    """Returns the array `name` of an `.npz` file: the subgroup [samples] of each input.
+
+    Subgroups are whole numbers, true and false, or texts. Raises FeedError, naming file and array,
+    for what cannot be used.
+    """
+    arrays = _read(path)
+    if name not in arrays:
+        raise FeedError(
+            f"{path}: no array '{name}' to group the inputs by",
+            hint=f"it holds {', '.join(arrays)}",
+        )
+    groups = arrays[name]
+    if groups.shape != (samples,) or groups.dtype.kind not in "biuU":
+        raise FeedError(
+            f"{path}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are a "
+            f"number or a text for each of the {samples} inputs",
+            hint="for one group and the rest, save True for its inputs and False for the others",
+        )
+    return groups
