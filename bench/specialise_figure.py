@@ -29,7 +29,6 @@ def draw(found: Specialisation, path: Path) -> None:
         FigureCanvasAgg(figure)
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.9, 1))
         left.set_title("Change in accuracy, by class")
-        right.set_title("Polysemanticity")
         if shown:
             _changes(figure, left, found, shown)
             _distances(right, found, shown)
@@ -74,17 +73,8 @@ def _distances(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> 
     axes.plot(values, range(len(shown)), "o", color=COLOURS[0], markersize=4)
     mean = found.mean_polysemanticity
     assert mean is not None
+    axes.set_title(f"Polysemanticity, mean {mean:.2f}")
     axes.axvline(mean, color=REFERENCE, linestyle="--", linewidth=1.2)
-    axes.annotate(
-        f"mean {mean:.2f}",
-        (mean, 0),
-        xycoords=("data", "axes fraction"),
-        xytext=(-4, 4),
-        textcoords="offset points",
-        ha="right",
-        fontsize=8.5,
-        color=REFERENCE,
-    )
     axes.set_xlim(left=0)
     axes.grid(visible=False)
     axes.tick_params(axis="y", length=0, labelleft=False)

@@ -5,13 +5,23 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+import numpy as np
+from moexport.exporter.bundle import Bundle
+from moexport.tests.bench.heads import trained_head
 from moexport.tests.docs.documents import ROOT, assert_printed, blocks, run_block
 
 
-def follow(page: str, folder: Path) -> int:
-    """Runs a page's blocks in one folder and compares its excerpts; returns how many ran."""
+def follow(page: str, folder: Path, heading: str | None = None) -> int:
+    """Runs a page's blocks in one folder and compares its excerpts; returns how many ran.
+
+    With a `heading`, those from there to the end of the page.
+    """
+    lines = (ROOT / page).read_text(encoding="utf-8").splitlines()
+    begin = 0 if heading is None else lines.index(heading)
     printed, count = "", 0
     for block in blocks(ROOT / page):
+        if block.line <= begin:
+            continue
         if block.language == "text":
             assert_printed(block, printed)
         else:
@@ -27,3 +37,16 @@ def test_the_guide_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
 def test_a_network_of_ones_own_is_exported_as_the_families_page_shows(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     assert follow("docs/families.md", tmp_path) == 1
+
+
+def test_experts_are_looked_at_and_edited_as_the_mumoe_page_shows(tmp_path: Path) -> None:
+    trained_head(tmp_path)
+    assert follow("docs/mumoe.md", tmp_path, "## What an expert is for, and editing it") == 4
+    with np.load(tmp_path / "test.npz") as arrays:
+        x, labels = arrays["input"][:, None], arrays["label"]
+    nines = {
+        name: (Bundle.open(tmp_path / name).session()(x)[:, 0].argmax(axis=1) == 9)
+        for name in ("without", "rewritten")
+    }
+    assert nines["without"][labels == 9].mean() < 0.5  # what expert 8 was for
+    assert nines["rewritten"][labels == 9].mean() < 0.5  # and what the re-write was for
