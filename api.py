@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from .bench.data import LabelledData, load_groups, load_labelled
+from .bench.available import parse_engines, select
+from .bench.data import Labelled, LabelledData, load_groups
 from .bench.engines import Subject
 from .bench.plan import Settings
 from .bench.results import Results
@@ -19,7 +21,8 @@ from .bench.run import bench as run_bench
 from .bench.run import check_inputs
 from .bench.specialise import Specialisation
 from .bench.specialise import specialise as run_specialise
-from .bench.subjects import exported, from_bundle
+from .bench.sources import open_labelled
+from .bench.subjects import Asked, exported, from_bundle
 from .bench.timing import Protocol
 from .calibration.feeds import Feed
 from .errors import UsageError
@@ -33,7 +36,6 @@ from .exporter.options import (
     DEFAULT_BATCH,
     DEFAULT_TOKENS,
     ExportOptions,
-    Kept,
     parse_k,
     parse_lowerings,
     parse_range,
@@ -88,15 +90,18 @@ def export(
 def bench(
     models: Model | Bundle | Sequence[Model | Bundle],
     *,
-    data: str | Path | LabelledData | np.ndarray | None = None,
+    data: str | Path | Labelled | np.ndarray | None = None,
     k: Sequence[int | float | str] = ("n", "1/2", "1/4", "1/8"),
     lowering: str = "auto",
+    engine: str = "all",
     batch: Sequence[int] = (1,),
     out: str | Path | None = None,
     rounds: int = 5,
     round_s: float = 0.2,
     samples: int | None = None,
     threads: int | None = None,
+    memory: bool = True,
+    parts: bool = True,
     command: str = "",
     progress: Progress | None = None,
 ) -> Results:
@@ -104,35 +109,42 @@ def bench(
 
     A bundle that follows the model it was made from is compared with that; alone it loads the
     checkpoint that its manifest names. A model is exported for every `k` and `lowering`. `data` is
-    an `.npz` with `input` and `label`, an array of inputs, or None for random inputs, which tell
-    latency and parity only. With `out`, results.json, report.html and figures are written there.
+    labelled data (`bench.sources.open_labelled` says what can be), an array of inputs, or None for
+    random inputs, which tell latency and parity only. With `out`, results.json, report.html and
+    figures are written there, and a call that was interrupted goes on where it stopped.
     """
     listed = [models] if isinstance(models, Model | Bundle) else list(models)
     watcher = progress or Silent()
+    selection = select(parse_engines(engine))
+    # The same threads for every engine: PyTorch's own choice, unless told.
+    threads = threads or torch.get_num_threads()
+    asked = Asked(
+        ks=tuple(parse_k(_k_text(each)) for each in k),
+        lowerings=parse_lowerings(lowering),
+        batches=tuple(batch),
+        engines=selection.names,
+        providers=selection.providers(),
+        threads=threads,
+    )
+    settings = Settings(
+        batches=tuple(batch),
+        protocol=Protocol(rounds=rounds, round_s=round_s, inputs=8),
+        samples=samples,
+        threads=threads,
+        memory=memory,
+        parts=parts,
+    )
     with ExitStack() as stack:
-        subjects = _subjects(
-            listed,
-            [parse_k(_k_text(each)) for each in k],
-            parse_lowerings(lowering),
-            tuple(batch),
-            threads,
-            stack,
-            watcher,
-        )
+        subjects = _subjects(listed, asked, stack, watcher)
         labelled = _labelled(data, subjects[0].model, max(batch))
-        settings = Settings(
-            batches=tuple(batch),
-            protocol=Protocol(rounds=rounds, round_s=round_s, inputs=8),
-            samples=samples,
-            threads=threads,
-        )
         return run_bench(
             subjects,
             labelled,
             settings,
             out=None if out is None else Path(out),
             command=command,
-            progress=watcher.step,
+            progress=watcher,
+            absent=selection.absent,
         )
 
 
@@ -150,7 +162,7 @@ def specialise(
     names an array of the `.npz`: a re-write takes a subgroup's mean coefficients. The labels, where
     it is not said.
     """
-    labelled = _labelled(data, model, 1)
+    labelled = _labelled(data, model, 1).head(sys.maxsize)
     labelled = replace(labelled, inputs=with_axes(labelled.inputs, model.input))
     check_inputs(model.input, labelled, model.source.path)
     groups: np.ndarray | None = None
@@ -167,36 +179,19 @@ def specialise(
 
 
 def _subjects(
-    listed: Sequence[Model | Bundle],
-    ks: Sequence[Kept],
-    lowerings: Sequence[str],
-    batches: Sequence[int],
-    threads: int | None,
-    stack: ExitStack,
-    progress: Progress,
+    listed: Sequence[Model | Bundle], asked: Asked, stack: ExitStack, progress: Progress
 ) -> list[Subject]:
     """A subject per model; the bundles that follow a model are measured beside it."""
     subjects: list[Subject] = []
     model: Model | None = None
     for index, item in enumerate(listed):
         if isinstance(item, Bundle):
-            subjects.append(from_bundle(item, ks, model=model, threads=threads))
+            subjects.append(from_bundle(item, asked, model=model))
             continue
         model = item
         followed = index + 1 < len(listed) and isinstance(listed[index + 1], Bundle)
         if not followed:
-            subjects.append(
-                stack.enter_context(
-                    exported(
-                        model,
-                        ks,
-                        lowerings,
-                        batches=batches,
-                        threads=threads,
-                        progress=progress.step,
-                    )
-                )
-            )
+            subjects.append(stack.enter_context(exported(model, asked, progress=progress)))
     return subjects
 
 
@@ -204,15 +199,15 @@ RANDOM_INPUTS = 16
 
 
 def _labelled(
-    data: str | Path | LabelledData | np.ndarray | None, model: Model, batch: int
-) -> LabelledData:
-    if isinstance(data, LabelledData):
-        return data
+    data: str | Path | Labelled | np.ndarray | None, model: Model, batch: int
+) -> Labelled:
     if isinstance(data, str | Path):
-        return load_labelled(Path(data), input_name=model.input.name)
+        return open_labelled(str(data), model.input)
     if data is None:
         data = random_inputs(model, max(batch, RANDOM_INPUTS))
-    return LabelledData(data, None, model.input.name)
+    if isinstance(data, np.ndarray):
+        return LabelledData(data, None, model.input.name)
+    return data
 
 
 def _k_text(k: int | float | str | Sequence[int]) -> str:

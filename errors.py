@@ -55,5 +55,9 @@ class EngineError(MoexportError):
     """An engine that cannot be built, or that cannot be run here."""
 
 
+class ResultsError(MoexportError):
+    """A results file that cannot be read, or that is not one."""
+
+
 class MissingExtraError(MoexportError):
     """An optional package that this step needs is not installed."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,35 @@ LABEL_NAMES = ("label", "labels", "y")
 
 Array = NDArray[Any]
 Labels = NDArray[np.int64]
+Pair = tuple[Array, Labels | None]
+"""Inputs [b, …] and their labels: classes [b], or target tokens [b, m]."""
+
+
+class Labelled(Protocol):
+    """Where labelled inputs come from; they need not fit in memory."""
+
+    @property
+    def samples(self) -> int | None:
+        """How many there are, None where that is known at the end only."""
+        ...
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the inputs have labels."""
+        ...
+
+    @property
+    def fingerprint(self) -> str:
+        """What tells these data from others; a sweep goes on only over the same."""
+        ...
+
+    def head(self, count: int) -> LabelledData:
+        """Returns the first `count` samples, fewer where there are fewer."""
+        ...
+
+    def stream(self, size: int, limit: int | None = None) -> Iterator[Pair]:
+        """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +64,32 @@ class LabelledData:
     def __len__(self) -> int:
         return len(self.inputs)
 
+    @property
+    def samples(self) -> int:
+        """How many there are."""
+        return len(self)
+
+    @property
+    def labelled(self) -> bool:
+        """Whether the inputs have labels."""
+        return self.labels is not None
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 of inputs and labels."""
+        return fingerprint(self.inputs, self.labels)
+
+    def head(self, count: int) -> LabelledData:
+        """Returns the first `count` samples, fewer where there are fewer."""
+        labels = None if self.labels is None else self.labels[:count]
+        return LabelledData(self.inputs[:count], labels, self.input_name, self.label_name)
+
+    def stream(self, size: int, limit: int | None = None) -> Iterator[Pair]:
+        """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
+        data = self if limit is None else self.head(limit)
+        for rows in data.batches(size):
+            yield data.inputs[rows], None if data.labels is None else data.labels[rows]
+
     def batches(self, size: int) -> Iterator[slice]:
         """Yields slices of `size` samples that cover the data; the last one may be shorter."""
         for start in range(0, len(self), size):
@@ -46,16 +102,65 @@ class LabelledData:
 
     def check_classes(self, classes: int) -> None:
         """Raises FeedError unless every label is a class of a model with `classes` outputs."""
-        if self.labels is None:
-            return
-        wrong = np.flatnonzero((self.labels < 0) | (self.labels >= classes))
-        if wrong.size:
-            first = int(wrong[0])
-            raise FeedError(
-                f"array '{self.label_name}' holds {wrong.size} labels outside 0..{classes - 1}; "
-                f"the first is {int(self.labels[first])} at index {first}",
-                hint=f"the model has {classes} classes, counted from 0",
-            )
+        if self.labels is not None:
+            check_classes(self.labels, classes, f"array '{self.label_name}'")
+
+
+def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -> None:
+    """Raises FeedError unless every label is a class; `first` is the index of the first one."""
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if wrong.size:
+        at = int(wrong[0])
+        raise FeedError(
+            f"{where} holds {wrong.size} labels outside 0..{classes - 1}; "
+            f"the first is {int(labels[at])} at index {first + at}",
+            hint=f"the model has {classes} classes, counted from 0",
+        )
+
+
+def fingerprint(*arrays: Array | None) -> str:
+    """Returns the SHA-256 of some arrays: their kinds, shapes and values."""
+    digest = hashlib.sha256()
+    for array in arrays:
+        if array is not None:
+            digest.update(f"{array.dtype.str}{array.shape}".encode())
+            digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def rebatched(pairs: Iterable[Pair], size: int, limit: int | None = None) -> Iterator[Pair]:
+    """Yields the samples of batches of any size in batches of `size`, up to `limit` samples."""
+    held: list[Pair] = []
+    count = taken = 0
+    for pair in pairs:
+        inputs, labels = pair
+        if limit is not None:
+            room = limit - taken
+            inputs, labels = inputs[:room], None if labels is None else labels[:room]
+        taken += len(inputs)
+        held.append((inputs, labels))
+        count += len(inputs)
+        while count >= size:
+            whole = _joined(held)
+            yield _rows(whole, 0, size)
+            held, count = [_rows(whole, size, count)], count - size
+        if limit is not None and taken >= limit:
+            break
+    if count:
+        yield _joined(held)
+
+
+def _joined(pairs: list[Pair]) -> Pair:
+    if len(pairs) == 1:
+        return pairs[0]
+    labels = [labels for _, labels in pairs if labels is not None]
+    inputs = np.concatenate([inputs for inputs, _ in pairs])
+    return inputs, np.concatenate(labels) if labels else None
+
+
+def _rows(pair: Pair, start: int, stop: int) -> Pair:
+    inputs, labels = pair
+    return inputs[start:stop], None if labels is None else labels[start:stop]
 
 
 def load_labelled(path: Path, *, input_name: str = "input") -> LabelledData:
@@ -76,7 +181,8 @@ def load_labelled(path: Path, *, input_name: str = "input") -> LabelledData:
         inputs = inputs.astype(np.float32, copy=False)
     if label_name is None:
         return LabelledData(inputs, None, inputs_from)
-    labels = _labels(path, label_name, arrays[label_name], len(inputs), inputs_from)
+    where = f"{path}: array '{label_name}'"
+    labels = checked_labels(arrays[label_name], inputs, where, f"'{inputs_from}'")
     return LabelledData(inputs, labels, inputs_from, label_name)
 
 
@@ -108,31 +214,33 @@ def _input_name(path: Path, arrays: dict[str, Array], wanted: str, label_name: s
     )
 
 
-def _labels(path: Path, name: str, array: Array, samples: int, inputs_from: str) -> Labels:
-    if array.ndim != 1:
+def checked_labels(array: Array, inputs: Array, where: str, inputs_from: str) -> Labels:
+    """Returns the labels of some inputs: classes [b], or for token ids [b, m] target ids [b, m].
+
+    `where` and `inputs_from` name both in messages. Raises FeedError for what can be neither.
+    """
+    tokens = inputs.dtype.kind in "iu" and array.shape == inputs.shape and array.ndim > 1
+    if array.ndim != 1 and not tokens:
         raise FeedError(
-            f"{path}: array '{name}' has shape {array.shape}; labels are one class per sample",
+            f"{where} has shape {array.shape}; labels are one class per sample",
             hint="for one-hot labels save labels.argmax(axis=1)",
         )
-    if len(array) != samples:
+    if len(array) != len(inputs):
         raise FeedError(
-            f"{path}: array '{name}' holds {len(array)} labels for the {samples} samples of "
-            f"'{inputs_from}'"
+            f"{where} holds {len(array)} labels for the {len(inputs)} samples of {inputs_from}"
         )
     whole = array.dtype.kind in "iu" or (
         array.dtype.kind == "f" and bool((array == np.round(array)).all())
     )
     if not whole:
         raise FeedError(
-            f"{path}: array '{name}' has dtype {array.dtype} and is not whole numbers",
+            f"{where} has dtype {array.dtype} and is not whole numbers",
             hint="labels are class indices counted from 0",
         )
     labels: Labels = array.astype(np.int64)
-    if labels.min() < 0:
+    if not tokens and labels.size and labels.min() < 0:
         first = int(np.flatnonzero(labels < 0)[0])
-        raise FeedError(
-            f"{path}: array '{name}' holds the negative label {int(labels[first])} at index {first}"
-        )
+        raise FeedError(f"{where} holds the negative label {int(labels[first])} at index {first}")
     return labels
 
 

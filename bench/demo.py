@@ -19,7 +19,7 @@ from . import digits
 from .engines import Subject
 from .plan import Settings
 from .run import bench
-from .subjects import from_bundle
+from .subjects import Asked, from_bundle
 from .summary import rows_table
 from .timing import Protocol
 
@@ -72,7 +72,7 @@ def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Out
         Settings(batches=(1, 32), protocol=Protocol(inputs=8, round_s=0.1), threads=THREADS),
         out=directory / "report",
         command=f"moexport demo -o {directory}",
-        progress=progress.step,
+        progress=progress,
     )
     report = directory / "report" / "report.html"
     text = "\n\n".join(
@@ -125,7 +125,8 @@ def _verified(bundle: Bundle) -> tuple[str, ...]:
 
 def _side_by_side(bundles: list[Bundle], name: str) -> Subject:
     """The bundles of one network, one k each, as one subject with all ks."""
-    subjects = [from_bundle(bundle, (), threads=THREADS) for bundle in bundles]
+    asked = Asked(ks=(), threads=THREADS)
+    subjects = [from_bundle(bundle, asked) for bundle in bundles]
     return replace(
         subjects[0],
         name=name,

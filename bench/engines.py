@@ -1,20 +1,23 @@
-"""What takes part in a benchmark: PyTorch in two forms, and exported graphs."""
+"""What takes part in a benchmark: PyTorch in three forms, and exported graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
+from ..exporter.factory import is_factory
+from ..exporter.load import load
 from ..exporter.model import Model
 from ..graphs.layers import Algorithm, recorded_routing
 from ..graphs.moe import moe_layers, sharing_weights
 from .data import Array
-from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER
+from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_COMPILE, PYTORCH_EAGER
 
 Runner = Callable[[Array], Array]
 """Anything that maps inputs [b, ...] to outputs [b, ...]."""
@@ -22,7 +25,7 @@ Runner = Callable[[Array], Array]
 
 @runtime_checkable
 class Graph(Protocol):
-    """One exported graph, opened in ONNX Runtime."""
+    """One exported graph, opened in its runtime."""
 
     def __call__(self, x: Array) -> Array:
         """Maps inputs [b, ...] to outputs [b, ...]."""
@@ -40,7 +43,10 @@ class Graph(Protocol):
 class GraphSource:
     """An exported graph that is not opened yet; opening may export or load, and may fail.
 
-    `experts` is n of the model it was made from.
+    `experts` is n of the model it was made from. Where `open` can be pickled, another process opens
+    it too and measures its memory: its method `plain`, if there is one, opens the graph as it is
+    deployed, and `profiled(prefix)` with the runtime's own timing of every node. `scope` says what
+    a call's time holds, as in `results.Row`.
     """
 
     k: int
@@ -49,13 +55,15 @@ class GraphSource:
     provider: str = "cpu"
     precision: str = "fp32"
     engine: str = ONNXRUNTIME
+    scope: str = "end-to-end"
 
 
 @dataclass(frozen=True, slots=True)
 class Subject:
     """A model to measure, with the graphs that were made from it.
 
-    `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k.
+    `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
+    PyTorch engines to measure beside the untouched model, which always takes part.
     """
 
     name: str
@@ -63,6 +71,7 @@ class Subject:
     ks: tuple[int, ...] = ()
     graphs: tuple[GraphSource, ...] = ()
     renormalize: bool = False
+    engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2,)
 
     @property
     def experts(self) -> int:
@@ -81,6 +90,7 @@ class Contestant:
     provider: str = "cpu"
     precision: str = "fp32"
     lowering: str | None = None
+    scope: str = "end-to-end"
 
     @property
     def label(self) -> str:
@@ -91,6 +101,14 @@ class Contestant:
         if self.provider != "cpu":
             words.append(self.provider)
         return f"{self.model}: {' '.join(words)} k={self.k}/{self.experts}"
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """How a contestant is opened here, and in another process where `recipe` can be pickled."""
+
+    open: Callable[[], Runner]
+    recipe: Callable[[], Runner]
 
 
 class PyTorch:
@@ -114,6 +132,31 @@ class PyTorch:
         return output, {name: routing[0].selected.numpy() for name, routing in records.items()}
 
 
+class CompiledPyTorch:
+    """A module under `torch.compile`, for fixed batch sizes: each is compiled at its first call.
+
+    Other sizes run in batches of the largest, filled up at the end: a further compilation takes up
+    to a minute, and its kernels would not be those that are timed.
+    """
+
+    def __init__(self, module: nn.Module, sizes: Sequence[int]) -> None:
+        compiled = torch.compile(module, dynamic=False)
+        assert isinstance(compiled, nn.Module)  # a module's compilation is one; its type says less
+        self._run = PyTorch(compiled)
+        self._sizes = frozenset(sizes)
+        self._largest = max(sizes)
+
+    def __call__(self, x: Array) -> Array:
+        """Maps inputs [b, ...] to outputs [b, ...]."""
+        if len(x) in self._sizes:
+            return self._run(x)
+        parts = []
+        for start in range(0, len(x), self._largest):
+            rows = np.arange(start, start + self._largest).clip(max=len(x) - 1)
+            parts.append(self._run(np.ascontiguousarray(x[rows])))
+        return np.concatenate(parts)[: len(x)]
+
+
 def untouched(model: Model) -> PyTorch:
     """Returns the model as its user runs it: the factory's own module where there is one."""
     return PyTorch(model.original if model.original is not None else model.module)
@@ -131,33 +174,123 @@ def with_algorithm_1(
     return PyTorch(module)
 
 
-def contestants(subject: Subject) -> dict[Contestant, Callable[[], Runner]]:
-    """Returns what is measured for a subject, each with the call that opens it.
+@dataclass(frozen=True, slots=True)
+class TorchForm:
+    """One form in which PyTorch runs a model."""
+
+    engine: str
+    k: int
+    batches: tuple[int, ...]
+    renormalize: bool = False
+
+    def of(self, model: Model) -> Runner:
+        """Returns the model in this form."""
+        if self.engine == PYTORCH_ALGORITHM_2:
+            return with_algorithm_1(model, self.k, "selected", renormalize=self.renormalize)
+        plain = untouched(model)
+        if self.engine == PYTORCH_COMPILE:
+            return CompiledPyTorch(plain.module, self.batches)
+        return plain
+
+
+@dataclass(frozen=True)
+class TorchRecipe:
+    """Loads a model from where it came from, and runs it in a form: for another process."""
+
+    source: str
+    weights: str | None
+    family: str | None
+    config: Mapping[str, Any]
+    example: Array | None
+    form: TorchForm
+
+    def __call__(self) -> Runner:
+        """Loads the model."""
+        return self.form.of(
+            load(
+                self.source,
+                family=self.family,
+                config=self.config,
+                weights=self.weights,
+                example=self.example,
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model that exists in this process alone."""
+
+    model: Model
+    form: TorchForm
+
+    def __call__(self) -> Runner:
+        """Returns the model in its form."""
+        return self.form.of(self.model)
+
+    def __reduce__(self) -> str:
+        raise TypeError("a model without a source cannot be opened by another process")
+
+
+def contestants(subject: Subject, batches: Sequence[int] = (1,)) -> dict[Contestant, Entry]:
+    """Returns what is measured for a subject, each with the calls that open it.
 
     The untouched PyTorch model always comes first. Algorithm 2 in PyTorch has no row for k = n,
     where it is the model itself. Raises UsageError for two graphs that no row could tell apart.
     """
     n = subject.experts
-    found: dict[Contestant, Callable[[], Runner]] = {
-        Contestant(subject.name, PYTORCH_EAGER, n, n): lambda: untouched(subject.model)
-    }
+    sizes = tuple(batches)
+    forms = [TorchForm(PYTORCH_EAGER, n, sizes)]
+    if PYTORCH_COMPILE in subject.engines:
+        forms.append(TorchForm(PYTORCH_COMPILE, n, sizes))
     # Algorithm 2 is a loop over a Soft MoE layer's experts: a muMoE layer has nothing to loop over.
     loops = any(m.spec.kind == "soft-moe" for m in subject.model.layers.values())
-    for k in subject.ks:
-        if k < n and loops:
-            found[Contestant(subject.name, PYTORCH_ALGORITHM_2, k, n)] = _algorithm_2(subject, k)
+    if loops and PYTORCH_ALGORITHM_2 in subject.engines:
+        forms += [
+            TorchForm(PYTORCH_ALGORITHM_2, k, sizes, subject.renormalize)
+            for k in subject.ks
+            if k < n
+        ]
+    found = {
+        Contestant(subject.name, form.engine, form.k, n): _torch_entry(subject.model, form)
+        for form in forms
+    }
     for graph in subject.graphs:
         spec = Contestant(
-            subject.name, graph.engine, graph.k, n, graph.provider, graph.precision, graph.lowering
+            *(subject.name, graph.engine, graph.k, n),
+            *(graph.provider, graph.precision, graph.lowering, graph.scope),
         )
         if spec in found:
             raise UsageError(
                 f"two graphs are the same contestant: {spec.label}",
                 hint="give each graph once, or give the two models different names",
             )
-        found[spec] = graph.open
+        found[spec] = Entry(graph.open, graph.open)
     return found
 
 
-def _algorithm_2(subject: Subject, k: int) -> Callable[[], Runner]:
-    return lambda: with_algorithm_1(subject.model, k, "selected", renormalize=subject.renormalize)
+def _torch_entry(model: Model, form: TorchForm) -> Entry:
+    here = Held(model, form)
+    source = model.source
+    factory = is_factory(source.path)
+    if not factory and not source.files:
+        return Entry(here, here)
+    return Entry(
+        here,
+        TorchRecipe(
+            source.path,
+            weights=source.weights,
+            family=None if factory else model.family,
+            config=model.config,
+            example=model.example if factory else None,
+            form=form,
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The contestants of a subject that could be opened, and why the others could not."""
+
+    runners: dict[Contestant, Runner] = field(default_factory=dict)
+    failures: dict[Contestant, Exception] = field(default_factory=dict)

@@ -15,18 +15,27 @@ import numpy as np
 from ..errors import FeedError, ParityError
 from .data import Array, Labels
 from .results import Accuracy, Parity, RoutingAgreement
+from .statistics import paired_ratio, wilson
+
+TOP = 5
 
 
 @dataclass(frozen=True, slots=True)
 class Hits:
-    """Samples classified right, of those seen."""
+    """Samples classified right, of those seen.
+
+    `among` counts those whose class is among the five best scores, None for five classes or fewer;
+    `both` those that the untouched model has right too, None where it was not asked.
+    """
 
     right: int = 0
     seen: int = 0
+    among: int | None = None
+    both: int | None = None
 
     @classmethod
-    def of(cls, outputs: Array, labels: Labels) -> Self:
-        """Counts over class scores [b, classes] and labels [b].
+    def of(cls, outputs: Array, labels: Labels, untouched: Array | None = None) -> Self:
+        """Counts over class scores [b, classes] and labels [b], beside the untouched scores.
 
         Raises FeedError for outputs that are not class scores.
         """
@@ -38,16 +47,46 @@ class Hits:
             )
         if len(outputs) != len(labels):
             raise FeedError(f"{len(outputs)} outputs for {len(labels)} labels")
-        return cls(int((outputs.argmax(axis=1) == labels).sum()), len(labels))
+        right = outputs.argmax(axis=1) == labels
+        among = None
+        if outputs.shape[1] > TOP:
+            best = np.argpartition(outputs, -TOP, axis=1)[:, -TOP:]
+            among = int((best == labels[:, None]).any(axis=1).sum())
+        both = None
+        if untouched is not None:
+            both = int((right & (untouched.argmax(axis=1) == labels)).sum())
+        return cls(int(right.sum()), len(labels), among, both)
 
     def __add__(self, other: Hits) -> Hits:
-        return Hits(self.right + other.right, self.seen + other.seen)
+        if not (self.seen and other.seen):
+            return self if self.seen else other
+        return Hits(
+            self.right + other.right,
+            self.seen + other.seen,
+            _sum(self.among, other.among),
+            _sum(self.both, other.both),
+        )
 
     def accuracy(self, untouched: Hits) -> Accuracy:
-        """Top-1, and what it is of the untouched model's on the same samples."""
+        """Top-1 and top-5, and what top-1 is of the untouched model's on the same samples."""
         top1 = self.right / self.seen
         base = untouched.right / untouched.seen
-        return Accuracy(top1, top1 / base if base > 0 else None, self.seen)
+        among = self.among
+        return Accuracy(
+            top1,
+            top1 / base if base > 0 else None,
+            self.seen,
+            top5=None if among is None else among / self.seen,
+            top1_interval=wilson(self.right, self.seen),
+            top5_interval=None if among is None else wilson(among, self.seen),
+            retention_interval=None
+            if self.both is None
+            else paired_ratio(self.right, untouched.right, self.both),
+        )
+
+
+def _sum(a: int | None, b: int | None) -> int | None:
+    return None if a is None or b is None else a + b
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import UsageError
 from . import timing
 from .engines import Contestant, Subject, contestants
+from .results import PYTORCH_COMPILE
+
+COMPILE_S = 30.0
+"""What compiling a small network for one batch size takes."""
+
+PROCESS_S = 4.0
+"""What starting a process and loading a runtime takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +23,9 @@ class Settings:
     """What to measure: the batch sizes, how long, and on how much.
 
     Accuracy, routing and parity are taken over the first `samples` inputs (None: all), in batches
-    of `evaluation_batch`. `threads` is PyTorch's; None leaves it as it is. Graphs bring their own.
+    of `evaluation_batch`. `threads` is every engine's; None takes PyTorch's count, and the graphs
+    must have been opened with the same. `memory` measures each row's peak memory in a process of
+    its own; `parts` where a graph's time goes.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -24,6 +33,8 @@ class Settings:
     evaluation_batch: int = 64
     samples: int | None = None
     threads: int | None = None
+    memory: bool = True
+    parts: bool = True
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -41,9 +52,50 @@ class Heat:
     protocol: timing.Protocol
 
     @property
-    def seconds(self) -> float:
-        """The least time it takes."""
-        return len(self.contestants) * self.protocol.rounds * self.protocol.round_s
+    def model(self) -> str:
+        """The model that is measured."""
+        return self.contestants[0].model
+
+    def seconds(self, call_ms: float) -> float:
+        """How long it takes with calls of so many milliseconds: more than `round_s` if need be."""
+        round_s = max(self.protocol.round_s, self.protocol.inputs * call_ms / 1e3)
+        return len(self.contestants) * self.protocol.rounds * round_s
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Milliseconds of single calls of the untouched models, to foretell how long a sweep takes.
+
+    `call` is keyed by model and batch size, `evaluation` (a batch of the evaluation) by model.
+    """
+
+    call: Mapping[tuple[str, int], float]
+    evaluation: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Seconds that the parts of a sweep will take, if every engine were as fast as PyTorch."""
+
+    timing: float
+    quality: float
+    compiling: float
+    memory: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        return self.timing + self.quality + self.compiling + self.memory
+
+    def __str__(self) -> str:
+        parts = (
+            ("timing", self.timing),
+            ("accuracy and parity", self.quality),
+            ("compiling", self.compiling),
+            ("memory", self.memory),
+        )
+        listed = ", ".join(f"{name} {duration(s)}" for name, s in parts if s >= 1)
+        return f"about {duration(self.total)}" + (f" ({listed})" if listed else "")
 
 
 def plan(subjects: Sequence[Subject], settings: Settings) -> tuple[Heat, ...]:
@@ -61,23 +113,51 @@ def plan(subjects: Sequence[Subject], settings: Settings) -> tuple[Heat, ...]:
             if not 1 <= k <= subject.experts:
                 raise UsageError(f"k = {k}, and {subject.name} has {subject.experts} experts")
     return tuple(
-        Heat(tuple(contestants(subject)), batch, settings.protocol)
+        Heat(tuple(contestants(subject, settings.batches)), batch, settings.protocol)
         for subject in subjects
         for batch in settings.batches
     )
 
 
-def describe(heats: Sequence[Heat]) -> str:
-    """Returns the plan in words, with the least time that it takes."""
+def estimate(
+    heats: Sequence[Heat], settings: Settings, samples: int, probe: Probe, *, workers: int = 1
+) -> Estimate:
+    """Returns how long the heats and the evaluation over so many samples will take."""
+    by_model = {heat.model: heat.contestants for heat in heats}
+    batches = math.ceil(samples / settings.evaluation_batch)
+    quality = compiling = memory = 0.0
+    for model, entries in by_model.items():
+        # Every contestant, the untouched model, and a reference for every k.
+        passes = len(entries) + 1 + len({c.k for c in entries})
+        quality += passes * batches * probe.evaluation[model] / 1e3
+        compiled = sum(c.engine == PYTORCH_COMPILE for c in entries)
+        compiling += compiled * len(settings.batches) * COMPILE_S
+        if settings.memory:
+            memory += len(entries) * PROCESS_S / workers
+    timed = sum(heat.seconds(probe.call[heat.model, heat.batch]) for heat in heats)
+    return Estimate(timed, quality, compiling, memory)
+
+
+def describe(heats: Sequence[Heat], expected: Estimate | None = None) -> str:
+    """Returns the plan in words, with the time that it will take."""
     rows = sum(len(heat.contestants) for heat in heats)
-    seconds = math.ceil(sum(heat.seconds for heat in heats))
-    lines = [f"{rows} rows in {len(heats)} heats; the timing takes at least {seconds} s"]
+    least = math.ceil(sum(heat.seconds(0.0) for heat in heats))
+    takes = f"the timing takes at least {least} s" if expected is None else str(expected)
+    lines = [f"{rows} rows in {len(heats)} heats; {takes}"]
     for heat in heats:
         first = heat.contestants[0]
         kinds: dict[str, list[str]] = {}
         for c in heat.contestants:
             name = c.engine if c.lowering is None else f"{c.engine} {c.lowering} {c.precision}"
+            name += "" if c.provider == "cpu" else f" {c.provider}"
             kinds.setdefault(name, []).append(str(c.k))
         listed = "; ".join(f"{name} k={','.join(ks)}" for name, ks in kinds.items())
         lines.append(f"  {first.model}, n={first.experts}, batch {heat.batch}: {listed}")
     return "\n".join(lines)
+
+
+def duration(seconds: float) -> str:
+    """Returns seconds as a reader wants them: `40 s`, `3 min`, `1.5 h`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

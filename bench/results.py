@@ -3,37 +3,62 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from ..errors import MoexportError
+from ..errors import ResultsError
+from .reading import Reader
 from .timing import Latency
 
 SCHEMA = 1
 
 PYTORCH_EAGER = "pytorch-eager"
+PYTORCH_COMPILE = "pytorch-compile"
 PYTORCH_ALGORITHM_2 = "pytorch-algorithm-2"
 ONNXRUNTIME = "onnxruntime"
+TENSORRT = "tensorrt"
+TENSORRT_RTX = "tensorrt-rtx"
 
-T = TypeVar("T")
 
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Where a share or ratio lies with 95% confidence, given the samples that were seen."""
 
-class ResultsError(MoexportError):
-    """A results file that cannot be read, or that is not one."""
+    low: float
+    high: float
 
 
 @dataclass(frozen=True, slots=True)
 class Accuracy:
     """Top-1 accuracy on `n` labelled samples, 0..1, and its ratio to the untouched PyTorch model.
 
-    `retention` is None where the untouched model gets nothing right.
+    `top5` is None for models of five classes or fewer; `retention` where the untouched model gets
+    nothing right.
     """
 
     top1: float
     retention: float | None
     n: int
+    top5: float | None = None
+    top1_interval: Interval | None = None
+    top5_interval: Interval | None = None
+    retention_interval: Interval | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Perplexity:
+    """exp of the mean negative log-likelihood of the next token, over `tokens` tokens.
+
+    `retention` is the untouched PyTorch model's perplexity divided by this one: 1 keeps all, less
+    is worse. `interval` is over sequences.
+    """
+
+    value: float
+    retention: float
+    tokens: int
+    interval: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,12 +82,27 @@ class Parity:
 
 
 @dataclass(frozen=True, slots=True)
+class Part:
+    """Milliseconds per call that one part of the network takes, by the runtime's own profile.
+
+    `part` is `router`, `dispatch`, `experts` or `combine` of the MoE layer `layer`; `host` is the
+    network around the layers and `runtime` what lies between the nodes, both without a layer.
+    """
+
+    layer: str | None
+    part: str
+    ms: float
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One engine with one k at one batch size.
 
     `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (host array to host
-    array). `limit_ms` is the least time that the machine needs for it (`bench.roofline`).
-    `throughput` is inputs per second. A row that failed has `error` and no numbers.
+    array); `limit_ms` is the least time that the machine needs for it (`bench.roofline`).
+    `throughput` is inputs per second. `peak_memory_mb` is the largest resident set of a
+    process that opens the engine and runs batches of this size, `runtime_memory_mb` what that
+    process held before it opened anything. A row that failed has `error` and no numbers.
     """
 
     engine: str
@@ -78,9 +118,12 @@ class Row:
     limit_ms: float | None = None
     throughput: float | None = None
     peak_memory_mb: float | None = None
+    runtime_memory_mb: float | None = None
     accuracy: Accuracy | None = None
+    perplexity: Perplexity | None = None
     routing: RoutingAgreement | None = None
     parity: Parity | None = None
+    parts: tuple[Part, ...] = ()
     error: str | None = None
 
     @property
@@ -88,20 +131,52 @@ class Row:
         """Whether this is the untouched PyTorch model."""
         return self.engine == PYTORCH_EAGER
 
+    @property
+    def kept(self) -> float | None:
+        """What is kept of the untouched model's quality: of its accuracy or its perplexity."""
+        if self.accuracy is not None:
+            return self.accuracy.retention
+        return None if self.perplexity is None else self.perplexity.retention
+
+    @property
+    def kept_interval(self) -> Interval | None:
+        """Where `kept` lies with 95% confidence."""
+        return None if self.accuracy is None else self.accuracy.retention_interval
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """What tells this row from all others of a file."""
+        return (
+            *(self.model, self.engine, self.provider or "cpu", self.precision, self.lowering),
+            *(self.k, self.experts, self.batch),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that was measured: its name, family, the path it came from, and its size."""
+    """A model that was measured: its name, family, where it came from, its hash and its size."""
 
     name: str
     family: str = ""
     source: str = ""
     parameters: int | None = None
+    sha256: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Absent:
+    """An engine that was not measured, and why."""
+
+    engine: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """Everything a benchmark found, and what is needed to judge it and to run it again."""
+    """Everything a benchmark found, and what is needed to judge it and to run it again.
+
+    `analyses` holds further findings about the models, each under its name, as plain data.
+    """
 
     models: tuple[ModelInfo, ...]
     rows: tuple[Row, ...]
@@ -109,14 +184,16 @@ class Results:
     protocol: dict[str, Any] = field(default_factory=dict)
     command: str = ""
     created: str = ""
+    absent: tuple[Absent, ...] = ()
+    analyses: dict[str, Any] = field(default_factory=dict)
 
     def of_model(self, name: str) -> tuple[Row, ...]:
         """The rows of one model, in the order in which they were measured."""
         return tuple(row for row in self.rows if row.model == name)
 
 
-def to_json(results: Results) -> str:
-    """Returns the text of `results.json`."""
+def as_json(results: Results) -> dict[str, Any]:
+    """Returns the content of `results.json` as plain data."""
     models = [asdict(model) for model in results.models]
     body = {
         "schema": SCHEMA,
@@ -126,15 +203,26 @@ def to_json(results: Results) -> str:
         "model": models[0] if models else None,
         "models": models,
         "protocol": results.protocol,
+        "absent": [asdict(engine) for engine in results.absent],
         "rows": [asdict(row) for row in results.rows],
     }
-    return json.dumps(body, indent=1, allow_nan=False, ensure_ascii=False) + "\n"
+    return body | ({"analyses": results.analyses} if results.analyses else {})
+
+
+def to_json(results: Results) -> str:
+    """Returns the text of `results.json`."""
+    return json.dumps(as_json(results), indent=1, allow_nan=False, ensure_ascii=False) + "\n"
 
 
 def write(results: Results, path: Path) -> None:
     """Writes `results.json` whole or not at all: a temporary file beside it is renamed."""
+    write_text(to_json(results), path)
+
+
+def write_text(text: str, path: Path) -> None:
+    """Writes a text file whole or not at all: a temporary file beside it is renamed."""
     partial = path.with_name(path.name + ".partial")
-    partial.write_text(to_json(results), encoding="utf-8")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
@@ -158,151 +246,25 @@ def from_json(text: str, *, name: str = "results.json") -> Results:
         body = json.loads(text)
     except json.JSONDecodeError as error:
         raise ResultsError(f"{name}: not JSON ({error})") from error
-    root = _Reader(name, "", body)
+    root = Reader(name, "", body)
     schema = root.get("schema", int)
     if schema != SCHEMA:
         raise ResultsError(
             f"{name}: schema {schema}, and this version reads schema {SCHEMA}",
             hint="measure again, or use the version of moexport that wrote the file",
         )
-    models = root.items("models") if "models" in root.body else [root.child("model")]
-    return Results(
-        models=tuple(_model(model) for model in models),
-        rows=tuple(_row(row) for row in root.items("rows")),
-        environment=root.get("environment", dict),
-        protocol=root.get("protocol", dict, default={}),
-        command=root.get("command", str, default=""),
-        created=root.get("created", str, default=""),
-    )
-
-
-@dataclass(frozen=True, slots=True)
-class _Reader:
-    """A JSON object and the path that leads to it, for messages."""
-
-    file: str
-    path: str
-    body: Any
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.body, dict):
-            where = self.path or "the file"
-            raise ResultsError(f"{self.file}: {where} is not an object but {_kind(self.body)}")
-
-    def where(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
-
-    def get(self, key: str, kind: type[T], *, default: T | None = None) -> T:
-        """The value under `key`; raises when it is missing without a default, or of no use."""
-        if key not in self.body:
-            if default is None:
-                raise ResultsError(f"{self.file}: field {self.where(key)} is missing")
-            return default
-        return self._checked(key, self.body[key], kind)
-
-    def optional(self, key: str, kind: type[T]) -> T | None:
-        """The value under `key`, or None where it is null or missing."""
-        value = self.body.get(key)
-        return None if value is None else self._checked(key, value, kind)
-
-    def _checked(self, key: str, value: Any, kind: type[T]) -> T:
-        # JSON has one kind of number, and bool is an int to Python.
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+    root.get("environment", dict)
+    if "models" not in root.body:
+        root = Reader(name, "", root.body | {"models": [root.get("model", dict)]})
+    results = root.build(Results)
+    for index, row in enumerate(results.rows):
+        if not 1 <= row.k <= row.experts:
             raise ResultsError(
-                f"{self.file}: field {self.where(key)} should be {_NAMES[kind]}, not {_kind(value)}"
+                f"{name}: field rows[{index}].k is {row.k}, and the model has {row.experts} experts"
             )
-        return value
-
-    def child(self, key: str) -> _Reader:
-        return _Reader(self.file, self.where(key), self.get(key, dict))
-
-    def optional_object(self, key: str, build: Callable[[_Reader], T]) -> T | None:
-        return None if self.body.get(key) is None else build(self.child(key))
-
-    def items(self, key: str) -> list[_Reader]:
-        values = self.get(key, list)
-        return [_Reader(self.file, f"{self.where(key)}[{i}]", v) for i, v in enumerate(values)]
+    return results
 
 
-_NAMES: dict[type, str] = {
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    dict: "an object",
-    list: "a list",
-}
-
-
-def _kind(value: Any) -> str:
-    if value is None:
-        return "null"
-    if isinstance(value, bool):
-        return "true or false"
-    return _NAMES.get(type(value), type(value).__name__)
-
-
-def _model(reader: _Reader) -> ModelInfo:
-    return ModelInfo(
-        name=reader.get("name", str),
-        family=reader.get("family", str, default=""),
-        source=reader.get("source", str, default=""),
-        parameters=reader.optional("parameters", int),
-    )
-
-
-def _latency(reader: _Reader) -> Latency:
-    rounds = []
-    for index, value in enumerate(reader.get("rounds", list)):
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise ResultsError(
-                f"{reader.file}: field {reader.where('rounds')}[{index}] should be a number, "
-                f"not {_kind(value)}"
-            )
-        rounds.append(float(value))
-    plain = {
-        f.name: reader.get(f.name, float) for f in fields(Latency) if f.name not in {"n", "rounds"}
-    }
-    return Latency(n=reader.get("n", int), rounds=tuple(rounds), **plain)
-
-
-def _accuracy(reader: _Reader) -> Accuracy:
-    return Accuracy(
-        reader.get("top1", float), reader.optional("retention", float), reader.get("n", int)
-    )
-
-
-def _routing(reader: _Reader) -> RoutingAgreement:
-    return RoutingAgreement(reader.get("jaccard", float), reader.get("exact", float))
-
-
-def _parity(reader: _Reader) -> Parity:
-    return Parity(reader.get("max_abs", float), reader.get("cosine", float))
-
-
-def _row(reader: _Reader) -> Row:
-    row = Row(
-        engine=reader.get("engine", str),
-        k=reader.get("k", int),
-        experts=reader.get("experts", int),
-        batch=reader.get("batch", int),
-        model=reader.get("model", str, default=""),
-        provider=reader.optional("provider", str),
-        precision=reader.get("precision", str),
-        lowering=reader.optional("lowering", str),
-        scope=reader.get("scope", str),
-        latency_ms=reader.optional_object("latency_ms", _latency),
-        throughput=reader.optional("throughput", float),
-        peak_memory_mb=reader.optional("peak_memory_mb", float),
-        accuracy=reader.optional_object("accuracy", _accuracy),
-        routing=reader.optional_object("routing", _routing),
-        parity=reader.optional_object("parity", _parity),
-        error=reader.optional("error", str),
-    )
-    if not 1 <= row.k <= row.experts:
-        raise ResultsError(
-            f"{reader.file}: field {reader.where('k')} is {row.k}, and the model has "
-            f"{row.experts} experts"
-        )
-    return row
+def by_identity(rows: tuple[Row, ...]) -> Mapping[tuple[object, ...], Row]:
+    """Returns rows by what tells them apart."""
+    return {row.identity: row for row in rows}

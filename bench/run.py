@@ -1,233 +1,98 @@
 """The benchmark: every contestant's accuracy, routing and parity, then its latency in turn.
 
-A plan says what will be measured; `evaluate` and `measure_heat` carry out one piece of it each;
-`bench` puts the pieces together and writes what they found.
+A plan says what will be measured; `measurement.Measurement` takes a subject's pieces (quality,
+timing, memory, parts) and `bench` writes what they found. With a folder for the results, every
+piece that is complete is kept there, and a run that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
 
-import math
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from ..errors import FeedError, MoexportError
+from ..errors import FeedError
+from ..exporter.bundle import hash_files, sha256
 from ..exporter.environment import environment
-from ..exporter.model import TensorSpec
-from ..graphs.layers import soft_moe_layers
-from . import timing
-from .data import Array, LabelledData
-from .engines import (
-    Contestant,
-    Graph,
-    PyTorch,
-    Runner,
-    Subject,
-    contestants,
-    untouched,
-    with_algorithm_1,
-)
-from .evaluate import Closeness, Hits, Overlap
-from .plan import Heat, Settings, describe, plan
-from .results import (
-    PYTORCH_EAGER,
-    Accuracy,
-    ModelInfo,
-    Parity,
-    Results,
-    RoutingAgreement,
-    Row,
-    write,
-)
+from ..exporter.model import Model, TensorSpec
+from ..exporter.progress import Progress, Silent
+from .data import Labelled, LabelledData, fingerprint
+from .engines import Runner, Subject, untouched
+from .journal import FILE as JOURNAL_FILE
+from .journal import Journal
+from .measurement import Measurement, weights_bytes
+from .peaks import worker_count
+from .plan import Estimate, Heat, Probe, Settings, describe, estimate, plan
+from .results import Absent, ModelInfo, Results, Row, write
 
-Progress = Callable[[str], None]
-
-
-def to_stderr(line: str) -> None:
-    """Prints one line of progress."""
-    print(line, file=sys.stderr, flush=True)
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """How good a contestant is, whatever the batch size it is timed at.
-
-    `routing` is None where there is nothing to compare: in PyTorch, and where all experts are kept.
-    """
-
-    accuracy: Accuracy | None
-    routing: RoutingAgreement | None
-    parity: Parity
-
-
-def evaluate(
-    runners: Mapping[Contestant, Runner],
-    subject: Subject,
-    data: LabelledData,
-    batch: int,
-    *,
-    progress: Progress = lambda line: None,
-) -> tuple[dict[Contestant, Quality], dict[Contestant, Exception]]:
-    """Returns the quality of each contestant of a subject, and the exceptions of those that failed.
-
-    One pass over the data. The reference of a contestant is PyTorch with its k: the untouched model
-    for k = n, Algorithm 1 by masking for fewer; the edited model where the graphs are edited.
-    Raises FeedError when PyTorch cannot run the data.
-    """
-    base = untouched(subject.model)
-    references = _references(subject, {c.k for c in runners})
-    sums = {contestant: _Sums() for contestant in runners}
-    failures: dict[Contestant, Exception] = {}
-    dense = Hits()
-    for rows in data.batches(batch):
-        x = data.inputs[rows]
-        labels = None if data.labels is None else data.labels[rows]
-        base_outputs = _reference_outputs(base, x, subject.name)
-        if labels is not None:
-            data.check_classes(base_outputs.shape[-1])
-            dense += Hits.of(base_outputs, labels)
-        expected = {k: _expected(reference, x) for k, reference in references.items()}
-        for contestant, runner in runners.items():
-            if contestant in failures:
-                continue
-            outputs, chosen = expected[contestant.k]
-            whole = contestant.k == contestant.experts
-            if whole and (contestant.engine == PYTORCH_EAGER or not subject.model.edits):
-                outputs = base_outputs
-            try:
-                sums[contestant].add(runner, x, labels, outputs, chosen)
-            except Exception as error:  # noqa: BLE001  the row says what failed; the others go on
-                failures[contestant] = error
-        progress(f"{subject.name}: accuracy and parity, {rows.stop} of {len(data)} samples")
-    return {c: s.quality(dense) for c, s in sums.items() if c not in failures}, failures
-
-
-def _references(subject: Subject, ks: set[int]) -> dict[int, PyTorch]:
-    return {
-        k: with_algorithm_1(subject.model, k, "masked", renormalize=subject.renormalize)
-        for k in sorted(ks)
-    }
-
-
-def _expected(reference: PyTorch, x: Array) -> tuple[Array, dict[str, Array]]:
-    """The outputs of a reference, and the experts of the layers that choose among theirs."""
-    outputs, chosen = reference.with_routing(x)
-    sizes = {name: m.spec.experts for name, m in soft_moe_layers(reference.module).items()}
-    return outputs, {name: s for name, s in chosen.items() if s.shape[1] < sizes[name]}
-
-
-def _reference_outputs(base: PyTorch, x: Array, name: str) -> Array:
-    try:
-        return base(x)
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise FeedError(
-            f"the PyTorch model {name} cannot run inputs of shape {x.shape}: {error}",
-            hint="the data must fit the model that is measured",
-        ) from error
-
-
-class _Sums:
-    """The running sums of one contestant over the batches of an evaluation."""
-
-    def __init__(self) -> None:
-        self.hits = Hits()
-        self.overlap = Overlap()
-        self.closeness = Closeness()
-
-    def add(
-        self,
-        runner: Runner,
-        x: Array,
-        labels: Array | None,
-        expected: Array,
-        chosen: dict[str, Array],
-    ) -> None:
-        outputs = runner(x)
-        self.closeness += Closeness.of(outputs, expected)
-        if labels is not None:
-            self.hits += Hits.of(outputs, labels)
-        if chosen and isinstance(runner, Graph):
-            selected = runner.selected(x)
-            choosing = {name: experts for name, experts in selected.items() if name in chosen}
-            self.overlap += Overlap.of(choosing, chosen)
-
-    def quality(self, dense: Hits) -> Quality:
-        return Quality(
-            self.hits.accuracy(dense) if self.hits.seen else None,
-            self.overlap.agreement() if self.overlap.samples else None,
-            self.closeness.parity(),
-        )
-
-
-def measure_heat(
-    heat: Heat,
-    runners: Mapping[Contestant, Runner],
-    data: LabelledData,
-    *,
-    progress: Progress = lambda line: None,
-) -> tuple[dict[Contestant, timing.Latency], dict[Contestant, Exception]]:
-    """Returns the latency of each contestant that `runners` holds, and what made others fail.
-
-    Inputs are real: distinct batches of the data, in turn, the same for every contestant.
-    """
-    inputs = min(heat.protocol.inputs, math.ceil(len(data) / heat.batch))
-    batches = [data.batch(i, heat.batch) for i in range(inputs)]
-    protocol = replace(heat.protocol, inputs=inputs)
-    by_label = {c.label: c for c in heat.contestants if c in runners}
-
-    def timed(runner: Runner) -> timing.Contestant:
-        return lambda index: runner(batches[index % inputs])
-
-    calls = {label: timed(runners[c]) for label, c in by_label.items()}
-    measured = timing.measure(
-        calls, protocol, progress=lambda line: progress(f"batch {heat.batch}: {line}")
-    )
-    return (
-        {by_label[label]: latency for label, latency in measured.latencies.items()},
-        {by_label[label]: error for label, error in measured.failures.items()},
-    )
+UNKNOWN_SAMPLES = 1000
+"""Taken for an estimate where a feed does not tell how many samples it has."""
 
 
 def bench(
     subjects: Sequence[Subject],
-    data: LabelledData,
+    data: Labelled,
     settings: Settings,
     *,
     out: Path | None = None,
     command: str = "",
-    progress: Progress = to_stderr,
+    progress: Progress | None = None,
+    absent: Sequence[Absent] = (),
 ) -> Results:
     """Returns every row of a benchmark; with `out`, writes results.json, report and figures there.
 
-    A contestant that cannot be opened, evaluated or timed becomes a row with its error. Raises
-    UsageError and FeedError, before anything is opened, for what cannot be measured at all.
+    A contestant that cannot be opened, evaluated or timed becomes a row with its error. `absent`
+    names the engines that are not measured. Raises UsageError and FeedError, before anything is
+    opened, for what cannot be measured at all.
     """
+    progress = progress or Silent()
     heats = plan(subjects, settings)
+    head = data.head(max(settings.batches) * settings.protocol.inputs)
     for subject in subjects:
-        check_inputs(subject.model.input, data, subject.name)
-    progress(describe(heats))
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    rows: list[Row] = []
+        check_inputs(subject.model.input, head, subject.name)
     with _threads(settings.threads):
+        facts = environment() | {"threads": torch.get_num_threads()}
+        progress.step(describe(heats, foretell(subjects, heats, head, data.samples, settings)))
+        models = tuple(model_info(subject) for subject in subjects)
+        if out is not None:
+            out.mkdir(parents=True, exist_ok=True)
+        journal = Journal(
+            None if out is None else out / JOURNAL_FILE,
+            {
+                "environment": facts,
+                "models": [asdict(model) for model in models],
+                "edits": [str(subject.model.edits) for subject in subjects],
+                "rows": [asdict(c) for heat in heats for c in heat.contestants],
+                "graphs": [_graph_hash(graph.open) for s in subjects for graph in s.graphs],
+                "data": data.fingerprint,
+                "settings": asdict(settings),
+            },
+        )
+        _tell(journal, progress)
+        rows: list[Row] = []
+        seen = 0
         for subject in subjects:
-            rows += _bench_subject(subject, heats, data, settings, progress)
+            one = Measurement(subject, heats, data, head, settings, journal, progress)
+            rows += one.rows()
+            seen = max(seen, one.seen)
         results = Results(
-            models=tuple(model_info(subject) for subject in subjects),
+            models=models,
             rows=tuple(rows),
-            environment=environment() | {"threads": torch.get_num_threads()},
-            protocol=_protocol(settings, data),
+            environment=facts,
+            protocol=_protocol(settings, data, seen),
             command=command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
+            absent=tuple(absent),
         )
     if out is not None:
         write_all(results, out)
+        journal.remove()
     return results
 
 
@@ -240,6 +105,43 @@ def write_all(results: Results, out: Path) -> tuple[Path, ...]:
     write(results, out / "results.json")
     write_report(results, out / "report.html")
     return (out / "results.json", out / "report.html", *figures(results, out))
+
+
+def foretell(
+    subjects: Sequence[Subject],
+    heats: Sequence[Heat],
+    head: LabelledData,
+    samples: int | None,
+    settings: Settings,
+) -> Estimate:
+    """Returns how long a benchmark will take, by a few calls of the untouched models."""
+    calls: dict[tuple[str, int], float] = {}
+    evaluation: dict[str, float] = {}
+    for subject in subjects:
+        base = untouched(subject.model)
+        for batch in settings.batches:
+            calls[subject.name, batch] = _call_ms(base, head, batch, subject.name)
+        size = min(settings.evaluation_batch, len(head))
+        each = _call_ms(base, head, size, subject.name)
+        evaluation[subject.name] = each * settings.evaluation_batch / size
+    known = UNKNOWN_SAMPLES if samples is None else samples
+    seen = min(known, settings.samples or known)
+    workers = worker_count(max(weights_bytes(subject) for subject in subjects))
+    return estimate(heats, settings, seen, Probe(calls, evaluation), workers=workers)
+
+
+def _call_ms(runner: Runner, head: LabelledData, batch: int, name: str) -> float:
+    x = head.batch(0, batch)
+    try:
+        runner(x[:1])
+        started = time.perf_counter()
+        runner(x)
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise FeedError(
+            f"the PyTorch model {name} cannot run inputs of shape {x.shape}: {error}",
+            hint="the data must fit the model that is measured",
+        ) from error
+    return 1e3 * (time.perf_counter() - started)
 
 
 def check_inputs(spec: TensorSpec, data: LabelledData, model: str) -> None:
@@ -260,80 +162,35 @@ def model_info(subject: Subject) -> ModelInfo:
     """Returns what the report says of a model."""
     model = subject.model
     parameters = sum(p.numel() for p in model.module.parameters())
-    return ModelInfo(subject.name, model.family, model.source.path, parameters)
+    return ModelInfo(subject.name, model.family, model.source.path, parameters, model_hash(model))
 
 
-def _bench_subject(
-    subject: Subject,
-    heats: Sequence[Heat],
-    data: LabelledData,
-    settings: Settings,
-    progress: Progress,
-) -> list[Row]:
-    runners: dict[Contestant, Runner] = {}
-    failures: dict[Contestant, Exception] = {}
-    for contestant, open_it in contestants(subject).items():
-        try:
-            runners[contestant] = open_it()
-        except Exception as error:  # noqa: BLE001  the row says what failed; the others go on
-            failures[contestant] = error
-    seen = _first(data, settings.samples)
-    qualities, failed = evaluate(
-        runners, subject, seen, settings.evaluation_batch, progress=progress
-    )
-    failures |= failed
-    rows = []
-    for heat in (h for h in heats if h.contestants[0].model == subject.name):
-        alive = {c: r for c, r in runners.items() if c not in failures}
-        latencies, failed = measure_heat(
-            heat, alive, data, progress=lambda line: progress(f"{subject.name}, {line}")
-        )
-        errors = failures | failed
-        for contestant in heat.contestants:
-            row = _row(contestant, heat.batch, qualities, latencies, errors)
-            if row.error is not None:
-                progress(f"failed: {contestant.label}, batch {heat.batch}: {row.error}")
-            rows.append(row)
-    return rows
+def model_hash(model: Model) -> str:
+    """Returns the SHA-256 of a model's files, of its weights where it came from none."""
+    if model.source.files:
+        return hash_files(model.source.files)
+    state = model.module.state_dict()
+    return fingerprint(*(tensor.detach().cpu().numpy() for tensor in state.values()))
 
 
-def _row(
-    contestant: Contestant,
-    batch: int,
-    qualities: Mapping[Contestant, Quality],
-    latencies: Mapping[Contestant, timing.Latency],
-    errors: Mapping[Contestant, Exception],
-) -> Row:
-    identity: dict[str, Any] = asdict(contestant) | {"batch": batch}
-    if contestant in errors:
-        return Row(**identity, error=_in_one_line(errors[contestant]))
-    quality, latency = qualities[contestant], latencies[contestant]
-    return Row(
-        **identity,
-        latency_ms=latency,
-        throughput=1000 * batch / latency.median if latency.median > 0 else None,
-        accuracy=quality.accuracy,
-        routing=quality.routing,
-        parity=quality.parity,
-    )
+def _graph_hash(opener: object) -> str:
+    """The hash of a graph's file; empty for one that is not a file."""
+    path = getattr(opener, "path", None)
+    return sha256(path) if isinstance(path, Path) and path.is_file() else ""
 
 
-def _in_one_line(error: Exception) -> str:
-    text = " ".join(str(error).split()) or "no message"
-    return text if isinstance(error, MoexportError) else f"{type(error).__name__}: {text}"
+def _tell(journal: Journal, progress: Progress) -> None:
+    if journal.resumed:
+        progress.step(f"going on with an unfinished run: {journal.resumed} pieces are done")
+    elif journal.discarded:
+        changed = ", ".join(journal.discarded)
+        progress.step(f"an unfinished run of something else was discarded (changed: {changed})")
 
 
-def _first(data: LabelledData, samples: int | None) -> LabelledData:
-    if samples is None or samples >= len(data):
-        return data
-    labels = None if data.labels is None else data.labels[:samples]
-    return LabelledData(data.inputs[:samples], labels, data.input_name, data.label_name)
-
-
-def _protocol(settings: Settings, data: LabelledData) -> dict[str, Any]:
+def _protocol(settings: Settings, data: Labelled, seen: int) -> dict[str, Any]:
     return asdict(settings.protocol) | {
-        "samples": min(settings.samples or len(data), len(data)),
-        "labelled": data.labels is not None,
+        "samples": seen,
+        "labelled": data.labelled,
         "batches": list(settings.batches),
     }
 

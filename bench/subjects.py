@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
-
-import numpy as np
-import onnx
 
 from ..errors import UsageError
 from ..exporter.bundle import Bundle, hash_files, selected_values
@@ -22,61 +19,74 @@ from ..exporter.manifest import MANIFEST_FILE
 from ..exporter.model import Model
 from ..exporter.options import AUTO, AxisRange, ExportOptions, Kept
 from ..exporter.plan import GraphPlan, plan_graph, resolve_k
-from ..exporter.session import Session, SessionOptions
-from .data import Array
+from ..exporter.progress import Progress, Silent
+from ..graphs.lowerings.base import Target
 from .engines import GraphSource, Subject
+from .graph_runner import OnnxOpener
+from .results import PYTORCH_ALGORITHM_2
+
+PROVIDERS: dict[str, tuple[str, Target]] = {
+    "cpu": ("CPUExecutionProvider", "ort-cpu"),
+    "cuda": ("CUDAExecutionProvider", "ort-cuda"),
+    "tensorrt": ("TensorrtExecutionProvider", "onnx"),
+}
+"""ONNX Runtime's providers by the rows' name for them, and the target that graphs are made for."""
 
 
-@dataclass(frozen=True)
-class OnnxGraph:
-    """An exported graph as the benchmark runs it (`engines.Graph`)."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a sweep asks of one model: the lists of its options."""
 
-    session: Session
-    selected_values: Mapping[str, str]
-    experts: Mapping[str, int]
-    k: int | None
-
-    def __call__(self, x: Array) -> Array:
-        """Maps inputs [b, …] to outputs [b, …]."""
-        return self.session(x, self.k)
-
-    def selected(self, x: Array) -> dict[str, Array]:
-        """Returns the chosen experts [b, k], ascending, of each layer: all n without a choice."""
-        wanted = list(self.selected_values.values())
-        values = self.session.run(x, self.k, wanted) if wanted else {}
-        return {
-            layer: np.sort(values[self.selected_values[layer]], axis=1)
-            if layer in self.selected_values
-            else np.tile(np.arange(n), (len(x), 1))
-            for layer, n in self.experts.items()
-        }
+    ks: tuple[Kept, ...]
+    lowerings: tuple[str, ...] = (AUTO,)
+    batches: tuple[int, ...] = (1,)
+    engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2,)
+    providers: tuple[str, ...] = ("cpu",)
+    threads: int | None = None
+    renormalize: bool = False
 
 
 @contextmanager
 def exported(
     model: Model,
-    ks: Sequence[Kept],
-    lowerings: Sequence[str] = (AUTO,),
+    asked: Asked,
     *,
     name: str | None = None,
-    batches: Sequence[int] = (1,),
-    threads: int | None = None,
-    renormalize: bool = False,
-    progress: Callable[[str], None] = lambda _: None,
+    progress: Progress | None = None,
 ) -> Iterator[Subject]:
     """Yields a model with a graph per k and lowering, exported to a folder that goes after.
 
-    The graphs share one weights file. `auto` stands for what the cost model chooses for each of the
-    batch sizes.
+    The graphs for one provider share one weights file. `auto` stands for what the cost model
+    chooses for each of the batch sizes.
     """
-    progress(f"tracing {model.source.path}")
-    options = ExportOptions(target="ort-cpu", renormalize=renormalize)
+    progress = progress or Silent()
+    graphs: list[GraphSource] = []
+    specs = {layer: module.spec for layer, module in model.layers.items()}
+    with TemporaryDirectory(prefix="moexport-bench-") as folder:
+        for provider in asked.providers:
+            place = Path(folder) / provider
+            place.mkdir()
+            progress.step(f"exporting {model.source.path} for {provider}")
+            graphs += _sources(model, asked, provider, place)
+        yield Subject(
+            name=name or Path(model.source.path).stem,
+            model=model,
+            ks=tuple(sorted({_largest(resolve_k(k, specs)) for k in asked.ks}, reverse=True)),
+            graphs=tuple(graphs),
+            renormalize=asked.renormalize,
+            engines=asked.engines,
+        )
+
+
+def _sources(model: Model, asked: Asked, provider: str, folder: Path) -> list[GraphSource]:
+    """Exports the graphs of a sweep for one provider; a lowering twice the same is one graph."""
+    execution, target = PROVIDERS[provider]
+    options = ExportOptions(target=target, renormalize=asked.renormalize)
     prepared = prepare(model, options)
     specs = {layer: module.spec for layer, module in model.layers.items()}
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
-    for k, lowering, batch in product(ks, lowerings, batches):
+    for k, lowering, batch in product(asked.ks, asked.lowerings, asked.batches):
         kept = resolve_k(k, specs)
-        largest = max(value for value in kept.values() if value is not None)
         graph = plan_graph(
             model,
             prepared.portable,
@@ -85,39 +95,31 @@ def exported(
             lowering_name=lowering,
             file=f"model-{len(graphs)}.onnx",
         )
-        graphs.setdefault((largest, graph.lowerings), graph)
-    with TemporaryDirectory(prefix="moexport-bench-") as folder:
-        progress(f"writing {len(graphs)} graphs over one weights file")
-        plans = replace(prepared.plan, graphs=tuple(graphs.values()))
-        lowered = write_graphs(replace(prepared, plan=plans), Path(folder))
-        yield Subject(
-            name=name or Path(model.source.path).stem,
-            model=model,
-            ks=tuple(sorted({k for k, _ in graphs}, reverse=True)),
-            graphs=tuple(
-                GraphSource(
-                    k=k,
-                    lowering="+".join(sorted(set(names))),
-                    open=_opener(
-                        Path(folder) / graph.file,
-                        selected_values(lowered[graph.file].values),
-                        {n: spec.experts for n, spec in specs.items() if _has_sets(spec.kind)},
-                        threads,
-                    ),
-                )
-                for (k, names), graph in graphs.items()
+        graphs.setdefault((_largest(kept), graph.lowerings), graph)
+    plans = replace(prepared.plan, graphs=tuple(graphs.values()))
+    lowered = write_graphs(replace(prepared, plan=plans), folder)
+    return [
+        GraphSource(
+            k=k,
+            lowering="+".join(sorted(set(names))),
+            open=OnnxOpener(
+                folder / graph.file,
+                selected_values(lowered[graph.file].values),
+                {n: spec.experts for n, spec in specs.items() if _has_sets(spec.kind)},
+                threads=asked.threads,
+                provider=execution,
             ),
-            renormalize=renormalize,
+            provider=provider,
         )
+        for (k, names), graph in graphs.items()
+    ]
 
 
-def from_bundle(
-    bundle: Bundle,
-    asked: Sequence[Kept],
-    *,
-    model: Model | None = None,
-    threads: int | None = None,
-) -> Subject:
+def _largest(kept: Mapping[str, int | None]) -> int:
+    return max(value for value in kept.values() if value is not None)
+
+
+def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> Subject:
     """Returns a bundle beside the PyTorch model it was made from.
 
     What is `asked` is measured where the bundle's k is a graph input; a baked k stays. Without
@@ -130,7 +132,7 @@ def from_bundle(
     takes_k = record.k == "input"
     if takes_k:
         specs = {name: layer.spec for name, layer in model.layers.items()}
-        ks = [max(k for k in resolve_k(each, specs).values() if k is not None) for each in asked]
+        ks = [_largest(resolve_k(each, specs)) for each in asked.ks]
     else:
         ks = [max(layer.k for layer in record.layers if layer.k is not None)]
     return Subject(
@@ -141,18 +143,23 @@ def from_bundle(
             GraphSource(
                 k=k,
                 lowering="+".join(sorted(set(graph.lowerings.values()))),
-                open=_opener(
+                open=OnnxOpener(
                     bundle.path / graph.file,
                     graph.selected,
                     {m.name: m.experts for m in record.layers if _has_sets(m.kind)},
-                    threads,
                     k if takes_k else None,
+                    asked.threads,
+                    PROVIDERS[provider][0],
                 ),
+                provider=provider,
+                precision=record.precision,
             )
             for graph in record.graphs
             for k in ks
+            for provider in asked.providers
         ),
         renormalize=record.renormalize,
+        engines=asked.engines,
     )
 
 
@@ -182,16 +189,3 @@ def _source_of(bundle: Bundle) -> Model:
 def _has_sets(kind: str) -> bool:
     """Whether layers of a kind choose a set of experts per input, which routing rows compare."""
     return kind == "soft-moe"
-
-
-def _opener(
-    path: Path,
-    selected: Mapping[str, str],
-    experts: Mapping[str, int],
-    threads: int | None,
-    k: int | None = None,
-) -> Callable[[], OnnxGraph]:
-    sets = {layer: value for layer, value in selected.items() if layer in experts}
-    observe = dict.fromkeys(sets.values(), onnx.TensorProto.INT64)
-    options = SessionOptions(threads=threads, observe=observe)
-    return lambda: OnnxGraph(Session(path, options), sets, experts, k)

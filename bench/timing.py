@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from ..errors import UsageError
+from ..errors import MoexportError, UsageError
+from ..exporter.progress import Progress, Silent
 
 NS_PER_MS = 1e6
 MIN_ROUNDS = 5
@@ -73,48 +74,82 @@ class Protocol:
 
 
 @dataclass(frozen=True, slots=True)
+class Round:
+    """What one round found: milliseconds of every call, or in words what ended it."""
+
+    ms: dict[str, list[float]] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Measured:
-    """What came of a measurement: a latency or the exception that ended it, per contestant."""
+    """What came of a measurement: a latency or in words what ended it, per contestant."""
 
     latencies: dict[str, Latency]
-    failures: dict[str, Exception]
+    failures: dict[str, str]
 
 
 def measure(
     contestants: Mapping[str, Contestant],
     protocol: Protocol,
     *,
-    progress: Callable[[str], None] = lambda line: None,
+    title: str = "timing",
+    progress: Progress | None = None,
+    done: Sequence[Round] = (),
+    keep: Callable[[Round], None] = lambda found: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Measured:
     """Returns the latency of each contestant, measured in interleaved rounds.
 
-    A contestant that raises is left out from then on, and its exception kept in `failures`.
+    A contestant that raises is left out from then on, and what it said kept in `failures`. Rounds
+    that an interrupted run has `done` count; each new one is handed to `keep`. A contestant that
+    has a method `rest` is told when its part of a round is over.
     """
-    samples: dict[str, list[list[float]]] = {name: [] for name in contestants}
-    failures: dict[str, Exception] = {}
+    progress = progress or Silent()
+    rounds = list(done)
+    failures = {name: text for each in done for name, text in each.failures.items()}
+    left = protocol.rounds - len(rounds)
+    progress.step(
+        f"{title}: {left} rounds of {len(contestants)} contestants", total=left * len(contestants)
+    )
+    warm: set[str] = set()
+    for number in range(len(rounds), protocol.rounds):
+        found = Round()
+        for name in _order(contestants, protocol.seed, number):
+            if name not in failures:
+                try:
+                    call = contestants[name]
+                    if name not in warm or hasattr(call, "rest"):
+                        _warm_up(call, protocol.warmup)
+                    warm.add(name)
+                    found.ms[name] = _round_ms(call, protocol, clock_ns)
+                    rest = getattr(call, "rest", None)
+                    if rest is not None:
+                        rest()
+                except Exception as error:  # noqa: BLE001  it may fail in any way it likes
+                    found.failures[name] = failures[name] = in_one_line(error)
+            progress.advance(1)
+        rounds.append(found)
+        keep(found)
+    latencies = {
+        name: summarise([each.ms[name] for each in rounds])
+        for name in contestants
+        if name not in failures
+    }
+    return Measured(latencies, failures)
 
-    def attempt(name: str, step: Callable[[], None]) -> None:
-        try:
-            step()
-        except Exception as error:  # noqa: BLE001  a contestant may fail in any way it likes
-            failures[name] = error
 
-    for name, call in contestants.items():
-        attempt(name, lambda call=call: _warm_up(call, protocol.warmup))  # type: ignore[misc]
-    order = random.Random(protocol.seed)
-    for number in range(1, protocol.rounds + 1):
-        names = [name for name in contestants if name not in failures]
-        order.shuffle(names)
-        progress(f"round {number} of {protocol.rounds}: {len(names)} contestants")
-        for name in names:
+def _order(contestants: Mapping[str, Contestant], seed: int, number: int) -> list[str]:
+    """A round's order: drawn anew for each, the same however many rounds were run before."""
+    names = list(contestants)
+    random.Random(f"{seed}, {number}").shuffle(names)
+    return names
 
-            def one_round(name: str = name) -> None:
-                samples[name].append(_round_ms(contestants[name], protocol, clock_ns))
 
-            attempt(name, one_round)
-    done = {name: summarise(r) for name, r in samples.items() if name not in failures}
-    return Measured(done, failures)
+def in_one_line(error: Exception) -> str:
+    """Returns what an exception says in one line, with its type unless it is our own."""
+    text = " ".join(str(error).split()) or "no message"
+    return text if isinstance(error, MoexportError) else f"{type(error).__name__}: {text}"
 
 
 def _warm_up(call: Contestant, calls: int) -> None:

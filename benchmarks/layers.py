@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from moexport.bench import timing
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.subjects import exported
+from moexport.bench.subjects import Asked, exported
 from moexport.exporter.environment import environment, usable_cores
 from moexport.exporter.hosts.layer import TokenHost
 from moexport.exporter.model import Model, Source, TensorSpec
@@ -141,7 +141,9 @@ def _heats(
 ) -> Iterator[Row]:
     stacked = layer_model(shape, stacked=True)
     loop = layer_model(shape, stacked=False)
-    subject = stack.enter_context(exported(loop, [k], LOWERINGS, threads=threads))
+    subject = stack.enter_context(
+        exported(loop, Asked(ks=(k,), lowerings=LOWERINGS, threads=threads))
+    )
     graphs = {source.lowering: source.open() for source in subject.graphs}
     for batch in batches:
         x = tokens_of(batch)

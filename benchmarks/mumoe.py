@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from moexport.bench import timing
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.subjects import exported
+from moexport.bench.subjects import Asked, exported
 from moexport.exporter.environment import environment, usable_cores
 from moexport.exporter.hosts.layer import TokenHost
 from moexport.exporter.model import Model, Source, TensorSpec
@@ -102,7 +102,7 @@ def run(
         progress(subject.name)
         with ExitStack() as stack:
             model = layer_model(subject)
-            graphs = stack.enter_context(exported(model, ["n"], threads=threads)).graphs
+            graphs = stack.enter_context(exported(model, Asked(ks=("n",), threads=threads))).graphs
             graph = graphs[0].open()
             x = np.random.default_rng(1).standard_normal((1, subject.tokens, subject.spec.dim))
             x = x.astype(np.float32)

@@ -14,8 +14,9 @@ import onnx_ir as ir
 
 from ..calibration.feeds import Feed
 from ..errors import ParityError
-from ..graphs.lower import K_INPUT, LayerChoice, Lowered, lower
+from ..graphs.lower import LayerChoice, Lowered, lower
 from ..graphs.moe import MoESpec
+from ..graphs.names import K_INPUT
 from .atomic import check_destination, written_whole
 from .bundle import Bundle, graph_parity, hash_files, selected_values, sha256
 from .edited import edited

@@ -66,7 +66,7 @@ def load_factory(
         module=twin,
         family="factory",
         config=dict(config),
-        source=Source(source, files),
+        source=Source(source, files, None if weights is None else str(weights)),
         input=TensorSpec("input", array.dtype.name, ("batch", *array.shape[1:])),
         output=TensorSpec("output", result.dtype.name, ("batch", *result.shape[1:])),
         notes=(*notes, *note, *replaced),

@@ -43,10 +43,11 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model came from: its files, or the factory that built it."""
+    """Where a model came from: its files, or the factory that built it and its `weights`."""
 
     path: str
     files: tuple[Path, ...]
+    weights: str | None = None
 
 
 @dataclass(frozen=True)

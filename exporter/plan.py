@@ -10,10 +10,10 @@ import onnx_ir as ir
 
 from ..errors import UsageError
 from ..graphs.cost import Choice, check, choose
-from ..graphs.lower import DOMAIN
 from ..graphs.lowerings.base import AnyWork, WorkOf
 from ..graphs.lowerings.registry import lowering
 from ..graphs.moe import MoESpec
+from ..graphs.names import DOMAIN
 from .model import Model
 from .options import AUTO, AxisRange, ExportOptions, Kept
 from .weights import INLINE_BYTES, WEIGHTS_FILE

@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import onnxruntime as ort
 
 from ..errors import BundleError, EngineError, FeedError, UsageError
-from ..graphs.lower import K_INPUT
+from ..graphs.names import K_INPUT
 from .engines.device import first_gpu
 
 CPU = "CPUExecutionProvider"
@@ -30,13 +29,15 @@ class SessionOptions:
 
     `threads` within an operator (None: the runtime's choice). `prepack` lets the runtime keep a
     re-ordered copy of each constant weight: faster, at twice the memory. `observe` names inner
-    values to return beside the outputs, with their ONNX element type.
+    values to return beside the outputs, with their ONNX element type. `profile` makes the runtime
+    time every node, into a file whose name begins with it.
     """
 
     provider: str = CPU
     threads: int | None = None
     prepack: bool = True
     observe: Mapping[str, int] | None = None
+    profile: Path | None = None
 
 
 class Session:
@@ -98,6 +99,10 @@ class Session:
         self._session.run_with_iobinding(binding)
         results: list[np.ndarray] = binding.copy_outputs_to_cpu()
         return results
+
+    def end_profile(self) -> Path:
+        """Ends the profile that `SessionOptions.profile` asked for; returns its file (JSON)."""
+        return Path(self._session.end_profiling())
 
     def _feeds(self, x: np.ndarray, k: int | None) -> dict[str, np.ndarray]:
         if self.takes_k != (k is not None):
@@ -161,6 +166,9 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
         settings.intra_op_num_threads = options.threads
     if not options.prepack:
         settings.add_session_config_entry("session.disable_prepacking", "1")
+    if options.profile is not None:
+        settings.enable_profiling = True
+        settings.profile_file_prefix = str(options.profile)
     available = ort.get_available_providers()
     if options.provider not in available:
         raise UsageError(
@@ -217,6 +225,8 @@ _LOAD_ERRORS = (
 
 def _observed(path: Path, observe: Mapping[str, int]) -> bytes:
     """The model with inner values as further outputs; its weights stay where they are."""
+    import onnx
+
     model = onnx.load(path, load_external_data=False)
     known = {output.name for output in model.graph.output}
     for name, element_type in observe.items():

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TraceError
-from ..graphs.lower import DOMAIN
 from ..graphs.moe import MoELayer, moe_layers
+from ..graphs.names import DOMAIN
 from ..graphs.simplify import simplify
 from .attention import TRANSLATIONS
 from .model import Model

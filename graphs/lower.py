@@ -12,11 +12,9 @@ from .arithmetic import FP32, Arithmetic
 from .builder import Builder
 from .lowerings.base import AnyLowering
 from .moe import MoESpec, choice_key
+from .names import DOMAIN, K_INPUT
 from .parameters import LayerOf, LayerTensors
 from .simplify import simplify
-
-DOMAIN = "ai.moexport"
-K_INPUT = "k"
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...errors import FeedError, UsageError
-from ...graphs.lower import K_INPUT
+from ...graphs.names import K_INPUT
 from ..manifest import PortRecord
 from ..options import AxisRange, parse_range
 

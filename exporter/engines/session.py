@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import EngineError, FeedError, UsageError
-from ...graphs.lower import K_INPUT
+from ...graphs.names import K_INPUT
 from . import cuda
 from .loading import load_engine
 from .planfile import find_plan

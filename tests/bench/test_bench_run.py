@@ -18,12 +18,19 @@ from moexport.bench.run import bench
 from moexport.bench.timing import Protocol
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model
+from moexport.exporter.progress import Silent
 
 QUICK = Settings(batches=(1, 3), protocol=Protocol(warmup=1, round_s=0.0, inputs=2), samples=100)
 
 
-def silent(line: str) -> None:
-    """Progress that nobody watches."""
+class Told(Silent):
+    """Progress that is remembered."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def step(self, text: str, total: int | None = None) -> None:
+        self.lines.append(text)
 
 
 class InPlaceOfAGraph:
@@ -79,9 +86,9 @@ def found(model: Model, digits: Digits, tmp_path_factory: pytest.TempPathFactory
             GraphSource(2, "crashes", lambda: FailsAt(model, 3)),
         ),
     )
-    lines: list[str] = []
-    results = bench([subject], digits.test, QUICK, out=folder, progress=lines.append)
-    assert any(line.startswith("failed: digits: onnxruntime unopened") for line in lines)
+    told = Told()
+    results = bench([subject], digits.test, QUICK, out=folder, progress=told)
+    assert any(line.startswith("failed: digits: onnxruntime unopened") for line in told.lines)
     assert read(folder / "results.json") == results
     assert sorted(path.name for path in folder.iterdir()) == [
         "latency_accuracy.png",
@@ -162,7 +169,7 @@ def test_a_failure_is_a_row_with_its_error(pick: Pick) -> None:
 
 def test_unlabelled_data_give_latency_and_parity_only(model: Model, digits: Digits) -> None:
     data = LabelledData(digits.test.inputs[:10], None)
-    results = bench([Subject("d", model)], data, replace(QUICK, batches=(1,)), progress=silent)
+    results = bench([Subject("d", model)], data, replace(QUICK, batches=(1,)))
     assert results.rows[0].accuracy is None
     assert results.rows[0].parity is not None
     assert results.rows[0].latency_ms is not None
@@ -179,7 +186,7 @@ def test_algorithm_1_shares_the_weights_and_leaves_the_model_alone(model: Model)
 def test_threads_are_set_for_the_run_and_put_back(model: Model, digits: Digits) -> None:
     before = torch.get_num_threads()
     settings = replace(QUICK, batches=(1,), threads=1, samples=5)
-    results = bench([Subject("d", model)], digits.test, settings, progress=silent)
+    results = bench([Subject("d", model)], digits.test, settings)
     assert results.environment["threads"] == 1
     assert torch.get_num_threads() == before
 
@@ -208,16 +215,16 @@ def test_what_cannot_be_measured_is_refused_first(model: Model, digits: Digits) 
     with pytest.raises(UsageError, match="at least 1"):
         Settings(batches=(0,))
     flat = LabelledData(digits.test.inputs.reshape(360, -1), digits.test.labels)
-    with pytest.raises(FeedError, match=r"\(360, 784\), and d takes float32 of shape \(batch, 1"):
-        bench([Subject("d", model)], flat, QUICK, progress=silent)
+    with pytest.raises(FeedError, match=r"\(6, 784\), and d takes float32 of shape \(batch, 1"):
+        bench([Subject("d", model)], flat, QUICK)
     assert digits.test.labels is not None
     wrong = LabelledData(digits.test.inputs, digits.test.labels + np.int64(1), "input", "label")
     with pytest.raises(FeedError, match=r"labels outside 0\.\.9"):
-        bench([Subject("d", model)], wrong, QUICK, progress=silent)
+        bench([Subject("d", model)], wrong, QUICK)
 
 
 def test_nothing_is_written_when_the_data_do_not_fit(model: Model, tmp_path: Path) -> None:
     data = LabelledData(np.zeros((2, 3), np.float32), None)
     with pytest.raises(FeedError):
-        bench([Subject("d", model)], data, QUICK, out=tmp_path / "out", progress=silent)
+        bench([Subject("d", model)], data, QUICK, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

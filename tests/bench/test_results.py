@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moexport.bench.results import Results, ResultsError, from_json, read, to_json, write
+from moexport.bench.results import Results, from_json, read, to_json, write
+from moexport.errors import ResultsError
 
 
 def test_results_survive_a_round_trip(results: Results, tmp_path: Path) -> None:
@@ -29,7 +30,7 @@ def test_the_file_has_the_keys_that_scripts_rely_on(results: Results) -> None:
     assert {
         "median", "p90", "p95", "p99", "min", "max", "mean", "std", "n", "rounds",
     } <= set(row["latency_ms"])  # fmt: skip
-    assert set(row["accuracy"]) == {"top1", "retention", "n"}
+    assert {"top1", "retention", "n"} <= set(row["accuracy"])
     assert set(row["routing"]) == {"jaccard", "exact"}
     assert set(row["parity"]) == {"max_abs", "cosine"}
 

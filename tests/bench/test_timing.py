@@ -81,7 +81,7 @@ def test_a_contestant_that_fails_leaves_the_others_measured(fails_at: int) -> No
 
     measured = measure({"bad": broken, "good": lambda index: None}, Protocol(round_s=0.0))
     assert set(measured.latencies) == {"good"}
-    assert str(measured.failures["bad"]) == "out of memory"
+    assert measured.failures["bad"] == "RuntimeError: out of memory"
 
 
 def test_a_difference_below_the_spread_is_no_difference() -> None:

@@ -10,9 +10,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 from moexport.graphs.arithmetic import FP32, Arithmetic
-from moexport.graphs.lower import DOMAIN, LayerChoice, Lowered, lower
+from moexport.graphs.lower import LayerChoice, Lowered, lower
 from moexport.graphs.lowerings.registry import LOWERINGS
 from moexport.graphs.moe import StoredPart
+from moexport.graphs.names import DOMAIN
 from moexport.graphs.narrowing import narrowed
 from moexport.graphs.parameters import LayerTensors
 from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource, SoftMoESpec

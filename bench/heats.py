@@ -1,0 +1,75 @@
+"""Carries out a heat: contestants timed in turn on the same real inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ..exporter.progress import Progress
+from . import timing
+from .data import Array, LabelledData
+from .engines import Contestant, Runner
+from .plan import Heat
+
+
+class Reopened:
+    """A contestant that is opened for its part of each round and closed after: it saves memory."""
+
+    def __init__(self, open_it: Callable[[], Runner], batches: Sequence[Array]) -> None:
+        self._open, self._batches = open_it, batches
+        self._runner: Runner | None = None
+
+    def __call__(self, index: int) -> object:
+        """Runs one of the batches."""
+        if self._runner is None:
+            self._runner = self._open()
+        return self._runner(self._batches[index % len(self._batches)])
+
+    def rest(self) -> None:
+        """Closes the engine."""
+        self._runner = None
+
+
+def measure_heat(
+    heat: Heat,
+    runners: Mapping[Contestant, Runner],
+    data: LabelledData,
+    *,
+    openers: Mapping[Contestant, Callable[[], Runner]] | None = None,
+    progress: Progress | None = None,
+    done: Sequence[timing.Round] = (),
+    keep: Callable[[timing.Round], None] = lambda found: None,
+) -> tuple[dict[Contestant, timing.Latency], dict[Contestant, str]]:
+    """Returns the latency of each contestant, and in words what others failed at.
+
+    `runners` are open; `openers` are opened for each round anew. Inputs are real: distinct batches
+    of the data, in turn, the same for every contestant.
+    """
+    batches = heat_batches(heat, data)
+    protocol = replace(heat.protocol, inputs=len(batches))
+
+    def timed(runner: Runner) -> timing.Contestant:
+        return lambda index: runner(batches[index % len(batches)])
+
+    calls: dict[str, timing.Contestant] = {c.label: timed(r) for c, r in runners.items()}
+    for contestant, opener in (openers or {}).items():
+        calls[contestant.label] = Reopened(opener, batches)
+    by_label = {c.label: c for c in heat.contestants if c.label in calls}
+    measured = timing.measure(
+        {label: calls[label] for label in by_label},
+        protocol,
+        title=f"{heat.contestants[0].model}, batch {heat.batch}: timing",
+        progress=progress,
+        done=done,
+        keep=keep,
+    )
+    return (
+        {by_label[label]: latency for label, latency in measured.latencies.items()},
+        {by_label[label]: text for label, text in measured.failures.items() if label in by_label},
+    )
+
+
+def heat_batches(heat: Heat, data: LabelledData) -> list[Array]:
+    """Returns the distinct batches of a heat: what the protocol asks for, if the data give it."""
+    inputs = min(heat.protocol.inputs, -(-len(data) // heat.batch))
+    return [data.batch(index, heat.batch) for index in range(inputs)]

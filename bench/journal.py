@@ -1,0 +1,91 @@
+"""What an unfinished sweep has found so far, so that a killed one goes on where it stopped.
+
+A file of JSON lines beside the results: the first says what is measured, each further one is a
+piece that is complete. It is removed when the results are written.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = "unfinished.jsonl"
+
+
+class Journal:
+    """The pieces of a sweep that are done; without a path they are kept nowhere.
+
+    `what` is everything that the numbers depend on: a file that was begun for anything else is
+    started anew. `resumed` tells how many pieces were found, `discarded` which parts of `what`
+    differed from those of a file that could not be used.
+    """
+
+    def __init__(self, path: Path | None, what: Mapping[str, Any]) -> None:
+        self._path = path
+        self._entries: list[dict[str, Any]] = []
+        self.discarded: tuple[str, ...] = ()
+        digests = {name: _digest(value) for name, value in what.items()}
+        if path is None:
+            return
+        lines = list(_lines(path))
+        if lines and lines[0].get("what") == digests:
+            self._entries = lines[1:]
+        elif lines:
+            old = lines[0].get("what", {})
+            names = dict.fromkeys((*digests, *old))
+            self.discarded = tuple(n for n in names if digests.get(n) != old.get(n))
+        # Written anew: a kill may have left half a line at the end.
+        text = "".join(_line(entry) for entry in ({"what": digests}, *self._entries))
+        path.write_text(text, encoding="utf-8")
+
+    @property
+    def resumed(self) -> int:
+        """How many pieces an earlier run has left."""
+        return len(self._entries)
+
+    def found(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
+        """Returns the pieces of a kind that have these values, oldest first."""
+        wanted = {"kind": kind} | keys
+        return [
+            entry
+            for entry in self._entries
+            if all(entry.get(key) == value for key, value in wanted.items())
+        ]
+
+    def add(self, kind: str, **content: Any) -> None:
+        """Adds a complete piece."""
+        if self._path is not None:
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(_line({"kind": kind} | content))
+
+    def remove(self) -> None:
+        """Ends the journal: the results hold everything."""
+        if self._path is not None:
+            self._path.unlink(missing_ok=True)
+
+
+def _line(entry: Mapping[str, Any]) -> str:
+    return json.dumps(entry, ensure_ascii=False) + "\n"
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """The whole lines of a journal; what comes after a damaged one is not trusted."""
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except json.JSONDecodeError:
+            return
+        if not isinstance(entry, dict):
+            return
+        yield entry
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True, default=str).encode()).hexdigest()[:16]

@@ -1,0 +1,252 @@
+"""One pass over the data: accuracy or perplexity, routing and parity of every contestant."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from ..errors import FeedError
+from ..exporter.progress import Progress, Silent
+from ..graphs.layers import soft_moe_layers
+from .data import Array, Labelled, Labels, check_classes
+from .engines import Contestant, Graph, PyTorch, Runner, Subject, untouched, with_algorithm_1
+from .evaluate import Closeness, Hits, Overlap
+from .perplexity import Surprise
+from .results import (
+    PYTORCH_COMPILE,
+    PYTORCH_EAGER,
+    Accuracy,
+    Parity,
+    Perplexity,
+    RoutingAgreement,
+)
+from .timing import in_one_line
+
+SAVE_S = 10.0
+"""How often the sums so far are kept for a run that goes on after a kill."""
+
+UNTOUCHED = (PYTORCH_EAGER, PYTORCH_COMPILE)
+"""Engines that run the model as it was trained."""
+
+OUTPUT_BYTES = 256 << 20
+"""Outputs of one batch may take this much; token models give a vocabulary per token."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """How good a contestant is, whatever the batch size it is timed at.
+
+    `routing` is None where there is nothing to compare: in PyTorch, and where all experts are kept.
+    """
+
+    accuracy: Accuracy | None
+    perplexity: Perplexity | None
+    routing: RoutingAgreement | None
+    parity: Parity
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The running sums of one contestant."""
+
+    hits: Hits = field(default_factory=Hits)
+    surprise: Surprise = field(default_factory=Surprise)
+    overlap: Overlap = field(default_factory=Overlap)
+    closeness: Closeness = field(default_factory=Closeness)
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.hits + other.hits,
+            self.surprise + other.surprise,
+            self.overlap + other.overlap,
+            self.closeness + other.closeness,
+        )
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Sums:
+        """Returns the sums that `asdict` made plain."""
+        return cls(
+            Hits(**body["hits"]),
+            Surprise(**body["surprise"]),
+            Overlap(**body["overlap"]),
+            Closeness(**body["closeness"]),
+        )
+
+    def quality(self, dense: Sums) -> Quality:
+        """Returns what the sums say beside those of the untouched model."""
+        return Quality(
+            self.hits.accuracy(dense.hits) if self.hits.seen else None,
+            self.surprise.perplexity(dense.surprise) if self.surprise.tokens else None,
+            self.overlap.agreement() if self.overlap.samples else None,
+            self.closeness.parity(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How far an evaluation is: samples seen, the untouched model's sums, everyone's by label."""
+
+    seen: int = 0
+    dense: Sums = field(default_factory=Sums)
+    sums: dict[str, Sums] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> State:
+        """Returns the state that `asdict` made plain."""
+        return cls(
+            body["seen"],
+            Sums.from_json(body["dense"]),
+            {label: Sums.from_json(sums) for label, sums in body["sums"].items()},
+            dict(body["failures"]),
+        )
+
+
+def evaluate(
+    runners: Mapping[Contestant, Runner],
+    subject: Subject,
+    data: Labelled,
+    batch: int,
+    *,
+    limit: int | None = None,
+    progress: Progress | None = None,
+    state: State | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda body: None,
+) -> tuple[dict[Contestant, Quality], dict[Contestant, str]]:
+    """Returns the quality of each contestant of a subject, and in words what others failed at.
+
+    One pass over the first `limit` samples, in batches of at most `batch`. The reference of a
+    contestant is PyTorch with its k: the untouched model for k = n, Algorithm 1 by masking for
+    fewer; the edited model where the graphs are edited. An interrupted pass goes on from `state`; what is handed to `keep` now and then makes
+    one. Raises FeedError when PyTorch cannot run the data.
+    """
+    progress = progress or Silent()
+    state = state or State()
+    base = untouched(subject.model)
+    edited = bool(subject.model.edits)
+    references = _references(subject, {c.k for c in runners if c.k < c.experts or edited})
+    known = data.samples
+    total = known if known is None or limit is None else min(known, limit)
+    progress.step(f"{subject.name}: accuracy, routing and parity", total=total or limit)
+    progress.advance(state.seen)
+    size = min(batch, _fitting(base, data, subject.name))
+    done, saved = 0, time.monotonic()
+    for x, labels in data.stream(size, limit):
+        done += len(x)
+        if done <= state.seen:
+            continue
+        state = _add(state, runners, x, labels, base, references, subject.name)
+        progress.advance(len(x))
+        if time.monotonic() - saved > SAVE_S:
+            keep(asdict(state))
+            saved = time.monotonic()
+    if not state.seen:
+        raise FeedError("the data hold no samples", hint="give at least one input")
+    keep(asdict(state))
+    return (
+        {
+            c: state.sums[c.label].quality(state.dense)
+            for c in runners
+            if c.label not in state.failures
+        },
+        {c: state.failures[c.label] for c in runners if c.label in state.failures},
+    )
+
+
+def _fitting(base: PyTorch, data: Labelled, name: str) -> int:
+    """How many samples a batch may hold so that its outputs are not too large."""
+    first = data.head(1)
+    if not len(first):
+        return 1
+    return max(1, OUTPUT_BYTES // max(1, _outputs(base, first.inputs, name).nbytes))
+
+
+def _add(
+    state: State,
+    runners: Mapping[Contestant, Runner],
+    x: Array,
+    labels: Labels | None,
+    base: PyTorch,
+    references: Mapping[int, PyTorch],
+    name: str,
+) -> State:
+    """The state after one more batch."""
+    x = np.ascontiguousarray(x)
+    dense = _outputs(base, x, name)
+    if labels is not None and labels.ndim == 1:
+        check_classes(labels, dense.shape[-1], "the data", first=state.seen)
+    expected = {k: _expected(reference, x) for k, reference in references.items()}
+    sums, failures = dict(state.sums), dict(state.failures)
+    for contestant, runner in runners.items():
+        label = contestant.label
+        if label in failures:
+            continue
+        # With all experts the reference is the untouched model, and nothing is chosen.
+        outputs, chosen = (dense, {})
+        if contestant.engine not in UNTOUCHED:
+            outputs, chosen = expected.get(contestant.k, (dense, {}))
+        try:
+            found = _sums(runner, x, labels, dense, outputs, chosen)
+        except Exception as error:  # noqa: BLE001  the row says what failed; the others go on
+            failures[label] = in_one_line(error)
+        else:
+            sums[label] = sums.get(label, Sums()) + found
+    untouched_sums = state.dense + _score(dense, x, labels, dense)
+    return replace(
+        state, seen=state.seen + len(x), dense=untouched_sums, sums=sums, failures=failures
+    )
+
+
+def _sums(
+    runner: Runner,
+    x: Array,
+    labels: Labels | None,
+    dense: Array,
+    expected: Array,
+    chosen: Mapping[str, Array],
+) -> Sums:
+    outputs = runner(x)
+    found = replace(_score(outputs, x, labels, dense), closeness=Closeness.of(outputs, expected))
+    if not (chosen and isinstance(runner, Graph)):
+        return found
+    selected = runner.selected(x)
+    choosing = {name: experts for name, experts in selected.items() if name in chosen}
+    return replace(found, overlap=Overlap.of(choosing, chosen))
+
+
+def _score(outputs: Array, x: Array, labels: Labels | None, dense: Array) -> Sums:
+    """Accuracy where there are classes, perplexity where outputs and inputs are tokens."""
+    tokens = x.dtype.kind in "iu" and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
+    if tokens:
+        return Sums(surprise=Surprise.of(outputs, x, labels))
+    if labels is None:
+        return Sums()
+    return Sums(hits=Hits.of(outputs, labels, dense))
+
+
+def _references(subject: Subject, ks: Iterable[int]) -> dict[int, PyTorch]:
+    return {
+        k: with_algorithm_1(subject.model, k, "masked", renormalize=subject.renormalize)
+        for k in sorted(ks)
+    }
+
+
+def _expected(reference: PyTorch, x: Array) -> tuple[Array, dict[str, Array]]:
+    """The outputs of a reference, and the experts of the layers that choose among theirs."""
+    outputs, chosen = reference.with_routing(x)
+    sizes = {name: m.spec.experts for name, m in soft_moe_layers(reference.module).items()}
+    return outputs, {name: s for name, s in chosen.items() if s.shape[1] < sizes[name]}
+
+
+def _outputs(base: PyTorch, x: Array, name: str) -> Array:
+    try:
+        return base(np.ascontiguousarray(x))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise FeedError(
+            f"the PyTorch model {name} cannot run inputs of shape {x.shape}: {error}",
+            hint="the data must fit the model that is measured",
+        ) from error
