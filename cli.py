@@ -324,19 +324,31 @@ def bench(
         "n,0.5,0.25,0.125"
     ),
     lowering: Annotated[str, typer.Option(help="A list of lowerings, or auto.")] = "auto",
+    engine: Annotated[
+        str, typer.Option(help="pytorch-compile, onnxruntime, tensorrt-rtx, …, a list; all.")
+    ] = "all",
     batch: Annotated[str, typer.Option(help="Batch sizes, a list.")] = "1",
     data: Annotated[
-        Path | None,
-        typer.Option(metavar="X.NPZ", help="input and label; random inputs without."),
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="Labelled: an .npz, a folder of images by class, package.module:iterable.",
+        ),
     ] = None,
     rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=5)] = 5,
     samples: Annotated[int | None, typer.Option(help="Inputs for accuracy; all.", min=1)] = None,
     threads: Annotated[int | None, typer.Option(help="Threads of every engine.", min=1)] = None,
+    memory: Annotated[
+        bool, typer.Option(help="Measure peak memory, in a process per engine.")
+    ] = True,
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Measure accuracy, routing and latency for every k against PyTorch; write a report."""
+    """Measure accuracy, routing and latency for every k against PyTorch; write a report.
+
+    Run again after an interruption, it goes on where it stopped.
+    """
     console = Console(verbose=verbose, quiet=quiet)
     ks = [part.strip() for part in k.split(",") if part.strip()]
     batches = _sizes(batch, "--batch")
@@ -354,11 +366,13 @@ def bench(
         data=data,
         k=ks,
         lowering=lowering,
+        engine=engine,
         batch=batches,
         out=output,
         rounds=rounds,
         samples=samples,
         threads=threads,
+        memory=memory,
         command=_command(),
         progress=console,
     )

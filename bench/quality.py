@@ -121,8 +121,9 @@ def evaluate(
 
     One pass over the first `limit` samples, in batches of at most `batch`. The reference of a
     contestant is PyTorch with its k: the untouched model for k = n, Algorithm 1 by masking for
-    fewer; the edited model where the graphs are edited. An interrupted pass goes on from `state`; what is handed to `keep` now and then makes
-    one. Raises FeedError when PyTorch cannot run the data.
+    fewer; the edited model where the graphs are edited. An interrupted pass goes on from `state`;
+    what is handed to `keep` now and then makes one. Raises FeedError when PyTorch cannot run the
+    data.
     """
     progress = progress or Silent()
     state = state or State()
@@ -186,9 +187,8 @@ def _add(
         if label in failures:
             continue
         # With all experts the reference is the untouched model, and nothing is chosen.
-        outputs, chosen = (dense, {})
-        if contestant.engine not in UNTOUCHED:
-            outputs, chosen = expected.get(contestant.k, (dense, {}))
+        reference = None if contestant.engine in UNTOUCHED else expected.get(contestant.k)
+        outputs, chosen = reference or (dense, {})
         try:
             found = _sums(runner, x, labels, dense, outputs, chosen)
         except Exception as error:  # noqa: BLE001  the row says what failed; the others go on

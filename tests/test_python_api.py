@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import moexport
 import numpy as np
@@ -14,6 +15,9 @@ from moexport.tests.recorded import DATA
 
 CONFIG = {"num_heads": 4}
 CHECKPOINT = DATA / "soft_moe_vit" / "weights.pt"
+
+
+QUICK: dict[str, Any] = {"engine": "pytorch-algorithm-2,onnxruntime", "memory": False, "threads": 1}
 
 
 @pytest.fixture(scope="module")
@@ -71,7 +75,7 @@ def test_bench_of_a_model_and_its_bundle_holds_the_untouched_model(
     model: moexport.Model, recorded: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     bundle = moexport.export(model, tmp_path / "out", k=2, data=recorded["x"])
-    results = moexport.bench([model, bundle], data=recorded["x"], round_s=0.0)
+    results = moexport.bench([model, bundle], data=recorded["x"], round_s=0.0, **QUICK)
     engines = {(row.engine, row.k) for row in results.rows}
     assert engines == {("pytorch-eager", 8), ("pytorch-algorithm-2", 2), ("onnxruntime", 2)}
     (exported,) = [row for row in results.rows if row.engine == "onnxruntime"]
@@ -90,6 +94,7 @@ def test_bench_of_a_model_exports_every_k_and_writes_the_report(
         lowering="dense,gather",
         out=tmp_path / "report",
         round_s=0.0,
+        **QUICK,
     )
     exported = {(row.lowering, row.k) for row in results.rows if row.engine == "onnxruntime"}
     assert exported == {("dense", 8), ("dense", 2), ("gather", 8), ("gather", 2)}
@@ -102,7 +107,9 @@ def test_bench_of_a_bundle_alone_finds_its_checkpoint(
     model: moexport.Model, recorded: dict[str, np.ndarray], tmp_path: Path
 ) -> None:
     bundle = moexport.export(model, tmp_path / "out", k=2, data=recorded["x"])
-    results = moexport.bench(moexport.Bundle.open(bundle.path), data=recorded["x"], round_s=0.0)
+    results = moexport.bench(
+        moexport.Bundle.open(bundle.path), data=recorded["x"], round_s=0.0, **QUICK
+    )
     assert any(row.engine == "pytorch-eager" for row in results.rows)
 
 
@@ -121,7 +128,7 @@ def test_bench_of_a_bundle_whose_checkpoint_is_gone_says_what_to_name(
 
 def test_bench_of_a_mumoe_has_no_loop_over_experts_to_compare(tmp_path: Path) -> None:
     model = moexport.load(DATA / "mumoe_cp" / "weights.pt")
-    results = moexport.bench(model, k=["n", 8], out=tmp_path / "report", round_s=0.0)
+    results = moexport.bench(model, k=["n", 8], out=tmp_path / "report", round_s=0.0, **QUICK)
     assert [(row.engine, row.k, row.error) for row in results.rows] == [
         ("pytorch-eager", 32, None),
         ("onnxruntime", 32, None),
