@@ -22,6 +22,7 @@ LIMITS: dict[str, dict[str, Any]] = {
     "Row.experts": COUNT,
     "Row.batch": COUNT,
     "Row.scope": {"enum": ["gpu", "end-to-end"]},
+    "Row.limit_ms": POSITIVE,
     "Row.throughput": POSITIVE,
     "Row.peak_memory_mb": POSITIVE,
     "Row.runtime_memory_mb": POSITIVE,

@@ -2,6 +2,7 @@
 
 python docs/refresh.py demo DIR     the README's table and figure, from `moexport demo -o DIR`
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
+python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
 python docs/refresh.py performance  the tables of docs/performance.md, from benchmarks/results
 """
 
@@ -19,6 +20,8 @@ from pathlib import Path
 import moexport
 import onnx
 from moexport.bench.results import Results, read
+from moexport.bench.schema import FILE as SCHEMA_FILE
+from moexport.bench.schema import schema_text
 from moexport.benchmarks.scale import from_json
 from moexport.benchmarks.tables import (
     layer_table,
@@ -136,6 +139,11 @@ def refresh_lowerings() -> None:
     page.write_text(text, encoding="utf-8")
 
 
+def refresh_schema() -> None:
+    """Writes the JSON Schema of results files."""
+    (ROOT / "bench" / SCHEMA_FILE).write_text(schema_text(), encoding="utf-8")
+
+
 def refresh_performance() -> None:
     """Puts the kept measurements into docs/performance.md."""
     page = ROOT / "docs" / "performance.md"
@@ -169,6 +177,8 @@ if __name__ == "__main__":
             refresh_demo(Path(directory))
         case ["lowerings"]:
             refresh_lowerings()
+        case ["schema"]:
+            refresh_schema()
         case ["performance"]:
             refresh_performance()
         case _:

@@ -34,7 +34,7 @@ def environment() -> dict[str, Any]:
     """
     return {
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": platform_name(),
         "packages": versions(PACKAGES),
         "cpu": {
             "model": cpu_model(),
@@ -44,6 +44,12 @@ def environment() -> dict[str, Any]:
         "memory_bytes": memory_bytes(),
         "gpu": gpus(),
     }
+
+
+def platform_name() -> str:
+    """Returns system, architecture and C library; a kernel's own name would tell of one machine."""
+    library = " ".join(part for part in platform.libc_ver() if part)
+    return " ".join(part for part in (platform.system(), platform.machine(), library) if part)
 
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:

@@ -1,0 +1,143 @@
+"""Sweeps: a killed one goes on where it stopped, another one begins anew."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moexport.bench.data import Array, LabelledData
+from moexport.bench.digits import Digits
+from moexport.bench.engines import GraphSource, Subject, with_algorithm_1
+from moexport.bench.journal import FILE, Journal
+from moexport.bench.plan import Settings
+from moexport.bench.run import bench
+from moexport.bench.timing import Protocol, Round, measure
+from moexport.exporter.model import Model
+from moexport.exporter.progress import Silent
+
+SETTINGS = Settings(
+    batches=(1, 3), protocol=Protocol(warmup=1, round_s=0.0, inputs=2), samples=50, memory=False
+)
+
+
+class KilledError(BaseException):
+    """What ends a process."""
+
+
+class KilledAfter(Silent):
+    """Ends the run at a step."""
+
+    def __init__(self, step: str) -> None:
+        self.word = step
+
+    def step(self, text: str, total: int | None = None) -> None:
+        if self.word in text:
+            raise KilledError
+
+
+class Steps(Silent):
+    """Remembers the steps."""
+
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def step(self, text: str, total: int | None = None) -> None:
+        self.lines.append(text)
+
+
+class CountingGraph:
+    """Counts what it computes."""
+
+    def __init__(self, model: Model) -> None:
+        self.torch = with_algorithm_1(model, 2, "masked")
+        self.inputs = 0
+
+    def __call__(self, x: Array) -> Array:
+        self.inputs += len(x)
+        return self.torch(x)
+
+    def selected(self, x: Array) -> dict[str, Array]:
+        return self.torch.with_routing(x)[1]
+
+
+def subject(model: Model, graph: CountingGraph) -> Subject:
+    return Subject("digits", model, graphs=(GraphSource(2, "dense", lambda: graph),))
+
+
+def killed(model: Model, digits: Digits, out: Path) -> None:
+    with pytest.raises(KilledError):
+        bench(
+            [subject(model, CountingGraph(model))],
+            digits.test,
+            SETTINGS,
+            out=out,
+            progress=KilledAfter("batch 3: timing"),
+        )
+    assert not (out / "results.json").exists()
+
+
+def test_a_killed_sweep_goes_on_where_it_stopped(
+    model: Model, digits: Digits, tmp_path: Path
+) -> None:
+    killed(model, digits, tmp_path)
+    steps, graph = Steps(), CountingGraph(model)
+    again = bench([subject(model, graph)], digits.test, SETTINGS, out=tmp_path, progress=steps)
+    # One evaluation and five rounds of batch 1 were done.
+    assert "going on with an unfinished run: 6 pieces are done" in steps.lines
+    assert "digits, batch 1: timing: 0 rounds of 2 contestants" in steps.lines
+    # Five rounds of two inputs and one more, and one call of warm-up, in batches of three.
+    assert graph.inputs == 3 * (5 * 3 + 1)
+    assert all(row.error is None and row.accuracy is not None for row in again.rows)
+    assert not (tmp_path / FILE).exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [("settings", "settings"), ("data", "data"), ("model", "models"), ("rows", "rows")],
+)
+def test_a_sweep_of_something_else_begins_anew(
+    model: Model, digits: Digits, tmp_path: Path, change: str, named: str
+) -> None:
+    killed(model, digits, tmp_path)
+    settings, data, name = SETTINGS, digits.test, "digits"
+    ks: tuple[int, ...] = ()
+    if change == "settings":
+        settings = replace(SETTINGS, samples=40)
+    elif change == "data":
+        data = LabelledData(digits.test.inputs + np.float32(1e-3), digits.test.labels)
+    elif change == "model":
+        name = "others"
+    else:
+        ks = (1,)
+    steps, graph = Steps(), CountingGraph(model)
+    changed = replace(subject(model, graph), name=name, ks=ks)
+    bench([changed], data, settings, out=tmp_path, progress=steps)
+    (line,) = [line for line in steps.lines if "discarded" in line]
+    assert named in line
+
+
+def test_half_a_line_of_a_journal_is_not_trusted(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    journal = Journal(path, {"a": 1})
+    journal.add("round", batch=1)
+    journal.add("round", batch=2)
+    path.write_text(path.read_text()[:-4])
+    again = Journal(path, {"a": 1})
+    assert again.found("round") == [{"kind": "round", "batch": 1}]
+    assert [json.loads(line) for line in path.read_text().splitlines()][1:] == [
+        {"kind": "round", "batch": 1}
+    ]
+
+
+def test_rounds_that_are_done_count_and_a_failure_stays_one() -> None:
+    done = [Round({"a": [1.0]}), Round({"a": [2.0]}, {"b": "MemoryError: no room"})]
+    kept: list[Round] = []
+    calls = {"a": lambda index: None, "b": lambda index: None}
+    protocol = Protocol(warmup=0, round_s=0.0)
+    measured = measure(calls, protocol, done=done, keep=kept.append)
+    assert len(kept) == 3
+    assert measured.latencies["a"].rounds[:2] == (1.0, 2.0)
+    assert measured.failures == {"b": "MemoryError: no room"}
