@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -19,9 +20,9 @@ from .bench.plan import Settings
 from .bench.results import Results
 from .bench.run import bench as run_bench
 from .bench.run import check_inputs
+from .bench.sources import open_labelled
 from .bench.specialise import Specialisation
 from .bench.specialise import specialise as run_specialise
-from .bench.sources import open_labelled
 from .bench.subjects import Asked, exported, from_bundle
 from .bench.timing import Protocol
 from .calibration.feeds import Feed
