@@ -34,6 +34,7 @@ class Origin:
     k: Mapping[str, int]
     method: Method
     percentile: float | None = None
+    renormalize: bool = False
 
 
 @dataclass(frozen=True, slots=True)

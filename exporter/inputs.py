@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ..calibration.feeds import Feed, samples
+from ..calibration.feeds import Feed, batches, samples
 from ..errors import FeedError, UsageError
 from .model import Model, TensorSpec
 from .options import DEFAULT_TOKENS, ExportOptions
@@ -61,9 +61,20 @@ def feed_inputs(
     model: Model, data: Feed, count: int, fixed: Mapping[str, int] | None = None
 ) -> np.ndarray:
     """Returns up to `count` inputs of a feed; `FeedError` where they do not fit the model."""
-    x = with_axes(samples(data, model.input.name, count), model.input)
-    _check(x, model.input, fixed or {})
-    return x.astype(model.input.dtype)
+    return fitted(samples(data, model.input.name, count), model.input, fixed)
+
+
+def feed_batches(model: Model, data: Feed) -> Iterator[np.ndarray]:
+    """Yields all inputs of a feed as the model takes them; `FeedError` where they do not fit."""
+    for batch in batches(data, model.input.name):
+        yield fitted(batch, model.input)
+
+
+def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = None) -> np.ndarray:
+    """Returns inputs with all axes and the dtype of the model's; `FeedError` where they cannot."""
+    x = with_axes(x, spec)
+    _check(x, spec, fixed or {})
+    return x.astype(spec.dtype, copy=False)
 
 
 def random_inputs(model: Model, count: int, sizes: Mapping[str, int] = SIZES) -> np.ndarray:

@@ -8,8 +8,11 @@ from typing import Protocol
 class Progress(Protocol):
     """Told which step begins, and how far it is where that can be known."""
 
-    def step(self, text: str, total: int | None = None) -> None:
-        """A step begins; `total` is its work in any unit, None where that is not known."""
+    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
+        """A step begins; `total` is its work, None where that is not known.
+
+        With a `unit` its rate is of interest: so many `inputs` a second.
+        """
         ...
 
     def advance(self, amount: int) -> None:
@@ -20,7 +23,7 @@ class Progress(Protocol):
 class Silent:
     """Progress that nobody watches."""
 
-    def step(self, text: str, total: int | None = None) -> None:
+    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
         """Says nothing."""
 
     def advance(self, amount: int) -> None:

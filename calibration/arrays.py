@@ -1,0 +1,166 @@
+"""Reads arrays from `.npy` and `.npz` files a few rows at a time, whatever their size.
+
+Mapping a file would do for `.npy` alone, and its pages count as memory in use; an array inside an
+archive cannot be mapped. So both are read as streams.
+"""
+
+from __future__ import annotations
+
+import zipfile
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import numpy as np
+from numpy.lib import format as npy
+
+from ..errors import FeedError
+
+CHUNK_BYTES = 4 << 20
+"""What is read at once, at least one row."""
+
+UNREADABLE = (ValueError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
+"""What reading a file that is none, or is damaged, raises."""
+
+WANTED = "a feed gives batches of numbers, [b, …]: arrays, or dicts that hold them by input name"
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an array is, before its numbers are read."""
+
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype[Any]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one input."""
+        return self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+
+
+def npy_rows(path: Path) -> Iterator[np.ndarray]:
+    """Yields the rows of an `.npy` file in chunks [c, …]; `FeedError` when it is no such array."""
+    with _open(path, ".npy") as file:
+        yield from _rows(file, path, ".npy")
+
+
+def npz_rows(path: Path, name: str) -> Iterator[np.ndarray]:
+    """Yields the rows of the array `name` of an `.npz` file, or of its only one, in chunks [c, …].
+
+    Raises `FeedError` that names the file, or lists its arrays.
+    """
+    with _archive(path) as archive, archive.open(_member(archive, path, name)) as file:
+        yield from _rows(cast(BinaryIO, file), path, ".npz")
+
+
+def npy_count(path: Path) -> int:
+    """Returns how many rows an `.npy` file holds, from its header alone."""
+    with _open(path, ".npy") as file:
+        return _header(file, path, ".npy").shape[0]
+
+
+def npz_count(path: Path, name: str) -> int:
+    """Returns how many rows the array `name` of an `.npz` file holds, from its header alone."""
+    with _archive(path) as archive, archive.open(_member(archive, path, name)) as file:
+        return _header(cast(BinaryIO, file), path, ".npz").shape[0]
+
+
+def _open(path: Path, kind: str) -> BinaryIO:
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise _unreadable(path, kind, error) from error
+
+
+def _archive(path: Path) -> zipfile.ZipFile:
+    try:
+        return zipfile.ZipFile(path)
+    except UNREADABLE as error:
+        raise _unreadable(path, ".npz", error) from error
+
+
+def _member(archive: zipfile.ZipFile, path: Path, name: str) -> str:
+    names = [member.removesuffix(".npy") for member in archive.namelist()]
+    if name not in names and len(names) != 1:
+        raise FeedError(
+            f"{path}: holds {', '.join(names) or 'nothing'}, but no array '{name}'",
+            hint=f"save the inputs as np.savez(path, {name}=x)",
+        )
+    return archive.namelist()[names.index(name) if name in names else 0]
+
+
+def _rows(file: BinaryIO, path: Path, kind: str) -> Iterator[np.ndarray]:
+    header = _header(file, path, kind)
+    if header.fortran:
+        # Columns first: no row is complete before the last byte, so the array is read whole.
+        yield _whole(file, header, path, kind)
+        return
+    left = header.shape[0]
+    step = max(1, CHUNK_BYTES // max(1, header.row_bytes))
+    while left > 0:
+        count = min(step, left)
+        yield _read(file, header, count, path, kind)
+        left -= count
+
+
+def _header(file: BinaryIO, path: Path, kind: str) -> Header:
+    """The array's header; `FeedError` unless it is an array of inputs: numbers in a batch."""
+    try:
+        version = npy.read_magic(file)
+        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+        header = Header(*read(file))
+        if header.dtype.hasobject:
+            raise ValueError("it holds pickled objects, which are never executed")
+    except UNREADABLE as error:
+        raise _unreadable(path, kind, error) from error
+    check_inputs(header.dtype, header.shape, str(path))
+    return header
+
+
+def _read(file: BinaryIO, header: Header, count: int, path: Path, kind: str) -> np.ndarray:
+    rows = np.empty((count, *header.shape[1:]), dtype=header.dtype)
+    view = rows.reshape(-1).view(np.uint8).data
+    try:
+        done = 0
+        while done < len(view):  # an archive may give less than was asked for
+            got = file.readinto(view[done:])  # type: ignore[attr-defined]
+            if not got:
+                raise EOFError("the file ends in the middle of the array")
+            done += got
+    except UNREADABLE as error:
+        raise _unreadable(path, kind, error) from error
+    return rows
+
+
+def _whole(file: BinaryIO, header: Header, path: Path, kind: str) -> np.ndarray:
+    flipped = Header(header.shape[::-1], False, header.dtype)
+    return _read(file, flipped, flipped.shape[0], path, kind).T
+
+
+def check_inputs(
+    dtype: np.dtype[Any], shape: tuple[int, ...], where: str, yielded: str | None = None
+) -> None:
+    """Raises `FeedError` unless an array can be a batch of inputs: numbers, with a batch axis."""
+    if dtype.kind not in "biuf" or not shape:
+        what = f"yields {yielded}" if yielded else f"holds {dtype.name} {shape}"
+        raise FeedError(f"{where}: {what}, not an array of inputs", hint=WANTED)
+
+
+def _unreadable(path: Path, kind: str, error: Exception) -> FeedError:
+    other = ".npz" if kind == ".npy" else ".npy"
+    if _is(path, other):
+        return FeedError(f"{path}: not a readable {kind} file (it is an {other})", hint="rename it")
+    return FeedError(f"{path}: not a readable {kind} file ({error})")
+
+
+def _is(path: Path, kind: str) -> bool:
+    """Whether a file begins as one of the other kind does."""
+    try:
+        with path.open("rb") as file:
+            start = file.read(len(npy.MAGIC_PREFIX))
+    except OSError:
+        return False
+    return start == npy.MAGIC_PREFIX if kind == ".npy" else zipfile.is_zipfile(path)

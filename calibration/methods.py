@@ -1,0 +1,104 @@
+"""From what was observed to the range that is represented: four ways to choose where to clip."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+
+from ..graphs.ranges import UINT8_LEVELS, Range
+from .histogram import HALF, Histogram
+from .table import Method
+
+DEFAULT_METHOD: Method = "percentile"
+
+DEFAULT_PERCENTILE = 99.999
+"""Half of what is left out lies beyond each end. Chosen by measurement: see docs/calibration.md."""
+
+_CANDIDATES = 256
+"""Clipping thresholds that `mse` and `entropy` try."""
+
+_POINTS = 4
+"""Places in a bin at which `mse` takes the rounding error: thresholds far below the peak have
+steps narrower than a bin."""
+
+_NOTHING = 1e-10
+"""Stands for a share of zero where the divergence divides by it."""
+
+_Loss = Callable[[Histogram, np.ndarray, float, float], float]
+"""Of a histogram, its populated bins, and the ends of a range."""
+
+
+def choose(seen: Histogram, method: Method, percentile: float = DEFAULT_PERCENTILE) -> Range:
+    """Returns the range of a tensor by one of the methods.
+
+    `minmax`: all that was seen. `percentile`: all but the outermost values, (100 − percentile)/2 %
+    at each end. `mse`: the clipping of |x| that makes the mean squared error of 8-bit values
+    smallest. `entropy`: the one that makes the Kullback-Leibler divergence between the values and
+    their 8-bit form smallest.
+    """
+    match method:
+        case "minmax":
+            low, high = seen.minimum, seen.maximum
+        case "percentile":
+            low, high = _percentile(seen, percentile)
+        case "mse":
+            low, high = _best(seen, _squared_error)
+        case "entropy":
+            low, high = _best(seen, _divergence)
+    return Range(low, high, seen.minimum, seen.maximum, seen.count)
+
+
+def _percentile(seen: Histogram, percentile: float) -> tuple[float, float]:
+    """The range without the tails, at the edges of bins that keep at least the share asked for."""
+    tail = (100.0 - percentile) / 200.0 * seen.count
+    edges = seen.edges()
+    first = int(np.argmax(np.cumsum(seen.counts) > tail))
+    last = len(seen.counts) - 1 - int(np.argmax(np.cumsum(seen.counts[::-1]) > tail))
+    return max(float(edges[first]), seen.minimum), min(float(edges[last + 1]), seen.maximum)
+
+
+def _best(seen: Histogram, loss: _Loss) -> tuple[float, float]:
+    """The range clipped at the |x| with the smallest loss; the largest such on a tie."""
+    # Below one bin a level there is nothing to compare.
+    least = min(seen.peak, UINT8_LEVELS * seen.width)
+    thresholds = np.geomspace(seen.peak, least, _CANDIDATES)
+    ranges = [(max(seen.minimum, -t), min(seen.maximum, t)) for t in thresholds.tolist()]
+    populated = np.flatnonzero(seen.counts)
+    losses = [loss(seen, populated, low, high) for low, high in ranges]
+    return ranges[int(np.argmin(losses))]
+
+
+def _squared_error(seen: Histogram, populated: np.ndarray, low: float, high: float) -> float:
+    """The mean squared error of values that are clipped to a range and rounded to its levels."""
+    low, high = min(low, 0.0), max(high, 0.0)  # as `Range.affine` widens it
+    step = (high - low) / UINT8_LEVELS
+    inside = (np.arange(_POINTS) + 0.5) / _POINTS
+    values = (populated[:, None] - HALF + inside) * seen.width
+    # Bins at the ends reach beyond what was seen; no value lies there.
+    values = np.clip(values, seen.minimum, seen.maximum)
+    rounded = low + np.round((np.clip(values, low, high) - low) / step) * step
+    error = np.square(values - rounded).mean(axis=1)
+    return float((error * seen.counts[populated]).sum() / seen.count)
+
+
+def _divergence(seen: Histogram, populated: np.ndarray, low: float, high: float) -> float:
+    """The divergence between the counts clipped to a range, P, and the same in 256 levels, Q.
+
+    As TensorRT's calibrator did it: P takes the clipped values into its outermost bins, Q spreads
+    each level's count evenly over those of its bins that hold anything.
+    """
+    first = math.floor(low / seen.width) + HALF
+    last = min(math.ceil(high / seen.width) + HALF, len(seen.counts)) - 1
+    bins = np.clip(populated, first, last)
+    p = np.bincount(bins - first, weights=seen.counts[populated], minlength=last - first + 1)
+    kept = seen.counts[first : last + 1].astype(np.float64)
+    levels = np.arange(len(kept)) * (UINT8_LEVELS + 1) // len(kept)
+    holds = kept > 0
+    total = np.bincount(levels, weights=kept)
+    share = total / np.maximum(np.bincount(levels, weights=holds), 1)
+    q = np.where(holds, share[levels], 0.0)
+    p, q = p / p.sum(), q / max(q.sum(), 1.0)
+    some = p > 0
+    return float((p[some] * np.log(p[some] / np.maximum(q[some], _NOTHING))).sum())
