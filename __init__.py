@@ -1,6 +1,7 @@
 """moexport: deploy trained Soft MoE and muMoE models that choose k of n experts per input.
 
-`load`, `export`, `bench` and `specialise` do from Python what the command line does. They, and the
+`load`, `calibrate`, `export`, `bench` and `specialise` do from Python what the command line does.
+They, and the
 classes they return, are imported on first use: `import moexport` alone loads neither torch nor ONNX
 Runtime.
 """
@@ -10,15 +11,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import bench, export, load, specialise
+    from .api import bench, calibrate, export, load, specialise
     from .exporter.bundle import Bundle
     from .exporter.model import Model
     from .exporter.session import Session
 
-__all__ = ["Bundle", "Model", "Session", "bench", "export", "load", "specialise"]
+__all__ = ["Bundle", "Model", "Session", "bench", "calibrate", "export", "load", "specialise"]
 
 _HOMES = {
     "bench": ".api",
+    "calibrate": ".api",
     "export": ".api",
     "load": ".api",
     "specialise": ".api",

@@ -1,4 +1,4 @@
-"""The Python calls: `load`, `export`, `bench` and `specialise`, with the command line's words."""
+"""The Python calls: `load`, `calibrate`, `export`, `bench` and `specialise`, with the command line's words."""
 
 from __future__ import annotations
 
@@ -26,8 +26,12 @@ from .bench.specialise import specialise as run_specialise
 from .bench.subjects import Asked, exported, from_bundle
 from .bench.timing import Protocol
 from .calibration.feeds import Feed
+from .calibration.methods import DEFAULT_METHOD, DEFAULT_PERCENTILE
+from .calibration.table import CalibrationTable, Method
 from .errors import UsageError
 from .exporter.bundle import Bundle
+from .exporter.calibrate import CalibrationOptions
+from .exporter.calibrate import calibrate as run_calibration
 from .exporter.edits import read_edits
 from .exporter.export import export as export_bundle
 from .exporter.inputs import random_inputs, with_axes
@@ -44,7 +48,38 @@ from .exporter.options import (
 from .exporter.progress import Progress, Silent
 from .graphs.lowerings.base import Target
 
-__all__ = ["bench", "export", "load", "specialise"]
+__all__ = ["bench", "calibrate", "export", "load", "specialise"]
+
+
+def calibrate(
+    model: Model,
+    data: Feed,
+    *,
+    k: int | float | str | Sequence[int] = "n",
+    method: Method = DEFAULT_METHOD,
+    percentile: float = DEFAULT_PERCENTILE,
+    samples: int | None = None,
+    batch: int = 16,
+    renormalize: bool = False,
+    workspace: str | Path | None = None,
+    progress: Progress | None = None,
+) -> CalibrationTable:
+    """Returns the ranges of a model's tensors over the inputs of a feed; `.write(path)` keeps them.
+
+    The arguments are the options of `moexport calibrate`. The weights are written to a temporary
+    folder in `workspace`, the system's own by default. Raises whatever
+    `exporter.calibrate.calibrate` raises.
+    """
+    options = CalibrationOptions(
+        k=parse_k(_k_text(k)),
+        method=method,
+        percentile=percentile,
+        samples=samples,
+        batch=batch,
+        renormalize=renormalize,
+    )
+    place = None if workspace is None else Path(workspace)
+    return run_calibration(model, data, options, workspace=place, progress=progress)
 
 
 def export(

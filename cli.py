@@ -36,6 +36,7 @@ from .printing import (
     model_text,
     plan_json,
     plan_text,
+    table_text,
 )
 
 if TYPE_CHECKING:
@@ -59,6 +60,15 @@ class Target(StrEnum):
     ORT_CUDA = "ort-cuda"
     TENSORRT = "tensorrt"
     TENSORRT_RTX = "tensorrt-rtx"
+
+
+class Method(StrEnum):
+    """How a calibration chooses ranges; the names of `calibration.table.Method`."""
+
+    MINMAX = "minmax"
+    PERCENTILE = "percentile"
+    ENTROPY = "entropy"
+    MSE = "mse"
 
 
 ModelArgument = Annotated[
@@ -253,6 +263,71 @@ def export(
 app.command(epilog="Example: moexport build out --compute-capability 8.9 --profile batch=1:8:32")(
     build
 )
+
+
+@app.command(epilog="Example: moexport calibrate vit.pt --data train.npz -o table.json --k 0.25")
+def calibrate(
+    model: ModelArgument,
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="FEED", help="Inputs: an .npz, a folder of .npy, or package.module:iterable."
+        ),
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="TABLE.JSON", help="The table to write.")
+    ],
+    family: Family = None,
+    config: Config = None,
+    sets: Sets = None,
+    weights: Weights = None,
+    k: Annotated[
+        str, typer.Option(help="Experts kept: 4, 0.25, n, or a list per layer 4,4,8.")
+    ] = "n",
+    method: Annotated[
+        Method, typer.Option(help="How ranges are chosen from what was seen.")
+    ] = Method.PERCENTILE,
+    percentile: Annotated[
+        float | None,
+        typer.Option(help="The share of values in range, in %, of that method; 99.999."),
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="Inputs to take; all.")] = None,
+    batch: Annotated[int, typer.Option(help="Inputs that are run at once.")] = 16,
+    renormalize: Annotated[
+        bool, typer.Option("--renormalize", help="As the export will be.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a table of other origin.")
+    ] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Find the range of every tensor over real inputs, for INT8 and FP16 exports."""
+    from .calibration.methods import DEFAULT_PERCENTILE
+    from .exporter.calibrate import CalibrationOptions
+    from .exporter.options import parse_k
+    from .exporter.tables import calibrate_to
+
+    if percentile is not None and method is not Method.PERCENTILE:
+        raise UsageError(
+            f"--percentile {percentile:g}: the method is {method.value}, which has none",
+            hint="leave --percentile out, or give --method percentile",
+        )
+    options = CalibrationOptions(
+        k=parse_k(k),
+        method=method.value,
+        percentile=DEFAULT_PERCENTILE if percentile is None else percentile,
+        samples=samples,
+        batch=batch,
+        renormalize=renormalize,
+    )
+    with Console(verbose=verbose, quiet=quiet) as console:
+        loaded = _load(console, model, family, config, sets, weights)
+        table, made = calibrate_to(output, loaded, data, options, force=force, progress=console)
+        if not made:
+            console.note(f"{output} is up to date: same model, feed, k and method")
+    print(table.to_json() if as_json else table_text(table), end="\n" if not as_json else "")
 
 
 @app.command(epilog="Example: moexport verify out")

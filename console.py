@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ class Console:
         self.quiet = quiet
         self._bar: rich.progress.Progress | None = None
         self._task: rich.progress.TaskID | None = None
+        self._rate: _Rate | None = None
 
     def __enter__(self) -> Console:
         return self
@@ -29,12 +31,14 @@ class Console:
     def __exit__(self, *_: object) -> None:
         self.finish()
 
-    def step(self, text: str, total: int | None = None) -> None:
-        """Says what begins now; `total` is its work where that is known."""
+    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
+        """Says what begins now; `total` is its work where that is known, in a `unit`."""
         if self.quiet:
             return
         if not sys.stderr.isatty():
+            self._end_step()
             print(f"moexport: {text}", file=sys.stderr, flush=True)
+            self._rate = None if unit is None else _Rate(text, total, unit)
             return
         if self._bar is None:
             self._bar = _new_bar()
@@ -45,10 +49,12 @@ class Console:
                 self._bar.update(self._task, description=text)
                 return
             self._end_step()
-        self._task = self._bar.add_task(text, total=total)
+        self._task = self._bar.add_task(text, total=total, unit=unit)
 
     def advance(self, amount: int) -> None:
         """Moves the bar of the step."""
+        if self._rate is not None:
+            self._rate.advance(amount)
         if self._bar is not None and self._task is not None:
             self._bar.advance(self._task, amount)
 
@@ -74,20 +80,69 @@ class Console:
 
     def _end_step(self) -> None:
         """Fills the bar of a step whose work was not known: it is done."""
+        if self._rate is not None:
+            self._rate.end()
+            self._rate = None
         if self._bar is not None and self._task is not None:
             task = self._bar.tasks[self._task]
             total = task.total if task.total is not None else 1
             self._bar.update(self._task, total=total, completed=total)
 
 
+class _Rate:
+    """Tells in plain lines how far a long step is, how fast it goes and how long it will take."""
+
+    EVERY_S = 10.0
+
+    def __init__(self, text: str, total: int | None, unit: str) -> None:
+        self._text, self._total, self._unit = text, total, unit
+        self._done = 0
+        self._started = self._said = time.monotonic()
+
+    def advance(self, amount: int) -> None:
+        self._done += amount
+        now = time.monotonic()
+        if now - self._said < self.EVERY_S:
+            return
+        self._said = now
+        rate = self._done / (now - self._started)
+        of, left = "", ""
+        if self._total is not None:
+            of = f" of {self._total:,}"
+            left = f", {(self._total - self._done) / rate:.0f} s left"
+        self._say(f"{self._done:,}{of} {self._unit}, {_per_second(rate, self._unit)}{left}")
+
+    def end(self) -> None:
+        took = max(time.monotonic() - self._started, 1e-9)
+        rate = _per_second(self._done / took, self._unit)
+        self._say(f"{self._done:,} {self._unit} in {took:.1f} s, {rate}")
+
+    def _say(self, text: str) -> None:
+        print(f"moexport: {self._text}: {text}", file=sys.stderr, flush=True)
+
+
+def _per_second(rate: float, unit: str) -> str:
+    return f"{rate:.1f} {unit}/s" if rate < 10 else f"{rate:,.0f} {unit}/s"
+
+
 def _new_bar() -> rich.progress.Progress:
-    from rich import console, progress
+    from rich import console, progress, text
+
+    class RateColumn(progress.ProgressColumn):
+        """Units a second, of the steps that have a unit."""
+
+        def render(self, task: progress.Task) -> text.Text:
+            unit = task.fields.get("unit")
+            if unit is None or not task.speed:
+                return text.Text("")
+            return text.Text(_per_second(task.speed, unit))
 
     return progress.Progress(
         progress.TextColumn("moexport: {task.description}"),
         progress.BarColumn(),
         progress.TimeElapsedColumn(),
         progress.TimeRemainingColumn(),
+        RateColumn(),
         console=console.Console(stderr=True),
     )
 

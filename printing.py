@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from .console import count, size, table
 
 if TYPE_CHECKING:
+    from .calibration.table import CalibrationTable
     from .exporter.bundle import Check
     from .exporter.doctor import Diagnosis
     from .exporter.inspect import ModelReport
@@ -184,4 +185,26 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
             f"python {facts['python']}, {facts['cpu']['model']}, {facts['cpu']['cores']} cores",
             ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
         )
+    )
+
+
+def table_text(calibration: CalibrationTable) -> str:
+    """Returns a calibration table's ranges beside what was observed, and what it was made from."""
+    origin = calibration.origin
+    rows = [
+        (
+            key,
+            f"{r.low:.4g}",
+            f"{r.high:.4g}",
+            f"{r.minimum:.4g}",
+            f"{r.maximum:.4g}",
+            count(r.count),
+        )
+        for key, r in calibration.ranges.items()
+    ]
+    how = origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
+    kept = ", ".join(f"{layer} {k}" for layer, k in origin.k.items())
+    return (
+        table(("tensor", "low", "high", "minimum", "maximum", "values"), rows)
+        + f"\n\n{how} over {origin.samples:,} inputs; k: {kept}"
     )

@@ -61,8 +61,8 @@ def _percentile(seen: Histogram, percentile: float) -> tuple[float, float]:
 
 def _best(seen: Histogram, loss: _Loss) -> tuple[float, float]:
     """The range clipped at the |x| with the smallest loss; the largest such on a tie."""
-    # Below one bin a level there is nothing to compare.
-    least = min(seen.peak, UINT8_LEVELS * seen.width)
+    # Below one bin a level there is nothing to compare, and all values may lie on one side of zero.
+    least = max(UINT8_LEVELS * seen.width, seen.minimum, -seen.maximum)
     thresholds = np.geomspace(seen.peak, least, _CANDIDATES)
     ranges = [(max(seen.minimum, -t), min(seen.maximum, t)) for t in thresholds.tolist()]
     populated = np.flatnonzero(seen.counts)
@@ -72,13 +72,14 @@ def _best(seen: Histogram, loss: _Loss) -> tuple[float, float]:
 
 def _squared_error(seen: Histogram, populated: np.ndarray, low: float, high: float) -> float:
     """The mean squared error of values that are clipped to a range and rounded to its levels."""
-    low, high = min(low, 0.0), max(high, 0.0)  # as `Range.affine` widens it
-    step = (high - low) / UINT8_LEVELS
+    scale = Range(low, high, seen.minimum, seen.maximum, seen.count).affine()
     inside = (np.arange(_POINTS) + 0.5) / _POINTS
     values = (populated[:, None] - HALF + inside) * seen.width
     # Bins at the ends reach beyond what was seen; no value lies there.
     values = np.clip(values, seen.minimum, seen.maximum)
-    rounded = low + np.round((np.clip(values, low, high) - low) / step) * step
+    # Zero is a level of its own: where most values are close to it, as after a ReLU, that decides.
+    numbers = np.clip(np.round(values / scale.scale) + scale.zero_point, 0, UINT8_LEVELS)
+    rounded = (numbers - scale.zero_point) * scale.scale
     error = np.square(values - rounded).mean(axis=1)
     return float((error * seen.counts[populated]).sum() / seen.count)
 
@@ -90,7 +91,7 @@ def _divergence(seen: Histogram, populated: np.ndarray, low: float, high: float)
     each level's count evenly over those of its bins that hold anything.
     """
     first = math.floor(low / seen.width) + HALF
-    last = min(math.ceil(high / seen.width) + HALF, len(seen.counts)) - 1
+    last = min(math.floor(high / seen.width) + HALF, len(seen.counts) - 1)
     bins = np.clip(populated, first, last)
     p = np.bincount(bins - first, weights=seen.counts[populated], minlength=last - first + 1)
     kept = seen.counts[first : last + 1].astype(np.float64)

@@ -107,19 +107,18 @@ def _observe_host(graph: ir.Graph, observers: _Observers) -> None:
     nodes: list[ir.Node] = []
     outputs: list[ir.Value] = []
 
-    def observe(name: str, key: str, tensor: str, value: ir.Value) -> None:
-        b = Builder(name)
+    def observe(key: str, tensor: str, value: ir.Value) -> None:
+        b = Builder(f"{key}/{tensor}")
         outputs.extend(observers.tensor(b, key, tensor, value))
         nodes.extend(b.nodes)
         for initializer in b.initializers:
             graph.register_initializer(initializer)
 
     for linear in host_linears(graph):
-        assert linear.node.name is not None
-        observe(linear.node.name, linear.key, INPUT, linear.input)
+        observe(linear.key, INPUT, linear.input)
     for node, value in _made(graph):
         assert node.name is not None
-        observe(node.name, node.name, "peak", value)
+        observe(node.name, "output", value)
     graph.extend(nodes)
     graph.outputs.extend(outputs)
 

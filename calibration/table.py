@@ -61,8 +61,16 @@ class CalibrationTable:
         return self.ranges[key]
 
     def write(self, path: Path) -> None:
-        """Writes the table as JSON."""
-        path.write_text(self.to_json(), encoding="utf-8")
+        """Writes the table as JSON, whole or not at all; `CalibrationError` where it cannot be."""
+        partial = path.with_name(f".{path.name}.partial")
+        try:
+            partial.write_text(self.to_json(), encoding="utf-8")
+            partial.replace(path)
+        except OSError as error:
+            partial.unlink(missing_ok=True)
+            raise CalibrationError(
+                f"{path}: cannot be written: {error.strerror}", hint="choose another place"
+            ) from error
 
     def to_json(self) -> str:
         """The table as indented JSON, `schema` first."""

@@ -17,7 +17,7 @@ from ..calibration.observe import Observations, observe
 from ..calibration.observing import ObservingGraph, observing_graph
 from ..calibration.stream import FeedHash, limited, rebatched
 from ..calibration.table import METHODS, CalibrationTable, Method, Origin
-from ..errors import CalibrationError, UsageError
+from ..errors import UsageError
 from ..graphs.lower import LayerChoice
 from ..graphs.lowerings.registry import lowerings_of
 from .fingerprint import fingerprint

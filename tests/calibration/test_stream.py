@@ -1,0 +1,51 @@
+"""Re-batching: the same inputs in the same order, in batches that do not depend on the feed's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from moexport.calibration.stream import FeedHash, limited, rebatched
+
+X = np.random.default_rng(0).standard_normal((23, 3)).astype(np.float32)
+
+
+def cut(size: int) -> Iterator[np.ndarray]:
+    return (X[start : start + size] for start in range(0, len(X), size))
+
+
+@pytest.mark.parametrize("size", [1, 4, 5, 7, 23, 64])
+def test_batches_are_the_same_whatever_came_in(size: int) -> None:
+    parts = list(rebatched(cut(size), 5))
+    assert [len(part) for part in parts] == [5, 5, 5, 5, 3]
+    assert np.array_equal(np.concatenate(parts), X)
+
+
+def test_another_shape_begins_another_batch() -> None:
+    parts = list(rebatched([X[:3], X[:4, :2], X[:1]], 3))
+    assert [part.shape for part in parts] == [(3, 3), (3, 2), (1, 2), (1, 3)]
+
+
+def test_a_hash_does_not_depend_on_batches_but_on_order_and_shape() -> None:
+    def digest(*parts: np.ndarray) -> str:
+        feed_hash = FeedHash()
+        for part in parts:
+            feed_hash.update(part)
+        return feed_hash.hexdigest()
+
+    assert digest(X) == digest(*cut(1)) == digest(*cut(7))
+    assert digest(X) != digest(X[::-1])
+    assert digest(X[:4].reshape(2, 6)) != digest(X[:4])
+
+
+def test_no_more_is_taken_than_asked_for() -> None:
+    taken = []
+
+    def feed() -> Iterator[np.ndarray]:
+        for part in cut(4):
+            taken.append(len(part))
+            yield part
+
+    assert sum(len(part) for part in limited(feed(), 6)) == 6
+    assert taken == [4, 4]
