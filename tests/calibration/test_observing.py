@@ -9,6 +9,7 @@ import moexport
 import numpy as np
 import pytest
 import torch
+from moexport.calibration.feeds import Feed
 from moexport.calibration.histogram import HALF
 from moexport.errors import CalibrationError
 from moexport.exporter.calibrate import CalibrationOptions, Observed, observe_model
@@ -121,7 +122,7 @@ def test_the_table_does_not_depend_on_the_feeds_batches_or_kind(tmp_path: Path) 
     def cut(size: int) -> Iterator[np.ndarray]:
         return (x[start : start + size] for start in range(0, len(x), size))
 
-    feeds = [
+    feeds: list[Feed] = [
         *(cut(size) for size in (1, 7, 64)),
         tmp_path / "x.npz",
         tmp_path / "folder",
@@ -153,8 +154,8 @@ def broken(change: Callable[[SoftMoE], None]) -> Model:
 
 def _fill(value: float) -> Callable[[SoftMoE], None]:
     def change(layer: SoftMoE) -> None:
-        for weight in (*layer.w1, layer.b1):  # type: ignore[misc, list-item]
-            weight.fill_(value)  # type: ignore[union-attr]
+        for weight in (*layer.w1, layer.b1):
+            weight.fill_(value)
 
     return change
 
