@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, FamilyError, MoexportError, ParityError, UsageError
-from ..graphs.moe import sharing_weights
+from ..graphs.moe import MoELayer, moe_layers, sharing_weights
 from .families import FAMILIES, LAYOUTS, LayerLayout
-from .families.base import find_layers
+from .families.base import Tensors, find_layers
 from .hosts.layer import PixelHost, TokenHost
 
 TOLERANCE = 1e-4
@@ -20,10 +20,46 @@ TOLERANCE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class FoundLayer:
-    """A module whose parameters are those of a published layer: where it is, and of which kind."""
+    """A module whose parameters are those of a published layer: where it is, and of which kind.
+
+    `aliases` are further names under which the network holds the same module.
+    """
 
     path: str
     layer: LayerLayout
+    aliases: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class OwnLayer:
+    """A layer of moexport's own classes in a user's network: it is taken as it is."""
+
+    module: MoELayer
+    mark: str = ""
+
+    @property
+    def family(self) -> str:
+        """What it is called in notes."""
+        return self.module.spec.kind
+
+    @property
+    def title(self) -> str:
+        """The class."""
+        return type(self.module).__name__
+
+    @property
+    def match(self) -> Callable[[Tensors], bool]:
+        """Parameters do not tell it: its class does."""
+        return lambda _: False
+
+    def make(self, name: str, prefix: str, tensors: Tensors) -> MoELayer:
+        """Returns the layer with the weights it has, under the name of its place."""
+        del prefix, tensors
+        layer = sharing_weights(self.module)
+        assert isinstance(layer, MoELayer)
+        # Specs are dataclasses, which their protocol does not say.
+        layer.spec = replace(self.module.spec, name=name)  # type: ignore[type-var]
+        return layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +75,19 @@ class Passage:
 def find_in_module(module: nn.Module) -> tuple[FoundLayer, ...]:
     """Returns the MoE layers that a network holds; raises FamilyError when it holds none."""
     tensors = module.state_dict()
-    found = [
-        FoundLayer(prefix.removesuffix("."), layer)
+    paths: dict[int, list[str]] = {}
+    for path, sub in module.named_modules(remove_duplicate=False):
+        paths.setdefault(id(sub), []).append(path)
+    layouts: dict[str, LayerLayout] = {
+        prefix.removesuffix("."): layer
         for layer in LAYOUTS
         for prefix in find_layers(tensors, layer)
+    }
+    layouts |= {path: OwnLayer(layer) for path, layer in moe_layers(module).items()}
+    found = [
+        FoundLayer(first, layouts[first], tuple(others))
+        for first, *others in paths.values()
+        if first in layouts
     ]
     if not found:
         names = ", ".join(list(tensors)[:6])
@@ -142,7 +187,8 @@ def swapped(
                 hint="only layers whose parameters are those of a published code are known",
             ) from error
         layer = host(layer) if host else layer
-        twin = _with_submodule(twin, place.path, layer.eval())
+        for path in (place.path, *place.aliases):
+            twin = _with_submodule(twin, path, layer.eval())
         names.append(name)
         notes.append(f"{place.path or 'the network'} replaced as a {place.layer.family} layer")
     return twin, tuple(names), tuple(notes)

@@ -115,13 +115,19 @@ def layers_as_nodes(module: nn.Module) -> Iterator[nn.Module]:
     layers = moe_layers(module)
     if "" in layers:
         raise TraceError("the model is a bare MoE layer; wrap it in a module that calls it")
+    nodes = {id(layer): _Node(name, layer) for name, layer in layers.items()}
+    places = [  # a network may hold a layer under several names, and call it by any
+        (path, layer)
+        for path, layer in module.named_modules(remove_duplicate=False)
+        if isinstance(layer, MoELayer)
+    ]
     try:
-        for name, layer in layers.items():
-            module.set_submodule(name, _Node(name, layer))
+        for path, layer in places:
+            module.set_submodule(path, nodes[id(layer)])
         yield module
     finally:
-        for name, layer in layers.items():
-            module.set_submodule(name, layer)
+        for path, layer in places:
+            module.set_submodule(path, layer)
 
 
 @contextlib.contextmanager

@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+import moexport
 import numpy as np
 import pytest
 import torch
 from moexport.errors import CheckpointError, FamilyError, ParityError, UsageError
 from moexport.exporter.factory import is_factory
 from moexport.exporter.load import load
-from moexport.graphs.layers import soft_moe_layers
+from moexport.graphs.layers import SoftMoE, soft_moe_layers
 
 CODE = '''
 import torch
@@ -122,6 +123,36 @@ class Pixels(nn.Module):
 
     def forward(self, x):
         return self.moe(self.stem(x)).mean((2, 3))
+
+
+class TwoNames(nn.Module):
+    """One layer, which it holds as `first` and as `second`."""
+
+    def __init__(self, called):
+        super().__init__()
+        self.stem = nn.Linear(3, 8)
+        self.first = Moe(8, 4, 2)
+        self.second = self.first
+        self.called = called
+
+    def forward(self, x):
+        return getattr(self, self.called)(self.stem(x)).mean(1)
+
+
+def two_names(called="second"):
+    torch.manual_seed(0)
+    return TwoNames(called)
+
+
+def package_layers():
+    from moexport.tests.graphs.mumoe_layers import random_layer
+    from moexport.tests.graphs.test_edits import module
+    from moexport.tests.graphs.test_mumoe import spec_of
+    from moexport.tests.graphs.tiny_layers import tiny_layer
+
+    torch.manual_seed(0)
+    soft = module(tiny_layer())  # with the spec's name `layer`, as its maker called it
+    return nn.Sequential(nn.Linear(3, 6), soft, nn.Linear(6, 10), random_layer(spec_of("cp", (4,))))
 
 
 def tokens(**options):
@@ -280,6 +311,26 @@ def test_layers_on_pixels_are_replaced_too() -> None:
     model = load("mynet:pixels", config={"input_shape": [3, 9, 7]})
     assert list(model.layers) == ["moe.layer"]
     assert model.layers["moe.layer"].spec.name == "moe.layer"
+
+
+@pytest.mark.parametrize("called", ["first", "second"])
+def test_a_layer_under_two_names_is_one_layer(called: str, tmp_path: Path) -> None:
+    model = load("mynet:two_names", config=SHAPE | {"called": called})
+    assert list(model.layers) == ["first"]
+    bundle = moexport.export(model, tmp_path / "out", k=2)
+    assert [layer.name for layer in bundle.manifest.layers] == ["first"]
+    assert isinstance(getattr(model.module, called), SoftMoE)  # tracing left it in its place
+
+
+def test_layers_of_the_package_in_a_users_network_are_found(tmp_path: Path) -> None:
+    model = load("mynet:package_layers", config=SHAPE)
+    assert list(model.layers) == ["1", "3"]
+    assert [layer.spec.name for layer in model.layers.values()] == ["1", "3"]
+    assert model.original is not None
+    own, ours = (dict(m.named_parameters()) for m in (model.original, model.module))
+    assert own["1.w1"].data_ptr() == ours["1.w1"].data_ptr()
+    bundle = moexport.export(model, tmp_path / "out", k=2)
+    assert [layer.kind for layer in bundle.manifest.layers] == ["soft-moe", "mumoe"]
 
 
 def test_a_network_that_is_a_layer_is_named(tmp_path: Path) -> None:
