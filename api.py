@@ -1,4 +1,4 @@
-"""The Python calls: `load`, `calibrate`, `export`, `bench` and `specialise`, with the command line's words."""
+"""The Python calls, with the words of the command line."""
 
 from __future__ import annotations
 
