@@ -29,7 +29,7 @@ class Told(Silent):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def step(self, text: str, total: int | None = None) -> None:
+    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
         self.lines.append(text)
 
 

@@ -33,7 +33,7 @@ class KilledAfter(Silent):
     def __init__(self, step: str) -> None:
         self.word = step
 
-    def step(self, text: str, total: int | None = None) -> None:
+    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
         if self.word in text:
             raise KilledError
 
@@ -44,7 +44,7 @@ class Steps(Silent):
     def __init__(self) -> None:
         self.lines: list[str] = []
 
-    def step(self, text: str, total: int | None = None) -> None:
+    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
         self.lines.append(text)
 
 
