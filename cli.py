@@ -12,18 +12,25 @@ import typer
 
 from .cli_engines import (
     Capabilities,
+    Engine,
     EngineCache,
     HardwareCompatible,
     Level,
     Profiles,
+    Provider,
     Refit,
+    RunEngine,
+    RunProvider,
     StripPlan,
     Tf32,
     TimingCache,
+    TrustEngine,
     VersionCompatible,
     Workspace,
     build,
+    check_runner,
     engine_options,
+    inspect_engine,
     wished,
 )
 from .console import Console, size
@@ -107,11 +114,18 @@ def inspect(
     sets: Sets = None,
     weights: Weights = None,
     data: Data = None,
+    trust_engine: TrustEngine = False,
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Show a model's family, MoE layers and parameters, and what each k costs."""
+    """Show a model's family, MoE layers and parameters, and what each k costs.
+
+    Of a bundle its layers and files, of an engine its layers, precisions and profiles.
+    """
+    if model.endswith(".plan"):
+        print(inspect_engine(Path(model), trust=trust_engine, as_json=as_json))
+        return
     if (Path(model) / "manifest.json").is_file():
         from .exporter.manifest import Manifest
 
@@ -372,13 +386,27 @@ def run(
         str | None, typer.Option(help="A file or lowering, where the bundle holds several.")
     ] = None,
     threads: Annotated[int | None, typer.Option(help="Threads; the runtime chooses.")] = None,
+    engine: RunEngine = Engine.ONNXRUNTIME,
+    provider: RunProvider = Provider.CPU,
+    trust_engine: TrustEngine = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Run a bundle on inputs from an .npz file."""
+    """Run a bundle on inputs from an .npz file, in ONNX Runtime or as an engine."""
+    check_runner(engine, provider, trust_engine, threads)
     from .exporter.run import run_file
 
-    shape = run_file(bundle, input_file, output_file, k=k, graph=graph, threads=threads)
+    shape = run_file(
+        bundle,
+        input_file,
+        output_file,
+        k=k,
+        graph=graph,
+        threads=threads,
+        engine=engine.value,
+        provider=provider.value,
+        trust_engine=trust_engine,
+    )
     Console(verbose=verbose, quiet=quiet).note(f"{output_file}: output of shape {shape}")
 
 

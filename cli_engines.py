@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,6 +58,61 @@ EngineCache = Annotated[
     str | None,
     typer.Option(metavar="DIR", help="Where engines are kept for the next time; off for nowhere."),
 ]
+
+
+class Engine(StrEnum):
+    """Who runs a bundle."""
+
+    ONNXRUNTIME = "onnxruntime"
+    TENSORRT = "tensorrt"
+    TENSORRT_RTX = "tensorrt-rtx"
+
+
+class Provider(StrEnum):
+    """Where ONNX Runtime runs a graph; the names of `exporter.session.PROVIDERS`."""
+
+    CPU = "cpu"
+    CUDA = "cuda"
+    TENSORRT = "tensorrt"
+
+
+RunEngine = Annotated[
+    Engine, typer.Option(help="ONNX Runtime, or an engine that was built into the bundle.")
+]
+RunProvider = Annotated[Provider, typer.Option(help="Where ONNX Runtime runs the graph.")]
+TrustEngine = Annotated[
+    bool,
+    typer.Option(
+        "--trust-engine", help="Load an engine that no manifest vouches for: a plan is code."
+    ),
+]
+
+
+def check_runner(engine: Engine, provider: Provider, trust: bool, threads: int | None) -> None:
+    """Raises `UsageError` for options that the chosen runner does not have."""
+    from .errors import UsageError
+
+    if engine is Engine.ONNXRUNTIME:
+        if trust:
+            raise UsageError(
+                "--trust-engine: no engine is loaded with --engine onnxruntime",
+                hint="name one: --engine tensorrt-rtx",
+            )
+        return
+    if provider is not Provider.CPU or threads is not None:
+        option = "--threads" if threads is not None else "--provider"
+        raise UsageError(
+            f"{option}: it is ONNX Runtime's, and {engine.value} runs the engine",
+            hint=f"leave {option} out, or choose --engine onnxruntime",
+        )
+
+
+def inspect_engine(path: Path, *, trust: bool, as_json: bool) -> str:
+    """Returns what `inspect` says of an engine: layers, precisions, sizes and profiles."""
+    from .exporter.engines.inspect import engine_facts, engine_text
+
+    facts = engine_facts(path, trust=trust)
+    return json_text(facts) if as_json else engine_text(facts)
 
 
 def engine_options(

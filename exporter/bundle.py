@@ -10,11 +10,11 @@ from pathlib import Path
 import onnx
 from google.protobuf.message import DecodeError
 
-from ..errors import BundleError, MoexportError, UsageError
+from ..errors import BundleError, EngineError, MoexportError, UsageError
 from ..graphs.lower import LayerValues
 from .manifest import GraphRecord, Manifest
 from .parity import PARITY_FILE, Parity, Reference, compare, describe
-from .session import Session, SessionOptions
+from .session import Runner, Session, SessionOptions
 from .trace import TRACED_BATCH
 
 LARGE_WEIGHTS_BYTES = 1 << 30
@@ -61,6 +61,25 @@ class Bundle:
             raise BundleError(f"{path}: the file is missing", hint="export the bundle again")
         return Session(path, options)
 
+    def engine(self, flavour: str, graph: str | None = None, *, trust: bool = False) -> Runner:
+        """Returns an engine of the bundle, ready to run on the GPU.
+
+        Raises `EngineError` where the bundle has none of that flavour for the graph, and what
+        loading one raises.
+        """
+        from .engines.bundle import engines_of
+        from .engines.session import EngineSession
+
+        wanted = self.graph(graph).file
+        there = engines_of(self.manifest)
+        for record in there:
+            if record.flavour == flavour and record.graph == wanted:
+                return EngineSession(self.path / record.file, trust=trust)
+        raise EngineError(
+            f"{self.path}: holds no {flavour} engine of {wanted}",
+            hint=f"`moexport build {self.path} --target {flavour}` makes one",
+        )
+
     def verify(self) -> Iterator[Check]:
         """Yields the checks: every file's hash, every graph's validity, every graph's parity."""
         damaged = False
@@ -70,6 +89,8 @@ class Bundle:
             yield check
         if damaged:
             return  # graphs over damaged files would fail with less clear words
+        from .engines.check import engine_checks
+
         valid = []
         for graph in self.manifest.graphs:
             check = _onnx_check(self.path / graph.file)
@@ -77,11 +98,13 @@ class Bundle:
             if check.passed:
                 valid.append(graph)
         if PARITY_FILE not in self.manifest.files:
+            yield from engine_checks(self.path, self.manifest, None)
             yield Check("parity", False, "the bundle was exported with --no-verify: no reference")
             return
         expected = Reference.load(self.path / PARITY_FILE)
         for graph in valid:
             yield self._parity_check(graph, expected)
+        yield from engine_checks(self.path, self.manifest, expected)
 
     def _parity_check(self, graph: GraphRecord, expected: Reference) -> Check:
         name = f"parity of {graph.file}"

@@ -6,6 +6,8 @@ import importlib.util
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..errors import MissingExtraError
+from .engines.flavours import FLAVOURS, Flavour
 from .environment import environment
 
 
@@ -39,8 +41,8 @@ def diagnose() -> Diagnosis:
             Ability("export to ONNX", True, "PyTorch traces, ONNX Runtime checks parity"),
             _onnxruntime("run on CPU", "CPUExecutionProvider", gpu),
             _onnxruntime("run on CUDA", "CUDAExecutionProvider", gpu),
-            _tensorrt("TensorRT", "tensorrt", gpu),
-            _tensorrt("TensorRT-RTX", "tensorrt_rtx", gpu),
+            _onnxruntime("run on ONNX Runtime's TensorRT", "TensorrtExecutionProvider", gpu),
+            *(ability for each in FLAVOURS.values() for ability in _engines(each, gpu)),
             _demo(),
         ),
         environment=facts,
@@ -53,22 +55,41 @@ def _onnxruntime(name: str, provider: str, gpu: object) -> Ability:
     present = provider in onnxruntime.get_available_providers()
     if not present:
         return Ability(name, False, f"this ONNX Runtime was built without {provider}")
-    if provider.startswith("CUDA") and not gpu:
+    if not provider.startswith("CPU") and not gpu:
         return Ability(name, False, f"{provider} is installed, but there is no NVIDIA GPU")
     return Ability(name, True, f"ONNX Runtime {onnxruntime.__version__}, {provider}")
 
 
-def _tensorrt(name: str, module: str, gpu: object) -> Ability:
-    """Graphs for TensorRT are written without it; this version does not build engines."""
-    target = name.lower()
-    if importlib.util.find_spec(module) is None:
-        where = f"{name} is not installed here"
-    elif gpu:
-        where = f"{name} is installed"
-    else:
-        where = f"{name} is installed; without an NVIDIA GPU an engine can be built, not run"
-    detail = f"written with --target {target}; engines are built with its own tools ({where})"
-    return Ability(f"graphs for {name}", True, detail)
+def _engines(chosen: Flavour, gpu: object) -> tuple[Ability, Ability]:
+    return _builds(chosen, gpu), _runs(chosen, gpu)
+
+
+def _builds(chosen: Flavour, gpu: object) -> Ability:
+    """Whether engines can be compiled here."""
+    name = f"build {chosen.title} engines"
+    try:
+        chosen.check_installed()
+        version = chosen.version()
+    except MissingExtraError as error:
+        return Ability(name, False, f"{error.message}: {error.hint}")
+    if chosen.builds_without_gpu:
+        cards = ", ".join(chosen.cards)
+        return Ability(name, True, f"{chosen.title} {version}, for compute capability {cards}")
+    if not gpu:
+        return Ability(name, False, "it compiles for the GPU it runs on, and there is none here")
+    return Ability(name, True, f"{chosen.title} {version}")
+
+
+def _runs(chosen: Flavour, gpu: object) -> Ability:
+    """Whether engines can be run here."""
+    name = f"run {chosen.title} engines"
+    if importlib.util.find_spec(chosen.module) is None:
+        return Ability(name, False, f"{chosen.title} is not installed: {chosen.install}")
+    if importlib.util.find_spec("cuda") is None:
+        return Ability(name, False, f"cuda-bindings is not installed: {chosen.install}")
+    if not gpu:
+        return Ability(name, False, "there is no NVIDIA GPU, or no driver for it")
+    return Ability(name, True, f"{chosen.title} {chosen.version()}")
 
 
 def _demo() -> Ability:

@@ -20,7 +20,7 @@ import torch
 from ..errors import BundleError, ParityError
 from ..graphs.moe import algorithm_1, choice_key, recorded_choices
 from .model import Model
-from .session import Session
+from .session import Runner
 
 PARITY_FILE = "parity.npz"
 
@@ -158,7 +158,7 @@ def reference(
 
 
 def compare(
-    session: Session,
+    session: Runner,
     expected: Reference,
     selected_values: Mapping[str, str],
     *,

@@ -12,7 +12,9 @@ from ..calibration.feeds import batches
 from ..errors import BundleError, FeedError, UsageError
 from .bundle import Bundle
 from .manifest import PortRecord
-from .session import SessionOptions
+from .session import PROVIDERS, Runner, SessionOptions
+
+ONNXRUNTIME = "onnxruntime"
 
 
 def run_file(
@@ -23,9 +25,13 @@ def run_file(
     k: int | None = None,
     graph: str | None = None,
     threads: int | None = None,
+    engine: str = ONNXRUNTIME,
+    provider: str = "cpu",
+    trust_engine: bool = False,
 ) -> tuple[int, ...]:
     """Writes a bundle's output for the inputs of an `.npz` and returns the output's shape.
 
+    `engine` is who runs it: `onnxruntime` on a `provider`, or an engine that was built.
     Raises `UsageError` for a k outside 1 … n, `FeedError` for inputs that do not fit.
     """
     bundle = Bundle.open(bundle_path)
@@ -34,7 +40,12 @@ def run_file(
     if k is not None and not 1 <= k <= fewest:
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
     x = _fitted(_inputs(input_file, record.inputs[0].name), record.inputs[0])
-    session = bundle.session(graph, SessionOptions(threads=threads))
+    session: Runner
+    if engine == ONNXRUNTIME:
+        chosen = SessionOptions(PROVIDERS[provider], threads=threads)
+        session = bundle.session(graph, chosen)
+    else:
+        session = bundle.engine(engine, graph, trust=trust_engine)
     y = session(x, k)
     _write(output_file, record.outputs[0].name, y)
     return y.shape

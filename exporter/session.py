@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime as ort
@@ -38,6 +38,28 @@ class SessionOptions:
     prepack: bool = True
     observe: Mapping[str, int] | None = None
     profile: Path | None = None
+
+
+class Runner(Protocol):
+    """Anything that runs a graph: a session of ONNX Runtime, or an engine."""
+
+    output_names: list[str]
+    takes_k: bool
+
+    @property
+    def provider(self) -> str:
+        """Who runs the graph."""
+        ...
+
+    def __call__(self, x: np.ndarray, k: int | None = None) -> np.ndarray:
+        """Returns the first output for a batch x."""
+        ...
+
+    def run(
+        self, x: np.ndarray, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns outputs by name."""
+        ...
 
 
 class Session:

@@ -55,6 +55,12 @@ class EngineSession:
         self._k = np.zeros(1, self._dtype(K_INPUT)) if self.takes_k else None
         self._allocate()
 
+    def __enter__(self) -> EngineSession:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     @property
     def provider(self) -> str:
         """Who runs the graph: the flavour."""

@@ -1,0 +1,95 @@
+"""What an engine is, from its record, its list of layers and, on a GPU, from the engine itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ...console import size, table
+from ...errors import BundleError
+from .device import first_gpu
+from .loading import load_engine
+from .planfile import Plan, find_plan, read_header
+
+
+def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
+    """Returns the facts of an engine as plain data.
+
+    `read_from` says whether they were read from the engine, which needs a GPU, or written down when
+    it was built. Raises what `find_plan` raises.
+    """
+    plan = find_plan(path, trust=trust)
+    header = read_header(path)
+    facts: dict[str, Any] = {
+        "file": str(path),
+        "flavour": plan.flavour.name,
+        "bytes": path.stat().st_size,
+        "version": header.version if header is not None else None,
+        "read_from": "header",
+    }
+    if plan.record is not None:
+        facts |= plan.record.as_json() | {"file": str(path), "read_from": "record"}
+        facts["layers"] = _listing(path.parent / plan.record.layers)
+    if first_gpu() is not None:
+        facts |= {"read_from": "engine", "inspector": _inspected(plan)}
+    return facts
+
+
+def _listing(path: Path) -> list[dict[str, str]]:
+    """The products and convolutions that were written down beside the engine."""
+    try:
+        layers: list[dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))["layers"]
+    except (OSError, ValueError, KeyError) as error:
+        raise BundleError(
+            f"{path}: not a readable list of layers ({error})", hint="build the engine again"
+        ) from error
+    return layers
+
+
+def _inspected(plan: Plan) -> Any:
+    """What TensorRT's own inspector says of the engine, layer by layer."""
+    trt, _runtime, engine = load_engine(plan)
+    inspector = engine.create_engine_inspector()
+    return json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
+
+
+def engine_text(facts: Mapping[str, Any]) -> str:
+    """What `inspect` prints."""
+    lines = [
+        f"engine      {facts['file']} ({size(facts['bytes'])})",
+        f"built by    {facts['flavour']} {facts['version'] or '(its version is not known)'}",
+    ]
+    if "graph" in facts:
+        cards = ", ".join(facts["compute_capabilities"])
+        lines += [
+            f"from        {facts['graph']}",
+            f"runs on     {facts['device'] or 'compute capability'} {cards}",
+            f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at the most",
+            *(f"profile     {_profile(each)}" for each in facts["profiles"]),
+            f"settings    {', '.join(f'{k}={v}' for k, v in facts['settings'].items())}",
+            "products    " + ", ".join(f"{n} in {name}" for name, n in facts["precision"].items()),
+            "",
+            table(
+                ("layer", "kind", "precision"),
+                [(each["name"], each["kind"], each["precision"]) for each in facts["layers"]],
+            ),
+        ]
+    lines += ["", _source(facts)]
+    return "\n".join(lines)
+
+
+def _profile(record: Mapping[str, Any]) -> str:
+    from .profiles import Profile
+
+    return str(Profile.from_json(record))
+
+
+def _source(facts: Mapping[str, Any]) -> str:
+    said = {
+        "header": "Read from the file's first bytes; more needs its manifest or an NVIDIA GPU.",
+        "record": "Written down when it was built; the engine itself is read on an NVIDIA GPU.",
+        "engine": "The engine was loaded; --json has what TensorRT's inspector says.",
+    }
+    return said[facts["read_from"]]
