@@ -7,6 +7,7 @@ file that does not hash to what was written down is thrown away and built again.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -115,4 +116,5 @@ def _files(folder: Path, key: str) -> tuple[Path, Path]:
 
 def _remove(paths: Sequence[Path]) -> None:
     for path in paths:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # gone, or where nothing can be removed
+            path.unlink()

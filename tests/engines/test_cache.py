@@ -1,0 +1,72 @@
+"""Engines are kept under a key of everything that makes them, and damaged ones are thrown away."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+import pytest
+from moexport.exporter.engines import cache
+
+KEY = "a" * 64
+
+
+def kept(folder: Path, content: bytes = b"plan", key: str = KEY) -> Path:
+    plan = folder / "new.plan"
+    plan.write_bytes(content)
+    facts = {"sha256": hashlib.sha256(content).hexdigest(), "built": {"version": "1"}}
+    cache.keep(folder / "cache", key, plan, facts)
+    return folder / "cache"
+
+
+def test_what_was_kept_is_found(tmp_path: Path) -> None:
+    found = cache.find(kept(tmp_path), KEY)
+    assert found is not None
+    assert found.plan.read_bytes() == b"plan"
+    assert found.facts["built"] == {"version": "1"}
+    assert cache.find(tmp_path / "cache", "b" * 64) is None
+    assert cache.find(tmp_path / "nowhere", KEY) is None
+
+
+@pytest.mark.parametrize("suffix", [".plan", ".json"])
+def test_a_damaged_engine_is_removed(suffix: str, tmp_path: Path) -> None:
+    folder = kept(tmp_path)
+    (folder / f"{KEY}{suffix}").write_bytes(b"other")
+    assert cache.find(folder, KEY) is None
+    assert list(folder.iterdir()) == []
+
+
+def test_the_key_is_of_everything(tmp_path: Path) -> None:
+    parts = {"files": {"model.onnx": "1"}, "version": "1.7", "cards": ["8.9"]}
+    key = cache.engine_key(parts)
+    assert key == cache.engine_key(dict(reversed(parts.items())))
+    for name, other in {"files": {}, "version": "1.8", "cards": []}.items():
+        assert cache.engine_key(parts | {name: other}) != key
+
+
+def test_the_oldest_engines_make_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_BYTES", 10)
+    for key in ("1" * 64, "2" * 64, "3" * 64):
+        folder = kept(tmp_path, b"12345", key)
+    assert cache.find(folder, "1" * 64) is None
+    assert cache.find(folder, "2" * 64) is not None
+    assert cache.find(folder, "3" * 64) is not None
+
+
+def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
+    (tmp_path / "cache").write_text("a file")
+    plan = tmp_path / "new.plan"
+    plan.write_bytes(b"plan")
+    cache.keep(tmp_path / "cache", KEY, plan, {"sha256": ""})
+    assert (tmp_path / "cache").read_text() == "a file"
+
+
+def test_the_environment_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(cache.PLACE, str(tmp_path))
+    assert cache.default_cache() == tmp_path
+    monkeypatch.setenv(cache.PLACE, "off")
+    assert cache.default_cache() is None
+    monkeypatch.delenv(cache.PLACE)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("sys.platform", "linux")
+    assert cache.default_cache() == tmp_path / "moexport" / "engines"

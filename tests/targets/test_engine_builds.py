@@ -1,0 +1,352 @@
+"""`moexport build` and `export`: options, reuse, and what is refused; engines are compiled for real."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from moexport.exporter.engines.device import first_gpu
+from moexport.exporter.engines.planfile import read_header
+from moexport.tests.command import PROGRAM, run, start
+from moexport.tests.recorded import DATA, read_case
+from moexport.tests.targets.engines import CARD, build, export, leftovers, needs_rtx, refused
+
+LAYER = "soft_moe_fkodom"  # one MoE layer of 6 experts: the fastest to compile
+SIZES = ("--profile", "batch=1:2:4,tokens=4:8:16")
+
+without_gpu = pytest.mark.skipif(first_gpu() is not None, reason="says what is so without a GPU")
+
+
+@pytest.fixture(scope="module")
+def layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle of one layer without engines; do not write."""
+    return export(LAYER, tmp_path_factory.mktemp("layer"), "--k", "input", "--lowering", "gather")
+
+
+@pytest.fixture(scope="module")
+def built(layer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same with an engine; do not write."""
+    if needs_rtx.args[0]:
+        pytest.skip(needs_rtx.kwargs["reason"])
+    bundle = Path(shutil.copytree(layer, tmp_path_factory.mktemp("built") / "out"))
+    build(bundle, *SIZES)
+    return bundle
+
+
+@pytest.fixture
+def bundle(layer: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(layer, tmp_path / "bundle"))
+
+
+@pytest.fixture
+def with_engine(built: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(built, tmp_path / "built"))
+
+
+def edit_record(bundle: Path, **changes: Any) -> None:
+    path = bundle / "manifest.json"
+    content = json.loads(path.read_text())
+    content["engines"][0] |= changes
+    path.write_text(json.dumps(content))
+
+
+def run_engine(bundle: Path, *options: str, engine: str = "tensorrt-rtx") -> Any:
+    folder = bundle.parent
+    np.savez(folder / "x.npz", input=read_case(LAYER).x)
+    files = ("-i", folder / "x.npz", "-o", folder / "y.npz")
+    outcome = run("run", bundle, *files, "--engine", engine, "--k", "2", *options)
+    assert not (folder / "y.npz").exists()
+    return outcome
+
+
+@needs_rtx
+def test_an_export_ends_with_an_engine_in_a_bundle_that_verifies(tmp_path: Path) -> None:
+    case = read_case(LAYER)
+    outcome = run(
+        *("export", case.weights, "--set", "version=0.2.0", "-o", tmp_path / "out", "--k", "2"),
+        *("--target", "tensorrt-rtx", *CARD, *SIZES, "--optimization-level", "1", "--json"),
+    )
+    assert outcome.code == 0, outcome.err
+    assert "compiling engine-tensorrt-rtx.plan with TensorRT-RTX" in outcome.err
+    (engine,) = json.loads(outcome.out)["engines"]
+    assert engine["settings"]["optimization_level"] == 1
+    assert engine["precision"].keys() == {"fp32"}
+    assert engine["peak_memory_bytes"] > 0
+    verified = run("verify", tmp_path / "out", "--json")
+    assert verified.code == 0, verified.out
+    checks = {check["name"] for check in json.loads(verified.out)["checks"]}
+    assert {"hash of engine-tensorrt-rtx.plan"} <= checks
+    assert leftovers(tmp_path) == []
+
+
+@needs_rtx
+def test_several_profiles_are_all_in_the_engine(bundle: Path, built: Path) -> None:
+    profiles = ("--profile", "batch=1,k=2", "--profile", "batch=2:8:16,k=1:3:6")
+    (record,) = build(bundle, *profiles)
+    assert record["settings"]["profiles"] == 2
+    assert [each["k"] for each in record["profiles"]] == [[2, 2, 2], [1, 3, 6]]
+    one = (built / "engine-tensorrt-rtx.plan").stat().st_size
+    assert (bundle / record["file"]).stat().st_size > 1.3 * one
+
+
+@needs_rtx
+def test_the_same_request_gives_the_same_file_without_a_rebuild(
+    with_engine: Path, tmp_path: Path
+) -> None:
+    plan = with_engine / "engine-tensorrt-rtx.plan"
+    before = plan.stat().st_mtime_ns
+    again = run("build", with_engine, *CARD, *SIZES)
+    assert again.code == 0, again.err
+    assert "there already" in again.out
+    assert plan.stat().st_mtime_ns == before
+    cache = ("--engine-cache", tmp_path / "cache")
+    first = run("build", with_engine, *CARD, *SIZES, "--force", *cache)
+    assert "built in" in first.out
+    first_plan = plan.read_bytes()
+    plan.write_bytes(b"damaged")
+    second = run("build", with_engine, *CARD, *SIZES, *cache)
+    assert "taken from the cache" in second.out
+    assert "compiling" not in second.err
+    assert plan.read_bytes() == first_plan
+    other = run("build", with_engine, *CARD, *SIZES, "--tf32", *cache)
+    assert "built in" in other.out
+    record = json.loads((with_engine / "manifest.json").read_text())["engines"]
+    assert [each["settings"]["tf32"] for each in record] == [True]
+
+
+@needs_rtx
+def test_inspect_shows_layers_precisions_and_profiles(built: Path, tmp_path: Path) -> None:
+    plan = built / "engine-tensorrt-rtx.plan"
+    outcome = run("inspect", plan)
+    assert outcome.code == 0, outcome.err
+    for text in ("built by    tensorrt-rtx", "profile     input 1:2:4×4:8:16×24, k 1:1:6", "8.9"):
+        assert text in outcome.out
+    assert any("/experts/" in line and "fp32" in line for line in outcome.out.splitlines())
+    facts = json.loads(run("inspect", plan, "--json").out)
+    assert facts["bytes"] == plan.stat().st_size
+    alone = tmp_path / "alone.plan"
+    shutil.copy(plan, alone)
+    unknown = run("inspect", alone)
+    assert unknown.code == 1
+    assert "no manifest beside it lists this engine" in unknown.error
+    assert "--trust-engine" in unknown.hint
+    trusted = json.loads(run("inspect", alone, "--trust-engine", "--json").out)
+    assert trusted["version"] == facts["version"]
+    header = read_header(alone)
+    assert header is not None
+    assert header.size == facts["bytes"]
+
+
+@needs_rtx
+def test_a_dry_run_says_what_would_be_built(bundle: Path) -> None:
+    outcome = run("build", bundle, *CARD, *SIZES, "--dry-run")
+    assert outcome.code == 0, outcome.err
+    assert "engine-tensorrt-rtx.plan from model.onnx, TensorRT-RTX" in outcome.out
+    assert "profile input 1:2:4×4:8:16×24, k 1:1:6" in outcome.out
+    assert not list(bundle.glob("*.plan"))
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        (("--timing-cache", "t"), "TensorRT-RTX does not have it: it times nothing", "leave"),
+        (("--version-compatible",), "its engines run in the version that built them", "leave"),
+        (("--hardware-compatible", "ampere-plus"), "portable by --compute-capability", "leave"),
+        (("--optimization-level", "9"), "TensorRT-RTX has levels 0 to 5", "3 is its default"),
+        (("--workspace", "lots"), "--workspace lots: not a number of bytes", "2GiB"),
+        (("--compute-capability", "9.0"), "9.0: TensorRT-RTX compiles for 7.5, 8.0", "RTX 40"),
+        (("--compute-capability", "8.9,8.9"), "one is repeated", "once"),
+        (("--compute-capability", "current,8.9"), "current stands alone", "name capabilities"),
+        (("--profile", "rows=1"), "--profile rows=1: expected AXIS", "axes: batch, tokens"),
+        (("--profile", "k=1:2:7"), "--profile k=1:2:7: k is at most 6", "covers every k"),
+        (("--graph", "dense"), "holds no graph 'dense'", "it holds model.onnx"),
+        (("--target", "onnx"), "--target onnx: engines are built for tensorrt", "graph itself"),
+    ],
+)
+def test_requests_that_cannot_be_honoured_are_refused_before_the_build(
+    options: tuple[str, ...], message: str, hint: str, bundle: Path
+) -> None:
+    outcome = refused(bundle, *options)
+    assert outcome.code == 2
+    assert message in outcome.error
+    assert hint in outcome.hint
+    assert "compiling" not in outcome.err
+
+
+@needs_rtx
+@without_gpu
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--compute-capability", "current"), "there is no NVIDIA GPU here"),
+        (("--strip-plan",), "compiles refittable engines only where there is an NVIDIA GPU"),
+        (("--refit",), "compiles refittable engines only where there is an NVIDIA GPU"),
+    ],
+)
+def test_what_needs_a_gpu_to_build_says_so(
+    options: tuple[str, ...], message: str, bundle: Path
+) -> None:
+    assert message in refused(bundle, *options).error
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    ("options", "message", "hint"),
+    [
+        (("--workspace", "1KiB", *CARD), "the workspace is too small", "raise --workspace"),
+        (
+            ("--compute-capability", "7.5"),
+            "compute capability 7.5 does not compile this graph",
+            "--precision fp16",
+        ),
+    ],
+)
+def test_a_build_that_fails_leaves_the_bundle_and_says_what_to_do(
+    options: tuple[str, ...], message: str, hint: str, bundle: Path
+) -> None:
+    outcome = refused(bundle, *options, *SIZES)
+    assert message in outcome.error
+    assert hint in outcome.hint
+
+
+@needs_rtx
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_a_build_without_memory_says_what_to_lower(bundle: Path) -> None:
+    limit = "ulimit -v $((3 << 20))"  # KiB: enough to start, too little for the builder
+    command = f"{limit}; exec {' '.join(PROGRAM)} build {bundle} {' '.join((*CARD, *SIZES))}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=120
+    )
+    assert done.returncode == 1
+    assert "error: TensorRT-RTX: " in done.stderr
+    assert leftovers(bundle) == []
+    assert not list(bundle.glob("*.plan"))
+
+
+@needs_rtx
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_build_leaves_nothing_behind(number: signal.Signals, bundle: Path) -> None:
+    before = sorted(path.name for path in bundle.iterdir())
+    process = start("build", bundle, *CARD, "--optimization-level", "5")
+    assert process.stderr is not None
+    while "compiling" not in process.stderr.readline():
+        assert process.poll() is None
+    time.sleep(0.7)
+    os.kill(process.pid, number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; nothing half-written was left behind" in err
+    assert sorted(path.name for path in bundle.iterdir()) == before
+
+
+def test_without_tensorrt_the_install_command_is_told(bundle: Path) -> None:
+    if (shutil.which("trtexec") or first_gpu()) is not None:
+        pytest.skip("TensorRT may be installed here")
+    outcome = refused(bundle, "--target", "tensorrt")
+    assert outcome.error == "TensorRT is not installed"
+    assert outcome.hint == "pip install 'moexport[tensorrt]'"
+
+
+@without_gpu
+def test_an_export_for_a_server_is_written_and_says_where_its_engine_is_built(
+    tmp_path: Path,
+) -> None:
+    weights = DATA / LAYER / "weights.pt"
+    base = ("export", weights, "--set", "version=0.2.0", "-o", tmp_path / "out", "--k", "2")
+    outcome = run(*base, "--target", "tensorrt", "--no-verify")
+    assert outcome.code == 0
+    assert "note: no engine was built: TensorRT is not installed" in outcome.err
+    insisted = run(*base, "--target", "tensorrt", "--engine", "--force")
+    assert (insisted.code, insisted.error) == (1, "TensorRT is not installed")
+    wrong = run(*base, "--target", "onnx", "--workspace", "2GiB", "--force")
+    assert wrong.code == 2
+    assert wrong.error == "--workspace: --target onnx has no engines"
+
+
+@needs_rtx
+@without_gpu
+def test_running_an_engine_without_a_gpu_says_so(with_engine: Path) -> None:
+    outcome = run_engine(with_engine)
+    assert outcome.code == 1
+    assert "there is no NVIDIA GPU here, or its driver is older" in outcome.error
+    assert "moexport doctor" in outcome.hint
+
+
+@needs_rtx
+def test_an_engine_of_another_version_is_told_apart_from_a_damaged_one(with_engine: Path) -> None:
+    edit_record(with_engine, version="1.6.0.1")
+    outcome = run_engine(with_engine)
+    assert outcome.code == 1
+    assert "built by TensorRT-RTX 1.6.0.1, and 1.7" in outcome.error
+    assert "build it again here" in outcome.hint
+
+
+@needs_rtx
+def test_a_truncated_engine_is_not_loaded(with_engine: Path) -> None:
+    plan = with_engine / "engine-tensorrt-rtx.plan"
+    whole = plan.read_bytes()
+    plan.write_bytes(whole[: len(whole) // 2])
+    outcome = run_engine(with_engine)
+    assert f"truncated: {len(whole) // 2} of {len(whole)} bytes" in outcome.error
+    assert run("verify", with_engine).code == 1
+
+
+@needs_rtx
+def test_an_engine_that_was_exchanged_is_not_loaded_unless_it_is_trusted(
+    with_engine: Path,
+) -> None:
+    plan = with_engine / "engine-tensorrt-rtx.plan"
+    content = bytearray(plan.read_bytes())
+    content[-1] ^= 1
+    plan.write_bytes(content)
+    outcome = run_engine(with_engine)
+    assert "is not the engine that manifest.json names (SHA-256 differs)" in outcome.error
+    assert "--trust-engine" in outcome.hint
+    if first_gpu() is None:
+        assert "there is no NVIDIA GPU" in run_engine(with_engine, "--trust-engine").error
+
+
+@needs_rtx
+def test_a_bundle_without_that_engine_says_how_to_build_it(with_engine: Path) -> None:
+    outcome = run_engine(with_engine, engine="tensorrt")
+    assert "holds no tensorrt engine of model.onnx" in outcome.error
+    assert f"moexport build {with_engine} --target tensorrt" in outcome.hint
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--engine=tensorrt-rtx", "--provider=cuda"), "--provider: it is ONNX Runtime's"),
+        (("--engine=tensorrt-rtx", "--threads=2"), "--threads: it is ONNX Runtime's"),
+        (("--trust-engine",), "--trust-engine: no engine is loaded with --engine onnxruntime"),
+    ],
+)
+def test_options_of_another_runner_are_refused(
+    options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    outcome = run("run", tmp_path, "-i", "x.npz", "-o", tmp_path / "y.npz", *options)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert message in outcome.error
+
+
+@without_gpu
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_onnx_runtime_does_not_fall_back_to_the_cpu(
+    provider: str, layer: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "x.npz", input=read_case(LAYER).x)
+    files = ("-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
+    outcome = run("run", layer, *files, "--k", "2", "--provider", provider)
+    assert outcome.code == 1
+    assert "ExecutionProvider: there is no NVIDIA GPU here" in outcome.error
+    assert not (tmp_path / "y.npz").exists()
