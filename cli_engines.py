@@ -213,7 +213,7 @@ def build(
     ] = False,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs, into the bundle."""
-    from .exporter.options import parse_range
+    from .exporter.ranges import parse_range
 
     options = engine_options(
         profiles,

@@ -10,10 +10,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from ..errors import UsageError
-from ..exporter.bundle import Bundle, hash_files, selected_values
+from ..exporter.bundle import Bundle, selected_values
 from ..exporter.edited import edited
 from ..exporter.edits import Edits
 from ..exporter.export import prepare, write_graphs
+from ..exporter.hashing import hash_files
 from ..exporter.load import load
 from ..exporter.manifest import MANIFEST_FILE
 from ..exporter.model import Model

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,6 +11,7 @@ from google.protobuf.message import DecodeError
 
 from ..errors import BundleError, EngineError, MoexportError, UsageError
 from ..graphs.lower import LayerValues
+from .hashing import sha256
 from .manifest import GraphRecord, Manifest
 from .parity import PARITY_FILE, Parity, Reference, compare, describe
 from .session import Runner, Session, SessionOptions
@@ -158,20 +158,6 @@ def graph_parity(
         rtol=rtol,
         k=next(iter(expected.kept.values())) if k_input else None,
     )
-
-
-def sha256(path: Path) -> str:
-    """Returns the SHA-256 of a file as hex digits."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def hash_files(files: Sequence[Path]) -> str:
-    """Returns the SHA-256 of one file, or of the digests of several; empty for none."""
-    digests = [sha256(path) for path in files]
-    if len(digests) == 1:
-        return digests[0]
-    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else ""
 
 
 def selected_values(values: Mapping[str, LayerValues]) -> dict[str, str]:

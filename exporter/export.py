@@ -18,11 +18,12 @@ from ..graphs.lower import LayerChoice, Lowered, lower
 from ..graphs.moe import MoESpec
 from ..graphs.names import K_INPUT
 from .atomic import check_destination, written_whole
-from .bundle import Bundle, graph_parity, hash_files, selected_values, sha256
+from .bundle import Bundle, graph_parity, selected_values
 from .edited import edited
 from .engines.bundle import build_for_export, check_for_export
 from .engines.options import EngineOptions
 from .environment import environment
+from .hashing import hash_files, sha256
 from .inputs import fixed_axes, parity_inputs
 from .locate import first_different_layer
 from .manifest import (

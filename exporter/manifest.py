@@ -12,6 +12,8 @@ from ..errors import BundleError
 MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
 
+MAIN_GRAPH = "model.onnx"
+
 OPTIONAL = ("levels", "limits", "implied")
 """Keys of layers and ports that are left out where there is nothing to say."""
 

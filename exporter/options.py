@@ -11,33 +11,26 @@ from ..errors import LoweringError, UsageError
 from ..graphs.lowerings.base import Target
 from ..graphs.lowerings.registry import lowering
 from .edits import NO_EDITS, Edits
+from .ranges import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
+
+__all__ = [
+    "AUTO",
+    "DEFAULT_BATCH",
+    "DEFAULT_TOKENS",
+    "TARGETS",
+    "AxisRange",
+    "ExportOptions",
+    "Kept",
+    "parse_k",
+    "parse_lowerings",
+    "parse_range",
+]
 
 AUTO = "auto"
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 Kept = int | Fraction | Literal["n", "input"] | tuple[int, ...]
 """k as asked: a number, a share of n, all experts, a graph input, or a number per layer."""
-
-
-@dataclass(frozen=True, slots=True)
-class AxisRange:
-    """Sizes of a dynamic axis: smallest, the one to be fast at, largest. Fixed where all agree."""
-
-    min: int
-    opt: int
-    max: int
-
-    @property
-    def fixed(self) -> bool:
-        """Whether the axis is a constant of the graph."""
-        return self.min == self.max
-
-    def __str__(self) -> str:
-        return str(self.opt) if self.fixed else f"{self.min}:{self.opt}:{self.max}"
-
-
-DEFAULT_BATCH = AxisRange(1, 1, 32)
-DEFAULT_TOKENS = AxisRange(1, 196, 1024)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,28 +115,6 @@ def _positive(text: str) -> int:
             f"--k {text}: at least one expert must be kept", hint="use 1 ≤ k ≤ n, or n for all"
         )
     return value
-
-
-def parse_range(text: str, option: str) -> AxisRange:
-    """Returns sizes from `MIN:OPT:MAX` or one fixed size; `UsageError` names the option."""
-    try:
-        sizes = [int(part) for part in text.split(":")]
-    except ValueError:
-        sizes = []
-    if len(sizes) == 1:
-        sizes *= 3
-    if len(sizes) != len(("min", "opt", "max")):
-        raise UsageError(
-            f"{option} {text}: expected MIN:OPT:MAX or one size",
-            hint=f"{option} 1:8:32 for sizes 1 to 32, fastest at 8; {option} 8 for 8 alone",
-        )
-    low, opt, high = sizes
-    if not 1 <= low <= opt <= high:
-        raise UsageError(
-            f"{option} {text}: needs 1 ≤ MIN ≤ OPT ≤ MAX",
-            hint=f"the sizes in order are {':'.join(str(size) for size in sorted(sizes))}",
-        )
-    return AxisRange(low, opt, high)
 
 
 def parse_lowerings(text: str) -> tuple[str, ...]:

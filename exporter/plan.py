@@ -14,11 +14,10 @@ from ..graphs.lowerings.base import AnyWork, WorkOf
 from ..graphs.lowerings.registry import lowering
 from ..graphs.moe import MoESpec
 from ..graphs.names import DOMAIN
+from .manifest import MAIN_GRAPH
 from .model import Model
 from .options import AUTO, AxisRange, ExportOptions, Kept
 from .weights import INLINE_BYTES, WEIGHTS_FILE
-
-MAIN_GRAPH = "model.onnx"
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ...errors import BundleError, EngineError, MissingExtraError, UsageError
-from ..bundle import sha256
-from ..manifest import MANIFEST_FILE, FileRecord, GraphRecord, Manifest
-from ..options import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
-from ..plan import MAIN_GRAPH
+from ..hashing import sha256
+from ..manifest import MAIN_GRAPH, MANIFEST_FILE, FileRecord, GraphRecord, Manifest
 from ..progress import Progress, Silent
+from ..ranges import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
 from .build import Built, build_engine
 from .cache import default_cache

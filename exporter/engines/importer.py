@@ -12,18 +12,20 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
 from ...errors import EngineError
-from ...graphs.lowerings.base import Target
-from ...graphs.lowerings.registry import lowerings_of
-from ...graphs.moe import Kind
 from ..manifest import LayerRecord
 from .flavours import Flavour
 from .profiles import MAX_K
+
+if TYPE_CHECKING:
+    from ...graphs.lowerings.base import Target
+    from ...graphs.moe import Kind
 
 NO_IMPORTER = frozenset(
     [
@@ -119,6 +121,8 @@ def check_graph(path: Path, flavour: Flavour, layers: Sequence[LayerRecord]) -> 
 
 
 def _instead(flavour: Flavour, layer: LayerRecord | None) -> str:
+    from ...graphs.lowerings.registry import lowerings_of
+
     target: Target = "tensorrt" if flavour.name == "tensorrt" else "tensorrt-rtx"
     if layer is None:
         return "change that part of the network, or run this graph in ONNX Runtime (--target onnx)"

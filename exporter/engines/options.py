@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...errors import UsageError
-from ..options import AxisRange
+from ..ranges import AxisRange
 from .device import first_gpu
 from .flavours import Flavour
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import EngineError
-from ..bundle import sha256
+from ..hashing import sha256
 from ..manifest import MANIFEST_FILE, FileRecord, Manifest
 from .bundle import engines_of
 from .device import Gpu, first_gpu
