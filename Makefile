@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO_DIR ?= demo
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint bench clean
+.PHONY: demo test lint bench gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
@@ -33,6 +33,11 @@ lint: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
+
+# On a machine with an NVIDIA GPU: engines built, compared and timed; results in gpu-check.json.
+gpu-check: $(VENV)/ready
+	$(BIN)/python -m benchmarks.gpu_check -o gpu-check.json
+	$(BIN)/python -m pytest -q -m gpu
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info
