@@ -1,9 +1,8 @@
 """moexport: deploy trained Soft MoE and muMoE models that choose k of n experts per input.
 
-`load`, `calibrate`, `export`, `bench` and `specialise` do from Python what the command line does.
-They, and the
-classes they return, are imported on first use: `import moexport` alone loads neither torch nor ONNX
-Runtime.
+`load`, `calibrate`, `export`, `build`, `bench` and `specialise` do from Python what the command line
+does. They, and the classes they return, are imported on first use: `import moexport` alone loads
+neither torch nor ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -11,20 +10,34 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import bench, calibrate, export, load, specialise
+    from .api import bench, build, calibrate, export, load, specialise
     from .exporter.bundle import Bundle
+    from .exporter.engines.options import EngineOptions
     from .exporter.model import Model
     from .exporter.session import Session
 
-__all__ = ["Bundle", "Model", "Session", "bench", "calibrate", "export", "load", "specialise"]
+__all__ = [
+    "Bundle",
+    "EngineOptions",
+    "Model",
+    "Session",
+    "bench",
+    "build",
+    "calibrate",
+    "export",
+    "load",
+    "specialise",
+]
 
 _HOMES = {
     "bench": ".api",
+    "build": ".api",
     "calibrate": ".api",
     "export": ".api",
     "load": ".api",
     "specialise": ".api",
     "Bundle": ".exporter.bundle",
+    "EngineOptions": ".exporter.engines.options",
     "Model": ".exporter.model",
     "Session": ".exporter.session",
 }

@@ -33,6 +33,9 @@ from .exporter.bundle import Bundle
 from .exporter.calibrate import CalibrationOptions
 from .exporter.calibrate import calibrate as run_calibration
 from .exporter.edits import read_edits
+from .exporter.engines.bundle import add_to_bundle, make_engines, plan_engines, staging
+from .exporter.engines.cache import default_cache
+from .exporter.engines.options import EngineOptions
 from .exporter.export import export as export_bundle
 from .exporter.inputs import random_inputs, with_axes
 from .exporter.load import load
@@ -48,7 +51,7 @@ from .exporter.options import (
 from .exporter.progress import Progress, Silent
 from .graphs.lowerings.base import Target
 
-__all__ = ["bench", "calibrate", "export", "load", "specialise"]
+__all__ = ["bench", "build", "calibrate", "export", "load", "specialise"]
 
 
 def calibrate(
@@ -99,12 +102,13 @@ def export(
     ablate: str | Sequence[str] = (),
     rewrite: str | Path | Sequence[Mapping[str, Any]] | None = None,
     verify: bool = True,
+    engine: EngineOptions | bool | None = None,
     force: bool = False,
 ) -> Bundle:
     """Writes a verified bundle of a loaded model and returns it.
 
-    The arguments are the options of `moexport export`; `rewrite` may also be the entries of such a
-    file. Raises `UsageError` for one that cannot be
+    The arguments are the options of `moexport export`, those of engines together in `engine`;
+    `rewrite` may also be the entries of such a file. Raises `UsageError` for one that cannot be
     meant, and whatever `exporter.export.export` raises.
     """
     options = ExportOptions(
@@ -120,7 +124,30 @@ def export(
         verify=verify,
         edits=read_edits(ablate, rewrite),
     )
-    return export_bundle(model, Path(destination), options, data=data, force=force)
+    return export_bundle(model, Path(destination), options, data=data, engine=engine, force=force)
+
+
+def build(
+    bundle: Bundle,
+    *,
+    target: str | None = None,
+    graph: str | None = None,
+    options: EngineOptions | None = None,
+    rebuild: bool = False,
+    progress: Progress | None = None,
+) -> Bundle:
+    """Compiles the engines of a bundle's graphs into it and returns it with its new manifest.
+
+    Raises what `exporter.engines.bundle.plan_engines` and `make_engines` raise.
+    """
+    wanted = options or EngineOptions(cache=default_cache())
+    name = target or bundle.manifest.target
+    plans = plan_engines(bundle.manifest, name, wanted, graph=graph)
+    with staging(bundle.path) as staged:
+        made = list(
+            make_engines(bundle.path, bundle.manifest, plans, staged, progress, rebuild=rebuild)
+        )
+        return Bundle(bundle.path, add_to_bundle(bundle.path, made, staged))
 
 
 def bench(

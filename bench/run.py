@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from ..errors import FeedError
-from ..exporter.bundle import hash_files, sha256
 from ..exporter.environment import environment
+from ..exporter.hashing import hash_files, sha256
 from ..exporter.model import Model, TensorSpec
 from ..exporter.progress import Progress, Silent
 from .data import Labelled, LabelledData, fingerprint

@@ -12,7 +12,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 import torch
-from moexport.exporter.bundle import hash_files
+from moexport.exporter.hashing import hash_files
 from moexport.exporter.model import Model
 from moexport.exporter.trace import trace
 from moexport.tests.command import run
