@@ -1,8 +1,8 @@
 """moexport: deploy trained Soft MoE and muMoE models that choose k of n experts per input.
 
-`load`, `calibrate`, `export`, `build`, `bench` and `specialise` do from Python what the command line
-does. They, and the classes they return, are imported on first use: `import moexport` alone loads
-neither torch nor ONNX Runtime.
+`load`, `calibrate`, `export`, `build`, `bench` and `specialise` do from Python what the command
+line does. They, and the classes they return, are imported on first use: `import moexport` alone
+loads neither torch nor ONNX Runtime.
 """
 
 from __future__ import annotations
