@@ -165,6 +165,7 @@ def bench(
     threads: int | None = None,
     memory: bool = True,
     parts: bool = True,
+    before: Results | None = None,
     command: str = "",
     progress: Progress | None = None,
 ) -> Results:
@@ -174,7 +175,8 @@ def bench(
     checkpoint that its manifest names. A model is exported for every `k` and `lowering`. `data` is
     labelled data (`bench.sources.open_labelled` says what can be), an array of inputs, or None for
     random inputs, which tell latency and parity only. With `out`, results.json, report.html and
-    figures are written there, and a call that was interrupted goes on where it stopped.
+    figures are written there, and a call that was interrupted goes on where it stopped; the report
+    tells what changed since `before`.
     """
     listed = [models] if isinstance(models, Model | Bundle) else list(models)
     watcher = progress or Silent()
@@ -208,6 +210,7 @@ def bench(
             command=command,
             progress=watcher,
             absent=selection.absent,
+            before=before,
         )
 
 

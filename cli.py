@@ -444,6 +444,14 @@ def bench(
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory, in a process per engine.")
     ] = True,
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="OLD.JSON", help="Earlier results; those of -o if it has any."),
+    ] = None,
+    fail_if_slower: Annotated[
+        str | None,
+        typer.Option(metavar="5%", help="Exit 1 if a row is slower than before by more."),
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -455,6 +463,10 @@ def bench(
     console = Console(verbose=verbose, quiet=quiet)
     ks = [part.strip() for part in k.split(",") if part.strip()]
     batches = _sizes(batch, "--batch")
+    from .bench.guard import earlier, fail_if, parse_share
+
+    share = None if fail_if_slower is None else parse_share(fail_if_slower)
+    before = earlier(output, compare, wanted=share is not None)
     from .api import bench as run_bench
     from .exporter.bundle import Bundle
 
@@ -476,11 +488,17 @@ def bench(
         samples=samples,
         threads=threads,
         memory=memory,
+        before=before,
         command=_command(),
         progress=console,
     )
     console.finish()
     _print_results(results, output, as_json=as_json)
+    if before is not None:
+        for line in fail_if(before, results, share):
+            console.note(line)
+    elif share is not None:
+        console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
 
 
 def _print_results(results: Any, output: Path, *, as_json: bool) -> None:
@@ -534,16 +552,31 @@ def specialise(
 @app.command(epilog="Example: moexport report results.json -o report.html")
 def report(
     results: Annotated[Path, typer.Argument(metavar="RESULTS.JSON", help="What bench wrote.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The page to write.")],
+    output: Annotated[
+        Path,
+        typer.Option("--output", "-o", help="The page; Markdown, CSV and figures go beside it."),
+    ],
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="OLD.JSON", help="Tell what changed beyond the spread since then."),
+    ] = None,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
     """Make the report again from a results file."""
-    from .bench.report import write_report
+    from .bench.compare import compare as compare_results
     from .bench.results import read
+    from .bench.run import write_views
 
-    write_report(read(results), output)
-    Console(verbose=verbose, quiet=quiet).note(f"wrote {output}")
+    console = Console(verbose=verbose, quiet=quiet)
+    now = read(results)
+    comparison = None if compare is None else compare_results(read(compare), now)
+    paths = write_views(now, output, comparison)
+    if comparison is not None:
+        print(comparison.sentence)
+        for line in (*(change.label for change in comparison.told), *comparison.notes):
+            print(f"  {line}")
+    console.note(f"wrote {', '.join(str(path) for path in paths)}")
 
 
 @app.command(epilog="Example: moexport demo -o demo")

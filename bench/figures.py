@@ -1,7 +1,8 @@
-"""The report's main chart as PNG files, for a README or a paper."""
+"""The report's main chart as PNG and SVG files, for a README or a paper."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,14 +42,15 @@ STYLE: Any = {
     "legend.frameon": False,
     "font.family": ["DejaVu Sans"],
     "figure.facecolor": "white",
+    "svg.hashsalt": "moexport",
 }
 
 
 def figures(results: Results, directory: Path) -> tuple[Path, ...]:
-    """Writes latency beside accuracy over k, one PNG per batch size; returns their paths.
+    """Writes latency beside accuracy over k, PNG and SVG per batch size; returns their paths.
 
-    The smallest batch size is `latency_accuracy.png`, others `latency_accuracy_batch{b}.png`; each
-    holds a row of two charts per model.
+    The smallest batch size is `latency_accuracy`, others `latency_accuracy_batch{b}`; each holds a
+    row of two charts per model.
     """
     by_batch: dict[int, list[Panel]] = {}
     for panel in panels(results):
@@ -56,13 +58,14 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
             by_batch.setdefault(panel.batch, []).append(panel)
     written = []
     for index, batch in enumerate(sorted(by_batch)):
-        name = "latency_accuracy.png" if index == 0 else f"latency_accuracy_batch{batch}.png"
-        _draw(by_batch[batch], directory / name)
-        written.append(directory / name)
+        name = "latency_accuracy" if index == 0 else f"latency_accuracy_batch{batch}"
+        paths = [directory / f"{name}{kind}" for kind in (".png", ".svg")]
+        _draw(by_batch[batch], paths)
+        written += paths
     return tuple(written)
 
 
-def _draw(chosen: list[Panel], path: Path) -> None:
+def _draw(chosen: list[Panel], paths: Sequence[Path]) -> None:
     import matplotlib as mpl
 
     with mpl.rc_context(STYLE):
@@ -82,7 +85,9 @@ def _draw(chosen: list[Panel], path: Path) -> None:
             loc="outside lower center",
             ncols=min(3, len(handles)),
         )
-        figure.savefig(path)
+        for path in paths:
+            # Without a date in it, the same results make the same file.
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
 def _latency(axes: Axes, panel: Panel) -> None:

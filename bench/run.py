@@ -22,6 +22,7 @@ from ..exporter.environment import environment
 from ..exporter.hashing import hash_files, sha256
 from ..exporter.model import Model, TensorSpec
 from ..exporter.progress import Progress, Silent
+from .compare import Comparison, compare
 from .data import Labelled, LabelledData, fingerprint
 from .engines import Runner, Subject, untouched
 from .journal import FILE as JOURNAL_FILE
@@ -29,7 +30,7 @@ from .journal import Journal
 from .measurement import Measurement, weights_bytes
 from .peaks import worker_count
 from .plan import Estimate, Heat, Probe, Settings, describe, estimate, plan
-from .results import Absent, ModelInfo, Results, Row, write
+from .results import Absent, ModelInfo, Results, Row, write, write_text
 
 UNKNOWN_SAMPLES = 1000
 """Taken for an estimate where a feed does not tell how many samples it has."""
@@ -44,12 +45,13 @@ def bench(
     command: str = "",
     progress: Progress | None = None,
     absent: Sequence[Absent] = (),
+    before: Results | None = None,
 ) -> Results:
     """Returns every row of a benchmark; with `out`, writes results.json, report and figures there.
 
     A contestant that cannot be opened, evaluated or timed becomes a row with its error. `absent`
-    names the engines that are not measured. Raises UsageError and FeedError, before anything is
-    opened, for what cannot be measured at all.
+    names the engines that are not measured; with `before` the report tells what changed. Raises
+    UsageError and FeedError, before anything is opened, for what cannot be measured at all.
     """
     progress = progress or Silent()
     heats = plan(subjects, settings)
@@ -91,20 +93,33 @@ def bench(
             absent=tuple(absent),
         )
     if out is not None:
-        write_all(results, out)
+        write_all(results, out, None if before is None else compare(before, results))
         journal.remove()
     return results
 
 
-def write_all(results: Results, out: Path) -> tuple[Path, ...]:
-    """Writes results.json, report.html and the figures to a folder; returns their paths."""
+def write_all(
+    results: Results, out: Path, comparison: Comparison | None = None
+) -> tuple[Path, ...]:
+    """Writes results.json and every view of it to a folder; returns their paths."""
+    out.mkdir(parents=True, exist_ok=True)
+    write(results, out / "results.json")
+    return (out / "results.json", *write_views(results, out / "report.html", comparison))
+
+
+def write_views(
+    results: Results, page: Path, comparison: Comparison | None = None
+) -> tuple[Path, ...]:
+    """Writes the page, and beside it the rows as Markdown and CSV and the figures."""
+    from .exports import to_csv, to_markdown
     from .figures import figures
     from .report import write_report
 
-    out.mkdir(parents=True, exist_ok=True)
-    write(results, out / "results.json")
-    write_report(results, out / "report.html")
-    return (out / "results.json", out / "report.html", *figures(results, out))
+    write_report(results, page, comparison)
+    markdown, rows = page.with_suffix(".md"), page.with_suffix(".csv")
+    write_text(to_markdown(results, comparison), markdown)
+    write_text(to_csv(results), rows)
+    return (page, markdown, rows, *figures(results, page.parent))
 
 
 def foretell(

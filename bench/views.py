@@ -48,6 +48,15 @@ class Panel:
         return tuple(sorted({row.k for line in self.lines for row in line.rows}))
 
     @property
+    def quality(self) -> str | None:
+        """What the models are judged by: `accuracy`, `perplexity`, or None without labels."""
+        rows = [row for line in self.lines for row in line.rows]
+        rows += [self.reference] if self.reference is not None else []
+        if any(row.accuracy is not None for row in rows):
+            return "accuracy"
+        return "perplexity" if any(row.perplexity is not None for row in rows) else None
+
+    @property
     def top_ms(self) -> float:
         """Where the latency axis ends: above every median, and above every bar that is no outlier.
 
@@ -84,6 +93,26 @@ def line_name(row: Row) -> str:
     if row.provider not in (None, "cpu"):
         words.append(str(row.provider))
     return ", ".join(words)
+
+
+def short_name(row: Row) -> str:
+    """Returns the name of a row's engine where there is little room: `grouped, INT8`."""
+    return line_name(row).removeprefix("ONNX Runtime, ")
+
+
+def front(panel: Panel) -> tuple[Row, ...]:
+    """Returns the rows that no other row beats in both latency and what is kept, fastest first.
+
+    The untouched model takes part. Rows without either are left out.
+    """
+    rows = [row for line in panel.lines for row in line.rows]
+    rows += [panel.reference] if panel.reference is not None else []
+    known = [row for row in rows if row.latency_ms is not None and row.kept is not None]
+    best: list[Row] = []
+    for row in sorted(known, key=lambda row: (_median(row), -(row.kept or 0.0))):
+        if not best or (row.kept or 0.0) > (best[-1].kept or 0.0):
+            best.append(row)
+    return tuple(best)
 
 
 def panels(results: Results) -> tuple[Panel, ...]:
@@ -126,7 +155,7 @@ def choice(panel: Panel) -> Row | None:
     timed = [row for line in panel.lines for row in line.rows if row.latency_ms is not None]
     if not timed:
         return None
-    judged = [(row, kept) for row in timed if (kept := _kept(row)) is not None]
+    judged = [(row, kept) for row in timed if (kept := row.kept) is not None]
     if judged:
         best = max(kept for _, kept in judged)
         bar = KEPT if best >= KEPT else best
@@ -151,9 +180,9 @@ def caveat(panel: Panel) -> str:
     if row is None or row.k < row.experts:
         return ""
     fewer = _next_below(panel, row)
-    if fewer is None or _kept(fewer) is None:
+    if fewer is None or fewer.kept is None:
         return ""
-    if max(_kept(r) or 0.0 for line in panel.lines for r in line.rows if r.k < row.k) >= KEPT:
+    if max(r.kept or 0.0 for line in panel.lines for r in line.rows if r.k < row.k) >= KEPT:
         return f"Fewer experts are not faster here: {_claim(panel, fewer)}."
     return f"No smaller k keeps {KEPT:.0%}: {_claim(panel, fewer)}."
 
@@ -175,8 +204,9 @@ def percent(share: float) -> str:
 
 
 def _keeps(row: Row) -> str:
-    kept, s = _kept(row), "" if row.k == row.experts else "s"
-    return f"run{s}" if kept is None else f"keep{s} {percent(kept)} of the accuracy"
+    kept, s = row.kept, "" if row.k == row.experts else "s"
+    what = "accuracy" if row.perplexity is None else "perplexity"
+    return f"run{s}" if kept is None else f"keep{s} {percent(kept)} of the {what}"
 
 
 def _speed(panel: Panel, row: Row) -> str:
@@ -202,9 +232,12 @@ def times(ratio: float) -> str:
     return f"{ratio:.{digits}f}×"
 
 
+def milliseconds(value: float) -> str:
+    """Returns three significant digits: `0.0712`, `4.15`, `212`."""
+    if value <= 0:
+        return "0"
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
+
+
 def _median(row: Row) -> float:
     return float("inf") if row.latency_ms is None else row.latency_ms.median
-
-
-def _kept(row: Row) -> float | None:
-    return None if row.accuracy is None else row.accuracy.retention

@@ -9,12 +9,14 @@ import torch
 from moexport.bench.digits import Digits, SoftMoEMnist, Training, load_digits, patches, train
 from moexport.bench.results import (
     Accuracy,
+    Interval,
     ModelInfo,
     Parity,
     Results,
     RoutingAgreement,
     Row,
 )
+from moexport.bench.statistics import wilson
 from moexport.bench.timing import Latency, summarise
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.layers import SoftMoE, SoftMoEWeights
@@ -68,6 +70,19 @@ def latency(median: float, spread: float = 0.02) -> Latency:
     return summarise([[low], [median], [median], [median], [high]])
 
 
+def accuracy(kept: float) -> Accuracy:
+    """What is kept of 324 right answers in 360."""
+    return Accuracy(
+        0.9 * kept,
+        kept,
+        360,
+        top5=1.0,
+        top1_interval=wilson(round(324 * kept), 360),
+        top5_interval=wilson(360, 360),
+        retention_interval=Interval(kept * 0.99, kept * 1.01),
+    )
+
+
 RowMaker = Callable[..., Row]
 
 
@@ -86,7 +101,7 @@ def row() -> RowMaker:
             "batch": 1,
             "latency_ms": latency(median),
             "throughput": 1000 / median,
-            "accuracy": None if kept is None else Accuracy(0.9 * kept, kept, 360),
+            "accuracy": None if kept is None else accuracy(kept),
             "routing": RoutingAgreement(1.0, 1.0),
             "parity": Parity(1e-6, 1.0),
         }

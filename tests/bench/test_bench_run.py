@@ -92,8 +92,12 @@ def found(model: Model, digits: Digits, tmp_path_factory: pytest.TempPathFactory
     assert read(folder / "results.json") == results
     assert sorted(path.name for path in folder.iterdir()) == [
         "latency_accuracy.png",
+        "latency_accuracy.svg",
         "latency_accuracy_batch3.png",
+        "latency_accuracy_batch3.svg",
+        "report.csv",
         "report.html",
+        "report.md",
         "results.json",
     ]
     return results

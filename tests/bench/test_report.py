@@ -115,7 +115,7 @@ def test_the_charts_hold_every_line_and_the_untouched_model(results: Results) ->
     (data,) = json.loads(Page(html(results)).scripts[0])
     assert data["ks"] == [2, 4, 16]
     assert data["reference"]["median"] == pytest.approx(3.1)
-    assert data["reference"]["top1"] == pytest.approx(0.9)
+    assert data["reference"]["quality"] == pytest.approx(0.9)
     (line,) = data["lines"]
     assert [p["k"] for p in line["points"]] == [2, 4, 16]
     assert line["points"][1]["median"] == pytest.approx(1.0)
@@ -161,9 +161,16 @@ def test_views_are_files_that_can_be_made_again(results: Results, tmp_path: Path
     first = (tmp_path / "report.html").read_bytes()
     write_report(results, tmp_path / "report.html")
     assert (tmp_path / "report.html").read_bytes() == first
-    (path,) = figures(results, tmp_path)
-    assert path.name == "latency_accuracy.png"
+    path, drawn = figures(results, tmp_path)
+    assert (path.name, drawn.name) == ("latency_accuracy.png", "latency_accuracy.svg")
+    first = drawn.read_bytes()
+    figures(results, tmp_path)
+    assert drawn.read_bytes() == first
     height, width, _ = matplotlib.image.imread(path).shape
     assert width == 1600
     assert 400 < height < 1600
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["latency_accuracy.png", "report.html"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "latency_accuracy.png",
+        "latency_accuracy.svg",
+        "report.html",
+    ]

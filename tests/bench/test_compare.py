@@ -1,0 +1,130 @@
+"""Results compared with earlier ones, on the command line too; and the rows as CSV and Markdown."""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from moexport.bench.compare import compare
+from moexport.bench.exports import to_csv, to_markdown
+from moexport.bench.guard import earlier, fail_if, parse_share
+from moexport.bench.report import html
+from moexport.bench.results import Results, Row, write
+from moexport.bench.timing import summarise
+from moexport.bench.views import front, panels
+from moexport.errors import MoexportError, UsageError
+from moexport.tests.command import run
+
+RowMaker = Callable[..., Row]
+
+
+@pytest.fixture
+def slower(results: Results, row: RowMaker) -> Results:
+    """k = 4 takes 1.4 ms instead of 1.0; k = 2 is 1% slower, within its spread of 2%."""
+    rows = (results.rows[0], row(16, 2.0, 1.0), row(4, 1.4, 0.992), row(2, 0.505, 0.8))
+    return replace(results, rows=rows, environment={**results.environment, "threads": 4})
+
+
+def test_only_what_lies_beyond_the_spread_is_told(results: Results, slower: Results) -> None:
+    found = compare(results, slower)
+    assert len(found.changes) == 4
+    (change,) = found.slower
+    assert change.label == ("digits, batch 1: ONNX Runtime, grouped, k = 4: 1.00 → 1.40 ms (+40%)")
+    assert found.faster == ()
+    assert "0 are faster and 1 slower by more than the spread; 3 are not told apart" in (
+        found.sentence
+    )
+    assert "Measured on another machine or setting: threads was None, is 4." in found.notes
+    assert "1 rows are in the earlier file only, 0 in this one." in found.notes
+
+
+def test_the_report_tells_what_changed(results: Results, slower: Results) -> None:
+    page = html(slower, compare(results, slower))
+    assert "What changed" in page
+    assert "+40%" in page
+    assert "What changed" not in html(slower)
+
+
+def test_a_row_that_is_slower_than_allowed_fails(results: Results, slower: Results) -> None:
+    with pytest.raises(MoexportError, match=r"1 of 4 rows .* k = 4: 1\.00 → 1\.40 ms"):
+        fail_if(results, slower, 0.05)
+    assert fail_if(results, slower, 0.5)[0].startswith("Of 4 rows")
+    assert fail_if(results, results, 0.0)
+    noisy = summarise([[0.9], [1.2], [1.4], [1.4], [2.0]])
+    rows = tuple(replace(r, latency_ms=noisy) if r.k == 4 else r for r in slower.rows)
+    assert fail_if(results, replace(slower, rows=rows), 0.05)
+
+
+def test_a_row_that_fails_where_it_did_not_counts_as_slower(
+    results: Results, row: RowMaker
+) -> None:
+    broken = row(4, 1.0, None, latency_ms=None, error="MemoryError: no room")
+    with pytest.raises(MoexportError, match="MemoryError: no room"):
+        fail_if(results, replace(results, rows=(results.rows[0], broken)), 0.05)
+
+
+def test_results_without_a_row_in_common_are_refused(results: Results, row: RowMaker) -> None:
+    other = replace(results, rows=(row(16, 1.0, None, model="another"),))
+    with pytest.raises(MoexportError, match="no row in common"):
+        fail_if(results, other, 0.05)
+
+
+@pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0.05", 0.05), ("0%", 0.0)])
+def test_shares_are_read(text: str, share: float) -> None:
+    assert parse_share(text) == pytest.approx(share)
+
+
+@pytest.mark.parametrize("text", ["five", "-1%", "%", ""])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="not a share"):
+        parse_share(text)
+
+
+def test_the_earlier_results_are_those_of_the_folder(results: Results, tmp_path: Path) -> None:
+    assert earlier(tmp_path, None, wanted=True) is None
+    write(results, tmp_path / "results.json")
+    assert earlier(tmp_path, None, wanted=True) == results
+    assert earlier(tmp_path, None, wanted=False) is None
+    assert earlier(tmp_path / "none", tmp_path / "results.json", wanted=False) == results
+
+
+def test_report_compares_on_the_command_line(
+    results: Results, slower: Results, tmp_path: Path
+) -> None:
+    write(results, tmp_path / "old.json")
+    write(slower, tmp_path / "new.json")
+    outcome = run(
+        *("report", tmp_path / "new.json", "-o", tmp_path / "page.html"),
+        *("--compare", tmp_path / "old.json"),
+    )
+    assert outcome.code == 0, outcome.err
+    assert "k = 4: 1.00 → 1.40 ms (+40%)" in outcome.out
+    for name in ("page.html", "page.md", "page.csv", "latency_accuracy.png"):
+        assert (tmp_path / name).is_file()
+    assert "## What changed" in (tmp_path / "page.md").read_text(encoding="utf-8")
+
+
+def test_rows_are_csv_and_markdown(results: Results) -> None:
+    rows = list(csv.DictReader(io.StringIO(to_csv(results))))
+    assert len(rows) == len(results.rows)
+    assert float(rows[2]["median_ms"]) == pytest.approx(1.0)
+    assert float(rows[2]["speedup"]) == pytest.approx(3.1)
+    assert rows[4]["error"] == "RuntimeError: <no such op>"
+    text = to_markdown(results)
+    assert "k = 4 of 16 keeps 99.2% of the accuracy at 3.1× the speed" in text
+    assert "| ONNX Runtime, grouped | 4/16 | 1.00 | 3.1× |" in text
+    assert "failed: RuntimeError: <no such op>" in text
+
+
+def test_the_front_holds_what_nothing_beats(results: Results, row: RowMaker) -> None:
+    rows = (*results.rows, row(4, 1.5, 0.9, lowering="dense"))
+    (panel,) = panels(replace(results, rows=rows))
+    assert [(r.k, r.lowering) for r in front(panel)] == [
+        (2, "grouped"),
+        (4, "grouped"),
+        (16, "grouped"),
+    ]
