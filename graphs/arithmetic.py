@@ -66,13 +66,12 @@ class Quantised:
 
 @dataclass(frozen=True, slots=True)
 class Arithmetic:
-    """In what numbers one layer computes.
+    """In what numbers one layer computes, whatever type its tokens come in.
 
-    `stream` is the type of the tokens in and out, `inner` that of the experts' (or factors')
-    products; the router is FP32 whatever they are. `quantised` tells which products take integers.
+    `inner` is the float type of the experts' (or factors') products; router and gate are FP32
+    always. `quantised` tells which products take integers.
     """
 
-    stream: ir.DataType = ir.DataType.FLOAT
     inner: ir.DataType = ir.DataType.FLOAT
     quantised: Quantised | None = None
 

@@ -64,6 +64,7 @@ def coefficients(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[ir.Value]:
 
 def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
     """Adds each level's coefficients for tokens x [b, m, d], and which of them are kept."""
+    x = b.cast(x, layer.x_type, ir.DataType.FLOAT, "gate/tokens_fp32")
     activations = {"entmax15": _entmax15, "sparsemax": _sparsemax, "softmax": _softmax}
     found = []
     for level, n in enumerate(layer.spec.levels):

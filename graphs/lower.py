@@ -112,6 +112,8 @@ def _replace(
         tokens=tokens if isinstance(tokens, int) else None,
         renormalize=choice.renormalize,
         arithmetic=choice.arithmetic,
+        x_type=x.dtype or ir.DataType.FLOAT,
+        y_type=old.dtype or ir.DataType.FLOAT,
     )
     b = Builder(choice.spec.name)
     y = choice.lowering.build(b, layer, x)

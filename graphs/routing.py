@@ -47,7 +47,7 @@ class Slots:
 
 def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     """Adds the router for tokens x [b, m, d]."""
-    x = b.cast(x, layer.arithmetic.stream, ir.DataType.FLOAT, "router/tokens_fp32")
+    x = b.cast(x, layer.x_type, ir.DataType.FLOAT, "router/tokens_fp32")
     source, scale = _normalise(b, layer, x)
     logits = b.op("MatMul", source, layer.stacked(b, "phi"), name="router/products")
     if scale is not None:
@@ -82,12 +82,12 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
 
 def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
     """Adds y [b, m, o] = C·Ỹ for the experts' outputs [b, e·p, o], in the experts' float type."""
-    stream, inner = layer.arithmetic.stream, layer.arithmetic.inner
+    inner = layer.arithmetic.inner
     combine = b.cast(slots.combine, ir.DataType.FLOAT, inner, "combine/C_narrow")
-    if stream == inner:
+    if inner == layer.y_type:
         return b.op("MatMul", combine, outputs, name="output")
     output = b.op("MatMul", combine, outputs, name="combine/products")
-    return b.cast(output, inner, stream, "output")
+    return b.cast(output, inner, layer.y_type, "output")
 
 
 def selection_mask(b: Builder, layer: Layer, selected: ir.Value) -> ir.Value:

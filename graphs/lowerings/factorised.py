@@ -13,7 +13,7 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..gating import coefficients
-from ..mumoe_spec import FactorisedSpec, MuMoESpec
+from ..mumoe_spec import FactorisedSpec, MuMoESpec, coefficients_name
 from ..parameters import MuMoELayer
 from .base import STANDARD, LoweringOf, serves_all
 from .multilinear import combined, input_product, mixed, through_tensors
@@ -22,7 +22,11 @@ from .multilinear import combined, input_product, mixed, through_tensors
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
     """Adds the gate once, then one or two factorised tensors that share its coefficients."""
     gates = coefficients(b, layer, x)
-    return through_tensors(b, layer, x, gates, partial(_CONTRACTIONS[layer.spec.form], gates))
+    narrow = [
+        b.cast(gate, ir.DataType.FLOAT, layer.arithmetic.inner, f"{coefficients_name(level)}_narrow")
+        for level, gate in enumerate(gates)
+    ]
+    return through_tensors(b, layer, x, gates, partial(_CONTRACTIONS[layer.spec.form], narrow))
 
 
 def _cp(

@@ -59,8 +59,10 @@ def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> _Chosen:
         numbers.insert(0, index)
         weights.insert(0, values)
         step *= n
+    products = combined(b, weights, "combinations")
     return _Chosen(
-        combined(b, numbers, "combinations/numbers", "Add"), combined(b, weights, "combinations")
+        combined(b, numbers, "combinations/numbers", "Add"),
+        b.cast(products, ir.DataType.FLOAT, layer.arithmetic.inner, "combinations/narrow"),
     )
 
 

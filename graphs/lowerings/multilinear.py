@@ -20,23 +20,27 @@ def through_tensors(
 ) -> ir.Value:
     """Adds one or two tensors on tokens x [b, m, d], and the outputs re-written by coefficients.
 
-    x is normalised before where the layer asks for it.
+    x is normalised before where the layer asks for it, in FP32, like everything that the gate does.
     """
-    z = x
+    single, inner = ir.DataType.FLOAT, layer.arithmetic.inner
     if layer.spec.input_norm:
         z = b.op(
             "LayerNormalization",
-            x,
+            b.cast(x, layer.x_type, single, "input/tokens_fp32"),
             layer.stacked(b, "gain"),
             layer.stacked(b, "shift"),
             axis=-1,
             epsilon=NORM_EPS,
             name="input/normalised",
         )
+        z = b.cast(z, single, inner, "input/normalised_narrow")
+    else:
+        z = b.cast(x, layer.x_type, inner, "input/narrow")
     for index, tensor in enumerate(layer.spec.tensors):
         if index:
             z = b.op("Gelu", z, name="hidden")
         z = contract(b, layer, f"tensor.{index}", tensor, z)
+    z = b.cast(z, inner, layer.y_type, "outputs")
     return _rewritten(b, layer, gates, z) if layer.tensors.has("rewrite.0") else z
 
 
@@ -50,6 +54,7 @@ def _rewritten(b: Builder, layer: MuMoELayer, gates: Sequence[ir.Value], y: ir.V
     assert added is not None
     if layer.tensors.has("rewrite.output"):
         added = b.op("MatMul", added, layer.stacked(b, "rewrite.output"), name="rewrite/added")
+    added = b.cast(added, ir.DataType.FLOAT, layer.y_type, "rewrite/narrow")
     return b.op("Add", y, added, name="rewritten")
 
 

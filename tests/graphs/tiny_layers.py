@@ -227,6 +227,7 @@ def lowered(
     renormalize: bool = False,
     tensors: LayerTensors | None = None,
     arithmetic: Arithmetic = FP32,
+    stream: ir.DataType = ir.DataType.FLOAT,
 ) -> Lowered:
     """The layer as a graph of its own; `kept` None makes k an input, `tensors` other weights."""
     spec = layer.spec
@@ -234,7 +235,7 @@ def lowered(
         ir.Value(
             name=name,
             shape=ir.Shape(["batch", "tokens", width]),
-            type=ir.TensorType(arithmetic.stream),
+            type=ir.TensorType(stream),
         )
         for name, width in (("input", spec.dim), ("output", spec.out))
     )

@@ -1,0 +1,93 @@
+"""A 16-bit graph as one that ONNX Runtime's CPU provider can run, with the same rounding.
+
+That provider has no kernels for BF16, and computes FP16 in FP32 between casts that it then takes
+out: run as it is, an FP16 graph neither rounds nor overflows there. So what a bundle's parity is
+checked with is a twin in FP32, in which every 16-bit value is rounded to 16 bits where it is made:
+what an engine computes that adds up its products in FP32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import onnx
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
+
+HALF_TYPES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
+
+
+def holds_16_bits(model: ModelProto) -> bool:
+    """Whether any value of a graph is a 16-bit float."""
+    return any(
+        attribute.i in HALF_TYPES
+        for graph in _graphs(model.graph)
+        for node in graph.node
+        if node.op_type == "Cast"
+        for attribute in node.attribute
+        if attribute.name == "to"
+    ) or any(tensor.data_type in HALF_TYPES for tensor in model.graph.initializer)
+
+
+def rounded_twin(path: Path) -> ModelProto:
+    """Returns a graph with FP32 kernels that rounds like the 16-bit graph at `path`.
+
+    Its weights stay where they are, and its inputs and outputs are FP32.
+    """
+    inferred = onnx.shape_inference.infer_shapes(
+        onnx.load(path, load_external_data=False), strict_mode=False
+    )
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for graph in _graphs(inferred.graph)
+        for value in (*graph.value_info, *graph.output, *graph.input)
+    }
+    stored = {tensor.name: tensor.data_type for tensor in inferred.graph.initializer}
+    halves = {name: kind for name, kind in (types | stored).items() if kind in HALF_TYPES}
+    for graph in _graphs(inferred.graph):
+        _round(graph, halves)
+    main = inferred.graph
+    for value in (*main.input, *main.output):
+        if value.name in halves:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    weights = []
+    for tensor in main.initializer:
+        if tensor.data_type in HALF_TYPES:
+            name, tensor.name = tensor.name, f"{tensor.name}/stored"
+            weights.append(_cast(tensor.name, name, TensorProto.FLOAT))
+    nodes = [*weights, *main.node]
+    del main.node[:]
+    main.node.extend(nodes)
+    return inferred
+
+
+def _round(graph: GraphProto, halves: dict[str, int]) -> None:
+    """Lets every node of a graph that makes a 16-bit value make an FP32 one, rounded."""
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        made = [(index, name) for index, name in enumerate(node.output) if name in halves]
+        if node.op_type == "Cast" and made:
+            node.attribute[0].i = TensorProto.FLOAT
+        nodes.append(node)
+        for index, name in made:
+            node.output[index] = f"{name}/exact"
+            nodes.append(_cast(f"{name}/exact", f"{name}/rounded", halves[name]))
+            nodes.append(_cast(f"{name}/rounded", name, TensorProto.FLOAT))
+    del graph.node[:]
+    graph.node.extend(nodes)
+    del graph.value_info[:]  # they tell the types from before
+    for value in graph.output:
+        if value.name in halves:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+
+
+def _cast(source: str, target: str, kind: int) -> NodeProto:
+    return helper.make_node("Cast", [source], [target], name=f"{target}/Cast", to=kind)
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)
