@@ -1,0 +1,162 @@
+"""In which precision an export is asked for: the options, and what a target cannot take of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from ..errors import UsageError
+from ..graphs.arithmetic import (
+    EIGHT_BITS,
+    EIGHT_BITS_UNSIGNED,
+    PRECISIONS,
+    SEVEN_BITS,
+    FloatName,
+    Grid,
+    IntegerForm,
+    Precision,
+)
+from ..graphs.lowerings.base import Target
+
+Scope = Literal["experts", "all"]
+SCOPES: tuple[Scope, ...] = get_args(Scope)
+FLOATS: tuple[FloatName, ...] = get_args(FloatName)
+
+TENSORRT: frozenset[Target] = frozenset({"tensorrt", "tensorrt-rtx"})
+WEIGHT_BITS = (7, 8)
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """The options of `export` that say in what numbers the graph computes.
+
+    `rest` is the float type around INT8 experts, None for the target's usual one; `scope` says what
+    is quantised beside the experts; `io` is the type of the graph's float inputs and outputs.
+    `weight_bits` are those of INT8 weights, None for the target's usual ones. The layers named in
+    `floating` keep the rest's type.
+    """
+
+    precision: Precision = "fp32"
+    rest: FloatName | None = None
+    scope: Scope = "experts"
+    io: FloatName = "fp32"
+    weight_bits: int | None = None
+    floating: frozenset[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for a value that cannot be meant."""
+        _one_of("--precision", self.precision, PRECISIONS)
+        _one_of("--quantize", self.scope, SCOPES)
+        _one_of("--io-precision", self.io, FLOATS)
+        if self.rest is not None:
+            _one_of("--rest", self.rest, FLOATS)
+        if self.weight_bits not in (None, *WEIGHT_BITS):
+            raise UsageError(
+                f"--weight-bits {self.weight_bits}: INT8 weights have 7 or 8 bits",
+                hint="leave it out: the target's usual one is exact on every machine",
+            )
+        asked = {
+            "--quantize": self.scope != "experts",
+            "--rest": self.rest is not None,
+            "--weight-bits": self.weight_bits is not None,
+        }
+        for option, given in asked.items():
+            if given and self.precision != "int8":
+                raise UsageError(
+                    f"{option} belongs to --precision int8, not to {self.precision}",
+                    hint=f"add --precision int8, or leave {option} out",
+                )
+
+    def float_name(self, target: Target) -> FloatName:
+        """The float type of everything that is not quantised."""
+        if self.precision != "int8":
+            return self.precision
+        return self.rest or ("fp16" if target in TENSORRT else "fp32")
+
+    def form(self, target: Target) -> IntegerForm:
+        """How integer products are written for a target."""
+        if target in TENSORRT:
+            return "qdq"
+        return "kernel" if target == "ort-cpu" else "standard"
+
+    def grid(self, target: Target) -> Grid:
+        """The integers of weights for a target."""
+        if target in TENSORRT:
+            return EIGHT_BITS
+        return EIGHT_BITS_UNSIGNED if self.weight_bits == WEIGHT_BITS[1] else SEVEN_BITS
+
+    def check(self, target: Target) -> None:
+        """Raises `UsageError` with the reason where a target cannot take these numbers."""
+        for option, problem, hint in self._problems(target):
+            raise UsageError(f"{option} for --target {target}: {problem}", hint=hint)
+
+    def notes(self, target: Target) -> tuple[str, ...]:
+        """Returns what a user should know of this precision on a target."""
+        if self.precision == "fp16" and target in ("onnx", "ort-cpu"):
+            return (
+                "ONNX Runtime computes FP16 in FP32 on a CPU: half the file, but not faster there",
+            )
+        if self.precision == "bf16" and target == "onnx":
+            return ("ONNX Runtime's CPU provider has no BF16 kernels: `run` emulates them",)
+        return ()
+
+    def _problems(self, target: Target) -> list[tuple[str, str, str]]:
+        found = []
+        if self.precision == "bf16" and target == "ort-cpu":
+            found.append(
+                (
+                    "--precision bf16",
+                    "ONNX Runtime's CPU provider has no BF16 kernels",
+                    "int8 is what is fast there; bf16 is for tensorrt and tensorrt-rtx",
+                )
+            )
+        if self.precision == "int8" and target == "ort-cuda":
+            found.append(
+                (
+                    "--precision int8",
+                    "ONNX Runtime's CUDA provider computes quantised graphs in floats, slower than "
+                    "without",
+                    "use --precision fp16, or --target tensorrt",
+                )
+            )
+        if self.precision == "int8" and target not in TENSORRT:
+            if self.rest not in (None, "fp32"):
+                found.append(
+                    (
+                        f"--rest {self.rest}",
+                        "ONNX Runtime's integer products give FP32",
+                        "leave --rest out",
+                    )
+                )
+            if self.io != "fp32":
+                found.append(
+                    (
+                        f"--io-precision {self.io}",
+                        "the graph around the integer products is FP32",
+                        "leave --io-precision out",
+                    )
+                )
+        if self.weight_bits == WEIGHT_BITS[0] and target in TENSORRT:
+            found.append(
+                (
+                    "--weight-bits 7",
+                    "its INT8 products are exact with all 8 bits",
+                    "leave --weight-bits out",
+                )
+            )
+        if self.io != "fp32" and self.io != self.float_name(target):
+            found.append(
+                (
+                    f"--io-precision {self.io}",
+                    f"the graph computes in {self.float_name(target)}",
+                    f"use --io-precision fp32 or {self.float_name(target)}",
+                )
+            )
+        return found
+
+
+def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(
+            f"{option} {value}: there is no such choice", hint=f"choose one of: {', '.join(known)}"
+        )

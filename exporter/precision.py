@@ -1,0 +1,178 @@
+"""Decides in what numbers each layer and the host compute, and narrows a traced model so.
+
+What cannot be held stays wider, layer by layer, and every such decision keeps its reason: weights
+beyond a 16-bit float's range or below it, and values that were observed to come too close.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import onnx_ir as ir
+
+from ..calibration.table import CalibrationTable
+from ..errors import LoweringError, UsageError
+from ..graphs.arithmetic import (
+    FLOAT_TYPES,
+    FP32,
+    HALF_TYPES,
+    Arithmetic,
+    Precision,
+    Quantised,
+)
+from ..graphs.half import Island, beyond, misfit, narrow_host
+from ..graphs.linears import host_linears
+from ..graphs.moe import MoELayer
+from ..graphs.narrowing import NARROWED, rounded_to
+from ..graphs.quantised_host import QuantisedLinear, quantise_host
+from ..graphs.ranges import (
+    EXPERT_HIDDEN,
+    EXPERT_INPUT,
+    EXPERT_OUTPUTS,
+    EXPERT_PRODUCTS,
+    Range,
+    Scale,
+    range_key,
+)
+from ..graphs.simplify import simplify
+from .model import Model
+from .options import ExportOptions
+
+OPERANDS: Mapping[str, str] = {"experts.w1": EXPERT_INPUT, "experts.w2": EXPERT_HIDDEN}
+"""What each weight of a Soft MoE layer's experts is multiplied with, as a table calls it."""
+
+MUMOE_INT8 = (
+    "its factors are small and its products many: INT8 was measured to gain nothing on a CPU"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerNumbers:
+    """In what a layer computes, and why so."""
+
+    precision: Precision
+    reason: str
+    arithmetic: Arithmetic
+
+
+@dataclass(frozen=True)
+class NumbersPlan:
+    """In what every part of a model computes."""
+
+    layers: Mapping[str, LayerNumbers]
+    islands: tuple[Island, ...] = ()
+    linears: tuple[QuantisedLinear, ...] = ()
+
+
+def narrow(
+    model: Model, portable: ir.Model, options: ExportOptions, table: CalibrationTable | None
+) -> NumbersPlan:
+    """Narrows a traced model's host in place and returns the plan for it and for the layers.
+
+    Raises `UsageError` for a precision that the target or the model cannot take, and where INT8
+    has no ranges; `CalibrationError` for a table without a layer's ranges.
+    """
+    numbers, target = options.numbers, options.target
+    numbers.check(target)
+    unknown = numbers.floating - model.layers.keys()
+    if unknown:
+        raise UsageError(
+            f"no MoE layer is called {', '.join(sorted(unknown))}",
+            hint=f"the layers are {', '.join(model.layers)}",
+        )
+    layers = {name: _layer(name, layer, options, table) for name, layer in model.layers.items()}
+    linears: list[QuantisedLinear] = []
+    if numbers.precision == "int8" and numbers.scope == "all":
+        assert table is not None
+        linears = quantise_host(
+            portable,
+            list(host_linears(portable.graph)),
+            table.range,
+            numbers.form(target),
+            numbers.grid(target),
+            FLOAT_TYPES[numbers.float_name(target)],
+        )
+    dtype = FLOAT_TYPES[numbers.float_name(target)]
+    islands: list[Island] = []
+    if dtype in HALF_TYPES:
+        peaks = {} if table is None else table.peaks
+        islands = narrow_host(portable, dtype, peaks=peaks, io=FLOAT_TYPES[numbers.io])
+    if linears or islands or dtype in HALF_TYPES:
+        simplify(portable)
+    return NumbersPlan(layers, tuple(islands), tuple(linears))
+
+
+def _layer(
+    name: str, layer: MoELayer, options: ExportOptions, table: CalibrationTable | None
+) -> LayerNumbers:
+    numbers, target = options.numbers, options.target
+    float_name = numbers.float_name(target)
+    inner = FLOAT_TYPES[float_name]
+    problem = _overflow(name, layer, inner, table)
+    if problem is not None:
+        inner, float_name = ir.DataType.FLOAT, "fp32"
+    kept = f"{problem}: kept in FP32" if problem else "asked for"
+    if numbers.precision != "int8":
+        return LayerNumbers(float_name, kept, Arithmetic(inner) if inner != FP32.inner else FP32)
+    if layer.spec.kind == "mumoe":
+        raise LoweringError(
+            f"layer {name}: --precision int8 does not serve a muMoE layer: {MUMOE_INT8}",
+            hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
+        )
+    if name in numbers.floating:
+        reason = "left out of the quantisation" + (f"; {problem}" if problem else "")
+        return LayerNumbers(float_name, reason, Arithmetic(inner))
+    if table is None:
+        raise UsageError(
+            "--precision int8: ranges come from real inputs, and there are none",
+            hint="give a feed with --data, or a table with --calibration",
+        )
+    form = numbers.form(target)
+    names = [part.name for part in layer.stored() if part.name in OPERANDS]
+    scales = {
+        weight: scale_of(table.range(range_key(name, OPERANDS[weight])), inner, qdq=form == "qdq")
+        for weight in names
+    }
+    quantised = Quantised(form, numbers.grid(target), scales)
+    around = f"; {problem}, so FP32 around it" if problem else ""
+    return LayerNumbers("int8", f"asked for{around}", Arithmetic(inner, quantised))
+
+
+def scale_of(seen: Range, inner: ir.DataType, *, qdq: bool) -> Scale:
+    """Returns the scale of an activation: signed and symmetric in Q/DQ form, else unsigned."""
+    if not qdq:
+        return seen.affine()
+    step = float(rounded_to(seen.symmetric().scale, inner))
+    # A step that the type rounds to nothing becomes the smallest that it holds.
+    return Scale(step or float(inner.numpy()(2.0**-24)), 0)
+
+
+def _overflow(
+    name: str, layer: MoELayer, inner: ir.DataType, table: CalibrationTable | None
+) -> str | None:
+    """Why a layer's experts cannot compute in a float type, or None."""
+    if inner not in HALF_TYPES:
+        return None
+    for key, peak in _peaks(name, table):
+        if beyond(peak, inner):
+            return f"{key} was seen to reach {peak:.3g}"
+    for part in layer.stored():
+        if part.name.startswith(NARROWED):
+            for array in part.parts:
+                problem = misfit(array, inner)
+                if problem is not None:
+                    return f"{part.name}: {problem}"
+    return None
+
+
+def _peaks(name: str, table: CalibrationTable | None) -> Iterator[tuple[str, float]]:
+    """What was observed within a layer: its name and its largest absolute value."""
+    if table is None:
+        return
+    for tensor in (EXPERT_INPUT, EXPERT_PRODUCTS, EXPERT_HIDDEN, EXPERT_OUTPUTS):
+        key = range_key(name, tensor)
+        if key in table.ranges:
+            yield key, table.ranges[key].peak
+        elif key in table.peaks:
+            yield key, table.peaks[key]
