@@ -40,6 +40,7 @@ from .exporter.export import export as export_bundle
 from .exporter.inputs import random_inputs, with_axes
 from .exporter.load import load
 from .exporter.model import Model
+from .exporter.numbers import Numbers, Scope
 from .exporter.options import (
     DEFAULT_BATCH,
     DEFAULT_TOKENS,
@@ -49,6 +50,8 @@ from .exporter.options import (
     parse_range,
 )
 from .exporter.progress import Progress, Silent
+from .exporter.tables import ranges_for_export
+from .graphs.arithmetic import FloatName, Precision
 from .graphs.lowerings.base import Target
 
 __all__ = ["bench", "build", "calibrate", "export", "load", "specialise"]
@@ -96,8 +99,16 @@ def export(
     tokens: str | int = str(DEFAULT_TOKENS),
     opset: int = 20,
     renormalize: bool = False,
-    atol: float = 1e-6,
-    rtol: float = 1e-4,
+    precision: Precision = "fp32",
+    quantize: Scope = "experts",
+    rest: FloatName | None = None,
+    weight_bits: int | None = None,
+    io_precision: FloatName = "fp32",
+    method: Method = DEFAULT_METHOD,
+    calibration: CalibrationTable | str | Path | None = None,
+    keep_floating: Sequence[str] = (),
+    atol: float | None = None,
+    rtol: float | None = None,
     data: Feed | None = None,
     ablate: str | Sequence[str] = (),
     rewrite: str | Path | Sequence[Mapping[str, Any]] | None = None,
@@ -107,6 +118,7 @@ def export(
 ) -> Bundle:
     """Writes a verified bundle of a loaded model and returns it.
 
+    `keep_floating` names MoE layers that INT8 leaves as they are.
     The arguments are the options of `moexport export`, those of engines together in `engine`;
     `rewrite` may also be the entries of such a file. Raises `UsageError` for one that cannot be
     meant, and whatever `exporter.export.export` raises.
@@ -123,8 +135,23 @@ def export(
         rtol=rtol,
         verify=verify,
         edits=read_edits(ablate, rewrite),
+        numbers=Numbers(
+            precision, rest, quantize, io_precision, weight_bits, frozenset(keep_floating)
+        ),
     )
-    return export_bundle(model, Path(destination), options, data=data, engine=engine, force=force)
+    table = calibration if isinstance(calibration, CalibrationTable) else None
+    if table is None:
+        path = None if calibration is None else Path(str(calibration))
+        table = ranges_for_export(model, options, method=method, data=data, path=path)
+    return export_bundle(
+        model,
+        Path(destination),
+        options,
+        data=data,
+        table=table,
+        engine=engine,
+        force=force,
+    )
 
 
 def build(

@@ -78,6 +78,30 @@ class Method(StrEnum):
     MSE = "mse"
 
 
+class Precision(StrEnum):
+    """What a graph computes in; the names of `graphs.arithmetic.Precision`."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+    INT8 = "int8"
+
+
+class FloatType(StrEnum):
+    """The float types among them."""
+
+    FP32 = "fp32"
+    FP16 = "fp16"
+    BF16 = "bf16"
+
+
+class Quantize(StrEnum):
+    """What INT8 is for; the names of `exporter.numbers.Scope`."""
+
+    EXPERTS = "experts"
+    ALL = "all"
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A checkpoint file or folder, or package.module:factory."),
@@ -169,8 +193,35 @@ def export(
     renormalize: Annotated[
         bool, typer.Option("--renormalize", help="Divide C by its sum over the kept experts.")
     ] = False,
-    atol: Annotated[float, typer.Option(help="Parity: absolute difference allowed.")] = 1e-6,
-    rtol: Annotated[float, typer.Option(help="Parity: difference allowed, of max|y|.")] = 1e-4,
+    precision: Annotated[
+        Precision, typer.Option(help="What the graph computes in; int8 needs --data.")
+    ] = Precision.FP32,
+    quantize: Annotated[
+        Quantize, typer.Option(help="int8: the experts, or all linear layers.")
+    ] = Quantize.EXPERTS,
+    rest: Annotated[
+        FloatType | None, typer.Option(help="int8: the type around it; fp16 for TensorRT.")
+    ] = None,
+    weight_bits: Annotated[
+        int | None, typer.Option(help="int8 on CPUs: 7, or 8, slower on those without VNNI.")
+    ] = None,
+    io_precision: Annotated[
+        FloatType, typer.Option(help="The type of the graph's float inputs and outputs.")
+    ] = FloatType.FP32,
+    method: Annotated[
+        Method, typer.Option(help="int8: how ranges are chosen from --data.")
+    ] = Method.PERCENTILE,
+    calibration: Annotated[
+        Path | None,
+        typer.Option(metavar="TABLE.JSON", help="int8: ranges that `calibrate` wrote."),
+    ] = None,
+    atol: Annotated[
+        float | None, typer.Option(help="Parity: absolute difference allowed; 1e-6.")
+    ] = None,
+    rtol: Annotated[
+        float | None,
+        typer.Option(help="Parity: difference allowed, of max|y|; 1e-4 in FP32, 0.1 in INT8."),
+    ] = None,
     ablate: Annotated[
         list[str] | None,
         typer.Option(metavar="LAYER:EXPERT", help="The expert contributes nothing; 3,5 for more."),
@@ -211,6 +262,7 @@ def export(
     console = Console(verbose=verbose, quiet=quiet)
     from .exporter.atomic import check_destination
     from .exporter.edits import read_edits
+    from .exporter.numbers import Numbers
     from .exporter.options import ExportOptions, parse_k, parse_lowerings, parse_range
 
     options = ExportOptions(
@@ -224,8 +276,16 @@ def export(
         atol=atol,
         rtol=rtol,
         verify=not no_verify,
+        numbers=Numbers(
+            precision=precision.value,
+            rest=None if rest is None else rest.value,
+            scope=quantize.value,
+            io=io_precision.value,
+            weight_bits=weight_bits,
+        ),
         edits=read_edits(ablate or (), rewrite),
     )
+    options.numbers.check(options.target)
     engines = engine_options(
         profiles,
         compute_capability,
@@ -243,18 +303,22 @@ def export(
     check_destination(output, force=force or dry_run)
     from .exporter.export import export as export_bundle
     from .exporter.export import prepare
+    from .exporter.tables import ranges_for_export
 
     loaded = _load(console, model, family, config, sets, weights)
     for note in (*loaded.notes, *(f"edited: {text}" for text in options.edits.texts())):
         console.note(note)
+    table = ranges_for_export(
+        loaded, options, method=method.value, data=data, path=calibration, progress=console
+    )
     if dry_run:
         console.step("tracing")
-        plan = prepare(loaded, options).plan
+        plan = prepare(loaded, options, table).plan
         console.finish()
         print(json_text(plan_json(plan, output)) if as_json else plan_text(plan, output))
         return
     bundle = export_bundle(
-        loaded, output, options, data=data, engine=wish, force=force, progress=console
+        loaded, output, options, data=data, table=table, engine=wish, force=force, progress=console
     )
     console.finish()
     manifest = bundle.manifest

@@ -13,8 +13,9 @@ from ..errors import BundleError, EngineError, MoexportError, UsageError
 from ..graphs.lower import LayerValues
 from .hashing import sha256
 from .manifest import GraphRecord, Manifest
-from .parity import PARITY_FILE, Parity, Reference, compare, describe
+from .parity import PARITY_FILE, TIE, Parity, Reference, compare, describe
 from .session import Runner, Session, SessionOptions
+from .tolerance import Tolerance
 from .trace import TRACED_BATCH
 
 LARGE_WEIGHTS_BYTES = 1 << 30
@@ -116,8 +117,12 @@ class Bundle:
                 expected,
                 fixed_batch=self.fixed_batch,
                 k_input=self.manifest.k == "input",
-                atol=bounds.get("atol", 0.0),
-                rtol=bounds.get("rtol", 0.0),
+                tolerance=Tolerance(
+                    atol=bounds.get("atol", 0.0),
+                    rtol=bounds.get("rtol", 0.0),
+                    routing=bounds.get("routing", 1.0),
+                    tie=bounds.get("tie", TIE),
+                ),
             )
         except MoexportError as error:
             return Check(name, False, error.message)
@@ -137,8 +142,7 @@ def graph_parity(
     *,
     fixed_batch: int | None,
     k_input: bool,
-    atol: float,
-    rtol: float,
+    tolerance: Tolerance,
 ) -> Parity:
     """Runs a graph of a bundle, or of one being written, against its reference."""
     weights = sum(file.stat().st_size for file in directory.glob("*.bin"))
@@ -147,6 +151,7 @@ def graph_parity(
         SessionOptions(
             prepack=weights < LARGE_WEIGHTS_BYTES,
             observe=expected.observed(graph.selected),
+            rounded=True,
         ),
     )
     return compare(
@@ -154,8 +159,7 @@ def graph_parity(
         expected,
         graph.selected,
         batch=fixed_batch or TRACED_BATCH + 1,
-        atol=atol,
-        rtol=rtol,
+        tolerance=tolerance,
         k=next(iter(expected.kept.values())) if k_input else None,
     )
 

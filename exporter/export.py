@@ -13,7 +13,9 @@ import numpy as np
 import onnx_ir as ir
 
 from ..calibration.feeds import Feed
+from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..errors import ParityError
+from ..graphs.arithmetic import FLOAT_TYPES
 from ..graphs.lower import LayerChoice, Lowered, lower
 from ..graphs.moe import MoESpec
 from ..graphs.names import K_INPUT
@@ -36,10 +38,12 @@ from .manifest import (
     SourceRecord,
 )
 from .model import Model, TensorSpec
+from .numbers_record import numbers_record
 from .options import ExportOptions
 from .pages import release
 from .parity import PARITY_FILE, Parity, Reference, describe, reference
 from .plan import GraphPlan, Plan, plan
+from .precision import NumbersPlan, narrow
 from .progress import Progress, Silent
 from .trace import trace
 from .weights import StoredLayer, WeightsWriter, write_host, write_layer
@@ -53,13 +57,22 @@ class Prepared:
     portable: ir.Model
     plan: Plan
     options: ExportOptions
+    numbers: NumbersPlan
+    table: CalibrationTable | None = None
 
 
-def prepare(model: Model, options: ExportOptions) -> Prepared:
-    """Traces a model, with the edits asked for, and plans its export; writes nothing."""
+def prepare(
+    model: Model, options: ExportOptions, table: CalibrationTable | None = None
+) -> Prepared:
+    """Traces a model, with the edits asked for, and plans its export; writes nothing.
+
+    `table` holds the ranges that INT8 needs, and 16-bit floats make use of.
+    """
     model = edited(model, options.edits)
     portable = trace(model, opset=options.opset, fixed=fixed_axes(model.input, options))
-    return Prepared(model, portable, plan(model, portable, options), options)
+    numbers = narrow(model, portable, options, table)
+    planned = plan(model, portable, options, numbers)
+    return Prepared(model, portable, planned, options, numbers, table)
 
 
 def export(
@@ -68,13 +81,15 @@ def export(
     options: ExportOptions | None = None,
     *,
     data: Feed | None = None,
+    table: CalibrationTable | None = None,
     engine: EngineOptions | bool | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
     """Writes a verified bundle and returns it.
 
-    `data` gives real inputs for the parity check; random ones are taken without. A target that has
+    `data` gives real inputs for the parity check; random ones are taken without. `table` holds the
+    ranges of the model's tensors, which INT8 needs (`tables.table_for_export`). A target that has
     engines gets one where this machine can compile it; `engine` asks for it, says how, or (False)
     leaves it out. Raises `EngineError` when one that was asked for cannot be compiled,
     `ParityError` when a graph is further from PyTorch than the options allow, and leaves nothing
@@ -86,11 +101,13 @@ def export(
     check_for_export(options.target, engine)
     expected_inputs = parity_inputs(model, options, data) if options.verify else None
     progress.step("tracing")
-    prepared = prepare(model, options)
+    prepared = prepare(model, options, table)
     check_destination(destination, force=force, needed_bytes=prepared.plan.weights_bytes)
     with written_whole(destination, force=force) as directory:
         progress.step("writing weights and graphs", total=prepared.plan.weights_bytes)
         lowered = write_graphs(prepared, directory, progress)
+        if table is not None:
+            table.write(directory / CALIBRATION_FILE)
         parities: dict[str, Parity] = {}
         if expected_inputs is not None:
             progress.step("checking against PyTorch")
@@ -117,7 +134,9 @@ def write_graphs(
         write_host(writer, portable)
         stored = {}
         for name, layer in layers.items():
-            stored[name] = write_layer(writer, name, layer)
+            stored[name] = write_layer(
+                writer, name, layer, prepared.numbers.layers[name].arithmetic
+            )
             release(prepared.model.source.files)  # the checkpoint's pages, read and done with
     lowered = {}
     for graph in prepared.plan.graphs:
@@ -136,6 +155,7 @@ def _lower(
             lowering=layer.choice.lowering,
             kept=layer.kept,
             renormalize=prepared.options.renormalize,
+            arithmetic=prepared.numbers.layers[layer.name].arithmetic,
         )
         for layer in graph.layers
     }
@@ -145,6 +165,8 @@ def _lower(
     model.metadata_props["moexport"] = json.dumps(
         {
             "family": prepared.model.family,
+            "precision": prepared.options.numbers.precision,
+            "floats": prepared.options.numbers.float_name(prepared.options.target),
             "layers": {
                 layer.name: {
                     "n": layer.work.spec.experts,
@@ -184,7 +206,7 @@ def _checked(
     lowered: Mapping[str, Lowered],
 ) -> Parity:
     """A graph's parity, or a `ParityError` that says where the difference starts."""
-    options = prepared.options
+    options, tolerance = prepared.options, prepared.options.tolerance
     fixed = options.batch.opt if options.batch.fixed else None
     parity = graph_parity(
         directory,
@@ -192,8 +214,7 @@ def _checked(
         expected,
         fixed_batch=fixed,
         k_input=options.k == "input",
-        atol=options.atol,
-        rtol=options.rtol,
+        tolerance=tolerance,
     )
     if parity.passed:
         return parity
@@ -209,13 +230,14 @@ def _checked(
         lowered[record.file].values,
         expected,
         renormalize=options.renormalize,
-        rtol=options.rtol,
+        rtol=tolerance.rtol,
         batch=fixed or len(expected.x),
     )
     raise ParityError(
         f"{record.file} differs from PyTorch, starting in {where}: {describe(parity)}",
-        hint=f"allowed was atol {options.atol:g} + rtol {options.rtol:g} · max|y|: raise --rtol if "
-        "that is good enough, or choose another --lowering; --no-verify writes it unchecked",
+        hint=f"allowed was atol {tolerance.atol:g} + rtol {tolerance.rtol:g} · max|y| and the same "
+        f"experts in {tolerance.routing:.0%}: raise --rtol if that is good enough, or choose "
+        "another --lowering; --no-verify writes it unchecked",
     )
 
 
@@ -237,7 +259,7 @@ def _manifest(
     real_inputs: bool,
 ) -> Manifest:
     model, options, main = prepared.model, prepared.options, prepared.plan.graphs[0]
-    notes = list(model.notes)
+    notes = [*model.notes, *options.numbers.notes(options.target)]
     if not options.verify:
         notes.append("exported with --no-verify: nothing was compared with PyTorch")
     elif not real_inputs:
@@ -262,6 +284,8 @@ def _manifest(
                 lowering=layer.choice.lowering.name,
                 reason=layer.choice.reason,
                 selected=lowered[main.file].values[layer.name].selected,
+                precision=prepared.numbers.layers[layer.name].precision,
+                precision_reason=prepared.numbers.layers[layer.name].reason,
             )
             for layer in main.layers
         ],
@@ -271,13 +295,14 @@ def _manifest(
         ],
         k=_k_text(options),
         target=options.target,
-        precision="fp32",
+        precision=options.numbers.precision,
+        numbers=numbers_record(prepared.numbers, options),
         renormalize=options.renormalize,
         opset=options.opset,
         batch=str(options.batch),
         tokens=str(options.tokens),
         inputs=_inputs(model.input, options),
-        outputs=[_port(model.output, fixed_axes(model.output, options))],
+        outputs=[_port(model.output, options)],
         parity=None if parity is None else parity.as_json(),
         files={
             path.name: FileRecord(sha256(path), path.stat().st_size)
@@ -295,16 +320,20 @@ def _levels(spec: MoESpec) -> list[int]:
 
 
 def _inputs(spec: TensorSpec, options: ExportOptions) -> list[PortRecord]:
-    ports = [_port(spec, fixed_axes(spec, options))]
+    ports = [_port(spec, options)]
     if options.k == "input":
         ports.append(PortRecord(K_INPUT, "int64", [1]))
     return ports
 
 
-def _port(spec: TensorSpec, fixed: Mapping[str, int]) -> PortRecord:
+def _port(spec: TensorSpec, options: ExportOptions) -> PortRecord:
+    fixed = fixed_axes(spec, options)
     shape = [fixed.get(size, size) if isinstance(size, str) else size for size in spec.shape]
     implied = None if spec.implied in fixed else spec.implied
-    return PortRecord(spec.name, spec.dtype, shape, dict(spec.limits), implied)
+    dtype = spec.dtype
+    if dtype == "float32":
+        dtype = str(FLOAT_TYPES[options.numbers.io].numpy())
+    return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied)
 
 
 def _k_text(options: ExportOptions) -> str:

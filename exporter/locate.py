@@ -36,7 +36,8 @@ def first_different_layer(
     x = expected.x[:batch]
     names = {name for layer in values.values() for name in (layer.input, layer.output)}
     session = Session(
-        path, SessionOptions(observe=dict.fromkeys(sorted(names), onnx.TensorProto.FLOAT))
+        path,
+        SessionOptions(observe=dict.fromkeys(sorted(names), onnx.TensorProto.FLOAT), rounded=True),
     )
     actual = session.run(x, next(iter(expected.kept.values())) if session.takes_k else None)
     seen = _layer_values(model, x, expected.kept, renormalize=renormalize)

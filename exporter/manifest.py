@@ -46,6 +46,8 @@ class LayerRecord:
     layer's first level; None where all are kept."""
     levels: list[int] = field(default_factory=list)
     """Experts of each level of a muMoE layer; empty for Soft MoE."""
+    precision: str = "fp32"
+    precision_reason: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +104,7 @@ class Manifest:
     files: dict[str, FileRecord]
     environment: dict[str, Any]
     notes: list[str] = field(default_factory=list)
+    numbers: dict[str, Any] = field(default_factory=dict)
     engines: list[dict[str, Any]] = field(default_factory=list)
     edits: list[dict[str, Any]] = field(default_factory=list)
     """`--ablate` and `--rewrite` (`edits.Edits.records`); empty where the model is as trained."""

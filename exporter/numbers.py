@@ -160,3 +160,7 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
         raise UsageError(
             f"{option} {value}: there is no such choice", hint=f"choose one of: {', '.join(known)}"
         )
+
+
+SINGLE = Numbers()
+"""FP32 throughout."""

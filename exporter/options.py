@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Literal, get_args
 
@@ -11,7 +11,9 @@ from ..errors import LoweringError, UsageError
 from ..graphs.lowerings.base import Target
 from ..graphs.lowerings.registry import lowering
 from .edits import NO_EDITS, Edits
+from .numbers import SINGLE, Numbers
 from .ranges import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
+from .tolerance import TOLERANCES, Tolerance
 
 __all__ = [
     "AUTO",
@@ -38,7 +40,8 @@ class ExportOptions:
     """The options of `export`; `parse_*` make its fields from what is typed.
 
     `lowerings` names the graphs to write, `auto` or a name each; the first is `model.onnx`.
-    Parity holds where |difference| ≤ atol + rtol · max|y|.
+    Parity holds where |difference| ≤ atol + rtol · max|y|; None stands for what the precision
+    allows (`tolerance`). `numbers` says in what precision the graph computes.
     """
 
     k: Kept = "n"
@@ -48,10 +51,11 @@ class ExportOptions:
     tokens: AxisRange = DEFAULT_TOKENS
     opset: int = 20
     renormalize: bool = False
-    atol: float = 1e-6
-    rtol: float = 1e-4
+    atol: float | None = None
+    rtol: float | None = None
     verify: bool = True
     edits: Edits = NO_EDITS
+    numbers: Numbers = SINGLE
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be meant."""
@@ -73,11 +77,21 @@ class ExportOptions:
                 f"--lowering {','.join(self.lowerings)}: a name is repeated",
                 hint="name each lowering once",
             )
-        if not (0 <= self.atol < math.inf and 0 <= self.rtol < math.inf):
+        if not all(0 <= bound < math.inf for bound in (self.atol or 0.0, self.rtol or 0.0)):
             raise UsageError(
                 f"--atol {self.atol} --rtol {self.rtol}: bounds are finite and not negative",
                 hint="--rtol 1e-4 allows a difference of 1e-4 of max|y|; --no-verify any",
             )
+
+    @property
+    def tolerance(self) -> Tolerance:
+        """The bounds of the parity check: those asked for, else those of the precision."""
+        usual = TOLERANCES[self.numbers.precision]
+        return replace(
+            usual,
+            atol=usual.atol if self.atol is None else self.atol,
+            rtol=usual.rtol if self.rtol is None else self.rtol,
+        )
 
 
 MIN_OPSET = 20

@@ -21,11 +21,12 @@ from ..errors import BundleError, ParityError
 from ..graphs.moe import algorithm_1, choice_key, recorded_choices
 from .model import Model
 from .session import Runner
+from .tolerance import Tolerance
 
 PARITY_FILE = "parity.npz"
 
 TIE = 1e-5
-"""Scores this close, relative to the k-th, are a tie: rounding may order them either way."""
+"""FP32 scores this close, relative to the k-th, are a tie: rounding may order them either way."""
 
 SAME_COEFFICIENT = 1e-3
 """Coefficients (which sum to 1) this close are the same choice: rounding stays far below it in a
@@ -98,8 +99,11 @@ class Parity:
     `max_abs` is the largest difference of an output, `max_rel` the same over max|y|, `cosine` the
     smallest cosine of a sample's outputs. `routing_agreement` is the share of samples in which
     every layer chose the same set; `ties` counts those that differ only where scores were equal up
-    to rounding, which are left out of the values. `first_difference` names the layer where the
-    first wrong set appears. `untouched_cosine` compares with the model before Algorithm 1.
+    to rounding. Values are compared where the sets are the same. `first_difference` names the layer
+    where the first wrong set appears. `untouched_cosine` compares with the model before
+    Algorithm 1. `jaccard` is the mean overlap of the sets, and `flip_margin` the largest margin,
+    relative to the k-th score, of a set that differs (0 where none does). `routing` and `tie` are
+    the bounds (`tolerance.Tolerance`).
     """
 
     max_abs: float
@@ -113,6 +117,10 @@ class Parity:
     passed: bool
     first_difference: str | None
     untouched_cosine: float
+    jaccard: float = 1.0
+    flip_margin: float = 0.0
+    routing: float = 1.0
+    tie: float = TIE
 
     def as_json(self) -> dict[str, Any]:
         """The record as it stands in a manifest."""
@@ -163,8 +171,7 @@ def compare(
     selected_values: Mapping[str, str],
     *,
     batch: int,
-    atol: float,
-    rtol: float,
+    tolerance: Tolerance,
     k: int | None = None,
 ) -> Parity:
     """Runs a graph on the reference's inputs and returns how far it is off.
@@ -187,9 +194,8 @@ def compare(
             f"the graph gives outputs {y.shape}, the reference holds {expected.y.shape}"
         )
     sets = {name: np.concatenate(parts) for name, parts in chosen.items()}
-    ties, misses, first = _routing(expected, sets)
-    compared = ~ties
-    return _parity(expected, y, compared, misses, first, atol=atol, rtol=rtol)
+    routing = _routing(expected, sets, tolerance.tie)
+    return _parity(expected, y, routing, tolerance)
 
 
 def describe(parity: Parity) -> str:
@@ -201,33 +207,65 @@ def describe(parity: Parity) -> str:
     )
     if parity.ties:
         text += f" ({parity.ties} tied, not compared)"
+    if parity.flip_margin:
+        text += f", flips at margins up to {parity.flip_margin:.1g} of the k-th score"
     if parity.first_difference:
         text += f"; first difference in layer {parity.first_difference}"
     return text
 
 
-def _routing(
-    expected: Reference, sets: Mapping[str, np.ndarray]
-) -> tuple[np.ndarray, np.ndarray, str | None]:
-    """Which samples differ by a tie, which differ truly [s], and the first layer of the latter.
+@dataclass(frozen=True, slots=True)
+class _Routing:
+    """How a graph's choices compare: samples that differ by a tie, and truly, [s].
+
+    `first` names the first layer of the latter; `jaccard` is the mean overlap of the sets, and
+    `margin` the largest margin of a choice that differs.
+    """
+
+    ties: np.ndarray
+    misses: np.ndarray
+    first: str | None
+    jaccard: float
+    margin: float
+
+
+def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tie: float) -> _Routing:
+    """Compares what was chosen with the reference.
 
     After the first difference of a sample its later layers see other inputs, so only the first
-    counts.
+    counts as a tie or a miss; all count for the overlap.
     """
     count = len(expected.x)
     ties = np.zeros(count, dtype=bool)
     misses = np.zeros(count, dtype=bool)
     first: str | None = None
+    overlaps: list[float] = []
+    margin = 0.0
     for name, actual in sets.items():
-        places = _different(actual, expected.selected[name])  # [s, places that choose]
-        near = expected.margin[name].reshape(places.shape) <= TIE
-        differs = places.any(axis=1) & ~ties & ~misses
-        tied = differs & ~(places & ~near).any(axis=1)
+        wanted = expected.selected[name]
+        overlaps.append(_jaccard(actual, wanted))
+        places = _different(actual, wanted)  # [s, places that choose]
+        margins = expected.margin[name].reshape(places.shape)
+        fresh = places & ~(ties | misses)[:, None]
+        differs = fresh.any(axis=1)
+        margin = max(margin, float(margins[fresh].max(initial=0.0)))
+        tied = differs & ~(places & (margins > tie)).any(axis=1)
         ties |= tied
         if first is None and (differs & ~tied).any():
             first = name
         misses |= differs & ~tied
-    return ties, misses, first
+    return _Routing(ties, misses, first, float(np.mean(overlaps)) if overlaps else 1.0, margin)
+
+
+def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
+    if expected.dtype.kind == "f":
+        one, other = actual > 0, expected > 0
+        shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
+        return float(shares.mean())
+    k = expected.shape[1]
+    common = (actual[:, :, None] == expected[:, None, :]).any(axis=2).sum(axis=1)
+    return float((common / (2 * k - common)).mean())
 
 
 def _different(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
@@ -239,33 +277,30 @@ def _different(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
     return other
 
 
-def _parity(
-    expected: Reference,
-    y: np.ndarray,
-    compared: np.ndarray,
-    misses: np.ndarray,
-    first: str | None,
-    *,
-    atol: float,
-    rtol: float,
-) -> Parity:
+def _parity(expected: Reference, y: np.ndarray, routing: _Routing, tolerance: Tolerance) -> Parity:
+    compared = ~(routing.ties | routing.misses)
+    agreement = 1.0 - float(routing.misses.mean())
     actual, wanted = y[compared].astype(np.float64), expected.y[compared].astype(np.float64)
     largest = float(np.abs(wanted).max(initial=0.0))
     max_abs = float(np.abs(actual - wanted).max(initial=0.0))
     finite = bool(np.isfinite(actual).all())
-    close = finite and max_abs <= atol + rtol * largest
+    close = finite and max_abs <= tolerance.atol + tolerance.rtol * largest
     return Parity(
         max_abs=max_abs,
         max_rel=max_abs / largest if largest else 0.0,
         cosine=_least_cosine(actual, wanted),
-        routing_agreement=1.0 - float(misses.mean()),
+        routing_agreement=agreement,
         samples=len(y),
-        ties=int((~compared).sum()),
-        atol=atol,
-        rtol=rtol,
-        passed=bool(close and not misses.any() and compared.any()),
-        first_difference=first,
+        ties=int(routing.ties.sum()),
+        atol=tolerance.atol,
+        rtol=tolerance.rtol,
+        passed=bool(close and agreement >= tolerance.routing and compared.any()),
+        first_difference=routing.first,
         untouched_cosine=_least_cosine(y.astype(np.float64), expected.dense.astype(np.float64)),
+        jaccard=routing.jaccard,
+        flip_margin=routing.margin,
+        routing=tolerance.routing,
+        tie=tolerance.tie,
     )
 
 

@@ -14,10 +14,12 @@ from ..graphs.lowerings.base import AnyWork, WorkOf
 from ..graphs.lowerings.registry import lowering
 from ..graphs.moe import MoESpec
 from ..graphs.names import DOMAIN
+from ..graphs.narrowing import narrowed
 from .manifest import MAIN_GRAPH
 from .model import Model
 from .options import AUTO, AxisRange, ExportOptions, Kept
-from .weights import INLINE_BYTES, WEIGHTS_FILE
+from .precision import NumbersPlan
+from .weights import INLINE_BYTES, WEIGHTS_FILE, size_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +63,8 @@ class Plan:
         return {WEIGHTS_FILE: self.weights_bytes} | {graph.file: None for graph in self.graphs}
 
 
-def plan(model: Model, portable: ir.Model, options: ExportOptions) -> Plan:
-    """Returns the plan for a traced model.
+def plan(model: Model, portable: ir.Model, options: ExportOptions, numbers: NumbersPlan) -> Plan:
+    """Returns the plan for a model that was traced, and narrowed by `numbers`.
 
     Raises `UsageError` for a k that does not fit, `LoweringError` for a lowering that cannot serve.
     """
@@ -78,7 +80,7 @@ def plan(model: Model, portable: ir.Model, options: ExportOptions) -> Plan:
         )
         for index, name in enumerate(options.lowerings)
     ]
-    return Plan(tuple(graphs), _weights_bytes(model, portable))
+    return Plan(tuple(graphs), _weights_bytes(model, portable, numbers))
 
 
 def plan_graph(
@@ -147,7 +149,7 @@ def _layer(
         )
     # With k as an input the plan must be good for every k: a quarter of n stands for them.
     typical = kept if kept is not None else max(1, spec.experts // 4)
-    work: AnyWork = WorkOf(spec, typical, options.batch.opt, tokens)
+    work: AnyWork = WorkOf(spec, typical, options.batch.opt, tokens, options.numbers.precision)
     if name == AUTO:
         choice = choose(work, options.target)
     else:
@@ -168,13 +170,15 @@ def _tokens(portable: ir.Model, dynamic: AxisRange) -> dict[str, int]:
     return tokens
 
 
-def _weights_bytes(model: Model, portable: ir.Model) -> int:
+def _weights_bytes(model: Model, portable: ir.Model, numbers: NumbersPlan) -> int:
     host = sum(
         tensor.nbytes
         for value in portable.graph.initializers.values()
         if (tensor := value.const_value) is not None and tensor.nbytes >= INLINE_BYTES
     )
     layers = sum(
-        parameter.nbytes for layer in model.layers.values() for parameter in layer.parameters()
+        size_of(part.shape, part.dtype)
+        for name, layer in model.layers.items()
+        for part in narrowed(layer.stored(), numbers.layers[name].arithmetic)
     )
     return host + layers

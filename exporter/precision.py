@@ -24,15 +24,13 @@ from ..graphs.arithmetic import (
 from ..graphs.half import Island, beyond, misfit, narrow_host
 from ..graphs.linears import host_linears
 from ..graphs.moe import MoELayer
-from ..graphs.narrowing import NARROWED, rounded_to
+from ..graphs.narrowing import NARROWED, activation_scale
 from ..graphs.quantised_host import QuantisedLinear, quantise_host
 from ..graphs.ranges import (
     EXPERT_HIDDEN,
     EXPERT_INPUT,
     EXPERT_OUTPUTS,
     EXPERT_PRODUCTS,
-    Range,
-    Scale,
     range_key,
 )
 from ..graphs.simplify import simplify
@@ -130,22 +128,14 @@ def _layer(
         )
     form = numbers.form(target)
     names = [part.name for part in layer.stored() if part.name in OPERANDS]
+    seen = {weight: table.range(range_key(name, OPERANDS[weight])) for weight in names}
     scales = {
-        weight: scale_of(table.range(range_key(name, OPERANDS[weight])), inner, qdq=form == "qdq")
-        for weight in names
+        weight: activation_scale(values, inner, qdq=form == "qdq")
+        for weight, values in seen.items()
     }
     quantised = Quantised(form, numbers.grid(target), scales)
     around = f"; {problem}, so FP32 around it" if problem else ""
     return LayerNumbers("int8", f"asked for{around}", Arithmetic(inner, quantised))
-
-
-def scale_of(seen: Range, inner: ir.DataType, *, qdq: bool) -> Scale:
-    """Returns the scale of an activation: signed and symmetric in Q/DQ form, else unsigned."""
-    if not qdq:
-        return seen.affine()
-    step = float(rounded_to(seen.symmetric().scale, inner))
-    # A step that the type rounds to nothing becomes the smallest that it holds.
-    return Scale(step or float(inner.numpy()(2.0**-24)), 0)
 
 
 def _overflow(

@@ -17,18 +17,6 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 HALF_TYPES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
 
-def holds_16_bits(model: ModelProto) -> bool:
-    """Whether any value of a graph is a 16-bit float."""
-    return any(
-        attribute.i in HALF_TYPES
-        for graph in _graphs(model.graph)
-        for node in graph.node
-        if node.op_type == "Cast"
-        for attribute in node.attribute
-        if attribute.name == "to"
-    ) or any(tensor.data_type in HALF_TYPES for tensor in model.graph.initializer)
-
-
 def rounded_twin(path: Path) -> ModelProto:
     """Returns a graph with FP32 kernels that rounds like the 16-bit graph at `path`.
 
@@ -82,7 +70,7 @@ def _round(graph: GraphProto, halves: dict[str, int]) -> None:
 
 
 def _cast(source: str, target: str, kind: int) -> NodeProto:
-    return helper.make_node("Cast", [source], [target], name=f"{target}/Cast", to=kind)
+    return helper.make_node("Cast", [source], [target], name=f"rounding/{target}", to=kind)
 
 
 def _graphs(graph: GraphProto) -> Iterator[GraphProto]:

@@ -30,7 +30,8 @@ class SessionOptions:
     `threads` within an operator (None: the runtime's choice). `prepack` lets the runtime keep a
     re-ordered copy of each constant weight: faster, at twice the memory. `observe` names inner
     values to return beside the outputs, with their ONNX element type. `profile` makes the runtime
-    time every node, into a file whose name begins with it.
+    time every node, into a file whose name begins with it. `rounded` runs 16-bit graphs in FP32
+    with their own rounding (`exporter.rounded`): to check them, not to be fast.
     """
 
     provider: str = CPU
@@ -38,6 +39,7 @@ class SessionOptions:
     prepack: bool = True
     observe: Mapping[str, int] | None = None
     profile: Path | None = None
+    rounded: bool = False
 
 
 class Runner(Protocol):
@@ -205,13 +207,14 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     fallbacks = {CPU: [], CUDA: [CPU], TENSORRT: [CUDA, CPU]}
     providers = [options.provider, *fallbacks.get(options.provider, [CPU])]
     try:
-        if not options.observe:
+        twin = _needs_twin(path, options)
+        if not options.observe and not twin:
             session = ort.InferenceSession(str(path), settings, providers=providers)
             return _on(session, options.provider)
         settings.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(path.parent)
         )
-        model = _observed(path, options.observe)
+        model = _observed(path, options.observe or {}, twin=twin)
         return _on(ort.InferenceSession(model, settings, providers=providers), options.provider)
     except (ort.capi.onnxruntime_pybind11_state.Fail, *_LOAD_ERRORS) as error:
         raise BundleError(
@@ -245,11 +248,25 @@ _LOAD_ERRORS = (
 )
 
 
-def _observed(path: Path, observe: Mapping[str, int]) -> bytes:
+def _needs_twin(path: Path, options: SessionOptions) -> bool:
+    """Whether a graph runs as its FP32 twin: where that is asked for, and BF16 on a CPU.
+
+    What a graph's floats are stands in its metadata, which is text within the file.
+    """
+    if options.provider != CPU:
+        return False
+    content = path.read_bytes()
+    bf16, fp16 = (f'"floats": "{name}"'.encode() in content for name in ("bf16", "fp16"))
+    return bf16 or (fp16 and options.rounded)
+
+
+def _observed(path: Path, observe: Mapping[str, int], *, twin: bool) -> bytes:
     """The model with inner values as further outputs; its weights stay where they are."""
     import onnx
 
-    model = onnx.load(path, load_external_data=False)
+    from .rounded import rounded_twin
+
+    model = rounded_twin(path) if twin else onnx.load(path, load_external_data=False)
     known = {output.name for output in model.graph.output}
     for name, element_type in observe.items():
         if name not in known:

@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from ..calibration.feeds import Feed
-from ..calibration.table import CalibrationTable, Origin
+from ..calibration.methods import DEFAULT_METHOD
+from ..calibration.table import CalibrationTable, Method, Origin
 from ..errors import CalibrationError, UsageError
 from .calibrate import CalibrationOptions, calibrate, feed_fingerprint, kept_experts
 from .edited import edited
@@ -15,6 +16,9 @@ from .fingerprint import fingerprint
 from .model import Model
 from .options import ExportOptions
 from .progress import Progress, Silent
+
+PEAK_SAMPLES = 64
+"""Inputs whose largest values tell whether FP16 overflows, with `half.HEADROOM` to spare."""
 
 _AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
 
@@ -82,6 +86,31 @@ def table_for_export(
         calibration or CalibrationOptions(), k=options.k, renormalize=options.renormalize
     )
     return calibrate(model, data, chosen, workspace=workspace, progress=progress)
+
+
+def ranges_for_export(
+    model: Model,
+    options: ExportOptions,
+    *,
+    method: Method = DEFAULT_METHOD,
+    data: Feed | None = None,
+    path: Path | None = None,
+    progress: Progress | None = None,
+) -> CalibrationTable | None:
+    """Returns the ranges that an export makes use of, None where it needs none.
+
+    INT8 must have them. FP16 takes them from a table or a feed that is there, to find what would
+    overflow; a few inputs tell that.
+    """
+    precision = options.numbers.precision
+    if path is None and (precision not in ("int8", "fp16") or (precision == "fp16" and not data)):
+        return None
+    options.numbers.check(options.target)
+    samples = None if precision == "int8" else PEAK_SAMPLES
+    chosen = CalibrationOptions(method=method, samples=samples)
+    return table_for_export(
+        model, options, calibration=chosen, data=data, path=path, progress=progress
+    )
 
 
 def check_table(

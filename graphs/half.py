@@ -15,7 +15,7 @@ from types import MappingProxyType
 import numpy as np
 import onnx_ir as ir
 
-from .lower import DOMAIN
+from .names import DOMAIN
 
 FLOAT = ir.DataType.FLOAT
 
@@ -226,10 +226,10 @@ class _Narrowing:
         tensor, dtype = value.const_value, self.dtype
         assert tensor is not None
 
-        def convert() -> ir.Tensor:
+        def convert() -> ir.TensorProtocol:
             return ir.Tensor(tensor.numpy().astype(dtype.numpy()), name=name)
 
-        lazy = ir.LazyTensor(convert, dtype=dtype, shape=ir.Shape(tensor.shape), name=name)
+        lazy = ir.LazyTensor(convert, dtype=dtype, shape=ir.Shape(tensor.shape.numpy()), name=name)
         narrow = ir.Value(name=name, shape=value.shape, type=ir.TensorType(dtype), const_value=lazy)
         self.graph.register_initializer(narrow)
         return narrow

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from .arithmetic import Arithmetic, Grid, Quantised
 from .moe import StoredPart
+from .ranges import Range, Scale
 
 NARROWED = ("experts.", "tensor.")
 """How the names of those weights begin."""
@@ -73,6 +74,17 @@ def quantise(
     scale = np.where(scale > 0, scale, np.float32(TINY))
     integers = np.clip(np.rint(matrix / scale), -grid.levels, grid.levels) + grid.zero_point
     return integers.astype(np.uint8 if grid.zero_point else np.int8), scale
+
+
+def activation_scale(seen: Range, dtype: ir.DataType, *, qdq: bool) -> Scale:
+    """Returns the scale of an activation: signed and symmetric in Q/DQ form, else unsigned.
+
+    In Q/DQ form it is a number that the float type `dtype` holds.
+    """
+    if not qdq:
+        return seen.affine()
+    step = float(rounded_to(np.array(seen.symmetric().scale), dtype))
+    return Scale(step or TINY, 0)
 
 
 def rounded_to(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:

@@ -15,8 +15,8 @@ import onnx_ir as ir
 
 from .arithmetic import Grid, IntegerForm
 from .linears import HostLinear
-from .narrowing import quantise, rounded_to
-from .ranges import Range, Scale
+from .narrowing import activation_scale, quantise
+from .ranges import Range
 
 HEAD = "it gives the graph's output"
 
@@ -37,7 +37,7 @@ def quantise_host(
     grid: Grid,
     float_type: ir.DataType,
 ) -> list[QuantisedLinear]:
-    """Replaces the linear layers of a traced model by INT8 ones, in place; tells what became of each.
+    """Replaces the linear layers of a traced model by INT8 ones, in place; tells of each.
 
     `float_type` is what the model will compute in: scales are numbers that it holds.
     """
@@ -81,7 +81,7 @@ def _replace(
     integers, scale = quantise(matrix, grid, float_type)
     write = _Writer(graph, node)
     qdq = form == "qdq"
-    activation = _activation(seen, float_type, qdq=qdq)
+    activation = activation_scale(seen, float_type, qdq=qdq)
     step = write.constant("step", np.array(activation.scale, np.float32))
     kind = np.int8 if qdq else np.uint8
     zero = write.constant("zero", np.array(activation.zero_point, kind))
@@ -111,12 +111,6 @@ def _replace(
     if bias is not None:
         product = write.op("Add", [product, bias], "output")
     write.finish(product)
-
-
-def _activation(seen: Range, float_type: ir.DataType, *, qdq: bool) -> Scale:
-    if not qdq:
-        return seen.affine()
-    return Scale(float(rounded_to(seen.symmetric().scale, float_type)), 0)
 
 
 class _Writer:

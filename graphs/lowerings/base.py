@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal
 
 import onnx_ir as ir
 
+from ..arithmetic import Precision
 from ..builder import Builder
 from ..moe import Kind
 from ..parameters import LayerOf, S
@@ -30,6 +31,7 @@ class WorkOf(Generic[S]):
     kept: int
     batch: int
     tokens: int
+    precision: Precision = "fp32"
 
     @property
     def selections(self) -> int:

@@ -1,0 +1,37 @@
+"""How far a graph may be from its PyTorch model, by precision."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from ..graphs.arithmetic import Precision
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Bounds of a parity check.
+
+    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|. `routing` is the least share of
+    inputs in which every layer must choose the same experts. A choice between scores that are
+    closer than `tie`, relative to the k-th, is a tie: what comes before the layer is rounded, and
+    may order them either way.
+    """
+
+    atol: float
+    rtol: float
+    routing: float
+    tie: float
+
+
+TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
+    {
+        "fp32": Tolerance(atol=1e-6, rtol=1e-4, routing=1.0, tie=1e-5),
+        "fp16": Tolerance(atol=1e-6, rtol=1e-2, routing=0.98, tie=1e-3),
+        "bf16": Tolerance(atol=1e-6, rtol=5e-2, routing=0.98, tie=8e-3),
+        "int8": Tolerance(atol=1e-6, rtol=1e-1, routing=0.98, tie=1e-2),
+    }
+)
+"""FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
+about 1% of error in each layer. The ties are what such an error moves a score by."""
