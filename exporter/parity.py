@@ -207,10 +207,10 @@ def describe(parity: Parity) -> str:
     )
     if parity.ties:
         text += f" ({parity.ties} tied, not compared)"
-    if parity.flip_margin:
-        text += f", flips at margins up to {parity.flip_margin:.1g} of the k-th score"
     if parity.first_difference:
         text += f"; first difference in layer {parity.first_difference}"
+    if parity.flip_margin:
+        text += f"; flips at margins up to {parity.flip_margin:.1g} of the k-th score"
     return text
 
 

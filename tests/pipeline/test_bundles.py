@@ -136,6 +136,8 @@ def test_a_graph_that_lost_its_manifest_still_says_what_it_is(
             name: {"n": 8, "k": k, "lowering": lowering}
             for name, k in zip(LAYERS, (4, 2), strict=True)
         },
+        "precision": "fp32",
+        "floats": "fp32",
         "renormalize": False,
     }
     assert (model.producer_name, model.producer_version) == ("moexport", "0.1.0")
