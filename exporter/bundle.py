@@ -13,9 +13,9 @@ from ..errors import BundleError, EngineError, MoexportError, UsageError
 from ..graphs.lower import LayerValues
 from .hashing import sha256
 from .manifest import GraphRecord, Manifest
-from .parity import PARITY_FILE, TIE, Parity, Reference, compare, describe
+from .parity import PARITY_FILE, Parity, Reference, compare, describe
 from .session import Runner, Session, SessionOptions
-from .tolerance import Tolerance
+from .tolerance import Tolerance, recorded
 from .trace import TRACED_BATCH
 
 LARGE_WEIGHTS_BYTES = 1 << 30
@@ -109,7 +109,6 @@ class Bundle:
 
     def _parity_check(self, graph: GraphRecord, expected: Reference) -> Check:
         name = f"parity of {graph.file}"
-        bounds = self.manifest.parity or {}
         try:
             parity = graph_parity(
                 self.path,
@@ -117,12 +116,7 @@ class Bundle:
                 expected,
                 fixed_batch=self.fixed_batch,
                 k_input=self.manifest.k == "input",
-                tolerance=Tolerance(
-                    atol=bounds.get("atol", 0.0),
-                    rtol=bounds.get("rtol", 0.0),
-                    routing=bounds.get("routing", 1.0),
-                    tie=bounds.get("tie", TIE),
-                ),
+                tolerance=recorded(self.manifest.parity),
             )
         except MoexportError as error:
             return Check(name, False, error.message)

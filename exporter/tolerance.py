@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from ..graphs.arithmetic import Precision
 
@@ -23,6 +24,18 @@ class Tolerance:
     rtol: float
     routing: float
     tie: float
+
+
+def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
+    """Returns the bounds that a manifest's `parity` holds; without one, no difference is allowed."""
+    bounds = parity or {}
+    exact = TOLERANCES["fp32"]
+    return Tolerance(
+        atol=bounds.get("atol", 0.0),
+        rtol=bounds.get("rtol", 0.0),
+        routing=bounds.get("routing", exact.routing),
+        tie=bounds.get("tie", exact.tie),
+    )
 
 
 TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ...errors import FeedError, MoexportError, UsageError
 from ..manifest import Manifest
 from ..parity import Parity, Reference, compare, describe
+from ..tolerance import recorded
 from .bundle import engines_of
 from .device import first_gpu
 from .flavours import flavour
@@ -60,14 +62,13 @@ def engine_parity(
     An engine has no inner values to look at, so its routing is not compared. Raises `FeedError`
     where the profiles do not contain those inputs, and what loading raises.
     """
-    bounds = manifest.parity or {}
+    bounds = recorded(manifest.parity)
     with EngineSession(directory / record.file) as session:
         return compare(
             session,
             expected,
             {},
             batch=min(record.ranges[0].max[0], len(expected.x)),
-            atol=bounds.get("atol", 0.0),
-            rtol=bounds.get("rtol", 0.0) if rtol is None else rtol,
+            tolerance=bounds if rtol is None else replace(bounds, rtol=rtol),
             k=next(iter(expected.kept.values())) if session.takes_k else None,
         )
