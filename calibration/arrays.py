@@ -99,6 +99,8 @@ def _rows(file: BinaryIO, path: Path, kind: str) -> Iterator[np.ndarray]:
         yield _whole(file, header, path, kind)
         return
     left = header.shape[0]
+    if left == 0:
+        yield np.empty(header.shape, dtype=header.dtype)
     step = max(1, CHUNK_BYTES // max(1, header.row_bytes))
     while left > 0:
         count = min(step, left)

@@ -1,0 +1,163 @@
+"""`moexport calibrate`: writes a table, uses one that is there, refuses one of something else."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import moexport
+import numpy as np
+import pytest
+from moexport.errors import CalibrationError, UsageError
+from moexport.exporter.options import ExportOptions
+from moexport.exporter.tables import check_table, table_for_export
+from moexport.tests.command import run
+from moexport.tests.recorded import DATA
+
+WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
+X = np.random.default_rng(0).standard_normal((12, 5, 32)).astype(np.float32)
+
+
+@pytest.fixture(scope="module")
+def feed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("feed") / "x.npz"
+    np.savez(path, input=X)
+    return path
+
+
+@pytest.fixture(scope="module")
+def table(feed: Path) -> Path:
+    """A table with k = 2 and the default method."""
+    path = feed.parent / "table.json"
+    outcome = run("calibrate", WEIGHTS, "--data", feed, "-o", path, "--k", "2")
+    assert outcome.code == 0, outcome.err
+    assert "inputs/s" in outcome.err
+    return path
+
+
+def test_a_table_says_what_it_was_made_from(table: Path) -> None:
+    content: dict[str, Any] = json.loads(table.read_text())
+    assert content["schema"] == 1
+    origin = content["origin"]
+    assert (origin["samples"], origin["method"], origin["k"]) == (12, "percentile", {"layer": 2})
+    assert all(re.fullmatch("[0-9a-f]{64}", origin[key]) for key in ("model", "feed"))
+    assert set(content["ranges"]) == {"layer/experts.input", "layer/experts.hidden"}
+    assert [path.name for path in sorted(table.parent.iterdir())] == ["table.json", "x.npz"]
+
+
+def test_the_same_calibration_uses_the_table_that_is_there(table: Path, feed: Path) -> None:
+    before = table.stat().st_mtime_ns
+    outcome = run("calibrate", WEIGHTS, "--data", feed, "-o", table, "--k", "2", "--json")
+    assert outcome.code == 0
+    assert "up to date" in outcome.err
+    assert table.stat().st_mtime_ns == before
+    assert json.loads(outcome.out) == json.loads(table.read_text())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--k", "1"), "of k = 2, not 1"),
+        (("--k", "2", "--method", "minmax"), "method percentile 99.999, not minmax"),
+        (("--k", "2", "--percentile", "99"), "method percentile 99.999, not percentile 99"),
+        (("--k", "2", "--samples", "11"), "of another feed (12 inputs)"),
+        (("--k", "2", "--renormalize"), "without --renormalize"),
+    ],
+)
+def test_a_table_of_another_origin_is_refused_with_the_reason(
+    options: tuple[str, ...], reason: str, table: Path, feed: Path
+) -> None:
+    outcome = run("calibrate", WEIGHTS, "--data", feed, "-o", table, *options)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert reason in outcome.error
+    assert "--force" in outcome.err
+
+
+def test_force_replaces_it(table: Path, feed: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "table.json"
+    copy.write_bytes(table.read_bytes())
+    outcome = run(
+        "calibrate", WEIGHTS, "--data", feed, "-o", copy, "--method", "mse", "--force", "-q"
+    )
+    assert (outcome.code, outcome.err) == (0, "")
+    assert json.loads(copy.read_text())["origin"]["method"] == "mse"
+    assert "layer/experts.hidden" in outcome.out
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--method", "minmax", "--percentile", "99"), "the method is minmax, which has none"),
+        (("--percentile", "0.99"), "a share above 50 and up to 100"),
+        (("--samples", "0"), "--samples 0: at least 1"),
+        (("--batch", "0"), "--batch 0: at least 1"),
+        (("--k", "99"), "has 4 experts"),
+    ],
+)
+def test_options_that_cannot_be_meant_are_refused(
+    options: tuple[str, ...], message: str, feed: Path, tmp_path: Path
+) -> None:
+    outcome = run("calibrate", WEIGHTS, "--data", feed, "-o", tmp_path / "t.json", *options)
+    assert (outcome.code, outcome.out) == (2, "")
+    assert message in outcome.error
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_export_takes_a_table_of_as_many_experts_or_more(table: Path) -> None:
+    model = moexport.load(WEIGHTS)
+    for k in (1, 2):
+        assert table_for_export(model, ExportOptions(k=k), path=table).origin.k == {"layer": 2}
+    for k in (3, "n", "input"):
+        with pytest.raises(CalibrationError, match="observed with k = 2 and the export keeps"):
+            table_for_export(model, ExportOptions(k=k), path=table)  # type: ignore[arg-type]
+
+
+def test_an_export_refuses_a_table_of_other_weights(table: Path) -> None:
+    model = moexport.load(WEIGHTS)
+    next(iter(model.layers.values())).get_parameter("phi").add_(1e-6)
+    made = table_for_export(moexport.load(WEIGHTS), ExportOptions(k=2), path=table)
+    with pytest.raises(CalibrationError, match="another model"):
+        check_table(made, model, ExportOptions(k=2), where="table.json")
+
+
+def test_an_export_without_table_and_feed_says_what_to_give() -> None:
+    with pytest.raises(UsageError) as caught:
+        table_for_export(moexport.load(WEIGHTS), ExportOptions())
+    assert "--data" in str(caught.value.hint)
+
+
+PEAK = """
+import resource, sys
+from pathlib import Path
+import moexport
+moexport.calibrate(moexport.load(Path(sys.argv[1])), sys.argv[2], samples=int(sys.argv[3]))
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def test_peak_memory_does_not_grow_with_the_number_of_samples(tmp_path: Path) -> None:
+    count, pixels = 10_000, 28 * 28
+    images = np.random.default_rng(0).random((count, 1, 28, 28), dtype=np.float32)
+    np.savez(tmp_path / "x.npz", input=images)
+    weights = DATA / "soft_moe_mnist" / "weights.pt"
+    peaks = {
+        samples: 1024 * int(_python(PEAK, weights, tmp_path / "x.npz", samples))
+        for samples in (100, count)
+    }
+    grown = peaks[count] - peaks[100]
+    assert grown < count * pixels * 4 / 4, f"{grown / 1e6:.1f} MB more for 31 MB of inputs"
+
+
+def _python(code: str, *arguments: object) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code, *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
