@@ -367,7 +367,7 @@ def calibrate(
     ] = Method.PERCENTILE,
     percentile: Annotated[
         float | None,
-        typer.Option(help="The share of values in range, in %, of that method; 99.999."),
+        typer.Option(help="The share of values in range, in %, of that method; 99.99."),
     ] = None,
     samples: Annotated[int | None, typer.Option(help="Inputs to take; all.")] = None,
     batch: Annotated[int, typer.Option(help="Inputs that are run at once.")] = 16,

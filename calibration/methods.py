@@ -13,7 +13,7 @@ from .table import Method
 
 DEFAULT_METHOD: Method = "percentile"
 
-DEFAULT_PERCENTILE = 99.999
+DEFAULT_PERCENTILE = 99.99
 """Half of what is left out lies beyond each end. Chosen by measurement: see docs/calibration.md."""
 
 _CANDIDATES = 256
