@@ -1,0 +1,105 @@
+"""What needs an NVIDIA GPU: engines that run. Skipped without one; `make gpu-check` runs them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moexport
+import numpy as np
+import pytest
+import torch
+from moexport.errors import EngineError, FeedError, UsageError
+from moexport.exporter.engines.device import first_gpu
+from moexport.exporter.engines.flavours import FLAVOURS, Flavour
+from moexport.exporter.engines.options import EngineOptions
+from moexport.exporter.engines.profiles import parse_profile
+from moexport.exporter.engines.session import EngineSession
+from moexport.exporter.session import PROVIDERS, SessionOptions
+from moexport.tests.recorded import RecordedCase, read_case
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(first_gpu() is None, reason="needs an NVIDIA GPU: make gpu-check"),
+]
+
+RTOL = 1e-3
+"""FP32 on a GPU sums in another order than PyTorch on a CPU."""
+
+
+@pytest.fixture(params=FLAVOURS.values(), ids=list(FLAVOURS))
+def flavour(request: pytest.FixtureRequest) -> Flavour:
+    chosen: Flavour = request.param
+    if not chosen.installed():
+        pytest.skip(f"{chosen.title} is not installed: {chosen.install}")
+    return chosen
+
+
+@pytest.fixture
+def case() -> RecordedCase:
+    return read_case("soft_moe_vit")
+
+
+@pytest.fixture
+def session(flavour: Flavour, case: RecordedCase, tmp_path: Path) -> EngineSession:
+    model = moexport.load(case.weights, config=case.config)
+    bundle = moexport.export(
+        model,
+        tmp_path / "out",
+        k="input",
+        target=flavour.name,  # type: ignore[arg-type]  # both are targets
+        lowering="gather",
+        engine=EngineOptions(
+            profiles=(parse_profile("batch=1:4:16,k=1:2:8"),),
+            compute_capabilities=("current",) if flavour.builds_without_gpu else (),
+        ),
+    )
+    found = bundle.engine(flavour.name)
+    assert isinstance(found, EngineSession)
+    return found
+
+
+def assert_close(y: np.ndarray, expected: np.ndarray) -> None:
+    assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
+
+
+def test_an_engine_computes_every_k_as_the_published_code_does(
+    session: EngineSession, case: RecordedCase
+) -> None:
+    for _ in range(4):  # directly, recorded, replayed
+        for k in case.ks:
+            assert_close(session(case.x, k), case.y(k))
+    for _ in range(4):
+        assert_close(session(case.x[:1], case.ks[0]), case.y(case.ks[0])[:1])
+
+
+def test_torch_tensors_go_in_and_come_out(session: EngineSession, case: RecordedCase) -> None:
+    k = case.ks[0]
+    y = session(torch.from_numpy(case.x), k)
+    assert isinstance(y, torch.Tensor)
+    assert_close(y.numpy(), case.y(k))
+    if torch.cuda.is_available():
+        y = session(torch.from_numpy(case.x).cuda(), k)
+        assert y.is_cuda
+        assert_close(y.cpu().numpy(), case.y(k))
+
+
+def test_what_is_outside_the_profile_is_refused(session: EngineSession, case: RecordedCase) -> None:
+    with pytest.raises(FeedError, match="outside the engine's profile"):
+        session(np.repeat(case.x, 20, axis=0), 2)
+    with pytest.raises(UsageError, match="k = 9: outside"):
+        session(case.x, 9)
+
+
+def test_the_gpu_time_is_told(session: EngineSession, case: RecordedCase) -> None:
+    assert 0 < session.gpu_ms(case.x[:1], 2) < 1000
+
+
+@pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
+def test_onnx_runtime_on_a_gpu(provider: str, case: RecordedCase, tmp_path: Path) -> None:
+    model = moexport.load(case.weights, config=case.config)
+    bundle = moexport.export(model, tmp_path / "out", k=2, lowering="gather")
+    try:
+        session = bundle.session(options=SessionOptions(PROVIDERS[provider]))
+    except EngineError as error:
+        pytest.skip(error.message)
+    assert_close(session(case.x), case.y(2))
