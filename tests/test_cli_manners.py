@@ -13,7 +13,18 @@ import pytest
 from moexport.tests.command import PROGRAM, run, run_program
 from moexport.tests.recorded import DATA
 
-COMMANDS = ["inspect", "export", "verify", "run", "bench", "specialise", "report", "demo", "doctor"]
+COMMANDS = [
+    "inspect",
+    "export",
+    "build",
+    "verify",
+    "run",
+    "bench",
+    "specialise",
+    "report",
+    "demo",
+    "doctor",
+]
 LAYER = DATA / "soft_moe_fkodom" / "weights.pt"
 SET = ("--set", "version=0.2.0")
 

@@ -19,7 +19,7 @@ COMMANDS = [
     for page in PAGES
     for block in blocks(page)
     if block.language in ("sh", "bash")
-    for line in block.text.splitlines()
+    for line in block.text.replace("\\\n", " ").splitlines()
     if line.startswith("moexport ")
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
@@ -31,7 +31,11 @@ def test_shown_commands_and_their_options_exist(block: Block, line: str) -> None
     words = shlex.split(line, comments=True)
     command = words[1]
     assert command in known, block
-    options = {name for parameter in known[command].params for name in parameter.opts}
+    options = {
+        name
+        for parameter in known[command].params
+        for name in (*parameter.opts, *parameter.secondary_opts)
+    }
     for word in words[2:]:
         if word in ("||", "&&", "|"):
             break
