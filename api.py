@@ -192,6 +192,7 @@ def bench(
     threads: int | None = None,
     memory: bool = True,
     parts: bool = True,
+    pixels: str | None = None,
     before: Results | None = None,
     command: str = "",
     progress: Progress | None = None,
@@ -200,10 +201,10 @@ def bench(
 
     A bundle that follows the model it was made from is compared with that; alone it loads the
     checkpoint that its manifest names. A model is exported for every `k` and `lowering`. `data` is
-    labelled data (`bench.sources.open_labelled` says what can be), an array of inputs, or None for
-    random inputs, which tell latency and parity only. With `out`, results.json, report.html and
-    figures are written there, and a call that was interrupted goes on where it stopped; the report
-    tells what changed since `before`.
+    labelled data (`bench.sources.open_labelled` says what can be, and `pixels`), an array of
+    inputs, or None for random inputs, which tell latency and parity only. With `out`, results.json,
+    report.html and figures are written there, and a call that was interrupted goes on where it
+    stopped; the report tells what changed since `before`.
     """
     listed = [models] if isinstance(models, Model | Bundle) else list(models)
     watcher = progress or Silent()
@@ -228,7 +229,7 @@ def bench(
     )
     with ExitStack() as stack:
         subjects = _subjects(listed, asked, stack, watcher)
-        labelled = _labelled(data, subjects[0].model, max(batch))
+        labelled = _labelled(data, subjects[0].model, max(batch), pixels)
         return run_bench(
             subjects,
             labelled,
@@ -292,10 +293,13 @@ RANDOM_INPUTS = 16
 
 
 def _labelled(
-    data: str | Path | Labelled | np.ndarray | None, model: Model, batch: int
+    data: str | Path | Labelled | np.ndarray | None,
+    model: Model,
+    batch: int,
+    pixels: str | None = None,
 ) -> Labelled:
     if isinstance(data, str | Path):
-        return open_labelled(str(data), model.input)
+        return open_labelled(str(data), model.input, pixels)
     if data is None:
         data = random_inputs(model, max(batch, RANDOM_INPUTS))
     if isinstance(data, np.ndarray):

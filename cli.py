@@ -508,6 +508,9 @@ def bench(
     memory: Annotated[
         bool, typer.Option(help="Measure peak memory, in a process per engine.")
     ] = True,
+    pixels: Annotated[
+        str | None, typer.Option(help="Scale of images: unit, symmetric or imagenet.")
+    ] = None,
     compare: Annotated[
         Path | None,
         typer.Option(metavar="OLD.JSON", help="Earlier results; those of -o if it has any."),
@@ -552,6 +555,7 @@ def bench(
         samples=samples,
         threads=threads,
         memory=memory,
+        pixels=pixels,
         before=before,
         command=_command(),
         progress=console,

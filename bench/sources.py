@@ -2,12 +2,194 @@
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal, get_args
 
+import numpy as np
+
+from ..calibration.feeds import array_of, batches, imported_items
+from ..errors import FeedError, UsageError
 from ..exporter.model import TensorSpec
-from .data import Labelled, load_labelled
+from .data import (
+    LABEL_NAMES,
+    Array,
+    Labelled,
+    LabelledData,
+    Labels,
+    Pair,
+    checked_labels,
+    fingerprint,
+    load_labelled,
+    rebatched,
+)
+
+Pixels = Literal["unit", "symmetric", "imagenet"]
+"""What an image's values become: 0..1, −1..1, or standardised as ImageNet models are trained."""
+
+MEANS: dict[Pixels, tuple[Sequence[float], Sequence[float]]] = {
+    "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+    "symmetric": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"})
+CROP = 0.875
+"""The share of the shorter side that the middle of an image takes: 224 of 256."""
+
+BATCH = 32
 
 
-def open_labelled(where: str, spec: TensorSpec) -> Labelled:
-    """Returns the labelled data that `where` names, for a model that takes `spec`."""
-    return load_labelled(Path(where), input_name=spec.name)
+@dataclass(frozen=True)
+class Streamed:
+    """Labelled data that are read anew for every pass, and never held whole."""
+
+    pairs: Callable[[], Iterator[Pair]]
+    samples: int | None
+    labelled: bool
+    fingerprint: str
+    input_name: str = "input"
+
+    def head(self, count: int) -> LabelledData:
+        """Returns the first `count` samples, fewer where there are fewer."""
+        for inputs, labels in self.stream(count, count):
+            return LabelledData(inputs, labels, self.input_name, "label")
+        raise FeedError("the data hold no samples", hint="give at least one input")
+
+    def stream(self, size: int, limit: int | None = None) -> Iterator[Pair]:
+        """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
+        return rebatched(self.pairs(), size, limit)
+
+
+def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> Labelled:
+    """Returns the labelled data that `where` names, for a model that takes `spec`.
+
+    An `.npz` holds inputs and labels; a folder holds a folder of images per class, in the order of
+    their names, or `.npy` batches without labels; `package.module:iterable` yields (inputs, labels)
+    or a dict with both. Raises FeedError for what is none of these, UsageError where `pixels` is
+    missing for images.
+    """
+    path = Path(where)
+    if path.is_dir():
+        if any(path.glob("*.npy")):
+            first = next(batches(where, spec.name))
+            return Streamed(
+                lambda: ((_floats(x), None) for x in batches(where, spec.name)),
+                None,
+                labelled=False,
+                fingerprint=f"{where} {fingerprint(first)}",
+                input_name=spec.name,
+            )
+        return image_folder(path, spec, pixels)
+    if ":" in where and not path.exists() and not path.suffix:
+        return _iterable(where, spec)
+    return load_labelled(path, input_name=spec.name)
+
+
+def _floats(x: Array) -> Array:
+    return x.astype(np.float32, copy=False) if x.dtype.kind == "f" else x
+
+
+def _iterable(where: str, spec: TensorSpec) -> Streamed:
+    def pairs() -> Iterator[Pair]:
+        for item in imported_items(where):
+            inputs = _floats(array_of(item, spec.name, where))
+            if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
+                raise FeedError(f"{where}: input '{spec.name}' holds NaN or infinite values")
+            yield inputs, _labels_of(item, inputs, where)
+
+    first = next(pairs(), None)
+    if first is None:
+        raise FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
+    # What code yields can only be told from what it yields first.
+    return Streamed(
+        pairs,
+        None,
+        labelled=first[1] is not None,
+        fingerprint=f"{where} {fingerprint(*first)}",
+        input_name=spec.name,
+    )
+
+
+def _labels_of(item: object, inputs: Array, where: str) -> Labels | None:
+    """The labels of what an iterable yields: the second of a pair, or a dict's `label`."""
+    labels: object = None
+    if isinstance(item, dict):
+        labels = next((item[name] for name in LABEL_NAMES if name in item), None)
+    elif isinstance(item, tuple | list) and len(item) > 1:
+        labels = item[1]
+    if labels is None:
+        return None
+    array = np.asarray(labels)
+    return checked_labels(array, inputs, f"{where}: a batch's labels", "the batch")
+
+
+def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed:
+    """Returns the images of a folder per class; class i is the i-th folder by name.
+
+    Each image is resized with its shorter side to what CROP makes the model's size, cut to its
+    middle, and scaled as `pixels` says. Raises FeedError that names a file which is no image.
+    """
+    files = _image_files(folder)
+    if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
+        raise UsageError(
+            f"{folder}: is a folder of images, and the model takes {spec.shape}",
+            hint="images need a model of (batch, channels, height, width); use an .npz",
+        )
+    if pixels not in get_args(Pixels):
+        given = f"--pixels {pixels}: there is no such scale" if pixels else f"{folder}: --pixels"
+        raise UsageError(
+            f"{given}; how the model was trained to see images cannot be told from its weights",
+            hint="--pixels unit (0 to 1), symmetric (−1 to 1) or imagenet (mean and deviation)",
+        )
+    scale: Pixels = pixels  # type: ignore[assignment]  # it is one of them
+
+    def pairs() -> Iterator[Pair]:
+        for start in range(0, len(files), BATCH):
+            part = files[start : start + BATCH]
+            images = np.stack([read_image(file, spec, scale) for file, _ in part])
+            yield images, np.array([label for _, label in part], np.int64)
+
+    digest = hashlib.sha256(f"{pixels} {spec.shape}".encode())
+    for file, label in files:
+        facts = file.stat()
+        digest.update(f"{file} {label} {facts.st_size} {facts.st_mtime_ns}".encode())
+    return Streamed(pairs, len(files), labelled=True, fingerprint=digest.hexdigest())
+
+
+def _image_files(folder: Path) -> list[tuple[Path, int]]:
+    """Every image and its class, classes mixed: the first samples should not be all of one."""
+    classes = sorted(each for each in folder.iterdir() if each.is_dir())
+    found: list[tuple[int, int, Path]] = []
+    for label, each in enumerate(classes):
+        images = sorted(f for f in each.rglob("*") if f.suffix.lower() in IMAGES)
+        found += [(place, label, file) for place, file in enumerate(images)]
+    if not found:
+        raise FeedError(
+            f"{folder}: holds no images in a folder per class, and no .npy files",
+            hint="folder/CLASS/image.png, classes in the order of their names; or an .npz",
+        )
+    return [(file, label) for _, label, file in sorted(found)]
+
+
+def read_image(file: Path, spec: TensorSpec, pixels: Pixels) -> Array:
+    """Returns one image as float32 [channels, height, width]."""
+    from PIL import Image, UnidentifiedImageError
+
+    _, channels, height, width = spec.shape
+    assert isinstance(channels, int) and isinstance(height, int) and isinstance(width, int)
+    try:
+        with Image.open(file) as opened:
+            image = opened.convert("L" if channels == 1 else "RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise FeedError(f"{file}: is not an image that can be read ({error})") from error
+    ratio = max(height, width) / CROP / min(image.size)
+    size = (max(width, round(image.width * ratio)), max(height, round(image.height * ratio)))
+    image = image.resize(size, Image.Resampling.BICUBIC)
+    left, top = (image.width - width) // 2, (image.height - height) // 2
+    image = image.crop((left, top, left + width, top + height))
+    values = np.asarray(image, np.float32).reshape(height, width, channels) / 255
+    mean, deviation = (np.asarray(each[:channels], np.float32) for each in MEANS[pixels])
+    found: Array = ((values - mean) / deviation).transpose(2, 0, 1).astype(np.float32)
+    return found

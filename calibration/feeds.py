@@ -31,7 +31,7 @@ def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
         yield from _located(str(feed), name)
     elif isinstance(feed, Iterable):
         for item in feed:
-            yield _array(item, name, "the feed")
+            yield array_of(item, name, "the feed")
     else:
         raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
 
@@ -89,6 +89,12 @@ def _files(path: Path) -> list[Path]:
 
 
 def _imported(where: str, name: str) -> Iterator[np.ndarray]:
+    for item in imported_items(where):
+        yield array_of(item, name, where)
+
+
+def imported_items(where: str) -> Iterator[object]:
+    """Yields what `package.module:iterable` yields, as it is; `FeedError` when that fails."""
     module_name, _, attribute = where.partition(":")
     if "" not in sys.path:
         sys.path.insert(0, "")  # a user's own module lies in the current directory
@@ -116,11 +122,14 @@ def _imported(where: str, name: str) -> Iterator[np.ndarray]:
             return
         except Exception as error:
             raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_THEIRS) from error
-        yield _array(item, name, where)
+        yield item
 
 
-def _array(item: object, name: str, where: str) -> np.ndarray:
-    """A batch from what an iterable yields: an array, a tensor, or a dict or tuple around one."""
+def array_of(item: object, name: str, where: str) -> np.ndarray:
+    """Returns the batch in what an iterable yields: an array or tensor, or a dict or tuple with it.
+
+    Raises `FeedError` for anything else.
+    """
     if isinstance(item, dict):
         if name not in item:
             raise FeedError(f"{where}: yields a dict without '{name}'", hint=WANTED)

@@ -1,0 +1,105 @@
+"""Labelled data that are streamed: images by class, code, folders of arrays."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moexport.bench.data import rebatched
+from moexport.bench.sources import open_labelled
+from moexport.errors import FeedError, UsageError
+from moexport.exporter.model import TensorSpec
+from PIL import Image
+
+SPEC = TensorSpec("input", "float32", ("batch", 3, 8, 8))
+
+
+def images(folder: Path) -> Path:
+    """Two classes, three images: grey 0, 255 and 128, one of them wide."""
+    for name, grey, size in (("a/1", 0, (20, 20)), ("b/1", 255, (40, 20)), ("a/2", 128, (20, 20))):
+        path = folder / f"{name}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", size, (grey, grey, grey)).save(path)
+    return folder
+
+
+def test_images_are_streamed_by_class_in_the_order_of_the_folders(tmp_path: Path) -> None:
+    data = open_labelled(str(images(tmp_path)), SPEC, "symmetric")
+    ((x, labels),) = data.stream(10)
+    assert data.samples == 3
+    assert labels is not None
+    assert labels.tolist() == [0, 1, 0]
+    assert x.shape == (3, 3, 8, 8)
+    assert x.mean(axis=(1, 2, 3)) == pytest.approx([-1, 1, 2 * 128 / 255 - 1], abs=1e-6)
+    assert [len(part) for part, _ in data.stream(2)] == [2, 1]
+    assert len(data.head(2)) == 2
+
+
+def test_other_images_are_other_data(tmp_path: Path) -> None:
+    first = open_labelled(str(images(tmp_path)), SPEC, "unit").fingerprint
+    assert open_labelled(str(tmp_path), SPEC, "unit").fingerprint == first
+    assert open_labelled(str(tmp_path), SPEC, "imagenet").fingerprint != first
+    Image.new("RGB", (9, 9)).save(tmp_path / "b" / "2.png")
+    assert open_labelled(str(tmp_path), SPEC, "unit").fingerprint != first
+
+
+def test_the_scale_of_pixels_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be told from its weights"):
+        open_labelled(str(images(tmp_path)), SPEC)
+    with pytest.raises(UsageError, match="--pixels percent"):
+        open_labelled(str(tmp_path), SPEC, "percent")
+    with pytest.raises(UsageError, match="folder of images"):
+        open_labelled(str(tmp_path), TensorSpec("input", "float32", ("batch", 9)), "unit")
+
+
+def test_what_is_no_image_is_named(tmp_path: Path) -> None:
+    (images(tmp_path) / "b" / "2.png").write_bytes(b"no image")
+    with pytest.raises(FeedError, match=r"2\.png"):
+        list(open_labelled(str(tmp_path), SPEC, "unit").stream(4))
+    empty = tmp_path / "empty"
+    empty.mkdir()
+    with pytest.raises(FeedError, match="no images in a folder per class"):
+        open_labelled(str(empty), SPEC, "unit")
+
+
+def test_code_yields_inputs_and_labels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "given.py").write_text(
+        "import numpy as np\n"
+        "def pairs():\n"
+        "    for i in range(3):\n"
+        "        yield np.full((2, 4), i, np.float64), np.array([i, i])\n"
+        "def dicts():\n"
+        "    yield {'input': np.zeros((2, 4)), 'label': [1, 0]}\n"
+        "def wrong():\n"
+        "    yield np.zeros((2, 4)), np.zeros((3,))\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    spec = TensorSpec("input", "float32", ("batch", 4))
+    data = open_labelled("given:pairs", spec)
+    assert data.labelled
+    found = list(data.stream(4))
+    assert [len(x) for x, _ in found] == [4, 2]
+    assert np.concatenate([y for _, y in found if y is not None]).tolist() == [0, 0, 1, 1, 2, 2]
+    assert found[0][0].dtype == np.float32
+    ((_, labels),) = open_labelled("given:dicts", spec).stream(2)
+    assert labels is not None
+    assert labels.tolist() == [1, 0]
+    with pytest.raises(FeedError, match="3 labels for the 2 samples"):
+        open_labelled("given:wrong", spec)
+
+
+def test_a_folder_of_arrays_has_no_labels(tmp_path: Path) -> None:
+    np.save(tmp_path / "0.npy", np.zeros((3, 4)))
+    data = open_labelled(str(tmp_path), TensorSpec("input", "float32", ("batch", 4)))
+    assert not data.labelled
+    assert [len(x) for x, _ in data.stream(2)] == [2, 1]
+
+
+def test_batches_of_any_size_become_batches_of_one(tmp_path: Path) -> None:
+    x = np.arange(10)
+    pairs = [(x[:1], x[:1]), (x[1:8], x[1:8]), (x[8:], x[8:])]
+    found = list(rebatched(pairs, 3))
+    assert [len(part) for part, _ in found] == [3, 3, 3, 1]
+    assert np.concatenate([part for part, _ in found]).tolist() == x.tolist()
+    assert [len(part) for part, _ in rebatched(pairs, 3, 5)] == [3, 2]
