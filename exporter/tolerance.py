@@ -27,7 +27,7 @@ class Tolerance:
 
 
 def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
-    """Returns the bounds that a manifest's `parity` holds; without one, no difference is allowed."""
+    """Returns the bounds that a manifest's `parity` holds; without one, none may differ."""
     bounds = parity or {}
     exact = TOLERANCES["fp32"]
     return Tolerance(
