@@ -12,8 +12,8 @@ def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> Non
 
     The router stays in FP32 at every precision, so only the experts' products are looked at.
     """
-    wanted = manifest.precision
     for layer in manifest.layers:
+        wanted = layer.precision
         found = {
             each["precision"] for each in built.layers if f"{layer.name}/experts/" in each["name"]
         }

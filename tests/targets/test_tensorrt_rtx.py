@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from moexport.tests.command import run
-from moexport.tests.recorded import DATA
+from moexport.tests.recorded import DATA, read_case
 from moexport.tests.targets.engines import build, export, needs_rtx, refused
 
 ABLE = ("dense", "gather", "conditional")
@@ -52,6 +54,36 @@ def test_graphs_compile_with_k_as_an_input(name: str, tmp_path: Path) -> None:
     records = build(bundle, "--profile", f"{PROFILES[name]},k=1:2:6")
     assert len(records) == 2
     assert all(record["profiles"][0]["k"] == [1, 2, 6] for record in records)
+
+
+@needs_rtx
+@pytest.mark.parametrize(
+    ("precision", "k", "lowerings"),
+    [
+        ("fp16", "input", ("gather",)),
+        ("fp16", "2", ("conditional",)),
+        ("int8", "2", ("gather", "conditional")),
+        ("int8", "input", ("gather",)),
+    ],
+)
+def test_experts_are_built_in_the_precision_asked_for(
+    precision: str, k: str, lowerings: tuple[str, ...], tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "x.npz", input=read_case("soft_moe_vit").x)
+    bundle = export(
+        "soft_moe_vit",
+        tmp_path,
+        *("--k", k, "--lowering", ",".join(lowerings), "--precision", precision),
+        *("--data", str(tmp_path / "x.npz")),
+    )
+    for record in build(bundle, "--profile", PROFILES["soft_moe_vit"]):
+        assert precision in record["precision"]
+        layers = json.loads((bundle / record["layers"]).read_text())["layers"]
+        experts = [each for each in layers if "/experts/" in each["name"]]
+        assert experts
+        assert {each["precision"] for each in experts} == {precision}
+        routers = [each for each in layers if "/router/" in each["name"]]
+        assert {each["precision"] for each in routers} == {"fp32"}
 
 
 @needs_rtx
