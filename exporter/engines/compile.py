@@ -194,8 +194,8 @@ def network_layers(network: Any) -> list[dict[str, str]]:
     """Returns the network's products and convolutions by name, kind and type they compute in.
 
     The network is strongly typed, so these are the types that the engine computes in: a builder may
-    fuse layers, and may not change their types. A product of dequantised values is an INT8 one; that
-    its kernel multiplies integers, where only a Gather lies between, is for a GPU's inspector to say.
+    fuse layers, and may not change their types. A product of dequantised values is an INT8 one;
+    whether its kernel multiplies integers where a Gather lies between, a GPU's inspector tells.
     """
     dequantized = {layer.get_output(0).name for layer in network if layer.type.name == "DEQUANTIZE"}
     moved = {"SHUFFLE", "GATHER", "SLICE", "CONDITIONAL_INPUT", "IDENTITY"}
