@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
+EXPERTS = "experts"
+"""Where studies stand among the analyses of `results.json`."""
+
 SUMS, PASSES = "sums", "passes"
 
 
