@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from .bench.analyses.experts import Wanted, parse_analyses, studied
 from .bench.available import parse_engines, select
 from .bench.data import Labelled, LabelledData, load_groups
 from .bench.engines import Subject
@@ -194,6 +195,8 @@ def bench(
     parts: bool = True,
     pixels: str | None = None,
     before: Results | None = None,
+    analysis: str = "",
+    max_subsets: int | None = None,
     command: str = "",
     progress: Progress | None = None,
 ) -> Results:
@@ -204,11 +207,13 @@ def bench(
     labelled data (`bench.sources.open_labelled` says what can be, and `pixels`), an array of
     inputs, or None for random inputs, which tell latency and parity only. With `out`, results.json,
     report.html and figures are written there, and a call that was interrupted goes on where it
-    stopped; the report tells what changed since `before`.
+    stopped; the report tells what changed since `before`. `analysis` names what
+    `bench.analyses` is to find out about the experts of classifiers: a list, or `all`.
     """
     listed = [models] if isinstance(models, Model | Bundle) else list(models)
     watcher = progress or Silent()
     selection = select(parse_engines(engine))
+    wanted = Wanted(parse_analyses(analysis), max_subsets=max_subsets) if analysis else None
     # The same threads for every engine: PyTorch's own choice, unless told.
     threads = threads or torch.get_num_threads()
     asked = Asked(
@@ -230,6 +235,7 @@ def bench(
     with ExitStack() as stack:
         subjects = _subjects(listed, asked, stack, watcher)
         labelled = _labelled(data, subjects[0].model, max(batch), pixels)
+        analyses = studied(subjects, labelled, wanted, samples, watcher) if wanted else {}
         return run_bench(
             subjects,
             labelled,
@@ -239,6 +245,7 @@ def bench(
             progress=watcher,
             absent=selection.absent,
             before=before,
+            analyses=analyses,
         )
 
 

@@ -102,6 +102,15 @@ class Quantize(StrEnum):
     ALL = "all"
 
 
+class Paper(StrEnum):
+    """Experiments of the papers; the names of `bench.paper`."""
+
+    MNIST = "mnist"
+    MNIST_NORMALISED = "mnist-normalised"
+    LATENCY = "latency"
+    MUMOE = "mumoe"
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A checkpoint file or folder, or package.module:factory."),
@@ -478,11 +487,11 @@ def run(
     epilog="Example: moexport bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz"
 )
 def bench(
-    models: Annotated[
-        list[str],
-        typer.Argument(metavar="MODEL|BUNDLE…", help="A model, or a model and its bundles."),
-    ],
     output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write.")],
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="MODEL|BUNDLE…", help="A model, or a model and its bundles."),
+    ] = None,
     family: Family = None,
     config: Config = None,
     sets: Sets = None,
@@ -519,6 +528,15 @@ def bench(
         str | None,
         typer.Option(metavar="5%", help="Exit 1 if a row is slower than before by more."),
     ] = None,
+    analysis: Annotated[
+        str, typer.Option(help="retention, random, subsets, shares, a list; all. Needs labels.")
+    ] = "",
+    max_subsets: Annotated[
+        int | None, typer.Option(help="The most sets of experts to try all of.", min=1)
+    ] = None,
+    paper: Annotated[
+        Paper | None, typer.Option(help="Run the papers' own experiment instead of a model.")
+    ] = None,
     as_json: AsJson = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
@@ -528,6 +546,18 @@ def bench(
     Run again after an interruption, it goes on where it stopped.
     """
     console = Console(verbose=verbose, quiet=quiet)
+    if paper is not None:
+        if models:
+            raise UsageError(
+                f"--paper {paper.value} makes its own models, and {models[0]} was named too",
+                hint="leave the model or --paper out",
+            )
+        _paper(console, paper, output, threads, as_json=as_json)
+        return
+    if not models:
+        raise UsageError(
+            "bench: no model to measure", hint="moexport bench vit.pt -o report, or --paper mnist"
+        )
     ks = [part.strip() for part in k.split(",") if part.strip()]
     batches = _sizes(batch, "--batch")
     from .bench.guard import earlier, fail_if, parse_share
@@ -557,6 +587,8 @@ def bench(
         memory=memory,
         pixels=pixels,
         before=before,
+        analysis=analysis,
+        max_subsets=max_subsets,
         command=_command(),
         progress=console,
     )
@@ -567,6 +599,17 @@ def bench(
             console.note(line)
     elif share is not None:
         console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
+
+
+def _paper(
+    console: Console, paper: Paper, output: Path, threads: int | None, *, as_json: bool
+) -> None:
+    from .bench.paper import run_paper
+    from .bench.results import to_json
+
+    with console:
+        results, text = run_paper(paper.value, output, console, threads=threads, command=_command())
+    print(to_json(results) if as_json else f"{text}\n\nreport: {output / 'report.html'}")
 
 
 def _print_results(results: Any, output: Path, *, as_json: bool) -> None:

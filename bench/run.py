@@ -8,7 +8,7 @@ piece that is complete is kept there, and a run that was killed goes on where it
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -46,12 +46,14 @@ def bench(
     progress: Progress | None = None,
     absent: Sequence[Absent] = (),
     before: Results | None = None,
+    analyses: Mapping[str, Any] | None = None,
 ) -> Results:
     """Returns every row of a benchmark; with `out`, writes results.json, report and figures there.
 
     A contestant that cannot be opened, evaluated or timed becomes a row with its error. `absent`
-    names the engines that are not measured; with `before` the report tells what changed. Raises
-    UsageError and FeedError, before anything is opened, for what cannot be measured at all.
+    names the engines that are not measured; with `before` the report tells what changed; `analyses`
+    is what else was found, for the results. Raises UsageError and FeedError, before anything is
+    opened, for what cannot be measured at all.
     """
     progress = progress or Silent()
     heats = plan(subjects, settings)
@@ -91,6 +93,7 @@ def bench(
             command=command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             absent=tuple(absent),
+            analyses=dict(analyses or {}),
         )
     if out is not None:
         write_all(results, out, None if before is None else compare(before, results))
@@ -111,6 +114,8 @@ def write_views(
     results: Results, page: Path, comparison: Comparison | None = None
 ) -> tuple[Path, ...]:
     """Writes the page, and beside it the rows as Markdown and CSV and the figures."""
+    from .analyses.figures import figures as charts
+    from .analyses.findings import studies_in
     from .exports import to_csv, to_markdown
     from .figures import figures
     from .report import write_report
@@ -119,7 +124,8 @@ def write_views(
     markdown, rows = page.with_suffix(".md"), page.with_suffix(".csv")
     write_text(to_markdown(results, comparison), markdown)
     write_text(to_csv(results), rows)
-    return (page, markdown, rows, *figures(results, page.parent))
+    drawn = (*figures(results, page.parent), *charts(studies_in(results.analyses), page.parent))
+    return (page, markdown, rows, *drawn)
 
 
 def foretell(

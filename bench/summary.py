@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from ..console import table
+from .analyses.findings import studies_in
+from .analyses.tables import text
 from .results import Results, Row
 from .views import line_name, panels
 
@@ -10,7 +12,7 @@ HEADER = ("k", "engine", "batch", "ms (median)", "vs PyTorch", "accuracy", "kept
 
 
 def rows_table(results: Results) -> str:
-    """Returns a table per model and batch size: the untouched model first, then by k."""
+    """Returns a table per model and batch size, the untouched model first, then by k; analyses."""
     blocks = []
     for panel in panels(results):
         rows = [] if panel.reference is None else [panel.reference]
@@ -22,7 +24,8 @@ def rows_table(results: Results) -> str:
     failed = [
         f"failed: {line_name(row)}, k = {row.k}: {row.error}" for row in results.rows if row.error
     ]
-    return "\n\n".join([*blocks, *failed])
+    found = text(studies_in(results.analyses))
+    return "\n\n".join([*blocks, *failed, *([found] if found else [])])
 
 
 def _cells(row: Row, speedup: float | None) -> tuple[str, ...]:

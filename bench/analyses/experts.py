@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,10 +16,10 @@ from torch import Tensor
 from ...errors import UsageError
 from ...exporter.model import Model
 from ...exporter.progress import Progress, Silent
-from ..data import LabelledData
-from ..engines import untouched
-from .classifier import Classifier, Passes, Sums, classifier, drawn
-from .findings import PASSES, SUMS, BestSubsets, ExpertStudy, Kept, RandomChoice, Shares
+from ..data import Labelled, LabelledData
+from ..engines import Subject, untouched
+from .classifier import Classifier, Passes, Sums, check, classifier, drawn
+from .findings import EXPERTS, PASSES, SUMS, BestSubsets, ExpertStudy, Kept, RandomChoice, Shares
 
 NAMES = ("retention", "random", "subsets", "shares")
 SUBSETS_BY_SUMS, SUBSETS_BY_PASSES = 50_000, 200
@@ -117,6 +119,35 @@ def study(
         subsets=subsets,
         shares=shares,
     )
+
+
+def studied(
+    subjects: Sequence[Subject],
+    data: Labelled,
+    wanted: Wanted,
+    samples: int | None,
+    progress: Progress,
+) -> dict[str, Any]:
+    """Returns the studies of several models as the analyses of `results.json`.
+
+    They are for each one's ks below n. The first `samples` inputs are held in memory, all of them for None.
+    """
+    held = data.head(sys.maxsize if samples is None else samples)
+    for subject in subjects:
+        check(subject.name, subject.model, held)
+    studies = [
+        study(
+            subject.name,
+            subject.model,
+            held,
+            subject.ks,
+            wanted,
+            renormalize=subject.renormalize,
+            progress=progress,
+        )
+        for subject in subjects
+    ]
+    return {EXPERTS: [one.as_json() for one in studies]}
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:

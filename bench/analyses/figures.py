@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,12 +15,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentF
 
 from ..figures import COLOURS, MARKERS, REFERENCE, STYLE
 from .findings import BestSubsets, ExpertStudy
-
-FRACTIONS = (2, 4, 8)
-"""k = n/2, n/4 and n/8, as in the paper."""
-
-Published = Mapping[int, Mapping[int, float]]
-"""What a paper printed of the accuracy kept, by n/k and n."""
+from .tables import FRACTIONS, Published
 
 SHADES = 0.15, 0.95
 """Of the colour map that tells models of growing n apart."""

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from ...errors import ResultsError
+from ..reading import Reader, kind_of
 
 EXPERTS = "experts"
 """Where studies stand among the analyses of `results.json`."""
@@ -98,3 +102,19 @@ class ExpertStudy:
     def as_json(self) -> dict[str, Any]:
         """Returns the study as plain data."""
         return asdict(self)
+
+
+def studies_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> list[ExpertStudy]:
+    """Returns the studies among the analyses of a results file.
+
+    Raises ResultsError that names the file and the field that cannot be read.
+    """
+    found = analyses.get(EXPERTS, [])
+    if not isinstance(found, list):
+        raise ResultsError(
+            f"{name}: field analyses.{EXPERTS} should be a list, not {kind_of(found)}"
+        )
+    return [
+        Reader(name, f"analyses.{EXPERTS}[{index}]", one).build(ExpertStudy)
+        for index, one in enumerate(found)
+    ]

@@ -11,12 +11,12 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...console import table
 from ...exporter.load import load
 from ...exporter.progress import Progress
 from .. import digits
 from ..analyses.experts import Wanted, study
 from ..analyses.findings import EXPERTS, ExpertStudy
+from ..analyses.tables import FRACTIONS, text
 from ..engines import Subject
 from ..plan import Settings
 from ..results import Results
@@ -72,7 +72,9 @@ def run_mnist(
         for n in suite.experts:
             checkpoint = out / suite.file(n)
             if not checkpoint.is_file():  # training repeats exactly, so what is there will do
-                progress.step(f"training n = {n} on {len(data.train)} digits, {suite.epochs} epochs")
+                progress.step(
+                    f"training n = {n} on {len(data.train)} digits, {suite.epochs} epochs"
+                )
                 training = digits.Training(n, normalise=suite.normalise, epochs=suite.epochs)
                 digits.save(digits.train(training, data.train), checkpoint)
             model, name = load(checkpoint), f"{suite.title}, n = {n}"
@@ -105,97 +107,14 @@ def run_mnist(
 
 def kept(n: int) -> tuple[int, ...]:
     """Returns n/2, n/4 and n/8, as far as they are whole: the paper's k."""
-    return tuple(n // fraction for fraction in published.FRACTIONS if n % fraction == 0)
+    return tuple(n // fraction for fraction in FRACTIONS if n % fraction == 0)
 
 
 def tables(studies: Sequence[ExpertStudy]) -> str:
-    """Returns our tables beside the paper's, as text."""
-    return "\n\n".join(
-        f"{title}\n{table(*rows)}"
-        for title, rows in (
-            ("Accuracy kept by Algorithm 1, ours (the paper's on MNIST)", retention_rows(studies)),
-            ("Algorithm 1 above random selection, accuracy and σ", random_rows(studies)),
-            ("Best subset of all, per input (the paper's on MNIST)", subset_rows(studies)),
-            ("The share of ΣC that the top experts hold, mean", share_rows(studies)),
-        )
+    """Returns our tables, the paper's numbers on MNIST in brackets, as text."""
+    return text(
+        studies,
+        retention=published.RETENTION,
+        best=published.BEST_SUBSET,
+        average=published.RANDOM_SUBSET,
     )
-
-
-Rows = tuple[Sequence[str], Sequence[Sequence[str]]]
-
-
-def retention_rows(studies: Sequence[ExpertStudy]) -> Rows:
-    """Returns header and rows: what is kept at n/2, n/4 and n/8, the paper's beside it."""
-    header = ("n", "top-1, all experts", *(f"k = n/{each}" for each in published.FRACTIONS))
-    rows = []
-    for one in studies:
-        cells = [str(one.experts), percent(one.top1)]
-        for fraction in published.FRACTIONS:
-            paper = published.RETENTION[fraction].get(one.experts)
-            ours = one.kept(one.experts // fraction) if one.experts % fraction == 0 else None
-            cells.append("–" if ours is None else f"{percent(ours)} ({percent(paper)})")
-        rows.append(cells)
-    return header, rows
-
-
-def random_rows(studies: Sequence[ExpertStudy]) -> Rows:
-    """Returns header and rows: Algorithm 1 beside the random mean, by n and k."""
-    header = ("n", "k", "Algorithm 1", "random", "std", "σ above")
-    rows = [
-        (
-            *(str(one.experts), str(each.k), percent(each.algorithm_1), percent(each.mean)),
-            percent(each.std),
-            "–" if each.sigmas is None else f"{each.sigmas:.1f}",
-        )
-        for one in studies
-        for each in one.random
-    ]
-    return header, rows
-
-
-def subset_rows(studies: Sequence[ExpertStudy]) -> Rows:
-    """Returns header and rows: the exhaustive searches that were small enough."""
-    header = ("n", "k", "subsets", "best", "Algorithm 1", "one for all", "random", "distinct")
-    rows = []
-    for one in studies:
-        for each in one.subsets:
-            if each.best is None:
-                continue
-            quarter = each.k * 4 == one.experts
-            paper = published.BEST_SUBSET.get(one.experts) if quarter else None
-            drawn = published.RANDOM_SUBSET.get(one.experts) if quarter else None
-            rows.append(
-                (
-                    *(str(one.experts), str(each.k), f"{each.subsets:,}"),
-                    beside(each.best, paper),
-                    percent(each.algorithm_1),
-                    percent(each.fixed),
-                    beside(each.average, drawn),
-                    str(each.distinct),
-                )
-            )
-    return header, rows
-
-
-def share_rows(studies: Sequence[ExpertStudy]) -> Rows:
-    """Returns header and rows: what a half, a quarter and an eighth of the experts hold."""
-    header = ("n", *(f"top n/{each}" for each in published.FRACTIONS))
-    rows = []
-    for one in studies:
-        (only,) = one.shares
-        cells = [str(one.experts)]
-        for fraction in published.FRACTIONS:
-            k, rest = divmod(one.experts, fraction)
-            cells.append("–" if rest else percent(only.mean[k - 1]))
-        rows.append(cells)
-    return header, rows
-
-
-def percent(share: float | None) -> str:
-    """Returns a share as `94.2%`, `–` for none."""
-    return "–" if share is None else f"{share:.1%}"
-
-
-def beside(ours: float | None, paper: float | None) -> str:
-    """Returns ours, and the paper's in brackets where there is one."""
-    return percent(ours) if paper is None else f"{percent(ours)} ({percent(paper)})"

@@ -155,9 +155,7 @@ def run_multilinear(
                 progress.step(f"the memory of {name}, {engine}")
                 job = portable(recipe)
                 memory = (
-                    None
-                    if job is None
-                    else measure_memory(job, {1: inputs[0]}, threads=threads)
+                    None if job is None else measure_memory(job, {1: inputs[0]}, threads=threads)
                 )
                 rows.append(
                     replace(
@@ -244,7 +242,7 @@ def memory_rows(results: Results) -> list[tuple[str, ...]]:
 
 def work_rows(results: Results) -> list[tuple[str, ...]]:
     """Returns Table 8."""
-    rows = []
+    rows: list[tuple[str, ...]] = []
     for one in (Work(**each) for each in results.analyses["work"]):
         naive, factorised = published.TABLE_8[one.layer]
         rows.append(

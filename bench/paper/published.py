@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-FRACTIONS = (2, 4, 8)
-"""Experts are kept down to one in so many."""
-
 RETENTION = MappingProxyType(
     {
         2: dict(
