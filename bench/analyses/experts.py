@@ -130,7 +130,8 @@ def studied(
 ) -> dict[str, Any]:
     """Returns the studies of several models as the analyses of `results.json`.
 
-    They are for each one's ks below n. The first `samples` inputs are held in memory, all of them for None.
+    They are for each one's ks below n. The first `samples` inputs are held in memory, all of
+    them for None.
     """
     held = data.head(sys.maxsize if samples is None else samples)
     for subject in subjects:

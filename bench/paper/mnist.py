@@ -37,7 +37,7 @@ class Suite:
     `normalise` asks for that.
     """
 
-    experts: tuple[int, ...] = (4, 8, 16, 32, 64, 128, 256)
+    experts: tuple[int, ...] = (4, 8, 16, 32, 64, 128)
     normalise: bool = False
     epochs: int = 60
     threads: int = 1
