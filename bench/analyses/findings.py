@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -100,8 +101,9 @@ class ExpertStudy:
         return next((each.retention for each in self.retention if each.k == k), None)
 
     def as_json(self) -> dict[str, Any]:
-        """Returns the study as plain data."""
-        return asdict(self)
+        """Returns the study as it will be read again: plain data, lists for tuples."""
+        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
+        return plain
 
 
 def studies_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> list[ExpertStudy]:
