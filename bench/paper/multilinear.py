@@ -149,7 +149,7 @@ def run_multilinear(
             for name, subject in (("CP", cp), ("TR", tr)):
                 recipes[name, ONNXRUNTIME] = subject.graphs[0].open
             progress.step("timing Table 6's layers")
-            latencies = _latencies(recipes, inputs)
+            measured = _measured(recipes, inputs)
             rows = []
             for (name, engine), recipe in recipes.items():
                 progress.step(f"the memory of {name}, {engine}")
@@ -159,7 +159,7 @@ def run_multilinear(
                 )
                 rows.append(
                     replace(
-                        _row(name, engine, latencies[name, engine]),
+                        _row(name, engine, measured),
                         peak_memory_mb=None if memory is None else memory.peak_mb[1],
                         runtime_memory_mb=None if memory is None else memory.runtime_mb,
                     )
@@ -191,16 +191,17 @@ def _exported(form: str, threads: int) -> Any:
     return exported(model, Asked(ks=("n",), threads=threads))
 
 
-def _latencies(
+def _label(name: str, engine: str) -> str:
+    return f"{name}, {engine}"
+
+
+def _measured(
     recipes: Mapping[tuple[str, str], Callable[[], Runner]], inputs: np.ndarray
-) -> dict[tuple[str, str], timing.Latency]:
-    keys = {" ".join(key): key for key in recipes}
-    calls = {}
-    for label, key in keys.items():
-        runner = recipes[key]()
-        calls[label] = lambda index, run=runner: run(inputs[index])
-    measured = timing.measure(calls, PROTOCOL)
-    return {keys[label]: latency for label, latency in measured.latencies.items()}
+) -> timing.Measured:
+    calls: dict[str, timing.Contestant] = {}
+    for key, recipe in recipes.items():
+        calls[_label(*key)] = lambda index, run=recipe(): run(inputs[index % len(inputs)])  # type: ignore[misc]
+    return timing.measure(calls, PROTOCOL)
 
 
 def _info(name: str) -> ModelInfo:
@@ -208,8 +209,9 @@ def _info(name: str) -> ModelInfo:
     return ModelInfo(name, "mumoe", "random weights", size)
 
 
-def _row(name: str, engine: str, latency: timing.Latency) -> Row:
+def _row(name: str, engine: str, measured: timing.Measured) -> Row:
     experts = 1 if name == "linear" else EXPERTS
+    latency = measured.latencies.get(_label(name, engine))
     return Row(
         engine=engine,
         k=CHOSEN if name == "sparse MoE" else experts,
@@ -219,7 +221,8 @@ def _row(name: str, engine: str, latency: timing.Latency) -> Row:
         provider="cpu",
         lowering="factorised" if engine == ONNXRUNTIME else None,
         latency_ms=latency,
-        throughput=1000 / latency.median,
+        throughput=None if latency is None else 1000 / latency.median,
+        error=measured.failures.get(_label(name, engine)),
     )
 
 
