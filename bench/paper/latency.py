@@ -34,9 +34,9 @@ from .published import TABLE_3, LatencyTable
 
 KEPT = (8, 6, 4, 2)
 BATCHES = (1, 100)
-COPIES = 32
-"""Of the weights must fit: PyTorch's, and for each k a mapped file and what a runtime repacks; the
-rest of the memory is others'."""
+COPIES = 64
+"""Of the weights must fit: PyTorch's, for each k a mapped file and what a runtime repacks, and as
+much again for a batch of 100 and for whoever else uses the machine, several times over."""
 
 BUDGET_S = 60.0
 """The passes of one batch size may take this long, if every engine were as fast as PyTorch."""
@@ -72,7 +72,7 @@ class Passes:
 
 
 def fitting(shape: LatencyTable, memory: int | None) -> LatencyTable:
-    """Returns the shape with h halved until 32 copies of its FP32 weights fit in the memory."""
+    """Returns the shape with h halved until 64 copies of its FP32 weights fit in the memory."""
     room = (8 << 30) if memory is None else memory
     while COPIES * 4 * parameters(shape) > room and shape.hidden > shape.experts:
         shape = replace(shape, hidden=shape.hidden // 2)
@@ -125,9 +125,11 @@ def random_tokens(shape: LatencyTable, samples: int) -> LabelledData:
 
 
 def passes_for(shape: LatencyTable, call_s: float, contestants: int) -> Passes:
-    """Returns the paper's passes, or as many as the budget allows: at least 5 and 5."""
+    """Returns the paper's passes, or as many as the budget allows: at least 1 and 5."""
     affordable = int(BUDGET_S / (2 * call_s * contestants))
-    timed = max(FEWEST, min(shape.timed, affordable) // MIN_ROUNDS * MIN_ROUNDS)
+    if affordable < FEWEST:
+        return Passes(1, FEWEST)
+    timed = min(shape.timed, affordable) // MIN_ROUNDS * MIN_ROUNDS
     return Passes(min(shape.warmup, timed), timed)
 
 

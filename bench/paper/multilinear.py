@@ -51,8 +51,10 @@ class Experts(nn.Module):
 
     def __init__(self, random: torch.Generator, chosen: int | None = None) -> None:
         super().__init__()
-        self.gate = _parameter(torch.randn(DIM, EXPERTS, generator=random) * DIM**-0.5)
-        self.weight = _parameter(torch.randn(EXPERTS, DIM + 1, OUT, generator=random) * DIM**-0.5)
+        self.gate = _parameter(torch.randn(DIM, EXPERTS, generator=random).mul_(DIM**-0.5))
+        self.weight = _parameter(
+            torch.randn(EXPERTS, DIM + 1, OUT, generator=random).mul_(DIM**-0.5)
+        )
         self.chosen = chosen
 
     def forward(self, x: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ def open_layer(name: str) -> nn.Module:
     spec = head_spec(name)
 
     def draw(*size: int) -> Tensor:
-        return torch.randn(*size, generator=random) * 0.05
+        return torch.randn(*size, generator=random).mul_(0.05)
 
     weights = MuMoEWeights(
         (draw(DIM, EXPERTS),),
@@ -198,9 +200,10 @@ def _label(name: str, engine: str) -> str:
 def _measured(
     recipes: Mapping[tuple[str, str], Callable[[], Runner]], inputs: np.ndarray
 ) -> timing.Measured:
-    calls: dict[str, timing.Contestant] = {}
-    for key, recipe in recipes.items():
-        calls[_label(*key)] = lambda index, run=recipe(): run(inputs[index % len(inputs)])  # type: ignore[misc]
+    def timed(runner: Runner) -> timing.Contestant:
+        return lambda index: runner(inputs[index % len(inputs)])
+
+    calls = {_label(*key): timed(recipe()) for key, recipe in recipes.items()}
     return timing.measure(calls, PROTOCOL)
 
 
