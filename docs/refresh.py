@@ -3,7 +3,8 @@
 python docs/refresh.py demo DIR     the README's table and figure, from `moexport demo -o DIR`
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
-python docs/refresh.py performance  the tables of docs/performance.md, from benchmarks/results
+python docs/refresh.py paper        the tables and figures of docs/paper.md, from benchmarks/results
+python docs/refresh.py performance  the tables of docs/performance.md, from the same
 """
 
 from __future__ import annotations
@@ -14,11 +15,17 @@ import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import moexport
 import onnx
+from moexport.bench.analyses.figures import figures as charts
+from moexport.bench.analyses.findings import studies_in
+from moexport.bench.analyses.tables import titled
+from moexport.bench.paper import latency as latency_table
+from moexport.bench.paper import multilinear as tables_6_8
+from moexport.bench.paper import published
 from moexport.bench.results import Results, read
 from moexport.bench.schema import FILE as SCHEMA_FILE
 from moexport.bench.schema import schema_text
@@ -164,6 +171,48 @@ def refresh_performance() -> None:
     replace_marked(page, "scale", scale_table(scales) + "\n")
 
 
+def refresh_paper() -> None:
+    """Puts the papers' experiments, as they came out here, into docs/paper.md."""
+    page = ROOT / "docs" / "paper.md"
+    facts = read(RESULTS / "paper-mnist.json").environment
+    machine = (
+        f"{facts['cpu']['model']}, Python {facts['python']}, torch {facts['packages']['torch']}"
+    )
+    replace_marked(page, "machine", f"Measured on {machine}, on the CPU.\n")
+    images = ROOT / "docs" / "images"
+    for suite in ("mnist", "mnist-normalised"):
+        results = read(RESULTS / f"paper-{suite}.json")
+        studies = studies_in(results.analyses)
+        found = titled(
+            studies,
+            retention=published.RETENTION,
+            best=published.BEST_SUBSET,
+            average=published.RANDOM_SUBSET,
+        )
+        names = ("retention", "random", "subsets", "shares")
+        for name, (header, rows) in zip(names, found.values(), strict=True):
+            # An exhaustive search that was too large says nothing but its size.
+            kept = [row for row in rows if name != "subsets" or row[3] != "–"]
+            replace_marked(page, f"{suite}-{name}", markdown(header, kept))
+        for path in charts(studies, images, beside=published.RETENTION):
+            path.replace(images / f"{suite}-{path.name}")
+    latency = read(RESULTS / "paper-latency.json")
+    replace_marked(
+        page, "latency", markdown(latency_table.HEADER, latency_table.latency_rows(latency))
+    )
+    multilinear = read(RESULTS / "paper-mumoe.json")
+    replace_marked(
+        page, "memory", markdown(tables_6_8.HEADER_6, tables_6_8.memory_rows(multilinear))
+    )
+    replace_marked(page, "work", markdown(tables_6_8.HEADER_8, tables_6_8.work_rows(multilinear)))
+
+
+def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Returns a table as Markdown, its numbers to the right."""
+    lines = [f"| {' | '.join(header)} |", "|---" + "|--:" * (len(header) - 1) + "|"]
+    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+
+
 def replace_marked(page: Path, name: str, content: str) -> None:
     """Puts content between a page's `<!-- name -->` and `<!-- /name -->`."""
     text = page.read_text(encoding="utf-8")
@@ -179,6 +228,8 @@ if __name__ == "__main__":
             refresh_lowerings()
         case ["schema"]:
             refresh_schema()
+        case ["paper"]:
+            refresh_paper()
         case ["performance"]:
             refresh_performance()
         case _:

@@ -54,7 +54,7 @@ class Suite:
 
 
 SUITE = Suite()
-NORMALISED = Suite(normalise=True, epochs=588)
+NORMALISED = Suite((16, 64, 128), normalise=True, epochs=588)
 
 
 def run_mnist(
