@@ -46,7 +46,9 @@ def figures(
 
 
 @contextmanager
-def _page(path: Path, columns: int, *, width: float = 8, height: float = 3.4) -> Iterator[Any]:
+def _page(
+    path: Path, columns: int, *, width: float = 8, height: float = 3.4, legend: int = 4
+) -> Iterator[Any]:
     """Yields axes in a row; the figure is written when the context ends."""
     import matplotlib as mpl
 
@@ -64,7 +66,7 @@ def _page(path: Path, columns: int, *, width: float = 8, height: float = 3.4) ->
                 list(handles.values()),
                 list(handles),
                 loc="outside lower center",
-                ncols=min(4, len(handles)),
+                ncols=min(legend, len(handles)),
             )
         figure.savefig(path)
 
@@ -137,7 +139,7 @@ def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
     ]
     places = np.arange(len(found))
     names = [f"{each.k} of {one.experts}" for one, each in found]
-    with _page(path, 2, height=3.8) as (left, right):
+    with _page(path, 2, height=4.2, legend=2) as (left, right):
         left.set_title("Accuracy with k of n experts")
         kinds = (
             ("best per input, knowing the label", [each.best for _, each in found]),
