@@ -15,6 +15,8 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from .analyses.findings import studies_in
+from .analyses.section import analyses_section
 from .compare import Comparison
 from .report_tables import (
     comparison_section,
@@ -93,7 +95,7 @@ def html(results: Results, comparison: Comparison | None = None) -> str:
         "PARETO_NOTE": escape(PARETO_NOTE),
         "PARTS_NOTE": escape(PARTS_NOTE),
         "MEMORY_NOTE": escape(MEMORY_NOTE),
-        "ANALYSES": "",
+        "ANALYSES": analyses_section(studies_in(results.analyses)),
         "ROUTING": parity_table(shown),
         "ROWS": rows_table(shown, results),
         "ROWS_NOTE": escape(ROWS_NOTE),

@@ -165,7 +165,8 @@ def table(heads: Sequence[str], groups: Mapping[str, Sequence[str]]) -> str:
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead>{bodies}</table></div>'
 
 
-def _html_row(cells: Sequence[str]) -> str:
+def html_row(cells: Sequence[str]) -> str:
+    """Returns one row of HTML cells, the first of them text."""
     body = "".join(f"<td{_text_class(index, 1)}>{cell}</td>" for index, cell in enumerate(cells))
     return f"<tr>{body}</tr>"
 
@@ -197,7 +198,7 @@ def _parity_row(name: str, row: Row) -> str:
     values = [DASH, DASH]
     if parity is not None:
         values = [f"{parity.max_abs:.2g}", f"{parity.cosine:.7f}"]
-    return _html_row([escape(name), f"{row.k}/{row.experts}", *agreement, *values])
+    return html_row([escape(name), f"{row.k}/{row.experts}", *agreement, *values])
 
 
 def comparison_section(comparison: Comparison | None) -> str:
@@ -225,7 +226,7 @@ def _change_row(change: Change) -> str:
         sign = f"{ratio - 1:+.0%}"
         moved = f'<span class="{kind or "quiet"}">{sign if kind else "≈ " + sign}</span>'
     kept = [DASH if row.kept is None else percent(row.kept) for row in (change.before, change.now)]
-    return _html_row(
+    return html_row(
         [
             escape(line_name(change.now)),
             f"{change.now.k}/{change.now.experts}",
