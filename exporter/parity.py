@@ -28,10 +28,6 @@ PARITY_FILE = "parity.npz"
 TIE = 1e-5
 """FP32 scores this close, relative to the k-th, are a tie: rounding may order them either way."""
 
-SAME_COEFFICIENT = 1e-3
-"""Coefficients (which sum to 1) this close are the same choice: rounding stays far below it in a
-deep network, and an expert that is kept here and dropped there stands out."""
-
 
 @dataclass(frozen=True, slots=True)
 class Reference:
@@ -121,6 +117,7 @@ class Parity:
     flip_margin: float = 0.0
     routing: float = 1.0
     tie: float = TIE
+    coefficient: float = 1e-3
 
     def as_json(self) -> dict[str, Any]:
         """The record as it stands in a manifest."""
@@ -194,7 +191,7 @@ def compare(
             f"the graph gives outputs {y.shape}, the reference holds {expected.y.shape}"
         )
     sets = {name: np.concatenate(parts) for name, parts in chosen.items()}
-    routing = _routing(expected, sets, tolerance.tie)
+    routing = _routing(expected, sets, tolerance)
     return _parity(expected, y, routing, tolerance)
 
 
@@ -229,7 +226,7 @@ class _Routing:
     margin: float
 
 
-def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tie: float) -> _Routing:
+def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tolerance) -> _Routing:
     """Compares what was chosen with the reference.
 
     After the first difference of a sample its later layers see other inputs, so only the first
@@ -244,12 +241,12 @@ def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tie: float) ->
     for name, actual in sets.items():
         wanted = expected.selected[name]
         overlaps.append(_jaccard(actual, wanted))
-        places = _different(actual, wanted)  # [s, places that choose]
+        places = _different(actual, wanted, tolerance.coefficient)  # [s, places that choose]
         margins = expected.margin[name].reshape(places.shape)
         fresh = places & ~(ties | misses)[:, None]
         differs = fresh.any(axis=1)
         margin = max(margin, float(margins[fresh].max(initial=0.0)))
-        tied = differs & ~(places & (margins > tie)).any(axis=1)
+        tied = differs & ~(places & (margins > tolerance.tie)).any(axis=1)
         ties |= tied
         if first is None and (differs & ~tied).any():
             first = name
@@ -268,10 +265,10 @@ def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
     return float((common / (2 * k - common)).mean())
 
 
-def _different(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+def _different(actual: np.ndarray, expected: np.ndarray, coefficient: float) -> np.ndarray:
     """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for coefficients."""
     if expected.dtype.kind == "f":
-        different: np.ndarray = (np.abs(actual - expected) > SAME_COEFFICIENT).any(axis=-1)
+        different: np.ndarray = (np.abs(actual - expected) > coefficient).any(axis=-1)
         return different
     other: np.ndarray = (np.sort(actual, axis=1) != expected).any(axis=1, keepdims=True)
     return other
@@ -301,6 +298,7 @@ def _parity(expected: Reference, y: np.ndarray, routing: _Routing, tolerance: To
         flip_margin=routing.margin,
         routing=tolerance.routing,
         tie=tolerance.tie,
+        coefficient=tolerance.coefficient,
     )
 
 

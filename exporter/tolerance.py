@@ -17,13 +17,15 @@ class Tolerance:
     Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|. `routing` is the least share of
     inputs in which every layer must choose the same experts. A choice between scores that are
     closer than `tie`, relative to the k-th, is a tie: what comes before the layer is rounded, and
-    may order them either way.
+    may order them either way. A muMoE layer's coefficients, which sum to 1, are the same choice
+    where none differs by more than `coefficient`.
     """
 
     atol: float
     rtol: float
     routing: float
     tie: float
+    coefficient: float = 1e-3
 
 
 def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
@@ -35,15 +37,16 @@ def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
         rtol=bounds.get("rtol", 0.0),
         routing=bounds.get("routing", exact.routing),
         tie=bounds.get("tie", exact.tie),
+        coefficient=bounds.get("coefficient", exact.coefficient),
     )
 
 
 TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
     {
         "fp32": Tolerance(atol=1e-6, rtol=1e-4, routing=1.0, tie=1e-5),
-        "fp16": Tolerance(atol=1e-6, rtol=1e-2, routing=0.98, tie=1e-3),
-        "bf16": Tolerance(atol=1e-6, rtol=5e-2, routing=0.98, tie=8e-3),
-        "int8": Tolerance(atol=1e-6, rtol=1e-1, routing=0.98, tie=1e-2),
+        "fp16": Tolerance(atol=1e-6, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
+        "bf16": Tolerance(atol=1e-6, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
+        "int8": Tolerance(atol=1e-6, rtol=1e-1, routing=0.98, tie=1e-2, coefficient=1e-2),
     }
 )
 """FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has

@@ -145,6 +145,10 @@ def _replace(
 
 
 def _count_domain(graph: ir.Graph, node: ir.Node) -> None:
-    """Declares the opset of a node's domain where the graph does not yet."""
+    """Declares the opset of a node's domain, and of those in its branches, if none did yet."""
     if node.domain:
         graph.opset_imports.setdefault(node.domain, 1)
+    for attribute in node.attributes.values():
+        if attribute.type == ir.AttributeType.GRAPH:
+            for inner in attribute.as_graph():
+                _count_domain(graph, inner)
