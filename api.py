@@ -24,7 +24,7 @@ from .bench.run import check_inputs
 from .bench.sources import open_labelled
 from .bench.specialise import Specialisation
 from .bench.specialise import specialise as run_specialise
-from .bench.subjects import Asked, exported, from_bundle
+from .bench.subjects import Asked, exported, from_bundle, parse_precisions
 from .bench.timing import Protocol
 from .calibration.feeds import Feed
 from .calibration.methods import DEFAULT_METHOD, DEFAULT_PERCENTILE
@@ -184,6 +184,7 @@ def bench(
     data: str | Path | Labelled | np.ndarray | None = None,
     k: Sequence[int | float | str] = ("n", "1/2", "1/4", "1/8"),
     lowering: str = "auto",
+    precision: str = "fp32",
     engine: str = "all",
     batch: Sequence[int] = (1,),
     out: str | Path | None = None,
@@ -222,8 +223,13 @@ def bench(
         batches=tuple(batch),
         engines=selection.names,
         providers=selection.providers(),
+        precisions=parse_precisions(precision),
         threads=threads,
     )
+    first = next((item for item in listed if isinstance(item, Model)), None)
+    if first is not None and "int8" in asked.precisions:
+        source = _labelled(data, first, max(batch), pixels)
+        asked = replace(asked, calibration=source.head(CALIBRATION_INPUTS).inputs)
     settings = Settings(
         batches=tuple(batch),
         protocol=Protocol(rounds=rounds, round_s=round_s, inputs=8),
@@ -297,6 +303,8 @@ def _subjects(
 
 
 RANDOM_INPUTS = 16
+CALIBRATION_INPUTS = 256
+"""INT8 takes its ranges from this many of the benchmark's inputs; their labels play no part."""
 
 
 def _labelled(

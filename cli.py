@@ -500,6 +500,9 @@ def bench(
         "n,0.5,0.25,0.125"
     ),
     lowering: Annotated[str, typer.Option(help="A list of lowerings, or auto.")] = "auto",
+    precision: Annotated[
+        str, typer.Option(help="A list: fp32,fp16,bf16,int8 (ranges from --data).")
+    ] = "fp32",
     engine: Annotated[
         str, typer.Option(help="pytorch-compile, onnxruntime, tensorrt-rtx, …, a list; all.")
     ] = "all",
@@ -578,6 +581,7 @@ def bench(
         data=data,
         k=ks,
         lowering=lowering,
+        precision=precision,
         engine=engine,
         batch=batches,
         out=output,

@@ -8,10 +8,12 @@ parts are for comparing with each other, the latency is measured without it.
 from __future__ import annotations
 
 import json
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
@@ -48,7 +50,7 @@ class Event:
 
 
 def parts_of(opener: Profiled, batches: Sequence[Array], layers: Sequence[str]) -> tuple[Part, ...]:
-    """Returns the parts of a graph, as means over calls with these batches in turn.
+    """Returns the parts of a graph, as medians over calls with these batches in turn.
 
     `layers` are the names of its MoE layers. The first calls are left out: they allocate.
     """
@@ -63,7 +65,7 @@ def parts_of(opener: Profiled, batches: Sequence[Array], layers: Sequence[str]) 
 def parts_of_profile(
     profile: Iterable[Mapping[str, Any]], layers: Sequence[str], *, skip: int = 0
 ) -> tuple[Part, ...]:
-    """Returns the mean milliseconds of each part per call, the first `skip` calls left out."""
+    """Returns the median milliseconds of each part per call, the first `skip` calls left out."""
     events = list(profile)
     runs = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run")[
         skip:
@@ -76,15 +78,20 @@ def parts_of_profile(
         for e in events
         if e.get("cat") == "Node" and e["name"].endswith("_kernel_time") and e["ts"] >= began
     ]
-    sums: dict[tuple[str | None, str], float] = defaultdict(float)
+    starts = [start for start, _ in runs]
+    sums: dict[tuple[str | None, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
+    inside = [0.0] * len(runs)
     for event, own_us in own_times(nodes):
-        sums[place(event.name, layers)] += own_us
-    outside = sum(end - start for start, end in runs) - sum(sums.values())
-    sums[None, "runtime"] = max(0.0, outside)
+        run = bisect_right(starts, event.start) - 1
+        sums[place(event.name, layers)][run] += own_us
+        inside[run] += own_us
+    sums[None, "runtime"] = [
+        max(0.0, end - start - own) for (start, end), own in zip(runs, inside, strict=True)
+    ]
     order = [*((layer, part) for layer in layers for part in PARTS), (None, "host")]
     order.append((None, "runtime"))
     return tuple(
-        Part(layer, part, sums[layer, part] / 1e3 / len(runs))
+        Part(layer, part, median(sums[layer, part]) / 1e3)
         for layer, part in order
         if (layer, part) in sums
     )

@@ -83,7 +83,7 @@ class Parity:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Milliseconds per call that one part of the network takes, by the runtime's own profile.
+    """Median milliseconds per call of one part of the network, by the runtime's own profile.
 
     `part` is `router`, `dispatch`, `experts` or `combine` of the MoE layer `layer`; `host` is the
     network around the layers and `runtime` what lies between the nodes, both without a layer.

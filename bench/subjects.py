@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast, get_args
 
-from ..errors import UsageError
+from ..errors import CalibrationError, LoweringError, MoexportError, UsageError
 from ..exporter.bundle import Bundle, selected_values
 from ..exporter.edited import edited
 from ..exporter.edits import Edits
@@ -18,11 +19,16 @@ from ..exporter.hashing import hash_files
 from ..exporter.load import load
 from ..exporter.manifest import MANIFEST_FILE
 from ..exporter.model import Model
+from ..exporter.numbers import Numbers
 from ..exporter.options import AUTO, AxisRange, ExportOptions, Kept
 from ..exporter.plan import GraphPlan, plan_graph, resolve_k
 from ..exporter.progress import Progress, Silent
+from ..exporter.tables import table_for_export
+from ..graphs.arithmetic import Precision
 from ..graphs.lowerings.base import Target
-from .engines import GraphSource, Subject
+from ..graphs.moe import MoESpec
+from .data import Array
+from .engines import Graph, GraphSource, Subject
 from .graph_runner import OnnxOpener
 from .results import PYTORCH_ALGORITHM_2
 
@@ -36,13 +42,18 @@ PROVIDERS: dict[str, tuple[str, Target]] = {
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a sweep asks of one model: the lists of its options."""
+    """What a sweep asks of one model: the lists of its options.
+
+    `calibration` are the inputs [samples, …] from which INT8 takes its ranges.
+    """
 
     ks: tuple[Kept, ...]
     lowerings: tuple[str, ...] = (AUTO,)
     batches: tuple[int, ...] = (1,)
     engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2,)
     providers: tuple[str, ...] = ("cpu",)
+    precisions: tuple[Precision, ...] = ("fp32",)
+    calibration: Array | None = None
     threads: int | None = None
     renormalize: bool = False
 
@@ -64,11 +75,17 @@ def exported(
     graphs: list[GraphSource] = []
     specs = {layer: module.spec for layer, module in model.layers.items()}
     with TemporaryDirectory(prefix="moexport-bench-") as folder:
-        for provider in asked.providers:
-            place = Path(folder) / provider
+        for provider, precision in product(asked.providers, asked.precisions):
+            place = Path(folder) / f"{provider}-{precision}"
             place.mkdir()
-            progress.step(f"exporting {model.source.path} for {provider}")
-            graphs += _sources(model, asked, provider, place)
+            progress.step(f"exporting {model.source.path} for {provider} in {precision}")
+            try:
+                graphs += _sources(model, asked, provider, precision, place)
+            except (LoweringError, UsageError, CalibrationError) as error:
+                if precision == "fp32":
+                    raise
+                # A precision that a model or target cannot take is a row that says so.
+                graphs += _refused(asked, specs, provider, precision, error)
         yield Subject(
             name=name or Path(model.source.path).stem,
             model=model,
@@ -79,11 +96,44 @@ def exported(
         )
 
 
-def _sources(model: Model, asked: Asked, provider: str, folder: Path) -> list[GraphSource]:
+@dataclass(frozen=True)
+class Refused:
+    """A graph that could not be exported: opening it tells why."""
+
+    reason: MoexportError
+
+    def __call__(self) -> Graph:
+        """Raises the reason."""
+        raise self.reason
+
+
+def _refused(
+    asked: Asked,
+    specs: Mapping[str, MoESpec],
+    provider: str,
+    precision: Precision,
+    reason: MoexportError,
+) -> list[GraphSource]:
+    """A graph for every k and lowering that were asked for, none of which can be opened."""
+    ks = dict.fromkeys(_largest(resolve_k(k, specs)) for k in asked.ks)
+    return [
+        GraphSource(k, lowering, Refused(reason), provider, precision)
+        for k, lowering in product(ks, asked.lowerings)
+    ]
+
+
+def _sources(
+    model: Model, asked: Asked, provider: str, precision: Precision, folder: Path
+) -> list[GraphSource]:
     """Exports the graphs of a sweep for one provider; a lowering twice the same is one graph."""
     execution, target = PROVIDERS[provider]
-    options = ExportOptions(target=target, renormalize=asked.renormalize)
-    prepared = prepare(model, options)
+    options = ExportOptions(
+        target=target, renormalize=asked.renormalize, numbers=Numbers(precision=precision)
+    )
+    table = None
+    if precision == "int8":
+        table = table_for_export(model, options, data=asked.calibration)
+    prepared = prepare(model, options, table)
     specs = {layer: module.spec for layer, module in model.layers.items()}
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
     for k, lowering, batch in product(asked.ks, asked.lowerings, asked.batches):
@@ -111,6 +161,7 @@ def _sources(model: Model, asked: Asked, provider: str, folder: Path) -> list[Gr
                 provider=execution,
             ),
             provider=provider,
+            precision=precision,
         )
         for (k, names), graph in graphs.items()
     ]
@@ -190,3 +241,15 @@ def _source_of(bundle: Bundle) -> Model:
 def _has_sets(kind: str) -> bool:
     """Whether layers of a kind choose a set of experts per input, which routing rows compare."""
     return kind == "soft-moe"
+
+
+def parse_precisions(text: str) -> tuple[Precision, ...]:
+    """Returns the precisions of a list; UsageError for a name that is none."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in names if name not in get_args(Precision)]
+    if unknown or not names:
+        raise UsageError(
+            f"--precision {text}: there is no such precision",
+            hint=f"choose from: {', '.join(get_args(Precision))}",
+        )
+    return tuple(dict.fromkeys(cast(Precision, name) for name in names))
