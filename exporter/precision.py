@@ -40,9 +40,7 @@ from .options import ExportOptions
 OPERANDS: Mapping[str, str] = {"experts.w1": EXPERT_INPUT, "experts.w2": EXPERT_HIDDEN}
 """What each weight of a Soft MoE layer's experts is multiplied with, as a table calls it."""
 
-MUMOE_INT8 = (
-    "its factors are small and its products many: INT8 was measured to gain nothing on a CPU"
-)
+MUMOE_INT8 = "integer products of its factors are not written yet"
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,8 +77,8 @@ CPU_INT8 = replace(
     batched_macs_per_us=0.5 * CPU.batched_macs_per_us,
     integer_nodes=2,
 )
-"""Two cores without VNNI: a quarter of the bytes, products 1.5 times as fast where the weights are
-pre-packed, and half as fast where they are not."""
+"""Estimates for two cores without VNNI, not fitted to layers: a quarter of the bytes, products 1.5
+times as fast where the weights are pre-packed, and half as fast where they are not."""
 
 GPU_RATES: Mapping[Precision, Machine] = MappingProxyType(
     {
