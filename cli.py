@@ -39,6 +39,7 @@ from .printing import (
     bundle_text,
     check_text,
     diagnosis_text,
+    harms_text,
     json_text,
     model_text,
     plan_json,
@@ -383,6 +384,9 @@ def calibrate(
     renormalize: Annotated[
         bool, typer.Option("--renormalize", help="As the export will be.")
     ] = False,
+    sensitivity: Annotated[
+        bool, typer.Option("--sensitivity", help="Rank layers by what INT8 does to each alone.")
+    ] = False,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a table of other origin.")
     ] = False,
@@ -414,6 +418,14 @@ def calibrate(
         table, made = calibrate_to(output, loaded, data, options, force=force, progress=console)
         if not made:
             console.note(f"{output} is up to date: same model, feed, k and method")
+        if sensitivity:
+            from .exporter.sensitivity import rank
+
+            harms = rank(loaded, options, table, data, progress=console)
+            console.finish()
+            records = [asdict(harm) for harm in harms]
+            print(json_text({"layers": records}) if as_json else harms_text(harms))
+            return
     print(table.to_json() if as_json else table_text(table), end="\n" if not as_json else "")
 
 

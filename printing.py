@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from .exporter.inspect import ModelReport
     from .exporter.manifest import Manifest
     from .exporter.plan import Plan
+    from .exporter.sensitivity import LayerHarm
 
 
 LAYER_HEADER = (
@@ -186,6 +188,15 @@ def diagnosis_text(diagnosis: Diagnosis) -> str:
             ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
         )
     )
+
+
+def harms_text(harms: Sequence[LayerHarm]) -> str:
+    """Returns what INT8 does to each layer alone, the most harmful first."""
+    rows = [
+        (h.layer, f"{h.cosine:.7f}", f"{h.max_rel:.2g}", f"{h.routing:.1%}", f"{h.jaccard:.4f}")
+        for h in harms
+    ]
+    return table(("MoE layer", "cosine", "error of max|y|", "same experts", "Jaccard"), rows)
 
 
 def table_text(calibration: CalibrationTable) -> str:

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 
 from moexport.bench.results import read, write
 
-from . import layers, mumoe, scale
+from . import calibration, layers, mumoe, scale
 from .tables import layer_table, mumoe_table, scale_table, targets_table
 
-NAMES = ("layers", "mumoe", "scale")
+NAMES = ("layers", "mumoe", "scale", "calibration")
 RESULTS = Path(__file__).parent / "results"
 MUMOE = RESULTS / "mumoe-cpu.json"
+CALIBRATION = RESULTS / "calibration-cpu.json"
 
 
 def main(arguments: list[str]) -> None:
@@ -34,6 +36,11 @@ def main(arguments: list[str]) -> None:
         print(mumoe_table(read(MUMOE)))
     if "scale" in wanted:
         _scale()
+    if "calibration" in wanted:
+        found = calibration.run(progress=_to_stderr)
+        CALIBRATION.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    if CALIBRATION.exists() and ("calibration" in wanted or "tables" in wanted):
+        print(calibration.tables_text(json.loads(CALIBRATION.read_text(encoding="utf-8"))))
 
 
 def _scale() -> None:

@@ -111,11 +111,11 @@ def export(
         parities: dict[str, Parity] = {}
         if expected_inputs is not None:
             progress.step("checking against PyTorch")
-            expected = _expect(prepared, expected_inputs)
+            expected = expect(prepared, expected_inputs)
             expected.save(directory / PARITY_FILE)
             release(model.source.files)
             for graph in prepared.plan.graphs:
-                record = _graph_record(graph, lowered[graph.file], None)
+                record = graph_record(graph, lowered[graph.file], None)
                 parities[graph.file] = _checked(prepared, directory, record, expected, lowered)
         progress.step("hashing")
         manifest = _manifest(prepared, lowered, parities, directory, real_inputs=data is not None)
@@ -182,8 +182,8 @@ def _lower(
     return lowered
 
 
-def _expect(prepared: Prepared, x: np.ndarray) -> Reference:
-    """The PyTorch reference, with a quarter of the experts where k is chosen per run."""
+def expect(prepared: Prepared, x: np.ndarray) -> Reference:
+    """Returns the PyTorch reference, with a quarter of the experts where k is chosen per run."""
     layers = prepared.plan.graphs[0].layers
     # One k serves all layers at run time, so the layer with the fewest experts bounds it.
     shared = min(max(1, layer.work.spec.experts // 4) for layer in layers)
@@ -241,7 +241,8 @@ def _checked(
     )
 
 
-def _graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None) -> GraphRecord:
+def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None) -> GraphRecord:
+    """Returns what a manifest says of a graph."""
     return GraphRecord(
         file=graph.file,
         lowerings={layer.name: layer.choice.lowering.name for layer in graph.layers},
@@ -290,7 +291,7 @@ def _manifest(
             for layer in main.layers
         ],
         graphs=[
-            _graph_record(graph, lowered[graph.file], parities.get(graph.file))
+            graph_record(graph, lowered[graph.file], parities.get(graph.file))
             for graph in prepared.plan.graphs
         ],
         k=_k_text(options),

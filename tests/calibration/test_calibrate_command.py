@@ -16,7 +16,7 @@ from moexport.errors import CalibrationError, UsageError
 from moexport.exporter.options import ExportOptions, parse_k
 from moexport.exporter.tables import check_table, table_for_export
 from moexport.tests.command import run
-from moexport.tests.recorded import DATA
+from moexport.tests.recorded import DATA, read_case
 
 WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
 X = np.random.default_rng(0).standard_normal((12, 5, 32)).astype(np.float32)
@@ -131,11 +131,28 @@ def test_an_export_without_table_and_feed_says_what_to_give() -> None:
     assert "--data" in str(caught.value.hint)
 
 
+def test_layers_are_ranked_by_what_int8_does_to_each_alone(tmp_path: Path) -> None:
+    case = read_case("soft_moe_vit")
+    np.savez(tmp_path / "x.npz", input=case.x)
+    (tmp_path / "config.json").write_text(json.dumps(case.config))
+    outcome = run(
+        *("calibrate", case.weights, "--config", tmp_path / "config.json", "--k", "2", "--json"),
+        *("--data", tmp_path / "x.npz", "-o", tmp_path / "t.json", "--sensitivity"),
+    )
+    assert outcome.code == 0, outcome.err
+    layers = json.loads(outcome.out)["layers"]
+    assert {layer["layer"] for layer in layers} == {"blocks.2.mlp", "blocks.3.mlp"}
+    order = [(layer["routing"], layer["jaccard"], layer["cosine"]) for layer in layers]
+    assert order == sorted(order)
+    assert all(0.99 < layer["cosine"] < 1 and layer["max_rel"] > 0 for layer in layers)
+
+
 PEAK = """
 import resource, sys
 from pathlib import Path
 import moexport
-moexport.calibrate(moexport.load(Path(sys.argv[1])), sys.argv[2], samples=int(sys.argv[3]))
+model = moexport.load(Path(sys.argv[1]))
+moexport.calibrate(model, sys.argv[2], samples=int(sys.argv[3]), batch=100)
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
