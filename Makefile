@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 DEMO_DIR ?= demo
 
 .DEFAULT_GOAL := test
-.PHONY: demo test lint bench gpu-check clean
+.PHONY: demo demo-mumoe test lint bench gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
@@ -21,6 +21,9 @@ $(VENV)/ready: constraints.txt pyproject.toml
 
 demo: $(VENV)/ready
 	$(BIN)/moexport demo -o $(DEMO_DIR) --force
+
+demo-mumoe: $(VENV)/ready
+	$(BIN)/moexport demo --family mumoe -o $(DEMO_DIR)-mumoe --force
 
 test: $(VENV)/ready
 	$(BIN)/python -m pytest -q

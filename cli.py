@@ -112,6 +112,13 @@ class Paper(StrEnum):
     MUMOE = "mumoe"
 
 
+class Kind(StrEnum):
+    """Kinds of MoE layers; the names of `graphs.moe.Kind`."""
+
+    SOFT_MOE = "soft-moe"
+    MUMOE = "mumoe"
+
+
 ModelArgument = Annotated[
     str,
     typer.Argument(metavar="MODEL", help="A checkpoint file or folder, or package.module:factory."),
@@ -711,15 +718,21 @@ def demo(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="DIR", help="Where everything goes.")
     ] = Path("demo"),
+    family: Annotated[
+        Kind, typer.Option(help="The kind of networks that are trained.")
+    ] = Kind.SOFT_MOE,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier demo.")] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
-    """Train Soft MoEs on handwritten digits, export, verify and measure them."""
-    from .bench.demo import run_demo
+    """Train Soft MoEs or muMoEs on handwritten digits, export, verify and measure them."""
+    if family is Kind.MUMOE:
+        from .bench.mumoe_demo import run_mumoe_demo as run
+    else:
+        from .bench.demo import run_demo as run
 
     with Console(verbose=verbose, quiet=quiet) as console:
-        outcome = run_demo(output, console, force=force)
+        outcome = run(output, console, force=force)
     print(outcome.text)
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -47,12 +49,12 @@ def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Out
     exists, unless it is an earlier demo and `force` is given.
     """
     started = time.monotonic()
-    _claim(directory, force=force)
+    claim(directory, force=force)
     data = digits.load_digits()
     test = directory / "digits-test.npz"
     assert data.test.labels is not None
     np.savez(test, input=data.test.inputs, label=data.test.labels)
-    verified: list[tuple[str, ...]] = []
+    checked: list[tuple[str, ...]] = []
     subjects: list[Subject] = []
     for experts in EXPERTS:
         progress.step(f"training n = {experts} on {len(data.train)} digits")
@@ -60,10 +62,10 @@ def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Out
         checkpoint = directory / f"digits-n{experts}.pt"
         digits.save(network, checkpoint)
         bundles = [
-            _exported(checkpoint, directory / f"digits-n{experts}-k{label}", kept, test, progress)
+            exported(checkpoint, directory / f"digits-n{experts}-k{label}", kept, test, progress)
             for kept, label in zip(KEPT, ("n", "n2", "n4", "n8"), strict=True)
         ]
-        verified += [_verified(bundle) for bundle in bundles]
+        checked += [verified(bundle) for bundle in bundles]
         subjects.append(_side_by_side(bundles, f"digits, n = {experts}"))
     progress.step("measuring")
     results = bench(
@@ -77,7 +79,7 @@ def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Out
     report = directory / "report" / "report.html"
     text = "\n\n".join(
         (
-            table(("bundle", "k/n", "lowering", "max |difference|", "verified"), verified),
+            table(VERIFIED_HEADER, checked),
             rows_table(results),
             f"took {time.monotonic() - started:.0f} s\nreport: {report}",
         )
@@ -85,7 +87,10 @@ def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Out
     return Outcome(directory, report, text)
 
 
-def _claim(directory: Path, *, force: bool) -> None:
+VERIFIED_HEADER = ("bundle", "k/n", "lowering", "max |difference|", "verified")
+
+
+def claim(directory: Path, *, force: bool) -> None:
     """Makes the demo's folder; only an earlier demo is ever written over."""
     marker = directory / MARKER
     if directory.exists() and any(directory.iterdir()):
@@ -101,22 +106,32 @@ def _claim(directory: Path, *, force: bool) -> None:
     marker.write_text("Everything here was made by `moexport demo`.\n", encoding="utf-8")
 
 
-def _exported(checkpoint: Path, out: Path, kept: str, data: Path, progress: Progress) -> Bundle:
+def exported(
+    checkpoint: Path,
+    out: Path,
+    kept: str,
+    data: Path,
+    progress: Progress,
+    config: Mapping[str, Any] | None = None,
+) -> Bundle:
+    """Returns the bundle of a checkpoint with k = `kept`, compared with PyTorch on the data."""
     progress.step(f"exporting {out.name}")
-    return export(load(checkpoint), out, ExportOptions(k=parse_k(kept)), data=str(data), force=True)
+    model = load(checkpoint, config=dict(config or {}))
+    return export(model, out, ExportOptions(k=parse_k(kept)), data=str(data), force=True)
 
 
-def _verified(bundle: Bundle) -> tuple[str, ...]:
+def verified(bundle: Bundle) -> tuple[str, ...]:
+    """Returns a bundle's line under `VERIFIED_HEADER`; raises MoexportError where a check fails."""
     checks = list(bundle.verify())
     failed = [check for check in checks if not check.passed]
     if failed:
         raise MoexportError(f"{bundle.path}: {failed[0].name} failed: {failed[0].detail}")
-    (layer,) = bundle.manifest.layers
+    layer = bundle.manifest.layers[0]
     parity = bundle.manifest.parity
     assert parity is not None
     return (
         bundle.path.name,
-        f"{layer.k}/{layer.experts}",
+        f"{'input' if layer.k is None else layer.k}/{layer.experts}",
         layer.lowering,
         f"{parity['max_abs']:.1e}",
         f"{len(checks)} checks",
