@@ -6,16 +6,19 @@ are modules of their own, and experts stacked in one tensor with batched matmuls
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import UTC, datetime
 from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
 from moexport.bench import timing
 from moexport.bench.results import ModelInfo, Results, Row
+from moexport.bench.roofline import Probes, Rates, layer_parts, limit_ms
 from moexport.bench.subjects import Asked, exported
 from moexport.exporter.environment import environment, usable_cores
 from moexport.exporter.hosts.layer import TokenHost
@@ -25,13 +28,20 @@ from moexport.graphs.layers import SoftMoE, SoftMoEWeights, algorithm_1
 from moexport.graphs.lowerings.base import Work
 from moexport.graphs.spec import SoftMoESpec
 
+from .baselines import compiled, plain_onnx
+
 TOKENS, DIM = 197, 768
-BATCHES = (1, 16, 100)
+BATCHES = (1, 4, 16, 100)
 LOWERINGS = ("dense", "gather", "grouped", "conditional")
 GATHER_LIMIT_BYTES = 2 << 30
 """`gather` is left out where one batch would copy more weights than this."""
 
-STACKED, LOOP, ALGORITHM_2 = "stacked", "loop", "algorithm-2"
+STACKED, LOOP, COMPILED, PLAIN = "stacked", "loop", "torch.compile", "torch.onnx"
+BASELINES = (STACKED, LOOP, COMPILED, PLAIN)
+"""The untouched layer: eager in both published forms, and the stacked one compiled or exported by
+PyTorch itself."""
+
+ALGORITHM_2 = "algorithm-2"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +64,8 @@ class Shape:
 
 
 SHAPES = (Shape(8, 7680), Shape(128, 384))
+LARGE = Shape(8, 30720)
+"""Table 3's own layer: 1.5 GB of weights, so only the choice of `auto` is measured."""
 
 
 def spec_of(shape: Shape) -> SoftMoESpec:
@@ -102,72 +114,118 @@ def tokens_of(batch: int) -> np.ndarray:
 
 
 def run(
-    shapes: tuple[Shape, ...] = SHAPES,
+    shapes: tuple[Shape, ...] = (*SHAPES, LARGE),
     batches: tuple[int, ...] = BATCHES,
     *,
-    round_s: float = 0.3,
+    round_s: float = 0.2,
     progress: Callable[[str], None] = print,
 ) -> Results:
-    """Returns a row per shape, batch, engine, lowering and k, all interleaved within a k."""
+    """Returns a row per shape, batch, engine, lowering and k, all interleaved within a batch."""
     threads = usable_cores()
     torch.set_num_threads(threads)
+    probes = Probes(threads)
     rows: list[Row] = []
-    models: list[ModelInfo] = []
+    rates: list[Rates] = []
     for shape in shapes:
-        models.append(ModelInfo(shape.name, "soft-moe-vit", "random weights"))
-        for k in shape.ks:
-            progress(f"{shape.name}, k = {k}: exporting")
-            with ExitStack() as stack:
-                rows += _heats(shape, k, batches, round_s, threads, stack, progress)
+        progress(f"{shape.name}: exporting")
+        with ExitStack() as stack:
+            entered = _enter(shape, batches, threads, stack)
+            for batch in batches:
+                found, rate = _heat(entered, batch, round_s, probes, progress)
+                rows += found
+                rates.append(rate)
+        torch._dynamo.reset()
     return Results(
-        tuple(models),
+        tuple(ModelInfo(shape.name, "soft-moe-vit", "random weights") for shape in shapes),
         tuple(rows),
         environment() | {"threads": threads},
         {"rounds": timing.MIN_ROUNDS, "round_s": round_s, "tokens": TOKENS, "dim": DIM}
-        | machine_rates(),
+        | _typical(rates).as_json(),
         command="python -m benchmarks layers",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 
-def _heats(
-    shape: Shape,
-    k: int,
-    batches: tuple[int, ...],
-    round_s: float,
-    threads: int,
-    stack: ExitStack,
-    progress: Callable[[str], None],
-) -> Iterator[Row]:
-    stacked = layer_model(shape, stacked=True)
-    loop = layer_model(shape, stacked=False)
+@dataclass(frozen=True)
+class _Entered:
+    """Everything that is measured of one shape."""
+
+    shape: Shape
+    stacked: Model
+    loop: Model
+    plain: Callable[[torch.Tensor], object]
+    graphs: dict[tuple[str, int], Callable[[np.ndarray], object]]
+
+
+def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStack) -> _Entered:
+    stacked, loop = (layer_model(shape, stacked=form) for form in (True, False))
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="moexport-plain-")))
+    plain = plain_onnx(stacked.module, torch.from_numpy(tokens_of(1)), folder, threads)
+    lowerings = LOWERINGS if shape in SHAPES else ("auto",)
     subject = stack.enter_context(
-        exported(loop, Asked(ks=(k,), lowerings=LOWERINGS, threads=threads))
+        exported(
+            loop, Asked(ks=shape.ks, lowerings=lowerings, batches=batches, threads=threads)
+        )
     )
-    graphs = {source.lowering: source.open() for source in subject.graphs}
-    for batch in batches:
-        x = tokens_of(batch)
-        tokens = torch.from_numpy(x)
-        calls: dict[str, Callable[[], object]] = {
-            STACKED: partial(stacked.module, tokens),
-            LOOP: partial(loop.module, tokens),
-        }
-        if k < shape.experts:
-            calls[ALGORITHM_2] = partial(_algorithm_2, loop, k, tokens)
-        copied = 4 * batch * k * spec_of(shape).parameters_per_expert
-        for name, graph in graphs.items():
-            if name != "gather" or copied <= GATHER_LIMIT_BYTES or k == shape.experts:
-                calls[name] = partial(graph, x)
-        progress(f"{shape.name}, k = {k}, batch {batch}: {', '.join(calls)}")
-        contestants = {name: (lambda _, call=call: call()) for name, call in calls.items()}
-        with torch.inference_mode():
-            measured = timing.measure(
-                contestants, timing.Protocol(round_s=round_s, warmup=2, inputs=1)
-            )
-        for name, error in measured.failures.items():
-            progress(f"failed: {name}: {error}")
-        for name, latency in measured.latencies.items():
-            yield _row(shape, k, batch, name, latency)
+    graphs = {(str(source.lowering), source.k): source.open() for source in subject.graphs}
+    return _Entered(shape, stacked, loop, plain, dict(graphs))
+
+
+def _heat(
+    entered: _Entered,
+    batch: int,
+    round_s: float,
+    probes: Probes,
+    progress: Callable[[str], None],
+) -> tuple[list[Row], Rates]:
+    """Measures everything at one batch size; the machine's rates in the same rounds."""
+    shape, x = entered.shape, tokens_of(batch)
+    tokens = torch.from_numpy(x)
+    n = shape.experts
+    calls: dict[tuple[str, int], Callable[[], object]] = {
+        (STACKED, n): partial(entered.stacked.module, tokens),
+        (LOOP, n): partial(entered.loop.module, tokens),
+        (COMPILED, n): compiled(entered.stacked.module, tokens),
+        (PLAIN, n): partial(entered.plain, tokens),
+    }
+    for k in shape.ks[1:]:
+        calls[ALGORITHM_2, k] = partial(_algorithm_2, entered.loop, k, tokens)
+    for (lowering, k), graph in entered.graphs.items():
+        if _fits(shape, lowering, k, batch):
+            calls[lowering, k] = partial(graph, x)
+    progress(f"{shape.name}, batch {batch}: {len(calls)} contestants")
+    contestants = probes.contestants | {
+        f"{name} {k}": (lambda _, call=call: call()) for (name, k), call in calls.items()
+    }
+    with torch.inference_mode():
+        measured = timing.measure(contestants, timing.Protocol(round_s=round_s, warmup=2, inputs=1))
+    for name, error in measured.failures.items():
+        progress(f"failed: {name}: {error}")
+    rates = probes.rates(measured.latencies)
+    rows = [
+        _row(shape, k, batch, name, latency, rates)
+        for name, k in calls
+        if (latency := measured.latencies.get(f"{name} {k}")) is not None
+    ]
+    return rows, rates
+
+
+def _typical(rates: list[Rates]) -> Rates:
+    """The medians of what several batches measured."""
+    return Rates(
+        *(
+            float(np.median([getattr(rate, field.name) for rate in rates]))
+            for field in fields(Rates)
+        )
+    )
+
+
+def _fits(shape: Shape, lowering: str, k: int, batch: int) -> bool:
+    """Whether a graph is measured at a batch: of a large layer, only what `auto` takes there."""
+    if shape not in SHAPES:
+        return lowering == chosen(shape, k, batch)
+    copied = 4 * batch * k * spec_of(shape).parameters_per_expert
+    return lowering != "gather" or copied <= GATHER_LIMIT_BYTES or k == shape.experts
 
 
 def _algorithm_2(model: Model, k: int, tokens: torch.Tensor) -> torch.Tensor:
@@ -176,36 +234,28 @@ def _algorithm_2(model: Model, k: int, tokens: torch.Tensor) -> torch.Tensor:
     return output
 
 
-def _row(shape: Shape, k: int, batch: int, name: str, latency: timing.Latency) -> Row:
-    in_pytorch = name in (STACKED, LOOP, ALGORITHM_2)
-    engine = "pytorch-algorithm-2" if name == ALGORITHM_2 else "pytorch-eager"
+_ENGINES = {
+    STACKED: "pytorch-eager",
+    LOOP: "pytorch-eager",
+    COMPILED: "pytorch-compile",
+    ALGORITHM_2: "pytorch-algorithm-2",
+}
+
+
+def _row(shape: Shape, k: int, batch: int, name: str, latency: timing.Latency, rates: Rates) -> Row:
+    work = Work(spec_of(shape), k, batch, TOKENS)
     return Row(
-        engine=engine if in_pytorch else "onnxruntime",
-        # The dense layer computes all experts whatever k it is measured beside.
+        engine=_ENGINES.get(name, "onnxruntime"),
         k=k,
         experts=shape.experts,
         batch=batch,
         model=shape.name,
         provider="cpu",
-        lowering=name if name != ALGORITHM_2 else None,
+        lowering=name,
         latency_ms=latency,
+        limit_ms=limit_ms(tuple(layer_parts(work)), rates),
         throughput=1000 * batch / latency.median,
     )
-
-
-def machine_rates() -> dict[str, float]:
-    """Returns what PyTorch gets out of this machine: streamed GB/s and GFLOP/s of a large matmul.
-
-    The stream is larger than any cache, so weights that fit one may be read faster.
-    """
-    stream = torch.ones(1 << 28)  # 1 GiB
-    square = torch.randn(2048, 2048)
-    calls = {"stream": lambda _: stream.sum(), "matmul": lambda _: square @ square}
-    measured = timing.measure(calls, timing.Protocol(round_s=0.5, warmup=2)).latencies
-    return {
-        "stream_gb_s": stream.nbytes / 1e6 / measured["stream"].median,
-        "matmul_gflop_s": 2 * 2048**3 / 1e6 / measured["matmul"].median,
-    }
 
 
 def chosen(shape: Shape, k: int, batch: int) -> str:

@@ -16,14 +16,14 @@ import numpy as np
 import torch
 from moexport.bench import timing
 from moexport.bench.results import ModelInfo, Results, Row
+from moexport.bench.roofline import layer_parts, limit_ms, machine_rates
 from moexport.bench.subjects import Asked, exported
 from moexport.exporter.environment import environment, usable_cores
 from moexport.exporter.hosts.layer import TokenHost
 from moexport.exporter.model import Model, Source, TensorSpec
+from moexport.graphs.lowerings.base import WorkOf
 from moexport.graphs.mumoe import MuMoE, MuMoEWeights
 from moexport.graphs.mumoe_spec import FactorisedSpec, GateNorm, MuMoESpec
-
-from .layers import machine_rates
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +97,7 @@ def run(
     """Returns two rows per subject, PyTorch eager and ONNX Runtime, all experts, batch 1."""
     threads = usable_cores()
     torch.set_num_threads(threads)
+    rates = machine_rates(threads)
     rows: list[Row] = []
     for subject in subjects:
         progress(subject.name)
@@ -116,6 +117,7 @@ def run(
             for name, error in measured.failures.items():
                 progress(f"failed: {name}: {error}")
             n = subject.spec.experts
+            work = WorkOf(subject.spec, n, 1, subject.tokens)
             rows += [
                 Row(
                     engine=name,
@@ -126,6 +128,7 @@ def run(
                     provider="cpu",
                     lowering=graphs[0].lowering if name == "onnxruntime" else None,
                     latency_ms=latency,
+                    limit_ms=limit_ms(tuple(layer_parts(work)), rates),
                     throughput=1000 / latency.median,
                 )
                 for name, latency in measured.latencies.items()
@@ -134,7 +137,7 @@ def run(
         tuple(ModelInfo(s.name, "mumoe", "random weights", s.spec.parameters) for s in subjects),
         tuple(rows),
         environment() | {"threads": threads},
-        {"rounds": timing.MIN_ROUNDS, "round_s": round_s} | machine_rates(),
+        {"rounds": timing.MIN_ROUNDS, "round_s": round_s} | rates.as_json(),
         command="python -m benchmarks mumoe",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results, Row
+from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results
 from moexport.bench.timing import Latency
 from moexport.console import count, size
 
 from .layers import (
     ALGORITHM_2,
     BATCHES,
+    COMPILED,
+    LARGE,
     LOOP,
     LOWERINGS,
+    PLAIN,
     SHAPES,
     STACKED,
-    TOKENS,
     Shape,
     chosen,
-    spec_of,
 )
 from .mumoe import SUBJECTS
 from .scale import Scale
@@ -33,19 +34,31 @@ DISTURBED = 0.5
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """The medians of one shape, batch and k, in milliseconds, by what was measured."""
+    """One shape, batch and k: medians in milliseconds, by what was measured.
+
+    The untouched layer is among them, measured in the same rounds. `limit` is the least time that
+    the machine needs for k experts.
+    """
 
     shape: Shape
     batch: int
     k: int
+    limit: float
     medians: dict[str, float]
     spreads: dict[str, float]
 
     def speedup(self, baseline: str) -> str:
         """How many times faster `auto` is, with ≈ where a round of either was disturbed."""
+        if baseline not in self.medians:
+            return "–"
         ratio = self.medians[baseline] / self.medians[self.auto]
         disturbed = max(self.spreads[baseline], self.spreads[self.auto]) > DISTURBED
         return f"{'≈ ' if disturbed else ''}{ratio:.1f}×"
+
+    @property
+    def over_limit(self) -> float:
+        """The time of `auto` over the least time."""
+        return self.medians[self.auto] / self.limit
 
     @property
     def best(self) -> str:
@@ -65,43 +78,47 @@ class Cell:
         return self.medians[self.auto] / self.medians[self.best] - 1.0
 
 
-def cells(results: Results) -> Iterator[Cell]:
-    """Yields the grid that was measured, shape by shape, batch by batch, k falling.
-
-    Of a cell that was measured twice, the first measurement counts.
-    """
-    for shape in SHAPES:
+def cells(results: Results, shapes: Sequence[Shape] = SHAPES) -> Iterator[Cell]:
+    """Yields the grid that was measured, shape by shape, batch by batch, k falling."""
+    for shape in shapes:
         for batch in BATCHES:
+            rows = [row for row in results.of_model(shape.name) if row.batch == batch]
             for k in shape.ks:
                 found: dict[str, Latency] = {}
-                for row in results.rows:
-                    same = (row.model, row.batch, row.k) == (shape.name, batch, k)
-                    if same and row.latency_ms is not None:
-                        found.setdefault(_name(row), row.latency_ms)
-                if found:
+                limit = None
+                for row in rows:
+                    baseline = row.lowering in (STACKED, LOOP, COMPILED, PLAIN)
+                    if row.latency_ms is not None and (baseline or row.k == k):
+                        found[str(row.lowering)] = row.latency_ms
+                        limit = limit if baseline else row.limit_ms
+                if limit is not None:
                     medians = {name: latency.median for name, latency in found.items()}
                     spreads = {name: latency.spread for name, latency in found.items()}
-                    yield Cell(shape, batch, k, medians, spreads)
-
-
-def _name(row: Row) -> str:
-    return ALGORITHM_2 if row.engine == "pytorch-algorithm-2" else str(row.lowering)
+                    yield Cell(shape, batch, k, limit, medians, spreads)
 
 
 def layer_table(results: Results) -> str:
     """Returns the grid as Markdown: medians in ms, the choice of `auto` in bold."""
+    baselines = {
+        STACKED: "PyTorch, stacked",
+        LOOP: "loop",
+        COMPILED: "`torch.compile`",
+        PLAIN: "`torch.onnx`",
+        ALGORITHM_2: "Algorithm 2",
+    }
     lines = [
-        "| layer | batch | k | PyTorch, stacked | PyTorch, loop | PyTorch, Algorithm 2 | "
+        f"| layer | batch | k | {' | '.join(baselines.values())} | "
         + " | ".join(f"`{name}`" for name in LOWERINGS)
-        + " | `auto` vs stacked | vs loop |",
-        "|" + "---|" * (8 + len(LOWERINGS)),
+        + " | limit | `auto` over limit | vs stacked | vs compile | vs `torch.onnx` |",
+        "|" + "---|" * (8 + len(baselines) + len(LOWERINGS)),
     ]
-    for cell in cells(results):
-        columns = [_ms(cell.medians.get(name)) for name in (STACKED, LOOP, ALGORITHM_2)]
+    for cell in cells(results, (*SHAPES, LARGE)):
+        columns = [_ms(cell.medians.get(name)) for name in baselines]
         for name in LOWERINGS:
             text = _ms(cell.medians.get(name))
             columns.append(f"**{text}**" if name == cell.auto else text)
-        columns += [cell.speedup(STACKED), cell.speedup(LOOP)]
+        columns += [_ms(cell.limit), f"{cell.over_limit:.2f}"]
+        columns += [cell.speedup(name) for name in (STACKED, COMPILED, PLAIN)]
         lines.append(f"| {cell.shape.name} | {cell.batch} | {cell.k} | {' | '.join(columns)} |")
     return "\n".join(lines)
 
@@ -120,13 +137,21 @@ def targets_table(results: Results) -> str:
         lines.append(
             f"| {shape.name}, batch {batch}, k = {k}: times PyTorch's dense layer | {floor}× | "
             f"{cell.speedup(STACKED)} | {cell.speedup(LOOP)} | "
-            f"{stacked / limit_ms(results, cell):.1f}× ({limit_ms(results, cell):.1f} ms) |"
+            f"{stacked / cell.limit:.1f}× ({cell.limit:.1f} ms) |"
         )
     for shape in SHAPES:
         n = shape.experts
         quarter, whole = grid[shape, 1, n // 4], grid[shape, 1, n]
         ratio = quarter.medians[quarter.auto] / whole.medians[whole.auto]
         lines.append(f"| {shape.name}, batch 1: t(k = n/4) / t(k = n) | ≤ 0.30 | {ratio:.2f} | | |")
+    for batch, bound in ((1, 1.5), (100, 2.0)):
+        worst = max(
+            (cell for cell in grid.values() if cell.batch == batch), key=lambda c: c.over_limit
+        )
+        lines.append(
+            f"| batch {batch}: time over limit, worst cell | ≤ {bound} | {worst.over_limit:.2f} "
+            f"({worst.shape.name}, k = {worst.k}) | | |"
+        )
     worst = max(grid.values(), key=lambda cell: cell.auto_slack)
     lines.append(
         f"| `auto` over the best lowering, worst of {len(grid)} cells | ≤ 15% | "
@@ -134,35 +159,6 @@ def targets_table(results: Results) -> str:
         f"k = {worst.k}) | | |"
     )
     return "\n".join(lines)
-
-
-def limit_ms(results: Results, cell: Cell) -> float:
-    """Returns the least time of a cell on the machine that was measured, in milliseconds.
-
-    The larger of streaming what must be moved once (the weights of the experts kept, all n at most;
-    the tokens in and out) and of all multiply-adds at the rate of a large matmul. An estimate: it
-    assumes that nothing stays in a cache and that moving and computing overlap.
-    """
-    spec = spec_of(cell.shape)
-    active = min(cell.shape.experts, cell.k * cell.batch)
-    tokens = cell.batch * TOKENS * (spec.dim + spec.out)
-    gigabytes = 4e-9 * (active * spec.parameters_per_expert + tokens)
-    gigaflops = 2e-9 * cell.batch * sum(spec.macs(TOKENS, cell.k).values())
-    rates = results.protocol
-    return 1e3 * float(max(gigabytes / stream_gb_s(results), gigaflops / rates["matmul_gflop_s"]))
-
-
-def stream_gb_s(results: Results) -> float:
-    """Returns the fastest streaming seen: the plain sum's, or what a layer of the grid reached.
-
-    A layer that computes all experts at batch 1 reads all its weights once.
-    """
-    reached = [
-        4e-6 * cell.k * spec_of(cell.shape).parameters_per_expert / min(cell.medians.values())
-        for cell in cells(results)
-        if cell.batch == 1 and cell.k == cell.shape.experts
-    ]
-    return max(float(results.protocol["stream_gb_s"]), *reached)
 
 
 def mumoe_table(results: Results) -> str:
@@ -177,13 +173,11 @@ def mumoe_table(results: Results) -> str:
         "|" + "---|" * 9,
     ]
     for subject in SUBJECTS:
-        rows = {row.engine: row.latency_ms for row in results.of_model(subject.name)}
-        eager, exported = rows[PYTORCH_EAGER], rows[ONNXRUNTIME]
-        assert eager is not None and exported is not None
+        rows = {row.engine: row for row in results.of_model(subject.name)}
+        eager, exported = rows[PYTORCH_EAGER].latency_ms, rows[ONNXRUNTIME].latency_ms
+        limit = rows[ONNXRUNTIME].limit_ms
+        assert eager is not None and exported is not None and limit is not None
         macs = sum(subject.spec.macs(subject.tokens, subject.spec.experts).values())
-        computed = 2e-6 * macs / float(results.protocol["matmul_gflop_s"])
-        streamed = 4e-6 * subject.spec.parameters / float(results.protocol["stream_gb_s"])
-        limit = max(computed, streamed)
         lines.append(
             f"| {subject.name} | {subject.tokens} | {_ms(eager.median)} | {_ms(exported.median)} | "
             f"{eager.median / exported.median:.1f}× | {subject.asked:g}× | {count(macs)} | "
