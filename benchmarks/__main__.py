@@ -8,28 +8,38 @@ from pathlib import Path
 
 from moexport.bench.results import read, write
 
-from . import calibration, layers, mumoe, scale
-from .tables import layer_table, mumoe_table, scale_table, targets_table
+from . import calibration, fit, layers, models, mumoe, scale
+from .tables import layer_table, model_table, mumoe_table, scale_table, targets_table
 
-NAMES = ("layers", "mumoe", "scale", "calibration")
+NAMES = ("layers", "models", "mumoe", "scale", "calibration")
 RESULTS = Path(__file__).parent / "results"
 MUMOE = RESULTS / "mumoe-cpu.json"
+MODELS = RESULTS / "models-cpu.json"
 CALIBRATION = RESULTS / "calibration-cpu.json"
 
 
 def main(arguments: list[str]) -> None:
-    """Runs the named benchmarks, all without a name; `tables` prints what was kept."""
+    """Runs the named benchmarks, all without a name.
+
+    `tables` prints what was kept, `fit` what it says of the cost model.
+    """
     wanted = arguments or list(NAMES)
-    unknown = set(wanted) - {*NAMES, "tables"}
+    unknown = set(wanted) - {*NAMES, "tables", "fit"}
     if unknown:
         known = ", ".join(NAMES)
-        sys.exit(f"error: no benchmark {', '.join(sorted(unknown))}: use {known} or tables")
+        sys.exit(f"error: no benchmark {', '.join(sorted(unknown))}: use {known}, tables or fit")
     kept = RESULTS / "layers-cpu.json"
     if "layers" in wanted:
         write(layers.run(progress=_to_stderr), kept)
     if "layers" in wanted or "tables" in wanted:
         results = read(kept)
         print(targets_table(results), layer_table(results), sep="\n\n")
+    if "fit" in wanted:
+        print(fit.report(read(kept)))
+    if "models" in wanted:
+        write(models.run(progress=_to_stderr), MODELS)
+    if "models" in wanted or "tables" in wanted:
+        print(model_table(read(MODELS)))
     if "mumoe" in wanted:
         write(mumoe.run(progress=_to_stderr), MUMOE)
     if "mumoe" in wanted or "tables" in wanted:

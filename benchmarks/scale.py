@@ -29,9 +29,19 @@ class Scale:
 
 
 def vit_checkpoint(
-    path: Path, *, experts: int, hidden: int, dim: int = 768, depth: int = 12, moe_from: int = 6
+    path: Path,
+    *,
+    experts: int,
+    hidden: int,
+    dim: int = 768,
+    depth: int = 12,
+    moe_from: int = 6,
+    stacked: bool = False,
 ) -> int:
-    """Writes a Soft MoE ViT-B/16 with random weights; returns its parameter count."""
+    """Writes a Soft MoE ViT-B/16 with random weights; returns its parameter count.
+
+    Its experts are modules of their own, or `stacked` in one tensor.
+    """
     random = torch.Generator().manual_seed(0)
 
     def draw(*size: int) -> torch.Tensor:
@@ -61,6 +71,12 @@ def vit_checkpoint(
         else:
             state[f"{prefix}.mlp.phi"] = draw(dim, experts, 1)
             state[f"{prefix}.mlp.scale"] = torch.tensor([10.0])
+            if stacked:
+                first, second = (experts, hidden, dim), (experts, dim, hidden)
+                for name, shape in (("fc1", first), ("fc2", second)):
+                    state[f"{prefix}.mlp.stacked_expert_{name}_weight"] = draw(*shape)
+                    state[f"{prefix}.mlp.stacked_expert_{name}_bias"] = draw(*shape[:2])
+                continue
             sizes = {f"experts.{e}.": hidden for e in range(experts)}
         for expert, width in sizes.items():
             state[f"{prefix}.mlp.{expert}fc1.weight"] = draw(width, dim)

@@ -22,6 +22,7 @@ from .layers import (
     Shape,
     chosen,
 )
+from .models import EAGER
 from .mumoe import SUBJECTS
 from .scale import Scale
 
@@ -61,11 +62,14 @@ class Cell:
         return self.medians[self.auto] / self.limit
 
     @property
+    def lowerings(self) -> tuple[str, ...]:
+        """The lowerings that were measured."""
+        return tuple(name for name in LOWERINGS if name in self.medians)
+
+    @property
     def best(self) -> str:
         """The fastest lowering."""
-        return min(
-            (name for name in self.medians if name in LOWERINGS), key=self.medians.__getitem__
-        )
+        return min(self.lowerings, key=self.medians.__getitem__)
 
     @property
     def auto(self) -> str:
@@ -75,7 +79,12 @@ class Cell:
     @property
     def auto_slack(self) -> float:
         """How much slower `auto` is than the best: 0.1 is 10%."""
-        return self.medians[self.auto] / self.medians[self.best] - 1.0
+        return self.slack_of(self.auto)
+
+    def slack_of(self, name: str) -> float:
+        """How much slower a lowering is than the best: 0 within what the rounds can tell apart."""
+        slower = self.medians[name] / self.medians[self.best] - 1.0
+        return slower if slower > max(self.spreads[name], self.spreads[self.best]) else 0.0
 
 
 def cells(results: Results, shapes: Sequence[Shape] = SHAPES) -> Iterator[Cell]:
@@ -183,6 +192,36 @@ def mumoe_table(results: Results) -> str:
             f"{eager.median / exported.median:.1f}× | {subject.asked:g}× | {count(macs)} | "
             f"{_ms(limit)} | {exported.median / limit:.2f} |"
         )
+    return "\n".join(lines)
+
+
+def model_table(results: Results) -> str:
+    """Returns whole models as Markdown: medians in ms for every k, beside the limit."""
+    lines = [
+        "| model | batch | k | PyTorch eager | `torch.compile` | `torch.onnx` | exported, `auto` | "
+        "limit | over limit | vs eager | vs compile | vs `torch.onnx` |",
+        "|" + "---|" * 12,
+    ]
+    for model in results.models:
+        rows = [row for row in results.of_model(model.name) if row.latency_ms is not None]
+        for batch in sorted({row.batch for row in rows}):
+            of_batch = [row for row in rows if row.batch == batch]
+            whole = {row.lowering: row.latency_ms for row in of_batch if row.lowering != "auto"}
+            for row in of_batch:
+                if row.lowering != "auto":
+                    continue
+                ours, limit = row.latency_ms, row.limit_ms
+                assert ours is not None and limit is not None
+                medians = [
+                    found.median if (found := whole.get(name)) is not None else None
+                    for name in (EAGER, COMPILED, PLAIN)
+                ]
+                ratios = ["–" if m is None else f"{m / ours.median:.1f}×" for m in medians]
+                columns = [*(_ms(m) for m in medians), _ms(ours.median), _ms(limit)]
+                lines.append(
+                    f"| {model.name} | {batch} | {row.k} | {' | '.join(columns)} | "
+                    f"{ours.median / limit:.2f} | {' | '.join(ratios)} |"
+                )
     return "\n".join(lines)
 
 

@@ -1,0 +1,153 @@
+"""A whole Soft MoE ViT-B/16 for every k, against PyTorch eager and compiled, and `torch.onnx`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import moexport
+import numpy as np
+import torch
+from moexport.bench import timing
+from moexport.bench.results import ModelInfo, Results, Row
+from moexport.bench.roofline import ModelWork, Probes, Rates, limit_ms, work_of
+from moexport.bench.subjects import Asked, exported
+from moexport.exporter.environment import environment, usable_cores
+
+from .baselines import compiled, plain_onnx
+from .layers import COMPILED, PLAIN, Shape
+from .scale import vit_checkpoint
+
+SHAPES = (Shape(128, 384), Shape(8, 7680))
+BATCHES = (1, 16)
+EAGER = "eager"
+_ENGINES = {EAGER: "pytorch-eager", COMPILED: "pytorch-compile"}
+
+
+@dataclass(frozen=True)
+class _Vit:
+    """A model with random weights, everything measured of it, and what one input asks for."""
+
+    shape: Shape
+    name: str
+    model: moexport.Model
+    work: ModelWork
+    plain: Callable[[torch.Tensor], object]
+    graphs: dict[tuple[int, int], Callable[[np.ndarray], object]]
+
+
+def name_of(shape: Shape) -> str:
+    """How tables call the model with such experts."""
+    return f"ViT-B/16, 6 MoE layers, {shape.name}"
+
+
+def kept(shape: Shape) -> tuple[int, ...]:
+    """Every k that is measured."""
+    n = shape.experts
+    return (n, n // 2, n // 4, n // 8)
+
+
+def run(
+    shapes: tuple[Shape, ...] = SHAPES,
+    batches: tuple[int, ...] = BATCHES,
+    *,
+    round_s: float = 0.2,
+    progress: Callable[[str], None] = print,
+) -> Results:
+    """Returns a row per model, batch, engine and k, all interleaved within a batch."""
+    threads = usable_cores()
+    torch.set_num_threads(threads)
+    probes = Probes(threads)
+    rows: list[Row] = []
+    models: list[ModelInfo] = []
+    for shape in shapes:
+        progress(f"{name_of(shape)}: exporting")
+        with ExitStack() as stack:
+            vit = _enter(shape, batches, threads, stack)
+            parameters = sum(p.numel() for p in vit.model.module.parameters())
+            models.append(ModelInfo(vit.name, vit.model.family, "random weights", parameters))
+            for batch in batches:
+                rows += _heat(vit, batch, round_s, probes, progress)
+        torch._dynamo.reset()
+    return Results(
+        tuple(models),
+        tuple(rows),
+        environment() | {"threads": threads},
+        {"rounds": timing.MIN_ROUNDS, "round_s": round_s},
+        command="python -m benchmarks models",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _images(batch: int) -> np.ndarray:
+    random = np.random.default_rng(1)
+    return random.standard_normal((batch, 3, 224, 224)).astype(np.float32)
+
+
+def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStack) -> _Vit:
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="moexport-vit-")))
+    checkpoint = folder / "vit.pt"
+    # Stacked experts are the faster of the two published forms in PyTorch.
+    vit_checkpoint(checkpoint, experts=shape.experts, hidden=shape.hidden, stacked=True)
+    model = moexport.load(checkpoint, config={"num_heads": 12})
+    plain = plain_onnx(model.module, torch.from_numpy(_images(1)), folder, threads)
+    graphs: dict[tuple[int, int], Callable[[np.ndarray], object]] = {}
+    for batch in batches:
+        subject = stack.enter_context(
+            exported(model, Asked(ks=kept(shape), batches=(batch,), threads=threads))
+        )
+        graphs |= {(source.k, batch): source.open() for source in subject.graphs}
+    return _Vit(shape, name_of(shape), model, work_of(model, _images(1)), plain, graphs)
+
+
+def _heat(
+    vit: _Vit,
+    batch: int,
+    round_s: float,
+    probes: Probes,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    x, n = _images(batch), vit.shape.experts
+    images = torch.from_numpy(x)
+    calls: dict[tuple[str, int], Callable[[], object]] = {
+        (EAGER, n): partial(vit.model.module, images),
+        (COMPILED, n): compiled(vit.model.module, images),
+        (PLAIN, n): partial(vit.plain, images),
+    }
+    for k in kept(vit.shape):
+        calls["auto", k] = partial(vit.graphs[k, batch], x)
+    progress(f"{vit.name}, batch {batch}: {len(calls)} contestants")
+    contestants = probes.contestants | {
+        f"{name} {k}": (lambda _, call=call: call()) for (name, k), call in calls.items()
+    }
+    with torch.inference_mode():
+        measured = timing.measure(contestants, timing.Protocol(round_s=round_s, warmup=1))
+    for name, error in measured.failures.items():
+        progress(f"failed: {name}: {error}")
+    rates = probes.rates(measured.latencies)
+    return [
+        _row(vit, k, batch, name, latency, rates)
+        for name, k in calls
+        if (latency := measured.latencies.get(f"{name} {k}")) is not None
+    ]
+
+
+def _row(vit: _Vit, k: int, batch: int, name: str, latency: timing.Latency, rates: Rates) -> Row:
+    parts = vit.work.parts(dict.fromkeys(vit.model.layers, k), batch)
+    return Row(
+        engine=_ENGINES.get(name, "onnxruntime"),
+        k=k,
+        experts=vit.shape.experts,
+        batch=batch,
+        model=vit.name,
+        provider="cpu",
+        lowering=name,
+        latency_ms=latency,
+        limit_ms=limit_ms(parts, rates),
+        throughput=1000 * batch / latency.median,
+    )
