@@ -7,7 +7,8 @@ choose. A choice counts as slower than the best only by what the rounds can tell
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import astuple, fields
+from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 from moexport.bench.results import Results
@@ -18,6 +19,9 @@ from scipy.optimize import least_squares
 
 from .layers import HELD_OUT, SHAPES, TOKENS, spec_of
 from .tables import Cell, cells
+
+RATES = tuple(field.name for field in fields(Machine) if field.type == "float")
+"""The constants that are fitted."""
 
 OUTLIER = 0.2
 """Residuals beyond this share are given less weight: single cells are disturbed by other loads."""
@@ -32,12 +36,17 @@ def fitted(results: Results) -> Machine:
     ]
 
     def residuals(logarithms: np.ndarray) -> list[float]:
-        machine = Machine(*(float(value) for value in np.exp(logarithms)))
+        machine = _machine(logarithms)
         return [float(np.log(predict_us(how, work, machine) / us)) for how, work, us in measured]
 
-    start = np.log(np.array(astuple(CPU)))
+    start = np.log([getattr(CPU, name) for name in RATES])
     found = least_squares(residuals, start, loss="soft_l1", f_scale=OUTLIER)
-    return Machine(*(float(value) for value in np.exp(found.x)))
+    return _machine(found.x)
+
+
+def _machine(logarithms: np.ndarray) -> Machine:
+    rates: dict[str, Any] = dict(zip(RATES, np.exp(logarithms).tolist(), strict=True))
+    return replace(CPU, **rates)
 
 
 def slack(cell: Cell, machine: Machine) -> float:
@@ -56,12 +65,14 @@ def report(results: Results) -> str:
     new = fitted(results)
     lines = ["fitted to " + ", ".join(shape.name for shape in SHAPES) + ":"]
     lines += [
-        f"    {field.name} = {getattr(new, field.name):.3g}  (now {getattr(CPU, field.name):.3g})"
-        for field in fields(Machine)
+        f"    {name} = {getattr(new, name):.3g}  (now {getattr(CPU, name):.3g})" for name in RATES
     ]
     for name, shapes in (("the grid", SHAPES), (f"held out, {HELD_OUT.name}", (HELD_OUT,))):
+        grid = list(cells(results, shapes))
+        if not grid:
+            lines.append(f"{name}: not measured")
+            continue
         for label, machine in (("now", CPU), ("fitted", new)):
-            grid = list(cells(results, shapes))
             worst = max(grid, key=lambda cell: slack(cell, machine))
             lines.append(
                 f"{name}, {label}: `auto` at most {slack(worst, machine):.0%} slower than the best "

@@ -165,9 +165,7 @@ def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStac
     plain = plain_onnx(stacked.module, torch.from_numpy(tokens_of(1)), folder, threads)
     lowerings = ("auto",) if shape == LARGE else LOWERINGS
     subject = stack.enter_context(
-        exported(
-            loop, Asked(ks=shape.ks, lowerings=lowerings, batches=batches, threads=threads)
-        )
+        exported(loop, Asked(ks=shape.ks, lowerings=lowerings, batches=batches, threads=threads))
     )
     graphs = {(str(source.lowering), source.k): source.open() for source in subject.graphs}
     return _Entered(shape, stacked, loop, plain, dict(graphs))

@@ -6,12 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results
+from moexport.bench.roofline import Rates, layer_parts, limit_ms
 from moexport.bench.timing import Latency
 from moexport.console import count, size
+from moexport.graphs.lowerings.base import Work, WorkOf
 
 from .layers import (
     ALGORITHM_2,
-    BATCHES,
+    BASELINES,
     COMPILED,
     LARGE,
     LOOP,
@@ -19,8 +21,10 @@ from .layers import (
     PLAIN,
     SHAPES,
     STACKED,
+    TOKENS,
     Shape,
     chosen,
+    spec_of,
 )
 from .models import EAGER
 from .mumoe import SUBJECTS
@@ -88,22 +92,36 @@ class Cell:
 
 
 def cells(results: Results, shapes: Sequence[Shape] = SHAPES) -> Iterator[Cell]:
-    """Yields the grid that was measured, shape by shape, batch by batch, k falling."""
+    """Yields the grid that was measured, shape by shape, batch by batch, k falling.
+
+    Of what was measured twice, the first measurement counts.
+    """
     for shape in shapes:
-        for batch in BATCHES:
-            rows = [row for row in results.of_model(shape.name) if row.batch == batch]
-            for k in shape.ks:
+        rows = [row for row in results.of_model(shape.name) if row.latency_ms is not None]
+        for batch in sorted({row.batch for row in rows}):
+            for k in sorted({row.k for row in rows if row.batch == batch}, reverse=True):
                 found: dict[str, Latency] = {}
-                limit = None
-                for row in rows:
-                    baseline = row.lowering in (STACKED, LOOP, COMPILED, PLAIN)
-                    if row.latency_ms is not None and (baseline or row.k == k):
-                        found[str(row.lowering)] = row.latency_ms
-                        limit = limit if baseline else row.limit_ms
-                if limit is not None:
-                    medians = {name: latency.median for name, latency in found.items()}
-                    spreads = {name: latency.spread for name, latency in found.items()}
-                    yield Cell(shape, batch, k, limit, medians, spreads)
+                # The untouched layer as measured beside this k, where it was measured again.
+                for row in sorted(rows, key=lambda row: row.k != k):
+                    untouched = row.lowering in BASELINES and row.k in (k, shape.experts)
+                    if row.batch == batch and (untouched or row.k == k) and row.latency_ms:
+                        name = ALGORITHM_2 if row.engine == "pytorch-algorithm-2" else row.lowering
+                        found.setdefault(str(name), row.latency_ms)
+                medians = {name: latency.median for name, latency in found.items()}
+                spreads = {name: latency.spread for name, latency in found.items()}
+                work = Work(spec_of(shape), k, batch, TOKENS)
+                limit = limit_ms(tuple(layer_parts(work)), rates_of(results))
+                yield Cell(shape, batch, k, limit, medians, spreads)
+
+
+def rates_of(results: Results) -> Rates:
+    """Returns the machine's rates that a benchmark measured beside its rows."""
+    measured = results.protocol
+    return Rates(
+        float(measured["stream_gb_s"]),
+        float(measured["matmul_gflop_s"]),
+        float(measured.get("int8_gop_s", measured["matmul_gflop_s"])),
+    )
 
 
 def layer_table(results: Results) -> str:
@@ -184,8 +202,9 @@ def mumoe_table(results: Results) -> str:
     for subject in SUBJECTS:
         rows = {row.engine: row for row in results.of_model(subject.name)}
         eager, exported = rows[PYTORCH_EAGER].latency_ms, rows[ONNXRUNTIME].latency_ms
-        limit = rows[ONNXRUNTIME].limit_ms
-        assert eager is not None and exported is not None and limit is not None
+        assert eager is not None and exported is not None
+        work = WorkOf(subject.spec, subject.spec.experts, 1, subject.tokens)
+        limit = limit_ms(tuple(layer_parts(work)), rates_of(results))
         macs = sum(subject.spec.macs(subject.tokens, subject.spec.experts).values())
         lines.append(
             f"| {subject.name} | {subject.tokens} | {_ms(eager.median)} | {_ms(exported.median)} | "

@@ -32,6 +32,7 @@ from moexport.bench.schema import schema_text
 from moexport.benchmarks.scale import from_json
 from moexport.benchmarks.tables import (
     layer_table,
+    model_table,
     mumoe_table,
     scale_table,
     targets_table,
@@ -158,14 +159,14 @@ def refresh_performance() -> None:
     packages = facts["packages"]
     machine = (
         f"Measured on {results.created[:10]}: {facts['cpu']['model']}, {facts['threads']} threads, "
-        f"streaming {rates['stream_gb_s']:.0f} GB/s, matmul {rates['matmul_gflop_s']:.0f} GFLOP/s "
-        f"in FP32 and {rates['int8_gop_s']:.0f} GOP/s in INT8; "
+        f"streaming {rates['stream_gb_s']:.0f} GB/s, matmul {rates['matmul_gflop_s']:.0f} GFLOP/s; "
         f"ONNX Runtime {packages['onnxruntime-gpu']} (CPU), torch {packages['torch']}.\n"
     )
     scales = from_json((RESULTS / "scale-cpu.json").read_text(encoding="utf-8"))
     replace_marked(page, "machine", textwrap.fill(machine, 100) + "\n")
     replace_marked(page, "targets", targets_table(results) + "\n")
     replace_marked(page, "layers", layer_table(results) + "\n")
+    replace_marked(page, "models", model_table(read(RESULTS / "models-cpu.json")) + "\n")
     replace_marked(page, "mumoe", mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n")
     replace_marked(page, "scale", scale_table(scales) + "\n")
 
