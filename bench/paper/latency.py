@@ -36,7 +36,8 @@ KEPT = (8, 6, 4, 2)
 BATCHES = (1, 100)
 COPIES = 64
 """Of the weights must fit: PyTorch's, for each k a mapped file and what a runtime repacks, and as
-much again for a batch of 100 and for whoever else uses the machine, several times over."""
+much again for a batch of 100 and for whoever else uses the machine, several times over. Chosen
+so that the whole protocol takes minutes, too."""
 
 BUDGET_S = 60.0
 """The passes of one batch size may take this long, if every engine were as fast as PyTorch."""
