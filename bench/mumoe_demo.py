@@ -26,7 +26,7 @@ from .data import LabelledData
 from .demo import THREADS, VERIFIED_HEADER, Outcome, claim, exported, verified
 from .plan import Settings
 from .results import Results
-from .run import bench
+from .run import bench, with_threads
 from .subjects import Asked, from_bundle
 from .summary import rows_table
 from .timing import Protocol
@@ -66,7 +66,7 @@ def run_mumoe_demo(directory: Path, progress: Progress, *, force: bool = False) 
     """
     started = time.monotonic()
     claim(directory, force=force)
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), with_threads(THREADS):
         torch.manual_seed(SEED)
         groups = [*_on_digits(directory, progress), _on_text(directory, progress)]
     checked: list[tuple[str, ...]] = []
@@ -126,7 +126,7 @@ def _on_digits(directory: Path, progress: Progress) -> list[Group]:
     spec = MixerSpec(grid=(4, 4), patch=7, channels=1, dim=64, depth=2, classes=digits.CLASSES)
     mixer = mumoe_training.mixer(spec, EXPERTS, hidden=(32, 128), rank=48)
     path = directory / "mixer.pt"
-    mumoe_training.save(mumoe_training.fit(mixer, _drawn(images, labels, 128), 250, 3e-3), path)
+    mumoe_training.save(mumoe_training.fit(mixer, _drawn(images, labels, 64), 250, 3e-3), path)
     return [
         Group("digits", vectors, _saved(vectors, directory / "digits-test.npz"), tuple(heads)),
         Group(
@@ -144,7 +144,7 @@ def _on_text(directory: Path, progress: Progress) -> Group:
     progress.step(f"training a GPT-2 on {len(text.train)} characters of Python's help")
     spec = GPT2Spec(LENGTH, len(text.characters), depth=2, heads=4, dim=64, bias=True)
     model = mumoe_training.gpt2(spec, EXPERTS, hidden=256, rank=48)
-    mumoe_training.fit(model, _windows(text.train, 32), 400, 3e-3)
+    mumoe_training.fit(model, _windows(text.train, 32), 600, 3e-3)
     path = directory / "gpt2.pt"
     mumoe_training.save(model, path, n_layer=spec.depth, n_head=spec.heads, n_embd=spec.dim)
     data = LabelledData(text.sequences(LENGTH, 128), None, "input_ids")

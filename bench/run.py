@@ -60,7 +60,7 @@ def bench(
     head = data.head(max(settings.batches) * settings.protocol.inputs)
     for subject in subjects:
         check_inputs(subject.model.input, head, subject.name)
-    with _threads(settings.threads):
+    with with_threads(settings.threads):
         facts = environment() | {"threads": torch.get_num_threads()}
         progress.step(describe(heats, foretell(subjects, heats, head, data.samples, settings)))
         models = tuple(model_info(subject) for subject in subjects)
@@ -217,7 +217,7 @@ def _protocol(settings: Settings, data: Labelled, seen: int) -> dict[str, Any]:
 
 
 @contextmanager
-def _threads(count: int | None) -> Iterator[None]:
+def with_threads(count: int | None) -> Iterator[None]:
     """Sets PyTorch's thread count within the context."""
     before = torch.get_num_threads()
     if count is not None:
