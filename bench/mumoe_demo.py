@@ -37,6 +37,10 @@ SEED = 0
 LENGTH = 64
 """Positions of the GPT-2."""
 
+CAVEAT = """k buys next to no speed here: the experts' part of a muMoE's work is small, and is computed
+whole for every k; what falls with k is the price of choosing. A small k shows how many experts the
+task needs."""
+
 SUPPORT_HEADER = ("model", "layer", "experts n", "mean", "p99", "max")
 
 
@@ -98,7 +102,7 @@ def run_mumoe_demo(directory: Path, progress: Progress, *, force: bool = False) 
             "Coefficients that are not zero, of each token (k = max changes nothing):\n"
             + table(SUPPORT_HEADER, supports),
             *texts,
-            "k buys no speed here: the experts are a small part of a muMoE's work.",
+            CAVEAT,
             "\n".join((f"took {time.monotonic() - started:.0f} s", *reports)),
         )
     )

@@ -8,7 +8,7 @@ from .analyses.tables import text
 from .results import Results, Row
 from .views import line_name, panels
 
-HEADER = ("k", "engine", "batch", "ms (median)", "vs PyTorch", "accuracy", "kept", "same experts")
+HEADER = ("k", "engine", "batch", "ms (median)", "vs PyTorch")
 
 
 def rows_table(results: Results) -> str:
@@ -20,7 +20,8 @@ def rows_table(results: Results) -> str:
             rows += list(line.rows)
         rows.sort(key=lambda row: (not row.is_reference, -row.k, line_name(row)))
         cells = [_cells(row, panel.speedup(row)) for row in rows]
-        blocks.append(f"{panel.model}, batch {panel.batch}\n{table(HEADER, cells)}")
+        header = (*HEADER, panel.quality or "accuracy", "kept", "same experts")
+        blocks.append(f"{panel.model}, batch {panel.batch}\n{table(header, cells)}")
     failed = [
         f"failed: {line_name(row)}, k = {row.k}: {row.error}" for row in results.rows if row.error
     ]
@@ -29,14 +30,20 @@ def rows_table(results: Results) -> str:
 
 
 def _cells(row: Row, speedup: float | None) -> tuple[str, ...]:
-    accuracy, routing = row.accuracy, row.routing
     return (
         f"{row.k}/{row.experts}",
         line_name(row) + (" (untouched)" if row.is_reference else ""),
         str(row.batch),
         "–" if row.latency_ms is None else f"{row.latency_ms.median:.3f}",
         "–" if speedup is None else f"{speedup:.2f}×",
-        "–" if accuracy is None else f"{accuracy.top1:.1%}",
-        "–" if accuracy is None or accuracy.retention is None else f"{accuracy.retention:.1%}",
-        "–" if routing is None else f"{routing.exact:.1%}",
+        _quality(row),
+        "–" if row.kept is None else f"{row.kept:.1%}",
+        "–" if row.routing is None else f"{row.routing.exact:.1%}",
     )
+
+
+def _quality(row: Row) -> str:
+    """The accuracy, or a token model's perplexity."""
+    if row.accuracy is not None:
+        return f"{row.accuracy.top1:.1%}"
+    return "–" if row.perplexity is None else f"{row.perplexity.value:.3f}"

@@ -1,6 +1,7 @@
 """Writes into the documents what was measured or exported: run from a checkout.
 
 python docs/refresh.py demo DIR     the README's table and figure, from `moexport demo -o DIR`
+python docs/refresh.py mumoe DIR    the same of `moexport demo --family mumoe -o DIR`
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
 python docs/refresh.py paper        the tables and figures of docs/paper.md, from benchmarks/results
@@ -72,6 +73,30 @@ def demo_table(results: Results) -> str:
     return "\n".join(lines) + "\n"
 
 
+def mumoe_demo_table(directory: Path) -> str:
+    """Returns a row for each k of the muMoE demo: accuracy or perplexity, and milliseconds."""
+    columns: dict[str, dict[int | None, str]] = {}
+    for results in sorted(directory.glob("report-*/results.json")):
+        for row in read(results).rows:
+            if row.latency_ms is None:
+                continue
+            if row.accuracy is not None:
+                quality = f"{row.accuracy.top1:.1%}"
+            else:
+                assert row.perplexity is not None
+                quality = f"{row.perplexity.value:.2f}"
+            column = columns.setdefault(row.model, {})
+            key = None if row.is_reference else row.k
+            column[key] = f"{quality}, {row.latency_ms.median:.3f} ms"
+    models = sorted(columns, key=["digits-cp", "digits-tr", "mixer", "gpt2"].index)
+    named = ("CP classifier", "TR classifier", "Mixer", "GPT-2 (perplexity)")
+    lines = [f"| k | {' | '.join(named)} |", "|--:|--:|--:|--:|--:|"]
+    for k in columns[models[0]]:
+        cells = " | ".join(columns[model][k] for model in models)
+        lines.append(f"| {'PyTorch, untouched' if k is None else k} | {cells} |")
+    return "\n".join(lines) + "\n"
+
+
 def layer_ops(bundle: moexport.Bundle, lowering: str) -> list[str]:
     """Returns the ops of one layer as a bundle's graph with that lowering holds them, in order."""
     file = bundle.path / bundle.graph(lowering).file
@@ -134,6 +159,13 @@ def refresh_demo(directory: Path) -> None:
     page = ROOT / "README.md"
     replace_marked(page, "demo-table", table)
     shutil.copy(report / "latency_accuracy.png", ROOT / "docs" / "images" / "demo.png")
+
+
+def refresh_mumoe(directory: Path) -> None:
+    """Puts a muMoE demo's table into the README and the page on muMoE."""
+    table = mumoe_demo_table(directory)
+    for page in (ROOT / "README.md", ROOT / "docs" / "mumoe.md"):
+        replace_marked(page, "mumoe-table", table)
 
 
 def refresh_lowerings() -> None:
@@ -224,6 +256,8 @@ if __name__ == "__main__":
     match sys.argv[1:]:
         case ["demo", directory]:
             refresh_demo(Path(directory))
+        case ["mumoe", directory]:
+            refresh_mumoe(Path(directory))
         case ["lowerings"]:
             refresh_lowerings()
         case ["schema"]:
