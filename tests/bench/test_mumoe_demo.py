@@ -1,4 +1,4 @@
-"""The muMoE demo's networks are saved as the released code saves them, and trained as they are run."""
+"""The muMoE demo's networks are saved as the released code saves them, trained as they run."""
 
 from __future__ import annotations
 
