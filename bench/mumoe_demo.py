@@ -37,9 +37,9 @@ SEED = 0
 LENGTH = 64
 """Positions of the GPT-2."""
 
-CAVEAT = """k buys next to no speed here: the experts' part of a muMoE's work is small, and all of it
-is computed for every k; what falls with k is the price of choosing. A small k shows how many experts
-the task needs."""
+CAVEAT = """k buys next to no speed here: the experts' part of a muMoE's work is small, and the
+whole of it is computed for every k; what falls with k is the price of choosing. A small k shows how
+many experts the task needs."""
 
 SUPPORT_HEADER = ("model", "layer", "experts n", "mean", "p99", "max")
 
