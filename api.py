@@ -25,7 +25,6 @@ from .bench.sources import open_labelled
 from .bench.specialise import Specialisation
 from .bench.specialise import specialise as run_specialise
 from .bench.subjects import Asked, exported, from_bundle, parse_precisions
-from .bench.timing import Protocol
 from .calibration.feeds import Feed
 from .calibration.methods import DEFAULT_METHOD, DEFAULT_PERCENTILE
 from .calibration.table import CalibrationTable, Method
@@ -52,6 +51,7 @@ from .exporter.options import (
 )
 from .exporter.progress import Progress, Silent
 from .exporter.tables import ranges_for_export
+from .exporter.timing import Protocol
 from .graphs.arithmetic import FloatName, Precision
 from .graphs.lowerings.base import Target
 

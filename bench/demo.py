@@ -17,13 +17,13 @@ from ..exporter.export import export
 from ..exporter.load import load
 from ..exporter.options import ExportOptions, parse_k
 from ..exporter.progress import Progress
+from ..exporter.timing import Protocol
 from . import digits
 from .engines import Subject
 from .plan import Settings
 from .run import bench
 from .subjects import Asked, from_bundle
 from .summary import rows_table
-from .timing import Protocol
 
 EXPERTS = (16, 64)
 KEPT = ("n", "1/2", "1/4", "1/8")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from ..exporter import timing
 from ..exporter.progress import Progress
-from . import timing
 from .data import Array, LabelledData
 from .engines import Contestant, Runner
 from .plan import Heat

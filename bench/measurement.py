@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..exporter import timing
 from ..exporter.environment import memory_bytes
 from ..exporter.progress import Progress
-from . import timing
 from .data import Labelled, LabelledData
 from .engines import Contestant, Entry, Runner, Subject, contestants
 from .heats import heat_batches, measure_heat

@@ -20,6 +20,7 @@ from ..exporter.load import load
 from ..exporter.options import parse_k
 from ..exporter.progress import Progress
 from ..exporter.support import support
+from ..exporter.timing import Protocol
 from ..graphs.mumoe_spec import Form
 from . import digits, mumoe_training, topics
 from .data import LabelledData
@@ -29,7 +30,6 @@ from .results import Results
 from .run import bench, with_threads
 from .subjects import Asked, from_bundle
 from .summary import rows_table
-from .timing import Protocol
 
 EXPERTS = 32
 KEPT = ("n", "16", "8", "4", "2", "1")

@@ -7,10 +7,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from ..exporter.environment import memory_bytes, usable_cores
 from ..exporter.progress import Progress
+from ..exporter.timing import in_one_line
 from .data import Array
 from .engines import Runner
 from .memory import Memory, measure_memory, portable
-from .timing import in_one_line
 
 AT_ONCE = 4
 ROOM = 4

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..errors import UsageError
-from . import timing
+from ..exporter import timing
 from .engines import Contestant, Subject, contestants
 from .results import PYTORCH_COMPILE
 

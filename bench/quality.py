@@ -11,6 +11,7 @@ import numpy as np
 
 from ..errors import FeedError
 from ..exporter.progress import Progress, Silent
+from ..exporter.timing import in_one_line
 from ..graphs.layers import soft_moe_layers
 from .data import Array, Labelled, Labels, check_classes
 from .engines import Contestant, Graph, PyTorch, Runner, Subject, untouched, with_algorithm_1
@@ -24,7 +25,6 @@ from .results import (
     Perplexity,
     RoutingAgreement,
 )
-from .timing import in_one_line
 
 SAVE_S = 10.0
 """How often the sums so far are kept for a run that goes on after a kill."""

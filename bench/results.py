@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import ResultsError
+from ..exporter.timing import Latency
 from .reading import Reader
-from .timing import Latency
 
 SCHEMA = 1
 

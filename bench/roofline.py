@@ -19,10 +19,10 @@ from onnx import helper, numpy_helper
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
+from ..exporter import timing
 from ..exporter.model import Model
 from ..exporter.trace import layers_as_nodes
 from ..graphs.lowerings.base import AnyWork, WorkOf
-from . import timing
 
 FP32_BYTES = 4
 _STREAM = 1 << 28  # floats: 1 GiB, larger than any cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from . import timing
+from ..exporter import timing
 from .results import Results, Row
 
 KEPT = 0.99

@@ -20,13 +20,13 @@ import numpy as np
 from moexport import Bundle, Model, export, load
 from moexport.bench import digits
 from moexport.bench.evaluate import jaccard
-from moexport.bench.timing import Protocol, measure
 from moexport.calibration.table import METHODS, CalibrationTable
 from moexport.console import table
 from moexport.exporter.calibrate import CalibrationOptions, Observed, observe_model
 from moexport.exporter.environment import environment
 from moexport.exporter.options import parse_k
 from moexport.exporter.session import Session, SessionOptions
+from moexport.exporter.timing import Protocol, measure
 
 EXPERTS = (16, 64)
 KEPT = ("n", "1/4")

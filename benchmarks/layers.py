@@ -16,10 +16,10 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 import torch
-from moexport.bench import timing
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.roofline import Probes, Rates, layer_parts, limit_ms
 from moexport.bench.subjects import Asked, exported
+from moexport.exporter import timing
 from moexport.exporter.environment import environment, usable_cores
 from moexport.exporter.hosts.layer import TokenHost
 from moexport.exporter.model import Model, Source, TensorSpec

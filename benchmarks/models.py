@@ -13,10 +13,10 @@ from tempfile import TemporaryDirectory
 import moexport
 import numpy as np
 import torch
-from moexport.bench import timing
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.roofline import ModelWork, Probes, Rates, limit_ms, work_of
 from moexport.bench.subjects import Asked, exported
+from moexport.exporter import timing
 from moexport.exporter.environment import environment, usable_cores
 
 from .baselines import compiled, plain_onnx

@@ -14,10 +14,10 @@ from functools import partial
 
 import numpy as np
 import torch
-from moexport.bench import timing
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.roofline import layer_parts, limit_ms, machine_rates
 from moexport.bench.subjects import Asked, exported
+from moexport.exporter import timing
 from moexport.exporter.environment import environment, usable_cores
 from moexport.exporter.hosts.layer import TokenHost
 from moexport.exporter.model import Model, Source, TensorSpec

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results
 from moexport.bench.roofline import Rates, layer_parts, limit_ms
-from moexport.bench.timing import Latency
 from moexport.console import count, size
+from moexport.exporter.timing import Latency
 from moexport.graphs.lowerings.base import Work, WorkOf
 
 from .layers import (

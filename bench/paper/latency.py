@@ -20,6 +20,7 @@ from ...console import count, table
 from ...exporter.environment import memory_bytes
 from ...exporter.model import Model, Source, TensorSpec
 from ...exporter.progress import Progress
+from ...exporter.timing import MIN_ROUNDS, Protocol
 from ...graphs.layers import SoftMoE, SoftMoEWeights
 from ...graphs.spec import SoftMoESpec
 from ..data import LabelledData
@@ -28,7 +29,6 @@ from ..plan import Settings
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, Results, Row
 from ..run import bench, write_all
 from ..subjects import Asked, exported
-from ..timing import MIN_ROUNDS, Protocol
 from . import published
 from .published import TABLE_3, LatencyTable
 

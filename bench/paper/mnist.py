@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ...exporter.load import load
 from ...exporter.progress import Progress
+from ...exporter.timing import Protocol
 from .. import digits
 from ..analyses.experts import Wanted, study
 from ..analyses.findings import EXPERTS, ExpertStudy
@@ -22,7 +23,6 @@ from ..plan import Settings
 from ..results import Results
 from ..run import bench
 from ..subjects import Asked, exported
-from ..timing import Protocol
 from . import published
 
 NAME = "digits"

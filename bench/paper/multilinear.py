@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 
 from ...console import count, table
+from ...exporter import timing
 from ...exporter.environment import environment
 from ...exporter.hosts.layer import TokenHost
 from ...exporter.model import Model, Source, TensorSpec
 from ...exporter.progress import Progress
 from ...graphs.mumoe import MuMoE, MuMoEWeights, activate
 from ...graphs.mumoe_spec import FactorisedSpec, Form, MuMoESpec
-from .. import timing
 from ..engines import PyTorch, Runner
 from ..memory import measure_memory, portable
 from ..results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row

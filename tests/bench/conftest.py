@@ -17,8 +17,8 @@ from moexport.bench.results import (
     Row,
 )
 from moexport.bench.statistics import wilson
-from moexport.bench.timing import Latency, summarise
 from moexport.exporter.model import Model, Source, TensorSpec
+from moexport.exporter.timing import Latency, summarise
 from moexport.graphs.layers import SoftMoE, SoftMoEWeights
 from moexport.graphs.spec import SoftMoESpec
 from torch import Tensor, nn

@@ -15,10 +15,10 @@ from moexport.bench.engines import GraphSource, Subject, with_algorithm_1
 from moexport.bench.plan import Settings, describe, plan
 from moexport.bench.results import Results, Row, read
 from moexport.bench.run import bench
-from moexport.bench.timing import Protocol
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model
 from moexport.exporter.progress import Silent
+from moexport.exporter.timing import Protocol
 
 QUICK = Settings(batches=(1, 3), protocol=Protocol(warmup=1, round_s=0.0, inputs=2), samples=100)
 

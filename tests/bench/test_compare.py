@@ -14,9 +14,9 @@ from moexport.bench.exports import to_csv, to_markdown
 from moexport.bench.guard import earlier, fail_if, parse_share
 from moexport.bench.report import html
 from moexport.bench.results import Results, Row, write
-from moexport.bench.timing import summarise
 from moexport.bench.views import front, panels
 from moexport.errors import MoexportError, UsageError
+from moexport.exporter.timing import summarise
 from moexport.tests.command import run
 
 RowMaker = Callable[..., Row]

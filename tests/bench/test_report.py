@@ -14,8 +14,8 @@ import pytest
 from moexport.bench.figures import figures
 from moexport.bench.report import html, write_report
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.timing import summarise
 from moexport.bench.views import caveat, choice, panels, summary, times
+from moexport.exporter.timing import summarise
 
 RowMaker = Callable[..., Row]
 

@@ -12,7 +12,7 @@ import pytest
 from moexport.bench.compare import compare
 from moexport.bench.report import write_report
 from moexport.bench.results import Absent, Part, Results, Row
-from moexport.bench.timing import Latency
+from moexport.exporter.timing import Latency
 from moexport.tests.bench.browser import Browser, browser, missing
 
 RowMaker = Callable[..., Row]

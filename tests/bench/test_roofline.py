@@ -6,7 +6,7 @@ import moexport
 import numpy as np
 import pytest
 from moexport.bench.roofline import Part, Probes, Rates, layer_parts, limit_ms, work_of
-from moexport.bench.timing import summarise
+from moexport.exporter.timing import summarise
 from moexport.graphs.lowerings.base import WorkOf
 from moexport.graphs.spec import SoftMoESpec
 from moexport.tests.recorded import DATA

@@ -14,9 +14,9 @@ from moexport.bench.engines import GraphSource, Subject, with_algorithm_1
 from moexport.bench.journal import FILE, Journal
 from moexport.bench.plan import Settings
 from moexport.bench.run import bench
-from moexport.bench.timing import Protocol, Round, measure
 from moexport.exporter.model import Model
 from moexport.exporter.progress import Silent
+from moexport.exporter.timing import Protocol, Round, measure
 
 SETTINGS = Settings(
     batches=(1, 3), protocol=Protocol(warmup=1, round_s=0.0, inputs=2), samples=50, memory=False

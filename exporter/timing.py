@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..errors import MoexportError, UsageError
-from ..exporter.progress import Progress, Silent
+from .progress import Progress, Silent
 
 NS_PER_MS = 1e6
 MIN_ROUNDS = 5

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from moexport.bench.timing import Latency, Protocol, differs, measure, summarise
 from moexport.errors import UsageError
+from moexport.exporter.timing import Latency, Protocol, differs, measure, summarise
 
 
 def ticking(step_ns: int = 1_000_000) -> Callable[[], int]:
