@@ -7,19 +7,31 @@ import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
+from ..calibration.labels import (
+    LABEL_NAMES,
+    Array,
+    Labels,
+    Pair,
+    check_classes,
+    checked_labels,
+)
 from ..errors import FeedError
 
-LABEL_NAMES = ("label", "labels", "y")
-
-Array = NDArray[Any]
-Labels = NDArray[np.int64]
-Pair = tuple[Array, Labels | None]
-"""Inputs [b, …] and their labels: classes [b], or target tokens [b, m]."""
+__all__ = [
+    "Array",
+    "Labelled",
+    "LabelledData",
+    "Labels",
+    "Pair",
+    "fingerprint",
+    "load_groups",
+    "load_labelled",
+    "rebatched",
+]
 
 
 class Labelled(Protocol):
@@ -106,18 +118,6 @@ class LabelledData:
             check_classes(self.labels, classes, f"array '{self.label_name}'")
 
 
-def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -> None:
-    """Raises FeedError unless every label is a class; `first` is the index of the first one."""
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
-    if wrong.size:
-        at = int(wrong[0])
-        raise FeedError(
-            f"{where} holds {wrong.size} labels outside 0..{classes - 1}; "
-            f"the first is {int(labels[at])} at index {first + at}",
-            hint=f"the model has {classes} classes, counted from 0",
-        )
-
-
 def fingerprint(*arrays: Array | None) -> str:
     """Returns the SHA-256 of some arrays: their kinds, shapes and values."""
     digest = hashlib.sha256()
@@ -182,7 +182,9 @@ def load_labelled(path: Path, *, input_name: str = "input") -> LabelledData:
     if label_name is None:
         return LabelledData(inputs, None, inputs_from)
     where = f"{path}: array '{label_name}'"
-    labels = checked_labels(arrays[label_name], inputs, where, f"'{inputs_from}'")
+    labels = checked_labels(
+        arrays[label_name], inputs.dtype, inputs.shape, where, f"'{inputs_from}'"
+    )
     return LabelledData(inputs, labels, inputs_from, label_name)
 
 
@@ -212,36 +214,6 @@ def _input_name(path: Path, arrays: dict[str, Array], wanted: str, label_name: s
         f"{path}: no array '{wanted}', and {reason} to take instead; the file holds {held}",
         hint=f"save the inputs as '{wanted}': numpy.savez(path, {wanted}=..., label=...)",
     )
-
-
-def checked_labels(array: Array, inputs: Array, where: str, inputs_from: str) -> Labels:
-    """Returns the labels of some inputs: classes [b], or for token ids [b, m] target ids [b, m].
-
-    `where` and `inputs_from` name both in messages. Raises FeedError for what can be neither.
-    """
-    tokens = inputs.dtype.kind in "iu" and array.shape == inputs.shape and array.ndim > 1
-    if array.ndim != 1 and not tokens:
-        raise FeedError(
-            f"{where} has shape {array.shape}; labels are one class per sample",
-            hint="for one-hot labels save labels.argmax(axis=1)",
-        )
-    if len(array) != len(inputs):
-        raise FeedError(
-            f"{where} holds {len(array)} labels for the {len(inputs)} samples of {inputs_from}"
-        )
-    whole = array.dtype.kind in "iu" or (
-        array.dtype.kind == "f" and bool((array == np.round(array)).all())
-    )
-    if not whole:
-        raise FeedError(
-            f"{where} has dtype {array.dtype} and is not whole numbers",
-            hint="labels are class indices counted from 0",
-        )
-    labels: Labels = array.astype(np.int64)
-    if not tokens and labels.size and labels.min() < 0:
-        first = int(np.flatnonzero(labels < 0)[0])
-        raise FeedError(f"{where} holds the negative label {int(labels[first])} at index {first}")
-    return labels
 
 
 def load_groups(path: Path, name: str, samples: int) -> Array:

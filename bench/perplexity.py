@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..calibration.labels import IGNORED
 from ..errors import FeedError
 from .data import Array, Labels
 from .results import Interval, Perplexity
 from .statistics import Z
-
-IGNORED = -1
-"""A target that is not counted."""
 
 
 @dataclass(frozen=True, slots=True)

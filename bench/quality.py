@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
+from ..calibration.labels import check_classes
 from ..errors import FeedError
 from ..exporter.progress import Progress, Silent
 from ..exporter.timing import in_one_line
 from ..graphs.layers import soft_moe_layers
-from .data import Array, Labelled, Labels, check_classes
+from .data import Array, Labelled, Labels
 from .engines import Contestant, Graph, PyTorch, Runner, Subject, untouched, with_algorithm_1
 from .evaluate import Closeness, Hits, Overlap
 from .perplexity import Surprise

@@ -10,21 +10,11 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ..calibration.feeds import array_of, batches, imported_items
+from ..calibration.feeds import batches, names_code
+from ..calibration.labels import Array, Pair, labelled_batches
 from ..errors import FeedError, UsageError
 from ..exporter.model import TensorSpec
-from .data import (
-    LABEL_NAMES,
-    Array,
-    Labelled,
-    LabelledData,
-    Labels,
-    Pair,
-    checked_labels,
-    fingerprint,
-    load_labelled,
-    rebatched,
-)
+from .data import Labelled, LabelledData, fingerprint, load_labelled, rebatched
 
 Pixels = Literal["unit", "symmetric", "imagenet"]
 """What an image's values become: 0..1, −1..1, or standardised as ImageNet models are trained."""
@@ -82,7 +72,7 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
                 input_name=spec.name,
             )
         return image_folder(path, spec, pixels)
-    if ":" in where and not path.exists() and not path.suffix:
+    if names_code(where):
         return _iterable(where, spec)
     return load_labelled(path, input_name=spec.name)
 
@@ -93,11 +83,10 @@ def _floats(x: Array) -> Array:
 
 def _iterable(where: str, spec: TensorSpec) -> Streamed:
     def pairs() -> Iterator[Pair]:
-        for item in imported_items(where):
-            inputs = _floats(array_of(item, spec.name, where))
+        for inputs, labels in labelled_batches(where, spec.name):
             if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
                 raise FeedError(f"{where}: input '{spec.name}' holds NaN or infinite values")
-            yield inputs, _labels_of(item, inputs, where)
+            yield _floats(inputs), labels
 
     first = next(pairs(), None)
     if first is None:
@@ -110,19 +99,6 @@ def _iterable(where: str, spec: TensorSpec) -> Streamed:
         fingerprint=f"{where} {fingerprint(*first)}",
         input_name=spec.name,
     )
-
-
-def _labels_of(item: object, inputs: Array, where: str) -> Labels | None:
-    """The labels of what an iterable yields: the second of a pair, or a dict's `label`."""
-    labels: object = None
-    if isinstance(item, dict):
-        labels = next((item[name] for name in LABEL_NAMES if name in item), None)
-    elif isinstance(item, tuple | list) and len(item) > 1:
-        labels = item[1]
-    if labels is None:
-        return None
-    array = np.asarray(labels)
-    return checked_labels(array, inputs, f"{where}: a batch's labels", "the batch")
 
 
 def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed:

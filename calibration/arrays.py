@@ -64,8 +64,25 @@ def npy_count(path: Path) -> int:
 
 def npz_count(path: Path, name: str) -> int:
     """Returns how many rows the array `name` of an `.npz` file holds, from its header alone."""
-    with _archive(path) as archive, archive.open(_member(archive, path, name)) as file:
-        return _header(cast(BinaryIO, file), path, ".npz").shape[0]
+    return npz_header(path, name)[0].shape[0]
+
+
+def npz_header(path: Path, name: str) -> tuple[Header, tuple[str, ...]]:
+    """Returns the header of the array `name` of an `.npz`, or its only one, and the other names."""
+    with _archive(path) as archive:
+        member = _member(archive, path, name)
+        others = tuple(n.removesuffix(".npy") for n in archive.namelist() if n != member)
+        with archive.open(member) as file:
+            return _header(cast(BinaryIO, file), path, ".npz"), others
+
+
+def npz_array(path: Path, name: str) -> np.ndarray:
+    """Returns a whole array of an `.npz` file; `FeedError` where it is not one of numbers."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            return np.asarray(archive[name])
+    except (KeyError, *UNREADABLE) as error:
+        raise _unreadable(path, ".npz", error) from error
 
 
 def _open(path: Path, kind: str) -> BinaryIO:

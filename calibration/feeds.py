@@ -65,8 +65,9 @@ def _located(where: str, name: str) -> Iterator[np.ndarray]:
         yield from _folder(path)
     elif path.exists():
         yield from npz_rows(path, name) if path.suffix == ".npz" else npy_rows(path)
-    elif ":" in where and not path.suffix:
-        yield from _imported(where, name)
+    elif names_code(where):
+        for item in imported_items(where):
+            yield array_of(item, name, where)
     else:
         raise FeedError(
             f"{where}: no such feed",
@@ -88,9 +89,10 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def _imported(where: str, name: str) -> Iterator[np.ndarray]:
-    for item in imported_items(where):
-        yield array_of(item, name, where)
+def names_code(where: str) -> bool:
+    """Whether `where` reads as `package.module:iterable` and is no file."""
+    path = Path(where)
+    return ":" in where and not path.suffix and not path.exists()
 
 
 def imported_items(where: str) -> Iterator[object]:

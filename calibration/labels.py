@@ -1,0 +1,122 @@
+"""The labels beside the inputs of a feed: a class of each, or the tokens that should follow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import FeedError
+from .arrays import npz_array, npz_header, npz_rows
+from .feeds import Feed, array_of, batches, imported_items, names_code
+
+LABEL_NAMES = ("label", "labels", "y")
+
+IGNORED = -1
+"""A target token that is not counted."""
+
+Array = NDArray[Any]
+Labels = NDArray[np.int64]
+Pair = tuple[Array, Labels | None]
+"""Inputs [b, …] and their labels: classes [b], or target tokens [b, m]."""
+
+
+def labelled_batches(feed: Feed, name: str) -> Iterator[Pair]:
+    """Yields batches [b, …] of the input called `name` with their labels, None where it has none.
+
+    Labels are the array `label`, `labels` or `y` of an `.npz` or of a dict that code yields, and
+    the second of a tuple. Raises `FeedError` that names what cannot be read, or cannot be labels.
+    """
+    if isinstance(feed, str | Path):
+        if Path(feed).suffix == ".npz" and Path(feed).is_file():
+            yield from _archive(Path(feed), name)
+            return
+        if not names_code(str(feed)):
+            yield from ((x, None) for x in batches(feed, name))
+            return
+        where, items = str(feed), imported_items(str(feed))
+    elif isinstance(feed, np.ndarray):
+        yield from ((x, None) for x in batches(feed, name))
+        return
+    else:
+        where, items = "the feed", iter(feed)
+    for item in items:
+        inputs = array_of(item, name, where)
+        yield inputs, _labels_of(item, inputs, where)
+
+
+def _archive(path: Path, name: str) -> Iterator[Pair]:
+    """The batches of an `.npz`; its labels, a number an input, are read whole."""
+    header, others = npz_header(path, name)
+    label_name = next((label for label in LABEL_NAMES if label in others), None)
+    labels: Labels | None = None
+    if label_name is not None:
+        array = npz_array(path, label_name)
+        where = f"{path}: array '{label_name}'"
+        labels = checked_labels(array, header.dtype, header.shape, where, f"'{name}'")
+    start = 0
+    for rows in npz_rows(path, name):
+        yield rows, None if labels is None else labels[start : start + len(rows)]
+        start += len(rows)
+
+
+def _labels_of(item: object, inputs: Array, where: str) -> Labels | None:
+    """The labels of what code yields: the second of a pair, or a dict's `label`."""
+    labels: object = None
+    if isinstance(item, dict):
+        labels = next((item[name] for name in LABEL_NAMES if name in item), None)
+    elif isinstance(item, tuple | list) and len(item) > 1:
+        labels = item[1]
+    if labels is None:
+        return None
+    array = np.asarray(labels)
+    where = f"{where}: a batch's labels"
+    return checked_labels(array, inputs.dtype, inputs.shape, where, "the batch")
+
+
+def checked_labels(
+    array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], where: str, inputs_from: str
+) -> Labels:
+    """Returns the labels of some inputs: classes [b], or for token ids [b, m] target ids [b, m].
+
+    `dtype` and `shape` are the inputs'; `where` and `inputs_from` name both in messages. Raises
+    FeedError for what can be neither.
+    """
+    tokens = dtype.kind in "iu" and array.shape == shape and array.ndim > 1
+    if array.ndim != 1 and not tokens:
+        raise FeedError(
+            f"{where} has shape {array.shape}; labels are one class per sample",
+            hint="for one-hot labels save labels.argmax(axis=1)",
+        )
+    if len(array) != shape[0]:
+        raise FeedError(
+            f"{where} holds {len(array)} labels for the {shape[0]} samples of {inputs_from}"
+        )
+    whole = array.dtype.kind in "iu" or (
+        array.dtype.kind == "f" and bool((array == np.round(array)).all())
+    )
+    if not whole:
+        raise FeedError(
+            f"{where} has dtype {array.dtype} and is not whole numbers",
+            hint="labels are class indices counted from 0",
+        )
+    labels: Labels = array.astype(np.int64)
+    if not tokens and labels.size and labels.min() < 0:
+        first = int(np.flatnonzero(labels < 0)[0])
+        raise FeedError(f"{where} holds the negative label {int(labels[first])} at index {first}")
+    return labels
+
+
+def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -> None:
+    """Raises FeedError unless every label is a class; `first` is the index of the first one."""
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if wrong.size:
+        at = int(wrong[0])
+        raise FeedError(
+            f"{where} holds {wrong.size} labels outside 0..{classes - 1}; "
+            f"the first is {int(labels[at])} at index {first + at}",
+            hint=f"the model has {classes} classes, counted from 0",
+        )
