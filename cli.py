@@ -197,7 +197,10 @@ def export(
         Target, typer.Option(help="Who runs the graph; onnx is standard ops alone.")
     ] = Target.ONNX,
     lowering: Annotated[
-        str, typer.Option(help="auto, or dense, gather, grouped, conditional, fused; a,b for more.")
+        str,
+        typer.Option(
+            help="auto predicts, tune measures here; or dense, gather, grouped, …; a,b for more."
+        ),
     ] = "auto",
     data: Data = None,
     batch: Annotated[
@@ -330,7 +333,7 @@ def export(
     )
     if dry_run:
         console.step("tracing")
-        plan = prepare(loaded, options, table).plan
+        plan = prepare(loaded, options, table, console).plan
         console.finish()
         print(json_text(plan_json(plan, output)) if as_json else plan_text(plan, output))
         return

@@ -117,6 +117,7 @@ def bundle_text(path: Path, manifest: Manifest) -> str:
             "",
             table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
             "",
+            *_tuning_text(manifest.tuning),
             table(("file", "bytes"), files),
         )
     )
@@ -126,6 +127,30 @@ def _edit_texts(manifest: Manifest) -> list[str]:
     from .exporter.edits import Edits
 
     return Edits.from_records(manifest.edits, "manifest.json").texts()
+
+
+def _tuning_text(tuning: dict[str, Any]) -> tuple[str, ...]:
+    """What `--lowering tune` measured, and on what; nothing where it was not asked for."""
+    if not tuning:
+        return ()
+    rows = []
+    for group in tuning["measured"]:
+        first, *more = group["layers"]
+        layers = f"{first} and {len(more)} like it" if more else first
+        kept = f"{group['k']}/{group['experts']}"
+        for found in group["candidates"]:
+            ms = found["latency_ms"]
+            figures = (f"{ms['median']:.3g}", f"{ms['spread']:.0%}", str(ms["n"]))
+            rows.append((layers, kept, found["lowering"], *figures))
+        rows += [(layers, kept, name, why, "", "") for name, why in group["left_out"].items()]
+    batches = sorted({group["batch"] for group in tuning["measured"]})
+    return (
+        f"Measured at batch {', '.join(map(str, batches))} on {tuning['machine']}, "
+        f"{tuning['runtime']} ({tuning['provider']}), {tuning['threads']} threads, "
+        f"{tuning['inputs']}:",
+        table(("MoE layer", "k/n", "lowering", "ms (median)", "spread", "calls"), rows),
+        "",
+    )
 
 
 def plan_text(plan: Plan, output: Path) -> str:
@@ -145,6 +170,8 @@ def plan_text(plan: Plan, output: Path) -> str:
             f"{output / graph.file}\n{table(('MoE layer', 'k/n', 'lowering', 'reason'), rows)}\n"
             f"MoE layers together: about {graph.predicted_us / 1e3:.3g} ms a batch (predicted)\n"
         )
+    if plan.tuning is not None:
+        blocks.append("\n".join(_tuning_text(plan.tuning.as_json())))
     blocks.append(f"weights: {size(plan.weights_bytes)}; nothing was written (--dry-run)")
     return "\n".join(blocks)
 
@@ -168,6 +195,7 @@ def plan_json(plan: Plan, output: Path) -> dict[str, Any]:
             ]
             for graph in plan.graphs
         },
+        "tuning": {} if plan.tuning is None else plan.tuning.as_json(),
     }
 
 

@@ -20,7 +20,7 @@ from ..exporter.load import load
 from ..exporter.manifest import MANIFEST_FILE
 from ..exporter.model import Model
 from ..exporter.numbers import Numbers
-from ..exporter.options import AUTO, AxisRange, ExportOptions, Kept
+from ..exporter.options import AUTO, TUNE, AxisRange, ExportOptions, Kept
 from ..exporter.plan import GraphPlan, plan_graph, resolve_k
 from ..exporter.progress import Progress, Silent
 from ..exporter.tables import table_for_export
@@ -56,6 +56,14 @@ class Asked:
     calibration: Array | None = None
     threads: int | None = None
     renormalize: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for `tune`: the sweep itself is the measurement."""
+        if TUNE in self.lowerings:
+            raise UsageError(
+                "--lowering tune belongs to export: a benchmark measures what it is told",
+                hint="name the lowerings to compare, as --lowering dense,gather,grouped",
+            )
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from moexport.exporter import timing
 from moexport.exporter.environment import environment, usable_cores
 from moexport.exporter.hosts.layer import TokenHost
 from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.graphs.cost import choose
+from moexport.graphs.choice import choose
 from moexport.graphs.layers import SoftMoE, SoftMoEWeights, algorithm_1
 from moexport.graphs.lowerings.base import Work
 from moexport.graphs.spec import SoftMoESpec

@@ -39,13 +39,14 @@ from .manifest import (
 )
 from .model import Model, TensorSpec
 from .numbers_record import numbers_record
-from .options import ExportOptions
+from .options import TUNE, ExportOptions
 from .pages import release
 from .parity import PARITY_FILE, Parity, Reference, describe, reference
 from .plan import GraphPlan, Plan, plan
 from .precision import NumbersPlan, narrow
 from .progress import Progress, Silent
 from .trace import trace
+from .tune import tune
 from .weights import StoredLayer, WeightsWriter, write_host, write_layer
 
 
@@ -62,16 +63,23 @@ class Prepared:
 
 
 def prepare(
-    model: Model, options: ExportOptions, table: CalibrationTable | None = None
+    model: Model,
+    options: ExportOptions,
+    table: CalibrationTable | None = None,
+    progress: Progress | None = None,
 ) -> Prepared:
     """Traces a model, with the edits asked for, and plans its export; writes nothing.
 
-    `table` holds the ranges that INT8 needs, and 16-bit floats make use of.
+    `table` holds the ranges that INT8 needs, and 16-bit floats make use of. Where the options ask
+    for it, the lowerings are measured, which raises what `tune.tune` raises.
     """
     model = edited(model, options.edits)
     portable = trace(model, opset=options.opset, fixed=fixed_axes(model.input, options))
     numbers = narrow(model, portable, options, table)
-    planned = plan(model, portable, options, numbers)
+    tuned = None
+    if TUNE in options.lowerings:
+        tuned = tune(model, portable, options, numbers, progress)
+    planned = plan(model, portable, options, numbers, tuned)
     return Prepared(model, portable, planned, options, numbers, table)
 
 
@@ -101,7 +109,7 @@ def export(
     check_for_export(options.target, engine)
     expected_inputs = parity_inputs(model, options, data) if options.verify else None
     progress.step("tracing")
-    prepared = prepare(model, options, table)
+    prepared = prepare(model, options, table, progress)
     check_destination(destination, force=force, needed_bytes=prepared.plan.weights_bytes)
     with written_whole(destination, force=force) as directory:
         progress.step("writing weights and graphs", total=prepared.plan.weights_bytes)
@@ -312,6 +320,7 @@ def _manifest(
         environment=environment(),
         notes=notes,
         edits=model.edits.records(),
+        tuning={} if prepared.plan.tuning is None else prepared.plan.tuning.as_json(),
     )
 
 

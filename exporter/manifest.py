@@ -109,6 +109,8 @@ class Manifest:
     edits: list[dict[str, Any]] = field(default_factory=list)
     """`--ablate` and `--rewrite` (`edits.Edits.records`); empty where the model is as trained."""
     tokens: str = ""
+    tuning: dict[str, Any] = field(default_factory=dict)
+    """What `--lowering tune` measured (`tuning.Tuning`); empty where nothing was."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:

@@ -11,7 +11,7 @@ from ..errors import LoweringError, UsageError
 from ..graphs.lowerings.base import Target
 from ..graphs.lowerings.registry import lowering
 from .edits import NO_EDITS, Edits
-from .numbers import SINGLE, Numbers
+from .numbers import SINGLE, TENSORRT, Numbers
 from .ranges import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .tolerance import TOLERANCES, Tolerance
 
@@ -20,6 +20,7 @@ __all__ = [
     "DEFAULT_BATCH",
     "DEFAULT_TOKENS",
     "TARGETS",
+    "TUNE",
     "AxisRange",
     "ExportOptions",
     "Kept",
@@ -29,6 +30,10 @@ __all__ = [
 ]
 
 AUTO = "auto"
+TUNE = "tune"
+CHOOSERS = (AUTO, TUNE)
+"""What chooses among the lowerings: by prediction, or by measuring them here (`tune`)."""
+
 TARGETS: tuple[Target, ...] = get_args(Target)
 
 Kept = int | Fraction | Literal["n", "input"] | tuple[int, ...]
@@ -39,7 +44,7 @@ Kept = int | Fraction | Literal["n", "input"] | tuple[int, ...]
 class ExportOptions:
     """The options of `export`; `parse_*` make its fields from what is typed.
 
-    `lowerings` names the graphs to write, `auto` or a name each; the first is `model.onnx`.
+    `lowerings` names the graphs to write, `auto`, `tune` or a name each; the first is `model.onnx`.
     Parity holds where |difference| ≤ atol + rtol · max|y|; None stands for what the precision
     allows (`tolerance`). `numbers` says in what precision the graph computes.
     """
@@ -70,17 +75,34 @@ class ExportOptions:
                 hint="20 is the first with a whole Gelu; leave it unless a runtime needs another",
             )
         for name in self.lowerings:
-            if name != AUTO:
+            if name not in CHOOSERS:
                 lowering(name)
         if len(set(self.lowerings)) < len(self.lowerings):
             raise UsageError(
                 f"--lowering {','.join(self.lowerings)}: a name is repeated",
                 hint="name each lowering once",
             )
+        if TUNE in self.lowerings:
+            self._check_tunable()
         if not all(0 <= bound < math.inf for bound in (self.atol or 0.0, self.rtol or 0.0)):
             raise UsageError(
                 f"--atol {self.atol} --rtol {self.rtol}: bounds are finite and not negative",
                 hint="--rtol 1e-4 allows a difference of 1e-4 of max|y|; --no-verify any",
+            )
+
+    def _check_tunable(self) -> None:
+        """Raises `UsageError` where there is nothing in ONNX Runtime to be measured."""
+        if self.target in TENSORRT:
+            raise UsageError(
+                f"--lowering tune for --target {self.target}: it times graphs in ONNX Runtime, and "
+                "this target runs engines",
+                hint="use auto, or name lowerings (--lowering gather,conditional) and compare "
+                "their engines on the machine with the GPU: `moexport bench BUNDLE`",
+            )
+        if self.numbers.precision == "bf16" and self.target != "ort-cuda":
+            raise UsageError(
+                "--lowering tune: ONNX Runtime's CPU provider has no BF16 kernels to time",
+                hint="use auto, or another --precision",
             )
 
     @property
@@ -137,7 +159,7 @@ def parse_lowerings(text: str) -> tuple[str, ...]:
     if not names:
         raise UsageError("--lowering is empty", hint="--lowering auto lets the cost model choose")
     for name in names:
-        if name == AUTO:
+        if name in CHOOSERS:
             continue
         try:
             lowering(name)

@@ -9,17 +9,17 @@ from fractions import Fraction
 import onnx_ir as ir
 
 from ..errors import UsageError
-from ..graphs.cost import Choice, check, choose
+from ..graphs.choice import Choice, check, choose
 from ..graphs.lowerings.base import AnyWork, WorkOf
 from ..graphs.lowerings.registry import lowering
 from ..graphs.moe import MoESpec
 from ..graphs.names import DOMAIN
-from ..graphs.narrowing import narrowed
 from .manifest import MAIN_GRAPH
 from .model import Model
-from .options import AUTO, AxisRange, ExportOptions, Kept
+from .options import AUTO, TUNE, AxisRange, ExportOptions, Kept
 from .precision import NumbersPlan
-from .weights import INLINE_BYTES, WEIGHTS_FILE, size_of
+from .tuning import Tuning
+from .weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,8 @@ class Plan:
 
     graphs: tuple[GraphPlan, ...]
     weights_bytes: int
+    tuning: Tuning | None = None
+    """What was measured for `--lowering tune`."""
 
     @property
     def files(self) -> dict[str, int | None]:
@@ -63,10 +65,17 @@ class Plan:
         return {WEIGHTS_FILE: self.weights_bytes} | {graph.file: None for graph in self.graphs}
 
 
-def plan(model: Model, portable: ir.Model, options: ExportOptions, numbers: NumbersPlan) -> Plan:
+def plan(
+    model: Model,
+    portable: ir.Model,
+    options: ExportOptions,
+    numbers: NumbersPlan,
+    tuning: Tuning | None = None,
+) -> Plan:
     """Returns the plan for a model that was traced, and narrowed by `numbers`.
 
-    Raises `UsageError` for a k that does not fit, `LoweringError` for a lowering that cannot serve.
+    `tuning` holds what was measured, where the options ask for that. Raises `UsageError` for a k
+    that does not fit, `LoweringError` for a lowering that cannot serve.
     """
     kept = resolve_k(options.k, {name: layer.spec for name, layer in model.layers.items()})
     graphs = [
@@ -77,10 +86,11 @@ def plan(model: Model, portable: ir.Model, options: ExportOptions, numbers: Numb
             options,
             lowering_name=name,
             file=MAIN_GRAPH if index == 0 else f"model-{name}.onnx",
+            tuning=tuning,
         )
         for index, name in enumerate(options.lowerings)
     ]
-    return Plan(tuple(graphs), _weights_bytes(model, portable, numbers))
+    return Plan(tuple(graphs), _weights_bytes(model, portable, numbers), tuning)
 
 
 def plan_graph(
@@ -91,16 +101,38 @@ def plan_graph(
     *,
     lowering_name: str,
     file: str,
+    tuning: Tuning | None = None,
 ) -> GraphPlan:
-    """Returns the plan of one graph: every layer with one lowering, or what `auto` chooses."""
-    specs = {name: layer.spec for name, layer in model.layers.items()}
+    """Returns the plan of one graph: every layer with one lowering, or what is chosen for it."""
     return GraphPlan(
         file,
         tuple(
-            _layer(specs[name], kept[name], tokens, lowering_name, options)
-            for name, tokens in _tokens(portable, options.tokens).items()
+            LayerPlan(name, kept[name], _choice(work, lowering_name, options, tuning), work)
+            for name, work in layer_works(model, portable, kept, options).items()
         ),
     )
+
+
+def layer_works(
+    model: Model, portable: ir.Model, kept: Mapping[str, int | None], options: ExportOptions
+) -> dict[str, AnyWork]:
+    """Returns the job of each traced layer that a plan is made for, in the order of execution.
+
+    Raises `UsageError` for a layer that cannot be renormalised as asked.
+    """
+    works: dict[str, AnyWork] = {}
+    for name, tokens in _tokens(portable, options.tokens).items():
+        spec, k = model.layers[name].spec, kept[name]
+        if options.renormalize and not spec.renormalizable:
+            raise UsageError(
+                f"--renormalize: layer {name} is a {spec.kind} layer, whose coefficients stay as "
+                "they are",
+                hint="leave --renormalize out",
+            )
+        # With k as an input the plan must be good for every k: a quarter of n stands for them.
+        typical = k if k is not None else max(1, spec.experts // 4)
+        works[name] = WorkOf(spec, typical, options.batch.opt, tokens, options.numbers.precision)
+    return works
 
 
 def resolve_k(k: Kept, specs: Mapping[str, MoESpec]) -> dict[str, int | None]:
@@ -138,23 +170,13 @@ def _kept(value: int | Fraction | str, spec: MoESpec) -> int:
     return value
 
 
-def _layer(
-    spec: MoESpec, kept: int | None, tokens: int, name: str, options: ExportOptions
-) -> LayerPlan:
-    if options.renormalize and not spec.renormalizable:
-        raise UsageError(
-            f"--renormalize: layer {spec.name} is a {spec.kind} layer, whose coefficients stay as "
-            "they are",
-            hint="leave --renormalize out",
-        )
-    # With k as an input the plan must be good for every k: a quarter of n stands for them.
-    typical = kept if kept is not None else max(1, spec.experts // 4)
-    work: AnyWork = WorkOf(spec, typical, options.batch.opt, tokens, options.numbers.precision)
+def _choice(work: AnyWork, name: str, options: ExportOptions, tuning: Tuning | None) -> Choice:
     if name == AUTO:
-        choice = choose(work, options.target)
-    else:
-        choice = check(lowering(name), work, options.target)
-    return LayerPlan(spec.name, kept, choice, work)
+        return choose(work, options.target)
+    if name == TUNE:
+        assert tuning is not None, "tune.tune measures before anything is planned"
+        return tuning.of(work.spec.name).choice(work, options.target)
+    return check(lowering(name), work, options.target)
 
 
 def _tokens(portable: ir.Model, dynamic: AxisRange) -> dict[str, int]:
@@ -177,8 +199,6 @@ def _weights_bytes(model: Model, portable: ir.Model, numbers: NumbersPlan) -> in
         if (tensor := value.const_value) is not None and tensor.nbytes >= INLINE_BYTES
     )
     layers = sum(
-        size_of(part.shape, part.dtype)
-        for name, layer in model.layers.items()
-        for part in narrowed(layer.stored(), numbers.layers[name].arithmetic)
+        layer_bytes(layer, numbers.layers[name].arithmetic) for name, layer in model.layers.items()
     )
     return host + layers

@@ -180,6 +180,21 @@ def _shape(sizes: Sequence[object]) -> str:
     return "(" + ", ".join(str(size) for size in sizes) + ")"
 
 
+def check_provider(provider: str) -> None:
+    """Raises `UsageError` or `EngineError` where this machine cannot run a provider."""
+    available = ort.get_available_providers()
+    if provider not in available:
+        raise UsageError(
+            f"ONNX Runtime has no {provider} on this machine",
+            hint=f"it has {', '.join(available)}; `moexport doctor` says why",
+        )
+    if provider != CPU and first_gpu() is None:
+        raise EngineError(
+            f"{provider}: there is no NVIDIA GPU here, or no driver for it",
+            hint="run it on the CPU, or on the machine with the GPU",
+        )
+
+
 def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     settings = ort.SessionOptions()
     settings.log_severity_level = 3  # errors are raised; warnings about folding are noise here
@@ -193,17 +208,7 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     if options.profile is not None:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile)
-    available = ort.get_available_providers()
-    if options.provider not in available:
-        raise UsageError(
-            f"ONNX Runtime has no {options.provider} on this machine",
-            hint=f"it has {', '.join(available)}; `moexport doctor` says why",
-        )
-    if options.provider != CPU and first_gpu() is None:
-        raise EngineError(
-            f"{options.provider}: there is no NVIDIA GPU here, or no driver for it",
-            hint="run it on the CPU, or on the machine with the GPU",
-        )
+    check_provider(options.provider)
     fallbacks = {CPU: [], CUDA: [CPU], TENSORRT: [CUDA, CPU]}
     providers = [options.provider, *fallbacks.get(options.provider, [CPU])]
     try:

@@ -76,6 +76,11 @@ def size_of(shape: tuple[int, ...], dtype: ir.DataType) -> int:
     return dtype.bitwidth * prod(shape) // 8
 
 
+def layer_bytes(layer: MoELayer, arithmetic: Arithmetic) -> int:
+    """Returns the bytes that `write_layer` writes, paddings not counted; reads no weights."""
+    return sum(size_of(part.shape, part.dtype) for part in narrowed(layer.stored(), arithmetic))
+
+
 class WeightsWriter:
     """Appends tensors to a weights file; a context manager that closes it."""
 

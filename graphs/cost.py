@@ -7,14 +7,12 @@ of the lowerings, which a test compares with the measurements in `benchmarks/res
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from ..errors import LoweringError
 from .arithmetic import Precision
 from .lowerings.base import AnyLowering, AnyWork, Target, Work
-from .lowerings.registry import lowerings_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,12 +125,16 @@ def _gathered_us(work: AnyWork, machine: Machine) -> float:
     if work.kept >= work.spec.experts:
         return _all_coefficients_us(work, machine)  # nothing is to gather: it is the same graph
     macs: int = sum(work.spec.macs(work.tokens, work.kept).values())
-    copied: int = work.batch * work.tokens * work.spec.bytes_read(work.kept)
     return (
-        copied / machine.copy_bytes_per_us
+        _token_copies(work) / machine.copy_bytes_per_us
         + work.batch * macs / machine.batched_macs_per_us
         + _gate_us(work, machine)
     )
+
+
+def _token_copies(work: AnyWork) -> float:
+    """The bytes of the experts that every token of a batch keeps."""
+    return float(work.batch * work.tokens * work.spec.bytes_read(work.kept))
 
 
 def _gate_us(work: AnyWork, machine: Machine) -> float:
@@ -166,6 +168,17 @@ def _expert_bytes(work: Work, experts: float) -> float:
     return 4.0 * experts * work.spec.parameters_per_expert
 
 
+def _input_copies(work: Work) -> float:
+    """The bytes of the experts that every input of a batch keeps."""
+    return _expert_bytes(work, work.selections)
+
+
+_COPIES: Mapping[str, Callable[[AnyWork], float]] = MappingProxyType(
+    {"gather": _input_copies, "gathered": _token_copies}
+)
+"""What a lowering copies before it multiplies; the others read weights where they are."""
+
+
 def _expert_macs(work: Work, rows: float) -> float:
     return rows * work.spec.slots * work.spec.parameters_per_expert
 
@@ -196,7 +209,7 @@ def _gather_us(work: Work, machine: Machine) -> float:
     if work.kept == work.spec.experts:
         return _dense_us(work, machine)  # nothing is to gather: it is the same graph
     return (
-        _expert_bytes(work, work.selections) / machine.copy_bytes_per_us
+        _input_copies(work) / machine.copy_bytes_per_us
         + _expert_macs(work, work.selections) / machine.batched_macs_per_us
         + 12 * machine.node_us
     )
@@ -242,77 +255,7 @@ _EXPERTS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """The lowering chosen for a layer, and the reason in one sentence."""
-
-    lowering: AnyLowering
-    reason: str
-    predicted_us: float
-
-
-def choose(work: AnyWork, target: Target) -> Choice:
-    """Returns the fastest exact lowering for the work, by prediction.
-
-    Raises `LoweringError` when no lowering serves the target.
-    """
-    machine = machine_for(target, work.precision)
-    candidates = [
-        (predict_us(record, work, machine), record)
-        for record in lowerings_of(work.spec.kind).values()
-        if target in record.targets
-        and record.unable(work.spec) is None
-        and record.inexact(work.spec) is None
-        and without(record, work.precision, target) is None
-    ]
-    if not candidates:
-        raise LoweringError(
-            f"layer {work.spec.name}: no lowering serves the target {target}",
-            hint="choose another --target",
-        )
-    candidates.sort(key=lambda candidate: candidate[0])
-    best_us, best = candidates[0]
-    others = ", ".join(f"{record.name} {us / 1e3:.3g} ms" for us, record in candidates[1:])
-    reason = (
-        f"predicted {best_us / 1e3:.3g} ms for k = {work.kept} of {work.spec.experts} at batch "
-        f"{work.batch}" + (f" (others: {others})" if others else "")
-    )
-    return Choice(best, reason, best_us)
-
-
-def without(lowering: AnyLowering, precision: Precision, target: Target) -> str | None:
-    """Returns why a lowering has no graph in a precision for a target, or None."""
-    if lowering.name != "fused" or precision == "fp32":
-        return None
-    if precision == "fp16" and target == "ort-cuda":
-        return None
-    return f"com.microsoft.MoE has no {precision.upper()} kernel there"
-
-
-def check(lowering: AnyLowering, work: AnyWork, target: Target) -> Choice:
-    """Returns an asked-for lowering as a choice; `LoweringError` says why it cannot serve."""
-    spec = work.spec
-    if lowering.kind != spec.kind:
-        problem: str | None = f"it is for {lowering.kind} layers, and this is a {spec.kind} layer"
-    elif target in lowering.targets:
-        problem = lowering.unable(spec)
-    else:
-        problem = f"the target {target} does not run it"
-    problem = problem or without(lowering, work.precision, target)
-    if problem is not None:
-        able = [
-            record.name
-            for record in lowerings_of(spec.kind).values()
-            if target in record.targets
-            and record.unable(spec) is None
-            and without(record, work.precision, target) is None
-        ]
-        raise LoweringError(
-            f"layer {spec.name}: the lowering '{lowering.name}' cannot serve it: {problem}",
-            hint=f"for --target {target} choose auto or one of: {', '.join(able)}",
-        )
-    reason = "asked for"
-    caveat = lowering.inexact(spec)
-    if caveat is not None:
-        reason += f"; {caveat}"
-    return Choice(lowering, reason, predict_us(lowering, work, machine_for(target, work.precision)))
+def copied_bytes(lowering: AnyLowering, work: AnyWork) -> float:
+    """Returns the bytes of weights that a lowering copies for one batch, counted as FP32."""
+    copies = _COPIES.get(lowering.name)
+    return 0.0 if copies is None or work.kept >= work.spec.experts else copies(work)

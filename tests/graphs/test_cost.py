@@ -8,7 +8,8 @@ from typing import get_args
 
 import pytest
 from moexport.errors import LoweringError
-from moexport.graphs.cost import CPU, check, choose, machine_for, predict_us
+from moexport.graphs.choice import check, choose
+from moexport.graphs.cost import CPU, machine_for, predict_us
 from moexport.graphs.lowerings.base import Target, Work
 from moexport.graphs.lowerings.registry import ALL_LOWERINGS, LOWERINGS, lowering
 from moexport.graphs.spec import SoftMoESpec

@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from moexport.graphs.builder import Builder
-from moexport.graphs.cost import choose
+from moexport.graphs.choice import choose
 from moexport.graphs.gating import _entmax15, _sparsemax
 from moexport.graphs.lowerings.base import WorkOf
 from moexport.graphs.mumoe import entmax15, sparsemax
