@@ -177,7 +177,8 @@ def plan_text(plan: Plan, output: Path) -> str:
 
 
 def plan_json(plan: Plan, output: Path) -> dict[str, Any]:
-    """The plan as plain data."""
+    """The plan as plain data; what `--lowering tune` measured is part of it where it was."""
+    tuned = {} if plan.tuning is None else {"tuning": plan.tuning.as_json()}
     return {
         "output": str(output),
         "files": plan.files,
@@ -195,8 +196,7 @@ def plan_json(plan: Plan, output: Path) -> dict[str, Any]:
             ]
             for graph in plan.graphs
         },
-        "tuning": {} if plan.tuning is None else plan.tuning.as_json(),
-    }
+    } | tuned
 
 
 def check_text(check: Check) -> str:
