@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import atexit
+import gc
 import os
 import re
 import signal
@@ -29,6 +31,8 @@ def main() -> None:
     for name in ("SIGTERM", "SIGHUP"):
         if hasattr(signal, name):
             signal.signal(getattr(signal, name), _interrupted)
+    # Everything goes at the end of the process: looking for cycles in it first takes 0.3 s.
+    atexit.register(gc.freeze)
     try:
         _invoke()
     except TyperException as error:

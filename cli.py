@@ -176,7 +176,9 @@ def inspect(
     from .exporter.inspect import inspect as inspect_model
 
     with Console(verbose=verbose, quiet=quiet) as console:
-        report = inspect_model(_load(console, model, family, config, sets, weights), data)
+        # Only coefficients that are to be counted need the weights: shapes tell the rest.
+        shapes = _load(console, model, family, config, sets, weights, values=data is not None)
+        report = inspect_model(shapes, data)
     print(json_text(report.as_json()) if as_json else model_text(report))
 
 
@@ -756,11 +758,14 @@ def _load(
     config: Path | None,
     sets: list[str] | None,
     weights: Path | None,
+    *,
+    values: bool = True,
 ) -> Model:
     console.step(f"loading {source}")
     from .exporter.load import load, read_config
 
-    return load(source, family=family, config=read_config(config, sets or ()), weights=weights)
+    given = read_config(config, sets or ())
+    return load(source, family=family, config=given, weights=weights, values=values)
 
 
 def _sizes(text: str, option: str) -> list[int]:

@@ -32,9 +32,9 @@ class Checkpoint:
     """A state dict as its author's model had it.
 
     `tensors` are float32 where they are floating-point, and memory-mapped where the file already
-    held float32. `prefixes` were removed from every key, outermost first. `config` is the path of a
-    `config.json` found beside the weights; `arguments` are the constructor's, where the training
-    code saved them in the file.
+    held float32; of a checkpoint read without `values`, they are as in the file. `prefixes` were
+    removed from every key, outermost first. `config` is the path of a `config.json` found beside
+    the weights; `arguments` are the constructor's, where the training code saved them in the file.
     """
 
     tensors: dict[str, Tensor]
@@ -45,10 +45,12 @@ class Checkpoint:
     arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
-def read_checkpoint(source: Path) -> Checkpoint:
+def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
     """Returns the weights in `source`: a file, an index of shards, or a folder that holds them.
 
-    Raises CheckpointError, which says what was wrong with which file or key.
+    Without `values`, what reads every weight is left out, for who looks at shapes alone: the search
+    for NaN, and the conversion to float32. Raises CheckpointError, which says what was wrong with
+    which file or key.
     """
     try:
         found = find_files(source)
@@ -70,9 +72,10 @@ def read_checkpoint(source: Path) -> Checkpoint:
     tensors, prefixes = _without_prefixes(tensors)
     if prefixes:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
-    tensors = _as_float32(tensors, notes)
-    _check_finite(source, tensors)
-    release(found.files)  # the check has read every page
+    if values:
+        tensors = _as_float32(tensors, notes)
+        _check_finite(source, tensors)
+        release(found.files)  # the check has read every page
     arguments = saved.get(ARGUMENTS)
     return Checkpoint(
         tensors,

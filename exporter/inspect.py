@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.func import functional_call
 
 from ..calibration.feeds import Feed
+from ..graphs.moe import MoELayer, replaced_layers
 from .model import Model
-from .options import DEFAULT_TOKENS
-from .support import SupportReport, support
+from .ranges import DEFAULT_TOKENS
+
+if TYPE_CHECKING:
+    from .support import SupportReport
 
 SHARES = (1, 2, 4, 8)
 
@@ -95,39 +98,47 @@ def inspect(model: Model, data: Feed | None = None) -> ModelReport:
         layers=layers,
         costs=_costs(model, tokens),
         notes=model.notes,
-        support=() if data is None else support(model, data),
+        support=() if data is None else _support(model, data),
     )
 
 
-def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, int]:
-    """Returns the tokens m that each layer sees for one input, found on the meta device.
+def _support(model: Model, data: Feed) -> tuple[SupportReport, ...]:
+    from .support import support
 
-    A dynamic token axis counts as `dynamic` tokens.
+    return support(model, data)
+
+
+def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, int]:
+    """Returns the tokens m that each layer sees for one input.
+
+    A dynamic token axis counts as `dynamic` tokens. The host runs on zeros, in place of its inputs
+    and of its weights, none of which is read; its MoE layers do not run.
     """
     side = max(1, round(dynamic**0.5))
     tokens_limit = dict(model.input.limits).get("tokens", dynamic)
     sizes = {"batch": 1, "tokens": min(dynamic, tokens_limit), "height": side, "width": side}
-    example = torch.empty(
-        model.input.concrete(sizes), dtype=getattr(torch, model.input.dtype), device="meta"
-    )
-    shapeless = {
-        name: tensor.to("meta")
-        for name, tensor in (*model.module.named_parameters(), *model.module.named_buffers())
-    }
+    example = torch.zeros(model.input.concrete(sizes), dtype=getattr(torch, model.input.dtype))
     tokens: dict[str, int] = {}
-    handles = []
-    for name, layer in model.layers.items():
 
-        def record(_: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
-            tokens[name] = args[0].shape[1] if args[0].ndim > 2 else 1
+    class Counted(nn.Module):
+        def __init__(self, name: str, layer: MoELayer) -> None:
+            super().__init__()
+            self.name, self.spec, self.tokens = name, layer.spec, layer.tokens
 
-        handles.append(layer.register_forward_pre_hook(record))
-    try:
-        with torch.no_grad():
-            functional_call(model.module, shapeless, (example,))
-    finally:
-        for handle in handles:
-            handle.remove()
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.tokens(x)
+            tokens[self.name] = x.shape[1]
+            return x.new_zeros(*x.shape[:-1], self.spec.out)
+
+    with torch.inference_mode(), replaced_layers(model.module, Counted) as host:
+        # One zero in memory for each, seen as a tensor of any shape. On PyTorch's meta device the
+        # host would not be computed at all, but importing what that needs takes a second.
+        zeros = {
+            name: torch.zeros(()).expand(tensor.shape)
+            for name, tensor in (*host.named_parameters(), *host.named_buffers())
+            if tensor.is_floating_point()
+        }
+        functional_call(host, zeros, (example,))
     return tokens
 
 

@@ -26,13 +26,15 @@ def load(
     config: Mapping[str, Any] | None = None,
     weights: str | os.PathLike[str] | None = None,
     example: np.ndarray | None = None,
+    values: bool = True,
 ) -> Model:
     """Returns the trained model that `source` names, ready to trace.
 
     `source` is a checkpoint (a file, an index of shards, a folder) or `package.module:factory`,
     which may take `weights` from a checkpoint. `config` says what shapes cannot tell: the
     constructor arguments of the published code, or of the factory. `example` [b, …] is an input to
-    check a factory's model with.
+    check a factory's model with. Without `values` a checkpoint's weights are neither checked nor
+    converted (`checkpoint.read_checkpoint`): enough to look at a model, not to run or export it.
 
     Raises CheckpointError, FamilyError, ParityError or UsageError: what was wrong, where, and what
     to do.
@@ -50,14 +52,19 @@ def load(
             f"--weights goes with package.module:factory, and {source} is a checkpoint already",
             hint="leave --weights out",
         )
-    return _load_checkpoint(Path(source), family, given, example)
+    return _load_checkpoint(Path(source), family, given, example, values=values)
 
 
 def _load_checkpoint(
-    path: Path, name: str | None, given: dict[str, Any], example: np.ndarray | None
+    path: Path,
+    name: str | None,
+    given: dict[str, Any],
+    example: np.ndarray | None,
+    *,
+    values: bool,
 ) -> Model:
     chosen = None if name is None else family_named(name)
-    checkpoint = read_checkpoint(path)
+    checkpoint = read_checkpoint(path, values=values)
     family = chosen or _detect(path, checkpoint)
     beside, notes = _config_beside(checkpoint, family.options)
     try:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TraceError
-from ..graphs.moe import MoELayer, moe_layers
+from ..graphs.moe import MoELayer, moe_layers, replaced_layers
 from ..graphs.names import DOMAIN
 from ..graphs.simplify import simplify
 from .attention import TRANSLATIONS
@@ -112,22 +112,10 @@ def _check_calls(graph: ir.Model) -> None:
 @contextlib.contextmanager
 def layers_as_nodes(module: nn.Module) -> Iterator[nn.Module]:
     """Puts a one-node stand-in at the place of every MoE layer, and the layers back after."""
-    layers = moe_layers(module)
-    if "" in layers:
+    if "" in moe_layers(module):
         raise TraceError("the model is a bare MoE layer; wrap it in a module that calls it")
-    nodes = {id(layer): _Node(name, layer) for name, layer in layers.items()}
-    places = [  # a network may hold a layer under several names, and call it by any
-        (path, layer)
-        for path, layer in module.named_modules(remove_duplicate=False)
-        if isinstance(layer, MoELayer)
-    ]
-    try:
-        for path, layer in places:
-            module.set_submodule(path, nodes[id(layer)])
-        yield module
-    finally:
-        for path, layer in places:
-            module.set_submodule(path, layer)
+    with replaced_layers(module, _Node) as host:
+        yield host
 
 
 @contextlib.contextmanager

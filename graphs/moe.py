@@ -7,16 +7,18 @@ planning, writing weights and checking go through the names of this module alone
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Literal, Protocol
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
-import onnx_ir as ir
 from torch import Tensor, nn
 
 from .edits import NO_EDITS
+
+if TYPE_CHECKING:
+    import onnx_ir as ir
 
 Kind = Literal["soft-moe", "mumoe"]
 
@@ -110,6 +112,13 @@ class Choice:
     margin: Tensor
 
 
+def _float32() -> ir.DataType:
+    """The element type; imported here, as who only looks at a layer needs nothing of ONNX."""
+    from onnx_ir import DataType
+
+    return DataType.FLOAT
+
+
 @dataclass(frozen=True, slots=True)
 class StoredPart:
     """A weight as a bundle stores it: its name, its shape, and its values in consecutive parts.
@@ -120,7 +129,7 @@ class StoredPart:
     name: str
     shape: tuple[int, ...]
     parts: Iterable[np.ndarray]
-    dtype: ir.DataType = ir.DataType.FLOAT
+    dtype: ir.DataType = field(default_factory=_float32)
 
 
 class MoELayer(nn.Module):
@@ -161,6 +170,26 @@ def frozen(tensor: Tensor) -> nn.Parameter:
 def moe_layers(model: nn.Module) -> dict[str, MoELayer]:
     """Returns the MoE layers of a model by module path, in module order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, MoELayer)}
+
+
+@contextmanager
+def replaced_layers(
+    module: nn.Module, stand_in: Callable[[str, MoELayer], nn.Module]
+) -> Iterator[nn.Module]:
+    """Within the context every MoE layer of a module gives its place to `stand_in(name, layer)`."""
+    stand_ins = {id(layer): stand_in(name, layer) for name, layer in moe_layers(module).items()}
+    places = [  # a network may hold a layer under several names, and call it by any
+        (path, layer)
+        for path, layer in module.named_modules(remove_duplicate=False)
+        if isinstance(layer, MoELayer)
+    ]
+    try:
+        for path, layer in places:
+            module.set_submodule(path, stand_ins[id(layer)])
+        yield module
+    finally:
+        for path, layer in places:
+            module.set_submodule(path, layer)
 
 
 def sharing_weights(module: nn.Module) -> nn.Module:

@@ -38,7 +38,7 @@ def test_help_answers_at_once() -> None:
         done = subprocess.run([*PROGRAM, "--help"], capture_output=True, text=True, check=True)
         times.append(time.perf_counter() - begin)
         assert all(command in done.stdout for command in COMMANDS)
-    assert min(times) < 0.3  # the others measure what else the machine was doing
+    assert min(times) < 0.2  # the others measure what else the machine was doing
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["export", "--help"], ["export", "--k", "0"]])

@@ -53,6 +53,37 @@ def stacked(state: State) -> State:
     return result
 
 
+INSPECT = """
+import sys
+from pathlib import Path
+from moexport.exporter.inspect import inspect
+from moexport.exporter.load import load
+
+model = load(sys.argv[1], config={"num_heads": 4}, values=False)
+inspect(model)
+resident, inside = 0, False
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    if "-" in line.partition(" ")[0]:
+        inside = line.endswith(Path(sys.argv[1]).name)
+    elif inside and line.startswith("Rss:"):
+        resident += 1024 * int(line.split()[1])
+print(resident)
+"""
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="reads /proc/self/smaps")
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_inspecting_two_hundred_megabytes_reads_the_headers(tmp_path: Path, suffix: str) -> None:
+    path, state = tmp_path / f"large{suffix}", large_state()
+    if suffix == ".pt":
+        torch.save(state, path)
+    else:
+        save_file(state, path)
+    command = [sys.executable, "-c", INSPECT, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20 * MEGABYTE
+
+
 @pytest.mark.skipif(not STATUS.exists(), reason="reads /proc/self/status")
 @pytest.mark.parametrize("kind", ["separate.pt", "stacked.pt", "separate.safetensors"])
 def test_loading_two_hundred_megabytes_allocates_a_few(tmp_path: Path, kind: str) -> None:

@@ -55,7 +55,7 @@ def test_expert_weights_are_views_of_what_was_read(
     soft_moe_case: RecordedCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = read_checkpoint(soft_moe_case.weights)
-    monkeypatch.setattr("moexport.exporter.load.read_checkpoint", lambda _: checkpoint)
+    monkeypatch.setattr("moexport.exporter.load.read_checkpoint", lambda *_, **__: checkpoint)
     model = load(soft_moe_case.weights, config=soft_moe_case.config)
     read = {t.untyped_storage().data_ptr() for t in checkpoint.tensors.values()}
     for layer in soft_moe_layers(model.module).values():
