@@ -50,6 +50,7 @@ from .exporter.options import (
     parse_range,
 )
 from .exporter.progress import Progress, Silent
+from .exporter.retention import with_retention
 from .exporter.tables import ranges_for_export
 from .exporter.timing import Protocol
 from .graphs.arithmetic import FloatName, Precision
@@ -108,6 +109,7 @@ def export(
     method: Method = DEFAULT_METHOD,
     calibration: CalibrationTable | str | Path | None = None,
     keep_floating: Sequence[str] = (),
+    min_retention: float | None = None,
     atol: float | None = None,
     rtol: float | None = None,
     data: Feed | None = None,
@@ -137,13 +139,20 @@ def export(
         verify=verify,
         edits=read_edits(ablate, rewrite),
         numbers=Numbers(
-            precision, rest, quantize, io_precision, weight_bits, frozenset(keep_floating)
+            precision,
+            rest,
+            quantize,
+            io_precision,
+            weight_bits,
+            floating=frozenset(keep_floating),
+            min_retention=min_retention,
         ),
     )
     table = calibration if isinstance(calibration, CalibrationTable) else None
     if table is None:
         path = None if calibration is None else Path(str(calibration))
         table = ranges_for_export(model, options, method=method, data=data, path=path)
+    options = with_retention(model, options, table, data)
     return export_bundle(
         model,
         Path(destination),

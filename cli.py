@@ -230,6 +230,10 @@ def export(
     io_precision: Annotated[
         FloatType, typer.Option(help="The type of the graph's float inputs and outputs.")
     ] = FloatType.FP32,
+    min_retention: Annotated[
+        float | None,
+        typer.Option(metavar="SHARE", help="int8: keeps layers in floats until 0.99 is kept."),
+    ] = None,
     method: Annotated[
         Method, typer.Option(help="int8: how ranges are chosen from --data.")
     ] = Method.PERCENTILE,
@@ -304,6 +308,7 @@ def export(
             scope=quantize.value,
             io=io_precision.value,
             weight_bits=weight_bits,
+            min_retention=min_retention,
         ),
         edits=read_edits(ablate or (), rewrite),
     )
@@ -325,6 +330,7 @@ def export(
     check_destination(output, force=force or dry_run)
     from .exporter.export import export as export_bundle
     from .exporter.export import prepare
+    from .exporter.retention import with_retention
     from .exporter.tables import ranges_for_export
 
     loaded = _load(console, model, family, config, sets, weights)
@@ -333,11 +339,14 @@ def export(
     table = ranges_for_export(
         loaded, options, method=method.value, data=data, path=calibration, progress=console
     )
+    options = with_retention(loaded, options, table, data, progress=console)
     if dry_run:
         console.step("tracing")
-        plan = prepare(loaded, options, table, console).plan
+        prepared = prepare(loaded, options, table, console)
         console.finish()
-        print(json_text(plan_json(plan, output)) if as_json else plan_text(plan, output))
+        for note in options.numbers.notes(options.target):
+            console.note(note)
+        print(json_text(plan_json(prepared, output)) if as_json else plan_text(prepared, output))
         return
     bundle = export_bundle(
         loaded, output, options, data=data, table=table, engine=wish, force=force, progress=console

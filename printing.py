@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from .calibration.table import CalibrationTable
     from .exporter.bundle import Check
     from .exporter.doctor import Diagnosis
+    from .exporter.export import Prepared
     from .exporter.inspect import ModelReport
     from .exporter.manifest import Manifest
-    from .exporter.plan import Plan
     from .exporter.sensitivity import LayerHarm
 
 
@@ -114,13 +114,21 @@ def bundle_text(path: Path, manifest: Manifest) -> str:
             f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}",
             *(f"edited      {text}" for text in _edit_texts(manifest)),
             *ports,
+            *(f"note        {note}" for note in manifest.notes),
             "",
             table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
+            "",
+            _precisions((r.name, r.precision, r.precision_reason) for r in manifest.layers),
             "",
             *_tuning_text(manifest.tuning),
             table(("file", "bytes"), files),
         )
     )
+
+
+def _precisions(layers: Iterable[tuple[str, str, str]]) -> str:
+    """A table of the layers' precisions, with the reason of each."""
+    return table(("MoE layer", "precision", "because"), list(layers))
 
 
 def _edit_texts(manifest: Manifest) -> list[str]:
@@ -153,9 +161,12 @@ def _tuning_text(tuning: dict[str, Any]) -> tuple[str, ...]:
     )
 
 
-def plan_text(plan: Plan, output: Path) -> str:
+def plan_text(prepared: Prepared, output: Path) -> str:
     """What `export --dry-run` says."""
+    plan, numbers = prepared.plan, prepared.numbers.layers
     blocks = []
+    if prepared.options.numbers.precision != "fp32":
+        blocks.append(_precisions((n, r.precision, r.reason) for n, r in numbers.items()) + "\n")
     for graph in plan.graphs:
         rows = [
             (
@@ -176,8 +187,9 @@ def plan_text(plan: Plan, output: Path) -> str:
     return "\n".join(blocks)
 
 
-def plan_json(plan: Plan, output: Path) -> dict[str, Any]:
+def plan_json(prepared: Prepared, output: Path) -> dict[str, Any]:
     """The plan as plain data; what `--lowering tune` measured is part of it where it was."""
+    plan, numbers = prepared.plan, prepared.numbers.layers
     tuned = {} if plan.tuning is None else {"tuning": plan.tuning.as_json()}
     return {
         "output": str(output),
@@ -190,12 +202,15 @@ def plan_json(plan: Plan, output: Path) -> dict[str, Any]:
                     "experts": layer.work.spec.experts,
                     "lowering": layer.choice.lowering.name,
                     "reason": layer.choice.reason,
+                    "precision": numbers[layer.name].precision,
+                    "precision_reason": numbers[layer.name].reason,
                     "predicted_us": round(layer.choice.predicted_us, 1),
                 }
                 for layer in graph.layers
             ]
             for graph in plan.graphs
         },
+        "notes": prepared.options.numbers.notes(prepared.options.target),
     } | tuned
 
 

@@ -139,22 +139,24 @@ def graph_parity(
     tolerance: Tolerance,
 ) -> Parity:
     """Runs a graph of a bundle, or of one being written, against its reference."""
-    weights = sum(file.stat().st_size for file in directory.glob("*.bin"))
-    session = Session(
-        directory / graph.file,
-        SessionOptions(
-            prepack=weights < LARGE_WEIGHTS_BYTES,
-            observe=expected.observed(graph.selected),
-            rounded=True,
-        ),
-    )
     return compare(
-        session,
+        checking_session(directory, graph, observe=expected.observed(graph.selected)),
         expected,
         graph.selected,
         batch=fixed_batch or TRACED_BATCH + 1,
         tolerance=tolerance,
         k=next(iter(expected.kept.values())) if k_input else None,
+    )
+
+
+def checking_session(
+    directory: Path, graph: GraphRecord, *, observe: Mapping[str, int] | None = None
+) -> Session:
+    """Returns a graph of a bundle, or of one being written, ready for its values to be compared."""
+    weights = sum(file.stat().st_size for file in directory.glob("*.bin"))
+    prepack = weights < LARGE_WEIGHTS_BYTES
+    return Session(
+        directory / graph.file, SessionOptions(prepack=prepack, observe=observe, rounded=True)
     )
 
 

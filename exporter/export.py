@@ -62,19 +62,27 @@ class Prepared:
     table: CalibrationTable | None = None
 
 
+def traced(model: Model, options: ExportOptions) -> ir.Model:
+    """Returns the portable graph of a model with the sizes that the options fix."""
+    return trace(model, opset=options.opset, fixed=fixed_axes(model.input, options))
+
+
 def prepare(
     model: Model,
     options: ExportOptions,
     table: CalibrationTable | None = None,
     progress: Progress | None = None,
+    *,
+    portable: ir.Model | None = None,
 ) -> Prepared:
     """Traces a model, with the edits asked for, and plans its export; writes nothing.
 
-    `table` holds the ranges that INT8 needs, and 16-bit floats make use of. Where the options ask
-    for it, the lowerings are measured, which raises what `tune.tune` raises.
+    `table` holds the ranges that INT8 needs, and 16-bit floats make use of. `portable` is what
+    `traced` gave for this model, where that is known already. Where the options ask for it, the
+    lowerings are measured, which raises what `tune.tune` raises.
     """
     model = edited(model, options.edits)
-    portable = trace(model, opset=options.opset, fixed=fixed_axes(model.input, options))
+    portable = traced(model, options) if portable is None else portable.clone()
     numbers = narrow(model, portable, options, table)
     tuned = None
     if TUNE in options.lowerings:

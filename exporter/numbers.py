@@ -17,6 +17,7 @@ from ..graphs.arithmetic import (
     Precision,
 )
 from ..graphs.lowerings.base import Target
+from .retained import Retention
 
 Scope = Literal["experts", "all"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
@@ -33,7 +34,8 @@ class Numbers:
     `rest` is the float type around INT8 experts, None for the target's usual one; `scope` says what
     is quantised beside the experts; `io` is the type of the graph's float inputs and outputs.
     `weight_bits` are those of INT8 weights, None for the target's usual ones. The layers named in
-    `floating` keep the rest's type.
+    `floating` keep the rest's type; `min_retention` lets more of them do so
+    (`retention.with_retention`), and `retention` tells what came of it.
     """
 
     precision: Precision = "fp32"
@@ -42,6 +44,8 @@ class Numbers:
     io: FloatName = "fp32"
     weight_bits: int | None = None
     floating: frozenset[str] = frozenset()
+    min_retention: float | None = None
+    retention: Retention | None = None
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be meant."""
@@ -55,10 +59,17 @@ class Numbers:
                 f"--weight-bits {self.weight_bits}: INT8 weights have 7 or 8 bits",
                 hint="leave it out: the target's usual one is exact on every machine",
             )
+        share = self.min_retention
+        if share is not None and not 0 < share <= 1:
+            raise UsageError(
+                f"--min-retention {share:g}: a share above 0 and up to 1",
+                hint="--min-retention 0.99 keeps 99% of the accuracy of FP32 at the same k",
+            )
         asked = {
             "--quantize": self.scope != "experts",
             "--rest": self.rest is not None,
             "--weight-bits": self.weight_bits is not None,
+            "--min-retention": share is not None,
         }
         for option, given in asked.items():
             if given and self.precision != "int8":
@@ -92,6 +103,8 @@ class Numbers:
 
     def notes(self, target: Target) -> tuple[str, ...]:
         """Returns what a user should know of this precision on a target."""
+        if self.retention is not None:
+            return self.retention.notes()
         if self.precision == "fp16" and target in ("onnx", "ort-cpu"):
             return (
                 "ONNX Runtime computes FP16 in FP32 on a CPU: half the file, but not faster there",

@@ -15,7 +15,8 @@ def numbers_record(plan: NumbersPlan, options: ExportOptions) -> dict[str, Any]:
     `rest` is the float type of what is not quantised, `router` that of routers and gates; `islands`
     are the nodes that stayed in FP32 for this model's weights or values, `usual_islands` counts the
     others by op type. With INT8: how weights and activations are written, and `linears`, the
-    host's, null where they are INT8 and the reason where not.
+    host's, null where they are INT8 and the reason where not; `retention` (`retained.Retention`)
+    where `--min-retention` was asked for.
     """
     numbers, target = options.numbers, options.target
     if numbers.precision == "fp32":
@@ -40,4 +41,6 @@ def numbers_record(plan: NumbersPlan, options: ExportOptions) -> dict[str, Any]:
             "activations": "int8, per tensor, symmetric" if form == "qdq" else "uint8, per tensor",
             "linears": {linear.node: linear.reason for linear in plan.linears},
         }
+    if numbers.retention is not None:
+        record["retention"] = numbers.retention.as_json()
     return record

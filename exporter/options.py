@@ -84,6 +84,12 @@ class ExportOptions:
             )
         if TUNE in self.lowerings:
             self._check_tunable()
+        if self.k == "input" and self.numbers.min_retention is not None:
+            raise UsageError(
+                "--min-retention with --k input: retention is that of one k, and this graph has "
+                "many",
+                hint="give the k that will be used, or leave --min-retention out",
+            )
         if not all(0 <= bound < math.inf for bound in (self.atol or 0.0, self.rtol or 0.0)):
             raise UsageError(
                 f"--atol {self.atol} --rtol {self.rtol}: bounds are finite and not negative",

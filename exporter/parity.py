@@ -142,12 +142,12 @@ def reference(
     margin: dict[str, list[np.ndarray]] = {}
     for part in _batches(x, batch):
         tokens = torch.from_numpy(np.ascontiguousarray(part))
-        dense.append(_first(original(tokens)).numpy())
+        dense.append(first_output(original(tokens)).numpy())
         with (
             algorithm_1(model.module, dict(kept), renormalize=renormalize),
             recorded_choices(model.module) as records,
         ):
-            y.append(_first(model.module(tokens)).numpy())
+            y.append(first_output(model.module(tokens)).numpy())
         for name, choice in records.items():
             if name in choosing:
                 selected.setdefault(name, []).append(choice.chosen.numpy())
@@ -318,8 +318,8 @@ def _batches(x: np.ndarray, size: int) -> Iterator[np.ndarray]:
         yield x[start : start + size]
 
 
-def _first(output: Any) -> torch.Tensor:
-    """A host's output tensor; published layers return a tuple with auxiliary values."""
+def first_output(output: Any) -> torch.Tensor:
+    """Returns a host's output tensor; published layers give a tuple with auxiliary values."""
     value = output[0] if isinstance(output, tuple) else output
     assert isinstance(value, torch.Tensor)
     return value

@@ -117,8 +117,10 @@ def _layer(
             hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
         )
     if name in numbers.floating:
-        reason = "left out of the quantisation" + (f"; {problem}" if problem else "")
-        return LayerNumbers(float_name, reason, Arithmetic(inner))
+        measured = None if numbers.retention is None else numbers.retention.reason(name)
+        reason = measured or "left out of the quantisation"
+        around = f"; {problem}, so FP32" if problem else ""
+        return LayerNumbers(float_name, f"{reason}{around}", Arithmetic(inner))
     if table is None:
         raise UsageError(
             "--precision int8: ranges come from real inputs, and there are none",

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import tempfile
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 
 from ..calibration.feeds import Feed
 from ..calibration.table import CalibrationTable
 from .bundle import graph_parity
 from .calibrate import CalibrationOptions
-from .export import expect, graph_record, prepare, write_graphs
+from .edited import edited
+from .export import expect, traced
 from .inputs import feed_inputs
 from .model import Model
 from .numbers import Numbers
 from .options import ExportOptions
-from .parity import Parity
+from .parity import Reference
 from .progress import Progress, Silent
+from .retained import HOST
+from .trial import trial
 
 
 @dataclass(frozen=True, slots=True)
 class LayerHarm:
-    """What quantising one MoE layer alone does to the whole model.
+    """What quantising one MoE layer, or the host's linear layers, alone does to the whole model.
 
     `cosine` is the smallest of an input's outputs with PyTorch's, `max_rel` the largest difference
     over max|y|; `routing` the share of inputs for which every layer still chose the same experts,
@@ -66,25 +69,39 @@ def rank(
 def sensitivity(
     model: Model,
     options: ExportOptions,
-    table: CalibrationTable,
+    table: CalibrationTable | None,
     x: np.ndarray,
     *,
+    portable: ir.Model | None = None,
     workspace: Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[LayerHarm, ...]:
-    """Returns the harm of each MoE layer on inputs x, the most harmful first.
+    """Returns the harm of each part that `options` quantise on inputs x, the most harmful first.
 
-    Routing counts first: an input that goes to other experts is an error that no tolerance
-    describes. `options` ask for INT8. The model is written once a layer to a temporary folder in
-    `workspace`.
+    The parts are the MoE layers that do not stay in floats anyhow, and with `--quantize all` the
+    host's linear layers, all together. Routing counts first: an input that goes to other experts is
+    an error that no tolerance describes. The model is written once a part to a temporary folder in
+    `workspace`; `portable` is its trace (`export.traced`), where that is known already.
     """
     progress = progress or Silent()
-    layers = list(model.layers)
-    progress.step("quantising each layer alone", total=len(layers), unit="layers")
+    if portable is None:
+        portable = traced(edited(model, options.edits), options)
+    alone = _each_alone(options.numbers, list(model.layers))
+    progress.step("quantising each layer alone", total=len(alone), unit="layers")
     harms = []
-    for name in layers:
-        others = frozenset(layers) - {name}
-        parity = quantised_parity(model, options, table, x, others, workspace)
+    expected: Reference | None = None
+    for name, numbers in alone.items():
+        chosen = replace(options, numbers=numbers)
+        with trial(model, chosen, table, portable, workspace) as tried:
+            expected = expected or expect(tried.prepared, x)  # of every precision the same
+            parity = graph_parity(
+                tried.directory,
+                tried.graph,
+                expected,
+                fixed_batch=options.batch.opt if options.batch.fixed else None,
+                k_input=options.k == "input",
+                tolerance=options.tolerance,
+            )
         harms.append(
             LayerHarm(name, parity.cosine, parity.max_rel, parity.routing_agreement, parity.jaccard)
         )
@@ -92,26 +109,13 @@ def sensitivity(
     return tuple(sorted(harms, key=lambda harm: (harm.routing, harm.jaccard, harm.cosine)))
 
 
-def quantised_parity(
-    model: Model,
-    options: ExportOptions,
-    table: CalibrationTable,
-    x: np.ndarray,
-    floating: frozenset[str],
-    workspace: Path | None = None,
-) -> Parity:
-    """Returns how far an INT8 graph in which some layers stay in floats is from PyTorch."""
-    chosen = replace(options, numbers=replace(options.numbers, floating=floating))
-    prepared = prepare(model, chosen, table)
-    expected = expect(prepared, x)
-    with tempfile.TemporaryDirectory(prefix=".moexport-sensitivity-", dir=workspace) as folder:
-        graph = prepared.plan.graphs[0]
-        lowered = write_graphs(prepared, Path(folder))[graph.file]
-        return graph_parity(
-            Path(folder),
-            graph_record(graph, lowered, None),
-            expected,
-            fixed_batch=options.batch.opt if options.batch.fixed else None,
-            k_input=options.k == "input",
-            tolerance=options.tolerance,
-        )
+def _each_alone(numbers: Numbers, layers: list[str]) -> dict[str, Numbers]:
+    """By part of a model, the numbers that quantise it and nothing else."""
+    alone = {
+        name: replace(numbers, scope="experts", floating=frozenset(layers) - {name})
+        for name in layers
+        if name not in numbers.floating
+    }
+    if numbers.scope == "all":
+        alone[HOST] = replace(numbers, floating=frozenset(layers))
+    return alone
