@@ -188,9 +188,11 @@ def plan_text(prepared: Prepared, output: Path) -> str:
 
 
 def plan_json(prepared: Prepared, output: Path) -> dict[str, Any]:
-    """The plan as plain data; what `--lowering tune` measured is part of it where it was."""
+    """The plan as plain data, with notes and with what `--lowering tune` measured, if any."""
     plan, numbers = prepared.plan, prepared.numbers.layers
-    tuned = {} if plan.tuning is None else {"tuning": plan.tuning.as_json()}
+    notes = prepared.options.numbers.notes(prepared.options.target)
+    more: dict[str, Any] = {} if plan.tuning is None else {"tuning": plan.tuning.as_json()}
+    more |= {"notes": notes} if notes else {}
     return {
         "output": str(output),
         "files": plan.files,
@@ -210,8 +212,7 @@ def plan_json(prepared: Prepared, output: Path) -> dict[str, Any]:
             ]
             for graph in plan.graphs
         },
-        "notes": prepared.options.numbers.notes(prepared.options.target),
-    } | tuned
+    } | more
 
 
 def check_text(check: Check) -> str:

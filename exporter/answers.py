@@ -187,4 +187,4 @@ def _check_labels(labels: Labels, y: np.ndarray, first: int) -> None:
             "position",
         )
     counted = labels[labels != IGNORED] if labels.ndim > 1 else labels
-    check_classes(counted, y.shape[-1], "--data: the labels", first=first)
+    check_classes(counted, y.shape[-1], "--data: a batch", first=first)

@@ -23,7 +23,7 @@ from .options import ExportOptions
 from .progress import Progress, Silent
 from .retained import HOST, KeptPart, Retention
 from .sensitivity import SAMPLES, sensitivity
-from .trial import trial
+from .trial import Trial, trial
 
 
 def with_retention(
@@ -38,9 +38,9 @@ def with_retention(
     """Returns the options with the parts in floats that INT8 would harm too much.
 
     All MoE layers are tried in INT8 first, and with `--quantize all` the host's linear layers,
-    which are given up together; then the most harmful part goes to floats (`sensitivity`) until
-    `numbers.min_retention` is held, on up to `answers.SAMPLES` inputs of the feed. The options are
-    returned as they are where it is not asked for.
+    which are given up together; then the part that harms most alone goes to floats, and the next,
+    until `numbers.min_retention` is held on up to `answers.SAMPLES` inputs of the feed. The options
+    are returned as they are where it is not asked for.
 
     Raises `UsageError` without a feed, what `record_answers` raises for inputs that do not serve,
     and `ParityError` where not even floats alone hold it.
@@ -115,11 +115,16 @@ class _Search:
         )
         options = replace(self._options, numbers=numbers)
         with trial(self._model, options, self._table, self._portable, self._workspace) as tried:
-            session = checking_session(tried.directory, tried.graph)
-            return self._answers.retention(session, self._progress)
+            return self._retention(tried, self._progress)
+
+    def _retention(self, tried: Trial, progress: Progress | None = None) -> float:
+        return self._answers.retention(checking_session(tried.directory, tried.graph), progress)
 
     def _by_harm(self) -> list[str]:
-        """The parts that may go to floats, the most harmful first."""
+        """The parts that may go to floats, the one that retains least alone in INT8 first.
+
+        Where several retain the same, `sensitivity` tells them apart.
+        """
         batches: list[np.ndarray] = []
         for x in self._answers.inputs():
             # Whole batches, where their size is fixed, of inputs that stack.
@@ -132,6 +137,7 @@ class _Search:
             self._table,
             np.concatenate(batches),
             portable=self._portable,
+            first_by=self._retention,
             workspace=self._workspace,
             progress=self._progress,
         )

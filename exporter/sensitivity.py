@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from .options import ExportOptions
 from .parity import Reference
 from .progress import Progress, Silent
 from .retained import HOST
-from .trial import trial
+from .trial import Trial, trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,7 @@ def sensitivity(
     x: np.ndarray,
     *,
     portable: ir.Model | None = None,
+    first_by: Callable[[Trial], float] = lambda tried: 0.0,
     workspace: Path | None = None,
     progress: Progress | None = None,
 ) -> tuple[LayerHarm, ...]:
@@ -80,15 +82,16 @@ def sensitivity(
 
     The parts are the MoE layers that do not stay in floats anyhow, and with `--quantize all` the
     host's linear layers, all together. Routing counts first: an input that goes to other experts is
-    an error that no tolerance describes. The model is written once a part to a temporary folder in
-    `workspace`; `portable` is its trace (`export.traced`), where that is known already.
+    an error that no tolerance describes; before it only what `first_by` finds, least being worst.
+    The model is written once a part to a temporary folder in `workspace`; `portable` is its trace
+    (`export.traced`), where that is known already.
     """
     progress = progress or Silent()
     if portable is None:
         portable = traced(edited(model, options.edits), options)
     alone = _each_alone(options.numbers, list(model.layers))
     progress.step("quantising each layer alone", total=len(alone), unit="layers")
-    harms = []
+    harms: list[tuple[float, LayerHarm]] = []
     expected: Reference | None = None
     for name, numbers in alone.items():
         chosen = replace(options, numbers=numbers)
@@ -102,11 +105,12 @@ def sensitivity(
                 k_input=options.k == "input",
                 tolerance=options.tolerance,
             )
-        harms.append(
-            LayerHarm(name, parity.cosine, parity.max_rel, parity.routing_agreement, parity.jaccard)
-        )
+            first = first_by(tried)
+        routing, jaccard = parity.routing_agreement, parity.jaccard
+        harms.append((first, LayerHarm(name, parity.cosine, parity.max_rel, routing, jaccard)))
         progress.advance(1)
-    return tuple(sorted(harms, key=lambda harm: (harm.routing, harm.jaccard, harm.cosine)))
+    harms.sort(key=lambda each: (each[0], each[1].routing, each[1].jaccard, each[1].cosine))
+    return tuple(harm for _, harm in harms)
 
 
 def _each_alone(numbers: Numbers, layers: list[str]) -> dict[str, Numbers]:

@@ -9,6 +9,7 @@ import numpy as np
 from moexport.exporter.bundle import Bundle
 from moexport.tests.bench.heads import trained_head
 from moexport.tests.docs.documents import ROOT, assert_printed, blocks, run_block
+from moexport.tests.docs.outliers import vit_with_outliers
 
 
 def follow(page: str, folder: Path, heading: str | None = None) -> int:
@@ -37,6 +38,13 @@ def test_the_guide_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
 def test_a_network_of_ones_own_is_exported_as_the_families_page_shows(tmp_path: Path) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     assert follow("docs/families.md", tmp_path) == 1
+
+
+def test_a_layer_that_int8_harms_stays_in_floats_as_the_calibration_page_shows(
+    tmp_path: Path,
+) -> None:
+    vit_with_outliers(tmp_path)
+    assert follow("docs/calibration.md", tmp_path, "## As much INT8 as the accuracy allows") == 1
 
 
 def test_experts_are_looked_at_and_edited_as_the_mumoe_page_shows(tmp_path: Path) -> None:
