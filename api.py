@@ -33,7 +33,8 @@ from .exporter.bundle import Bundle
 from .exporter.calibrate import CalibrationOptions
 from .exporter.calibrate import calibrate as run_calibration
 from .exporter.edits import read_edits
-from .exporter.engines.bundle import add_to_bundle, make_engines, plan_engines, staging
+from .exporter.engines.additions import add_to_bundle, staging
+from .exporter.engines.bundle import make_engines, plan_engines
 from .exporter.engines.cache import default_cache
 from .exporter.engines.options import EngineOptions
 from .exporter.export import export as export_bundle

@@ -12,7 +12,8 @@ from .console import Console, size
 from .printing import json_text
 
 if TYPE_CHECKING:
-    from .exporter.engines.bundle import EnginePlan, Made
+    from .exporter.engines.additions import Made
+    from .exporter.engines.bundle import EnginePlan
     from .exporter.engines.options import EngineOptions
 
 Profiles = Annotated[
@@ -233,7 +234,8 @@ def build(
         for axis, text in (("batch", batch), ("tokens", tokens))
         if text is not None
     }
-    from .exporter.engines.bundle import add_to_bundle, make_engines, plan_engines, staging
+    from .exporter.engines.additions import add_to_bundle, staging
+    from .exporter.engines.bundle import make_engines, plan_engines
     from .exporter.manifest import Manifest
 
     manifest = Manifest.read(bundle)

@@ -55,6 +55,10 @@ class EngineError(MoexportError):
     """An engine that cannot be built, or that cannot be run here."""
 
 
+class ForeignEngineError(EngineError):
+    """A sound engine that is for another GPU, driver or version than the ones here."""
+
+
 class ResultsError(MoexportError):
     """A results file that cannot be read, or that is not one."""
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..exporter.environment import gpus
+from ..exporter.engines.device import first_gpu
+from ..exporter.engines.flavours import FLAVOURS
 from .results import (
     ONNXRUNTIME,
     PYTORCH_ALGORITHM_2,
@@ -59,13 +59,13 @@ def _provider(name: str) -> Callable[[], str | None]:
 
 
 def _gpu() -> str | None:
-    return None if gpus() else "no NVIDIA GPU on this machine"
+    return None if first_gpu() else "no NVIDIA GPU on this machine"
 
 
-def _package(module: str, extra: str) -> Callable[[], str | None]:
+def _flavour(name: str) -> Callable[[], str | None]:
     def missing() -> str | None:
-        if importlib.util.find_spec(module) is None:
-            return f"not installed: pip install 'moexport[{extra}]'"
+        if not FLAVOURS[name].installed():
+            return f"not installed: {FLAVOURS[name].install}"
         return _gpu()
 
     return missing
@@ -85,8 +85,8 @@ KINDS = {
             "tensorrt",
             _provider("TensorrtExecutionProvider"),
         ),
-        EngineKind(TENSORRT, TENSORRT, "tensorrt", _package("tensorrt", "tensorrt")),
-        EngineKind(TENSORRT_RTX, TENSORRT_RTX, "tensorrt-rtx", _package("tensorrt_rtx", "rtx")),
+        EngineKind(TENSORRT, TENSORRT, "tensorrt", _flavour(TENSORRT)),
+        EngineKind(TENSORRT_RTX, TENSORRT_RTX, "tensorrt-rtx", _flavour(TENSORRT_RTX)),
     )
 }
 """Every engine, by its name; the untouched model (`pytorch-eager`) is always measured."""

@@ -20,7 +20,7 @@ from typing import Any
 import moexport
 import numpy as np
 from moexport.errors import MoexportError
-from moexport.exporter.engines.bundle import engines_of
+from moexport.exporter.engines.additions import engines_of
 from moexport.exporter.engines.check import engine_parity
 from moexport.exporter.engines.device import first_gpu
 from moexport.exporter.engines.flavours import FLAVOURS

@@ -68,7 +68,7 @@ class Bundle:
         Raises `EngineError` where the bundle has none of that flavour for the graph, and what
         loading one raises.
         """
-        from .engines.bundle import engines_of
+        from .engines.additions import engines_of
         from .engines.session import EngineSession
 
         wanted = self.graph(graph).file

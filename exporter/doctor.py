@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..errors import MissingExtraError
+from .engines.cuda import runtime
+from .engines.device import first_gpu
 from .engines.flavours import FLAVOURS, Flavour
 from .environment import environment
 
@@ -35,7 +37,7 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Returns what works here; looks at the installed packages and the hardware, builds nothing."""
     facts = environment()
-    gpu = facts["gpu"]
+    gpu = first_gpu()
     return Diagnosis(
         abilities=(
             Ability("export to ONNX", True, "PyTorch traces, ONNX Runtime checks parity"),
@@ -85,8 +87,10 @@ def _runs(chosen: Flavour, gpu: object) -> Ability:
     name = f"run {chosen.title} engines"
     if importlib.util.find_spec(chosen.module) is None:
         return Ability(name, False, f"{chosen.title} is not installed: {chosen.install}")
-    if importlib.util.find_spec("cuda") is None:
-        return Ability(name, False, f"cuda-bindings is not installed: {chosen.install}")
+    try:
+        runtime()
+    except MissingExtraError as error:
+        return Ability(name, False, f"{error.message}: {error.hint}")
     if not gpu:
         return Ability(name, False, "there is no NVIDIA GPU, or no driver for it")
     return Ability(name, True, f"{chosen.title} {chosen.version()}")

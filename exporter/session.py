@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,6 +23,9 @@ TENSORRT = "TensorrtExecutionProvider"
 
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
 """Execution providers by the names that the command line and results use."""
+
+PROVIDER_OPTIONS = {CUDA: {"use_tf32": "0"}}
+"""FP32 is FP32: the provider would round products to 10 bits of mantissa by itself."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,8 +214,12 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile)
     check_provider(options.provider)
+    if options.provider != CPU:
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
+            ort.preload_dlls()  # CUDA and cuDNN as pip installs them, which no loader knows of
     fallbacks = {CPU: [], CUDA: [CPU], TENSORRT: [CUDA, CPU]}
-    providers = [options.provider, *fallbacks.get(options.provider, [CPU])]
+    named = [options.provider, *fallbacks.get(options.provider, [CPU])]
+    providers = [(name, PROVIDER_OPTIONS.get(name, {})) for name in named]
     try:
         twin = _needs_twin(path, options)
         if not options.observe and not twin:
@@ -234,8 +243,8 @@ def _on(session: ort.InferenceSession, provider: str) -> ort.InferenceSession:
     if found[0] != provider:
         raise EngineError(
             f"ONNX Runtime cannot start {provider} here and would run on {found[0]} instead",
-            hint="it needs an NVIDIA GPU, CUDA and cuDNN"
-            + (" and TensorRT" if provider == TENSORRT else "")
+            hint="it needs CUDA and cuDNN (pip install 'onnxruntime-gpu[cuda,cudnn]')"
+            + (" and the TensorRT that it was built with" if provider == TENSORRT else "")
             + "; `moexport doctor` says what is here",
         )
     session.disable_fallback()

@@ -1,22 +1,19 @@
-"""The engines of a bundle: which there will be, building them, and putting them in place."""
+"""The engines of a bundle: which there will be, and building them."""
 
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
-from ...errors import BundleError, EngineError, MissingExtraError, UsageError
+from ...errors import EngineError, MissingExtraError, UsageError
 from ..hashing import sha256
-from ..manifest import MAIN_GRAPH, MANIFEST_FILE, FileRecord, GraphRecord, Manifest
+from ..manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest
 from ..progress import Progress, Silent
 from ..ranges import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
+from .additions import Made, engines_of, with_engines
 from .build import Built, build_engine
 from .cache import default_cache
 from .device import first_gpu
@@ -41,15 +38,6 @@ class EnginePlan:
     profiles: tuple[Profile, ...]
     cards: tuple[str, ...]
     options: EngineOptions
-
-
-@dataclass(frozen=True, slots=True)
-class Made:
-    """A built engine, or one that was there before (`reused`: `bundle`, `cache` or None)."""
-
-    record: EngineRecord
-    files: Mapping[str, FileRecord]
-    reused: str | None
 
 
 def plan_engines(
@@ -149,14 +137,17 @@ def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
 def _in_bundle(
     directory: Path, manifest: Manifest, plan: EnginePlan, key: str
 ) -> EngineRecord | None:
-    """The bundle's own engine, where it has the key and its file is sound."""
+    """The bundle's own engine, where it has the key and its files are sound."""
     for record in engines_of(manifest):
         if record.key == key and record.file == plan.file:
-            known = manifest.files.get(record.file)
-            path = directory / record.file
-            if known is not None and path.is_file() and sha256(path) == known.sha256:
+            names = (record.layers, record.file)
+            if all(_sound(directory / name, manifest.files.get(name)) for name in names):
                 return record
     return None
+
+
+def _sound(path: Path, known: FileRecord | None) -> bool:
+    return known is not None and path.is_file() and sha256(path) == known.sha256
 
 
 def _make(
@@ -171,12 +162,10 @@ def _make(
 ) -> Made:
     path = output / plan.file
     folder = plan.options.cache
-    kept = cache.find(folder, key) if folder is not None and not rebuild else None
+    kept = cache.take(folder, key, path) if folder is not None and not rebuild else None
     if kept is not None:
-        progress.step(f"taking {plan.file} from the cache")
-        shutil.copyfile(kept.plan, path)
-        facts = kept.facts["built"]
-        built = Built(path, **facts)
+        progress.step(f"took {plan.file} from the cache")
+        built = Built(path, **kept["built"])
     else:
         built = build_engine(
             graph, plan.flavour, plan.profiles, plan.options, plan.cards, path, progress
@@ -221,78 +210,6 @@ def _record(plan: EnginePlan, key: str, built: Built) -> EngineRecord:
         seconds=built.seconds,
         peak_memory_bytes=built.peak_memory_bytes,
     )
-
-
-def engines_of(manifest: Manifest) -> list[EngineRecord]:
-    """Returns the engines that a manifest lists; `BundleError` where one is not complete."""
-    try:
-        return [EngineRecord.from_json(each) for each in manifest.engines]
-    except (TypeError, AttributeError) as error:
-        raise BundleError(f"not a complete manifest: engines: {error}") from error
-
-
-def with_engines(manifest: Manifest, made: Sequence[Made]) -> Manifest:
-    """Returns the manifest with these engines in place of those of the same files."""
-    new = {each.record.file: each.record for each in made}
-    old = [each for each in engines_of(manifest) if each.file not in new]
-    files = dict(manifest.files)
-    for each in made:
-        files.update(each.files)
-    engines: list[dict[str, Any]] = [each.as_json() for each in (*old, *new.values())]
-    return replace(manifest, engines=engines, files=dict(sorted(files.items())))
-
-
-def without_files(manifest: Manifest, names: set[str]) -> Manifest:
-    """Returns the manifest without the engines of these files."""
-    return replace(
-        manifest,
-        engines=[each for each in manifest.engines if each.get("file") not in names],
-        files={name: record for name, record in manifest.files.items() if name not in names},
-    )
-
-
-def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> Manifest:
-    """Moves built engines into a bundle and returns its new manifest.
-
-    The bundle is whole at every moment: an engine that is replaced is first struck from the
-    manifest, and the new one is listed when its files are there.
-    """
-    names = {name for each in made for name in each.files}
-    try:
-        if names:
-            _write_manifest(directory, without_files(Manifest.read(directory), names))
-            for name in sorted(names):
-                (staged / name).replace(directory / name)
-        manifest = with_engines(Manifest.read(directory), made)
-        _write_manifest(directory, manifest)
-    except OSError as error:
-        raise BundleError(
-            f"{directory}: cannot be written: {error.strerror}",
-            hint="free some space, or copy the bundle to a folder that you may write to",
-        ) from error
-    return manifest
-
-
-@contextmanager
-def staging(directory: Path) -> Iterator[Path]:
-    """Yields a temporary folder inside a bundle, which goes when the block ends."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=".engines.", suffix=".partial", dir=directory))
-    except OSError as error:
-        raise BundleError(
-            f"{directory}: cannot be written: {error.strerror}",
-            hint="copy the bundle to a folder that you may write to",
-        ) from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write_manifest(directory: Path, manifest: Manifest) -> None:
-    partial = directory / f".{MANIFEST_FILE}.partial"
-    partial.write_text(manifest.to_json(), encoding="utf-8")
-    partial.replace(directory / MANIFEST_FILE)
 
 
 def check_for_export(target: str, engine: EngineOptions | bool | None) -> None:

@@ -2,7 +2,8 @@
 
 An engine's key is a hash of everything that makes it what it is: the graph, its weights, the
 options, the profiles, TensorRT's version, and the GPU where the engine is for that GPU alone. A
-file that does not hash to what was written down is thrown away and built again.
+file that does not hash to what was written down is thrown away and built again. Builds that run at
+once share the folder: each holds it while it takes an engine out or puts one in.
 """
 
 from __future__ import annotations
@@ -15,15 +16,19 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from .locking import locked
 
 PLACE = "MOEXPORT_ENGINE_CACHE"
 """The environment's name for the folder; `off` keeps nothing."""
 
 MOST_BYTES = 10 << 30
 """The least recently used engines go when the folder grows beyond this."""
+
+FACTS = 1
+"""The form of what is written down beside an engine; part of its key."""
 
 
 def default_cache() -> Path | None:
@@ -42,33 +47,37 @@ def default_cache() -> Path | None:
 
 def engine_key(parts: Mapping[str, Any]) -> str:
     """Returns the key of a request: SHA-256 of its canonical JSON."""
-    text = json.dumps(parts, sort_keys=True, ensure_ascii=True)
+    text = json.dumps({"facts": FACTS, **parts}, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-@dataclass(frozen=True, slots=True)
-class Kept:
-    """An engine of the cache and what was written down beside it."""
+def take(folder: Path, key: str, destination: Path) -> Mapping[str, Any] | None:
+    """Copies the engine of a key to `destination` and returns what was written down beside it.
 
-    plan: Path
-    facts: Mapping[str, Any]
-
-
-def find(folder: Path, key: str) -> Kept | None:
-    """Returns the engine of a key, or None; one that is damaged is removed."""
-    plan, facts = _files(folder, key)
+    None without one; one that is damaged is removed.
+    """
     try:
-        content = json.loads(facts.read_text(encoding="utf-8"))
+        with locked(folder):
+            return _take(folder, key, destination)
+    except FileNotFoundError:  # no folder, no engines
+        return None
+
+
+def _take(folder: Path, key: str, destination: Path) -> Mapping[str, Any] | None:
+    plan, notes = _files(folder, key)
+    try:
+        facts: dict[str, Any] = json.loads(notes.read_text(encoding="utf-8"))
         with plan.open("rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
-        sound = digest == content["sha256"]
+        sound = digest == facts["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         sound = False
     if not sound:
-        _remove((plan, facts))
+        _remove((plan, notes))
         return None
     os.utime(plan)  # what is used stays
-    return Kept(plan, content)
+    shutil.copyfile(plan, destination)
+    return facts
 
 
 def keep(folder: Path, key: str, plan: Path, facts: Mapping[str, Any]) -> None:
@@ -79,12 +88,13 @@ def keep(folder: Path, key: str, plan: Path, facts: Mapping[str, Any]) -> None:
     place, notes = _files(folder, key)
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        _copy_whole(plan, place)
-        handle, partial = tempfile.mkstemp(dir=folder, suffix=".partial")
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            json.dump(dict(facts), file)
-        Path(partial).replace(notes)
-        _make_room(folder, kept=place)
+        with locked(folder):
+            _copy_whole(plan, place)
+            handle, partial = tempfile.mkstemp(dir=folder, suffix=".partial")
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                json.dump(dict(facts), file)
+            Path(partial).replace(notes)
+            _make_room(folder, kept=place)
     except OSError:  # a cache is no promise: the engine itself is in its place
         _remove((place, notes))
 

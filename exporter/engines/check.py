@@ -7,11 +7,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...errors import FeedError, MoexportError, UsageError
+from ...errors import (
+    FeedError,
+    ForeignEngineError,
+    MissingExtraError,
+    MoexportError,
+    UsageError,
+)
 from ..manifest import Manifest
 from ..parity import Parity, Reference, compare, describe
 from ..tolerance import recorded
-from .bundle import engines_of
+from .additions import engines_of
 from .device import first_gpu
 from .flavours import flavour
 from .record import EngineRecord
@@ -41,7 +47,7 @@ def engine_checks(
         name = f"parity of {record.file}"
         try:
             parity = engine_parity(directory, manifest, record, expected)
-        except (FeedError, UsageError) as error:
+        except (FeedError, UsageError, ForeignEngineError, MissingExtraError) as error:
             yield Check(name, True, f"not run: {error.message}")
         except MoexportError as error:
             yield Check(name, False, error.message)

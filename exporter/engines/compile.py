@@ -17,8 +17,11 @@ OnStart = Callable[[str, "str | None", int], None]
 OnFinish = Callable[[str], None]
 OnStep = Callable[[str, int], bool]
 
-COMPUTING = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTENTION")
+COMPUTING = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTENTION_INPUT")
 """Layers whose type is what a reader means by a network's precision."""
+
+MOVING = ("SHUFFLE", "GATHER", "SLICE", "CONDITIONAL_INPUT", "IDENTITY")
+"""Layers that leave the values they carry as they are."""
 
 PRECISIONS = {
     "FLOAT": "fp32",
@@ -181,6 +184,10 @@ def _finish_config(
         level = config.hardware_compatibility_level.name
         read_back["hardware_compatible"] = level
         _same("hardware_compatible", HARDWARE[options["hardware_compatible"]], level)
+    if "timing_cache" in options and config.get_timing_cache() is None:
+        raise DishonouredError(
+            f"timing_cache: {options['timing_cache']} is of another GPU or TensorRT"
+        )
     read_back["profiles"] = int(config.num_optimization_profiles)
     _same("profiles", len(request["profiles"]), read_back["profiles"])
 
@@ -198,9 +205,8 @@ def network_layers(network: Any) -> list[dict[str, str]]:
     whether its kernel multiplies integers where a Gather lies between, a GPU's inspector tells.
     """
     dequantized = {layer.get_output(0).name for layer in network if layer.type.name == "DEQUANTIZE"}
-    moved = {"SHUFFLE", "GATHER", "SLICE", "CONDITIONAL_INPUT", "IDENTITY"}
     for layer in network:  # layers that only move what was dequantised come after it
-        if layer.type.name in moved and layer.get_input(0).name in dequantized:
+        if layer.type.name in MOVING and layer.get_input(0).name in dequantized:
             dequantized.update(layer.get_output(i).name for i in range(layer.num_outputs))
     found = []
     for layer in network:
@@ -228,12 +234,17 @@ def precision_counts(layers: list[dict[str, str]]) -> dict[str, int]:
     return dict(sorted(counts.items()))
 
 
-def inspect_plan(trt: Any, plan: Any) -> dict[str, Any]:
-    """Returns what the inspector says of an engine; needs a GPU."""
+def inspect_plan(trt: Any, plan: Any) -> dict[str, Any] | None:
+    """Returns what the inspector says of an engine on the GPU here, None of one for other GPUs."""
     import json
 
     runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
-    engine = runtime.deserialize_cuda_engine(bytes(plan))
+    if hasattr(runtime, "get_engine_validity"):
+        validity, _ = runtime.get_engine_validity(plan)
+        if validity == trt.EngineValidity.INVALID:
+            return None
+    runtime.engine_host_code_allowed = True  # for version-compatible engines; it is our own
+    engine = runtime.deserialize_cuda_engine(plan)
     if engine is None:
         raise DishonouredError("the engine that was just built cannot be loaded")
     text = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)

@@ -6,7 +6,6 @@ NVIDIA's own binding (`cuda.bindings`) is behind them: no compiler and no PyTorc
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,10 +14,11 @@ from ...errors import EngineError, MissingExtraError
 
 CALLS = (
     "cudaGetDeviceCount",
+    "cudaGetDevice",
+    "cudaGetDeviceProperties",
+    "cudaDriverGetVersion",
     "cudaMalloc",
     "cudaFree",
-    "cudaMallocHost",
-    "cudaFreeHost",
     "cudaMemcpyAsync",
     "cudaStreamCreateWithFlags",
     "cudaStreamSynchronize",
@@ -34,7 +34,6 @@ CALLS = (
     "cudaEventSynchronize",
     "cudaEventElapsedTime",
     "cudaEventDestroy",
-    "cudaMemGetInfo",
 )
 """What is used of the binding; a test looks each up in the installed one."""
 
@@ -44,11 +43,12 @@ NO_MEMORY = "cudaErrorMemoryAllocation"
 
 def runtime() -> Any:
     """Returns CUDA's runtime as Python sees it; `MissingExtraError` without the binding."""
-    if importlib.util.find_spec("cuda") is None:
+    try:
+        return importlib.import_module("cuda.bindings.runtime")
+    except ImportError as error:
         raise MissingExtraError(
-            "cuda-bindings is not installed", hint="pip install 'moexport[rtx]'"
-        )
-    return importlib.import_module("cuda.bindings.runtime")
+            "cuda-bindings is not installed", hint="pip install 'cuda-bindings>=13'"
+        ) from error
 
 
 def check_device() -> None:
@@ -106,15 +106,10 @@ class Stream:
         """Waits until all that was sent is done."""
         call("cudaStreamSynchronize", self.handle)
 
-    def to_device(self, address: int, host: int, size: int) -> None:
-        """Copies from host memory to the GPU."""
-        kind = runtime().cudaMemcpyKind.cudaMemcpyHostToDevice
-        call("cudaMemcpyAsync", address, host, size, kind, self.handle)
-
-    def to_host(self, host: int, address: int, size: int) -> None:
-        """Copies from the GPU to host memory."""
-        kind = runtime().cudaMemcpyKind.cudaMemcpyDeviceToHost
-        call("cudaMemcpyAsync", host, address, size, kind, self.handle)
+    def copy(self, destination: int, source: int, size: int) -> None:
+        """Copies between host memory and the GPU, or within it: CUDA knows each address."""
+        kind = runtime().cudaMemcpyKind.cudaMemcpyDefault
+        call("cudaMemcpyAsync", destination, source, size, kind, self.handle)
 
     def close(self) -> None:
         """Ends the stream."""

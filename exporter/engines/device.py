@@ -7,12 +7,17 @@ import shutil
 import subprocess
 from dataclasses import dataclass
 
+from ...errors import EngineError, MissingExtraError
 from ..environment import NVIDIA_SMI_TIMEOUT_S
+from . import cuda
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Name, compute capability (`8.9`) and driver version of one GPU."""
+    """Name, compute capability (`8.9`) and driver of one GPU.
+
+    The driver is its version as its own tool tells it, or the newest CUDA that it serves.
+    """
 
     name: str
     compute_capability: str
@@ -21,7 +26,27 @@ class Gpu:
 
 @functools.cache
 def first_gpu() -> Gpu | None:
-    """Returns the first NVIDIA GPU as the driver's own tool tells it, or None without one."""
+    """Returns the NVIDIA GPU that engines are built and run on, or None without one.
+
+    CUDA knows best which one that is (`CUDA_VISIBLE_DEVICES`, its own order), and a Jetson has no
+    other to ask; without its Python binding the driver's own tool tells.
+    """
+    return _by_cuda() or _by_tool()
+
+
+def _by_cuda() -> Gpu | None:
+    try:
+        cuda.check_device()
+        found = cuda.call("cudaGetDeviceProperties", 0)
+        served = int(cuda.call("cudaDriverGetVersion"))
+    except (EngineError, MissingExtraError):
+        return None
+    name = found.name.decode() if isinstance(found.name, bytes) else str(found.name)
+    driver = f"CUDA {served // 1000}.{served % 1000 // 10}"
+    return Gpu(name, f"{found.major}.{found.minor}", driver)
+
+
+def _by_tool() -> Gpu | None:
     command = shutil.which("nvidia-smi")
     if command is None:
         return None

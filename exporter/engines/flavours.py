@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -20,11 +21,13 @@ from ...errors import MissingExtraError, UsageError
 class Flavour:
     """One TensorRT, as data.
 
-    `options` names the build options that it honours; every other one is refused, since a request
-    that is quietly dropped is worse than none. `max_level` is its highest optimisation level (it
-    lowers a higher one without a word). `cards` are the compute capabilities that it can build for
-    by name; empty where an engine is for the GPU that it is built on. `refused` says of an option
-    that it does not honour why that is.
+    `index` is the package index that has it, where that is not the usual one; `versions` are the
+    first that it works with and the first that it does not. `options` names the build options that
+    it honours; every other one is refused, since a request that is quietly dropped is worse than
+    none. `max_level` is its highest optimisation level (it lowers a higher one without a word).
+    `cards` are the compute capabilities that it can build for by name; empty where an engine is for
+    the GPU that it is built on. `refused` says of an option that it does not honour why that is.
+    `records_itself` says that its runtime makes CUDA graphs.
     """
 
     name: str
@@ -32,16 +35,19 @@ class Flavour:
     module: str
     extra: str
     distributions: tuple[str, ...]
-    versions: tuple[str, str]
+    versions: tuple[tuple[int, ...], tuple[int, ...]]
     options: frozenset[str]
     max_level: int
     cards: tuple[str, ...]
     refused: Mapping[str, str]
+    index: str | None = None
+    records_itself: bool = False
 
     @property
     def install(self) -> str:
         """The command that installs it."""
-        return f"pip install 'moexport[{self.extra}]'"
+        index = f"--extra-index-url {self.index} " if self.index else ""
+        return f"pip install {index}'moexport[{self.extra}]'"
 
     @property
     def builds_without_gpu(self) -> bool:
@@ -80,6 +86,18 @@ class Flavour:
         for name, title in ((self.module, self.title), ("polygraphy", "Polygraphy")):
             if importlib.util.find_spec(name) is None:
                 raise self.missing(title)
+        self.check_version(self.version())
+
+    def check_version(self, version: str) -> None:
+        """Raises `MissingExtraError` for a version that is too old or too new."""
+        found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        first, last = self.versions
+        if not first <= found < last:
+            raise MissingExtraError(
+                f"{self.title} {version} is installed, and moexport works with "
+                f"{'.'.join(map(str, first))} to {last[0] - 1}",
+                hint=self.install,
+            )
 
     def missing(self, what: str) -> MissingExtraError:
         """The error that says what is not installed, and how to install it."""
@@ -94,7 +112,7 @@ TENSORRT = Flavour(
     module="tensorrt",
     extra="tensorrt",
     distributions=("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt_cu13", "tensorrt_cu12"),
-    versions=("10.12", "12"),
+    versions=((10, 12), (12,)),
     options=_COMMON
     | {
         "timing_cache",
@@ -111,6 +129,7 @@ TENSORRT = Flavour(
             "(--hardware-compatible widens that)"
         }
     ),
+    index="https://pypi.nvidia.com",
 )
 
 TENSORRT_RTX = Flavour(
@@ -119,7 +138,7 @@ TENSORRT_RTX = Flavour(
     module="tensorrt_rtx",
     extra="rtx",
     distributions=("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
-    versions=("1.1", "2"),
+    versions=((1, 7), (2,)),
     # What 1.7.1 does with the others was tried: see `refused`.
     options=_COMMON | {"compute_capabilities", "strip_plan", "refit"},
     max_level=5,
@@ -132,6 +151,7 @@ TENSORRT_RTX = Flavour(
             "hardware_compatible": "its engines are portable by --compute-capability",
         }
     ),
+    records_itself=True,
 )
 
 FLAVOURS: Mapping[str, Flavour] = MappingProxyType(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...console import size, table
-from ...errors import BundleError
+from ...errors import BundleError, ForeignEngineError, MissingExtraError
 from .device import first_gpu
 from .loading import load_engine
 from .planfile import Plan, find_plan, read_header
@@ -18,7 +18,8 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
     """Returns the facts of an engine as plain data.
 
     `read_from` says whether they were read from the engine, which needs a GPU, or written down when
-    it was built. Raises what `find_plan` raises.
+    it was built; `not_loaded` why it was not loaded, on a machine with a GPU. Raises what
+    `find_plan` raises, and `EngineError` for an engine that is damaged.
     """
     plan = find_plan(path, trust=trust)
     header = read_header(path)
@@ -33,7 +34,10 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
         facts |= plan.record.as_json() | {"file": str(path), "read_from": "record"}
         facts["layers"] = _listing(path.parent / plan.record.layers)
     if first_gpu() is not None:
-        facts |= {"read_from": "engine", "inspector": _inspected(plan)}
+        try:
+            facts |= {"inspector": _inspected(plan), "read_from": "engine"}
+        except (ForeignEngineError, MissingExtraError) as error:
+            facts["not_loaded"] = error.message
     return facts
 
 
@@ -92,4 +96,5 @@ def _source(facts: Mapping[str, Any]) -> str:
         "record": "Written down when it was built; the engine itself is read on an NVIDIA GPU.",
         "engine": "The engine was loaded; --json has what TensorRT's inspector says.",
     }
-    return said[facts["read_from"]]
+    not_loaded = facts.get("not_loaded")
+    return said[facts["read_from"]] + (f"\nNot loaded: {not_loaded}." if not_loaded else "")

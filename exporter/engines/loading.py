@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import EngineError
+from ...errors import EngineError, ForeignEngineError
 from . import cuda
 from .planfile import Plan, check_runs_here
 
+
+@dataclass(frozen=True, slots=True)
+class Reason:
+    """Why the runtime will not load an engine: its own name for it, our words, and a way out.
+
+    `foreign` says that the engine is sound and would run elsewhere.
+    """
+
+    flag: str
+    meaning: str
+    hint: str
+    foreign: bool = False
+
+
 REASONS = (
-    ("MALFORMED_ENGINE", "it is damaged, or no engine", "copy it again, or build it again"),
-    ("VERSION_MISMATCH", "another version built it", "build it again with this version"),
-    (
+    Reason("MALFORMED_ENGINE", "it is damaged, or no engine", "copy it again, or build it again"),
+    Reason(
+        "VERSION_MISMATCH", "another version built it", "build it again with this version", True
+    ),
+    Reason(
         "UNSUPPORTED_CC",
         "it is not for this GPU's compute capability",
         "build it again with this GPU's --compute-capability",
+        True,
     ),
-    ("OLD_CUDA_DRIVER", "the NVIDIA driver is too old for it", "update the driver"),
-    ("OLD_CUDA_RUNTIME", "the CUDA runtime is too old for it", "install a newer CUDA"),
-    (
+    Reason("OLD_CUDA_DRIVER", "the NVIDIA driver is too old for it", "update the driver", True),
+    Reason("OLD_CUDA_RUNTIME", "the CUDA runtime is too old for it", "install a newer CUDA", True),
+    Reason(
         "INSUFFICIENT_GPU_MEMORY",
         "the GPU has too little free memory for it",
         "free some of the GPU's memory, or build with a smaller MAX in --profile",
     ),
-    ("CUDA_ERROR", "CUDA failed", "`moexport doctor` says what is here"),
+    Reason("CUDA_ERROR", "CUDA failed", "`moexport doctor` says what is here"),
 )
-"""What the runtime says of an engine that it will not load, in words and with a way out."""
 
 
-def reason_of(trt: Any, diagnostics: int) -> tuple[str, str] | None:
-    """Returns the first reason and hint of the runtime's diagnostics, which are bits."""
-    for name, meaning, hint in REASONS:
-        flag = getattr(trt.EngineInvalidityDiagnostics, name, None)
+def reason_of(trt: Any, diagnostics: int) -> Reason | None:
+    """Returns the first reason in the runtime's diagnostics, which are bits."""
+    for reason in REASONS:
+        flag = getattr(trt.EngineInvalidityDiagnostics, reason.flag, None)
         if flag is not None and int(diagnostics) & int(flag):
-            return meaning, hint
+            return reason
     return None
 
 
@@ -57,8 +74,8 @@ def collecting_logger(trt: Any) -> Any:
 def load_engine(plan: Plan) -> tuple[Any, Any, Any]:
     """Returns the flavour's module, its runtime and the engine; they must live as long as it.
 
-    Raises `EngineError` for an engine of another version or GPU, for a damaged one, and where there
-    is no GPU; `MissingExtraError` where the flavour is not installed.
+    Raises `ForeignEngineError` for an engine of another version or GPU, `EngineError` for a damaged
+    one and where there is no GPU; `MissingExtraError` where the flavour is not installed.
     """
     check_runs_here(plan)
     cuda.check_device()
@@ -68,8 +85,9 @@ def load_engine(plan: Plan) -> tuple[Any, Any, Any]:
     content = plan.path.read_bytes()
     if hasattr(runtime, "get_engine_validity"):
         _check_validity(plan, trt, runtime, content)
-    if plan.record is not None and plan.record.options.get("version_compatible"):
-        runtime.engine_host_code_allowed = True  # the lean runtime inside the plan is code, too
+    # The lean runtime inside such a plan is code, too; a plan without a record was called trusted.
+    if plan.record is None or plan.record.options.get("version_compatible"):
+        runtime.engine_host_code_allowed = True
     engine = runtime.deserialize_cuda_engine(content)
     if engine is None:
         raise unloadable(plan, logger.lines)
@@ -84,7 +102,8 @@ def _check_validity(plan: Plan, trt: Any, runtime: Any, content: bytes) -> None:
         return
     found = reason_of(trt, diagnostics)
     if found is not None:
-        raise EngineError(f"{plan.path}: cannot be loaded: {found[0]}", hint=found[1])
+        kind = ForeignEngineError if found.foreign else EngineError
+        raise kind(f"{plan.path}: cannot be loaded: {found.meaning}", hint=found.hint)
 
 
 def unloadable(plan: Plan, lines: Sequence[str]) -> EngineError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
@@ -85,8 +86,20 @@ class EngineOptions:
                 f"--hardware-compatible {self.hardware_compatible}: there is no such level",
                 hint=f"choose one of: {', '.join(HARDWARE_LEVELS)}",
             )
+        self._check_timing_cache()
         self._check_cards(flavour)
         self._check_gpu(flavour)
+
+    def _check_timing_cache(self) -> None:
+        """The file is written when a build ends, which may be hours from now."""
+        file = self.timing_cache
+        if file is None:
+            return
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise UsageError(
+                f"--timing-cache {file}: cannot be written there",
+                hint="name a file in a folder that exists and that you may write to",
+            )
 
     def _check_cards(self, flavour: Flavour) -> None:
         text = ",".join(self.compute_capabilities)

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...errors import EngineError
+from ...errors import EngineError, ForeignEngineError
 from ..hashing import sha256
 from ..manifest import MANIFEST_FILE, FileRecord, Manifest
-from .bundle import engines_of
+from .additions import engines_of
 from .device import Gpu, first_gpu
 from .flavours import FLAVOURS, TENSORRT_RTX, Flavour, flavour
 from .record import EngineRecord
@@ -68,9 +68,11 @@ def find_plan(path: Path, *, trust: bool = False) -> Plan:
         )
     record, known = _listed(path)
     header = read_header(path)
-    if header is not None and header.size != path.stat().st_size:
+    size = path.stat().st_size
+    whole = header.size if header is not None else known.bytes if known is not None else size
+    if size < whole:
         raise EngineError(
-            f"{path}: truncated: {path.stat().st_size} of {header.size} bytes",
+            f"{path}: truncated: {size} of {whole} bytes",
             hint="copy it again from where it is whole, or build it again with `moexport build`",
         )
     if record is None and not trust:
@@ -86,7 +88,14 @@ def find_plan(path: Path, *, trust: bool = False) -> Plan:
 
 def _flavour(path: Path, record: EngineRecord | None, header: Header | None) -> Flavour:
     if record is not None:
-        return flavour(record.flavour)
+        listed = flavour(record.flavour)
+        if header is not None and header.flavour != listed:
+            raise EngineError(
+                f"{path}: is an engine of {header.flavour.title}, and {MANIFEST_FILE} lists one of "
+                f"{listed.title}",
+                hint=f"build it again with `moexport build {path.parent} --target {listed.name}`",
+            )
+        return listed
     if header is not None:
         return header.flavour
     named = [each for name, each in FLAVOURS.items() if name in path.name]
@@ -109,17 +118,17 @@ def _listed(path: Path) -> tuple[EngineRecord | None, FileRecord | None]:
 
 
 def check_runs_here(plan: Plan) -> None:
-    """Raises `EngineError` for an engine of another version or GPU, before it is loaded.
+    """Raises `ForeignEngineError` for an engine of another version or GPU, before it is loaded.
 
     Such an engine is sound, and the message says where it runs.
     """
-    plan.flavour.load()
+    # The module's own word: a package's version can differ from it (8.6.1.post1 holds 8.6.1).
+    installed = str(plan.flavour.load().__version__)
     record = plan.record
     if record is None:
         return
-    installed = plan.flavour.version()
     if record.version != installed and not record.options.get("version_compatible"):
-        raise EngineError(
+        raise ForeignEngineError(
             f"{plan.path}: built by {plan.flavour.title} {record.version}, and {installed} is "
             "installed; an engine runs in the version that built it",
             hint=f"build it again here with `moexport build {plan.path.parent}`, or install "
@@ -135,7 +144,7 @@ def _check_gpu(path: Path, record: EngineRecord, gpu: Gpu) -> None:
     if record.device is None or record.options.get("hardware_compatible"):
         return
     if gpu.compute_capability not in record.compute_capabilities:
-        raise EngineError(
+        raise ForeignEngineError(
             f"{path}: built for {record.device} (compute capability "
             f"{', '.join(record.compute_capabilities)}), and this machine has {gpu.name} "
             f"({gpu.compute_capability})",

@@ -72,7 +72,7 @@ def parse_profile(text: str) -> dict[str, AxisRange]:
                 f"--profile {text}: expected AXIS=MIN:OPT:MAX, each axis once",
                 hint=f"for example --profile batch=1:8:32,k=1:4:16; axes: {', '.join(AXES)}",
             )
-        found[axis] = parse_range(sizes, f"--profile {axis}=")
+        found[axis] = parse_range(sizes, f"--profile {axis}")
     return found
 
 

@@ -1,24 +1,25 @@
 """Runs an engine: numpy or torch in, the same out.
 
 One runner serves both TensorRTs. Its buffers are allocated once, for the largest shapes of the
-profiles; it has a stream of its own; and a shape that comes back is recorded as a CUDA graph and
-sent as one. k and the batch size may change with every call.
+profiles; it has a stream of its own; and work that comes back with the same shapes is recorded as a
+CUDA graph and sent as one, by the runner or by TensorRT-RTX itself. k and the batch size may change
+with every call.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
 from ...errors import EngineError, FeedError, UsageError
-from ...graphs.names import K_INPUT
 from . import cuda
-from .loading import load_engine
+from .context import Context
 from .planfile import find_plan
-from .profiles import Profile, choose
+from .profiles import choose
 
 Key = tuple[tuple[int, ...], int | None]
 
@@ -26,34 +27,36 @@ Key = tuple[tuple[int, ...], int | None]
 class EngineSession:
     """An engine on the GPU, with the calls of `exporter.session.Session`.
 
-    `capture` records repeated work as CUDA graphs. Raises what `find_plan` and `load_engine` raise.
+    `capture` records repeated work as CUDA graphs. `eager` compiles for each shape before its first
+    answer (TensorRT-RTX), which takes seconds and makes all answers equally fast. Raises what
+    `find_plan` and `load_engine` raise. One thread at a time may call it.
     """
 
-    def __init__(self, path: Path, *, trust: bool = False, capture: bool = True) -> None:
+    def __init__(
+        self, path: Path, *, trust: bool = False, capture: bool = True, eager: bool = False
+    ) -> None:
         plan = find_plan(path, trust=trust)
         self.path = path
         self.flavour = plan.flavour.name
         self.record = plan.record
-        self._trt, self._runtime, self._engine = load_engine(plan)
-        self._context = self._engine.create_execution_context()
-        if self._context is None:
-            raise EngineError(
-                f"{path}: the GPU has no memory for its activations",
-                hint="build with a smaller MAX in --profile, or free some of the GPU's memory",
-            )
-        self._capture = capture
-        self._stream = cuda.Stream()
+        self._context = Context(plan, graphs=capture, eager=eager)
+        self._capture = capture and not self._context.records_itself
+        self._buffers: dict[str, cuda.DeviceBuffer] = {}
         self._captured: cuda.Captured | None = None
-        self._last: Key | None = None
-        self._profile = 0
-        self.profiles = plan.record.ranges if plan.record else self._read_profiles()
-        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
-        outputs = [name for name in names if self._is_output(name)]
-        self.takes_k = K_INPUT in names
-        (self.input_name,) = (n for n in names if n not in outputs and n != K_INPUT)
-        self.output_names = outputs
-        self._k = np.zeros(1, self._dtype(K_INPUT)) if self.takes_k else None
-        self._allocate()
+        self._ready: Key | None = None
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._fresh = True
+        self.profiles = self._context.profiles
+        self.takes_k = self._context.takes_k
+        self.input_name = self._context.input_name
+        self.output_names = self._context.output_names
+        self._device = int(cuda.call("cudaGetDevice"))
+        self._stream = cuda.Stream()
+        try:
+            self._allocate()
+        except BaseException:
+            self.close()
+            raise
 
     def __enter__(self) -> EngineSession:
         return self
@@ -67,7 +70,7 @@ class EngineSession:
         return self.flavour
 
     def __call__(self, x: Any, k: int | None = None) -> Any:
-        """Returns the engine's first output for a batch x, in the kind of array that x is."""
+        """Returns the engine's first output for a batch x, as `run` does."""
         return self.run(x, k, self.output_names[:1])[self.output_names[0]]
 
     def run(
@@ -75,21 +78,31 @@ class EngineSession:
     ) -> dict[str, Any]:
         """Returns outputs by name, all of them unless `outputs` says which.
 
-        x is a numpy array, a torch tensor or anything that speaks DLPack; what is on the GPU stays
-        there. Raises `FeedError` for inputs and `UsageError` for a k outside the profiles.
+        A numpy array gives numpy arrays. A torch tensor, or anything else that speaks DLPack, gives
+        torch tensors where it lies: what is on the GPU stays there. Raises `FeedError` for inputs
+        and `UsageError` for a k outside the profiles.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
-        found = self._run_host(x, k) if isinstance(x, np.ndarray) else self._run_tensor(x, k)
-        return {name: found[name] for name in wanted}
+        tensor = self._tensor(x)
+        self._prepare((tuple(tensor.shape), k))
+        self._send(tensor)
+        self._execute()
+        results = {name: self._receive(name, tensor.device) for name in wanted}
+        self._stream.synchronize()
+        if not isinstance(x, np.ndarray):
+            return results
+        return {name: _as_numpy(y) for name, y in results.items()}
 
-    def gpu_ms(self, x: np.ndarray, k: int | None = None) -> float:
+    def gpu_ms(self, x: Any, k: int | None = None) -> float:
         """Returns the GPU's time for one run, copies to and from it left out."""
-        x = self._prepared(x, k)
-        self._send(x)
+        tensor = self._tensor(x)
+        self._prepare((tuple(tensor.shape), k))
+        self._send(tensor)
+        self._record()
         watch = cuda.Stopwatch()
         try:
             watch.begin(self._stream)
-            self._execute((x.shape, k))
+            self._execute()
             return watch.end(self._stream)
         finally:
             watch.close()
@@ -97,66 +110,32 @@ class EngineSession:
     def close(self) -> None:
         """Gives the GPU's memory back."""
         self._forget()
+        self._context.close()
         for buffer in self._buffers.values():
             buffer.free()
         self._stream.close()
 
-    def _run_host(self, x: np.ndarray, k: int | None) -> dict[str, np.ndarray]:
-        x = self._prepared(x, k)
-        self._send(x)
-        self._execute((x.shape, k))
-        results = {}
-        for name in self.output_names:
-            y = np.empty(tuple(self._context.get_tensor_shape(name)), self._dtype(name))
-            self._stream.to_host(y.ctypes.data, self._buffers[name].address, y.nbytes)
-            results[name] = y
-        self._stream.synchronize()
-        return results
-
-    def _run_tensor(self, x: Any, k: int | None) -> dict[str, Any]:
-        import torch
-
-        tensor = x if isinstance(x, torch.Tensor) else torch.utils.dlpack.from_dlpack(x)
-        if not tensor.is_cuda:
-            found = self._run_host(tensor.detach().numpy(), k)
-            return {name: torch.from_numpy(y) for name, y in found.items()}
-        tensor = tensor.detach().contiguous()
-        dtype = str(tensor.dtype).removeprefix("torch.")
-        self._check_input(dtype, tuple(tensor.shape))
-        self._forget()
-        self._set_shapes(tuple(tensor.shape), k)
-        results = {}
-        for name in self.output_names:
-            shape = tuple(self._context.get_tensor_shape(name))
-            results[name] = torch.empty(
-                shape, dtype=getattr(torch, self._dtype(name).name), device=tensor.device
-            )
-        torch.cuda.current_stream(tensor.device).synchronize()  # x is being written there
-        self._bind({self.input_name: tensor.data_ptr()})
-        self._bind({name: y.data_ptr() for name, y in results.items()})
-        self._enqueue()
-        self._stream.synchronize()
-        self._bind_buffers()
-        return results
-
-    def _prepared(self, x: np.ndarray, k: int | None) -> np.ndarray:
-        """The array in the input's dtype, where only its width differs; the shapes are set."""
-        dtype = self._dtype(self.input_name)
-        fitted = np.asarray(x, dtype=dtype, order="C") if x.dtype.kind == dtype.kind else x
-        self._check_input(fitted.dtype.name, fitted.shape)
-        self._set_shapes(fitted.shape, k)
-        return fitted
-
-    def _check_input(self, dtype: str, shape: tuple[int, ...]) -> None:
-        wanted = self._dtype(self.input_name).name
-        if dtype != wanted:
+    def _tensor(self, x: Any) -> torch.Tensor:
+        """The input as a tensor in the engine's type, where only its width differs."""
+        wanted = getattr(torch, self._context.dtype(self.input_name))
+        tensor = _wrapped(x)
+        if tensor is None or _kind(tensor.dtype) != _kind(wanted):
+            given = type(x).__name__ if tensor is None else _name(tensor.dtype)
             raise FeedError(
-                f"input '{self.input_name}' takes {wanted}, not {dtype} {shape}",
+                f"input '{self.input_name}' takes {_name(wanted)}, not {given}",
                 hint="cast the array; `moexport inspect` shows what a model takes",
             )
+        if tensor.is_cuda and tensor.device.index != self._device:
+            raise FeedError(
+                f"input '{self.input_name}' lies on {tensor.device}, and the engine on "
+                f"cuda:{self._device}",
+                hint=f"move it: x.to('cuda:{self._device}')",
+            )
+        return tensor.detach().to(wanted).contiguous()
 
-    def _set_shapes(self, shape: tuple[int, ...], k: int | None) -> None:
-        """Chooses the profile for a run and tells the context its shapes."""
+    def _prepare(self, key: Key) -> None:
+        """Sets what a run of these shapes needs, unless it is set already."""
+        shape, k = key
         if self.takes_k != (k is not None):
             raise UsageError(
                 "this engine takes k as an input, and none was given"
@@ -164,105 +143,99 @@ class EngineSession:
                 else f"k = {k} was given, but the engine's k is baked in",
                 hint="pass --k K" if self.takes_k else "export with --k input to choose k per run",
             )
+        if key == self._ready:
+            return
         index = choose(self.profiles, shape, k)
-        if index != self._profile:
-            self._context.set_optimization_profile_async(index, self._stream.handle)
-            self._stream.synchronize()
-            self._profile = index
-        if self._k is not None:
-            self._k[0] = k
-        self._context.set_input_shape(self.input_name, shape)
-        missing = self._context.infer_shapes()
-        if missing:
-            raise EngineError(f"{self.path}: shapes of {', '.join(missing)} are not determined")
+        self._forget()
+        self._shapes = self._context.use(index, shape, k, self._stream.handle)
+        self._stream.synchronize()  # a profile may be set by copies that this stream makes
+        self._ready = key
 
-    def _send(self, x: np.ndarray) -> None:
-        self._stream.to_device(self._buffers[self.input_name].address, x.ctypes.data, x.nbytes)
+    def _send(self, tensor: torch.Tensor) -> None:
+        """Copies the input into its buffer, when it is complete there where it lies."""
+        if tensor.is_cuda:
+            torch.cuda.current_stream(tensor.device).synchronize()
+        address = self._buffers[self.input_name].address
+        self._stream.copy(address, tensor.data_ptr(), tensor.nbytes)
 
-    def _execute(self, key: Key) -> None:
+    def _receive(self, name: str, device: torch.device) -> torch.Tensor:
+        """Begins to copy an output out of its buffer."""
+        dtype = getattr(torch, self._context.dtype(name))
+        y = torch.empty(self._shapes[name], dtype=dtype, device=device)
+        if y.is_cuda:  # its memory may still be in use by what the caller sent before
+            torch.cuda.current_stream(device).synchronize()
+        self._stream.copy(y.data_ptr(), self._buffers[name].address, y.nbytes)
+        return y
+
+    def _execute(self) -> None:
         """Runs what is set up: directly the first time, recorded the second, replayed from then.
 
-        A recording is good until the context runs anything else.
+        TensorRT wants one run between new shapes and their recording, and a recording is good until
+        the context runs anything else.
         """
-        if key != self._last:
-            self._forget()
-            self._last = key
-            self._enqueue()
-            return
-        if self._captured is None and self._capture:
-            self._captured = self._record()
-            self._capture = self._captured is not None  # not all control flow can be recorded
-        if self._captured is None:
-            self._enqueue()
-        else:
-            self._captured.launch(self._stream)
-
-    def _forget(self) -> None:
-        """Drops the recording."""
+        if not self._fresh:
+            self._record()
         if self._captured is not None:
-            self._captured.close()
-        self._captured, self._last = None, None
+            self._captured.launch(self._stream)
+        else:
+            self._context.enqueue(self._stream.handle)
+            self._fresh = False
 
-    def _record(self) -> cuda.Captured | None:
+    def _record(self) -> None:
+        """Records the work that is set up, if it has run once and can be recorded."""
+        if self._fresh or self._captured is not None or not self._capture:
+            return
         self._stream.synchronize()
         try:
             with cuda.capturing(self._stream) as found:
-                self._enqueue()
-        except EngineError:
-            return None
-        return found[0]
+                self._context.enqueue(self._stream.handle)
+            self._captured = found[0]
+        except EngineError:  # not all control flow can be recorded
+            self._capture = False
 
-    def _enqueue(self) -> None:
-        if not self._context.execute_async_v3(self._stream.handle):
-            raise EngineError(
-                f"{self.path}: the run failed on the GPU",
-                hint="build the engine again on this machine; `moexport verify` checks the bundle",
-            )
+    def _forget(self) -> None:
+        """Drops the recording and what is set up."""
+        if self._captured is not None:
+            self._captured.close()
+        self._captured, self._ready, self._fresh = None, None, True
 
     def _allocate(self) -> None:
         """Makes room for the largest shapes that the profiles allow."""
         sizes: dict[str, int] = {}
         for index, each in enumerate(self.profiles):
-            self._context.set_optimization_profile_async(index, self._stream.handle)
+            k = each.k.max if each.k is not None else 1 if self.takes_k else None
+            shapes = self._context.use(index, each.max, k, self._stream.handle)
             self._stream.synchronize()
-            if self._k is not None and each.k is not None:
-                self._k[0] = each.k.max
-                self._context.set_tensor_address(K_INPUT, self._k.ctypes.data)
-            self._context.set_input_shape(self.input_name, each.max)
-            self._context.infer_shapes()
-            for name in (self.input_name, *self.output_names):
-                shape = tuple(self._context.get_tensor_shape(name))
-                nbytes = int(np.prod(shape, dtype=np.int64)) * self._dtype(name).itemsize
-                sizes[name] = max(sizes.get(name, 1), nbytes)
-        self._profile = len(self.profiles) - 1
-        self._buffers = {name: cuda.DeviceBuffer() for name in sizes}
+            for name, shape in (shapes | {self.input_name: each.max}).items():
+                width = getattr(torch, self._context.dtype(name)).itemsize
+                sizes[name] = max(sizes.get(name, 1), int(np.prod(shape, dtype=np.int64)) * width)
         for name, nbytes in sizes.items():
-            self._buffers[name].reserve(nbytes)
-        self._bind_buffers()
+            self._buffers[name] = cuda.DeviceBuffer()
+            self._context.bind(name, self._buffers[name].reserve(nbytes))
 
-    def _bind_buffers(self) -> None:
-        self._bind({name: buffer.address for name, buffer in self._buffers.items()})
-        if self._k is not None:
-            self._bind({K_INPUT: self._k.ctypes.data})
 
-    def _bind(self, addresses: Mapping[str, int]) -> None:
-        for name, address in addresses.items():
-            self._context.set_tensor_address(name, address)
+def _wrapped(x: Any) -> torch.Tensor | None:
+    """The tensor over the same memory, None for what cannot be one."""
+    if isinstance(x, torch.Tensor):
+        return x
+    try:
+        if isinstance(x, np.ndarray):  # torch warns of memory that it may not write to
+            return torch.from_numpy(np.require(x, requirements=["C", "W"]))
+        return torch.utils.dlpack.from_dlpack(x) if hasattr(x, "__dlpack__") else None
+    except (TypeError, ValueError, RuntimeError, BufferError):
+        return None
 
-    def _is_output(self, name: str) -> bool:
-        return bool(self._engine.get_tensor_mode(name) == self._trt.TensorIOMode.OUTPUT)
 
-    def _dtype(self, name: str) -> np.dtype[Any]:
-        dtype: np.dtype[Any] = np.dtype(self._trt.nptype(self._engine.get_tensor_dtype(name)))
-        return dtype
+def _kind(dtype: torch.dtype) -> str:
+    """What may be cast to what: real numbers, and whole ones."""
+    return "complex" if dtype.is_complex else "real" if dtype.is_floating_point else "whole"
 
-    def _read_profiles(self) -> list[Profile]:
-        """The profiles of an engine without a record, as the engine itself tells them."""
-        names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
-        (name,) = (n for n in names if not self._is_output(n) and n != K_INPUT)
-        found = []
-        for index in range(self._engine.num_optimization_profiles):
-            shapes = self._engine.get_tensor_profile_shape(name, index)
-            low, opt, high = (tuple(int(size) for size in shape) for shape in shapes)
-            found.append(Profile(name, low, opt, high))
-        return found
+
+def _as_numpy(y: torch.Tensor) -> np.ndarray:
+    """The tensor as an array; numpy has no BF16, which goes to FP32 without loss."""
+    array: np.ndarray = (y.float() if y.dtype == torch.bfloat16 else y).numpy()
+    return array
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -63,11 +63,11 @@ def test_every_reason_the_runtime_gives_is_known() -> None:
     from moexport.exporter.engines.loading import REASONS, reason_of
 
     names = set(trt.EngineInvalidityDiagnostics.__members__)
-    assert names == {name for name, _, _ in REASONS}
+    assert names == {reason.flag for reason in REASONS}
     malformed = int(trt.EngineInvalidityDiagnostics.MALFORMED_ENGINE)
-    assert reason_of(trt, malformed) == (REASONS[0][1], REASONS[0][2])
+    assert reason_of(trt, malformed) == REASONS[0]
     assert reason_of(trt, 0) is None
     runtime = trt.Runtime(trt.Logger(trt.Logger.INTERNAL_ERROR))
     validity, diagnostics = runtime.get_engine_validity(b"x" * 1000)
     assert validity == trt.EngineValidity.INVALID
-    assert reason_of(trt, diagnostics) == (REASONS[0][1], REASONS[0][2])
+    assert reason_of(trt, diagnostics) == REASONS[0]

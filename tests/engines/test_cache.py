@@ -20,19 +20,20 @@ def kept(folder: Path, content: bytes = b"plan", key: str = KEY) -> Path:
 
 
 def test_what_was_kept_is_found(tmp_path: Path) -> None:
-    found = cache.find(kept(tmp_path), KEY)
-    assert found is not None
-    assert found.plan.read_bytes() == b"plan"
-    assert found.facts["built"] == {"version": "1"}
-    assert cache.find(tmp_path / "cache", "b" * 64) is None
-    assert cache.find(tmp_path / "nowhere", KEY) is None
+    out = tmp_path / "out.plan"
+    facts = cache.take(kept(tmp_path), KEY, out)
+    assert facts is not None
+    assert out.read_bytes() == b"plan"
+    assert facts["built"] == {"version": "1"}
+    assert cache.take(tmp_path / "cache", "b" * 64, out) is None
+    assert cache.take(tmp_path / "nowhere", KEY, out) is None
 
 
 @pytest.mark.parametrize("suffix", [".plan", ".json"])
 def test_a_damaged_engine_is_removed(suffix: str, tmp_path: Path) -> None:
     folder = kept(tmp_path)
     (folder / f"{KEY}{suffix}").write_bytes(b"other")
-    assert cache.find(folder, KEY) is None
+    assert cache.take(folder, KEY, tmp_path / "out.plan") is None
     assert list(folder.iterdir()) == []
 
 
@@ -48,9 +49,9 @@ def test_the_oldest_engines_make_room(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cache, "MOST_BYTES", 10)
     for key in ("1" * 64, "2" * 64, "3" * 64):
         folder = kept(tmp_path, b"12345", key)
-    assert cache.find(folder, "1" * 64) is None
-    assert cache.find(folder, "2" * 64) is not None
-    assert cache.find(folder, "3" * 64) is not None
+    assert cache.take(folder, "1" * 64, tmp_path / "out.plan") is None
+    assert cache.take(folder, "2" * 64, tmp_path / "out.plan") is not None
+    assert cache.take(folder, "3" * 64, tmp_path / "out.plan") is not None
 
 
 def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:

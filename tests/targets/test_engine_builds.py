@@ -255,7 +255,8 @@ def test_without_tensorrt_the_install_command_is_told(bundle: Path) -> None:
         pytest.skip("TensorRT may be installed here")
     outcome = refused(bundle, "--target", "tensorrt")
     assert outcome.error == "TensorRT is not installed"
-    assert outcome.hint == "pip install 'moexport[tensorrt]'"
+    index = "--extra-index-url https://pypi.nvidia.com"
+    assert outcome.hint == f"pip install {index} 'moexport[tensorrt]'"
 
 
 @without_gpu

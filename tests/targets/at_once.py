@@ -1,0 +1,46 @@
+"""What two processes do at once in a test; imports little, since each process imports it."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from moexport.exporter.engines import cache
+from moexport.exporter.engines.additions import Made, add_to_bundle, staging
+from moexport.exporter.engines.record import EngineRecord
+from moexport.exporter.manifest import FileRecord
+
+TIMES = 100
+KEY = "a" * 64
+
+
+def add_engine(bundle: Path, number: int) -> None:
+    """Adds an engine again and again, with other bytes each time."""
+    plan, layers = f"engine-tensorrt-rtx-{number}.plan", f"engine-tensorrt-rtx-{number}.layers.json"
+    facts = {"device": None, "precision": {}, "profiles": [], "options": {}, "settings": {}}
+    sizes = {"seconds": 0.0, "peak_memory_bytes": 0}
+    names = {"file": plan, "graph": "model.onnx", "flavour": "tensorrt-rtx", "version": "1"}
+    record = EngineRecord.from_json(
+        {**names, **facts, **sizes, "compute_capabilities": [], "layers": layers, "key": "k"}
+    )
+    for turn in range(TIMES):
+        with staging(bundle) as staged:
+            files = {}
+            for name in (plan, layers):
+                content = f"{name} {turn}".encode()
+                (staged / name).write_bytes(content)
+                files[name] = FileRecord(hashlib.sha256(content).hexdigest(), len(content))
+            add_to_bundle(bundle, [Made(record, files, None)], staged)
+
+
+def keep_and_take(folder: Path, number: int) -> None:
+    """Keeps an engine of one key, as this process built it, and takes what is there."""
+    plan, out = folder.parent / f"{number}.plan", folder.parent / f"{number}.out"
+    content = bytes([number]) * 200_000
+    plan.write_bytes(content)
+    facts = {"sha256": hashlib.sha256(content).hexdigest(), "built": {"by": number}}
+    for _ in range(TIMES):
+        cache.keep(folder, KEY, plan, facts)
+        found = cache.take(folder, KEY, out)
+        assert found is not None
+        assert out.read_bytes() == bytes([found["built"]["by"]]) * 200_000

@@ -1,0 +1,83 @@
+"""Builds that run at once share a bundle, a cache and a timing cache without harm."""
+
+from __future__ import annotations
+
+import hashlib
+import multiprocessing
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from moexport.exporter.engines.additions import engines_of
+from moexport.exporter.engines.build import build_engine
+from moexport.exporter.engines.flavours import TENSORRT_RTX
+from moexport.exporter.engines.options import EngineOptions
+from moexport.exporter.engines.profiles import Profile
+from moexport.exporter.manifest import Manifest
+from moexport.exporter.progress import Silent
+from moexport.tests.graphs.mumoe_layers import graph, random_layer, saved
+from moexport.tests.graphs.test_mumoe import spec_of
+from moexport.tests.targets.at_once import KEY, add_engine, keep_and_take
+from moexport.tests.targets.engines import leftovers, needs_rtx
+
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no lock on a folder")
+
+
+def together(work: Callable[[Path, int], None], folder: Path) -> None:
+    """Runs a function in two processes at once; both must end well."""
+    start = multiprocessing.get_context("spawn").Process
+    processes = [start(target=work, args=(folder, number)) for number in (1, 2)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+    assert [process.exitcode for process in processes] == [0] * len(processes)
+
+
+def test_engines_that_are_added_at_once_are_all_listed(exported: Path, tmp_path: Path) -> None:
+    bundle = Path(shutil.copytree(exported, tmp_path / "bundle"))
+    before = Manifest.read(bundle)
+    together(add_engine, bundle)
+    manifest = Manifest.read(bundle)
+    assert {each.file for each in engines_of(manifest)} == {
+        "engine-tensorrt-rtx-1.plan",
+        "engine-tensorrt-rtx-2.plan",
+    }
+    assert manifest.files.keys() > before.files.keys()
+    for name, known in manifest.files.items():
+        assert hashlib.sha256((bundle / name).read_bytes()).hexdigest() == known.sha256
+    assert leftovers(bundle) == []
+
+
+def test_a_cache_that_two_builds_fill_at_once_stays_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "cache"
+    together(keep_and_take, folder)
+    assert {path.name for path in folder.iterdir()} == {f"{KEY}.plan", f"{KEY}.json"}
+
+
+@needs_rtx
+def test_two_builds_take_turns_at_one_timing_cache(tmp_path: Path) -> None:
+    """TensorRT-RTX times nothing, and reads and writes the file as TensorRT does."""
+    import fcntl
+
+    model = saved(graph(random_layer(spec_of("cp", (8,)))), tmp_path)
+    profile = Profile("x", (1, 1, 10), (2, 4, 10), (4, 8, 10))
+    options = EngineOptions(timing_cache=tmp_path / "kernels.cache")
+
+    def compiled(number: int) -> int:
+        output = tmp_path / f"{number}.plan"
+        build_engine(model, TENSORRT_RTX, [profile], options, ("8.9",), output, Silent())
+        return output.stat().st_size
+
+    with ThreadPoolExecutor(2) as pool, (tmp_path / "kernels.cache.lock").open("wb") as held:
+        fcntl.lockf(held, fcntl.LOCK_EX)
+        builds = [pool.submit(compiled, number) for number in (1, 2)]
+        time.sleep(2.0)  # several times what a build takes
+        assert not any(build.done() for build in builds)
+        fcntl.lockf(held, fcntl.LOCK_UN)
+        assert all(build.result(60) > 0 for build in builds)
+    assert (tmp_path / "kernels.cache").stat().st_size > 0
