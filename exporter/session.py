@@ -223,14 +223,20 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     try:
         twin = _needs_twin(path, options)
         if not options.observe and not twin:
-            session = ort.InferenceSession(str(path), settings, providers=providers)
+            session = ort.InferenceSession(str(path), settings, providers, enable_fallback=0)
             return _on(session, options.provider)
         settings.add_session_config_entry(
             "session.model_external_initializers_file_folder_path", str(path.parent)
         )
         model = _observed(path, options.observe or {}, twin=twin)
-        return _on(ort.InferenceSession(model, settings, providers=providers), options.provider)
-    except (ort.capi.onnxruntime_pybind11_state.Fail, *_LOAD_ERRORS) as error:
+        session = ort.InferenceSession(model, settings, providers, enable_fallback=0)
+        return _on(session, options.provider)
+    except (_STATE.Fail, *_LOAD_ERRORS) as error:
+        if options.provider != CPU:
+            raise EngineError(
+                f"{options.provider} cannot load {path.name}: {str(error).splitlines()[0]}",
+                hint="another --lowering, or --provider cpu, may run it",
+            ) from error
         raise BundleError(
             f"ONNX Runtime cannot load {path.name}: {str(error).splitlines()[0]}",
             hint="`moexport verify` tells whether the bundle is damaged",
@@ -238,7 +244,7 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
 
 
 def _on(session: ort.InferenceSession, provider: str) -> ort.InferenceSession:
-    """The session, if the provider serves it: the runtime falls back to the CPU by itself."""
+    """The session, if the provider serves it: one that does not start is left out silently."""
     found = session.get_providers()
     if found[0] != provider:
         raise EngineError(
@@ -247,7 +253,6 @@ def _on(session: ort.InferenceSession, provider: str) -> ort.InferenceSession:
             + (" and the TensorRT that it was built with" if provider == TENSORRT else "")
             + "; `moexport doctor` says what is here",
         )
-    session.disable_fallback()
     return session
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 from moexport.exporter.engines import cache
 from moexport.exporter.engines.additions import Made, add_to_bundle, staging
@@ -17,7 +18,13 @@ KEY = "a" * 64
 def add_engine(bundle: Path, number: int) -> None:
     """Adds an engine again and again, with other bytes each time."""
     plan, layers = f"engine-tensorrt-rtx-{number}.plan", f"engine-tensorrt-rtx-{number}.layers.json"
-    facts = {"device": None, "precision": {}, "profiles": [], "options": {}, "settings": {}}
+    facts: dict[str, Any] = {
+        "device": None,
+        "precision": {},
+        "profiles": [],
+        "options": {},
+        "settings": {},
+    }
     sizes = {"seconds": 0.0, "peak_memory_bytes": 0}
     names = {"file": plan, "graph": "model.onnx", "flavour": "tensorrt-rtx", "version": "1"}
     record = EngineRecord.from_json(
