@@ -47,6 +47,9 @@ class GraphSource:
     it too and measures its memory: its method `plain`, if there is one, opens the graph as it is
     deployed, and `profiled(prefix)` with the runtime's own timing of every node. `scope` says what
     a call's time holds, as in `results.Row`.
+
+    `kept` is k by layer where it is not the same in all. Of an INT8 graph the layers in `floating`
+    compute in floats all the same, and with `int8_host` the host has INT8 layers too.
     """
 
     k: int
@@ -56,6 +59,9 @@ class GraphSource:
     precision: str = "fp32"
     engine: str = ONNXRUNTIME
     scope: str = "end-to-end"
+    kept: Mapping[str, int] = field(default_factory=dict)
+    floating: frozenset[str] = frozenset()
+    int8_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +111,14 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a contestant is opened here, and in another process where `recipe` can be pickled."""
+    """How a contestant is opened here, and in another process where `recipe` can be pickled.
+
+    `graph` is the exported graph that it runs, None for PyTorch.
+    """
 
     open: Callable[[], Runner]
     recipe: Callable[[], Runner]
+    graph: GraphSource | None = None
 
 
 class PyTorch:
@@ -265,7 +275,7 @@ def contestants(subject: Subject, batches: Sequence[int] = (1,)) -> dict[Contest
                 f"two graphs are the same contestant: {spec.label}",
                 hint="give each graph once, or give the two models different names",
             )
-        found[spec] = Entry(graph.open, graph.open)
+        found[spec] = Entry(graph.open, graph.open, graph)
     return found
 
 
@@ -286,11 +296,3 @@ def _torch_entry(model: Model, form: TorchForm) -> Entry:
             form=form,
         ),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Opened:
-    """The contestants of a subject that could be opened, and why the others could not."""
-
-    runners: dict[Contestant, Runner] = field(default_factory=dict)
-    failures: dict[Contestant, Exception] = field(default_factory=dict)

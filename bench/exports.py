@@ -6,18 +6,22 @@ import csv
 import io
 
 from .compare import Comparison
-from .report_tables import method_lines
+from .report_method import method_lines
 from .results import Results, Row
-from .views import caveat, line_name, milliseconds, panels, summary, times
+from .views import caveat, line_name, milliseconds, over, panels, summary, times
 
 COLUMNS = (
     *("model", "engine", "provider", "precision", "lowering", "k", "experts", "batch", "scope"),
     *("median_ms", "spread", "p90_ms", "p95_ms", "p99_ms", "min_ms", "max_ms", "mean_ms", "std_ms"),
     *("calls", "inputs_per_s", "speedup", "top1", "top1_low", "top1_high", "top5", "perplexity"),
-    *("kept", "same_experts", "jaccard", "max_abs", "cosine", "peak_memory_mb", "error"),
+    *("kept", "same_experts", "jaccard", "max_abs", "cosine", "peak_memory_mb"),
+    *("operations", "int8_operations", "bytes", "limit_ms", "over_limit", "no_limit", "error"),
 )
 
-HEADER = ("engine", "k", "median, ms", "vs PyTorch", "spread", "quality", "kept", "same experts")
+HEADER = (
+    *("engine", "k", "median, ms", "vs PyTorch", "× limit", "spread", "quality", "kept"),
+    "same experts",
+)
 
 
 def to_csv(results: Results) -> str:
@@ -51,7 +55,9 @@ def _values(row: Row, speedup: float | None) -> list[object]:
         *(row.perplexity and row.perplexity.value, row.kept),
         *(row.routing and row.routing.exact, row.routing and row.routing.jaccard),
         *(row.parity and row.parity.max_abs, row.parity and row.parity.cosine),
-        *(row.peak_memory_mb, row.error),
+        row.peak_memory_mb,
+        *(row.work and row.work.operations, row.work and row.work.int8_operations),
+        *(row.work and row.work.bytes, row.limit_ms, row.over_limit, row.no_limit, row.error),
     ]
 
 
@@ -62,10 +68,8 @@ def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
         lines += [f"## {panel.model}, batch {panel.batch}", "", summary(panel), ""]
         if caveat(panel):
             lines += [caveat(panel), ""]
-        lines.append(
-            "| engine | k | median, ms | vs PyTorch | spread | quality | kept | same experts |"
-        )
-        lines.append("|---|--:|--:|--:|--:|--:|--:|--:|")
+        lines.append(f"| {' | '.join(HEADER)} |")
+        lines.append("|---" + "|--:" * (len(HEADER) - 1) + "|")
         here = [r for r in results.of_model(panel.model) if r.batch == panel.batch]
         lines += [_line(row, panel.speedup(row)) for row in here]
         lines.append("")
@@ -85,7 +89,7 @@ def _line(row: Row, speedup: float | None) -> str:
     name = "PyTorch, untouched" if row.is_reference else line_name(row)
     k = f"{row.k}/{row.experts}"
     if row.error is not None:
-        return f"| {name} | {k} | failed: {row.error.replace('|', '/')} | | | | | |"
+        return f"| {name} | {k} | failed: {row.error.replace('|', '/')} |{' |' * (len(HEADER) - 3)}"
     quality = ""
     if row.accuracy is not None:
         quality = f"{row.accuracy.top1:.2%}"
@@ -97,6 +101,7 @@ def _line(row: Row, speedup: float | None) -> str:
         k,
         "" if t is None else milliseconds(t.median),
         "" if speedup is None else times(speedup),
+        "" if row.over_limit is None else over(row.over_limit),
         "" if t is None else f"{t.spread:.0%}",
         quality,
         "" if row.kept is None else f"{row.kept:.1%}",

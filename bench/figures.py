@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from .results import Results, Row
-from .views import Panel, panels
+from .views import Panel, limit_lines, panels
 
 COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -106,6 +106,9 @@ def _latency(axes: Axes, panel: Panel) -> None:
             [row.k for row in rows], medians, yerr=error, capsize=2.5, elinewidth=1,
             label=line.name, **_look(line.look),
         )  # fmt: skip
+    for limit in limit_lines(panel):
+        ks, least = zip(*limit.points, strict=True)
+        axes.plot(ks, least, color=REFERENCE, linestyle=":", linewidth=1.2, label=limit.name)
     axes.set_ylim(0, panel.top_ms)
     _k_axis(axes, panel)
 

@@ -36,14 +36,16 @@ def measure_heat(
     data: LabelledData,
     *,
     openers: Mapping[Contestant, Callable[[], Runner]] | None = None,
+    probes: Mapping[str, timing.Contestant] | None = None,
     progress: Progress | None = None,
     done: Sequence[timing.Round] = (),
     keep: Callable[[timing.Round], None] = lambda found: None,
-) -> tuple[dict[Contestant, timing.Latency], dict[Contestant, str]]:
-    """Returns the latency of each contestant, and in words what others failed at.
+) -> timing.Measured:
+    """Returns the latency of each contestant by its label, and in words what others failed at.
 
-    `runners` are open; `openers` are opened for each round anew. Inputs are real: distinct batches
-    of the data, in turn, the same for every contestant.
+    `runners` are open; `openers` are opened for each round anew; `probes` of the machine are timed
+    beside them, by their own names. Inputs are real: distinct batches of the data, in turn, the
+    same for every contestant.
     """
     batches = heat_batches(heat, data)
     protocol = replace(heat.protocol, inputs=len(batches))
@@ -54,18 +56,14 @@ def measure_heat(
     calls: dict[str, timing.Contestant] = {c.label: timed(r) for c, r in runners.items()}
     for contestant, opener in (openers or {}).items():
         calls[contestant.label] = Reopened(opener, batches)
-    by_label = {c.label: c for c in heat.contestants if c.label in calls}
-    measured = timing.measure(
-        {label: calls[label] for label in by_label},
+    ordered = {c.label: calls[c.label] for c in heat.contestants if c.label in calls}
+    return timing.measure(
+        ordered | dict(probes or {}),
         protocol,
         title=f"{heat.contestants[0].model}, batch {heat.batch}: timing",
         progress=progress,
         done=done,
         keep=keep,
-    )
-    return (
-        {by_label[label]: latency for label, latency in measured.latencies.items()},
-        {by_label[label]: text for label, text in measured.failures.items() if label in by_label},
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -15,17 +15,22 @@ from .data import Labelled, LabelledData
 from .engines import Contestant, Entry, Runner, Subject, contestants
 from .heats import heat_batches, measure_heat
 from .journal import Journal
+from .limits import Limit, Limits
 from .memory import Memory
 from .parts import parts_of
 from .peaks import peaks
 from .plan import Heat, Settings
 from .quality import Quality, State, evaluate
 from .results import Part, Row
+from .roofline import Rates
 
 
 @dataclass
 class Measurement:
-    """The pieces of one subject, each taken from the journal where an earlier run has done it."""
+    """The pieces of one subject, each taken from the journal where an earlier run has done it.
+
+    `rates` are the machine's, as measured beside each heat.
+    """
 
     subject: Subject
     heats: Sequence[Heat]
@@ -35,10 +40,14 @@ class Measurement:
     journal: Journal
     progress: Progress
     seen: int = 0
+    limits: Limits | None = None
+    rates: list[dict[str, Any]] = field(default_factory=list)
 
     def rows(self) -> list[Row]:
         """Measures everything; returns the rows, heat by heat."""
         entries = contestants(self.subject, self.settings.batches)
+        if self.settings.limits:
+            self.limits = Limits(self.subject, self.head.batch(0, 1), entries)
         # Where all engines do not fit in memory together, each is opened for its turn alone.
         together = _fit_together(self.subject)
         runners: dict[Contestant, Runner] = {}
@@ -56,17 +65,20 @@ class Measurement:
         memories = self._memories({c: e for c, e in entries.items() if c not in failures})
         for heat in mine:
             alive = {c: entries[c] for c in entries if c not in failures}
-            latencies, failed = self._latencies(heat, alive, runners)
-            errors = failures | failed
+            measured = self._measured(heat, alive, runners)
+            limits = self._heat_limits(heat, entries, measured)
             for contestant in heat.contestants:
-                row = self._row(contestant, heat, qualities, latencies, errors)
+                failure = failures.get(contestant) or measured.failures.get(contestant.label)
+                row = self._row(contestant, heat, qualities, measured, failure)
                 if row.error is not None:
                     self.progress.step(
                         f"failed: {contestant.label}, batch {heat.batch}: {row.error}"
                     )
                 else:
+                    entry = entries[contestant]
                     row = _with_memory(row, memories.get(contestant.label))
-                    row = replace(row, parts=self._parts(contestant, heat, entries[contestant]))
+                    row = _with_limit(row, limits[contestant]) if limits else row
+                    row = replace(row, parts=self._parts(contestant, heat, entry))
                 rows.append(row)
         return rows
 
@@ -120,9 +132,9 @@ class Measurement:
         self.seen = max(self.seen, 0 if last is None else last.seen)
         return found
 
-    def _latencies(
+    def _measured(
         self, heat: Heat, alive: dict[Contestant, Entry], runners: dict[Contestant, Runner]
-    ) -> tuple[dict[Contestant, timing.Latency], dict[Contestant, str]]:
+    ) -> timing.Measured:
         keys = {"model": self.subject.name, "batch": heat.batch}
         done = [
             timing.Round(entry["ms"], entry["failures"])
@@ -133,10 +145,22 @@ class Measurement:
             {c: runners[c] for c in alive if c in runners},
             self.head,
             openers={c: e.open for c, e in alive.items() if c not in runners},
+            probes=None if self.limits is None else self.limits.contestants,
             progress=self.progress,
             done=done,
             keep=lambda found: self.journal.add("round", **keys, **asdict(found)),
         )
+
+    def _heat_limits(
+        self, heat: Heat, entries: dict[Contestant, Entry], measured: timing.Measured
+    ) -> dict[Contestant, Limit]:
+        """The work of each row of a heat and the least time for it; empty where nobody asks."""
+        if self.limits is None:
+            return {}
+        rates = self.limits.rates(measured)
+        if isinstance(rates, Rates):
+            self.rates.append({"model": heat.model, "batch": heat.batch} | rates.as_json())
+        return {c: self.limits.of(c, entries[c].graph, heat.batch, rates) for c in heat.contestants}
 
     def _memories(self, alive: dict[Contestant, Entry]) -> dict[str, Memory]:
         """The memory of each contestant by its label; what could not be measured is left out."""
@@ -191,13 +215,13 @@ class Measurement:
         contestant: Contestant,
         heat: Heat,
         qualities: dict[Contestant, Quality],
-        latencies: dict[Contestant, timing.Latency],
-        errors: dict[Contestant, str],
+        measured: timing.Measured,
+        failure: str | None,
     ) -> Row:
         identity: dict[str, Any] = asdict(contestant) | {"batch": heat.batch}
-        if contestant in errors:
-            return Row(**identity, error=errors[contestant])
-        quality, latency = qualities[contestant], latencies[contestant]
+        if failure is not None:
+            return Row(**identity, error=failure)
+        quality, latency = qualities[contestant], measured.latencies[contestant.label]
         return Row(
             **identity,
             latency_ms=latency,
@@ -229,3 +253,7 @@ def _with_memory(row: Row, memory: Memory | None) -> Row:
     return replace(
         row, peak_memory_mb=memory.peak_mb[row.batch], runtime_memory_mb=memory.runtime_mb
     )
+
+
+def _with_limit(row: Row, limit: Limit) -> Row:
+    return replace(row, work=limit.work, limit_ms=limit.limit_ms, no_limit=limit.reason)

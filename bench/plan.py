@@ -14,6 +14,9 @@ from .results import PYTORCH_COMPILE
 COMPILE_S = 30.0
 """What compiling a small network for one batch size takes."""
 
+PROBES = 3
+"""Contestants of each heat that measure the machine's own rates (`limits`)."""
+
 PROCESS_S = 4.0
 """What starting a process and loading a runtime takes."""
 
@@ -25,7 +28,7 @@ class Settings:
     Accuracy, routing and parity are taken over the first `samples` inputs (None: all), in batches
     of `evaluation_batch`. `threads` is every engine's; None takes PyTorch's count, and the graphs
     must have been opened with the same. `memory` measures each row's peak memory in a process of
-    its own; `parts` where a graph's time goes.
+    its own; `parts` where a graph's time goes; `limits` the least time that the machine needs.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -35,6 +38,7 @@ class Settings:
     threads: int | None = None
     memory: bool = True
     parts: bool = True
+    limits: bool = True
 
     def __post_init__(self) -> None:
         if not self.batches:
@@ -135,6 +139,8 @@ def estimate(
         if settings.memory:
             memory += len(entries) * PROCESS_S / workers
     timed = sum(heat.seconds(probe.call[heat.model, heat.batch]) for heat in heats)
+    if settings.limits:
+        timed += len(heats) * PROBES * settings.protocol.rounds * settings.protocol.round_s
     return Estimate(timed, quality, compiling, memory)
 
 

@@ -18,13 +18,8 @@ from plotly.offline import get_plotlyjs
 from .analyses.findings import studies_in
 from .analyses.section import analyses_section
 from .compare import Comparison
-from .report_tables import (
-    comparison_section,
-    environment_list,
-    method,
-    parity_table,
-    rows_table,
-)
+from .report_method import environment_list, method
+from .report_tables import comparison_section, parity_table, rows_table
 from .results import Results, Row, write_text
 from .views import (
     KEPT,
@@ -32,6 +27,7 @@ from .views import (
     caveat,
     choice,
     front,
+    limit_lines,
     line_name,
     milliseconds,
     panels,
@@ -49,7 +45,8 @@ CHART_NOTE = (
     "Latency bars reach from the fastest to the slowest round (medians); differences smaller than "
     "the bars are no difference. Accuracy bars are 95% confidence intervals. The dashed line is "
     "the untouched PyTorch model with all experts. A bar that leaves the chart belongs to a much "
-    "slower round; the table has its spread."
+    "slower round; the table has its spread. The thin line is the least time that this machine "
+    "needs for the work, by its own bandwidth and matmul rate."
 )
 PARETO_NOTE = (
     "Left: every row by its latency and by what it keeps of the untouched model; those on the "
@@ -66,7 +63,10 @@ MEMORY_NOTE = (
     "size, mapped weights included (10⁶ bytes); on a GPU the host's part of it. “Runtime alone” is "
     "what the process held before it opened the model."
 )
-ROWS_NOTE = "A click on a heading sorts. Grey “≈” speeds are within the spread: no difference."
+ROWS_NOTE = (
+    "A click on a heading sorts. Grey “≈” speeds are within the spread: no difference. “× limit” "
+    "is the time over the least time that this machine needs; rest the pointer on it for the work."
+)
 UNTOUCHED = "PyTorch, untouched"
 
 
@@ -134,6 +134,10 @@ def payload(panel: Panel) -> dict[str, Any]:
         "caveat": caveat(panel),
         "tiles": tiles(panel),
         "reference": None if reference is None else _point(panel, reference, UNTOUCHED, best),
+        "limits": [
+            {"name": line.name, "points": [{"k": k, "ms": ms} for k, ms in line.points]}
+            for line in limit_lines(panel)
+        ],
         "lines": [
             {
                 "name": line.name,

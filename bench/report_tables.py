@@ -1,14 +1,14 @@
-"""The tables of the report, as HTML: every row, parity, changes, the machine and the method."""
+"""The tables of the report, as HTML: every row, parity and changes."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
 
+from ..console import count, size
 from .compare import Change, Comparison
 from .results import Results, Row
-from .views import Panel, line_name, milliseconds, percent, times
+from .views import Panel, line_name, milliseconds, over, percent, times
 
 UNTOUCHED = "PyTorch, untouched"
 DASH = '<span class="quiet">–</span>'
@@ -26,7 +26,7 @@ NONE: Cell = (DASH, None)
 
 def rows_table(shown: Sequence[Panel], results: Results) -> str:
     """Returns every row of the results, failed ones too; the page's script sorts and filters it."""
-    heads = ["Engine", "k", "Median ms", "Speed", "Spread"]
+    heads = ["Engine", "k", "Median ms", "Speed", "× limit", "Spread"]
     text = 1
     several = len({row.model for row in results.rows}) > 1
     batches = len({row.batch for row in results.rows}) > 1
@@ -94,7 +94,7 @@ def _cells(cells: Sequence[Cell], text: int) -> str:
 def _speed(panel: Panel, row: Row) -> list[Cell]:
     latency = row.latency_ms
     if latency is None:
-        return [NONE] * 3
+        return [NONE] * 4
     ratio = panel.speedup(row)
     speed: Cell = NONE
     if ratio is not None:
@@ -106,8 +106,23 @@ def _speed(panel: Panel, row: Row) -> list[Cell]:
     return [
         (milliseconds(latency.median), latency.median),
         speed,
+        _limit(row),
         (f"{latency.spread:.0%}", latency.spread),
     ]
+
+
+def _limit(row: Row) -> Cell:
+    """The time over the least time, with what that is made of where the pointer rests on it."""
+    ratio, work = row.over_limit, row.work
+    if ratio is None:
+        if row.no_limit is None:
+            return NONE
+        return f'<span class="quiet" title="{escape(row.no_limit)}">–</span>', None
+    told = f"at least {milliseconds(row.limit_ms or 0.0)} ms"
+    if work is not None:
+        operations = work.operations + work.int8_operations
+        told += f": {count(operations)} operations, {size(work.bytes)}"
+    return f'<span title="{escape(told)}">{over(ratio)}</span>', ratio
 
 
 def _quality(row: Row, *, token: bool) -> list[Cell]:
@@ -236,79 +251,3 @@ def _change_row(change: Change) -> str:
             *kept,
         ]
     )
-
-
-def environment_list(results: Results) -> str:
-    """Returns the machine and the versions as a list of names and values."""
-    facts: list[tuple[str, str]] = []
-    for name, value in results.environment.items():
-        if name == "packages" and isinstance(value, dict):
-            facts += [(str(package), str(version)) for package, version in value.items()]
-        elif name == "memory_bytes" and isinstance(value, int):
-            facts.append(("memory", f"{value / 2**30:.1f} GiB"))
-        else:
-            facts.append((name, _plain(value)))
-    return _facts(facts)
-
-
-def _plain(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, list):
-        return "; ".join(_plain(item) for item in value)
-    return str(value)
-
-
-def _facts(facts: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
-    return f'<dl class="facts">{items}</dl>'
-
-
-def method(results: Results) -> str:
-    """Returns how the rows were measured, what was not, and the commands that do it again."""
-    listed = "".join(f"<li>{escape(line)}</li>" for line in method_lines(results))
-    absent = "".join(
-        f"<li>{escape(engine.engine)}: {escape(engine.reason)}</li>" for engine in results.absent
-    )
-    left = f"<h3>Not measured</h3><ul>{absent}</ul>" if absent else ""
-    again = f"<pre>{escape(reproduce(results))}</pre>" if results.command else ""
-    heading = "<h3>To do it again</h3>" if again else ""
-    return f"<ul>{listed}</ul>{left}{heading}{again}"
-
-
-def method_lines(results: Results) -> list[str]:
-    """Returns sentences on how the rows were measured."""
-    p = results.protocol
-    lines = []
-    if "rounds" in p and "warmup" in p:
-        lines.append(
-            f"{p['rounds']} interleaved rounds in random order, at least {p['round_s']:g} s per "
-            f"engine and round, after {p['warmup']} calls of warm-up; no call is left out."
-        )
-    threads = results.environment.get("threads")
-    if threads is not None:
-        lines.append(f"{threads} thread{'s' if threads != 1 else ''} for every engine.")
-    if any(row.scope == "gpu" for row in results.rows):
-        lines.append("Latencies of scope gpu are device time, the others from array to array.")
-    else:
-        lines.append("Latency is wall clock from host array to host array, on real inputs in turn.")
-    if "samples" in p:
-        labelled = "labelled" if p.get("labelled") else "unlabelled"
-        lines.append(f"Accuracy, routing and parity on {p['samples']:,} {labelled} samples.")
-    lines.append("Spread is the range of the round medians relative to their median.")
-    for model in results.models:
-        size = "" if model.parameters is None else f", {model.parameters:,} parameters"
-        lines.append(f"{model.name}: {model.family or 'model'}{size}, from {model.source or '–'}.")
-    return lines
-
-
-def reproduce(results: Results) -> str:
-    """Returns the commands that measure again and compare with this file."""
-    packages = results.environment.get("packages")
-    pins = ""
-    if isinstance(packages, dict):
-        listed = [f"{name}=={version}" for name, version in packages.items() if name != "moexport"]
-        pins = f"pip install {' '.join(listed)}\n" if listed else ""
-    return f"{pins}{results.command}"

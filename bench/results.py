@@ -95,14 +95,27 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class Work:
+    """What one batch asks of a machine: arithmetic operations, and bytes to move once.
+
+    A multiply-add is two operations. Those in INT8 are `int8_operations`, all others `operations`.
+    """
+
+    operations: float
+    int8_operations: float
+    bytes: float
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
     """One engine with one k at one batch size.
 
     `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (host array to host
-    array); `limit_ms` is the least time that the machine needs for it (`bench.roofline`).
-    `throughput` is inputs per second. `peak_memory_mb` is the largest resident set of a
-    process that opens the engine and runs batches of this size, `runtime_memory_mb` what that
-    process held before it opened anything. A row that failed has `error` and no numbers.
+    array); `limit_ms` is the least time that the machine needs for its `work` (`bench.roofline`),
+    and `no_limit` says why that is not known. `throughput` is inputs per second. `peak_memory_mb`
+    is the largest resident set of a process that opens the engine and runs batches of this size,
+    `runtime_memory_mb` what that process held before it opened anything. A row that failed has
+    `error` and no numbers.
     """
 
     engine: str
@@ -115,7 +128,9 @@ class Row:
     lowering: str | None = None
     scope: str = "end-to-end"
     latency_ms: Latency | None = None
+    work: Work | None = None
     limit_ms: float | None = None
+    no_limit: str | None = None
     throughput: float | None = None
     peak_memory_mb: float | None = None
     runtime_memory_mb: float | None = None
@@ -130,6 +145,13 @@ class Row:
     def is_reference(self) -> bool:
         """Whether this is the untouched PyTorch model."""
         return self.engine == PYTORCH_EAGER
+
+    @property
+    def over_limit(self) -> float | None:
+        """The median time over the least time that the machine needs."""
+        if self.latency_ms is None or not self.limit_ms:
+            return None
+        return self.latency_ms.median / self.limit_ms
 
     @property
     def kept(self) -> float | None:

@@ -8,24 +8,25 @@ between two calls can be faster than the limit, which moves every byte from memo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
 from onnx import helper, numpy_helper
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..exporter import timing
 from ..exporter.model import Model
-from ..exporter.trace import layers_as_nodes
 from ..graphs.lowerings.base import AnyWork, WorkOf
+from .host_work import host_work
 
 FP32_BYTES = 4
-_STREAM = 1 << 28  # floats: 1 GiB, larger than any cache
+STREAM_BYTES = 1 << 30
+"""Larger than any cache."""
+
 _SQUARE = 2048
 
 
@@ -33,16 +34,16 @@ _SQUARE = 2048
 class Rates:
     """What a machine reaches with the threads of a benchmark.
 
-    `stream_gb_s` is a plain sum over 1 GiB in PyTorch. `matmul_gflop_s` is the product of two
-    2048 × 2048 matrices in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` the same of
-    unsigned by signed bytes in ONNX Runtime. A multiply-add is two operations.
+    `stream_gb_s` is a plain sum in PyTorch. `matmul_gflop_s` is the product of two square matrices
+    in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` the same of unsigned by signed
+    bytes in ONNX Runtime, None where nothing needs it. A multiply-add is two operations.
     """
 
     stream_gb_s: float
     matmul_gflop_s: float
-    int8_gop_s: float
+    int8_gop_s: float | None = None
 
-    def as_json(self) -> dict[str, float]:
+    def as_json(self) -> dict[str, float | None]:
         """The rates by the names they have in `results.json`."""
         return {
             "stream_gb_s": self.stream_gb_s,
@@ -63,6 +64,8 @@ class Part:
     def least_ms(self, rates: Rates) -> float:
         """Milliseconds at the machine's rates, moving and computing at the same time."""
         rate = rates.int8_gop_s if self.integer else rates.matmul_gflop_s
+        if rate is None:
+            raise ValueError(f"{self.name}: the rate of integer products was not measured")
         return max(2e-6 * self.macs / rate, 1e-6 * self.bytes / rates.stream_gb_s)
 
 
@@ -73,7 +76,10 @@ def limit_ms(parts: tuple[Part, ...], rates: Rates) -> float:
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What one input of a model asks for: the host's multiply-adds, and each layer's tokens."""
+    """What one input of a model asks for: the host's multiply-adds, and each layer's tokens.
+
+    `host_bytes` are those of its weights in FP32.
+    """
 
     model: Model
     host_macs: float
@@ -81,39 +87,50 @@ class ModelWork:
     tokens: Mapping[str, int]
 
     def parts(
-        self, kept: Mapping[str, int], batch: int, *, int8_experts: bool = False
+        self,
+        kept: Mapping[str, int],
+        batch: int,
+        *,
+        int8: Collection[str] = (),
+        number_bytes: int = FP32_BYTES,
     ) -> tuple[Part, ...]:
         """Returns the work of a batch with k = `kept[layer]` experts, the host first.
 
-        With `int8_experts` the experts' weights are bytes and their products integer products.
+        Of the layers in `int8` the experts' weights are bytes and their products integer products.
+        All other numbers take `number_bytes`.
         """
-        host = (
-            () if not self.host_macs else (Part("host", batch * self.host_macs, self.host_bytes),)
-        )
+        host_bytes = self.host_bytes * number_bytes / FP32_BYTES
+        host = () if not self.host_macs else (Part("host", batch * self.host_macs, host_bytes),)
         layers = (
             part
             for name, layer in self.model.layers.items()
             for part in layer_parts(
-                WorkOf(layer.spec, kept[name], batch, self.tokens[name]), int8_experts=int8_experts
+                WorkOf(layer.spec, kept[name], batch, self.tokens[name]),
+                int8_experts=name in int8,
+                number_bytes=number_bytes,
             )
         )
         return (*host, *layers)
 
 
-def layer_parts(work: AnyWork, *, int8_experts: bool = False) -> Iterator[Part]:
+def layer_parts(
+    work: AnyWork, *, int8_experts: bool = False, number_bytes: int = FP32_BYTES
+) -> Iterator[Part]:
     """Yields a layer's two kinds of work on one batch: passes over the tokens, and the experts.
 
     The tokens [b, m, d] are read and the outputs [b, m, o] written once. Experts that nobody chose
     are not read; with b·k ≥ n all are taken to be in use.
     """
     spec, macs = work.spec, dict(work.spec.macs(work.tokens, work.kept))
-    moved = FP32_BYTES * work.batch * work.tokens * (spec.dim + spec.out)
+    share = number_bytes / FP32_BYTES
+    moved = number_bytes * work.batch * work.tokens * (spec.dim + spec.out)
     if spec.kind == "mumoe":
-        yield Part(spec.name, work.batch * sum(macs.values()), moved + spec.bytes_read(work.kept))
+        weights = share * spec.bytes_read(work.kept)
+        yield Part(spec.name, work.batch * sum(macs.values()), moved + weights)
         return
     experts = work.batch * macs.pop("experts")
     active = min(spec.experts, work.selections)
-    weights = spec.bytes_read(active) / (FP32_BYTES if int8_experts else 1)
+    weights = spec.bytes_read(active) * (1 / FP32_BYTES if int8_experts else share)
     yield Part(f"{spec.name}/routing", work.batch * sum(macs.values()), moved)
     yield Part(f"{spec.name}/experts", experts, weights, integer=int8_experts)
 
@@ -121,55 +138,63 @@ def layer_parts(work: AnyWork, *, int8_experts: bool = False) -> Iterator[Part]:
 def work_of(model: Model, x: np.ndarray) -> ModelWork:
     """Returns what inputs like x [b, …] ask of a model, per input.
 
-    The host's multiply-adds are counted by PyTorch while it runs one input, its MoE layers left
-    out. Its bytes are its weights in FP32.
+    Raises `TraceError` for a host whose operations cannot be counted.
     """
-    tokens: dict[str, int] = {}
-    names = list(model.layers)
-    with layers_as_nodes(model.module) as host, torch.inference_mode():
-        hooks = [
-            host.get_submodule(name).register_forward_pre_hook(
-                lambda _, inputs, name=name: tokens.update({name: _tokens(inputs[0])})
-            )
-            for name in names
-        ]
-        # The counter knows attention as two matmuls, not as the kernel that fuses them on a CPU.
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            host(torch.from_numpy(np.ascontiguousarray(x[:1])))
-        for hook in hooks:
-            hook.remove()
-        weights = sum(parameter.numel() for parameter in host.parameters())
-    return ModelWork(model, counter.get_total_flops() / 2, FP32_BYTES * weights, tokens)
+    host = host_work(model, x)
+    return ModelWork(model, host.macs, FP32_BYTES * host.numbers, host.tokens)
 
 
-def _tokens(x: torch.Tensor) -> int:
-    """The token count m of a layer's input: [b, m, d], or [b, d] with one token."""
-    return x.shape[1] if x.ndim == 3 else 1
+class Probe:
+    """A contestant that measures the machine with one call, whatever inputs others take."""
+
+    inputs = 1
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def __call__(self, index: int) -> object:
+        """Makes the call."""
+        del index
+        return self._call()
 
 
 class Probes:
-    """Contestants that measure the machine: put beside others, they see the same disturbances."""
+    """Contestants that measure the machine: put beside others, they see the same disturbances.
 
-    def __init__(self, threads: int) -> None:
-        stream, square = torch.ones(_STREAM), torch.randn(_SQUARE, _SQUARE)
-        floats, integers = _matmul(np.float32, threads), _matmul(np.int8, threads)
+    Streams `stream_bytes` and multiplies matrices of `square` rows and columns; integers only where
+    `integer` asks for them.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        *,
+        stream_bytes: int = STREAM_BYTES,
+        square: int = _SQUARE,
+        integer: bool = True,
+    ) -> None:
+        stream, matrix = torch.ones(stream_bytes // FP32_BYTES), torch.randn(square, square)
+        self._stream_bytes, self._operations = FP32_BYTES * stream.numel(), 2 * square**3
+        calls: dict[str, Callable[[], object]] = {
+            "probe: stream": stream.sum,
+            "probe: torch": lambda: matrix @ matrix,
+            "probe: onnxruntime": _product(np.float32, square, threads),
+        }
+        if integer:
+            calls["probe: int8"] = _product(np.int8, square, threads)
         self.contestants: dict[str, timing.Contestant] = {
-            "probe: stream": lambda _: stream.sum(),
-            "probe: torch": lambda _: square @ square,
-            "probe: onnxruntime": lambda _: floats(),
-            "probe: int8": lambda _: integers(),
+            name: Probe(call) for name, call in calls.items()
         }
 
     def rates(self, latencies: Mapping[str, timing.Latency]) -> Rates:
         """Returns the rates from the probes' medians among measured latencies."""
-        stream, by_torch, by_onnxruntime, int8 = (
+        stream, by_torch, by_onnxruntime, *int8 = (
             latencies[name].median for name in self.contestants
         )
-        operations = 2 * _SQUARE**3 / 1e6
         return Rates(
-            stream_gb_s=FP32_BYTES * _STREAM / 1e6 / stream,
-            matmul_gflop_s=operations / min(by_torch, by_onnxruntime),
-            int8_gop_s=operations / int8,
+            stream_gb_s=self._stream_bytes / 1e6 / stream,
+            matmul_gflop_s=self._operations / 1e6 / min(by_torch, by_onnxruntime),
+            int8_gop_s=self._operations / 1e6 / int8[0] if int8 else None,
         )
 
 
@@ -180,29 +205,21 @@ def machine_rates(threads: int) -> Rates:
     return probes.rates(timing.measure(probes.contestants, protocol).latencies)
 
 
-class _Product:
+def _product(
+    dtype: type[np.float32] | type[np.int8], size: int, threads: int
+) -> Callable[[], object]:
     """A square matrix times a constant one, in ONNX Runtime."""
-
-    def __init__(self, session: ort.InferenceSession, x: np.ndarray) -> None:
-        self._session = session
-        self._feeds = {"x": x}
-
-    def __call__(self) -> None:
-        self._session.run(None, self._feeds)
-
-
-def _matmul(dtype: type[np.float32] | type[np.int8], threads: int) -> _Product:
     random = np.random.default_rng(0)
     integer = dtype is np.int8
-    weight = random.integers(-63, 64, (_SQUARE, _SQUARE)).astype(dtype)
-    x = random.integers(0, 127, (_SQUARE, _SQUARE)).astype(np.uint8 if integer else np.float32)
+    weight = random.integers(-63, 64, (size, size)).astype(dtype)
+    x = random.integers(0, 127, (size, size)).astype(np.uint8 if integer else np.float32)
     element = onnx.TensorProto.UINT8 if integer else onnx.TensorProto.FLOAT
     result = onnx.TensorProto.INT32 if integer else onnx.TensorProto.FLOAT
     graph = helper.make_graph(
         [helper.make_node("MatMulInteger" if integer else "MatMul", ["x", "w"], ["y"])],
         "product",
-        [helper.make_tensor_value_info("x", element, [_SQUARE, _SQUARE])],
-        [helper.make_tensor_value_info("y", result, [_SQUARE, _SQUARE])],
+        [helper.make_tensor_value_info("x", element, [size, size])],
+        [helper.make_tensor_value_info("y", result, [size, size])],
         [numpy_helper.from_array(weight, "w")],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
@@ -211,4 +228,4 @@ def _matmul(dtype: type[np.float32] | type[np.int8], threads: int) -> _Product:
     session = ort.InferenceSession(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
-    return _Product(session, x)
+    return partial(session.run, None, {"x": x})

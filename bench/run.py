@@ -80,16 +80,18 @@ def bench(
         )
         _tell(journal, progress)
         rows: list[Row] = []
+        rates: list[dict[str, Any]] = []
         seen = 0
         for subject in subjects:
             one = Measurement(subject, heats, data, head, settings, journal, progress)
             rows += one.rows()
+            rates += one.rates
             seen = max(seen, one.seen)
         results = Results(
             models=models,
             rows=tuple(rows),
             environment=facts,
-            protocol=_protocol(settings, data, seen),
+            protocol=_protocol(settings, data, seen) | ({"rates": rates} if rates else {}),
             command=command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             absent=tuple(absent),

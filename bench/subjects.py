@@ -170,6 +170,7 @@ def _sources(
             ),
             provider=provider,
             precision=precision,
+            kept={layer.name: layer.work.kept for layer in graph.layers},
         )
         for (k, names), graph in graphs.items()
     ]
@@ -190,6 +191,7 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
     edits = Edits.from_records(record.edits, str(bundle.path / MANIFEST_FILE))
     model = edited(model or _source_of(bundle), edits)
     takes_k = record.k == "input"
+    numbers = {layer.name: layer.precision for layer in record.layers}
     if takes_k:
         specs = {name: layer.spec for name, layer in model.layers.items()}
         ks = [_largest(resolve_k(each, specs)) for each in asked.ks]
@@ -213,6 +215,9 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
                 ),
                 provider=provider,
                 precision=record.precision,
+                kept={layer.name: layer.k for layer in record.layers if layer.k is not None},
+                floating=frozenset(n for n, each in numbers.items() if each != "int8"),
+                int8_host=None in record.numbers.get("linears", {}).values(),
             )
             for graph in record.graphs
             for k in ks

@@ -6,9 +6,9 @@ from ..console import table
 from .analyses.findings import studies_in
 from .analyses.tables import text
 from .results import Results, Row
-from .views import line_name, panels
+from .views import line_name, over, panels
 
-HEADER = ("k", "engine", "batch", "ms (median)", "vs PyTorch")
+HEADER = ("k", "engine", "batch", "ms (median)", "vs PyTorch", "× limit")
 
 
 def rows_table(results: Results) -> str:
@@ -36,6 +36,7 @@ def _cells(row: Row, speedup: float | None) -> tuple[str, ...]:
         str(row.batch),
         "–" if row.latency_ms is None else f"{row.latency_ms.median:.3f}",
         "–" if speedup is None else f"{speedup:.2f}×",
+        "–" if row.over_limit is None else over(row.over_limit),
         _quality(row),
         "–" if row.kept is None else f"{row.kept:.1%}",
         "–" if row.routing is None else f"{row.routing.exact:.1%}",

@@ -10,6 +10,8 @@ from .results import Results, Row
 KEPT = 0.99
 """The summary's bar: the share of the untouched model's accuracy that a row must keep."""
 
+LIMIT = "limit of the machine"
+
 NAMES = {
     "pytorch-eager": "PyTorch",
     "pytorch-compile": "PyTorch, compiled",
@@ -81,6 +83,32 @@ class Panel:
         if self.reference is None or self.reference.latency_ms is None or row.latency_ms is None:
             return False
         return timing.differs(row.latency_ms, self.reference.latency_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitLine:
+    """The least time that the machine needs in one precision: (k, milliseconds), by k."""
+
+    name: str
+    points: tuple[tuple[int, float], ...]
+
+
+def limit_lines(panel: Panel) -> tuple[LimitLine, ...]:
+    """Returns the limits of a panel's rows, one line for each precision with several k."""
+    rows = [row for line in panel.lines for row in line.rows]
+    rows += [panel.reference] if panel.reference is not None else []
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.limit_ms is not None:
+            found.setdefault(row.precision, {}).setdefault(row.k, row.limit_ms)
+    return tuple(
+        LimitLine(
+            LIMIT if len(found) == 1 else f"{LIMIT}, {precision.upper()}",
+            tuple(sorted(limits.items())),
+        )
+        for precision, limits in sorted(found.items())
+        if len(limits) > 1
+    )
 
 
 def line_name(row: Row) -> str:
@@ -230,6 +258,11 @@ def times(ratio: float) -> str:
     """Returns a speed-up as a reader wants it: `3.1×`, `0.85×`, `21×`."""
     digits = 0 if ratio >= 20 else 1 if ratio >= 1 else 2
     return f"{ratio:.{digits}f}×"
+
+
+def over(ratio: float) -> str:
+    """Returns a time over the least time: `1.4`, `0.87`, `31`."""
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2f}"
 
 
 def milliseconds(value: float) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -103,7 +103,8 @@ def measure(
 
     A contestant that raises is left out from then on, and what it said kept in `failures`. Rounds
     that an interrupted run has `done` count; each new one is handed to `keep`. A contestant that
-    has a method `rest` is told when its part of a round is over.
+    has a method `rest` is told when its part of a round is over; one that has `inputs` takes so
+    many in turn instead of the protocol's.
     """
     progress = progress or Silent()
     rounds = list(done)
@@ -122,7 +123,8 @@ def measure(
                     if name not in warm or hasattr(call, "rest"):
                         _warm_up(call, protocol.warmup)
                     warm.add(name)
-                    found.ms[name] = _round_ms(call, protocol, clock_ns)
+                    inputs = getattr(call, "inputs", protocol.inputs)
+                    found.ms[name] = _round_ms(call, replace(protocol, inputs=inputs), clock_ns)
                     rest = getattr(call, "rest", None)
                     if rest is not None:
                         rest()

@@ -49,11 +49,14 @@ function controls() {
 function legend() {
   const chips = shown.lines.map(line => [line.name, "--c" + line.look % 6, glyphs[mark(line)]]);
   if (shown.reference) chips.push([shown.reference.name, "--reference", null]);
+  for (const limit of shown.limits) chips.push([limit.name, "--soft", null]);
   byId("legend").replaceChildren(...chips.map(([name, tint, glyph]) => {
     const button = element("button", { type: "button" });
     button.setAttribute("aria-pressed", !hidden.has(name));
     const drawn = glyph ? `<path d="${glyph}" fill="var(${tint})"/>`
-      : `<path d="M0 6h12" stroke="var(${tint})" stroke-width="2" stroke-dasharray="4 2.5"/>`;
+      : tint === "--soft"
+        ? `<path d="M0 6h12" stroke="var(${tint})" stroke-width="1.5" stroke-dasharray="1.5 2"/>`
+        : `<path d="M0 6h12" stroke="var(${tint})" stroke-width="2" stroke-dasharray="4 2.5"/>`;
     button.innerHTML = `<svg width="12" height="12" aria-hidden="true">${drawn}</svg>`;
     button.append(name);
     button.onclick = () => {
@@ -129,6 +132,11 @@ function latency() {
   const traces = visible().map(line => trace(line, line.points.map(p => p.median),
     line.points.map(p => p.latency), { error_y: bars(line.points, "above", "below") }));
   if (base() && base().median !== null) traces.unshift(level(base().median, base().latency));
+  for (const limit of shown.limits.filter(each => !hidden.has(each.name))) {
+    traces.push({ x: limit.points.map(p => p.k), y: limit.points.map(p => p.ms), mode: "lines",
+      text: limit.points.map(p => ms(p.ms) + " ms"), name: limit.name,
+      hovertemplate: "%{text}", line: { color: colour("--soft"), width: 1.2, dash: "dot" } });
+  }
   const yaxis = { title: { text: "median, ms" }, type: logarithmic ? "log" : "linear" };
   if (!logarithmic) yaxis.range = [0, shown.top];
   Plotly.react("latency", traces, overK(yaxis), config);

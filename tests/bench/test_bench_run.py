@@ -171,6 +171,22 @@ def test_a_failure_is_a_row_with_its_error(pick: Pick) -> None:
     assert pick(lowering="crashes", batch=3).error == "MemoryError: no room"
 
 
+def test_every_row_has_its_work_and_the_least_time_for_it(found: Results, pick: Pick) -> None:
+    rows = [row for row in found.rows if row.error is None]
+    for row in rows:
+        assert row.no_limit is None
+        assert row.latency_ms is not None and row.limit_ms is not None
+        assert row.over_limit == pytest.approx(row.latency_ms.median / row.limit_ms)
+    full, half = (pick(lowering="dense", k=k, batch=1).work for k in (4, 2))
+    assert full is not None and half is not None
+    assert half.operations < full.operations and half.bytes < full.bytes
+    assert pick(engine="pytorch-eager", batch=1).work == full
+    rates = found.protocol["rates"]
+    assert [(each["model"], each["batch"]) for each in rates] == [("digits", 1), ("digits", 3)]
+    assert all(each["stream_gb_s"] > 0 and each["matmul_gflop_s"] > 0 for each in rates)
+    assert all(each["int8_gop_s"] is None for each in rates)
+
+
 def test_unlabelled_data_give_latency_and_parity_only(model: Model, digits: Digits) -> None:
     data = LabelledData(digits.test.inputs[:10], None)
     results = bench([Subject("d", model)], data, replace(QUICK, batches=(1,)))

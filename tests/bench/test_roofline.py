@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import moexport
 import numpy as np
 import pytest
+import torch
 from moexport.bench.roofline import Part, Probes, Rates, layer_parts, limit_ms, work_of
+from moexport.errors import TraceError
+from moexport.exporter.model import Model
 from moexport.exporter.timing import summarise
 from moexport.graphs.lowerings.base import WorkOf
 from moexport.graphs.spec import SoftMoESpec
-from moexport.tests.recorded import DATA
+from moexport.tests.recorded import DATA, read_case
+from torch import Tensor, nn
 
 RATES = Rates(stream_gb_s=10.0, matmul_gflop_s=100.0, int8_gop_s=400.0)
 SPEC = SoftMoESpec("layer", experts=8, slots=2, dim=16, hidden=32, out=16, norm="l2")
@@ -61,13 +67,65 @@ def test_a_hosts_multiply_adds_are_counted_without_its_moe_layers() -> None:
     expected += blocks * 2 * tokens * tokens * dim  # q·kᵀ and its product with v
     assert work.host_macs == expected
     assert set(work.tokens) == set(model.layers)
+    assert set(work.tokens.values()) == {tokens}
+    # The class token and the positions are one sum, made when the model is built.
+    apart = ("cls_token", "pos_embed", *model.layers)
+    read = [p.numel() for name, p in state.items() if not name.startswith(apart)]
+    assert work.host_bytes == 4 * sum(read)
+
+
+class Around(nn.Module):
+    """A host of one's own: a table that is looked up in, and something before the layer."""
+
+    def __init__(self, moe: nn.Module, before: nn.Module) -> None:
+        super().__init__()
+        self.table, self.before, self.moe = nn.Embedding(1000, 24), before, moe
+
+    def forward(self, ids: Tensor) -> Tensor:
+        y = self.before(self.table(ids))
+        tokens: Tensor = self.moe(y[0] if isinstance(y, tuple) else y)
+        return tokens
+
+
+def around(before: nn.Module) -> Model:
+    case = read_case("soft_moe_fkodom")
+    inner = moexport.load(case.weights, family=case.family, config=case.config)
+    (layer,) = inner.layers.values()
+    module = Around(layer, before).eval().requires_grad_(False)
+    return replace(inner, module=module, order=())
+
+
+def test_of_a_table_the_rows_are_read_that_are_asked_for() -> None:
+    work = work_of(around(nn.Identity()), np.arange(14).reshape(2, 7))
+    assert (work.host_macs, work.host_bytes) == (0, 4 * 7 * 24)
+    assert work.tokens == {"moe": 7}
+
+
+def test_attention_that_pytorch_fuses_is_counted_as_its_products() -> None:
+    block = nn.TransformerEncoderLayer(24, 4, 48, batch_first=True)
+    work = work_of(around(block), np.arange(14).reshape(2, 7))
+    assert work.host_macs == 7 * (4 * 24 * 24 + 2 * 24 * 48) + 2 * 7 * 7 * 24
+
+
+def test_a_host_whose_operations_nobody_counts_is_refused_by_their_name() -> None:
+    class Spectrum(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            mixed: Tensor = torch.fft.fft(x, dim=1).real
+            return mixed
+
+    with pytest.raises(TraceError, match="does not count the operations of aten::_fft"):
+        work_of(around(Spectrum()), np.arange(14).reshape(2, 7))
 
 
 def test_probes_beside_others_give_the_rates_of_those_rounds() -> None:
-    probes = Probes(threads=1)
+    probes = Probes(threads=1, stream_bytes=1 << 20, square=64)
     latencies = {name: summarise([[10.0]]) for name in probes.contestants}
     for contestant in probes.contestants.values():
         contestant(0)
     rates = probes.rates(latencies)
-    assert rates.stream_gb_s == pytest.approx((4 << 28) / 1e7)
-    assert rates.matmul_gflop_s == rates.int8_gop_s == pytest.approx(2 * 2048**3 / 1e7)
+    assert rates.stream_gb_s == pytest.approx((1 << 20) / 1e7)
+    assert rates.matmul_gflop_s == rates.int8_gop_s == pytest.approx(2 * 64**3 / 1e7)
+    floats = Probes(threads=1, stream_bytes=1 << 20, square=64, integer=False)
+    assert floats.rates(latencies).int8_gop_s is None
+    with pytest.raises(ValueError, match="integer products"):
+        Part("integers", 1, 1, integer=True).least_ms(floats.rates(latencies))

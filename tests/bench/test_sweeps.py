@@ -19,7 +19,11 @@ from moexport.exporter.progress import Silent
 from moexport.exporter.timing import Protocol, Round, measure
 
 SETTINGS = Settings(
-    batches=(1, 3), protocol=Protocol(warmup=1, round_s=0.0, inputs=2), samples=50, memory=False
+    batches=(1, 3),
+    protocol=Protocol(warmup=1, round_s=0.0, inputs=2),
+    samples=50,
+    memory=False,
+    limits=False,
 )
 
 
@@ -67,12 +71,12 @@ def subject(model: Model, graph: CountingGraph) -> Subject:
     return Subject("digits", model, graphs=(GraphSource(2, "dense", lambda: graph),))
 
 
-def killed(model: Model, digits: Digits, out: Path) -> None:
+def killed(model: Model, digits: Digits, out: Path, settings: Settings = SETTINGS) -> None:
     with pytest.raises(KilledError):
         bench(
             [subject(model, CountingGraph(model))],
             digits.test,
-            SETTINGS,
+            settings,
             out=out,
             progress=KilledAfter("batch 3: timing"),
         )
@@ -82,12 +86,15 @@ def killed(model: Model, digits: Digits, out: Path) -> None:
 def test_a_killed_sweep_goes_on_where_it_stopped(
     model: Model, digits: Digits, tmp_path: Path
 ) -> None:
-    killed(model, digits, tmp_path)
+    settings = replace(SETTINGS, limits=True)
+    killed(model, digits, tmp_path, settings)
     steps, graph = Steps(), CountingGraph(model)
-    again = bench([subject(model, graph)], digits.test, SETTINGS, out=tmp_path, progress=steps)
+    again = bench([subject(model, graph)], digits.test, settings, out=tmp_path, progress=steps)
     # One evaluation and five rounds of batch 1 were done.
     assert "going on with an unfinished run: 6 pieces are done" in steps.lines
-    assert "digits, batch 1: timing: 0 rounds of 2 contestants" in steps.lines
+    # PyTorch, the graph and three probes of the machine.
+    assert "digits, batch 1: timing: 0 rounds of 5 contestants" in steps.lines
+    assert all(row.limit_ms is not None for row in again.rows)
     # Five rounds of two inputs and one more, and one call of warm-up, in batches of three.
     assert graph.inputs == 3 * (5 * 3 + 1)
     assert all(row.error is None and row.accuracy is not None for row in again.rows)
