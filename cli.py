@@ -46,6 +46,7 @@ from .printing import (
     plan_text,
     table_text,
 )
+from .writing import check_folder
 
 if TYPE_CHECKING:
     from .exporter.model import Model
@@ -582,6 +583,7 @@ def bench(
     Run again after an interruption, it goes on where it stopped.
     """
     console = Console(verbose=verbose, quiet=quiet)
+    check_folder(output)
     if paper is not None:
         if models:
             raise UsageError(
@@ -688,6 +690,8 @@ def specialise(
     from .api import specialise as run_specialise
     from .bench.specialise_views import text, to_json, write
 
+    if output is not None:
+        check_folder(output)
     with Console(verbose=verbose, quiet=quiet) as console:
         loaded = _load(console, model, family, config, sets, weights)
         found = run_specialise(loaded, data, layer=layer, group_by=group_by, progress=console)

@@ -63,5 +63,9 @@ class ResultsError(MoexportError):
     """A results file that cannot be read, or that is not one."""
 
 
+class OutputError(MoexportError):
+    """A file or folder that cannot be written."""
+
+
 class MissingExtraError(MoexportError):
     """An optional package that this step needs is not installed."""

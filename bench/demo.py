@@ -18,6 +18,7 @@ from ..exporter.load import load
 from ..exporter.options import ExportOptions, parse_k
 from ..exporter.progress import Progress
 from ..exporter.timing import Protocol
+from ..writing import check_folder, write_text
 from . import digits
 from .engines import Subject
 from .plan import Settings
@@ -93,6 +94,7 @@ VERIFIED_HEADER = ("bundle", "k/n", "lowering", "max |difference|", "verified")
 def claim(directory: Path, *, force: bool) -> None:
     """Makes the demo's folder; only an earlier demo is ever written over."""
     marker = directory / MARKER
+    check_folder(directory)
     if directory.exists() and any(directory.iterdir()):
         if not marker.is_file():
             raise BundleError(
@@ -102,8 +104,7 @@ def claim(directory: Path, *, force: bool) -> None:
             raise BundleError(
                 f"{directory}: a demo exists there", hint="--force writes over it, -o elsewhere"
             )
-    directory.mkdir(parents=True, exist_ok=True)
-    marker.write_text("Everything here was made by `moexport demo`.\n", encoding="utf-8")
+    write_text("Everything here was made by `moexport demo`.\n", marker)
 
 
 def exported(

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from ..writing import told
+
 FILE = "unfinished.jsonl"
 
 
@@ -39,7 +41,8 @@ class Journal:
             self.discarded = tuple(n for n in names if digests.get(n) != old.get(n))
         # Written anew: a kill may have left half a line at the end.
         text = "".join(_line(entry) for entry in ({"what": digests}, *self._entries))
-        path.write_text(text, encoding="utf-8")
+        with told(path):
+            path.write_text(text, encoding="utf-8")
 
     @property
     def resumed(self) -> int:
@@ -58,7 +61,7 @@ class Journal:
     def add(self, kind: str, **content: Any) -> None:
         """Adds a complete piece."""
         if self._path is not None:
-            with self._path.open("a", encoding="utf-8") as file:
+            with told(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(_line({"kind": kind} | content))
 
     def remove(self) -> None:

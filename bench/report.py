@@ -15,12 +15,13 @@ from typing import Any
 
 from plotly.offline import get_plotlyjs
 
+from ..writing import write_text
 from .analyses.findings import studies_in
 from .analyses.section import analyses_section
 from .compare import Comparison
 from .report_method import environment_list, method
 from .report_tables import comparison_section, parity_table, rows_table
-from .results import Results, Row, write_text
+from .results import Results, Row
 from .views import (
     KEPT,
     Panel,

@@ -10,6 +10,7 @@ from typing import Any
 
 from ..errors import ResultsError
 from ..exporter.timing import Latency
+from ..writing import write_text
 from .reading import Reader
 
 SCHEMA = 1
@@ -237,15 +238,8 @@ def to_json(results: Results) -> str:
 
 
 def write(results: Results, path: Path) -> None:
-    """Writes `results.json` whole or not at all: a temporary file beside it is renamed."""
+    """Writes `results.json` whole or not at all; OutputError where it cannot be."""
     write_text(to_json(results), path)
-
-
-def write_text(text: str, path: Path) -> None:
-    """Writes a text file whole or not at all: a temporary file beside it is renamed."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
 
 
 def read(path: Path) -> Results:

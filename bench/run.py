@@ -22,6 +22,7 @@ from ..exporter.environment import environment
 from ..exporter.hashing import hash_files, sha256
 from ..exporter.model import Model, TensorSpec
 from ..exporter.progress import Progress, Silent
+from ..writing import check_folder, make_folder, told, write_text
 from .compare import Comparison, compare
 from .data import Labelled, LabelledData, fingerprint
 from .engines import Runner, Subject, untouched
@@ -30,7 +31,7 @@ from .journal import Journal
 from .measurement import Measurement, weights_bytes
 from .peaks import worker_count
 from .plan import Estimate, Heat, Probe, Settings, describe, estimate, plan
-from .results import Absent, ModelInfo, Results, Row, write, write_text
+from .results import Absent, ModelInfo, Results, Row, write
 
 UNKNOWN_SAMPLES = 1000
 """Taken for an estimate where a feed does not tell how many samples it has."""
@@ -56,6 +57,8 @@ def bench(
     opened, for what cannot be measured at all.
     """
     progress = progress or Silent()
+    if out is not None:
+        check_folder(out)
     heats = plan(subjects, settings)
     head = data.head(max(settings.batches) * settings.protocol.inputs)
     for subject in subjects:
@@ -65,7 +68,7 @@ def bench(
         progress.step(describe(heats, foretell(subjects, heats, head, data.samples, settings)))
         models = tuple(model_info(subject) for subject in subjects)
         if out is not None:
-            out.mkdir(parents=True, exist_ok=True)
+            make_folder(out)
         journal = Journal(
             None if out is None else out / JOURNAL_FILE,
             {
@@ -107,7 +110,6 @@ def write_all(
     results: Results, out: Path, comparison: Comparison | None = None
 ) -> tuple[Path, ...]:
     """Writes results.json and every view of it to a folder; returns their paths."""
-    out.mkdir(parents=True, exist_ok=True)
     write(results, out / "results.json")
     return (out / "results.json", *write_views(results, out / "report.html", comparison))
 
@@ -126,7 +128,8 @@ def write_views(
     markdown, rows = page.with_suffix(".md"), page.with_suffix(".csv")
     write_text(to_markdown(results, comparison), markdown)
     write_text(to_csv(results), rows)
-    drawn = (*figures(results, page.parent), *charts(studies_in(results.analyses), page.parent))
+    with told(page.parent):
+        drawn = (*figures(results, page.parent), *charts(studies_in(results.analyses), page.parent))
     return (page, markdown, rows, *drawn)
 
 

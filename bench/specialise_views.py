@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ..console import table
-from ..errors import BundleError
+from ..writing import whole_file, write_text
 from .specialise import ExpertEffect, Specialisation
 
 SCHEMA = 1
@@ -29,25 +29,16 @@ def to_json(found: Specialisation) -> str:
 
 
 def write(found: Specialisation, directory: Path) -> tuple[Path, ...]:
-    """Writes `specialise.json` and `specialise.png`, each whole; returns their paths."""
+    """Writes `specialise.json` and `specialise.png`, each whole; returns their paths.
+
+    Raises OutputError where that cannot be.
+    """
     from .specialise_figure import draw
 
     paths = (directory / JSON_FILE, directory / FIGURE_FILE)
-    partial = [path.with_name(f".{path.name}") for path in paths]
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        partial[0].write_text(to_json(found), encoding="utf-8")
-        draw(found, partial[1])
-        for temporary, path in zip(partial, paths, strict=True):
-            temporary.replace(path)
-    except OSError as error:
-        raise BundleError(
-            f"{directory}: cannot be written: {error.strerror}", hint="choose another -o"
-        ) from error
-    finally:
-        for temporary in partial:
-            if directory.is_dir():
-                temporary.unlink(missing_ok=True)
+    write_text(to_json(found), paths[0])
+    with whole_file(paths[1]) as partial:
+        draw(found, partial)
     return paths
 
 

@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from ..errors import CalibrationError
 from ..graphs.ranges import Range
+from ..writing import write_text
 
 CALIBRATION_FILE = "calibration.json"
 SCHEMA = 1
@@ -61,16 +62,8 @@ class CalibrationTable:
         return self.ranges[key]
 
     def write(self, path: Path) -> None:
-        """Writes the table as JSON, whole or not at all; `CalibrationError` where it cannot be."""
-        partial = path.with_name(f".{path.name}.partial")
-        try:
-            partial.write_text(self.to_json(), encoding="utf-8")
-            partial.replace(path)
-        except OSError as error:
-            partial.unlink(missing_ok=True)
-            raise CalibrationError(
-                f"{path}: cannot be written: {error.strerror}", hint="choose another place"
-            ) from error
+        """Writes the table as JSON, whole or not at all; `OutputError` where it cannot be."""
+        write_text(self.to_json(), path)
 
     def to_json(self) -> str:
         """The table as indented JSON, `schema` first."""

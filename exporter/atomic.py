@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import shutil
 import tempfile
@@ -11,6 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from ..errors import BundleError
+from ..writing import HINTS, hint, nearest
 from .manifest import MANIFEST_FILE
 
 
@@ -42,7 +42,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             raise BundleError(
                 f"{destination}: a bundle exists there", hint="--force replaces it when complete"
             )
-    parent = _nearest_folder(destination.absolute().parent)
+    parent = nearest(destination.absolute().parent)
     if not parent.is_dir():
         raise BundleError(
             f"{parent}: not a folder, so {destination.name} cannot lie in it",
@@ -79,7 +79,7 @@ def written_whole(destination: Path, *, force: bool) -> Iterator[Path]:
         check_destination(destination, force=force)  # another export may have ended meanwhile
         _replace(partial, place)
     except OSError as error:
-        if error.errno in _WRITE_FAILURES:
+        if error.errno in HINTS:
             raise _unwritable(destination, error) from error
         raise
     finally:
@@ -99,20 +99,8 @@ def _is_bundle(folder: Path) -> bool:
 def _unwritable(destination: Path, error: OSError) -> BundleError:
     return BundleError(
         f"{destination}: cannot be written: {error.strerror}",
-        hint=_WRITE_FAILURES.get(error.errno or 0, "choose another -o"),
+        hint=hint(error),
     )
-
-
-_WRITE_FAILURES = {
-    errno.ENOSPC: "free some space or choose another -o; nothing was left behind",
-    errno.EDQUOT: "free some space or choose another -o; nothing was left behind",
-    errno.EACCES: "choose a folder that you may write to",
-    errno.EPERM: "choose a folder that you may write to",
-    errno.EROFS: "the file system is read-only: choose another -o",
-    errno.EBUSY: "a folder that is in use cannot be replaced: choose one inside it with -o",
-    errno.ENAMETOOLONG: "choose a shorter -o",
-    errno.EFBIG: "the file system takes no file of that size: choose another -o",
-}
 
 
 def _replace(partial: Path, destination: Path) -> None:
@@ -144,9 +132,3 @@ def _remove(folder: Path) -> None:
             again = interrupt
     if again is not None:
         raise again
-
-
-def _nearest_folder(path: Path) -> Path:
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
 
 from ..calibration.feeds import batches
-from ..errors import BundleError, FeedError, UsageError
+from ..errors import FeedError, UsageError
+from ..writing import check_file, whole_file
 from .bundle import Bundle
 from .manifest import PortRecord
 from .session import PROVIDERS, Runner, SessionOptions
@@ -34,6 +33,7 @@ def run_file(
     `engine` is who runs it: `onnxruntime` on a `provider`, or an engine that was built.
     Raises `UsageError` for a k outside 1 … n, `FeedError` for inputs that do not fit.
     """
+    check_file(output_file)
     bundle = Bundle.open(bundle_path)
     record = bundle.manifest
     fewest = min(layer.experts for layer in record.layers)
@@ -80,18 +80,5 @@ def _fitted(x: np.ndarray, port: PortRecord) -> np.ndarray:
 
 
 def _write(path: Path, name: str, y: np.ndarray) -> None:
-    """Writes the file whole or not at all."""
-    partial: str | None = None
-    try:
-        handle, partial = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.absolute().parent)
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, **{name: y})  # type: ignore[arg-type]  # names come as keywords
-        Path(partial).replace(path)
-        partial = None
-    except OSError as error:
-        raise BundleError(
-            f"{path}: cannot be written: {error.strerror}", hint="choose another -o"
-        ) from error
-    finally:
-        if partial is not None:
-            Path(partial).unlink(missing_ok=True)
+    with whole_file(path) as partial, partial.open("wb") as file:
+        np.savez(file, **{name: y})  # type: ignore[arg-type]  # names come as keywords

@@ -10,6 +10,7 @@ from ..calibration.feeds import Feed
 from ..calibration.methods import DEFAULT_METHOD
 from ..calibration.table import CalibrationTable, Method, Origin
 from ..errors import CalibrationError, UsageError
+from ..writing import check_file, make_folder
 from .calibrate import CalibrationOptions, calibrate, feed_fingerprint, kept_experts
 from .edited import edited
 from .fingerprint import fingerprint
@@ -38,6 +39,7 @@ def calibrate_to(
     `CalibrationError` that says what differs otherwise, unless `force` replaces it.
     """
     progress = progress or Silent()
+    check_file(path)
     if path.exists() and not force:
         table = CalibrationTable.read(path)
         progress.step("comparing with the table that is there")
@@ -49,8 +51,7 @@ def calibrate_to(
                 hint="--force replaces it, -o writes elsewhere",
             )
         return table, False
-    if not path.absolute().parent.is_dir():
-        raise UsageError(f"{path.parent}: not a folder", hint="choose another -o")
+    make_folder(path.absolute().parent)
     table = calibrate(model, data, options, workspace=path.absolute().parent, progress=progress)
     table.write(path)
     return table, True

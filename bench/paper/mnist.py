@@ -14,6 +14,7 @@ from pathlib import Path
 from ...exporter.load import load
 from ...exporter.progress import Progress
 from ...exporter.timing import Protocol
+from ...writing import make_folder
 from .. import digits
 from ..analyses.experts import Wanted, study
 from ..analyses.findings import EXPERTS, ExpertStudy
@@ -65,7 +66,7 @@ def run_mnist(
     Checkpoints, results.json, report and figures go to `out`.
     """
     data = digits.load_digits()
-    out.mkdir(parents=True, exist_ok=True)
+    make_folder(out)
     studies: list[ExpertStudy] = []
     subjects: list[Subject] = []
     with ExitStack() as stack:

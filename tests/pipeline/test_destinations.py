@@ -198,15 +198,51 @@ def test_a_disk_that_fills_up_keeps_the_bundle_that_was_there(small_disk: Path) 
     assert contents(small_disk) == before
 
 
-def test_a_run_that_cannot_write_leaves_nothing_behind(exported: Path, tmp_path: Path) -> None:
-    x = tmp_path / "x.npz"
-    np.savez(x, input=np.zeros((1, 3, 32, 32), np.float32))
+@pytest.fixture
+def writers(exported: Path, tmp_path: Path) -> dict[str, tuple[str | Path, ...]]:
+    """Every command that writes beside `export`, without its `-o`."""
+    x, labelled = tmp_path / "x.npz", tmp_path / "labelled.npz"
+    images = np.zeros((2, 3, 32, 32), np.float32)
+    np.savez(x, input=images)
+    np.savez(labelled, input=images, label=np.array([0, 1]))
+    results = tmp_path / "results.json"
+    results.write_text('{"schema": 1, "environment": {}, "model": null, "models": [], "rows": []}')
+    vit, heads = DATA / "soft_moe_vit" / "weights.pt", ("--set", "num_heads=4", "-q")
+    quick = ("--k", "2", "--engine", "onnxruntime", "--no-memory")
+    return {
+        "y.npz": ("run", exported, "-i", x),
+        "report.html": ("report", results),
+        "table.json": ("calibrate", vit, "--data", x, *heads),
+        "experts": ("specialise", vit, "--data", labelled, *heads),
+        "bench": ("bench", vit, "--data", x, *heads, *quick),
+    }
+
+
+NAMES = ("y.npz", "report.html", "table.json", "experts", "bench")
+
+
+@pytest.mark.parametrize("name", NAMES[:-1])
+def test_missing_folders_are_made(
+    writers: dict[str, tuple[str | Path, ...]], tmp_path: Path, name: str
+) -> None:
+    place = tmp_path / "missing" / "too" / name
+    outcome = run(*writers[name], "-o", place)
+    assert outcome.code == 0, outcome.err
+    assert place.exists()
+    assert not [path for path in place.parent.iterdir() if path.name.startswith(".")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_place_that_cannot_be_written_is_refused_before_any_work(
+    writers: dict[str, tuple[str | Path, ...]], tmp_path: Path, name: str
+) -> None:
     before = contents(tmp_path)
-    assert_refused(
-        run("run", exported, "-i", x, "-o", tmp_path / "missing" / "y.npz"),
-        "y.npz: cannot be written: No such file or directory",
-    )
-    assert_refused(run("run", exported, "-i", x, "-o", tmp_path), "cannot be written")
+    started = time.monotonic()
+    outcome = run(*writers[name], "-o", tmp_path / "x.npz" / name)
+    assert_refused(outcome, f"x.npz: not a folder, so {name} cannot lie in it")
+    assert time.monotonic() - started < 5
+    if "." in name:
+        assert_refused(run(*writers[name], "-o", tmp_path), "cannot be written: it is a folder")
     assert contents(tmp_path) == before
 
 
