@@ -9,7 +9,15 @@ from pathlib import Path
 from moexport.bench.results import read, write
 
 from . import calibration, fit, layers, models, mumoe, scale
-from .tables import layer_table, model_table, mumoe_table, scale_table, targets_table
+from .tables import (
+    integer_table,
+    integer_targets_table,
+    layer_table,
+    model_table,
+    mumoe_table,
+    scale_table,
+    targets_table,
+)
 
 NAMES = ("layers", "models", "mumoe", "scale", "calibration")
 RESULTS = Path(__file__).parent / "results"
@@ -33,7 +41,8 @@ def main(arguments: list[str]) -> None:
         write(layers.run(progress=_to_stderr), kept)
     if "layers" in wanted or "tables" in wanted:
         results = read(kept)
-        print(targets_table(results), layer_table(results), sep="\n\n")
+        tables = (targets_table, layer_table, integer_targets_table, integer_table)
+        print(*(table(results) for table in tables), sep="\n\n")
     if "fit" in wanted:
         print(fit.report(read(kept)))
     if "models" in wanted:

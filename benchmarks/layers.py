@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from moexport.exporter import timing
 from moexport.exporter.environment import environment, usable_cores
 from moexport.exporter.hosts.layer import TokenHost
 from moexport.exporter.model import Model, Source, TensorSpec
+from moexport.graphs.arithmetic import Precision
 from moexport.graphs.choice import choose
 from moexport.graphs.layers import SoftMoE, SoftMoEWeights, algorithm_1
 from moexport.graphs.lowerings.base import Work
@@ -36,12 +37,18 @@ LOWERINGS = ("dense", "gather", "grouped", "conditional")
 GATHER_LIMIT_BYTES = 2 << 30
 """`gather` is left out where one batch would copy more weights than this."""
 
+CALIBRATION_INPUTS = 16
+"""Inputs that give INT8 its ranges."""
+
 STACKED, LOOP, COMPILED, PLAIN = "stacked", "loop", "torch.compile", "torch.onnx"
 BASELINES = (STACKED, LOOP, COMPILED, PLAIN)
 """The untouched layer: eager in both published forms, and the stacked one compiled or exported by
 PyTorch itself."""
 
 ALGORITHM_2 = "algorithm-2"
+
+Contestant = tuple[str, int, Precision]
+"""What is measured: a baseline or a lowering, its k, and its precision."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +68,12 @@ class Shape:
         """Every k that is measured."""
         n = self.experts
         return tuple(sorted({n, n // 2, n // 4, n // 8, max(1, n // 32), 1}, reverse=True))
+
+    @property
+    def integer_ks(self) -> tuple[int, ...]:
+        """Every k that is measured in INT8."""
+        n = self.experts
+        return (n, n // 2, n // 4, n // 8)
 
 
 SHAPES = (Shape(8, 7680), Shape(128, 384))
@@ -156,7 +169,7 @@ class _Entered:
     stacked: Model
     loop: Model
     plain: Callable[[torch.Tensor], object]
-    graphs: dict[tuple[str, int], Callable[[np.ndarray], object]]
+    graphs: dict[Contestant, Callable[[np.ndarray], object]]
 
 
 def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStack) -> _Entered:
@@ -164,11 +177,19 @@ def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStac
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="moexport-plain-")))
     plain = plain_onnx(stacked.module, torch.from_numpy(tokens_of(1)), folder, threads)
     lowerings = ("auto",) if shape == LARGE else LOWERINGS
-    subject = stack.enter_context(
-        exported(loop, Asked(ks=shape.ks, lowerings=lowerings, batches=batches, threads=threads))
+    floats = Asked(ks=shape.ks, lowerings=lowerings, batches=batches, threads=threads)
+    integers = replace(
+        floats,
+        ks=shape.integer_ks,
+        precisions=("int8",),
+        calibration=tokens_of(CALIBRATION_INPUTS),
     )
-    graphs = {(str(source.lowering), source.k): source.open() for source in subject.graphs}
-    return _Entered(shape, stacked, loop, plain, dict(graphs))
+    graphs: dict[Contestant, Callable[[np.ndarray], object]] = {}
+    for asked in (floats, integers):
+        subject = stack.enter_context(exported(loop, asked))
+        for source in subject.graphs:
+            graphs[str(source.lowering), source.k, source.precision] = source.open()
+    return _Entered(shape, stacked, loop, plain, graphs)
 
 
 def _heat(
@@ -182,20 +203,21 @@ def _heat(
     shape, x = entered.shape, tokens_of(batch)
     tokens = torch.from_numpy(x)
     n = shape.experts
-    calls: dict[tuple[str, int], Callable[[], object]] = {
-        (STACKED, n): partial(entered.stacked.module, tokens),
-        (LOOP, n): partial(entered.loop.module, tokens),
-        (COMPILED, n): compiled(entered.stacked.module, tokens),
-        (PLAIN, n): partial(entered.plain, tokens),
+    calls: dict[Contestant, Callable[[], object]] = {
+        (STACKED, n, "fp32"): partial(entered.stacked.module, tokens),
+        (LOOP, n, "fp32"): partial(entered.loop.module, tokens),
+        (COMPILED, n, "fp32"): compiled(entered.stacked.module, tokens),
+        (PLAIN, n, "fp32"): partial(entered.plain, tokens),
     }
     for k in shape.ks[1:]:
-        calls[ALGORITHM_2, k] = partial(_algorithm_2, entered.loop, k, tokens)
-    for (lowering, k), graph in entered.graphs.items():
-        if _fits(shape, lowering, k, batch):
-            calls[lowering, k] = partial(graph, x)
+        calls[ALGORITHM_2, k, "fp32"] = partial(_algorithm_2, entered.loop, k, tokens)
+    for (lowering, k, precision), graph in entered.graphs.items():
+        if _fits(shape, lowering, k, batch, precision):
+            calls[lowering, k, precision] = partial(graph, x)
     progress(f"{shape.name}, batch {batch}: {len(calls)} contestants")
     contestants = probes.contestants | {
-        f"{name} {k}": (lambda _, call=call: call()) for (name, k), call in calls.items()
+        f"{name} {k} {precision}": (lambda _, call=call: call())
+        for (name, k, precision), call in calls.items()
     }
     with torch.inference_mode():
         measured = timing.measure(contestants, timing.Protocol(round_s=round_s, warmup=2, inputs=1))
@@ -203,9 +225,9 @@ def _heat(
         progress(f"failed: {name}: {error}")
     rates = probes.rates(measured.latencies)
     rows = [
-        _row(shape, k, batch, name, latency, rates)
-        for name, k in calls
-        if (latency := measured.latencies.get(f"{name} {k}")) is not None
+        _row(shape, k, batch, name, precision, latency, rates)
+        for name, k, precision in calls
+        if (latency := measured.latencies.get(f"{name} {k} {precision}")) is not None
     ]
     return rows, rates
 
@@ -220,10 +242,10 @@ def _typical(rates: list[Rates]) -> Rates:
     )
 
 
-def _fits(shape: Shape, lowering: str, k: int, batch: int) -> bool:
+def _fits(shape: Shape, lowering: str, k: int, batch: int, precision: Precision) -> bool:
     """Whether a graph is measured at a batch: of a large layer, only what `auto` takes there."""
     if shape == LARGE:
-        return lowering == chosen(shape, k, batch)
+        return lowering == chosen(shape, k, batch, precision)
     copied = 4 * batch * k * spec_of(shape).parameters_per_expert
     return lowering != "gather" or copied <= GATHER_LIMIT_BYTES or k == shape.experts
 
@@ -242,8 +264,16 @@ _ENGINES = {
 }
 
 
-def _row(shape: Shape, k: int, batch: int, name: str, latency: timing.Latency, rates: Rates) -> Row:
-    work = Work(spec_of(shape), k, batch, TOKENS)
+def _row(
+    shape: Shape,
+    k: int,
+    batch: int,
+    name: str,
+    precision: Precision,
+    latency: timing.Latency,
+    rates: Rates,
+) -> Row:
+    work = Work(spec_of(shape), k, batch, TOKENS, precision)
     return Row(
         engine=_ENGINES.get(name, "onnxruntime"),
         k=k,
@@ -251,13 +281,14 @@ def _row(shape: Shape, k: int, batch: int, name: str, latency: timing.Latency, r
         batch=batch,
         model=shape.name,
         provider="cpu",
+        precision=precision,
         lowering=name,
         latency_ms=latency,
-        limit_ms=limit_ms(tuple(layer_parts(work)), rates),
+        limit_ms=limit_ms(tuple(layer_parts(work, int8_experts=precision == "int8")), rates),
         throughput=1000 * batch / latency.median,
     )
 
 
-def chosen(shape: Shape, k: int, batch: int) -> str:
+def chosen(shape: Shape, k: int, batch: int, precision: Precision = "fp32") -> str:
     """What `auto` takes for a cell of the grid."""
-    return choose(Work(spec_of(shape), k, batch, TOKENS), "ort-cpu").lowering.name
+    return choose(Work(spec_of(shape), k, batch, TOKENS, precision), "ort-cpu").lowering.name

@@ -9,6 +9,7 @@ from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results
 from moexport.bench.roofline import Rates, layer_parts, limit_ms
 from moexport.console import count, size
 from moexport.exporter.timing import Latency
+from moexport.graphs.arithmetic import Precision
 from moexport.graphs.lowerings.base import Work, WorkOf
 
 from .layers import (
@@ -51,6 +52,7 @@ class Cell:
     limit: float
     medians: dict[str, float]
     spreads: dict[str, float]
+    precision: Precision = "fp32"
 
     def speedup(self, baseline: str) -> str:
         """How many times faster `auto` is, with ≈ where a round of either was disturbed."""
@@ -78,7 +80,7 @@ class Cell:
     @property
     def auto(self) -> str:
         """The lowering that `auto` chooses."""
-        return chosen(self.shape, self.k, self.batch)
+        return chosen(self.shape, self.k, self.batch, self.precision)
 
     @property
     def auto_slack(self) -> float:
@@ -91,15 +93,23 @@ class Cell:
         return slower if slower > max(self.spreads[name], self.spreads[self.best]) else 0.0
 
 
-def cells(results: Results, shapes: Sequence[Shape] = SHAPES) -> Iterator[Cell]:
-    """Yields the grid that was measured, shape by shape, batch by batch, k falling.
+def cells(
+    results: Results, shapes: Sequence[Shape] = SHAPES, precision: Precision = "fp32"
+) -> Iterator[Cell]:
+    """Yields the grid that was measured in a precision: by shape, by batch, k falling.
 
-    Of what was measured twice, the first measurement counts.
+    Of what was measured twice, the first measurement counts. The untouched layer is FP32's.
     """
     for shape in shapes:
-        rows = [row for row in results.of_model(shape.name) if row.latency_ms is not None]
+        rows = [
+            row
+            for row in results.of_model(shape.name)
+            if row.latency_ms is not None
+            and (row.precision == precision or row.lowering in BASELINES)
+        ]
         for batch in sorted({row.batch for row in rows}):
-            for k in sorted({row.k for row in rows if row.batch == batch}, reverse=True):
+            lowered = [row for row in rows if row.batch == batch and row.lowering in LOWERINGS]
+            for k in sorted({row.k for row in lowered}, reverse=True):
                 found: dict[str, Latency] = {}
                 # The untouched layer as measured beside this k, where it was measured again.
                 for row in sorted(rows, key=lambda row: row.k != k):
@@ -109,9 +119,10 @@ def cells(results: Results, shapes: Sequence[Shape] = SHAPES) -> Iterator[Cell]:
                         found.setdefault(str(name), row.latency_ms)
                 medians = {name: latency.median for name, latency in found.items()}
                 spreads = {name: latency.spread for name, latency in found.items()}
-                work = Work(spec_of(shape), k, batch, TOKENS)
-                limit = limit_ms(tuple(layer_parts(work)), rates_of(results))
-                yield Cell(shape, batch, k, limit, medians, spreads)
+                work = Work(spec_of(shape), k, batch, TOKENS, precision)
+                parts = layer_parts(work, int8_experts=precision == "int8")
+                limit = limit_ms(tuple(parts), rates_of(results))
+                yield Cell(shape, batch, k, limit, medians, spreads, precision)
 
 
 def rates_of(results: Results) -> Rates:
@@ -147,6 +158,60 @@ def layer_table(results: Results) -> str:
         columns += [_ms(cell.limit), f"{cell.over_limit:.2f}"]
         columns += [cell.speedup(name) for name in (STACKED, COMPILED, PLAIN)]
         lines.append(f"| {cell.shape.name} | {cell.batch} | {cell.k} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def integer_table(results: Results) -> str:
+    """Returns INT8 beside FP32 as Markdown: medians in ms, the choice of `auto` in bold."""
+    floats = {(c.shape, c.batch, c.k): c for c in cells(results, (*SHAPES, LARGE))}
+    lines = [
+        "| layer | batch | k | FP32, `auto` | "
+        + " | ".join(f"`{name}`" for name in LOWERINGS)
+        + " | limit | `auto` over limit | vs FP32 | vs PyTorch, stacked | vs loop |",
+        "|" + "---|" * (9 + len(LOWERINGS)),
+    ]
+    for cell in cells(results, (*SHAPES, LARGE), "int8"):
+        single = floats[cell.shape, cell.batch, cell.k]
+        columns = [_ms(single.medians[single.auto])]
+        for name in LOWERINGS:
+            text = _ms(cell.medians.get(name))
+            columns.append(f"**{text}**" if name == cell.auto else text)
+        columns += [
+            _ms(cell.limit),
+            f"{cell.over_limit:.2f}",
+            f"{single.medians[single.auto] / cell.medians[cell.auto]:.1f}×",
+            cell.speedup(STACKED),
+            cell.speedup(LOOP),
+        ]
+        lines.append(f"| {cell.shape.name} | {cell.batch} | {cell.k} | {' | '.join(columns)} |")
+    return "\n".join(lines)
+
+
+def integer_targets_table(results: Results) -> str:
+    """Returns the targets of INT8 as Markdown, with what was measured."""
+    floats = {(c.shape, c.batch, c.k): c for c in cells(results)}
+    integers = {(c.shape, c.batch, c.k): c for c in cells(results, SHAPES, "int8")}
+    few, many = SHAPES
+    lines = [
+        "| target | asked, vs FP32 | vs FP32 | asked, vs PyTorch | vs stacked | vs loop |",
+        "|---|---|---|---|---|---|",
+    ]
+    for shape, batch, k, floor, untouched in (
+        (few, 1, 2, 2.5, "60×"),
+        (few, 100, 2, 1.8, "18×"),
+        (many, 1, 16, 1.3, "–"),
+    ):
+        cell, single = integers[shape, batch, k], floats[shape, batch, k]
+        ratio = single.medians[single.auto] / cell.medians[cell.auto]
+        lines.append(
+            f"| {shape.name}, batch {batch}, k = {k} | {floor}× | {ratio:.1f}× | {untouched} | "
+            f"{cell.speedup(STACKED)} | {cell.speedup(LOOP)} |"
+        )
+    worst = max(integers.values(), key=lambda cell: cell.auto_slack)
+    lines.append(
+        f"| `auto` over the best lowering, worst of {len(integers)} cells | ≤ 15% | "
+        f"{worst.auto_slack:.0%} ({worst.shape.name}, batch {worst.batch}, k = {worst.k}) | | | |"
+    )
     return "\n".join(lines)
 
 
