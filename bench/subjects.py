@@ -19,8 +19,8 @@ from ..exporter.hashing import hash_files
 from ..exporter.load import load
 from ..exporter.manifest import MANIFEST_FILE
 from ..exporter.model import Model
-from ..exporter.numbers import Numbers
 from ..exporter.options import AUTO, TUNE, AxisRange, ExportOptions, Kept
+from ..exporter.numbers import Numbers, Scope
 from ..exporter.plan import GraphPlan, plan_graph, resolve_k
 from ..exporter.progress import Progress, Silent
 from ..exporter.tables import table_for_export
@@ -44,7 +44,8 @@ PROVIDERS: dict[str, tuple[str, Target]] = {
 class Asked:
     """What a sweep asks of one model: the lists of its options.
 
-    `calibration` are the inputs [samples, …] from which INT8 takes its ranges.
+    `calibration` are the inputs [samples, …] from which INT8 takes its ranges, and `scope` is what
+    it quantises.
     """
 
     ks: tuple[Kept, ...]
@@ -54,6 +55,7 @@ class Asked:
     providers: tuple[str, ...] = ("cpu",)
     precisions: tuple[Precision, ...] = ("fp32",)
     calibration: Array | None = None
+    scope: Scope = "experts"
     threads: int | None = None
     renormalize: bool = False
 
@@ -135,9 +137,8 @@ def _sources(
 ) -> list[GraphSource]:
     """Exports the graphs of a sweep for one provider; a lowering twice the same is one graph."""
     execution, target = PROVIDERS[provider]
-    options = ExportOptions(
-        target=target, renormalize=asked.renormalize, numbers=Numbers(precision=precision)
-    )
+    numbers = Numbers(precision, scope=asked.scope if precision == "int8" else "experts")
+    options = ExportOptions(target=target, renormalize=asked.renormalize, numbers=numbers)
     table = None
     if precision == "int8":
         table = table_for_export(model, options, data=asked.calibration)

@@ -12,7 +12,8 @@ from typing import Any
 
 import numpy as np
 from moexport.bench.results import Results
-from moexport.graphs.cost import CPU, Machine, predict_us
+from moexport.graphs.arithmetic import Precision
+from moexport.graphs.cost import Machine, machine_for, predict_us
 from moexport.graphs.lowerings.base import Work
 from moexport.graphs.lowerings.registry import lowering
 from scipy.optimize import least_squares
@@ -23,30 +24,32 @@ from .tables import Cell, cells
 RATES = tuple(field.name for field in fields(Machine) if field.type == "float")
 """The constants that are fitted."""
 
+PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
+"""What is measured on a CPU."""
+
 OUTLIER = 0.2
 """Residuals beyond this share are given less weight: single cells are disturbed by other loads."""
 
 
-def fitted(results: Results) -> Machine:
+def fitted(results: Results, precision: Precision) -> Machine:
     """Returns the constants that predict the measured lowerings of `SHAPES` best."""
+    now = machine_for("ort-cpu", precision)
     measured = [
         (lowering(name), work, 1e3 * median)
-        for cell in cells(results, SHAPES)
+        for cell in cells(results, SHAPES, precision)
         for name, work, median in _lowered(cell)
     ]
 
+    def machine(logarithms: np.ndarray) -> Machine:
+        rates: dict[str, Any] = dict(zip(RATES, np.exp(logarithms).tolist(), strict=True))
+        return replace(now, **rates)
+
     def residuals(logarithms: np.ndarray) -> list[float]:
-        machine = _machine(logarithms)
-        return [float(np.log(predict_us(how, work, machine) / us)) for how, work, us in measured]
+        rates = machine(logarithms)
+        return [float(np.log(predict_us(how, work, rates) / us)) for how, work, us in measured]
 
-    start = np.log([getattr(CPU, name) for name in RATES])
-    found = least_squares(residuals, start, loss="soft_l1", f_scale=OUTLIER)
-    return _machine(found.x)
-
-
-def _machine(logarithms: np.ndarray) -> Machine:
-    rates: dict[str, Any] = dict(zip(RATES, np.exp(logarithms).tolist(), strict=True))
-    return replace(CPU, **rates)
+    start = np.log([getattr(now, name) for name in RATES])
+    return machine(least_squares(residuals, start, loss="soft_l1", f_scale=OUTLIER).x)
 
 
 def slack(cell: Cell, machine: Machine) -> float:
@@ -62,23 +65,29 @@ def slack(cell: Cell, machine: Machine) -> float:
 
 def report(results: Results) -> str:
     """Returns the fitted constants, and the worst choices on both grids with old and new ones."""
-    new = fitted(results)
-    lines = ["fitted to " + ", ".join(shape.name for shape in SHAPES) + ":"]
-    lines += [
-        f"    {name} = {getattr(new, name):.3g}  (now {getattr(CPU, name):.3g})" for name in RATES
-    ]
-    for name, shapes in (("the grid", SHAPES), (f"held out, {HELD_OUT.name}", (HELD_OUT,))):
-        grid = list(cells(results, shapes))
+    return "\n".join(line for precision in PRECISIONS for line in _report(results, precision))
+
+
+def _report(results: Results, precision: Precision) -> Iterator[str]:
+    if not list(cells(results, SHAPES, precision)):
+        yield f"{precision}: not measured"
+        return
+    now, new = machine_for("ort-cpu", precision), fitted(results, precision)
+    yield f"{precision}, fitted to {', '.join(shape.name for shape in SHAPES)}:"
+    for name in RATES:
+        yield f"    {name} = {getattr(new, name):.3g}  (now {getattr(now, name):.3g})"
+    for grid_name, shapes in (("the grid", SHAPES), (f"held out, {HELD_OUT.name}", (HELD_OUT,))):
+        grid = list(cells(results, shapes, precision))
         if not grid:
-            lines.append(f"{name}: not measured")
+            yield f"{grid_name}: not measured"
             continue
-        for label, machine in (("now", CPU), ("fitted", new)):
+        for label, machine in (("now", now), ("fitted", new)):
             worst = max(grid, key=lambda cell: slack(cell, machine))
-            lines.append(
-                f"{name}, {label}: `auto` at most {slack(worst, machine):.0%} slower than the best "
-                f"({worst.shape.name}, batch {worst.batch}, k = {worst.k}; {len(grid)} cells)"
+            yield (
+                f"{grid_name}, {label}: `auto` at most {slack(worst, machine):.0%} slower than the "
+                f"best ({worst.shape.name}, batch {worst.batch}, k = {worst.k}; "
+                f"{len(grid)} cells)"
             )
-    return "\n".join(lines)
 
 
 def _lowered(cell: Cell) -> Iterator[tuple[str, Work, float]]:

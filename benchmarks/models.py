@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
@@ -25,8 +25,15 @@ from .scale import vit_checkpoint
 
 SHAPES = (Shape(128, 384), Shape(8, 7680))
 BATCHES = (1, 16)
+CALIBRATION_IMAGES = 8
+"""Images that give INT8 its ranges."""
+
 EAGER = "eager"
 _ENGINES = {EAGER: "pytorch-eager", COMPILED: "pytorch-compile"}
+AUTO = "auto"
+INT8_EXPERTS, INT8_ALL = "auto, INT8 experts", "auto, INT8 everywhere"
+EXPORTED = (AUTO, INT8_EXPERTS, INT8_ALL)
+"""The exported graphs: in FP32, with INT8 experts, with all linear layers in INT8."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +45,7 @@ class _Vit:
     model: moexport.Model
     work: ModelWork
     plain: Callable[[torch.Tensor], object]
-    graphs: dict[tuple[int, int], Callable[[np.ndarray], object]]
+    graphs: dict[tuple[str, int, int], Callable[[np.ndarray], object]]
 
 
 def name_of(shape: Shape) -> str:
@@ -96,12 +103,15 @@ def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStac
     vit_checkpoint(checkpoint, experts=shape.experts, hidden=shape.hidden, stacked=True)
     model = moexport.load(checkpoint, config={"num_heads": 12})
     plain = plain_onnx(model.module, torch.from_numpy(_images(1)), folder, threads)
-    graphs: dict[tuple[int, int], Callable[[np.ndarray], object]] = {}
+    graphs: dict[tuple[str, int, int], Callable[[np.ndarray], object]] = {}
+    images = _images(CALIBRATION_IMAGES)
     for batch in batches:
-        subject = stack.enter_context(
-            exported(model, Asked(ks=kept(shape), batches=(batch,), threads=threads))
-        )
-        graphs |= {(source.k, batch): source.open() for source in subject.graphs}
+        floats = Asked(ks=kept(shape), batches=(batch,), threads=threads)
+        experts = replace(floats, precisions=("int8",), calibration=images)
+        forms = (floats, experts, replace(experts, scope="all"))
+        for name, asked in zip(EXPORTED, forms, strict=True):
+            subject = stack.enter_context(exported(model, asked))
+            graphs |= {(name, source.k, batch): source.open() for source in subject.graphs}
     return _Vit(shape, name_of(shape), model, work_of(model, _images(1)), plain, graphs)
 
 
@@ -119,8 +129,9 @@ def _heat(
         (COMPILED, n): compiled(vit.model.module, images),
         (PLAIN, n): partial(vit.plain, images),
     }
-    for k in kept(vit.shape):
-        calls["auto", k] = partial(vit.graphs[k, batch], x)
+    for name in EXPORTED:
+        for k in kept(vit.shape):
+            calls[name, k] = partial(vit.graphs[name, k, batch], x)
     progress(f"{vit.name}, batch {batch}: {len(calls)} contestants")
     contestants = probes.contestants | {
         f"{name} {k}": (lambda _, call=call: call()) for (name, k), call in calls.items()
@@ -138,7 +149,8 @@ def _heat(
 
 
 def _row(vit: _Vit, k: int, batch: int, name: str, latency: timing.Latency, rates: Rates) -> Row:
-    parts = vit.work.parts(dict.fromkeys(vit.model.layers, k), batch)
+    integers = name in (INT8_EXPERTS, INT8_ALL)
+    parts = vit.work.parts(dict.fromkeys(vit.model.layers, k), batch, int8_experts=integers)
     return Row(
         engine=_ENGINES.get(name, "onnxruntime"),
         k=k,
@@ -146,8 +158,10 @@ def _row(vit: _Vit, k: int, batch: int, name: str, latency: timing.Latency, rate
         batch=batch,
         model=vit.name,
         provider="cpu",
+        precision="int8" if integers else "fp32",
         lowering=name,
         latency_ms=latency,
-        limit_ms=limit_ms(parts, rates),
+        # What INT8 leaves of the host, its attention, is not counted apart: no limit is known.
+        limit_ms=None if name == INT8_ALL else limit_ms(parts, rates),
         throughput=1000 * batch / latency.median,
     )

@@ -27,7 +27,7 @@ from .layers import (
     chosen,
     spec_of,
 )
-from .models import EAGER
+from .models import AUTO, EAGER, INT8_ALL, INT8_EXPERTS
 from .mumoe import SUBJECTS
 from .scale import Scale
 
@@ -280,33 +280,37 @@ def mumoe_table(results: Results) -> str:
 
 
 def model_table(results: Results) -> str:
-    """Returns whole models as Markdown: medians in ms for every k, beside the limit."""
+    """Returns whole models as Markdown: medians in ms for every k, beside the limit in FP32."""
     lines = [
         "| model | batch | k | PyTorch eager | `torch.compile` | `torch.onnx` | exported, `auto` | "
-        "limit | over limit | vs eager | vs compile | vs `torch.onnx` |",
-        "|" + "---|" * 12,
+        "limit | over limit | INT8 experts | INT8 everywhere | FP32 vs eager | vs compile | "
+        "vs `torch.onnx` | INT8 everywhere vs eager |",
+        "|" + "---|" * 15,
     ]
     for model in results.models:
         rows = [row for row in results.of_model(model.name) if row.latency_ms is not None]
-        for batch in sorted({row.batch for row in rows}):
-            of_batch = [row for row in rows if row.batch == batch]
-            whole = {row.lowering: row.latency_ms for row in of_batch if row.lowering != "auto"}
-            for row in of_batch:
-                if row.lowering != "auto":
-                    continue
-                ours, limit = row.latency_ms, row.limit_ms
-                assert ours is not None and limit is not None
-                medians = [
-                    found.median if (found := whole.get(name)) is not None else None
-                    for name in (EAGER, COMPILED, PLAIN)
-                ]
-                ratios = ["–" if m is None else f"{m / ours.median:.1f}×" for m in medians]
-                columns = [*(_ms(m) for m in medians), _ms(ours.median), _ms(limit)]
-                lines.append(
-                    f"| {model.name} | {batch} | {row.k} | {' | '.join(columns)} | "
-                    f"{ours.median / limit:.2f} | {' | '.join(ratios)} |"
-                )
+        medians = {
+            (row.batch, str(row.lowering), row.k): row.latency_ms.median
+            for row in rows
+            if row.latency_ms is not None
+        }
+        for row in rows:
+            if row.lowering != AUTO:
+                continue
+            n, ours, limit = row.experts, medians[row.batch, AUTO, row.k], row.limit_ms
+            assert limit is not None
+            whole = [medians.get((row.batch, name, n)) for name in (EAGER, COMPILED, PLAIN)]
+            integers = [medians.get((row.batch, name, row.k)) for name in (INT8_EXPERTS, INT8_ALL)]
+            columns = [*(_ms(m) for m in whole), _ms(ours), _ms(limit), f"{ours / limit:.2f}"]
+            columns += [_ms(m) for m in integers]
+            columns += [_times(m, ours) for m in whole]
+            columns.append(_times(whole[0], integers[1]))
+            lines.append(f"| {model.name} | {row.batch} | {row.k} | {' | '.join(columns)} |")
     return "\n".join(lines)
+
+
+def _times(slower: float | None, faster: float | None) -> str:
+    return "–" if slower is None or faster is None else f"{slower / faster:.1f}×"
 
 
 def scale_table(measured: list[Scale]) -> str:

@@ -32,6 +32,8 @@ from moexport.bench.schema import FILE as SCHEMA_FILE
 from moexport.bench.schema import schema_text
 from moexport.benchmarks.scale import from_json
 from moexport.benchmarks.tables import (
+    integer_table,
+    integer_targets_table,
     layer_table,
     model_table,
     mumoe_table,
@@ -198,6 +200,8 @@ def refresh_performance() -> None:
     replace_marked(page, "machine", textwrap.fill(machine, 100) + "\n")
     replace_marked(page, "targets", targets_table(results) + "\n")
     replace_marked(page, "layers", layer_table(results) + "\n")
+    replace_marked(page, "integer-targets", integer_targets_table(results) + "\n")
+    replace_marked(page, "integers", integer_table(results) + "\n")
     replace_marked(page, "models", model_table(read(RESULTS / "models-cpu.json")) + "\n")
     replace_marked(page, "mumoe", mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n")
     replace_marked(page, "scale", scale_table(scales) + "\n")
