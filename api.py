@@ -55,7 +55,7 @@ from .exporter.retention import with_retention
 from .exporter.tables import ranges_for_export
 from .exporter.timing import Protocol
 from .graphs.arithmetic import FloatName, Precision
-from .graphs.lowerings.base import Target
+from .graphs.target import Target
 
 __all__ = ["bench", "build", "calibrate", "export", "load", "specialise"]
 

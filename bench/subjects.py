@@ -19,14 +19,14 @@ from ..exporter.hashing import hash_files
 from ..exporter.load import load
 from ..exporter.manifest import MANIFEST_FILE
 from ..exporter.model import Model
-from ..exporter.options import AUTO, TUNE, AxisRange, ExportOptions, Kept
 from ..exporter.numbers import Numbers, Scope
+from ..exporter.options import AUTO, TUNE, AxisRange, ExportOptions, Kept
 from ..exporter.plan import GraphPlan, plan_graph, resolve_k
 from ..exporter.progress import Progress, Silent
 from ..exporter.tables import table_for_export
 from ..graphs.arithmetic import Precision
-from ..graphs.lowerings.base import Target
 from ..graphs.moe import MoESpec
+from ..graphs.target import Target
 from .data import Array
 from .engines import Graph, GraphSource, Subject
 from .graph_runner import OnnxOpener

@@ -172,6 +172,7 @@ def _lower(
             kept=layer.kept,
             renormalize=prepared.options.renormalize,
             arithmetic=prepared.numbers.layers[layer.name].arithmetic,
+            target=prepared.options.target,
         )
         for layer in graph.layers
     }

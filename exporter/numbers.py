@@ -16,7 +16,7 @@ from ..graphs.arithmetic import (
     IntegerForm,
     Precision,
 )
-from ..graphs.lowerings.base import Target
+from ..graphs.target import Target
 from .retained import Retention
 
 Scope = Literal["experts", "all"]

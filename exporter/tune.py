@@ -22,8 +22,9 @@ from ..errors import LoweringError, MoexportError, UsageError
 from ..graphs.choice import able
 from ..graphs.cost import copied_bytes
 from ..graphs.lower import LayerChoice, lower
-from ..graphs.lowerings.base import AnyLowering, AnyWork, Target
+from ..graphs.lowerings.base import AnyLowering, AnyWork
 from ..graphs.names import DOMAIN
+from ..graphs.target import Target
 from .engines.device import first_gpu
 from .environment import cpu_model
 from .model import Model

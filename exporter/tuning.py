@@ -8,8 +8,9 @@ from typing import Any
 
 from ..graphs.choice import Choice
 from ..graphs.cost import machine_for, predict_us
-from ..graphs.lowerings.base import AnyWork, Target
+from ..graphs.lowerings.base import AnyWork
 from ..graphs.lowerings.registry import lowering
+from ..graphs.target import Target
 from .timing import Latency, differs
 
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from ..errors import LoweringError
 from .arithmetic import Precision
 from .cost import machine_for, predict_us
-from .lowerings.base import AnyLowering, AnyWork, Target
+from .lowerings.base import AnyLowering, AnyWork
 from .lowerings.registry import lowerings_of
+from .target import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from .arithmetic import Precision
-from .lowerings.base import AnyLowering, AnyWork, Target, Work
+from .lowerings.base import AnyLowering, AnyWork, Work
+from .target import Target
 
 
 @dataclass(frozen=True, slots=True)

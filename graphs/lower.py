@@ -15,6 +15,7 @@ from .moe import MoESpec, choice_key
 from .names import DOMAIN, K_INPUT
 from .parameters import LayerOf, LayerTensors
 from .simplify import simplify
+from .target import Target
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +28,7 @@ class LayerChoice:
     kept: int | None
     renormalize: bool = False
     arithmetic: Arithmetic = FP32
+    target: Target = "onnx"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +114,7 @@ def _replace(
         tokens=tokens if isinstance(tokens, int) else None,
         renormalize=choice.renormalize,
         arithmetic=choice.arithmetic,
+        target=choice.target,
         x_type=x.dtype or ir.DataType.FLOAT,
         y_type=old.dtype or ir.DataType.FLOAT,
     )

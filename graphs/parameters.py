@@ -12,6 +12,7 @@ from .builder import Builder
 from .moe import MoESpec
 from .mumoe_spec import MuMoESpec
 from .spec import SoftMoESpec
+from .target import Target
 
 S = TypeVar("S", bound=MoESpec)
 
@@ -55,6 +56,7 @@ class LayerOf(Generic[S]):
     arithmetic: Arithmetic = FP32
     x_type: ir.DataType = ir.DataType.FLOAT
     y_type: ir.DataType = ir.DataType.FLOAT
+    target: Target = "onnx"
 
     @property
     def selects(self) -> bool:

@@ -65,7 +65,7 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
 
 def all_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     """Adds the dispatch for every expert: slots [b, n·p, d]."""
-    return Slots(_dispatch(b, layer, routed, routed.logits), routed.combine)
+    return Slots(_dispatch(b, layer, routed, routed.logits, layer.spec.experts), routed.combine)
 
 
 def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
@@ -77,7 +77,8 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
     by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
     combine = b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
-    return Slots(_dispatch(b, layer, routed, logits), _renormalised(b, layer, combine))
+    kept = layer.kept if isinstance(layer.kept, int) else None
+    return Slots(_dispatch(b, layer, routed, logits, kept), _renormalised(b, layer, combine))
 
 
 def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
@@ -209,12 +210,35 @@ def _rows_by_tokens(b: Builder, layer: Layer, by_slot: ir.Value) -> ir.Value:
     return b.op("Concat", b.ints(0, -1), tokens, axis=0, name="router/rows_by_tokens")
 
 
-def _dispatch(b: Builder, layer: Layer, routed: Routed, logits: ir.Value) -> ir.Value:
-    """Adds X̃ = Dᵀ·x for logits [b, e·p, m]; returns the slots [b, e·p, d]."""
+FEW_ROWS = range(2, 5)
+"""ONNX Runtime multiplies one row by a matrix as that lies in memory, and copies it for more rows,
+which pays from about eight: for so many rows a product per row is as fast or faster."""
+
+
+def _averages(
+    b: Builder, layer: Layer, weights: ir.Value, source: ir.Value, experts: int | None
+) -> ir.Value:
+    """Adds weights [b, e·p, m] times the tokens [b, m, d]: [b, e·p, d]."""
+    rows = 0 if experts is None else experts * layer.spec.slots
+    if layer.target != "ort-cpu" or rows not in FEW_ROWS:
+        return b.op("MatMul", weights, source, name="dispatch/slots")
+    apart = b.op("Unsqueeze", weights, b.ints(2), name="dispatch/weights_apart")
+    shared = b.op("Unsqueeze", source, b.ints(1), name="dispatch/tokens_shared")
+    slots = b.op("MatMul", apart, shared, name="dispatch/slots_apart")  # [b, e·p, 1, d]
+    return b.op("Squeeze", slots, b.ints(2), name="dispatch/slots")
+
+
+def _dispatch(
+    b: Builder, layer: Layer, routed: Routed, logits: ir.Value, experts: int | None
+) -> ir.Value:
+    """Adds X̃ = Dᵀ·x for logits [b, e·p, m]; returns the slots [b, e·p, d].
+
+    `experts` is e, or None where it is chosen per run.
+    """
     weights = b.op("Softmax", logits, axis=-1, name="dispatch/D")
     if routed.scale is not None:
         weights = b.op("Mul", weights, routed.scale, name="dispatch/weights")
-    slots = b.op("MatMul", weights, routed.source, name="dispatch/slots")
+    slots = _averages(b, layer, weights, routed.source, experts)
     gain_pending = layer.spec.norm != "layernorm" and layer.spec.slots_from == "normalised"
     if gain_pending and layer.tensors.has("gain"):
         slots = b.op("Mul", slots, layer.stacked(b, "gain"), name="dispatch/gained")

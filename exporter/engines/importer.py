@@ -24,8 +24,8 @@ from .flavours import Flavour
 from .profiles import MAX_K
 
 if TYPE_CHECKING:
-    from ...graphs.lowerings.base import Target
     from ...graphs.moe import Kind
+    from ...graphs.target import Target
 
 NO_IMPORTER = frozenset(
     [

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, Literal
+from typing import Any, Generic
 
 import onnx_ir as ir
 
@@ -13,9 +13,7 @@ from ..builder import Builder
 from ..moe import Kind
 from ..parameters import LayerOf, S
 from ..spec import SoftMoESpec
-
-Target = Literal["onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"]
-"""Who runs the graph. `onnx` means standard ONNX ops alone, so that any runtime can."""
+from ..target import Target
 
 STANDARD: frozenset[Target] = frozenset({"onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"})
 """Targets of a lowering that uses only ops that every runtime takes."""

@@ -10,9 +10,10 @@ import pytest
 from moexport.errors import LoweringError
 from moexport.graphs.choice import check, choose
 from moexport.graphs.cost import CPU, machine_for, predict_us
-from moexport.graphs.lowerings.base import Target, Work
+from moexport.graphs.lowerings.base import Work
 from moexport.graphs.lowerings.registry import ALL_LOWERINGS, LOWERINGS, lowering
 from moexport.graphs.spec import SoftMoESpec
+from moexport.graphs.target import Target
 
 TARGETS: tuple[Target, ...] = get_args(Target)
 
