@@ -189,7 +189,15 @@ def _write(
         if copied > COPY_LIMIT_BYTES:
             left_out[each.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
             continue
-        choice = LayerChoice(work.spec, tensors, each, group.kept, options.renormalize, arithmetic)
+        choice = LayerChoice(
+            work.spec,
+            tensors,
+            each,
+            group.kept,
+            options.renormalize,
+            arithmetic,
+            options.target,
+        )
         paths[each.name] = folder / f"{each.name}.onnx"
         ir.save(lower(portable, {name: choice}).model, paths[each.name])
     return paths
