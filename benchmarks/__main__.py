@@ -38,7 +38,8 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"error: no benchmark {', '.join(sorted(unknown))}: use {known}, tables or fit")
     kept = RESULTS / "layers-cpu.json"
     if "layers" in wanted:
-        write(layers.run(progress=_to_stderr), kept)
+        for so_far in layers.run(progress=_to_stderr):
+            write(so_far, kept)
     if "layers" in wanted or "tables" in wanted:
         results = read(kept)
         tables = (targets_table, layer_table, integer_targets_table, integer_table)

@@ -6,11 +6,14 @@ are modules of their own, and experts stacked in one tensor with batched matmuls
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -88,8 +91,11 @@ def spec_of(shape: Shape) -> SoftMoESpec:
     return SoftMoESpec("layer", shape.experts, 1, DIM, shape.hidden, DIM, norm="l2", norm_eps=1e-12)
 
 
-def random_weights(shape: Shape, *, stacked: bool) -> SoftMoEWeights:
-    """Weights of a plausible scale; the scale of phi spreads the routing over the experts."""
+def random_weights(shape: Shape) -> tuple[SoftMoEWeights, SoftMoEWeights]:
+    """The same weights stacked and one by one, of a plausible scale; they share their storage.
+
+    The scale of phi spreads the routing over the experts.
+    """
     random = torch.Generator().manual_seed(0)
 
     def draw(*size: int, scale: float) -> torch.Tensor:
@@ -100,16 +106,16 @@ def random_weights(shape: Shape, *, stacked: bool) -> SoftMoEWeights:
     first = draw(n, h, DIM, scale=DIM**-0.5)
     second = draw(n, DIM, h, scale=h**-0.5)
     b1, b2 = draw(n, h, scale=0.1), draw(n, DIM, scale=0.1)
-    if stacked:
-        return SoftMoEWeights(phi, first.transpose(1, 2), b1, second.transpose(1, 2), b2)
-    return SoftMoEWeights(
+    whole = SoftMoEWeights(phi, first.transpose(1, 2), b1, second.transpose(1, 2), b2)
+    apart = SoftMoEWeights(
         phi, tuple(w.T for w in first.unbind()), b1, tuple(w.T for w in second.unbind()), b2
     )
+    return whole, apart
 
 
-def layer_model(shape: Shape, *, stacked: bool) -> Model:
+def layer_model(shape: Shape, weights: SoftMoEWeights) -> Model:
     """The layer alone as a model; its token count is a constant, as in a ViT."""
-    layer = SoftMoE(spec_of(shape), random_weights(shape, stacked=stacked))
+    layer = SoftMoE(spec_of(shape), weights)
     port = TensorSpec("input", "float32", ("batch", TOKENS, DIM))
     return Model(
         TokenHost(layer).eval(),
@@ -134,31 +140,51 @@ def run(
     *,
     round_s: float = 0.2,
     progress: Callable[[str], None] = print,
-) -> Results:
-    """Returns a row per shape, batch, engine, lowering and k, all interleaved within a batch."""
+) -> Iterator[Results]:
+    """Yields a row per shape, batch, engine, lowering and k: all so far, after each shape.
+
+    All contestants of a batch are interleaved. Each shape has a process of its own, which gives its
+    memory back.
+    """
     threads = usable_cores()
+    rows: list[Row] = []
+    rates: list[Rates] = []
+    for index, shape in enumerate(shapes):
+        progress(f"{shape.name}: exporting")
+        with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as process:
+            found = process.submit(measure, shape, batches, round_s, threads).result()
+        rows += found[0]
+        rates += found[1]
+        yield Results(
+            tuple(ModelInfo(s.name, "soft-moe-vit", "random weights") for s in shapes[: index + 1]),
+            tuple(rows),
+            environment() | {"threads": threads},
+            {"rounds": timing.MIN_ROUNDS, "round_s": round_s, "tokens": TOKENS, "dim": DIM}
+            | _typical(rates).as_json(),
+            command="python -m benchmarks layers",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def measure(
+    shape: Shape, batches: tuple[int, ...], round_s: float, threads: int
+) -> tuple[list[Row], list[Rates]]:
+    """Returns the rows of a shape, and the machine's rates beside each batch."""
     torch.set_num_threads(threads)
     probes = Probes(threads)
     rows: list[Row] = []
     rates: list[Rates] = []
-    for shape in shapes:
-        progress(f"{shape.name}: exporting")
-        with ExitStack() as stack:
-            entered = _enter(shape, batches, threads, stack)
-            for batch in batches:
-                found, rate = _heat(entered, batch, round_s, probes, progress)
-                rows += found
-                rates.append(rate)
-        torch._dynamo.reset()
-    return Results(
-        tuple(ModelInfo(shape.name, "soft-moe-vit", "random weights") for shape in shapes),
-        tuple(rows),
-        environment() | {"threads": threads},
-        {"rounds": timing.MIN_ROUNDS, "round_s": round_s, "tokens": TOKENS, "dim": DIM}
-        | _typical(rates).as_json(),
-        command="python -m benchmarks layers",
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+    with ExitStack() as stack:
+        entered = _enter(shape, batches, threads, stack)
+        for batch in batches:
+            found, rate = _heat(entered, batch, round_s, probes, _to_stderr)
+            rows += found
+            rates.append(rate)
+    return rows, rates
+
+
+def _to_stderr(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True)
@@ -173,7 +199,7 @@ class _Entered:
 
 
 def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStack) -> _Entered:
-    stacked, loop = (layer_model(shape, stacked=form) for form in (True, False))
+    stacked, loop = (layer_model(shape, weights) for weights in random_weights(shape))
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="moexport-plain-")))
     plain = plain_onnx(stacked.module, torch.from_numpy(tokens_of(1)), folder, threads)
     lowerings = ("auto",) if shape == LARGE else LOWERINGS
@@ -185,10 +211,11 @@ def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStac
         calibration=tokens_of(CALIBRATION_INPUTS),
     )
     graphs: dict[Contestant, Callable[[np.ndarray], object]] = {}
-    for asked in (floats, integers):
+    forms: tuple[tuple[Precision, Asked], ...] = (("fp32", floats), ("int8", integers))
+    for precision, asked in forms:
         subject = stack.enter_context(exported(loop, asked))
         for source in subject.graphs:
-            graphs[str(source.lowering), source.k, source.precision] = source.open()
+            graphs[str(source.lowering), source.k, precision] = source.open()
     return _Entered(shape, stacked, loop, plain, graphs)
 
 

@@ -211,8 +211,10 @@ def _rows_by_tokens(b: Builder, layer: Layer, by_slot: ir.Value) -> ir.Value:
 
 
 FEW_ROWS = range(2, 5)
+LARGE_INPUT = 1 << 16
 """ONNX Runtime multiplies one row by a matrix as that lies in memory, and copies it for more rows,
-which pays from about eight: for so many rows a product per row is as fast or faster."""
+which pays from about eight. For so few rows, and inputs of so many numbers that a batch leaves the
+caches, a product per row is faster; elsewhere its three nodes more are not worth it."""
 
 
 def _averages(
@@ -220,7 +222,8 @@ def _averages(
 ) -> ir.Value:
     """Adds weights [b, e·p, m] times the tokens [b, m, d]: [b, e·p, d]."""
     rows = 0 if experts is None else experts * layer.spec.slots
-    if layer.target != "ort-cpu" or rows not in FEW_ROWS:
+    large = layer.tokens is None or layer.tokens * layer.spec.dim >= LARGE_INPUT
+    if layer.target != "ort-cpu" or rows not in FEW_ROWS or not large:
         return b.op("MatMul", weights, source, name="dispatch/slots")
     apart = b.op("Unsqueeze", weights, b.ints(2), name="dispatch/weights_apart")
     shared = b.op("Unsqueeze", source, b.ints(1), name="dispatch/tokens_shared")
