@@ -138,3 +138,23 @@ def test_the_tanh_form_of_the_fused_gelu_is_as_far_off_as_it_says() -> None:
     expected, _ = soft_moe(layer, x, 2)
     off = np.abs(y - expected).max() / np.abs(expected).max()
     assert RTOL < off < 1e-3
+
+
+@pytest.mark.parametrize("lowering", ["gather", "grouped"])
+@pytest.mark.parametrize(("kept", "slots"), [(2, 1), (4, 1), (1, 3)])
+def test_a_few_slots_are_averaged_row_by_row_where_a_cpu_gains_from_it(
+    lowering: str, kept: int, slots: int
+) -> None:
+    layer = tiny_layer(slots=slots)
+    products = [
+        {node.name for node in lowered(layer, lowering, kept, target=target).model.graph}
+        for target in ("onnx", "ort-cpu")
+    ]
+    assert products[0].isdisjoint({"layer/dispatch/slots_apart"})
+    assert "layer/dispatch/slots_apart" in products[1]
+    running = session(lowered(layer, lowering, kept, target="ort-cpu"))
+    for batch, count in SIZES:
+        x = tokens(batch, count)
+        expected, _ = soft_moe(layer, x, kept)
+        y = running.run(None, {"input": x})[0]
+        assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()

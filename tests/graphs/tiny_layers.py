@@ -17,6 +17,7 @@ from moexport.graphs.names import DOMAIN
 from moexport.graphs.narrowing import narrowed
 from moexport.graphs.parameters import LayerTensors
 from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource, SoftMoESpec
+from moexport.graphs.target import Target
 
 Array = np.ndarray
 
@@ -228,6 +229,7 @@ def lowered(
     tensors: LayerTensors | None = None,
     arithmetic: Arithmetic = FP32,
     stream: ir.DataType = ir.DataType.FLOAT,
+    target: Target = "onnx",
 ) -> Lowered:
     """The layer as a graph of its own; `kept` None makes k an input, `tensors` other weights."""
     spec = layer.spec
@@ -243,7 +245,7 @@ def lowered(
     graph = ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, DOMAIN: 1}, name="one_layer")
     if tensors is None:
         tensors = layer if arithmetic == FP32 else NarrowTensors(layer, arithmetic)
-    choice = LayerChoice(spec, tensors, LOWERINGS[lowering], kept, renormalize, arithmetic)
+    choice = LayerChoice(spec, tensors, LOWERINGS[lowering], kept, renormalize, arithmetic, target)
     return lower(ir.Model(graph, ir_version=10), {spec.name: choice})
 
 
