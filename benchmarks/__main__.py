@@ -60,7 +60,8 @@ def main(arguments: list[str]) -> None:
         found = calibration.run(progress=_to_stderr)
         CALIBRATION.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     if CALIBRATION.exists() and ("calibration" in wanted or "tables" in wanted):
-        print(calibration.tables_text(json.loads(CALIBRATION.read_text(encoding="utf-8"))))
+        found = json.loads(CALIBRATION.read_text(encoding="utf-8"))
+        print(calibration.methods_table(found), calibration.tools_table(found), sep="\n\n")
 
 
 def _scale() -> None:

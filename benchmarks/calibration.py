@@ -21,7 +21,6 @@ from moexport import Bundle, Model, export, load
 from moexport.bench import digits
 from moexport.bench.evaluate import jaccard
 from moexport.calibration.table import METHODS, CalibrationTable
-from moexport.console import table
 from moexport.exporter.calibrate import CalibrationOptions, Observed, observe_model
 from moexport.exporter.environment import environment
 from moexport.exporter.options import parse_k
@@ -223,46 +222,43 @@ def _child(*arguments: object) -> dict[str, float]:
     return cost
 
 
-def tables_text(found: Mapping[str, Any]) -> str:
-    """Returns the results as two tables."""
-    methods = [
-        (
-            row["experts"],
-            row["k"],
-            row["method"],
-            f"{row['fp32_top1']:.2%}",
-            f"{row['int8_top1']:.2%}",
-            f"{row['same_experts']:.1%}",
-            f"{row['max_error']:.4f}",
-        )
-        for row in found["methods"]
+def methods_table(found: Mapping[str, Any]) -> str:
+    """Returns the methods as Markdown: largest error of an output, and points of accuracy."""
+    networks = sorted({(row["experts"], -row["k"]) for row in found["methods"]})
+    lines = [
+        "| method | " + " | ".join(f"n={n}, k={-k}" for n, k in networks) + " |",
+        "|---|" + "--:|" * len(networks),
     ]
-    tools = [
-        (
-            row["experts"],
-            row["tool"],
-            "–" if row["top1"] is None else f"{row['top1']:.2%}",
-            *(f"{row['latency_ms'].get(str(batch), 0):.3f}" for batch in BATCHES),
-            "–" if row["calibration_s"] is None else f"{row['calibration_s']:.1f}",
-            "–" if row["peak_mb"] is None else f"{row['peak_mb']:.0f}",
-            f"{row['bytes'] / 1e3:.0f}",
-        )
-        for row in found["tools"]
+    for method in dict.fromkeys(row["method"] for row in found["methods"]):
+        cells = {
+            (row["experts"], -row["k"]): row for row in found["methods"] if row["method"] == method
+        }
+        texts = [f"{cells[place]['max_error']:.4f} ({_points(cells[place])})" for place in networks]
+        lines.append(f"| `{method}` | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def _points(row: Mapping[str, Any]) -> str:
+    points = 100 * (row["int8_top1"] - row["fp32_top1"])
+    return f"{points:+.2f}".replace("-", "−") if abs(points) > 1e-9 else "0"
+
+
+def tools_table(found: Mapping[str, Any]) -> str:
+    """Returns the quantisers as Markdown."""
+    batches = " | ".join(f"ms, batch {batch}" for batch in BATCHES)
+    lines = [
+        f"| n | quantiser | top-1 | {batches} | s to quantise | peak MB, of which imports | kB |",
+        "|--:|---|--:|" + "--:|" * (len(BATCHES) + 3),
     ]
-    return "\n\n".join(
-        (
-            table(("n", "k", "method", "FP32", "INT8", "same experts", "error"), methods),
-            table(
-                (
-                    "n",
-                    "tool",
-                    "top-1",
-                    *(f"ms, batch {batch}" for batch in BATCHES),
-                    "s to quantise",
-                    "peak MB",
-                    "kB",
-                ),
-                tools,
-            ),
+    for row in found["tools"]:
+        ran = row["failure"] is None
+        times = [f"{row['latency_ms'][str(batch)]:.3f}" if ran else "–" for batch in BATCHES]
+        cost = ("–", "–")
+        if row["calibration_s"] is not None:
+            cost = (f"{row['calibration_s']:.1f}", f"{row['peak_mb']:.0f}, {row['base_mb']:.0f}")
+        top1 = f"{row['top1']:.2%}" if ran else "does not run"
+        lines.append(
+            f"| {row['experts']} | {row['tool']} | {top1} | {' | '.join(times)} | "
+            f"{' | '.join(cost)} | {row['bytes'] / 1e3:.0f} |"
         )
-    )
+    return "\n".join(lines)

@@ -5,12 +5,14 @@ python docs/refresh.py mumoe DIR    the same of `moexport demo --family mumoe -o
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
 python docs/refresh.py paper        the tables and figures of docs/paper.md, from benchmarks/results
+python docs/refresh.py calibration  the tables of docs/calibration.md, from the same
 python docs/refresh.py performance  the tables of docs/performance.md, from the same
 """
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import shutil
 import sys
@@ -30,6 +32,7 @@ from moexport.bench.paper import published
 from moexport.bench.results import Results, read
 from moexport.bench.schema import FILE as SCHEMA_FILE
 from moexport.bench.schema import schema_text
+from moexport.benchmarks import calibration
 from moexport.benchmarks.scale import from_json
 from moexport.benchmarks.tables import (
     integer_table,
@@ -207,6 +210,17 @@ def refresh_performance() -> None:
     replace_marked(page, "scale", scale_table(scales) + "\n")
 
 
+def refresh_calibration() -> None:
+    """Puts the methods and quantisers, side by side, into docs/calibration.md."""
+    page = ROOT / "docs" / "calibration.md"
+    found = json.loads((RESULTS / "calibration-cpu.json").read_text(encoding="utf-8"))
+    facts = found["environment"]
+    machine = f"{facts['cpu']['model']}, ONNX Runtime {facts['packages']['onnxruntime-gpu']}"
+    replace_marked(page, "machine", f"Measured on {machine} (CPU), one thread.\n")
+    replace_marked(page, "methods", calibration.methods_table(found) + "\n")
+    replace_marked(page, "tools", calibration.tools_table(found) + "\n")
+
+
 def refresh_paper() -> None:
     """Puts the papers' experiments, as they came out here, into docs/paper.md."""
     page = ROOT / "docs" / "paper.md"
@@ -266,6 +280,8 @@ if __name__ == "__main__":
             refresh_lowerings()
         case ["schema"]:
             refresh_schema()
+        case ["calibration"]:
+            refresh_calibration()
         case ["paper"]:
             refresh_paper()
         case ["performance"]:
