@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from moexport.bench.results import read, write
@@ -19,11 +21,17 @@ from .tables import (
     targets_table,
 )
 
-NAMES = ("layers", "models", "mumoe", "scale", "calibration")
 RESULTS = Path(__file__).parent / "results"
-MUMOE = RESULTS / "mumoe-cpu.json"
-MODELS = RESULTS / "models-cpu.json"
-CALIBRATION = RESULTS / "calibration-cpu.json"
+LAYERS = RESULTS / "layers-cpu.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Benchmark:
+    """One benchmark: `measure` writes its results to `file`, `tables` says what that holds."""
+
+    file: Path
+    measure: Callable[[Path], None]
+    tables: Callable[[Path], str]
 
 
 def main(arguments: list[str]) -> None:
@@ -31,48 +39,71 @@ def main(arguments: list[str]) -> None:
 
     `tables` prints what was kept, `fit` what it says of the cost model.
     """
-    wanted = arguments or list(NAMES)
-    unknown = set(wanted) - {*NAMES, "tables", "fit"}
+    wanted = arguments or list(BENCHMARKS)
+    unknown = set(wanted) - {*BENCHMARKS, "tables", "fit"}
     if unknown:
-        known = ", ".join(NAMES)
+        known = ", ".join(BENCHMARKS)
         sys.exit(f"error: no benchmark {', '.join(sorted(unknown))}: use {known}, tables or fit")
-    kept = RESULTS / "layers-cpu.json"
-    if "layers" in wanted:
-        for so_far in layers.run(progress=_to_stderr):
-            write(so_far, kept)
-    if "layers" in wanted or "tables" in wanted:
-        results = read(kept)
-        tables = (targets_table, layer_table, integer_targets_table, integer_table)
-        print(*(table(results) for table in tables), sep="\n\n")
+    for name, benchmark in BENCHMARKS.items():
+        if name in wanted:
+            benchmark.measure(benchmark.file)
+        if name in wanted or ("tables" in wanted and benchmark.file.exists()):
+            print(benchmark.tables(benchmark.file), end="\n\n")
     if "fit" in wanted:
-        print(fit.report(read(kept)))
-    if "models" in wanted:
-        write(models.run(progress=_to_stderr), MODELS)
-    if "models" in wanted or "tables" in wanted:
-        print(model_table(read(MODELS)))
-    if "mumoe" in wanted:
-        write(mumoe.run(progress=_to_stderr), MUMOE)
-    if "mumoe" in wanted or "tables" in wanted:
-        print(mumoe_table(read(MUMOE)))
-    if "scale" in wanted:
-        _scale()
-    if "calibration" in wanted:
-        found = calibration.run(progress=_to_stderr)
-        CALIBRATION.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-    if CALIBRATION.exists() and ("calibration" in wanted or "tables" in wanted):
-        found = json.loads(CALIBRATION.read_text(encoding="utf-8"))
-        print(calibration.methods_table(found), calibration.tools_table(found), sep="\n\n")
+        print(fit.report(read(LAYERS)))
 
 
-def _scale() -> None:
+def _layers(file: Path) -> None:
+    for so_far in layers.run(progress=_to_stderr):
+        write(so_far, file)
+
+
+def _layer_tables(file: Path) -> str:
+    results = read(file)
+    tables = (targets_table, layer_table, integer_targets_table, integer_table)
+    return "\n\n".join(table(results) for table in tables)
+
+
+def _models(file: Path) -> None:
+    for so_far in models.run(progress=_to_stderr):
+        write(so_far, file)
+
+
+def _mumoe(file: Path) -> None:
+    write(mumoe.run(progress=_to_stderr), file)
+
+
+def _scale(file: Path) -> None:
     """Exports ViT-B/16 with small experts (513 M parameters) and with Table 3's (2.3 B)."""
     measured = [scale.export_scale(128, 384), scale.export_scale(8, 30720)]
-    (RESULTS / "scale-cpu.json").write_text(scale.to_json(measured), encoding="utf-8")
-    print(scale_table(measured))
+    file.write_text(scale.to_json(measured), encoding="utf-8")
+
+
+def _calibration(file: Path) -> None:
+    found = calibration.run(progress=_to_stderr)
+    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def _calibration_tables(file: Path) -> str:
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return f"{calibration.methods_table(found)}\n\n{calibration.tools_table(found)}"
 
 
 def _to_stderr(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
+
+
+BENCHMARKS: Mapping[str, Benchmark] = {
+    "layers": Benchmark(LAYERS, _layers, _layer_tables),
+    "models": Benchmark(RESULTS / "models-cpu.json", _models, lambda f: model_table(read(f))),
+    "mumoe": Benchmark(RESULTS / "mumoe-cpu.json", _mumoe, lambda f: mumoe_table(read(f))),
+    "scale": Benchmark(
+        RESULTS / "scale-cpu.json",
+        _scale,
+        lambda f: scale_table(scale.from_json(f.read_text(encoding="utf-8"))),
+    ),
+    "calibration": Benchmark(RESULTS / "calibration-cpu.json", _calibration, _calibration_tables),
+}
 
 
 if __name__ == "__main__":

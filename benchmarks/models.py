@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
+from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -31,9 +35,8 @@ CALIBRATION_IMAGES = 8
 EAGER = "eager"
 _ENGINES = {EAGER: "pytorch-eager", COMPILED: "pytorch-compile"}
 AUTO = "auto"
-INT8_EXPERTS, INT8_ALL = "auto, INT8 experts", "auto, INT8 everywhere"
-EXPORTED = (AUTO, INT8_EXPERTS, INT8_ALL)
-"""The exported graphs: in FP32, with INT8 experts, with all linear layers in INT8."""
+INT8 = "auto, INT8"
+"""The exported graphs: in FP32, and with all linear layers but the head in INT8."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class _Vit:
     model: moexport.Model
     work: ModelWork
     plain: Callable[[torch.Tensor], object]
-    graphs: dict[tuple[str, int, int], Callable[[np.ndarray], object]]
+    graphs: dict[tuple[str, int], Callable[[np.ndarray], object]]
 
 
 def name_of(shape: Shape) -> str:
@@ -65,30 +68,38 @@ def run(
     *,
     round_s: float = 0.2,
     progress: Callable[[str], None] = print,
-) -> Results:
-    """Returns a row per model, batch, engine and k, all interleaved within a batch."""
+) -> Iterator[Results]:
+    """Yields a row per model, batch, engine and k: all so far, after each model and batch.
+
+    All contestants of a batch are interleaved, in a process of their own: what they hold is several
+    times a model.
+    """
     threads = usable_cores()
-    torch.set_num_threads(threads)
-    probes = Probes(threads)
     rows: list[Row] = []
-    models: list[ModelInfo] = []
-    for shape in shapes:
-        progress(f"{name_of(shape)}: exporting")
-        with ExitStack() as stack:
-            vit = _enter(shape, batches, threads, stack)
-            parameters = sum(p.numel() for p in vit.model.module.parameters())
-            models.append(ModelInfo(vit.name, vit.model.family, "random weights", parameters))
-            for batch in batches:
-                rows += _heat(vit, batch, round_s, probes, progress)
-        torch._dynamo.reset()
-    return Results(
-        tuple(models),
-        tuple(rows),
-        environment() | {"threads": threads},
-        {"rounds": timing.MIN_ROUNDS, "round_s": round_s},
-        command="python -m benchmarks models",
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+    models: dict[str, ModelInfo] = {}
+    for shape, batch in product(shapes, batches):
+        progress(f"{name_of(shape)}, batch {batch}")
+        with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as process:
+            info, found = process.submit(_measure, shape, batch, round_s, threads).result()
+        models[info.name] = info
+        rows += found
+        yield Results(
+            tuple(models.values()),
+            tuple(rows),
+            environment() | {"threads": threads},
+            {"rounds": timing.MIN_ROUNDS, "round_s": round_s},
+            command="python -m benchmarks models",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def _measure(shape: Shape, batch: int, round_s: float, threads: int) -> tuple[ModelInfo, list[Row]]:
+    torch.set_num_threads(threads)
+    with ExitStack() as stack:
+        vit = _enter(shape, batch, threads, stack)
+        parameters = sum(p.numel() for p in vit.model.module.parameters())
+        info = ModelInfo(vit.name, vit.model.family, "random weights", parameters)
+        return info, _heat(vit, batch, round_s, Probes(threads))
 
 
 def _images(batch: int) -> np.ndarray:
@@ -96,22 +107,21 @@ def _images(batch: int) -> np.ndarray:
     return random.standard_normal((batch, 3, 224, 224)).astype(np.float32)
 
 
-def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStack) -> _Vit:
+def _enter(shape: Shape, batch: int, threads: int, stack: ExitStack) -> _Vit:
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="moexport-vit-")))
     checkpoint = folder / "vit.pt"
     # Stacked experts are the faster of the two published forms in PyTorch.
     vit_checkpoint(checkpoint, experts=shape.experts, hidden=shape.hidden, stacked=True)
     model = moexport.load(checkpoint, config={"num_heads": 12})
     plain = plain_onnx(model.module, torch.from_numpy(_images(1)), folder, threads)
-    graphs: dict[tuple[str, int, int], Callable[[np.ndarray], object]] = {}
-    images = _images(CALIBRATION_IMAGES)
-    for batch in batches:
-        floats = Asked(ks=kept(shape), batches=(batch,), threads=threads)
-        experts = replace(floats, precisions=("int8",), calibration=images)
-        forms = (floats, experts, replace(experts, scope="all"))
-        for name, asked in zip(EXPORTED, forms, strict=True):
-            subject = stack.enter_context(exported(model, asked))
-            graphs |= {(name, source.k, batch): source.open() for source in subject.graphs}
+    floats = Asked(ks=kept(shape), batches=(batch,), threads=threads)
+    integers = replace(
+        floats, precisions=("int8",), calibration=_images(CALIBRATION_IMAGES), scope="all"
+    )
+    graphs: dict[tuple[str, int], Callable[[np.ndarray], object]] = {}
+    for name, asked in ((AUTO, floats), (INT8, integers)):
+        subject = stack.enter_context(exported(model, asked))
+        graphs |= {(name, source.k): source.open() for source in subject.graphs}
     return _Vit(shape, name_of(shape), model, work_of(model, _images(1)), plain, graphs)
 
 
@@ -120,7 +130,6 @@ def _heat(
     batch: int,
     round_s: float,
     probes: Probes,
-    progress: Callable[[str], None],
 ) -> list[Row]:
     x, n = _images(batch), vit.shape.experts
     images = torch.from_numpy(x)
@@ -129,17 +138,15 @@ def _heat(
         (COMPILED, n): compiled(vit.model.module, images),
         (PLAIN, n): partial(vit.plain, images),
     }
-    for name in EXPORTED:
-        for k in kept(vit.shape):
-            calls[name, k] = partial(vit.graphs[name, k, batch], x)
-    progress(f"{vit.name}, batch {batch}: {len(calls)} contestants")
+    for contestant, graph in vit.graphs.items():
+        calls[contestant] = partial(graph, x)
     contestants = probes.contestants | {
         f"{name} {k}": (lambda _, call=call: call()) for (name, k), call in calls.items()
     }
     with torch.inference_mode():
         measured = timing.measure(contestants, timing.Protocol(round_s=round_s, warmup=1))
     for name, error in measured.failures.items():
-        progress(f"failed: {name}: {error}")
+        print(f"failed: {name}: {error}", file=sys.stderr)
     rates = probes.rates(measured.latencies)
     return [
         _row(vit, k, batch, name, latency, rates)
@@ -149,8 +156,7 @@ def _heat(
 
 
 def _row(vit: _Vit, k: int, batch: int, name: str, latency: timing.Latency, rates: Rates) -> Row:
-    integers = name in (INT8_EXPERTS, INT8_ALL)
-    parts = vit.work.parts(dict.fromkeys(vit.model.layers, k), batch, int8_experts=integers)
+    parts = vit.work.parts(dict.fromkeys(vit.model.layers, k), batch)
     return Row(
         engine=_ENGINES.get(name, "onnxruntime"),
         k=k,
@@ -158,10 +164,10 @@ def _row(vit: _Vit, k: int, batch: int, name: str, latency: timing.Latency, rate
         batch=batch,
         model=vit.name,
         provider="cpu",
-        precision="int8" if integers else "fp32",
+        precision="int8" if name == INT8 else "fp32",
         lowering=name,
         latency_ms=latency,
         # What INT8 leaves of the host, its attention, is not counted apart: no limit is known.
-        limit_ms=None if name == INT8_ALL else limit_ms(parts, rates),
+        limit_ms=None if name == INT8 else limit_ms(parts, rates),
         throughput=1000 * batch / latency.median,
     )

@@ -27,7 +27,7 @@ from .layers import (
     chosen,
     spec_of,
 )
-from .models import AUTO, EAGER, INT8_ALL, INT8_EXPERTS
+from .models import AUTO, EAGER, INT8
 from .mumoe import SUBJECTS
 from .scale import Scale
 
@@ -283,9 +283,8 @@ def model_table(results: Results) -> str:
     """Returns whole models as Markdown: medians in ms for every k, beside the limit in FP32."""
     lines = [
         "| model | batch | k | PyTorch eager | `torch.compile` | `torch.onnx` | exported, `auto` | "
-        "limit | over limit | INT8 experts | INT8 everywhere | FP32 vs eager | vs compile | "
-        "vs `torch.onnx` | INT8 everywhere vs eager |",
-        "|" + "---|" * 15,
+        "limit | over limit | vs eager | vs compile | vs `torch.onnx` | INT8 | vs eager |",
+        "|" + "---|" * 14,
     ]
     for model in results.models:
         rows = [row for row in results.of_model(model.name) if row.latency_ms is not None]
@@ -300,11 +299,10 @@ def model_table(results: Results) -> str:
             n, ours, limit = row.experts, medians[row.batch, AUTO, row.k], row.limit_ms
             assert limit is not None
             whole = [medians.get((row.batch, name, n)) for name in (EAGER, COMPILED, PLAIN)]
-            integers = [medians.get((row.batch, name, row.k)) for name in (INT8_EXPERTS, INT8_ALL)]
+            integers = medians.get((row.batch, INT8, row.k))
             columns = [*(_ms(m) for m in whole), _ms(ours), _ms(limit), f"{ours / limit:.2f}"]
-            columns += [_ms(m) for m in integers]
             columns += [_times(m, ours) for m in whole]
-            columns.append(_times(whole[0], integers[1]))
+            columns += [_ms(integers), _times(whole[0], integers)]
             lines.append(f"| {model.name} | {row.batch} | {row.k} | {' | '.join(columns)} |")
     return "\n".join(lines)
 

@@ -20,7 +20,8 @@ from .target import Target
 class Machine:
     """Rates of one kind of machine.
 
-    `bytes_per_us` when weights or tokens are streamed, `copy_bytes_per_us` when a Gather reads,
+    `bytes_per_us` when weights or tokens are streamed, `stacked_bytes_per_us` when the weights are
+    all experts' in one constant, which is not pre-packed, `copy_bytes_per_us` when a Gather reads,
     writes and reads weights again (counted once per weight byte), `macs_per_us` in matmuls with
     constant, pre-packed weights and `batched_macs_per_us` in batched ones, `node_us` for an
     operator with little to do, `branch_us` for an `If`. `integer_nodes` is how many nodes more an
@@ -28,6 +29,7 @@ class Machine:
     """
 
     bytes_per_us: float
+    stacked_bytes_per_us: float
     copy_bytes_per_us: float
     macs_per_us: float
     batched_macs_per_us: float
@@ -41,6 +43,7 @@ def _scaled(machine: Machine, factor: float) -> Machine:
     return replace(
         machine,
         bytes_per_us=factor * machine.bytes_per_us,
+        stacked_bytes_per_us=factor * machine.stacked_bytes_per_us,
         copy_bytes_per_us=factor * machine.copy_bytes_per_us,
         macs_per_us=factor * machine.macs_per_us,
         batched_macs_per_us=factor * machine.batched_macs_per_us,
@@ -48,17 +51,20 @@ def _scaled(machine: Machine, factor: float) -> Machine:
 
 
 CPU = Machine(
-    bytes_per_us=32e3,
-    copy_bytes_per_us=14e3,
-    macs_per_us=112e3,
-    batched_macs_per_us=50e3,
-    node_us=0.65,
-    branch_us=7.0,
+    bytes_per_us=34e3,
+    stacked_bytes_per_us=21e3,
+    copy_bytes_per_us=10e3,
+    macs_per_us=105e3,
+    batched_macs_per_us=72e3,
+    node_us=1.2,
+    branch_us=9.5,
 )
-"""Two cores with AVX-512, read off the table in docs/performance.md."""
+"""Two cores with AVX-512: `python -m benchmarks fit` fits them to what `benchmarks.layers`
+measured."""
 
 GPU = Machine(
     bytes_per_us=1.5e6,
+    stacked_bytes_per_us=1.5e6,
     copy_bytes_per_us=0.5e6,
     macs_per_us=10e6,
     batched_macs_per_us=10e6,
@@ -68,16 +74,17 @@ GPU = Machine(
 """An estimate from data sheets of mid-range cards: not measured."""
 
 
-CPU_INT8 = replace(
-    CPU,
-    bytes_per_us=4 * CPU.bytes_per_us,
-    copy_bytes_per_us=4 * CPU.copy_bytes_per_us,
-    macs_per_us=1.5 * CPU.macs_per_us,
-    batched_macs_per_us=0.5 * CPU.batched_macs_per_us,
+CPU_INT8 = Machine(
+    bytes_per_us=148e3,
+    stacked_bytes_per_us=65e3,
+    copy_bytes_per_us=37e3,
+    macs_per_us=163e3,
+    batched_macs_per_us=130e3,
+    node_us=4.5,
+    branch_us=1.9,
     integer_nodes=2,
 )
-"""Estimates for two cores without VNNI, not fitted to layers: a quarter of the bytes, products 1.5
-times as fast where the weights are pre-packed, and half as fast where they are not."""
+"""The same cores, with VNNI, fitted likewise; stacked weights are packed for every product."""
 
 GPU_RATES: Mapping[Precision, Machine] = MappingProxyType(
     {
@@ -200,7 +207,7 @@ def _dense_us(work: Work, machine: Machine) -> float:
     # A single row per expert is computed while its weights stream by; further rows cost.
     computed = _expert_macs(work, work.batch * n) * (1.0 - 1.0 / rows)
     return (
-        _expert_bytes(work, n) / machine.bytes_per_us
+        _expert_bytes(work, n) / machine.stacked_bytes_per_us
         + (computed + _unselected_macs(work)) / machine.batched_macs_per_us
         + 8 * machine.node_us
     )
