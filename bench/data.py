@@ -3,22 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import zipfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 
-from ..calibration.labels import (
-    LABEL_NAMES,
-    Array,
-    Labels,
-    Pair,
-    check_classes,
-    checked_labels,
-)
+from ..calibration.arrays import npz_array, npz_names
+from ..calibration.labels import Array, Labels, Pair, check_classes
 from ..errors import FeedError
 
 __all__ = [
@@ -29,8 +22,6 @@ __all__ = [
     "Pair",
     "fingerprint",
     "load_groups",
-    "load_labelled",
-    "rebatched",
 ]
 
 
@@ -128,107 +119,19 @@ def fingerprint(*arrays: Array | None) -> str:
     return digest.hexdigest()
 
 
-def rebatched(pairs: Iterable[Pair], size: int, limit: int | None = None) -> Iterator[Pair]:
-    """Yields the samples of batches of any size in batches of `size`, up to `limit` samples."""
-    held: list[Pair] = []
-    count = taken = 0
-    for pair in pairs:
-        inputs, labels = pair
-        if limit is not None:
-            room = limit - taken
-            inputs, labels = inputs[:room], None if labels is None else labels[:room]
-        taken += len(inputs)
-        held.append((inputs, labels))
-        count += len(inputs)
-        while count >= size:
-            whole = _joined(held)
-            yield _rows(whole, 0, size)
-            held, count = [_rows(whole, size, count)], count - size
-        if limit is not None and taken >= limit:
-            break
-    if count:
-        yield _joined(held)
-
-
-def _joined(pairs: list[Pair]) -> Pair:
-    if len(pairs) == 1:
-        return pairs[0]
-    labels = [labels for _, labels in pairs if labels is not None]
-    inputs = np.concatenate([inputs for inputs, _ in pairs])
-    return inputs, np.concatenate(labels) if labels else None
-
-
-def _rows(pair: Pair, start: int, stop: int) -> Pair:
-    inputs, labels = pair
-    return inputs[start:stop], None if labels is None else labels[start:stop]
-
-
-def load_labelled(path: Path, *, input_name: str = "input") -> LabelledData:
-    """Returns the data of an `.npz` file: `input` (or its only float array) and the labels.
-
-    Labels are looked for under `label`, `labels` and `y`; a file without them gives unlabelled
-    data. Raises FeedError, naming file and array, for what cannot be used.
-    """
-    arrays = _read(path)
-    label_name = next((name for name in LABEL_NAMES if name in arrays), None)
-    inputs_from = _input_name(path, arrays, input_name, label_name)
-    inputs = arrays[inputs_from]
-    if inputs.ndim == 0 or len(inputs) == 0:
-        raise FeedError(f"{path}: array '{inputs_from}' holds no samples")
-    if inputs.dtype.kind == "f":
-        if not np.isfinite(inputs).all():
-            raise FeedError(f"{path}: array '{inputs_from}' holds NaN or infinite values")
-        inputs = inputs.astype(np.float32, copy=False)
-    if label_name is None:
-        return LabelledData(inputs, None, inputs_from)
-    where = f"{path}: array '{label_name}'"
-    labels = checked_labels(
-        arrays[label_name], inputs.dtype, inputs.shape, where, f"'{inputs_from}'"
-    )
-    return LabelledData(inputs, labels, inputs_from, label_name)
-
-
-def _read(path: Path) -> dict[str, Array]:
-    if not path.is_file():
-        raise FeedError(f"{path}: no such file", hint="give an .npz file with inputs and labels")
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            if not isinstance(archive, np.lib.npyio.NpzFile):
-                raise FeedError(f"{path}: not an .npz archive", hint="write it with numpy.savez")
-            return {name: archive[name] for name in archive.files}
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile) as error:
-        raise FeedError(
-            f"{path}: cannot be read as .npz ({error})", hint="write it with numpy.savez"
-        ) from error
-
-
-def _input_name(path: Path, arrays: dict[str, Array], wanted: str, label_name: str | None) -> str:
-    if wanted in arrays:
-        return wanted
-    floats = [n for n, a in arrays.items() if a.dtype.kind == "f" and n != label_name]
-    if len(floats) == 1:
-        return floats[0]
-    held = ", ".join(f"'{name}'" for name in arrays) or "nothing"
-    reason = "no float array" if not floats else f"{len(floats)} float arrays"
-    raise FeedError(
-        f"{path}: no array '{wanted}', and {reason} to take instead; the file holds {held}",
-        hint=f"save the inputs as '{wanted}': numpy.savez(path, {wanted}=..., label=...)",
-    )
-
-
 def load_groups(path: Path, name: str, samples: int) -> Array:
     """Returns the array `name` of an `.npz` file: the subgroup [samples] of each input.
 
     Subgroups are whole numbers, true and false, or texts. Raises FeedError, naming file and array,
     for what cannot be used.
     """
-    arrays = _read(path)
-    if name not in arrays:
+    names = npz_names(path)
+    if name not in names:
         raise FeedError(
             f"{path}: no array '{name}' to group the inputs by",
-            hint=f"it holds {', '.join(arrays)}",
+            hint=f"it holds {', '.join(names)}",
         )
-    groups = arrays[name]
+    groups = npz_array(path, name)
     if groups.shape != (samples,) or groups.dtype.kind not in "biuU":
         raise FeedError(
             f"{path}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are a "

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 
+from ..calibration.arrays import npz_archive
 from ..calibration.feeds import batches, names_code
 from ..calibration.labels import Array, Pair, labelled_batches
+from ..calibration.stream import limited_pairs, rebatched_pairs
 from ..errors import FeedError, UsageError
 from ..exporter.model import TensorSpec
-from .data import Labelled, LabelledData, fingerprint, load_labelled, rebatched
+from .data import Labelled, LabelledData, fingerprint
 
 Pixels = Literal["unit", "symmetric", "imagenet"]
 """What an image's values become: 0..1, −1..1, or standardised as ImageNet models are trained."""
@@ -49,7 +52,7 @@ class Streamed:
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[Pair]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
-        return rebatched(self.pairs(), size, limit)
+        return rebatched_pairs(limited_pairs(self.pairs(), limit), size)
 
 
 def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> Labelled:
@@ -65,7 +68,7 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
         if any(path.glob("*.npy")):
             first = next(batches(where, spec.name))
             return Streamed(
-                lambda: ((_floats(x), None) for x in batches(where, spec.name)),
+                partial(_pairs, where, spec.name),
                 None,
                 labelled=False,
                 fingerprint=f"{where} {fingerprint(first)}",
@@ -74,7 +77,26 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
         return image_folder(path, spec, pixels)
     if names_code(where):
         return _iterable(where, spec)
-    return load_labelled(path, input_name=spec.name)
+    if not path.is_file():
+        raise FeedError(f"{path}: no such file", hint="give an .npz file with inputs and labels")
+    return _archive(path, spec)
+
+
+def _archive(path: Path, spec: TensorSpec) -> Streamed:
+    """The inputs of an `.npz` file, a few at a time, and its labels, which are read whole."""
+    held = npz_archive(path, spec.name)
+    pairs = partial(_pairs, str(path), held.inputs)
+    if held.header.shape[0] == 0 or next(pairs(), None) is None:
+        raise FeedError(f"{path}: array '{held.inputs}' holds no samples")
+    return Streamed(pairs, held.header.shape[0], held.label is not None, held.digest, held.inputs)
+
+
+def _pairs(where: str, name: str) -> Iterator[Pair]:
+    """The inputs called `name`, floats as FP32, and their labels."""
+    for inputs, labels in labelled_batches(where, name):
+        if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
+            raise FeedError(f"{where}: input '{name}' holds NaN or infinite values")
+        yield _floats(inputs), labels
 
 
 def _floats(x: Array) -> Array:
@@ -82,12 +104,7 @@ def _floats(x: Array) -> Array:
 
 
 def _iterable(where: str, spec: TensorSpec) -> Streamed:
-    def pairs() -> Iterator[Pair]:
-        for inputs, labels in labelled_batches(where, spec.name):
-            if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
-                raise FeedError(f"{where}: input '{spec.name}' holds NaN or infinite values")
-            yield _floats(inputs), labels
-
+    pairs = partial(_pairs, where, spec.name)
     first = next(pairs(), None)
     if first is None:
         raise FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")

@@ -6,6 +6,7 @@ archive cannot be mapped. So both are read as streams.
 
 from __future__ import annotations
 
+import hashlib
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -23,6 +24,9 @@ CHUNK_BYTES = 4 << 20
 
 UNREADABLE = (ValueError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
 """What reading a file that is none, or is damaged, raises."""
+
+LABEL_NAMES = ("label", "labels", "y")
+"""What labels are called in an archive: never taken for inputs."""
 
 WANTED = "a feed gives batches of numbers, [b, …]: arrays, or dicts that hold them by input name"
 
@@ -48,11 +52,11 @@ def npy_rows(path: Path) -> Iterator[np.ndarray]:
 
 
 def npz_rows(path: Path, name: str) -> Iterator[np.ndarray]:
-    """Yields the rows of the array `name` of an `.npz` file, or of its only one, in chunks [c, …].
+    """Yields the rows of the inputs in an `.npz` file in chunks [c, …]: `Archive` says which.
 
     Raises `FeedError` that names the file, or lists its arrays.
     """
-    with _archive(path) as archive, archive.open(_member(archive, path, name)) as file:
+    with _archive(path) as archive, archive.open(f"{_inputs(archive, path, name)}.npy") as file:
         yield from _rows(cast(BinaryIO, file), path, ".npz")
 
 
@@ -63,17 +67,43 @@ def npy_count(path: Path) -> int:
 
 
 def npz_count(path: Path, name: str) -> int:
-    """Returns how many rows the array `name` of an `.npz` file holds, from its header alone."""
-    return npz_header(path, name)[0].shape[0]
+    """Returns how many inputs an `.npz` file holds, from its header alone."""
+    return npz_archive(path, name).header.shape[0]
 
 
-def npz_header(path: Path, name: str) -> tuple[Header, tuple[str, ...]]:
-    """Returns the header of the array `name` of an `.npz`, or its only one, and the other names."""
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """What an `.npz` file holds, before its numbers are read.
+
+    `inputs` is the array that was asked for, or the only one that is not called as labels are;
+    `header` is its header and `label` the array of labels, None without one. `digest` tells the
+    file's content from any other: it is made of the checksums that an archive keeps.
+    """
+
+    inputs: str
+    header: Header
+    label: str | None
+    digest: str
+
+
+def npz_archive(path: Path, name: str) -> Archive:
+    """Returns what an `.npz` file holds for an input called `name`.
+
+    Raises `FeedError` that names the file, or lists its arrays.
+    """
     with _archive(path) as archive:
-        member = _member(archive, path, name)
-        others = tuple(n.removesuffix(".npy") for n in archive.namelist() if n != member)
-        with archive.open(member) as file:
-            return _header(cast(BinaryIO, file), path, ".npz"), others
+        inputs = _inputs(archive, path, name)
+        with archive.open(f"{inputs}.npy") as file:
+            header = _header(cast(BinaryIO, file), path, ".npz")
+        label = next((n for n in LABEL_NAMES if n in _names(archive) and n != inputs), None)
+        members = sorted((m.filename, m.CRC, m.file_size) for m in archive.infolist())
+        return Archive(inputs, header, label, hashlib.sha256(repr(members).encode()).hexdigest())
+
+
+def npz_names(path: Path) -> tuple[str, ...]:
+    """Returns the names of the arrays in an `.npz` file; `FeedError` when it is none."""
+    with _archive(path) as archive:
+        return _names(archive)
 
 
 def npz_array(path: Path, name: str) -> np.ndarray:
@@ -99,14 +129,22 @@ def _archive(path: Path) -> zipfile.ZipFile:
         raise _unreadable(path, ".npz", error) from error
 
 
-def _member(archive: zipfile.ZipFile, path: Path, name: str) -> str:
-    names = [member.removesuffix(".npy") for member in archive.namelist()]
-    if name not in names and len(names) != 1:
+def _names(archive: zipfile.ZipFile) -> tuple[str, ...]:
+    return tuple(member.removesuffix(".npy") for member in archive.namelist())
+
+
+def _inputs(archive: zipfile.ZipFile, path: Path, name: str) -> str:
+    """The array that holds the inputs called `name`, as `Archive` says."""
+    names = _names(archive)
+    if name in names:
+        return name
+    others = [each for each in names if each not in LABEL_NAMES]
+    if len(others) != 1:
         raise FeedError(
             f"{path}: holds {', '.join(names) or 'nothing'}, but no array '{name}'",
             hint=f"save the inputs as np.savez(path, {name}=x)",
         )
-    return archive.namelist()[names.index(name) if name in names else 0]
+    return others[0]
 
 
 def _rows(file: BinaryIO, path: Path, kind: str) -> Iterator[np.ndarray]:

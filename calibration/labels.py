@@ -10,10 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FeedError
-from .arrays import npz_array, npz_header, npz_rows
+from .arrays import LABEL_NAMES, npz_archive, npz_array, npz_rows
 from .feeds import Feed, array_of, batches, imported_items, names_code
-
-LABEL_NAMES = ("label", "labels", "y")
 
 IGNORED = -1
 """A target token that is not counted."""
@@ -50,13 +48,12 @@ def labelled_batches(feed: Feed, name: str) -> Iterator[Pair]:
 
 def _archive(path: Path, name: str) -> Iterator[Pair]:
     """The batches of an `.npz`; its labels, a number an input, are read whole."""
-    header, others = npz_header(path, name)
-    label_name = next((label for label in LABEL_NAMES if label in others), None)
+    held = npz_archive(path, name)
     labels: Labels | None = None
-    if label_name is not None:
-        array = npz_array(path, label_name)
-        where = f"{path}: array '{label_name}'"
-        labels = checked_labels(array, header.dtype, header.shape, where, f"'{name}'")
+    if held.label is not None:
+        array, header = npz_array(path, held.label), held.header
+        where = f"{path}: array '{held.label}'"
+        labels = checked_labels(array, header.dtype, header.shape, where, f"'{held.inputs}'")
     start = 0
     for rows in npz_rows(path, name):
         yield rows, None if labels is None else labels[start : start + len(rows)]

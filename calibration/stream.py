@@ -30,15 +30,24 @@ class FeedHash:
         return self._hash.hexdigest()
 
 
+Pair = tuple[np.ndarray, np.ndarray | None]
+"""Inputs [b, …] and what belongs to each, [b, …], if there is anything."""
+
+
 def limited(batches: Iterable[np.ndarray], count: int | None) -> Iterator[np.ndarray]:
     """Yields batches until `count` inputs have come, all of them for None."""
+    return (x for x, _ in limited_pairs(((batch, None) for batch in batches), count))
+
+
+def limited_pairs(pairs: Iterable[Pair], count: int | None) -> Iterator[Pair]:
+    """Yields inputs and labels until `count` inputs have come, all of them for None."""
     left = count
-    for batch in batches:
+    for pair in pairs:
+        inputs, labels = pair if left is None else _cut(pair, 0, left)
         if left is not None:
-            batch = batch[:left]  # noqa: PLW2901 (the part of it that is wanted)
-            left -= len(batch)
-        if len(batch):
-            yield batch
+            left -= len(inputs)
+        if len(inputs):
+            yield inputs, labels
         if left == 0:
             return
 
@@ -50,24 +59,40 @@ def rebatched(batches: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
     from them does not depend on the sizes that came in, to the last bit. Holds no more than one
     batch in and one out.
     """
-    held: list[np.ndarray] = []
+    return (x for x, _ in rebatched_pairs(((batch, None) for batch in batches), size))
+
+
+def rebatched_pairs(pairs: Iterable[Pair], size: int) -> Iterator[Pair]:
+    """Yields the same inputs and labels in the same order as batches of `size` (`rebatched`)."""
+    held: list[Pair] = []
     count = 0
-    for batch in batches:
-        if held and batch.shape[1:] != held[0].shape[1:]:
+    for pair in pairs:
+        inputs, _ = pair
+        if held and inputs.shape[1:] != held[0][0].shape[1:]:
             yield _joined(held)
             held, count = [], 0
         start = 0
-        while len(batch) - start >= size - count:
+        while len(inputs) - start >= size - count:
             end = start + size - count
-            yield _joined([*held, batch[start:end]])
+            yield _joined([*held, _cut(pair, start, end)])
             held, count, start = [], 0, end
-        if start < len(batch):
+        if start < len(inputs):
             # A copy, so that a small rest does not keep a large batch alive.
-            held.append(batch[start:].copy())
-            count += len(batch) - start
+            rest, theirs = _cut(pair, start, len(inputs))
+            held.append((rest.copy(), theirs))
+            count += len(rest)
     if held:
         yield _joined(held)
 
 
-def _joined(parts: list[np.ndarray]) -> np.ndarray:
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+def _cut(pair: Pair, start: int, end: int) -> Pair:
+    inputs, labels = pair
+    return inputs[start:end], None if labels is None else labels[start:end]
+
+
+def _joined(parts: list[Pair]) -> Pair:
+    if len(parts) == 1:
+        return parts[0]
+    labels = [labels for _, labels in parts if labels is not None]
+    inputs = np.concatenate([inputs for inputs, _ in parts])
+    return inputs, np.concatenate(labels) if labels else None

@@ -2,37 +2,67 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.data import LabelledData, load_labelled
+from moexport.bench.data import LabelledData
+from moexport.bench.sources import open_labelled
 from moexport.errors import FeedError
+from moexport.exporter.model import TensorSpec
 
 X = np.linspace(0, 1, 12, dtype=np.float64).reshape(4, 3)
+SPEC = TensorSpec("input", "float32", ("batch", 3))
 
 
 @pytest.mark.parametrize("name", ["label", "labels", "y"])
 def test_labels_are_found_by_their_usual_names(tmp_path: Path, name: str) -> None:
     np.savez(tmp_path / "d.npz", input=X, **{name: np.array([0, 1, 2, 1])})  # type: ignore[arg-type]
-    data = load_labelled(tmp_path / "d.npz")
+    data = open_labelled(str(tmp_path / "d.npz"), SPEC).head(9)
     assert data.inputs.dtype == np.float32
     assert data.labels is not None
     assert data.labels.tolist() == [0, 1, 2, 1]
 
 
-def test_the_only_float_array_is_the_input(tmp_path: Path) -> None:
+def test_the_only_array_beside_labels_is_the_input(tmp_path: Path) -> None:
     np.savez(tmp_path / "d.npz", images=X)
-    data = load_labelled(tmp_path / "d.npz")
-    assert data.input_name == "images"
-    assert data.labels is None
+    data = open_labelled(str(tmp_path / "d.npz"), SPEC)
+    assert (data.samples, data.labelled) == (4, False)
+    assert data.head(4).input_name == "images"
+    np.savez(tmp_path / "d.npz", images=X, y=np.arange(4))
+    assert open_labelled(str(tmp_path / "d.npz"), SPEC).labelled
+
+
+def test_an_archive_is_read_in_parts(tmp_path: Path) -> None:
+    x = np.zeros((64, 1 << 18), np.float32)  # 64 MB
+    np.savez(tmp_path / "d.npz", input=x, label=np.arange(64))
+    del x
+    tracemalloc.start()
+    data = open_labelled(str(tmp_path / "d.npz"), SPEC)
+    seen = [(len(inputs), labels) for inputs, labels in data.stream(5)]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert [count for count, _ in seen] == [5] * 12 + [4]
+    assert np.concatenate([labels for _, labels in seen if labels is not None]).tolist() == list(
+        range(64)
+    )
+    assert peak < 24 << 20
+
+
+def test_other_content_is_other_data(tmp_path: Path) -> None:
+    found = []
+    for x in (X, X + 1e-9, X):
+        np.savez(tmp_path / "d.npz", input=x, label=np.arange(4))
+        found.append(open_labelled(str(tmp_path / "d.npz"), SPEC).fingerprint)
+    assert found[0] == found[2] != found[1]
 
 
 @pytest.mark.parametrize(
     ("arrays", "message"),
     [
-        ({"a": X, "b": X}, "2 float arrays to take instead; the file holds 'a', 'b'"),
-        ({"label": np.arange(4)}, "no array 'input', and no float array"),
+        ({"a": X, "b": X}, "holds a, b, but no array 'input'"),
+        ({"label": np.arange(4)}, "holds label, but no array 'input'"),
         ({"input": X, "label": np.arange(3)}, "'label' holds 3 labels for the 4 samples"),
         ({"input": X, "y": np.eye(4)}, r"'y' has shape \(4, 4\)"),
         ({"input": X, "y": np.array([0, 1, -2, 1])}, "negative label -2 at index 2"),
@@ -46,7 +76,7 @@ def test_unusable_files_are_refused(
 ) -> None:
     np.savez(tmp_path / "d.npz", **arrays)  # type: ignore[arg-type]
     with pytest.raises(FeedError, match=message) as caught:
-        load_labelled(tmp_path / "d.npz")
+        open_labelled(str(tmp_path / "d.npz"), SPEC)
     assert "d.npz" in caught.value.message
 
 
@@ -54,7 +84,7 @@ def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "d.npz").write_bytes(b"PK\x03\x04 not really")
     for name in ("d.npz", "gone.npz"):
         with pytest.raises(FeedError, match=name):
-            load_labelled(tmp_path / name)
+            open_labelled(str(tmp_path / name), SPEC)
 
 
 def test_labels_beyond_the_model_are_named() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.data import rebatched
 from moexport.bench.sources import open_labelled
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import TensorSpec
@@ -94,12 +93,3 @@ def test_a_folder_of_arrays_has_no_labels(tmp_path: Path) -> None:
     data = open_labelled(str(tmp_path), TensorSpec("input", "float32", ("batch", 4)))
     assert not data.labelled
     assert [len(x) for x, _ in data.stream(2)] == [2, 1]
-
-
-def test_batches_of_any_size_become_batches_of_one(tmp_path: Path) -> None:
-    x = np.arange(10)
-    pairs = [(x[:1], x[:1]), (x[1:8], x[1:8]), (x[8:], x[8:])]
-    found = list(rebatched(pairs, 3))
-    assert [len(part) for part, _ in found] == [3, 3, 3, 1]
-    assert np.concatenate([part for part, _ in found]).tolist() == x.tolist()
-    assert [len(part) for part, _ in rebatched(pairs, 3, 5)] == [3, 2]

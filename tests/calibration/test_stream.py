@@ -6,7 +6,13 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from moexport.calibration.stream import FeedHash, limited, rebatched
+from moexport.calibration.stream import (
+    FeedHash,
+    limited,
+    limited_pairs,
+    rebatched,
+    rebatched_pairs,
+)
 
 X = np.random.default_rng(0).standard_normal((23, 3)).astype(np.float32)
 
@@ -25,6 +31,16 @@ def test_batches_are_the_same_whatever_came_in(size: int) -> None:
 def test_another_shape_begins_another_batch() -> None:
     parts = list(rebatched([X[:3], X[:4, :2], X[:1]], 3))
     assert [part.shape for part in parts] == [(3, 3), (3, 2), (1, 2), (1, 3)]
+
+
+def test_labels_stay_beside_their_inputs() -> None:
+    x = np.arange(10)
+    pairs = [(x[:1], x[:1]), (x[1:8], x[1:8]), (x[8:], x[8:])]
+    found = list(rebatched_pairs(limited_pairs(pairs, 8), 3))
+    assert [len(part) for part, _ in found] == [3, 3, 2]
+    for part, labels in found:
+        assert labels is not None and part.tolist() == labels.tolist()
+    assert all(labels is None for _, labels in rebatched_pairs([(x, None)], 3))
 
 
 def test_a_hash_does_not_depend_on_batches_but_on_order_and_shape() -> None:
