@@ -17,7 +17,7 @@ import numpy as np
 import onnx
 import torch
 
-from ..errors import BundleError, ParityError
+from ..errors import BundleError, FeedError, ParityError
 from ..graphs.moe import algorithm_1, choice_key, recorded_choices
 from .model import Model
 from .session import Runner
@@ -193,6 +193,30 @@ def compare(
     sets = {name: np.concatenate(parts) for name, parts in chosen.items()}
     routing = _routing(expected, sets, tolerance)
     return _parity(expected, y, routing, tolerance)
+
+
+def settled(expected: Reference, tie: float) -> Reference:
+    """Returns the reference without the samples in which some choice is a tie.
+
+    For runtimes that do not show what was chosen: in those samples either choice would be right.
+    Raises `FeedError` where none is left.
+    """
+    clear = np.ones(len(expected.x), dtype=bool)
+    for margin in expected.margin.values():
+        clear &= (margin.reshape(len(clear), -1) > tie).all(axis=1)
+    if not clear.any():
+        raise FeedError(
+            "in every reference input some experts are chosen by less than rounding may change",
+            hint="export again with other or more --data",
+        )
+    return Reference(
+        x=expected.x[clear],
+        y=expected.y[clear],
+        dense=expected.dense[clear],
+        selected={name: chosen[clear] for name, chosen in expected.selected.items()},
+        margin={name: margin[clear] for name, margin in expected.margin.items()},
+        kept=expected.kept,
+    )
 
 
 def describe(parity: Parity) -> str:

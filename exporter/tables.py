@@ -104,7 +104,8 @@ def ranges_for_export(
     overflow; a few inputs tell that.
     """
     precision = options.numbers.precision
-    if path is None and (precision not in ("int8", "fp16") or (precision == "fp16" and not data)):
+    needed = precision == "int8" or (precision == "fp16" and data is not None)
+    if path is None and not needed:
         return None
     options.numbers.check(options.target)
     samples = None if precision == "int8" else PEAK_SAMPLES

@@ -42,13 +42,14 @@ def test_importing_the_package_loads_no_heavy_module() -> None:
     assert shown.strip() == "[]"
 
 
+@pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-4), ("fp16", 1e-2)])
 def test_load_export_and_run_give_the_recorded_outputs(
-    model: moexport.Model, recorded: dict[str, np.ndarray], tmp_path: Path
+    precision: Any, rtol: float, model: moexport.Model, recorded: dict[str, Any], tmp_path: Path
 ) -> None:
-    bundle = moexport.export(model, tmp_path / "out", k=4, data=recorded["x"])
+    bundle = moexport.export(model, tmp_path / "out", k=4, data=recorded["x"], precision=precision)
     y = bundle.session()(recorded["x"])
     wanted = recorded["y_k4"]
-    assert np.abs(y - wanted).max() <= 1e-4 * np.abs(wanted).max()
+    assert np.abs(y - wanted).max() <= rtol * np.abs(wanted).max()
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from ...errors import (
     UsageError,
 )
 from ..manifest import Manifest
-from ..parity import Parity, Reference, compare, describe
+from ..parity import Parity, Reference, compare, settled
 from ..tolerance import recorded
 from .additions import engines_of
 from .device import first_gpu
@@ -52,11 +52,19 @@ def engine_checks(
         except MoexportError as error:
             yield Check(name, False, error.message)
         else:
-            yield Check(name, parity.passed, describe(parity))
+            yield Check(name, parity.passed, _described(parity, len(expected.x)))
 
 
 def engine_parity(
-    directory: Path,
+    directory: Path, manifest: Manifest, record: EngineRecord, expected: Reference
+) -> Parity:
+    """Loads an engine and returns how far it is off; raises what loading and running raise."""
+    with EngineSession(directory / record.file) as session:
+        return session_parity(session, manifest, record, expected)
+
+
+def session_parity(
+    session: EngineSession,
     manifest: Manifest,
     record: EngineRecord,
     expected: Reference,
@@ -65,16 +73,24 @@ def engine_parity(
 ) -> Parity:
     """Runs an engine on the reference's inputs and returns how far it is off.
 
-    An engine has no inner values to look at, so its routing is not compared. Raises `FeedError`
-    where the profiles do not contain those inputs, and what loading raises.
+    An engine has no inner values to look at, so its routing is not compared, and inputs whose
+    routing is a tie are left out. Raises `FeedError` where the profiles do not contain the others.
     """
     bounds = recorded(manifest.parity)
-    with EngineSession(directory / record.file) as session:
-        return compare(
-            session,
-            expected,
-            {},
-            batch=min(record.ranges[0].max[0], len(expected.x)),
-            tolerance=bounds if rtol is None else replace(bounds, rtol=rtol),
-            k=next(iter(expected.kept.values())) if session.takes_k else None,
-        )
+    clear = settled(expected, bounds.tie)
+    return compare(
+        session,
+        clear,
+        {},
+        batch=min(record.ranges[0].max[0], len(clear.x)),
+        tolerance=bounds if rtol is None else replace(bounds, rtol=rtol),
+        k=next(iter(clear.kept.values())) if session.takes_k else None,
+    )
+
+
+def _described(parity: Parity, given: int) -> str:
+    left = f" of {given}" if parity.samples < given else ""
+    return (
+        f"max |difference| {parity.max_abs:.2g} ({parity.max_rel:.2g} of max|y|), cosine "
+        f"{parity.cosine:.7f} in {parity.samples}{left} inputs; an engine does not show its routing"
+    )

@@ -69,6 +69,11 @@ class EngineSession:
         """Who runs the graph: the flavour."""
         return self.flavour
 
+    @property
+    def recorded(self) -> bool | None:
+        """Whether the last work was a recording; None where the runtime records by itself."""
+        return None if self._context.records_itself else self._captured is not None
+
     def __call__(self, x: Any, k: int | None = None) -> Any:
         """Returns the engine's first output for a batch x, as `run` does."""
         return self.run(x, k, self.output_names[:1])[self.output_names[0]]
@@ -120,7 +125,7 @@ class EngineSession:
         wanted = getattr(torch, self._context.dtype(self.input_name))
         tensor = _wrapped(x)
         if tensor is None or _kind(tensor.dtype) != _kind(wanted):
-            given = type(x).__name__ if tensor is None else _name(tensor.dtype)
+            given = getattr(x, "dtype", type(x).__name__) if tensor is None else _name(tensor.dtype)
             raise FeedError(
                 f"input '{self.input_name}' takes {_name(wanted)}, not {given}",
                 hint="cast the array; `moexport inspect` shows what a model takes",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import moexport
 import numpy as np
@@ -10,7 +12,7 @@ import pytest
 import torch
 from moexport.errors import EngineError, FeedError, UsageError
 from moexport.exporter.engines.device import first_gpu
-from moexport.exporter.engines.flavours import FLAVOURS, Flavour
+from moexport.exporter.engines.flavours import FLAVOURS, TENSORRT, Flavour
 from moexport.exporter.engines.options import EngineOptions
 from moexport.exporter.engines.profiles import parse_profile
 from moexport.exporter.engines.session import EngineSession
@@ -39,23 +41,29 @@ def case() -> RecordedCase:
     return read_case("soft_moe_vit")
 
 
-@pytest.fixture
-def session(flavour: Flavour, case: RecordedCase, tmp_path: Path) -> EngineSession:
-    model = moexport.load(case.weights, config=case.config)
+def opened(flavour: Flavour, case: RecordedCase, place: Path, **options: Any) -> EngineSession:
+    """An engine with a profile for one input and one for more, and k from 1 to 8."""
     bundle = moexport.export(
-        model,
-        tmp_path / "out",
+        moexport.load(case.weights, config=case.config),
+        place,
         k="input",
         target=flavour.name,  # type: ignore[arg-type]  # both are targets
         lowering="gather",
         engine=EngineOptions(
-            profiles=(parse_profile("batch=1:4:16,k=1:2:8"),),
+            profiles=(parse_profile("batch=1,k=1:2:8"), parse_profile("batch=2:4:16,k=1:2:8")),
             compute_capabilities=("current",) if flavour.builds_without_gpu else (),
+            **options,
         ),
     )
     found = bundle.engine(flavour.name)
     assert isinstance(found, EngineSession)
     return found
+
+
+@pytest.fixture
+def session(flavour: Flavour, case: RecordedCase, tmp_path: Path) -> Iterator[EngineSession]:
+    with opened(flavour, case, tmp_path / "out") as found:
+        yield found
 
 
 def assert_close(y: np.ndarray, expected: np.ndarray) -> None:
@@ -81,6 +89,38 @@ def test_torch_tensors_go_in_and_come_out(session: EngineSession, case: Recorded
         y = session(torch.from_numpy(case.x).cuda(), k)
         assert y.is_cuda
         assert_close(y.cpu().numpy(), case.y(k))
+        part = torch.from_numpy(case.x).cuda()[1:]  # lies where no allocation begins
+        assert_close(session(part, k).cpu().numpy(), case.y(k)[1:])
+
+
+def test_work_that_comes_back_is_recorded_once(session: EngineSession, case: RecordedCase) -> None:
+    if session.recorded is None:
+        pytest.skip("its runtime records by itself")
+    recorded = [session(case.x, 2) is not None and session.recorded for _ in range(3)]
+    assert recorded == [False, True, True]
+    session(case.x[:1], 2)
+    assert session.recorded is False
+
+
+def test_an_engine_without_weights_takes_the_bundles(
+    flavour: Flavour, case: RecordedCase, tmp_path: Path
+) -> None:
+    with opened(flavour, case, tmp_path / "whole") as whole:
+        size = whole.path.stat().st_size
+    with opened(flavour, case, tmp_path / "stripped", strip_plan=True) as stripped:
+        assert stripped.path.stat().st_size < size
+        assert_close(stripped(case.x, case.ks[0]), case.y(case.ks[0]))
+
+
+def test_kernel_timings_are_kept_for_the_next_build(case: RecordedCase, tmp_path: Path) -> None:
+    if not TENSORRT.installed():
+        pytest.skip(f"{TENSORRT.title} is not installed: {TENSORRT.install}")
+    timings = tmp_path / "kernels.cache"
+    opened(TENSORRT, case, tmp_path / "first", timing_cache=timings).close()
+    size = timings.stat().st_size
+    assert size > 1000
+    opened(TENSORRT, case, tmp_path / "second", timing_cache=timings).close()
+    assert timings.stat().st_size >= size
 
 
 def test_what_is_outside_the_profile_is_refused(session: EngineSession, case: RecordedCase) -> None:
