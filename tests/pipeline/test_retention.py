@@ -119,6 +119,14 @@ def test_the_layer_that_int8_harms_stays_in_floats_and_the_manifest_says_why(
     assert note in shown
 
 
+def test_it_is_the_edited_model_that_is_retained(tmp_path: Path) -> None:
+    ablated = "second:" + ",".join(map(str, range(EXPERTS)))
+    bundle = moexport.export(
+        network(1000.0), tmp_path / "out", data=X, min_retention=0.97, ablate=ablated, **INT8
+    )
+    assert record(bundle)["kept"] == ()  # what contributes nothing does no harm
+
+
 def test_with_labels_it_is_the_accuracy_that_counts(tmp_path: Path) -> None:
     model = network(outlier=1000.0)
     labels = classes(model, X)
