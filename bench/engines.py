@@ -54,7 +54,7 @@ class GraphSource:
 
     k: int
     lowering: str
-    open: Callable[[], Graph]
+    open: Callable[[], Runner]
     provider: str = "cpu"
     precision: str = "fp32"
     engine: str = ONNXRUNTIME

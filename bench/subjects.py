@@ -14,13 +14,15 @@ from ..errors import CalibrationError, LoweringError, MoexportError, UsageError
 from ..exporter.bundle import Bundle, selected_values
 from ..exporter.edited import edited
 from ..exporter.edits import Edits
-from ..exporter.export import prepare, write_graphs
+from ..exporter.engines.flavours import FLAVOURS
+from ..exporter.engines.profiles import profile
+from ..exporter.export import port_of, prepare, write_graphs
 from ..exporter.hashing import hash_files
 from ..exporter.load import load
 from ..exporter.manifest import MANIFEST_FILE
 from ..exporter.model import Model
 from ..exporter.numbers import Numbers, Scope
-from ..exporter.options import AUTO, TUNE, AxisRange, ExportOptions, Kept
+from ..exporter.options import AUTO, DEFAULT_TOKENS, TUNE, AxisRange, ExportOptions, Kept
 from ..exporter.plan import GraphPlan, plan_graph, resolve_k
 from ..exporter.progress import Progress, Silent
 from ..exporter.tables import table_for_export
@@ -28,9 +30,10 @@ from ..graphs.arithmetic import Precision
 from ..graphs.moe import MoESpec
 from ..graphs.target import Target
 from .data import Array
+from .engine_runner import BundleEngine, GraphEngine
 from .engines import Graph, GraphSource, Subject
 from .graph_runner import OnnxOpener
-from .results import PYTORCH_ALGORITHM_2
+from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 
 PROVIDERS: dict[str, tuple[str, Target]] = {
     "cpu": ("CPUExecutionProvider", "ort-cpu"),
@@ -59,6 +62,16 @@ class Asked:
     threads: int | None = None
     renormalize: bool = False
 
+    @property
+    def flavours(self) -> tuple[str, ...]:
+        """The TensorRTs among the engines."""
+        return tuple(name for name in self.engines if name in FLAVOURS)
+
+    @property
+    def runtimes(self) -> tuple[str, ...]:
+        """The providers of ONNX Runtime, and the TensorRTs."""
+        return (*self.providers, *self.flavours)
+
     def __post_init__(self) -> None:
         """Raises `UsageError` for `tune`: the sweep itself is the measurement."""
         if TUNE in self.lowerings:
@@ -85,14 +98,14 @@ def exported(
     graphs: list[GraphSource] = []
     specs = {layer: module.spec for layer, module in model.layers.items()}
     with TemporaryDirectory(prefix="moexport-bench-") as folder:
-        for provider, precision in product(asked.providers, asked.precisions):
+        for provider, precision in product(asked.runtimes, asked.precisions):
             place = Path(folder) / f"{provider}-{precision}"
             place.mkdir()
             progress.step(f"exporting {model.source.path} for {provider} in {precision}")
             try:
                 graphs += _sources(model, asked, provider, precision, place)
             except (LoweringError, UsageError, CalibrationError) as error:
-                if precision == "fp32":
+                if precision == "fp32" and provider in asked.providers:
                     raise
                 # A precision that a model or target cannot take is a row that says so.
                 graphs += _refused(asked, specs, provider, precision, error)
@@ -127,7 +140,7 @@ def _refused(
     """A graph for every k and lowering that were asked for, none of which can be opened."""
     ks = dict.fromkeys(_largest(resolve_k(k, specs)) for k in asked.ks)
     return [
-        GraphSource(k, lowering, Refused(reason), provider, precision)
+        GraphSource(k, lowering, Refused(reason), provider, precision, _engine_of(provider))
         for k, lowering in product(ks, asked.lowerings)
     ]
 
@@ -135,8 +148,8 @@ def _refused(
 def _sources(
     model: Model, asked: Asked, provider: str, precision: Precision, folder: Path
 ) -> list[GraphSource]:
-    """Exports the graphs of a sweep for one provider; a lowering twice the same is one graph."""
-    execution, target = PROVIDERS[provider]
+    """Exports the graphs of a sweep for one runtime; a lowering twice the same is one graph."""
+    target = PROVIDERS[provider][1] if provider in PROVIDERS else cast(Target, provider)
     numbers = Numbers(precision, scope=asked.scope if precision == "int8" else "experts")
     options = ExportOptions(target=target, renormalize=asked.renormalize, numbers=numbers)
     table = None
@@ -156,25 +169,36 @@ def _sources(
             file=f"model-{len(graphs)}.onnx",
         )
         graphs.setdefault((_largest(kept), graph.lowerings), graph)
+    largest = max(asked.batches)
+    ranges = {"batch": AxisRange(1, largest, largest), "tokens": DEFAULT_TOKENS}
+    sizes = profile(port_of(model.input, options), {}, ranges, None)
     plans = replace(prepared.plan, graphs=tuple(graphs.values()))
     lowered = write_graphs(replace(prepared, plan=plans), folder)
     return [
         GraphSource(
             k=k,
             lowering="+".join(sorted(set(names))),
-            open=OnnxOpener(
+            open=GraphEngine(folder / graph.file, provider, sizes)
+            if provider in FLAVOURS
+            else OnnxOpener(
                 folder / graph.file,
                 selected_values(lowered[graph.file].values),
                 {n: spec.experts for n, spec in specs.items() if _has_sets(spec.kind)},
                 threads=asked.threads,
-                provider=execution,
+                provider=PROVIDERS[provider][0],
             ),
             provider=provider,
             precision=precision,
+            engine=_engine_of(provider),
             kept={layer.name: layer.work.kept for layer in graph.layers},
         )
         for (k, names), graph in graphs.items()
     ]
+
+
+def _engine_of(runtime: str) -> str:
+    """The rows' engine, for a provider of ONNX Runtime or a TensorRT."""
+    return runtime if runtime in FLAVOURS else ONNXRUNTIME
 
 
 def _largest(kept: Mapping[str, int | None]) -> int:
@@ -206,7 +230,9 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
             GraphSource(
                 k=k,
                 lowering="+".join(sorted(set(graph.lowerings.values()))),
-                open=OnnxOpener(
+                open=BundleEngine(bundle.path, provider, graph.file, k if takes_k else None)
+                if provider in FLAVOURS
+                else OnnxOpener(
                     bundle.path / graph.file,
                     graph.selected,
                     {m.name: m.experts for m in record.layers if _has_sets(m.kind)},
@@ -216,13 +242,14 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
                 ),
                 provider=provider,
                 precision=record.precision,
+                engine=_engine_of(provider),
                 kept={layer.name: layer.k for layer in record.layers if layer.k is not None},
                 floating=frozenset(n for n, each in numbers.items() if each != "int8"),
                 int8_host=None in record.numbers.get("linears", {}).values(),
             )
             for graph in record.graphs
             for k in ks
-            for provider in asked.providers
+            for provider in asked.runtimes
         ),
         renormalize=record.renormalize,
         engines=asked.engines,

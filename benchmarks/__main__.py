@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moexport.bench.results import read, write
 
-from . import calibration, fit, layers, models, mumoe, scale
+from . import calibration, engine_scale, fit, layers, models, mumoe, scale
 from .tables import (
     integer_table,
     integer_targets_table,
@@ -101,6 +101,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         RESULTS / "scale-cpu.json",
         _scale,
         lambda f: scale_table(scale.from_json(f.read_text(encoding="utf-8"))),
+    ),
+    "engine-scale": Benchmark(
+        RESULTS / "engine-scale.json", engine_scale.measure, engine_scale.table
     ),
     "calibration": Benchmark(RESULTS / "calibration-cpu.json", _calibration, _calibration_tables),
 }

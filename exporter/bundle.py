@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import onnx
 from google.protobuf.message import DecodeError
@@ -14,9 +15,12 @@ from ..graphs.lower import LayerValues
 from .hashing import sha256
 from .manifest import GraphRecord, Manifest
 from .parity import PARITY_FILE, Parity, Reference, compare, describe
-from .session import Runner, Session, SessionOptions
+from .session import Session, SessionOptions
 from .tolerance import Tolerance, recorded
 from .trace import TRACED_BATCH
+
+if TYPE_CHECKING:
+    from .engines.session import EngineSession
 
 LARGE_WEIGHTS_BYTES = 1 << 30
 """Beyond this a check runs without pre-packed weights: slower, at half the memory."""
@@ -62,8 +66,10 @@ class Bundle:
             raise BundleError(f"{path}: the file is missing", hint="export the bundle again")
         return Session(path, options)
 
-    def engine(self, flavour: str, graph: str | None = None, *, trust: bool = False) -> Runner:
-        """Returns an engine of the bundle, ready to run on the GPU.
+    def engine(
+        self, flavour: str, graph: str | None = None, *, trust: bool = False, eager: bool = False
+    ) -> EngineSession:
+        """Returns an engine of the bundle, ready to run on the GPU; `eager` as in `EngineSession`.
 
         Raises `EngineError` where the bundle has none of that flavour for the graph, and what
         loading one raises.
@@ -75,7 +81,7 @@ class Bundle:
         there = engines_of(self.manifest)
         for record in there:
             if record.flavour == flavour and record.graph == wanted:
-                return EngineSession(self.path / record.file, trust=trust)
+                return EngineSession(self.path / record.file, trust=trust, eager=eager)
         raise EngineError(
             f"{self.path}: holds no {flavour} engine of {wanted}",
             hint=f"`moexport build {self.path} --target {flavour}` makes one",

@@ -320,7 +320,7 @@ def _manifest(
         batch=str(options.batch),
         tokens=str(options.tokens),
         inputs=_inputs(model.input, options),
-        outputs=[_port(model.output, options)],
+        outputs=[port_of(model.output, options)],
         parity=None if parity is None else parity.as_json(),
         files={
             path.name: FileRecord(sha256(path), path.stat().st_size)
@@ -339,13 +339,14 @@ def _levels(spec: MoESpec) -> list[int]:
 
 
 def _inputs(spec: TensorSpec, options: ExportOptions) -> list[PortRecord]:
-    ports = [_port(spec, options)]
+    ports = [port_of(spec, options)]
     if options.k == "input":
         ports.append(PortRecord(K_INPUT, "int64", [1]))
     return ports
 
 
-def _port(spec: TensorSpec, options: ExportOptions) -> PortRecord:
+def port_of(spec: TensorSpec, options: ExportOptions) -> PortRecord:
+    """Returns a data input or output of the graphs that an export writes."""
     fixed = fixed_axes(spec, options)
     shape = [fixed.get(size, size) if isinstance(size, str) else size for size in spec.shape]
     implied = None if spec.implied in fixed else spec.implied
