@@ -46,5 +46,5 @@ def test_a_bundle_takes_part_with_the_engine_that_it_holds(exported: Path) -> No
     assert [source.engine for source in subject.graphs] == [FLAVOUR] * 2
     source = subject.graphs[0].open
     assert isinstance(source, BundleEngine)
-    with pytest.raises(EngineError, match="holds no tensorrt-rtx engine of model.onnx"):
+    with pytest.raises(EngineError, match=r"holds no tensorrt-rtx engine of model\.onnx"):
         source()
