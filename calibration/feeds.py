@@ -13,8 +13,9 @@ from ..errors import FeedError
 from .arrays import WANTED, check_inputs, npy_count, npy_rows, npz_count, npz_rows
 from .stream import limited
 
-Feed = str | Path | np.ndarray | Iterable[np.ndarray]
-"""What a caller may hand over: where inputs are, or the inputs themselves."""
+Feed = str | Path | np.ndarray | Iterable[object]
+"""What a caller may hand over: where inputs are, or the inputs themselves; `array_of` says what an
+iterable may yield."""
 
 
 _THEIRS = "the feed's own code failed: --verbose shows where"

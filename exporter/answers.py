@@ -142,7 +142,7 @@ def record_answers(
         batches, seen = batches + 1, seen + len(x)
         progress.advance(len(x))
     if not batches:
-        least = f"a batch of {size} inputs" if size is not None else "inputs"
+        least = f"batch of {size} inputs" if size is not None else "inputs"
         raise FeedError(
             f"--data: the feed holds no {least} to measure retention on",
             hint="give at least one array; a generator, which can be read once, is empty after the "
