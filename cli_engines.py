@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .cli_options import AsJson, BundleArgument, Quiet, Verbose
 from .console import Console, size
 from .printing import json_text
 
@@ -176,7 +177,7 @@ def wished(engine: bool | None, options: EngineOptions, target: str) -> EngineOp
 
 
 def build(
-    bundle: Annotated[Path, typer.Argument(metavar="BUNDLE", help="A folder that export wrote.")],
+    bundle: BundleArgument,
     target: Annotated[
         str | None,
         typer.Option(help="tensorrt or tensorrt-rtx; that of the bundle."),
@@ -205,13 +206,9 @@ def build(
         bool, typer.Option("--dry-run", help="Print what would be built and build nothing.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Build what is there already.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Say more; show tracebacks.")
-    ] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Say nothing but results and errors.")
-    ] = False,
+    as_json: AsJson = False,
+    verbose: Verbose = False,
+    quiet: Quiet = False,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs, into the bundle."""
     from .exporter.ranges import parse_range
