@@ -12,6 +12,7 @@ from google.protobuf.message import DecodeError
 
 from ..errors import BundleError, EngineError, MoexportError, UsageError
 from ..graphs.lower import LayerValues
+from .engines.planfile import TRUST
 from .hashing import sha256
 from .manifest import GraphRecord, Manifest
 from .parity import PARITY_FILE, Parity, Reference, compare, describe
@@ -175,10 +176,11 @@ def _hash_check(path: Path, expected: str, size: int) -> Check:
     name = f"hash of {path.name}"
     if not path.is_file():
         return Check(name, False, "the file is missing")
+    trust = f"; `moexport run` with {TRUST}" if path.suffix == ".plan" else ""
     if path.stat().st_size != size:
-        return Check(name, False, f"{path.stat().st_size} bytes, not {size}")
+        return Check(name, False, f"{path.stat().st_size} bytes, not {size}{trust}")
     same = sha256(path) == expected
-    return Check(name, same, "SHA-256 as recorded" if same else "the content has changed")
+    return Check(name, same, "SHA-256 as recorded" if same else f"the content has changed{trust}")
 
 
 def _onnx_check(path: Path) -> Check:

@@ -13,7 +13,10 @@ from typing import Any
 
 import numpy as np
 import pytest
+from moexport.errors import UsageError
 from moexport.exporter.engines.device import first_gpu
+from moexport.exporter.engines.flavours import TENSORRT
+from moexport.exporter.engines.options import EngineOptions
 from moexport.exporter.engines.planfile import read_header
 from moexport.tests.command import run, start
 from moexport.tests.recorded import DATA, read_case
@@ -182,6 +185,13 @@ def test_requests_that_cannot_be_honoured_are_refused_before_the_build(
     assert "compiling" not in outcome.err
 
 
+def test_a_timing_cache_that_cannot_be_written_is_refused_before_the_build(tmp_path: Path) -> None:
+    for file in (tmp_path, tmp_path / "no" / "kernels.cache"):
+        with pytest.raises(UsageError, match=r"--timing-cache .*: cannot be written there"):
+            EngineOptions(timing_cache=file).check(TENSORRT)
+    EngineOptions(timing_cache=tmp_path / "kernels.cache").check(TENSORRT)
+
+
 @needs_rtx
 @without_gpu
 @pytest.mark.parametrize(
@@ -294,13 +304,34 @@ def test_an_engine_of_another_version_is_told_apart_from_a_damaged_one(with_engi
 
 
 @needs_rtx
-def test_a_truncated_engine_is_not_loaded(with_engine: Path) -> None:
+@pytest.mark.parametrize("left", [0, 10, 1000])
+def test_a_truncated_engine_is_not_loaded(left: int, with_engine: Path) -> None:
     plan = with_engine / "engine-tensorrt-rtx.plan"
     whole = plan.read_bytes()
-    plan.write_bytes(whole[: len(whole) // 2])
+    plan.write_bytes(whole[:left])
     outcome = run_engine(with_engine)
-    assert f"truncated: {len(whole) // 2} of {len(whole)} bytes" in outcome.error
-    assert run("verify", with_engine).code == 1
+    assert f"truncated: {left} of {len(whole)} bytes" in outcome.error
+    if left == 1000:
+        assert run("verify", with_engine).code == 1
+
+
+@needs_rtx
+def test_an_engine_of_the_other_flavour_is_told_by_its_first_bytes(with_engine: Path) -> None:
+    edit_record(with_engine, flavour="tensorrt")
+    outcome = run_engine(with_engine, "--trust-engine", engine="tensorrt")
+    assert "is an engine of TensorRT-RTX, and manifest.json lists one of TensorRT" in outcome.error
+    assert outcome.hint.endswith("--target tensorrt`")
+
+
+@needs_rtx
+def test_a_lost_list_of_layers_is_built_again(with_engine: Path) -> None:
+    layers = with_engine / "engine-tensorrt-rtx.layers.json"
+    layers.unlink()
+    lost = run("inspect", with_engine / "engine-tensorrt-rtx.plan")
+    assert lost.code == 1
+    assert lost.hint == "build the engine again"
+    assert "built in" in run("build", with_engine, *CARD, *SIZES).out
+    assert layers.is_file()
 
 
 @needs_rtx
@@ -314,6 +345,7 @@ def test_an_engine_that_was_exchanged_is_not_loaded_unless_it_is_trusted(
     outcome = run_engine(with_engine)
     assert "is not the engine that manifest.json names (SHA-256 differs)" in outcome.error
     assert "--trust-engine" in outcome.hint
+    assert "--trust-engine" in run("verify", with_engine).error
     if first_gpu() is None:
         assert "there is no NVIDIA GPU" in run_engine(with_engine, "--trust-engine").error
 
