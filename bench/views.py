@@ -118,7 +118,7 @@ def line_name(row: Row) -> str:
         words.append(row.lowering)
     if row.precision != "fp32":
         words.append(row.precision.upper())
-    if row.provider not in (None, "cpu"):
+    if row.provider not in (None, "cpu", row.engine):
         words.append(str(row.provider))
     return ", ".join(words)
 

@@ -56,7 +56,8 @@ def _onnxruntime(name: str, provider: str, gpu: object) -> Ability:
 
     present = provider in onnxruntime.get_available_providers()
     if not present:
-        return Ability(name, False, f"this ONNX Runtime was built without {provider}")
+        instead = "" if provider.startswith("CPU") else ": pip install onnxruntime-gpu"
+        return Ability(name, False, f"this ONNX Runtime was built without {provider}{instead}")
     if not provider.startswith("CPU") and not gpu:
         return Ability(name, False, f"{provider} is installed, but there is no NVIDIA GPU")
     return Ability(name, True, f"ONNX Runtime {onnxruntime.__version__}, {provider}")

@@ -134,7 +134,7 @@ def export(
                 record = graph_record(graph, lowered[graph.file], None)
                 parities[graph.file] = _checked(prepared, directory, record, expected, lowered)
         progress.step("hashing")
-        manifest = _manifest(prepared, lowered, parities, directory, real_inputs=data is not None)
+        manifest = manifest_of(prepared, lowered, parities, directory, real_inputs=data is not None)
         manifest = build_for_export(directory, manifest, engine, progress)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle(destination, manifest)
@@ -268,7 +268,7 @@ def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None) -> G
     )
 
 
-def _manifest(
+def manifest_of(
     prepared: Prepared,
     lowered: Mapping[str, Lowered],
     parities: Mapping[str, Parity],
@@ -276,6 +276,7 @@ def _manifest(
     *,
     real_inputs: bool,
 ) -> Manifest:
+    """Returns what there is to say of the graphs and weights in a folder; hashes every file."""
     model, options, main = prepared.model, prepared.options, prepared.plan.graphs[0]
     notes = [*model.notes, *options.numbers.notes(options.target)]
     if not options.verify:
