@@ -134,9 +134,12 @@ class StoredLayer:
         """Whether the layer has this weight."""
         return name in self._tensors
 
-    def stacked(self, name: str) -> ir.ExternalTensor:
-        """The whole tensor."""
-        return self._tensors[name].external(f"{self._layer}/{name}")
+    def stacked(self, name: str, *, batched: bool = False) -> ir.ExternalTensor:
+        """The whole tensor; `batched` as a batch of one, [1, …]."""
+        stored = self._tensors[name]
+        if batched:
+            stored = Stored(stored.offset, (1, *stored.shape), stored.dtype)
+        return stored.external(f"{self._layer}/{name}")
 
     def expert(self, name: str, index: int) -> ir.ExternalTensor:
         """One expert's part of a tensor whose first axis is n."""

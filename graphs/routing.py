@@ -49,7 +49,8 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     """Adds the router for tokens x [b, m, d]."""
     x = b.cast(x, layer.x_type, ir.DataType.FLOAT, "router/tokens_fp32")
     source, scale = _normalise(b, layer, x)
-    logits = b.op("MatMul", source, layer.stacked(b, "phi"), name="router/products")
+    phi = layer.stacked(b, "phi", batched=_unpacked(layer))
+    logits = b.op("MatMul", source, phi, name="router/products")
     if scale is not None:
         logits = b.op("Mul", logits, scale, name="router/logits")
     combine = b.op("Softmax", logits, axis=-1, name="router/C")
@@ -208,6 +209,17 @@ def _rows_by_tokens(b: Builder, layer: Layer, by_slot: ir.Value) -> ir.Value:
         return b.ints(0, -1, layer.tokens)
     tokens = b.op("Shape", by_slot, start=2, end=3, name="router/tokens")
     return b.op("Concat", b.ints(0, -1), tokens, axis=0, name="router/rows_by_tokens")
+
+
+FEW_SLOTS = 64
+"""ONNX Runtime packs a constant matrix when it loads a graph, in blocks of 256 rows, and then reads
+the tokens once per block: for a few columns that costs more than it saves. A constant of three axes
+is left as it is."""
+
+
+def _unpacked(layer: Layer) -> bool:
+    """Whether phi is better a batch of one matrix, [1, d, n·p]."""
+    return layer.target == "ort-cpu" and layer.spec.experts * layer.spec.slots <= FEW_SLOTS
 
 
 FEW_ROWS = range(2, 5)

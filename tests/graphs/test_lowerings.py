@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from moexport.graphs.lowerings.registry import LOWERINGS
 from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource
+from moexport.graphs.target import Target
 from moexport.tests.graphs.tiny_layers import (
     TinyLayer,
     lowered,
@@ -158,3 +159,21 @@ def test_a_few_slots_are_averaged_row_by_row_where_a_cpu_gains_from_it(
         expected, _ = soft_moe(layer, x, kept)
         y = running.run(None, {"input": x})[0]
         assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("slots", "target", "axes"),
+    [(1, "ort-cpu", 3), (12, "ort-cpu", 3), (13, "ort-cpu", 2), (1, "onnx", 2)],
+)
+def test_phi_of_few_slots_is_kept_from_being_packed_on_a_cpu(
+    slots: int, target: Target, axes: int
+) -> None:
+    layer = tiny_layer(slots=slots)
+    made = lowered(layer, "grouped", 2, target=target)
+    phi = made.model.graph.initializers["layer/phi"].shape
+    assert phi is not None
+    assert len(phi) == axes
+    x = tokens(3, 5)
+    expected, _ = soft_moe(layer, x, 2)
+    y = session(made).run(None, {"input": x})[0]
+    assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()

@@ -46,10 +46,11 @@ class TinyLayer:
     def has(self, name: str) -> bool:
         return self._array(name) is not None
 
-    def stacked(self, name: str) -> ir.TensorProtocol:
+    def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
         array = self._array(name)
         assert array is not None
-        return ir.tensor(array.astype(np.float32), name=name)
+        single = array.astype(np.float32)
+        return ir.tensor(single[None] if batched else single, name=name)
 
     def expert(self, name: str, index: int) -> ir.TensorProtocol:
         array = self._array(name)
@@ -86,8 +87,9 @@ class NarrowTensors:
     def has(self, name: str) -> bool:
         return name in self._arrays
 
-    def stacked(self, name: str) -> ir.TensorProtocol:
-        return self._arrays[name]
+    def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
+        array = self._arrays[name]
+        return ir.tensor(array.numpy()[None], name=name) if batched else array
 
     def expert(self, name: str, index: int) -> ir.TensorProtocol:
         return ir.tensor(self._arrays[name].numpy()[index], name=f"{name}.{index}")
