@@ -23,13 +23,14 @@ class Routed:
     """The router's results for a batch, and what the slots are made from.
 
     `source` [b, m, d] is averaged into the slots, after the factor `scale` [b, 1, m] where the
-    family normalises. `logits` is L with tokens last, [b, n·p, m]; `combine` is C, [b, m, n·p].
-    `selected` [b, k] is None where every expert is kept.
+    family normalises. `logits` is L, [b, m, n·p], and `logits_by_slot` the same with tokens last;
+    `combine` is C, [b, m, n·p]. `selected` [b, k] is None where every expert is kept.
     """
 
     source: ir.Value
     scale: ir.Value | None
     logits: ir.Value
+    logits_by_slot: ir.Value
     combine: ir.Value
     selected: ir.Value | None
 
@@ -58,7 +59,8 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     return Routed(
         source=source,
         scale=_dispatch_scale(b, layer, scale),
-        logits=b.op("Transpose", logits, perm=[0, 2, 1], name="router/logits_by_slot"),
+        logits=logits,
+        logits_by_slot=b.op("Transpose", logits, perm=[0, 2, 1], name="router/logits_by_slot"),
         combine=combine,
         selected=selected,
     )
@@ -66,7 +68,8 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
 
 def all_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     """Adds the dispatch for every expert: slots [b, n·p, d]."""
-    return Slots(_dispatch(b, layer, routed, routed.logits, layer.spec.experts), routed.combine)
+    slots = _dispatch(b, layer, routed, routed.logits_by_slot, layer.spec.experts)
+    return Slots(slots, routed.combine)
 
 
 def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
@@ -74,12 +77,16 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     if routed.selected is None:
         return all_slots(b, layer, routed)
     index = b.op("Unsqueeze", routed.selected, b.ints(2), name="router/index")
-    logits = _gather_experts(b, layer, routed.logits, index, "dispatch/logits")
-    by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
-    by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
-    combine = b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
+    logits = _gather_experts(b, layer, routed.logits_by_slot, index, "dispatch/logits")
+    if layer.renormalize:
+        by_token = b.op("Transpose", logits, perm=[0, 2, 1], name="combine/logits")
+        combine = _renormalised(b, by_token)
+    else:
+        by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
+        by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
+        combine = b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
     kept = layer.kept if isinstance(layer.kept, int) else None
-    return Slots(_dispatch(b, layer, routed, logits, kept), _renormalised(b, layer, combine))
+    return Slots(_dispatch(b, layer, routed, logits, kept), combine)
 
 
 def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
@@ -118,16 +125,21 @@ def masked_slots(b: Builder, layer: Layer, routed: Routed) -> tuple[Slots, ir.Va
         ones = b.constant(np.ones((1, 1, p), dtype=np.float32))
         repeated = b.op("Mul", column, ones, name="combine/mask_per_slot")
         row = b.op("Reshape", repeated, b.ints(0, 1, n * p), name="combine/mask")
-    combine = b.op("Mul", slots.combine, row, name="combine/C")
-    return Slots(slots.rows, _renormalised(b, layer, combine)), mask
+    if layer.renormalize:
+        kept = b.op("Cast", row, to=ir.DataType.BOOL.value, name="combine/kept")
+        logits = b.op("Where", kept, routed.logits, b.number(-np.inf), name="combine/logits")
+        combine = _renormalised(b, logits)
+    else:
+        combine = b.op("Mul", slots.combine, row, name="combine/C")
+    return Slots(slots.rows, combine), mask
 
 
-def _renormalised(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
-    """C [b, m, e·p] divided by its sum over the kept experts, where that was asked for."""
-    if not layer.renormalize:
-        return combine
-    total = b.op("ReduceSum", combine, b.ints(2), keepdims=1, name="combine/total")
-    return b.op("Div", combine, total, name="combine/renormalised")
+def _renormalised(b: Builder, logits: ir.Value) -> ir.Value:
+    """Adds C[S] / ΣC[S] for the logits [b, m, e·p] of the kept experts, −∞ those of the others.
+
+    It is their own softmax. The quotient itself is 0 / 0 for a token that all but ignores them.
+    """
+    return b.op("Softmax", logits, axis=-1, name="combine/C")
 
 
 def _normalise(b: Builder, layer: Layer, x: ir.Value) -> tuple[ir.Value, ir.Value | None]:

@@ -7,6 +7,7 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 from moexport.graphs.lowerings.registry import LOWERINGS
 from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource
 from moexport.graphs.target import Target
@@ -17,6 +18,7 @@ from moexport.tests.graphs.tiny_layers import (
     soft_moe,
     tiny_layer,
     tokens,
+    torch_module,
 )
 
 RTOL = 2e-5  # of max|y|: float32 against float64
@@ -72,6 +74,30 @@ def test_renormalised_weights_sum_to_one(lowering: str, slots: int) -> None:
     assert_computes(layer, lowering, 2, (2,), renormalize=True)
     assert_computes(layer, lowering, 5, (5,), renormalize=True)
     assert_computes(layer, lowering, None, (1, 4), renormalize=True)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("lowering", list(LOWERINGS))
+def test_a_token_that_all_but_ignores_the_kept_experts_is_renormalised(
+    lowering: str, slots: int
+) -> None:
+    layer, x = tiny_layer(slots=slots, norm="none", seed=3), 12 * tokens(4, 6)
+    expected, sets = soft_moe(layer, x, 1, renormalize=True)
+    module = torch_module(layer)
+    module.keep = 1
+    kept = module.route(torch.from_numpy(x)).combine.sum(dim=3)
+    assert (kept.gather(2, torch.from_numpy(sets)[:, None].expand(-1, 6, -1)) == 0).any()
+    module.renormalize = True
+    running = session(lowered(layer, lowering, 1, renormalize=True))
+    for y in (module(torch.from_numpy(x)).numpy(), running.run(None, {"input": x})[0]):
+        assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
+
+
+def test_scores_of_zero_are_a_tie() -> None:
+    layer, x = tiny_layer(norm="none", seed=3), 100 * tokens(1, 1)
+    module = torch_module(layer)
+    module.keep = 4
+    assert module.choices(torch.from_numpy(x))[""].margin.tolist() == [0.0]
 
 
 @pytest.mark.parametrize("expert", ["geglu", "linear"])

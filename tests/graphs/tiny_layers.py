@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+import torch
 from moexport.graphs.arithmetic import FP32, Arithmetic
+from moexport.graphs.layers import SoftMoE, SoftMoEWeights
 from moexport.graphs.lower import LayerChoice, Lowered, lower
 from moexport.graphs.lowerings.registry import LOWERINGS
 from moexport.graphs.moe import StoredPart
@@ -135,6 +137,20 @@ def tiny_layer(
 def tokens(batch: int, count: int, seed: int = 1) -> Array:
     """Inputs [b, m, d]."""
     return np.random.default_rng(seed).standard_normal((batch, count, 6)).astype(np.float32)
+
+
+def torch_module(layer: TinyLayer) -> SoftMoE:
+    """The layer in PyTorch."""
+
+    def of(array: Array | None) -> torch.Tensor | None:
+        return None if array is None else torch.from_numpy(array.astype(np.float32))
+
+    phi, w1 = of(layer.phi), of(layer.w1)
+    assert phi is not None and w1 is not None
+    weights = SoftMoEWeights(
+        phi, w1, of(layer.b1), of(layer.w2), of(layer.b2), of(layer.gain), of(layer.shift)
+    )
+    return SoftMoE(layer.spec, weights)
 
 
 def soft_moe(
