@@ -374,7 +374,7 @@ def port_of(spec: TensorSpec, options: ExportOptions) -> PortRecord:
     dtype = spec.dtype
     if dtype == "float32":
         dtype = str(FLOAT_TYPES[options.numbers.io].numpy())
-    return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied)
+    return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied, spec.below)
 
 
 def _k_text(options: ExportOptions) -> str:
