@@ -203,3 +203,21 @@ def test_phi_of_few_slots_is_kept_from_being_packed_on_a_cpu(
     expected, _ = soft_moe(layer, x, 2)
     y = session(made).run(None, {"input": x})[0]
     assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("norm", ["l2", "l2-plus", "l2-rsqrt"])
+@pytest.mark.parametrize(("dim", "width"), [(64, 32), (100, 25), (23, None), (768, 32)])
+def test_a_token_is_measured_in_short_sums_where_a_cpu_gains_from_it(
+    norm: NormKind, dim: int, width: int | None
+) -> None:
+    layer = tiny_layer(norm=norm, dim=dim)
+    made = lowered(layer, "grouped", 2, target="ort-cpu")
+    parts = [node.inputs[1] for node in made.model.graph if node.name == "layer/router/parts"]
+    shapes = [value.const_value.numpy().tolist() for value in parts if value and value.const_value]
+    assert shapes == ([[0, 0, dim // width, width]] if width else [])
+    x = tokens(3, 5, dim=dim)
+    x[:, 2] = 0.0
+    expected, chosen = soft_moe(layer, x, 2)
+    y, selected = session(made).run(None, {"input": x})
+    assert np.array_equal(np.sort(selected), chosen)
+    assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()

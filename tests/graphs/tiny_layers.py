@@ -109,10 +109,11 @@ def tiny_layer(
     biases: bool = True,
     gain: bool = False,
     seed: int = 0,
+    dim: int = 6,
 ) -> TinyLayer:
     """Random weights; routing is far from a tie for the inputs of `tokens`."""
     random = np.random.default_rng(seed)
-    d, h = 6, 0 if expert == "linear" else 7
+    d, h = dim, 0 if expert == "linear" else 7
     spec = SoftMoESpec(
         *("layer", experts, slots, d, h, out, expert, activation, norm, EPS[norm], slots_from)
     )
@@ -134,9 +135,9 @@ def tiny_layer(
     )
 
 
-def tokens(batch: int, count: int, seed: int = 1) -> Array:
+def tokens(batch: int, count: int, seed: int = 1, dim: int = 6) -> Array:
     """Inputs [b, m, d]."""
-    return np.random.default_rng(seed).standard_normal((batch, count, 6)).astype(np.float32)
+    return np.random.default_rng(seed).standard_normal((batch, count, dim)).astype(np.float32)
 
 
 def torch_module(layer: TinyLayer) -> SoftMoE:
