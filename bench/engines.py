@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
-from ..exporter.factory import is_factory
 from ..exporter.load import load
 from ..exporter.model import Model
 from ..graphs.layers import Algorithm, recorded_routing
 from ..graphs.moe import moe_layers, sharing_weights
+from ..user_code import names_code
 from .data import Array, in_batches
 from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_COMPILE, PYTORCH_EAGER
 
@@ -275,7 +275,7 @@ def contestants(subject: Subject, batches: Sequence[int] = (1,)) -> dict[Contest
 def _torch_entry(model: Model, form: TorchForm) -> Entry:
     here = Held(model, form)
     source = model.source
-    factory = is_factory(source.path)
+    factory = names_code(source.path)
     if not factory and not source.files:
         return Entry(here, here)
     return Entry(

@@ -31,6 +31,7 @@ from ..exporter.tables import table_for_export
 from ..graphs.arithmetic import Precision
 from ..graphs.lower import Lowered
 from ..graphs.moe import MoESpec
+from ..user_code import names_code
 from .available import KINDS, EngineKind
 from .data import Array
 from .engine_runner import BundleEngine, GraphEngine
@@ -274,7 +275,7 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
 def _source_of(bundle: Bundle) -> Model:
     source = bundle.manifest.source
     path = Path(source.path)
-    if ":" in source.path and not path.exists():
+    if names_code(source.path):
         raise UsageError(
             f"{bundle.path}: made from {source.path}, which every benchmark needs beside it",
             hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",
