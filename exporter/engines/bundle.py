@@ -269,7 +269,12 @@ def build_for_export(
 def _check_can_build(chosen: Flavour) -> None:
     """Raises `MissingExtraError` or `EngineError` where the flavour cannot be built here."""
     chosen.check_installed()
-    if not chosen.builds_without_gpu and first_gpu() is None:
+    if chosen.builds_without_gpu:
+        return
+    gpu = first_gpu()
+    if gpu is not None:
+        chosen.check_serves(gpu, EngineError)
+    else:
         raise EngineError(
             f"{chosen.title} compiles for the GPU that it runs on, and there is no NVIDIA GPU here",
             hint="copy the bundle to the machine with the GPU and run "
