@@ -30,7 +30,6 @@ from ..exporter.session import PROVIDERS
 from ..exporter.tables import table_for_export
 from ..graphs.arithmetic import Precision
 from ..graphs.lower import Lowered
-from ..graphs.moe import MoESpec
 from ..user_code import names_code
 from .available import KINDS, EngineKind
 from .data import Array
@@ -101,7 +100,12 @@ def exported(
                 if precision == "fp32" and not runtime.compiles:
                     raise
                 # A precision that a model or target cannot take is a row that says so.
-                graphs += _refused(asked, specs, runtime, precision, error)
+                every = product(asked.ks, asked.lowerings)
+                reasons = {(_largest(resolve_k(k, specs)), name): error for k, name in every}
+                graphs += _refused(reasons, runtime, precision)
+        said = [graph.open.reason for graph in graphs if isinstance(graph.open, Refused)]
+        if graphs and len(said) == len(graphs):
+            raise said[0]
         yield Subject(
             name=name or Path(model.source.path).stem,
             model=model,
@@ -124,24 +128,22 @@ class Refused:
 
 
 def _refused(
-    asked: Asked,
-    specs: Mapping[str, MoESpec],
-    runtime: EngineKind,
-    precision: Precision,
-    reason: MoexportError,
+    reasons: Mapping[tuple[int, str], MoexportError], runtime: EngineKind, precision: Precision
 ) -> list[GraphSource]:
-    """A graph for every k and lowering that were asked for, none of which can be opened."""
-    ks = dict.fromkeys(_largest(resolve_k(k, specs)) for k in asked.ks)
+    """A graph for every k and lowering that cannot be exported."""
     return [
         GraphSource(k, lowering, Refused(reason), runtime.provider, precision, runtime.engine)
-        for k, lowering in product(ks, asked.lowerings)
+        for (k, lowering), reason in reasons.items()
     ]
 
 
 def _sources(
     model: Model, asked: Asked, runtime: EngineKind, precision: Precision, folder: Path
 ) -> list[GraphSource]:
-    """Exports the graphs of a sweep for one runtime; a lowering twice the same is one graph."""
+    """Exports the graphs of a sweep for one runtime; a lowering twice the same is one graph.
+
+    One that cannot serve a layer in this precision is refused by itself.
+    """
     assert runtime.target is not None
     numbers = Numbers(precision, scope=asked.scope if precision == "int8" else "experts")
     options = ExportOptions(
@@ -153,23 +155,31 @@ def _sources(
     prepared = prepare(model, options, table)
     specs = {layer: module.spec for layer, module in model.layers.items()}
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
+    reasons: dict[tuple[int, str], MoexportError] = {}
     for k, lowering, batch in product(asked.ks, asked.lowerings, asked.batches):
         kept = resolve_k(k, specs)
-        graph = plan_graph(
-            model,
-            prepared.portable,
-            kept,
-            replace(options, batch=AxisRange(1, batch, batch)),
-            lowering_name=lowering,
-            file=f"model-{len(graphs)}.onnx",
-        )
-        graphs.setdefault((_largest(kept), graph.lowerings), graph)
+        try:
+            graph = plan_graph(
+                model,
+                prepared.portable,
+                kept,
+                replace(options, batch=AxisRange(1, batch, batch)),
+                lowering_name=lowering,
+                file=f"model-{len(graphs)}.onnx",
+            )
+        except LoweringError as error:
+            reasons[_largest(kept), lowering] = error
+        else:
+            graphs.setdefault((_largest(kept), graph.lowerings), graph)
+    refused = _refused(reasons, runtime, precision)
+    if not graphs:
+        return refused
     prepared = replace(prepared, plan=replace(prepared.plan, graphs=tuple(graphs.values())))
     lowered = write_graphs(prepared, folder)
     if runtime.compiles:
         _write_manifest(prepared, lowered, folder)
     engine = engine_options(model, asked, runtime.engine) if runtime.compiles else None
-    return [
+    return refused + [
         GraphSource(
             k=k,
             lowering="+".join(sorted(set(names))),
