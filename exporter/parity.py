@@ -94,8 +94,9 @@ class Parity:
 
     `max_abs` is the largest difference of an output, `max_rel` the same over max|y|, `cosine` the
     smallest cosine of a sample's outputs. `routing_agreement` is the share of samples in which
-    every layer chose the same set; `ties` counts those that differ only where scores were equal up
-    to rounding. Values are compared where the sets are the same. `first_difference` names the layer
+    every layer chose the same set, and of a muMoE below FP32 the share of tokens of its layers;
+    `ties` counts the samples that differ only where scores were equal up to rounding. Values are
+    compared where the sets are the same. `first_difference` names the layer
     where the first wrong set appears. `untouched_cosine` compares with the model before
     Algorithm 1. `jaccard` is the mean overlap of the sets, and `flip_margin` the largest margin,
     relative to the k-th score, of a set that differs (0 where none does). `routing` and `tie` are
@@ -237,14 +238,16 @@ def describe(parity: Parity) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _Routing:
-    """How a graph's choices compare: samples that differ by a tie, and truly, [s].
+    """How a graph's choices compare: samples that differ by a tie, [s], and the agreement.
 
-    `first` names the first layer of the latter; `jaccard` is the mean overlap of the sets, and
-    `margin` the largest margin of a choice that differs.
+    `same` tells what to compare, samples [s] or tokens [s, m]; `first` names the first layer that
+    truly differs; `jaccard` is the mean overlap of the sets, and `margin` the largest margin of a
+    choice that differs.
     """
 
     ties: np.ndarray
-    misses: np.ndarray
+    agreement: float
+    same: np.ndarray
     first: str | None
     jaccard: float
     margin: float
@@ -254,7 +257,8 @@ def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tol
     """Compares what was chosen with the reference.
 
     After the first difference of a sample its later layers see other inputs, so only the first
-    counts as a tie or a miss; all count for the overlap.
+    counts as a tie or a miss; all count for the overlap. Of tokens that choose for themselves,
+    and may differ here and there, each counts (`_by_token`).
     """
     count = len(expected.x)
     ties = np.zeros(count, dtype=bool)
@@ -265,7 +269,7 @@ def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tol
     for name, actual in sets.items():
         wanted = expected.selected[name]
         overlaps.append(_jaccard(actual, wanted))
-        places = _different(actual, wanted, tolerance.coefficient)  # [s, places that choose]
+        places = _different(actual, wanted, tolerance)  # [s, places that choose]
         margins = expected.margin[name].reshape(places.shape)
         fresh = places & ~(ties | misses)[:, None]
         differs = fresh.any(axis=1)
@@ -275,12 +279,46 @@ def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tol
         if first is None and (differs & ~tied).any():
             first = name
         misses |= differs & ~tied
-    return _Routing(ties, misses, first, float(np.mean(overlaps)) if overlaps else 1.0, margin)
+    agreement, same = 1.0 - float(misses.mean()), ~(ties | misses)
+    if tolerance.routing < 1.0 and any(_is_mumoe(chosen) for chosen in sets.values()):
+        agreement, same = _by_token(expected, sets, tolerance)
+    overlap = float(np.mean(overlaps)) if overlaps else 1.0
+    return _Routing(ties, agreement, same, first, overlap, margin)
+
+
+def _by_token(
+    expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tolerance
+) -> tuple[float, np.ndarray]:
+    """The share of tokens of all layers that choose alike or tie, and what is to be compared.
+
+    Those are the tokens [s, m] that chose alike in every layer, where the outputs have these
+    tokens; else the samples [s] all of whose tokens did, or all samples where there is none.
+    """
+    right, total = 0, 0
+    alike: list[np.ndarray] = []
+    for name, actual in sets.items():
+        places = _different(actual, expected.selected[name], tolerance)
+        margins = expected.margin[name].reshape(places.shape)
+        right += int((~places | (margins <= tolerance.tie)).sum())
+        total += places.size
+        alike.append(~places)
+    if (
+        all(each.shape == expected.y.shape[:2] for each in alike)
+        and expected.y.ndim > alike[0].ndim
+    ):
+        return right / total, np.logical_and.reduce(alike)
+    same = np.logical_and.reduce([each.all(axis=1) for each in alike])
+    return right / total, same if same.any() else np.ones_like(same)
+
+
+def _is_mumoe(chosen: np.ndarray) -> bool:
+    """Whether a choice holds coefficients [s, m, n], not the indices of a set [s, k]."""
+    return chosen.dtype.kind == "f"
 
 
 def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
     """The mean overlap of two choices: of sets of experts [s, k], or of non-zero coefficients."""
-    if expected.dtype.kind == "f":
+    if _is_mumoe(expected):
         one, other = actual > 0, expected > 0
         shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
         return float(shares.mean())
@@ -289,19 +327,26 @@ def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
     return float((common / (2 * k - common)).mean())
 
 
-def _different(actual: np.ndarray, expected: np.ndarray, coefficient: float) -> np.ndarray:
-    """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for coefficients."""
-    if expected.dtype.kind == "f":
-        different: np.ndarray = (np.abs(actual - expected) > coefficient).any(axis=-1)
+def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> np.ndarray:
+    """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for coefficients.
+
+    Below FP32 the rounding before a layer moves its coefficients, so that experts count which only
+    one of both has kept.
+    """
+    if _is_mumoe(expected):
+        off = np.abs(actual - expected)
+        if tolerance.routing < 1.0:
+            off = np.where((actual > 0) == (expected > 0), 0.0, off)
+        different: np.ndarray = (off > tolerance.coefficient).any(axis=-1)
         return different
     other: np.ndarray = (np.sort(actual, axis=1) != expected).any(axis=1, keepdims=True)
     return other
 
 
 def _parity(expected: Reference, y: np.ndarray, routing: _Routing, tolerance: Tolerance) -> Parity:
-    compared = ~(routing.ties | routing.misses)
-    agreement = 1.0 - float(routing.misses.mean())
-    actual, wanted = y[compared].astype(np.float64), expected.y[compared].astype(np.float64)
+    same = routing.same.reshape(*routing.same.shape, *(1,) * (y.ndim - routing.same.ndim))
+    actual = np.where(same, y, 0.0).astype(np.float64)
+    wanted = np.where(same, expected.y, 0.0).astype(np.float64)
     largest = float(np.abs(wanted).max(initial=0.0))
     max_abs = float(np.abs(actual - wanted).max(initial=0.0))
     finite = bool(np.isfinite(actual).all())
@@ -309,15 +354,15 @@ def _parity(expected: Reference, y: np.ndarray, routing: _Routing, tolerance: To
     return Parity(
         max_abs=max_abs,
         max_rel=max_abs / largest if largest else 0.0,
-        cosine=float(cosines(actual, wanted).min(initial=1.0)),
-        routing_agreement=agreement,
+        cosine=_least_cosine(actual, wanted),
+        routing_agreement=routing.agreement,
         samples=len(y),
         ties=int(routing.ties.sum()),
         atol=tolerance.atol,
         rtol=tolerance.rtol,
-        passed=bool(close and agreement >= tolerance.routing and compared.any()),
+        passed=bool(close and routing.agreement >= tolerance.routing and same.any()),
         first_difference=routing.first,
-        untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
+        untouched_cosine=_least_cosine(y.astype(np.float64), expected.dense.astype(np.float64)),
         jaccard=routing.jaccard,
         flip_margin=routing.margin,
         routing=tolerance.routing,
@@ -326,17 +371,15 @@ def _parity(expected: Reference, y: np.ndarray, routing: _Routing, tolerance: To
     )
 
 
-def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Returns the cosine of each sample's outputs, [s, …], [s, …] → [s], in float64.
-
-    1 where both are zero, 0 where one is, or where a number is not finite.
-    """
-    a, b = (part.reshape(len(part), -1).astype(np.float64) for part in (a, b))
-    zero = ~a.any(axis=1) & ~b.any(axis=1)
-    with np.errstate(invalid="ignore"):
-        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-        found = np.where(zero, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms))
-    return np.where(np.isfinite(found), found, 0.0)
+def _least_cosine(a: np.ndarray, b: np.ndarray) -> float:
+    """The smallest cosine between corresponding samples; 1 where both are zero."""
+    if not len(a):
+        return 1.0
+    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
+    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+    both_zero = norms == 0
+    cosines = np.where(both_zero, 1.0, (a * b).sum(axis=1) / np.where(both_zero, 1.0, norms))
+    return float(cosines.min())
 
 
 def _batches(x: np.ndarray, size: int) -> Iterator[np.ndarray]:
