@@ -27,6 +27,9 @@ FP32_BYTES = 4
 STREAM_BYTES = 1 << 30
 """Larger than any cache."""
 
+INTEGER_MODES = ("input mode", "core", "output mode")
+"""The parts of a muMoE layer's multiply-adds that INT8 makes integer products."""
+
 _SQUARE = 2048
 
 
@@ -119,13 +122,20 @@ def layer_parts(
     """Yields a layer's two kinds of work on one batch: passes over the tokens, and the experts.
 
     The tokens [b, m, d] are read and the outputs [b, m, o] written once. Experts that nobody chose
-    are not read; with b·k ≥ n all are taken to be in use.
+    are not read; with b·k ≥ n all are taken to be in use. A muMoE layer is one step, of which INT8
+    makes two: its large factors, and the gate with the rest.
     """
     spec, macs = work.spec, dict(work.spec.macs(work.tokens, work.kept))
     share = number_bytes / FP32_BYTES
     moved = number_bytes * work.batch * work.tokens * (spec.dim + spec.out)
     if spec.kind == "mumoe":
         weights = share * spec.bytes_read(work.kept)
+        if int8_experts:
+            # Each number of a factor takes part in one multiply-add of every token.
+            integers = sum(macs.pop(mode, 0) for mode in INTEGER_MODES)
+            numbers = integers / work.tokens
+            yield Part(f"{spec.name}/factors", work.batch * integers, numbers, integer=True)
+            weights -= share * FP32_BYTES * numbers
         yield Part(spec.name, work.batch * sum(macs.values()), moved + weights)
         return
     experts = work.batch * macs.pop("experts")

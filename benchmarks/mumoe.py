@@ -14,7 +14,7 @@ from functools import partial
 
 import numpy as np
 import torch
-from moexport.bench.results import ModelInfo, Results, Row
+from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
 from moexport.bench.roofline import layer_parts, limit_ms, machine_rates
 from moexport.bench.subjects import Asked, exported
 from moexport.exporter import timing
@@ -55,6 +55,9 @@ SUBJECTS = (
     Subject("Mixer S/16 CP channel block (n=64, R=384)", MIXER, 196, 2.0),
 )
 
+CALIBRATION_TOKENS = 256
+"""Tokens that give INT8 its ranges, in inputs of a subject's size."""
+
 
 def random_layer(spec: MuMoESpec) -> MuMoE:
     """A layer whose logits spread over a few units, so that entmax leaves a support of a few."""
@@ -94,7 +97,7 @@ def run(
     round_s: float = 0.5,
     progress: Callable[[str], None] = print,
 ) -> Results:
-    """Returns two rows per subject, PyTorch eager and ONNX Runtime, all experts, batch 1."""
+    """Returns three rows per subject, PyTorch and the graphs in FP32 and INT8: batch 1, k = n."""
     threads = usable_cores()
     torch.set_num_threads(threads)
     rates = machine_rates(threads)
@@ -103,15 +106,25 @@ def run(
         progress(subject.name)
         with ExitStack() as stack:
             model = layer_model(subject)
-            graphs = stack.enter_context(exported(model, Asked(ks=("n",), threads=threads))).graphs
-            graph = graphs[0].open()
-            x = np.random.default_rng(1).standard_normal((1, subject.tokens, subject.spec.dim))
-            x = x.astype(np.float32)
-            calls: dict[str, Callable[[], object]] = {
-                "pytorch-eager": partial(model.module, torch.from_numpy(x)),
-                "onnxruntime": partial(graph, x),
+            random = np.random.default_rng(1)
+            x = random.standard_normal((1, subject.tokens, subject.spec.dim)).astype(np.float32)
+            seen = random.standard_normal((CALIBRATION_TOKENS // subject.tokens or 1, *x.shape[1:]))
+            asked = Asked(
+                ks=("n",),
+                precisions=("fp32", "int8"),
+                calibration=seen.astype(np.float32),
+                threads=threads,
+            )
+            calls: dict[tuple[str, str], Callable[[], object]] = {
+                (PYTORCH_EAGER, "fp32"): partial(model.module, torch.from_numpy(x))
             }
-            contestants = {name: (lambda _, call=call: call()) for name, call in calls.items()}
+            lowerings: dict[tuple[str, str], str] = {}
+            for graph in stack.enter_context(exported(model, asked)).graphs:
+                key = (ONNXRUNTIME, graph.precision)
+                calls[key], lowerings[key] = partial(graph.open(), x), graph.lowering
+            contestants = {
+                " ".join(key): (lambda _, call=call: call()) for key, call in calls.items()
+            }
             with torch.inference_mode():
                 measured = timing.measure(contestants, timing.Protocol(round_s=round_s))
             for name, error in measured.failures.items():
@@ -120,18 +133,22 @@ def run(
             work = WorkOf(subject.spec, n, 1, subject.tokens)
             rows += [
                 Row(
-                    engine=name,
+                    engine=engine,
+                    precision=precision,
                     k=n,
                     experts=n,
                     batch=1,
                     model=subject.name,
                     provider="cpu",
-                    lowering=graphs[0].lowering if name == "onnxruntime" else None,
+                    lowering=lowerings.get((engine, precision)),
                     latency_ms=latency,
-                    limit_ms=limit_ms(tuple(layer_parts(work)), rates),
+                    limit_ms=limit_ms(
+                        tuple(layer_parts(work, int8_experts=precision == "int8")), rates
+                    ),
                     throughput=1000 / latency.median,
                 )
-                for name, latency in measured.latencies.items()
+                for engine, precision in calls
+                if (latency := measured.latencies.get(f"{engine} {precision}")) is not None
             ]
     return Results(
         tuple(ModelInfo(s.name, "mumoe", "random weights", s.spec.parameters) for s in subjects),
