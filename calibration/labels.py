@@ -10,9 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FeedError
-from ..user_code import names_code
 from .arrays import LABEL_NAMES, npz_archive, npz_array, npz_rows
-from .feeds import Feed, array_of, batches, imported_items
+from .feeds import Feed, array_of, batches, imported_items, names_code
 
 IGNORED = -1
 """A target token that is not counted."""

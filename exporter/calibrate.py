@@ -19,7 +19,9 @@ from ..calibration.stream import FeedHash, limited, rebatched
 from ..calibration.table import METHODS, CalibrationTable, Method, Origin
 from ..errors import UsageError
 from ..graphs.lower import LayerChoice
+from ..graphs.lowerings.base import AnyLowering
 from ..graphs.lowerings.registry import lowerings_of
+from ..graphs.moe import MoESpec
 from .fingerprint import fingerprint
 from .inputs import feed_batches
 from .model import Model
@@ -29,8 +31,8 @@ from .progress import Progress, Silent
 from .trace import trace
 from .weights import WeightsWriter, write_host, write_layer
 
-OBSERVED_LOWERING = {"soft-moe": "grouped", "mumoe": "factorised"}
-"""By kind of layer, the lowering that computes exactly the rows of the selection, and taps them."""
+OBSERVED_LOWERINGS = {"soft-moe": ("grouped",), "mumoe": ("factorised", "unfactorised")}
+"""By kind of layer, the lowerings that compute exactly the rows of the selection, and tap them."""
 
 GRAPH_FILE = "observing.onnx"
 
@@ -179,7 +181,7 @@ def _write(
             name: LayerChoice(
                 spec=layer.spec,
                 tensors=write_layer(writer, name, layer),
-                lowering=lowerings_of(layer.spec.kind)[OBSERVED_LOWERING[layer.spec.kind]],
+                lowering=_observed_lowering(layer.spec),
                 kept=kept[name],
                 renormalize=renormalize,
             )
@@ -188,6 +190,13 @@ def _write(
     graph = observing_graph(portable, choices)
     ir.save(graph.model, path)
     return graph
+
+
+def _observed_lowering(spec: MoESpec) -> AnyLowering:
+    """The lowering of an observing graph that serves a layer."""
+    known = lowerings_of(spec.kind)
+    serving = (known[name] for name in OBSERVED_LOWERINGS[spec.kind])
+    return next(lowering for lowering in serving if lowering.unable(spec) is None)
 
 
 def _counted(batches: Iterator[np.ndarray], feed_hash: FeedHash) -> Iterator[np.ndarray]:

@@ -27,20 +27,16 @@ from ..graphs.moe import MoELayer
 from ..graphs.narrowing import NARROWED, activation_scale
 from ..graphs.quantised_host import QuantisedLinear, quantise_host
 from ..graphs.ranges import (
-    EXPERT_HIDDEN,
-    EXPERT_INPUT,
     EXPERT_OUTPUTS,
     EXPERT_PRODUCTS,
+    operand_of,
     range_key,
 )
 from ..graphs.simplify import simplify
 from .model import Model
 from .options import ExportOptions
 
-OPERANDS: Mapping[str, str] = {"experts.w1": EXPERT_INPUT, "experts.w2": EXPERT_HIDDEN}
-"""What each weight of a Soft MoE layer's experts is multiplied with, as a table calls it."""
-
-MUMOE_INT8 = "integer products of its factors are not written yet"
+NO_FACTORS = "its weight tensor is held whole, and integer products are those of factors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +107,6 @@ def _layer(
     kept = f"{problem}: kept in FP32" if problem else "asked for"
     if numbers.precision != "int8":
         return LayerNumbers(float_name, kept, Arithmetic(inner) if inner != FP32.inner else FP32)
-    if layer.spec.kind == "mumoe":
-        raise LoweringError(
-            f"layer {name}: --precision int8 does not serve a muMoE layer: {MUMOE_INT8}",
-            hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
-        )
     if name in numbers.floating:
         measured = None if numbers.retention is None else numbers.retention.reason(name)
         reason = measured or "left out of the quantisation"
@@ -127,12 +118,16 @@ def _layer(
             hint="give a feed with --data, or a table with --calibration",
         )
     form = numbers.form(target)
-    names = [part.name for part in layer.stored() if part.name in OPERANDS]
-    seen = {weight: table.range(range_key(name, OPERANDS[weight])) for weight in names}
     scales = {
-        weight: activation_scale(values, inner, qdq=form == "qdq")
-        for weight, values in seen.items()
+        part.name: activation_scale(table.range(range_key(name, operand)), inner, qdq=form == "qdq")
+        for part in layer.stored()
+        if (operand := operand_of(part.name)) is not None
     }
+    if not scales:
+        raise LoweringError(
+            f"layer {name}: --precision int8 does not serve this layer: {NO_FACTORS}",
+            hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
+        )
     quantised = Quantised(form, numbers.grid(target), scales)
     around = f"; {problem}, so FP32 around it" if problem else ""
     return LayerNumbers("int8", f"asked for{around}", Arithmetic(inner, quantised))
@@ -144,7 +139,7 @@ def _overflow(
     """Why a layer's experts cannot compute in a float type, or None."""
     if inner not in HALF_TYPES:
         return None
-    for key, peak in _peaks(name, table):
+    for key, peak in _peaks(name, layer, table):
         if beyond(peak, inner):
             return f"{key} was seen to reach {peak:.3g}"
     for part in layer.stored():
@@ -156,11 +151,14 @@ def _overflow(
     return None
 
 
-def _peaks(name: str, table: CalibrationTable | None) -> Iterator[tuple[str, float]]:
+def _peaks(
+    name: str, layer: MoELayer, table: CalibrationTable | None
+) -> Iterator[tuple[str, float]]:
     """What was observed within a layer: its name and its largest absolute value."""
     if table is None:
         return
-    for tensor in (EXPERT_INPUT, EXPERT_PRODUCTS, EXPERT_HIDDEN, EXPERT_OUTPUTS):
+    operands = [met for part in layer.stored() if (met := operand_of(part.name)) is not None]
+    for tensor in (*operands[:1], EXPERT_PRODUCTS, *operands[1:], EXPERT_OUTPUTS):
         key = range_key(name, tensor)
         if key in table.ranges:
             yield key, table.ranges[key].peak

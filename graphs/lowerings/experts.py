@@ -15,7 +15,7 @@ from .linear import Linear, operand, product, stacked_scale, stacked_weight
 def expert_rows(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
     """Adds the rows as the experts' first product takes them, in any shape: done once for all."""
     narrow = b.cast(rows, ir.DataType.FLOAT, layer.arithmetic.inner, "experts/rows_narrow")
-    return operand(b, layer, "w1", narrow, "experts/rows")
+    return operand(b, layer, "experts.w1", narrow, "experts/rows")
 
 
 def activate(b: Builder, layer: Layer, hidden: ir.Value, name: str = "experts") -> ir.Value:
@@ -68,12 +68,12 @@ def batched_experts(
     def linear(which: str) -> Linear:
         w = f"w{which}"
         scale, bias = weights.get(f"{w}.scale"), weights.get(f"b{which}")
-        return Linear(w, weights[w], scale, bias, stacked=True)
+        return Linear(f"experts.{w}", weights[w], scale, bias, stacked=True)
 
     hidden = product(b, layer, rows, linear("1"), "experts/products")
     if "w2" not in weights:
         return hidden
-    hidden = operand(b, layer, "w2", activate(b, layer, hidden), "experts/hidden")
+    hidden = operand(b, layer, "experts.w2", activate(b, layer, hidden), "experts/hidden")
     return product(b, layer, hidden, linear("2"), "experts/outputs")
 
 
@@ -87,7 +87,9 @@ def one_expert(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value
     def linear(which: str) -> Linear:
         w = f"w{which}"
         weight = layer.expert(b, f"experts.{w}", index)
-        return Linear(w, weight, constant(f"{w}.scale"), constant(f"b{which}"), stacked=False)
+        return Linear(
+            f"experts.{w}", weight, constant(f"{w}.scale"), constant(f"b{which}"), stacked=False
+        )
 
     name = f"experts/{index}"
     b.tap(EXPERT_INPUT, rows)
@@ -97,7 +99,7 @@ def one_expert(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value
         return hidden
     hidden = activate(b, layer, hidden, name)
     b.tap(EXPERT_HIDDEN, hidden)
-    hidden = operand(b, layer, "w2", hidden, f"{name}/hidden")
+    hidden = operand(b, layer, "experts.w2", hidden, f"{name}/hidden")
     outputs = product(b, layer, hidden, linear("2"), f"{name}/outputs")
     b.tap(EXPERT_OUTPUTS, outputs)
     return outputs

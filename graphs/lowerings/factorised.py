@@ -1,7 +1,8 @@
 """`factorised`: a muMoE layer as products with its factors; the weight tensor is never written out.
 
 Every product is a MatMul of tokens [b, m, ·] with a constant matrix, but for TR's products of two
-small matrices per token and Tucker's mix of what the core gives.
+small matrices per token and Tucker's mix of what the core gives. In INT8 the factors of the input
+and the output, and Tucker's core, are integers; gate and experts' factors stay in floats.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from ..gating import coefficients
 from ..mumoe_spec import FactorisedSpec, MuMoESpec, coefficients_name
 from ..parameters import MuMoELayer
 from .base import STANDARD, LoweringOf, serves_all
-from .multilinear import combined, input_product, mixed, through_tensors
+from .multilinear import combined, factor_product, input_product, mixed, through_tensors
 
 
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
@@ -46,8 +47,7 @@ def _cp(
         experts = layer.stacked(b, f"{name}.expert.{level}")
         weights = b.op("MatMul", gate, experts, name=f"{name}/expert_{level}")
         product = b.op("Mul", product, weights, name=f"{name}/product")
-    b.tap(f"{name}.product", product)
-    return b.op("MatMul", product, layer.stacked(b, f"{name}.output"), name=f"{name}/output")
+    return factor_product(b, layer, f"{name}.output", product, f"{name}/output")
 
 
 def _tr(
@@ -70,8 +70,7 @@ def _tr(
     ring = _chained(b, name, spec, len(gates), ring, input_product(b, layer, name, z))
     around = spec.ranks[0] * spec.ranks[-1]
     flat = b.op("Reshape", ring, b.ints(0, 0, around), name=f"{name}/ring_flat")
-    b.tap(f"{name}.product", flat)
-    return b.op("MatMul", flat, layer.stacked(b, f"{name}.output"), name=f"{name}/output")
+    return factor_product(b, layer, f"{name}.output", flat, f"{name}/output")
 
 
 def _chained(
@@ -104,7 +103,7 @@ def _tucker(
     left per token is smallest after the input, whose rank is the largest: ΠR_e·R_o.
     """
     product = input_product(b, layer, name, z)
-    core = b.op("MatMul", product, layer.stacked(b, f"{name}.core"), name=f"{name}/core")
+    core = factor_product(b, layer, f"{name}.core", product, f"{name}/core")
     shape = b.ints(0, 0, prod(spec.ranks[:-2]), spec.ranks[-1])
     outputs = b.op("Reshape", core, shape, name=f"{name}/core_outputs")
     reduced = [
@@ -112,8 +111,7 @@ def _tucker(
         for e, gate in enumerate(gates)
     ]
     mix = mixed(b, combined(b, reduced, f"{name}/weights"), outputs, f"{name}/core")
-    b.tap(f"{name}.product", mix)
-    return b.op("MatMul", mix, layer.stacked(b, f"{name}.output"), name=f"{name}/output")
+    return factor_product(b, layer, f"{name}.output", mix, f"{name}/output")
 
 
 _CONTRACTIONS = {"cp": _cp, "tr": _tr, "tucker": _tucker}

@@ -1,4 +1,4 @@
-"""One matrix product of the experts, rows·w + b: in floats, in integers, or in Q/DQ form.
+"""One product with a constant matrix, rows·w + b: in floats, in integers, or in Q/DQ form.
 
 In INT8 activations have one scale and weights one per column: x ≈ (q − z)·s and
 w[:, j] ≈ v[:, j]·t[j] with integers q, v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and
@@ -7,15 +7,15 @@ one multiplication per result brings it back.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
 
 from ..arithmetic import Quantised
 from ..builder import Builder
-from ..parameters import Layer
-from ..ranges import Scale
+from ..parameters import Layer, LayerOf
 
 UNIT = 1.0 / 128.0
 """What a step of a stacked weight in Q/DQ form is worth until its column's scale follows: a power
@@ -27,7 +27,8 @@ class Linear:
     """The constants of rows·w + b, of one expert or of several.
 
     Of several, `weight` is [..., in, out] and `bias` and `scale` are [..., 1, out]; of one they are
-    [in, out] and [out]. `key` names the weight; `scale` belongs to one of integers.
+    [in, out] and [out], and the rows are [r, in], or where they are not `flat` of any rank. `key`
+    names the weight among the layer's; `scale` belongs to one of integers.
     """
 
     key: str
@@ -35,9 +36,10 @@ class Linear:
     scale: ir.Value | None
     bias: ir.Value | None
     stacked: bool
+    flat: bool = True
 
 
-def operand(b: Builder, layer: Layer, key: str, rows: ir.Value, name: str) -> ir.Value:
+def operand(b: Builder, layer: LayerOf[Any], key: str, rows: ir.Value, name: str) -> ir.Value:
     """Adds the rows as the product with weight `key` takes them, in any shape.
 
     Integers where it multiplies integers; in Q/DQ form they are rounded beside the product, where
@@ -50,7 +52,7 @@ def operand(b: Builder, layer: Layer, key: str, rows: ir.Value, name: str) -> ir
     return b.op("QuantizeLinear", rows, scale, zero, name=f"{name}_integers")
 
 
-def product(b: Builder, layer: Layer, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
+def product(b: Builder, layer: LayerOf[Any], rows: ir.Value, linear: Linear, name: str) -> ir.Value:
     """Adds rows·w + b for rows that `operand` prepared: [..., r, in] to [..., r, out]."""
     quantised = layer.arithmetic.quantised
     if quantised is None:
@@ -89,14 +91,14 @@ def stacked_scale(b: Builder, layer: Layer, key: str) -> ir.Value:
 def _floats(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
     if linear.bias is None:
         return b.op("MatMul", rows, linear.weight, name=name)
-    if not linear.stacked:
+    if linear.flat and not linear.stacked:
         return b.op("Gemm", rows, linear.weight, linear.bias, name=name)
     products = b.op("MatMul", rows, linear.weight, name=f"{name}_unbiased")
     return b.op("Add", products, linear.bias, name=name)
 
 
 def _rounded(
-    b: Builder, layer: Layer, quantised: Quantised, rows: ir.Value, linear: Linear, name: str
+    b: Builder, layer: LayerOf[Any], quantised: Quantised, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
     scale, zero = _scale(b, layer, quantised, linear.key)
     integers = b.op("QuantizeLinear", rows, scale, zero, name=f"{name}_integers")
@@ -104,14 +106,14 @@ def _rounded(
     if linear.stacked:
         return _scaled(b, b.op("MatMul", rows, linear.weight, name=f"{name}_units"), linear, name)
     weight = b.op("DequantizeLinear", linear.weight, linear.scale, axis=1, name=f"{name}_weight")
-    return _floats(b, rows, Linear(linear.key, weight, None, linear.bias, False), name)
+    return _floats(b, rows, replace(linear, weight=weight, scale=None), name)
 
 
 def _integers(
     b: Builder, quantised: Quantised, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
     """Integer products; their `scale` holds both steps, that of the rows and that of the weight."""
-    zero = b.constant(np.array(_activation(quantised, linear.key).zero_point, dtype=np.uint8))
+    zero = b.constant(np.array(quantised.inputs[linear.key].zero_point, dtype=np.uint8))
     weight_zero = None
     if quantised.grid.zero_point:
         weight_zero = b.constant(np.array(quantised.grid.zero_point, dtype=np.uint8))
@@ -146,15 +148,13 @@ def _scaled(b: Builder, products: ir.Value, linear: Linear, name: str) -> ir.Val
     return b.op("Add", scaled, linear.bias, name=name)
 
 
-def _scale(b: Builder, layer: Layer, quantised: Quantised, key: str) -> tuple[ir.Value, ir.Value]:
+def _scale(
+    b: Builder, layer: LayerOf[Any], quantised: Quantised, key: str
+) -> tuple[ir.Value, ir.Value]:
     """The step and the zero point of what meets a weight, as constants."""
-    scale = _activation(quantised, key)
+    scale = quantised.inputs[key]
     kind = np.int8 if quantised.form == "qdq" else np.uint8
     return (
         b.number(scale.scale, layer.arithmetic.inner),
         b.constant(np.array(scale.zero_point, dtype=kind)),
     )
-
-
-def _activation(quantised: Quantised, key: str) -> Scale:
-    return quantised.inputs[f"experts.{key}"]

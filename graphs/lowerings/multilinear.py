@@ -10,6 +10,8 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..mumoe_spec import NORM_EPS, FactorisedSpec
 from ..parameters import MuMoELayer
+from ..ranges import operand_of
+from .linear import Linear, operand, product
 
 Contract = Callable[[Builder, MuMoELayer, str, FactorisedSpec, ir.Value], ir.Value]
 """Adds y = W(a_1, …, a_E, z) [b, m, o] for the tensor of that name and its input z [b, m, d]."""
@@ -60,11 +62,28 @@ def _rewritten(b: Builder, layer: MuMoELayer, gates: Sequence[ir.Value], y: ir.V
 
 def input_product(b: Builder, layer: MuMoELayer, name: str, z: ir.Value) -> ir.Value:
     """Adds z·A + a0: the last row of the input factor, which a 1 would meet, is added instead."""
-    b.tap(f"{name}.input", z)
-    product = b.op("MatMul", z, layer.stacked(b, f"{name}.input"), name=f"{name}/input")
-    if not layer.tensors.has(f"{name}.bias"):
-        return product
-    return b.op("Add", product, layer.stacked(b, f"{name}.bias"), name=f"{name}/input_biased")
+    bias = layer.stacked(b, f"{name}.bias") if layer.tensors.has(f"{name}.bias") else None
+    return factor_product(b, layer, f"{name}.input", z, f"{name}/input", bias)
+
+
+def factor_product(
+    b: Builder,
+    layer: MuMoELayer,
+    key: str,
+    rows: ir.Value,
+    name: str,
+    bias: ir.Value | None = None,
+) -> ir.Value:
+    """Adds rows·W + bias for rows [b, m, ·] and a large factor W, in integers where it holds them.
+
+    Those are the factors of the input and the output, and Tucker's core.
+    """
+    met = operand_of(key)
+    assert met is not None, f"{key} is no large factor"
+    b.tap(met, rows)
+    scale = layer.stacked(b, f"{key}.scale") if layer.tensors.has(f"{key}.scale") else None
+    factor = Linear(key, layer.stacked(b, key), scale, bias, stacked=False, flat=False)
+    return product(b, layer, operand(b, layer, key, rows, name), factor, name)
 
 
 def combined(b: Builder, vectors: Sequence[ir.Value], name: str, op: str = "Mul") -> ir.Value:

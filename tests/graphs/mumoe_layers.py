@@ -13,11 +13,13 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from moexport.exporter.families.mumoe_tensor import tensor_names
+from moexport.graphs.arithmetic import FP32, Arithmetic
 from moexport.graphs.builder import Builder
 from moexport.graphs.edits import Rewrite
 from moexport.graphs.lowerings.registry import MUMOE_LOWERINGS
 from moexport.graphs.mumoe import MuMoE, MuMoEWeights
 from moexport.graphs.mumoe_spec import FactorisedSpec, Form, MuMoESpec
+from moexport.graphs.narrowing import narrowed
 from moexport.graphs.parameters import MuMoELayer
 from moexport.tests.exporter.reference import Array, gelu, layer_norm, softmax
 
@@ -74,15 +76,27 @@ class InMemory:
     def has(self, name: str) -> bool:
         return name in self.arrays
 
-    def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
-        array = self.arrays[name]
-        return ir.tensor(array[None] if batched else array, name=name)
+    def stacked(self, name: str) -> ir.TensorProtocol:
+        return ir.tensor(self.arrays[name], name=name)
 
     def expert(self, name: str, index: int) -> ir.TensorProtocol:
         return ir.tensor(self.arrays[name][index], name=f"{name}/{index}")
 
 
-def graph(layer: MuMoE, kept: int | None = None, lowering: str | None = None) -> ir.Model:
+def arrays_of(layer: MuMoE, arithmetic: Arithmetic = FP32) -> dict[str, np.ndarray]:
+    """The layer's weights as they are stored, by name."""
+    return {
+        part.name: np.concatenate([a.reshape(-1) for a in part.parts]).reshape(part.shape)
+        for part in narrowed(layer.stored(), arithmetic)
+    }
+
+
+def graph(
+    layer: MuMoE,
+    kept: int | None = None,
+    lowering: str | None = None,
+    arithmetic: Arithmetic = FP32,
+) -> ir.Model:
     """The layer alone as a model from `x` [b, m, d] to `output`."""
     spec = layer.spec
     record = MUMOE_LOWERINGS[lowering or ("unfactorised" if spec.form == "full" else "factorised")]
@@ -92,11 +106,12 @@ def graph(layer: MuMoE, kept: int | None = None, lowering: str | None = None) ->
         type=ir.TensorType(ir.DataType.FLOAT),
     )
     b = Builder(spec.name)
-    arrays = {
-        part.name: np.concatenate([a.reshape(-1) for a in part.parts]).reshape(part.shape)
-        for part in layer.stored()
-    }
-    found = MuMoELayer(spec, InMemory(arrays), spec.experts if kept is None else kept)
+    found = MuMoELayer(
+        spec,
+        InMemory(arrays_of(layer, arithmetic)),
+        spec.experts if kept is None else kept,
+        arithmetic=arithmetic,
+    )
     y = record.build(b, found, x)
     y.type = ir.TensorType(ir.DataType.FLOAT)
     inner = ir.Graph(
@@ -104,14 +119,17 @@ def graph(layer: MuMoE, kept: int | None = None, lowering: str | None = None) ->
         [y],
         nodes=b.nodes,
         initializers=list({v.name: v for v in b.initializers}.values()),
-        opset_imports={"": 20},
+        opset_imports={"": 20, "com.microsoft": 1},
         name="layer",
     )
     return ir.Model(inner, ir_version=10)
 
 
 def run(model: ir.Model, x: np.ndarray) -> np.ndarray:
-    session = ort.InferenceSession(ir.to_proto(model).SerializeToString())
+    options = ort.SessionOptions()
+    # Its own fusion of Q/DQ saturates on CPUs without VNNI.
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    session = ort.InferenceSession(ir.to_proto(model).SerializeToString(), options)
     (y,) = session.run(None, {"x": x.astype(np.float32)})
     return np.asarray(y)
 

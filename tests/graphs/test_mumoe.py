@@ -170,7 +170,7 @@ def counted_macs(model: ir.Model, tokens: int) -> int:
         if node.op_type == "MatMul":
             left, right = (shapes[name] for name in node.input)
             counted += int(np.prod(left)) * right[-1]
-        elif node.output[0].endswith(("/input_biased", "/outputs_biased")):
+        elif node.output[0].endswith(("/input", "/outputs_biased")):
             counted += int(np.prod(shapes[node.output[0]]))  # the row that a 1 would meet
     return counted
 

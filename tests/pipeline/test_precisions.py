@@ -135,12 +135,6 @@ def test_what_cannot_be_is_refused_with_the_reason(
     assert not (tmp_path / "out").exists()
 
 
-def test_a_mumoe_layer_has_no_int8(tmp_path: Path) -> None:
-    outcome = export(read_case("mumoe_cp"), tmp_path, "--precision", "int8")
-    assert outcome.code == 1
-    assert "does not serve a muMoE layer" in outcome.error
-
-
 @pytest.mark.parametrize("target", ["ort-cpu", "onnx"])
 def test_all_linear_layers_but_the_head_may_be_int8(target: str, tmp_path: Path) -> None:
     case = read_case("soft_moe_vit")

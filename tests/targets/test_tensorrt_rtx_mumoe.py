@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from moexport.exporter.engines.build import build_engine
 from moexport.exporter.engines.flavours import TENSORRT_RTX
@@ -16,6 +17,7 @@ from moexport.graphs.edits import LayerEdits, Rewrite
 from moexport.graphs.mumoe_spec import Form
 from moexport.tests.graphs.mumoe_layers import graph, random_layer, saved
 from moexport.tests.graphs.test_mumoe import spec_of
+from moexport.tests.recorded import read_case
 from moexport.tests.targets.engines import build, export, needs_rtx
 
 pytestmark = needs_rtx
@@ -54,6 +56,15 @@ def test_a_graph_that_keeps_all_coefficients_compiles(tmp_path: Path) -> None:
 def test_k_as_an_input_compiles(name: str, tmp_path: Path) -> None:
     (record,) = build(export(name, tmp_path, "--k", "input"), "--profile", PROFILES[name])
     assert record["profiles"][0]["k"][0] == 1
+
+
+@pytest.mark.parametrize("name", ["mumoe_cp", "mumoe_tr_2level"])
+def test_int8_factors_compile(name: str, tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", input=read_case(name).x)
+    data = ("--data", str(tmp_path / "x.npz"))
+    bundle = export(name, tmp_path, "--k", "n", "--precision", "int8", *data)
+    (record,) = build(bundle, "--profile", PROFILES[name])
+    assert record["precision"].get("int8", 0) > 0
 
 
 @pytest.mark.parametrize("activation", ["sparsemax", "softmax"])
