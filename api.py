@@ -33,8 +33,7 @@ from .exporter.bundle import Bundle
 from .exporter.calibrate import CalibrationOptions
 from .exporter.calibrate import calibrate as run_calibration
 from .exporter.edits import read_edits
-from .exporter.engines.additions import add_to_bundle, staging
-from .exporter.engines.bundle import make_engines, plan_engines
+from .exporter.engines.bundle import add_engines, plan_engines
 from .exporter.engines.cache import default_cache
 from .exporter.engines.options import EngineOptions
 from .exporter.export import export as export_bundle
@@ -176,16 +175,13 @@ def build(
 ) -> Bundle:
     """Compiles the engines of a bundle's graphs into it and returns it with its new manifest.
 
-    Raises what `exporter.engines.bundle.plan_engines` and `make_engines` raise.
+    Raises what `exporter.engines.bundle.plan_engines` and `add_engines` raise.
     """
     wanted = options or EngineOptions(cache=default_cache())
     name = target or bundle.manifest.target
     plans = plan_engines(bundle.manifest, name, wanted, graph=graph)
-    with staging(bundle.path) as staged:
-        made = list(
-            make_engines(bundle.path, bundle.manifest, plans, staged, progress, rebuild=rebuild)
-        )
-        return Bundle(bundle.path, add_to_bundle(bundle.path, made, staged))
+    manifest = add_engines(bundle.path, bundle.manifest, plans, progress, rebuild=rebuild)
+    return Bundle(bundle.path, manifest)
 
 
 def bench(
@@ -232,14 +228,15 @@ def bench(
         lowerings=parse_lowerings(lowering),
         batches=tuple(batch),
         engines=selection.names,
-        providers=selection.providers(),
         precisions=parse_precisions(precision),
         threads=threads,
     )
     first = next((item for item in listed if isinstance(item, Model)), None)
-    if first is not None and "int8" in asked.precisions:
-        source = _labelled(data, first, max(batch), pixels)
-        asked = replace(asked, calibration=source.head(CALIBRATION_INPUTS).inputs)
+    labelled = None if first is None else _labelled(data, first, max(batch), pixels)
+    if labelled is not None:
+        asked = replace(asked, shape=labelled.head(1).inputs.shape[1:])
+        if "int8" in asked.precisions:
+            asked = replace(asked, calibration=labelled.head(CALIBRATION_INPUTS).inputs)
     settings = Settings(
         batches=tuple(batch),
         protocol=Protocol(rounds=rounds, round_s=round_s, inputs=8),
@@ -250,7 +247,8 @@ def bench(
     )
     with ExitStack() as stack:
         subjects = _subjects(listed, asked, stack, watcher)
-        labelled = _labelled(data, subjects[0].model, max(batch), pixels)
+        if labelled is None:
+            labelled = _labelled(data, subjects[0].model, max(batch), pixels)
         analyses = studied(subjects, labelled, wanted, samples, watcher) if wanted else {}
         return run_bench(
             subjects,

@@ -132,7 +132,9 @@ def run(
     graph: Annotated[
         str | None, typer.Option(help="A file or lowering, where the bundle holds several.")
     ] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads; the runtime chooses.")] = None,
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads; the runtime chooses.")
+    ] = None,
     engine: RunEngine = Engine.ONNXRUNTIME,
     provider: RunProvider = Provider.CPU,
     trust_engine: TrustEngine = False,
@@ -143,7 +145,7 @@ def run(
     check_runner(engine, provider, trust_engine, threads)
     from .exporter.run import run_file
 
-    shape = run_file(
+    written = run_file(
         bundle,
         input_file,
         output_file,
@@ -154,7 +156,13 @@ def run(
         provider=provider.value,
         trust_engine=trust_engine,
     )
-    Console(verbose=verbose, quiet=quiet).note(f"{output_file}: output of shape {shape}")
+    console = Console(verbose=verbose, quiet=quiet)
+    console.note(f"{output_file}: output of shape {written.shape}")
+    if written.not_finite:
+        console.note(
+            f"{written.not_finite} values of the output are NaN or infinite: look at the inputs; "
+            "a 16-bit graph overflows beyond what was calibrated"
+        )
 
 
 app.command(

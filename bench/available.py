@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from ..errors import UsageError
-from ..exporter.engines.device import first_gpu
+from ..exporter.doctor import Ability, diagnose
 from ..exporter.engines.flavours import FLAVOURS
+from ..graphs.target import Target
 from .results import (
     ONNXRUNTIME,
     PYTORCH_ALGORITHM_2,
@@ -27,13 +29,20 @@ COMPILERS = ("c++", "g++", "clang++")
 class EngineKind:
     """An engine as `--engine` names it: the rows' `engine` and `provider`, and what it needs.
 
-    `missing` returns why it cannot run here, None where it can.
+    `missing` returns why it cannot run here, None where it can. `target` is what graphs for it are
+    exported for, None where it runs PyTorch's own modules.
     """
 
     name: str
     engine: str
     provider: str
     missing: Callable[[], str | None]
+    target: Target | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it runs engines that are compiled from graphs: one of the TensorRTs."""
+        return self.engine in FLAVOURS
 
 
 def _nothing() -> str | None:
@@ -47,28 +56,24 @@ def _compiler() -> str | None:
     return f"no C++ compiler ({', '.join(COMPILERS)}): install one, for example g++"
 
 
-def _provider(name: str) -> Callable[[], str | None]:
-    def missing() -> str | None:
-        import onnxruntime
+def _able(*names: str) -> Callable[[], str | None]:
+    """What `moexport doctor` says against the first of these abilities that is not there."""
 
-        if name not in onnxruntime.get_available_providers():
-            return f"this ONNX Runtime was built without {name}: pip install onnxruntime-gpu"
-        return _gpu()
+    def missing() -> str | None:
+        found = _abilities()
+        return next((found[name].detail for name in names if not found[name].available), None)
 
     return missing
 
 
-def _gpu() -> str | None:
-    return None if first_gpu() else "no NVIDIA GPU on this machine"
+@functools.cache
+def _abilities() -> dict[str, Ability]:
+    return {ability.name: ability for ability in diagnose().abilities}
 
 
 def _flavour(name: str) -> Callable[[], str | None]:
-    def missing() -> str | None:
-        if not FLAVOURS[name].installed():
-            return f"not installed: {FLAVOURS[name].install}"
-        return _gpu()
-
-    return missing
+    title = FLAVOURS[name].title
+    return _able(f"build {title} engines", f"run {title} engines")
 
 
 KINDS = {
@@ -77,16 +82,19 @@ KINDS = {
         EngineKind(PYTORCH_EAGER, PYTORCH_EAGER, "cpu", _nothing),
         EngineKind(PYTORCH_COMPILE, PYTORCH_COMPILE, "cpu", _compiler),
         EngineKind(PYTORCH_ALGORITHM_2, PYTORCH_ALGORITHM_2, "cpu", _nothing),
-        EngineKind(ONNXRUNTIME, ONNXRUNTIME, "cpu", _nothing),
-        EngineKind(f"{ONNXRUNTIME}-cuda", ONNXRUNTIME, "cuda", _provider("CUDAExecutionProvider")),
+        EngineKind(ONNXRUNTIME, ONNXRUNTIME, "cpu", _able("run on CPU"), "ort-cpu"),
+        EngineKind(f"{ONNXRUNTIME}-cuda", ONNXRUNTIME, "cuda", _able("run on CUDA"), "ort-cuda"),
         EngineKind(
             f"{ONNXRUNTIME}-tensorrt",
             ONNXRUNTIME,
             "tensorrt",
-            _provider("TensorrtExecutionProvider"),
+            _able("run on ONNX Runtime's TensorRT"),
+            "onnx",
         ),
-        EngineKind(TENSORRT, TENSORRT, "tensorrt", _flavour(TENSORRT)),
-        EngineKind(TENSORRT_RTX, TENSORRT_RTX, "tensorrt-rtx", _flavour(TENSORRT_RTX)),
+        EngineKind(TENSORRT, TENSORRT, TENSORRT, _flavour(TENSORRT), "tensorrt"),
+        EngineKind(
+            TENSORRT_RTX, TENSORRT_RTX, TENSORRT_RTX, _flavour(TENSORRT_RTX), "tensorrt-rtx"
+        ),
     )
 }
 """Every engine, by its name; the untouched model (`pytorch-eager`) is always measured."""
@@ -105,10 +113,6 @@ class Selection:
     def names(self) -> tuple[str, ...]:
         """The engines to measure, as `--engine` names them."""
         return tuple(kind.name for kind in self.present)
-
-    def providers(self) -> tuple[str, ...]:
-        """The providers of ONNX Runtime among them."""
-        return tuple(kind.provider for kind in self.present if kind.engine == ONNXRUNTIME)
 
 
 def parse_engines(text: str) -> tuple[str, ...]:

@@ -5,17 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
-
 from ..exporter.bundle import Bundle
-from ..exporter.engines.build import build_engine
-from ..exporter.engines.flavours import FLAVOURS
-from ..exporter.engines.importer import check_graph
-from ..exporter.engines.options import CURRENT, EngineOptions
-from ..exporter.engines.profiles import Profile
+from ..exporter.engines.additions import engines_of
+from ..exporter.engines.bundle import add_engines, plan_engines
+from ..exporter.engines.options import EngineOptions
 from ..exporter.engines.session import EngineSession
-from ..exporter.progress import Silent
-from .data import Array
+from .data import Array, in_batches
 
 
 @dataclass(frozen=True)
@@ -26,10 +21,14 @@ class EngineRunner:
     k: int | None
 
     def __call__(self, x: Array) -> Array:
-        """Maps inputs [b, …] to outputs [b, …]; more than its profiles take, in several runs."""
-        most = max(each.max[0] for each in self.session.profiles)
-        parts = [self.session(x[at : at + most], self.k) for at in range(0, len(x), most)]
-        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+        """Maps inputs [b, …] to outputs [b, …], in batches of sizes that its profiles take."""
+        sizes = [(each.min[0], each.max[0]) for each in self.session.profiles]
+        return in_batches(
+            lambda part: self.session(part, self.k),
+            x,
+            most=max(high for _, high in sizes),
+            takes=lambda size: any(low <= size <= high for low, high in sizes),
+        )
 
 
 @dataclass(frozen=True)
@@ -49,26 +48,26 @@ class BundleEngine:
 
 @dataclass(frozen=True)
 class GraphEngine:
-    """Compiles the engine of a graph beside it, for the GPU here, and opens it.
+    """Opens the engine of a graph that a sweep has exported; it is compiled the first time.
 
-    `cards` are the compute capabilities where the flavour must be told them.
+    The precision that was built is checked as `moexport build` does it, and the engine is kept for
+    the next time where those are.
     """
 
-    graph: Path
+    bundle: Path
     flavour: str
-    profile: Profile
-    cards: tuple[str, ...] = (CURRENT,)
+    graph: str
+    options: EngineOptions
 
     def __call__(self) -> EngineRunner:
-        """Opens the engine; compiles it the first time."""
-        return EngineRunner(EngineSession(self.built(), trust=True, eager=True), None)
+        """Opens the engine; `EngineError` where it cannot be compiled as asked, or not run."""
+        self.build()
+        return BundleEngine(self.bundle, self.flavour, self.graph)()
 
-    def built(self) -> Path:
-        """Returns the engine's file, which is compiled unless it is there."""
-        chosen = FLAVOURS[self.flavour]
-        path = self.graph.with_name(f"engine-{self.flavour}-{self.graph.stem}.plan")
-        if not path.is_file():
-            check_graph(self.graph, chosen, ())
-            cards = self.cards if chosen.cards else ()
-            build_engine(self.graph, chosen, [self.profile], EngineOptions(), cards, path, Silent())
-        return path
+    def build(self) -> None:
+        """Puts the engine into the bundle, unless it is there."""
+        manifest = Bundle.open(self.bundle).manifest
+        there = {(each.flavour, each.graph) for each in engines_of(manifest)}
+        if (self.flavour, self.graph) not in there:
+            plans = plan_engines(manifest, self.flavour, self.options, graph=self.graph)
+            add_engines(self.bundle, manifest, plans)

@@ -6,17 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from ..errors import UsageError
-from ..exporter.factory import is_factory
 from ..exporter.load import load
 from ..exporter.model import Model
 from ..graphs.layers import Algorithm, recorded_routing
 from ..graphs.moe import moe_layers, sharing_weights
-from .data import Array
+from ..user_code import names_code
+from .data import Array, in_batches
 from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_COMPILE, PYTORCH_EAGER
 
 Runner = Callable[[Array], Array]
@@ -104,7 +103,7 @@ class Contestant:
         words = [self.engine]
         if self.lowering is not None:
             words += [self.lowering, self.precision]
-        if self.provider != "cpu":
+        if self.provider not in ("cpu", self.engine):
             words.append(self.provider)
         return f"{self.model}: {' '.join(words)} k={self.k}/{self.experts}"
 
@@ -158,13 +157,7 @@ class CompiledPyTorch:
 
     def __call__(self, x: Array) -> Array:
         """Maps inputs [b, ...] to outputs [b, ...]."""
-        if len(x) in self._sizes:
-            return self._run(x)
-        parts = []
-        for start in range(0, len(x), self._largest):
-            rows = np.arange(start, start + self._largest).clip(max=len(x) - 1)
-            parts.append(self._run(np.ascontiguousarray(x[rows])))
-        return np.concatenate(parts)[: len(x)]
+        return in_batches(self._run, x, most=self._largest, takes=self._sizes.__contains__)
 
 
 def untouched(model: Model) -> PyTorch:
@@ -282,7 +275,7 @@ def contestants(subject: Subject, batches: Sequence[int] = (1,)) -> dict[Contest
 def _torch_entry(model: Model, form: TorchForm) -> Entry:
     here = Held(model, form)
     source = model.source
-    factory = is_factory(source.path)
+    factory = names_code(source.path)
     if not factory and not source.files:
         return Entry(here, here)
     return Entry(

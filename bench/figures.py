@@ -11,8 +11,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
-from .results import Results, Row
-from .views import Panel, limit_lines, panels
+from .results import Interval, Results
+from .views import Bar, Line, Panel, limit_lines, panels
 
 COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -47,7 +47,7 @@ STYLE: Any = {
 
 
 def figures(results: Results, directory: Path) -> tuple[Path, ...]:
-    """Writes latency beside accuracy over k, PNG and SVG per batch size; returns their paths.
+    """Writes latency beside accuracy or perplexity over k, PNG and SVG per batch; returns them.
 
     The smallest batch size is `latency_accuracy`, others `latency_accuracy_batch{b}`; each holds a
     row of two charts per model.
@@ -74,7 +74,7 @@ def _draw(chosen: list[Panel], paths: Sequence[Path]) -> None:
         grid = figure.subplots(len(chosen), 2, squeeze=False)
         for (left, right), panel in zip(grid, chosen, strict=True):
             _latency(left, panel)
-            _accuracy(right, panel)
+            _quality(right, panel)
         handles: dict[str, Any] = {}
         for axes in grid[:, 0]:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
@@ -93,23 +93,31 @@ def _draw(chosen: list[Panel], paths: Sequence[Path]) -> None:
 def _latency(axes: Axes, panel: Panel) -> None:
     axes.set_title(f"{panel.model}: latency, batch {panel.batch}")
     axes.set_ylabel("median, ms")
-    if panel.reference is not None and panel.reference.latency_ms is not None:
-        _horizontal(axes, panel.reference.latency_ms.median)
+    reference = None if panel.reference is None else panel.reference.latency_ms
+    if reference is not None:
+        _horizontal(axes, reference.median)
+        rounds = [min(each, panel.top_ms) for each in reference.rounds]
+        axes.axhspan(min(rounds), max(rounds), color=REFERENCE, alpha=0.13, linewidth=0)
     for line in panel.lines:
-        rows = [row for row in line.rows if row.latency_ms is not None]
-        medians = [row.latency_ms.median for row in rows if row.latency_ms]
-        below = [r.latency_ms.median - min(r.latency_ms.rounds) for r in rows if r.latency_ms]
-        above = [max(r.latency_ms.rounds) - r.latency_ms.median for r in rows if r.latency_ms]
-        # A median of all calls can lie outside the medians of its rounds by a hair.
-        error = [[max(0.0, e) for e in below], [max(0.0, e) for e in above]]
-        axes.errorbar(
-            [row.k for row in rows], medians, yerr=error, capsize=2.5, elinewidth=1,
-            label=line.name, **_look(line.look),
-        )  # fmt: skip
+        measured = [(row.k, row.latency_ms) for row in line.rows if row.latency_ms is not None]
+        bars = [panel.bar(latency) for _, latency in measured]
+        _with_bars(axes, [k for k, _ in measured], bars, label=line.name, **_look(line.look))
+        # A bar that goes on outside ends in an arrow.
+        look = _look(line.look) | {"marker": "^", "clip_on": False}
+        for k in (k for (k, _), bar in zip(measured, bars, strict=True) if bar.cut):
+            axes.plot(k, 0.985 * panel.top_ms, **look)
     for limit in limit_lines(panel):
         ks, least = zip(*limit.points, strict=True)
         axes.plot(ks, least, color=REFERENCE, linestyle=":", linewidth=1.2, label=limit.name)
     axes.set_ylim(0, panel.top_ms)
+    _k_axis(axes, panel)
+
+
+def _quality(axes: Axes, panel: Panel) -> None:
+    if panel.quality == "perplexity":
+        _perplexity(axes, panel)
+    else:
+        _accuracy(axes, panel)
     _k_axis(axes, panel)
 
 
@@ -118,25 +126,45 @@ def _accuracy(axes: Axes, panel: Panel) -> None:
     axes.set_ylabel("% of all experts' accuracy")
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     _horizontal(axes, 1.0)
-    measured = False
-    for line in panel.lines:
-        points = [(row.k, kept) for row in line.rows if (kept := _retention(row)) is not None]
-        if points:
-            measured = True
-            look = _look(line.look)
-            # Engines with one k mostly agree here: earlier marks are larger, so all can be seen.
-            look["markersize"] = max(3.5, 9 - 2 * panel.lines.index(line))
-            axes.plot([k for k, _ in points], [share for _, share in points], **look)
-    if not measured:
+    for line, looks in _nested(panel):
+        bars = {row.k: _bar(row.kept, row.kept_interval) for row in line.rows}
+        known = {k: bar for k, bar in bars.items() if bar is not None}
+        _with_bars(axes, list(known), list(known.values()), **looks)
+    if panel.quality is None:
         axes.text(
             0.5, 0.5, "not measured: no labels", transform=axes.transAxes, ha="center", color=INK
         )
-    axes.set_ylim(bottom=0, top=1.05 if axes.get_ylim()[1] < 1.05 else None)
-    _k_axis(axes, panel)
+    axes.set_ylim(bottom=0, top=max(1.05, axes.get_ylim()[1]))
 
 
-def _retention(row: Row) -> float | None:
-    return None if row.accuracy is None else row.accuracy.retention
+def _perplexity(axes: Axes, panel: Panel) -> None:
+    axes.set_title(f"{panel.model}: perplexity")
+    axes.set_ylabel("perplexity, less is better")
+    reference = panel.reference
+    if reference is not None and reference.perplexity is not None:
+        _horizontal(axes, reference.perplexity.value)
+    for line, looks in _nested(panel):
+        found = {row.k: row.perplexity for row in line.rows if row.perplexity is not None}
+        bars = [Bar.around(each.value, each.interval) for each in found.values()]
+        _with_bars(axes, list(found), bars, **looks)
+
+
+def _bar(value: float | None, interval: Interval | None) -> Bar | None:
+    return None if value is None else Bar.around(value, interval)
+
+
+def _nested(panel: Panel) -> list[tuple[Line, dict[str, Any]]]:
+    """Engines with one k mostly agree: earlier marks are larger, so that all can be seen."""
+    return [
+        (line, _look(line.look) | {"markersize": max(3.5, 9 - 2 * index)})
+        for index, line in enumerate(panel.lines)
+    ]
+
+
+def _with_bars(axes: Axes, ks: Sequence[int], bars: Sequence[Bar], **look: Any) -> None:
+    error = [[bar.below for bar in bars], [bar.above for bar in bars]]
+    values = [bar.value for bar in bars]
+    axes.errorbar(ks, values, yerr=error, capsize=2.5, elinewidth=1, **look)
 
 
 def _horizontal(axes: Axes, value: float) -> None:

@@ -155,7 +155,7 @@ def describe(heats: Sequence[Heat], expected: Estimate | None = None) -> str:
         kinds: dict[str, list[str]] = {}
         for c in heat.contestants:
             name = c.engine if c.lowering is None else f"{c.engine} {c.lowering} {c.precision}"
-            name += "" if c.provider == "cpu" else f" {c.provider}"
+            name += "" if c.provider in ("cpu", c.engine) else f" {c.provider}"
             kinds.setdefault(name, []).append(str(c.k))
         listed = "; ".join(f"{name} k={','.join(ks)}" for name, ks in kinds.items())
         lines.append(f"  {first.model}, n={first.experts}, batch {heat.batch}: {listed}")

@@ -27,6 +27,7 @@ from .views import (
     Panel,
     caveat,
     choice,
+    empty_charts,
     front,
     limit_lines,
     line_name,
@@ -40,19 +41,20 @@ from .views import (
 
 RULE = (
     f"The sentence is about the fastest row that keeps at least {KEPT:.0%} of the untouched "
-    "PyTorch model's accuracy; where none does, about the one that keeps most."
+    "PyTorch model's accuracy or perplexity; where none does, about the one that keeps most. "
+    "Without labels it is about the fastest."
 )
 CHART_NOTE = (
     "Latency bars reach from the fastest to the slowest round (medians); differences smaller than "
     "the bars are no difference. Accuracy bars are 95% confidence intervals. The dashed line is "
-    "the untouched PyTorch model with all experts. A bar that leaves the chart belongs to a much "
-    "slower round; the table has its spread. The thin line is the least time that this machine "
-    "needs for the work, by its own bandwidth and matmul rate."
+    "the untouched PyTorch model with all experts, the band around it its rounds. An arrow at the "
+    "upper edge ends a bar that goes on: one round was much slower. The thin line is the least "
+    "time that this machine needs for the work, by its own bandwidth and matmul rate."
 )
 PARETO_NOTE = (
-    "Left: every row by its latency and by what it keeps of the untouched model; those on the "
-    "dotted line are beaten by none in both. Right: against PyTorch with the same k, the share of "
-    "samples for which every layer chose the same experts."
+    "What speed costs: every row by its latency and by what it keeps of the untouched model; those "
+    "on the dotted line are beaten by none in both. Routing agreement: against PyTorch with the "
+    "same k, the share of samples for which every layer chose the same experts."
 )
 PARTS_NOTE = (
     "By ONNX Runtime's profile of every node, on the same inputs; its clock makes small nodes look "
@@ -87,6 +89,7 @@ def html(results: Results, comparison: Comparison | None = None) -> str:
         "TITLE": escape(f"moexport benchmark: {', '.join(names)}"),
         "STYLE": _asset("report.css"),
         "CREATED": escape(results.created.replace("T", " ").replace("+00:00", " UTC")),
+        "EMPTY": escape(" ".join(empty_charts(shown[0]).values()) if shown else ""),
         "SUMMARY": escape(summary(shown[0]) if shown else "No rows were measured."),
         "CAVEAT": escape(caveat(shown[0]) if shown else ""),
         "RULE": escape(RULE),
@@ -134,6 +137,7 @@ def payload(panel: Panel) -> dict[str, Any]:
         "summary": summary(panel),
         "caveat": caveat(panel),
         "tiles": tiles(panel),
+        "empty": empty_charts(panel),
         "reference": None if reference is None else _point(panel, reference, UNTOUCHED, best),
         "limits": [
             {"name": line.name, "points": [{"k": k, "ms": ms} for k, ms in line.points]}
@@ -170,13 +174,14 @@ def _point(panel: Panel, row: Row, name: str, best: Sequence[Row]) -> dict[str, 
 def _latency(panel: Panel, row: Row) -> dict[str, Any]:
     latency = row.latency_ms
     if latency is None:
-        return {"median": None, "above": 0, "below": 0, "latency": ""}
+        return {"median": None, "above": 0, "below": 0, "cut": False, "latency": ""}
     ratio = panel.speedup(row)
     speed = "" if ratio is None or row.is_reference else f", {times(ratio)}"
     return {
         "median": latency.median,
         "above": max(0.0, max(latency.rounds) - latency.median),
         "below": max(0.0, latency.median - min(latency.rounds)),
+        "cut": panel.bar(latency).cut,
         "latency": f"{milliseconds(latency.median)} ms{speed} (p90 {milliseconds(latency.p90)})",
     }
 

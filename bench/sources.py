@@ -12,11 +12,12 @@ from typing import Literal, get_args
 import numpy as np
 
 from ..calibration.arrays import npz_archive
-from ..calibration.feeds import batches, names_code
+from ..calibration.feeds import batches
 from ..calibration.labels import Array, Pair, labelled_batches
 from ..calibration.stream import limited_pairs, rebatched_pairs
 from ..errors import FeedError, UsageError
 from ..exporter.model import TensorSpec
+from ..user_code import names_code
 from .data import Labelled, LabelledData, fingerprint
 
 Pixels = Literal["unit", "symmetric", "imagenet"]

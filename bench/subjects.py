@@ -14,63 +14,55 @@ from ..errors import CalibrationError, LoweringError, MoexportError, UsageError
 from ..exporter.bundle import Bundle, selected_values
 from ..exporter.edited import edited
 from ..exporter.edits import Edits
+from ..exporter.engines.cache import default_cache
 from ..exporter.engines.flavours import FLAVOURS
-from ..exporter.engines.profiles import profile
-from ..exporter.export import port_of, prepare, write_graphs
+from ..exporter.engines.options import CURRENT, EngineOptions
+from ..exporter.export import Prepared, manifest_of, prepare, write_graphs
 from ..exporter.hashing import hash_files
 from ..exporter.load import load
 from ..exporter.manifest import MANIFEST_FILE
 from ..exporter.model import Model
 from ..exporter.numbers import Numbers, Scope
-from ..exporter.options import AUTO, DEFAULT_TOKENS, TUNE, AxisRange, ExportOptions, Kept
+from ..exporter.options import AUTO, TUNE, AxisRange, ExportOptions, Kept
 from ..exporter.plan import GraphPlan, plan_graph, resolve_k
 from ..exporter.progress import Progress, Silent
+from ..exporter.session import PROVIDERS
 from ..exporter.tables import table_for_export
 from ..graphs.arithmetic import Precision
-from ..graphs.moe import MoESpec
-from ..graphs.target import Target
+from ..graphs.lower import Lowered
+from ..user_code import names_code
+from .available import KINDS, EngineKind
 from .data import Array
 from .engine_runner import BundleEngine, GraphEngine
 from .engines import Graph, GraphSource, Subject
 from .graph_runner import OnnxOpener
 from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 
-PROVIDERS: dict[str, tuple[str, Target]] = {
-    "cpu": ("CPUExecutionProvider", "ort-cpu"),
-    "cuda": ("CUDAExecutionProvider", "ort-cuda"),
-    "tensorrt": ("TensorrtExecutionProvider", "onnx"),
-}
-"""ONNX Runtime's providers by the rows' name for them, and the target that graphs are made for."""
-
 
 @dataclass(frozen=True, slots=True)
 class Asked:
     """What a sweep asks of one model: the lists of its options.
 
-    `calibration` are the inputs [samples, …] from which INT8 takes its ranges, and `scope` is what
-    it quantises.
+    `engines` are names of `available.KINDS`. `calibration` are the inputs [samples, …] from which
+    INT8 takes its ranges, and `scope` is what it quantises. `shape` is that of one input, for which
+    engines are compiled; the export's own sizes without it.
     """
 
     ks: tuple[Kept, ...]
     lowerings: tuple[str, ...] = (AUTO,)
     batches: tuple[int, ...] = (1,)
-    engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2,)
-    providers: tuple[str, ...] = ("cpu",)
+    engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2, ONNXRUNTIME)
     precisions: tuple[Precision, ...] = ("fp32",)
     calibration: Array | None = None
+    shape: tuple[int, ...] | None = None
     scope: Scope = "experts"
     threads: int | None = None
     renormalize: bool = False
 
     @property
-    def flavours(self) -> tuple[str, ...]:
-        """The TensorRTs among the engines."""
-        return tuple(name for name in self.engines if name in FLAVOURS)
-
-    @property
-    def runtimes(self) -> tuple[str, ...]:
-        """The providers of ONNX Runtime, and the TensorRTs."""
-        return (*self.providers, *self.flavours)
+    def runtimes(self) -> tuple[EngineKind, ...]:
+        """Those of the engines that run exported graphs."""
+        return tuple(KINDS[name] for name in self.engines if KINDS[name].target is not None)
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for `tune`: the sweep itself is the measurement."""
@@ -91,24 +83,29 @@ def exported(
 ) -> Iterator[Subject]:
     """Yields a model with a graph per k and lowering, exported to a folder that goes after.
 
-    The graphs for one provider share one weights file. `auto` stands for what the cost model
-    chooses for each of the batch sizes.
+    The graphs for one engine and precision share one weights file. `auto` stands for what the cost
+    model chooses for each of the batch sizes.
     """
     progress = progress or Silent()
     graphs: list[GraphSource] = []
     specs = {layer: module.spec for layer, module in model.layers.items()}
     with TemporaryDirectory(prefix="moexport-bench-") as folder:
-        for provider, precision in product(asked.runtimes, asked.precisions):
-            place = Path(folder) / f"{provider}-{precision}"
+        for runtime, precision in product(asked.runtimes, asked.precisions):
+            place = Path(folder) / f"{runtime.name}-{precision}"
             place.mkdir()
-            progress.step(f"exporting {model.source.path} for {provider} in {precision}")
+            progress.step(f"exporting {model.source.path} for {runtime.name} in {precision}")
             try:
-                graphs += _sources(model, asked, provider, precision, place)
+                graphs += _sources(model, asked, runtime, precision, place)
             except (LoweringError, UsageError, CalibrationError) as error:
-                if precision == "fp32" and provider in asked.providers:
+                if precision == "fp32" and not runtime.compiles:
                     raise
                 # A precision that a model or target cannot take is a row that says so.
-                graphs += _refused(asked, specs, provider, precision, error)
+                every = product(asked.ks, asked.lowerings)
+                reasons = {(_largest(resolve_k(k, specs)), name): error for k, name in every}
+                graphs += _refused(reasons, runtime, precision)
+        said = [graph.open.reason for graph in graphs if isinstance(graph.open, Refused)]
+        if graphs and len(said) == len(graphs):
+            raise said[0]
         yield Subject(
             name=name or Path(model.source.path).stem,
             model=model,
@@ -131,74 +128,103 @@ class Refused:
 
 
 def _refused(
-    asked: Asked,
-    specs: Mapping[str, MoESpec],
-    provider: str,
-    precision: Precision,
-    reason: MoexportError,
+    reasons: Mapping[tuple[int, str], MoexportError], runtime: EngineKind, precision: Precision
 ) -> list[GraphSource]:
-    """A graph for every k and lowering that were asked for, none of which can be opened."""
-    ks = dict.fromkeys(_largest(resolve_k(k, specs)) for k in asked.ks)
+    """A graph for every k and lowering that cannot be exported."""
     return [
-        GraphSource(k, lowering, Refused(reason), provider, precision, _engine_of(provider))
-        for k, lowering in product(ks, asked.lowerings)
+        GraphSource(k, lowering, Refused(reason), runtime.provider, precision, runtime.engine)
+        for (k, lowering), reason in reasons.items()
     ]
 
 
 def _sources(
-    model: Model, asked: Asked, provider: str, precision: Precision, folder: Path
+    model: Model, asked: Asked, runtime: EngineKind, precision: Precision, folder: Path
 ) -> list[GraphSource]:
-    """Exports the graphs of a sweep for one runtime; a lowering twice the same is one graph."""
-    target = PROVIDERS[provider][1] if provider in PROVIDERS else cast(Target, provider)
+    """Exports the graphs of a sweep for one runtime; a lowering twice the same is one graph.
+
+    One that cannot serve a layer in this precision is refused by itself.
+    """
+    assert runtime.target is not None
     numbers = Numbers(precision, scope=asked.scope if precision == "int8" else "experts")
-    options = ExportOptions(target=target, renormalize=asked.renormalize, numbers=numbers)
+    options = ExportOptions(
+        target=runtime.target, renormalize=asked.renormalize, numbers=numbers, verify=False
+    )
     table = None
     if precision == "int8":
         table = table_for_export(model, options, data=asked.calibration)
     prepared = prepare(model, options, table)
     specs = {layer: module.spec for layer, module in model.layers.items()}
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
+    reasons: dict[tuple[int, str], MoexportError] = {}
     for k, lowering, batch in product(asked.ks, asked.lowerings, asked.batches):
         kept = resolve_k(k, specs)
-        graph = plan_graph(
-            model,
-            prepared.portable,
-            kept,
-            replace(options, batch=AxisRange(1, batch, batch)),
-            lowering_name=lowering,
-            file=f"model-{len(graphs)}.onnx",
-        )
-        graphs.setdefault((_largest(kept), graph.lowerings), graph)
-    largest = max(asked.batches)
-    ranges = {"batch": AxisRange(1, largest, largest), "tokens": DEFAULT_TOKENS}
-    sizes = profile(port_of(model.input, options), {}, ranges, None)
-    plans = replace(prepared.plan, graphs=tuple(graphs.values()))
-    lowered = write_graphs(replace(prepared, plan=plans), folder)
-    return [
+        try:
+            graph = plan_graph(
+                model,
+                prepared.portable,
+                kept,
+                replace(options, batch=AxisRange(1, batch, batch)),
+                lowering_name=lowering,
+                file=f"model-{len(graphs)}.onnx",
+            )
+        except LoweringError as error:
+            reasons[_largest(kept), lowering] = error
+        else:
+            graphs.setdefault((_largest(kept), graph.lowerings), graph)
+    refused = _refused(reasons, runtime, precision)
+    if not graphs:
+        return refused
+    prepared = replace(prepared, plan=replace(prepared.plan, graphs=tuple(graphs.values())))
+    lowered = write_graphs(prepared, folder)
+    if runtime.compiles:
+        _write_manifest(prepared, lowered, folder)
+    engine = engine_options(model, asked, runtime.engine) if runtime.compiles else None
+    return refused + [
         GraphSource(
             k=k,
             lowering="+".join(sorted(set(names))),
-            open=GraphEngine(folder / graph.file, provider, sizes)
-            if provider in FLAVOURS
+            open=GraphEngine(folder, runtime.engine, graph.file, engine)
+            if engine is not None
             else OnnxOpener(
                 folder / graph.file,
                 selected_values(lowered[graph.file].values),
                 {n: spec.experts for n, spec in specs.items() if _has_sets(spec.kind)},
                 threads=asked.threads,
-                provider=PROVIDERS[provider][0],
+                provider=PROVIDERS[runtime.provider],
             ),
-            provider=provider,
+            provider=runtime.provider,
             precision=precision,
-            engine=_engine_of(provider),
+            engine=runtime.engine,
             kept={layer.name: layer.work.kept for layer in graph.layers},
         )
         for (k, names), graph in graphs.items()
     ]
 
 
-def _engine_of(runtime: str) -> str:
-    """The rows' engine, for a provider of ONNX Runtime or a TensorRT."""
-    return runtime if runtime in FLAVOURS else ONNXRUNTIME
+def _write_manifest(prepared: Prepared, lowered: Mapping[str, Lowered], folder: Path) -> None:
+    """Makes the folder a bundle, which is what engines are built into."""
+    manifest = manifest_of(prepared, lowered, {}, folder, real_inputs=False)
+    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def engine_options(model: Model, asked: Asked, flavour: str) -> EngineOptions:
+    """Returns how a sweep compiles: a profile for each batch size, of exactly the inputs' shape.
+
+    Finished engines are kept where those of `export` are.
+    """
+    sizes: dict[str, AxisRange] = {}
+    if asked.shape is not None and len(asked.shape) == len(model.input.shape) - 1:
+        named = zip(model.input.shape[1:], asked.shape, strict=True)
+        sizes = {axis: _exactly(size) for axis, size in named if isinstance(axis, str)}
+    return EngineOptions(
+        profiles=tuple({"batch": _exactly(batch)} | sizes for batch in sorted({*asked.batches})),
+        compute_capabilities=(CURRENT,) if FLAVOURS[flavour].cards else (),
+        cache=default_cache(),
+    )
+
+
+def _exactly(size: int) -> AxisRange:
+    return AxisRange(size, size, size)
 
 
 def _largest(kept: Mapping[str, int | None]) -> int:
@@ -230,26 +256,26 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
             GraphSource(
                 k=k,
                 lowering="+".join(sorted(set(graph.lowerings.values()))),
-                open=BundleEngine(bundle.path, provider, graph.file, k if takes_k else None)
-                if provider in FLAVOURS
+                open=BundleEngine(bundle.path, runtime.engine, graph.file, k if takes_k else None)
+                if runtime.compiles
                 else OnnxOpener(
                     bundle.path / graph.file,
                     graph.selected,
                     {m.name: m.experts for m in record.layers if _has_sets(m.kind)},
                     k if takes_k else None,
                     asked.threads,
-                    PROVIDERS[provider][0],
+                    PROVIDERS[runtime.provider],
                 ),
-                provider=provider,
+                provider=runtime.provider,
                 precision=record.precision,
-                engine=_engine_of(provider),
+                engine=runtime.engine,
                 kept={layer.name: layer.k for layer in record.layers if layer.k is not None},
                 floating=frozenset(n for n, each in numbers.items() if each != "int8"),
                 int8_host=None in record.numbers.get("linears", {}).values(),
             )
             for graph in record.graphs
             for k in ks
-            for provider in asked.runtimes
+            for runtime in asked.runtimes
         ),
         renormalize=record.renormalize,
         engines=asked.engines,
@@ -259,7 +285,7 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
 def _source_of(bundle: Bundle) -> Model:
     source = bundle.manifest.source
     path = Path(source.path)
-    if ":" in source.path and not path.exists():
+    if names_code(source.path):
         raise UsageError(
             f"{bundle.path}: made from {source.path}, which every benchmark needs beside it",
             hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",

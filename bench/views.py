@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..exporter import timing
-from .results import Results, Row
+from ..exporter.timing import Latency
+from .results import Interval, Results, Row
 
 KEPT = 0.99
 """The summary's bar: the share of the untouched model's accuracy that a row must keep."""
@@ -32,6 +34,23 @@ class Line:
     name: str
     look: int
     rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A value and how far its bar reaches; `cut` where it goes on outside of the chart."""
+
+    value: float
+    below: float
+    above: float
+    cut: bool = False
+
+    @staticmethod
+    def around(value: float, interval: Interval | None) -> Bar:
+        """Returns a value with its interval, or without a bar."""
+        if interval is None:
+            return Bar(value, 0.0, 0.0)
+        return Bar(value, max(0.0, value - interval.low), max(0.0, interval.high - value))
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +81,7 @@ class Panel:
     def top_ms(self) -> float:
         """Where the latency axis ends: above every median, and above every bar that is no outlier.
 
-        One disturbed round would otherwise flatten all lines. Its bar runs out of the chart, and
-        the table tells its spread.
+        One disturbed round would otherwise flatten all lines.
         """
         rows = [row for line in self.lines for row in line.rows]
         rows += [self.reference] if self.reference is not None else []
@@ -71,6 +89,14 @@ class Panel:
         highest = max((each.median for each in latencies), default=1.0)
         bars = max((max(each.rounds) for each in latencies), default=1.0)
         return 1.06 * max(highest, min(bars, 1.5 * highest))
+
+    def bar(self, latency: Latency) -> Bar:
+        """Returns a median with the range of its rounds, as far as the chart reaches."""
+        # A median of all calls can lie outside the medians of its rounds by a hair.
+        below = max(0.0, latency.median - min(latency.rounds))
+        above = max(0.0, max(latency.rounds) - latency.median)
+        room = self.top_ms - latency.median
+        return Bar(latency.median, below, min(above, room), cut=above > room)
 
     def speedup(self, row: Row) -> float | None:
         """How many times faster than the untouched model a row is, by medians."""
@@ -118,7 +144,7 @@ def line_name(row: Row) -> str:
         words.append(row.lowering)
     if row.precision != "fp32":
         words.append(row.precision.upper())
-    if row.provider not in (None, "cpu"):
+    if row.provider not in (None, "cpu", row.engine):
         words.append(str(row.provider))
     return ", ".join(words)
 
@@ -200,19 +226,63 @@ def summary(panel: Panel) -> str:
 
 
 def caveat(panel: Panel) -> str:
-    """Returns a second sentence where the summary is about all experts: what fewer would do.
+    """Returns a second sentence: what the summary's k adds to the export, or what fewer would do.
 
-    Empty where the summary is about fewer, or where fewer would keep as much.
+    Empty where there is no row to say it of.
     """
     row = choice(panel)
-    if row is None or row.k < row.experts:
+    if row is None:
         return ""
+    if row.k < row.experts:
+        return _export_alone(panel, row)
     fewer = _next_below(panel, row)
     if fewer is None or fewer.kept is None:
         return ""
     if max(r.kept or 0.0 for line in panel.lines for r in line.rows if r.k < row.k) >= KEPT:
         return f"Fewer experts are not faster here: {_claim(panel, fewer)}."
     return f"No smaller k keeps {KEPT:.0%}: {_claim(panel, fewer)}."
+
+
+def _export_alone(panel: Panel, row: Row) -> str:
+    """The fastest row of the same engine and precision that computes all experts."""
+    everything = [
+        each
+        for line in panel.lines
+        for each in line.rows
+        if each.k == each.experts
+        and (each.engine, each.provider, each.precision)
+        == (row.engine, row.provider, row.precision)
+        and each.latency_ms is not None
+    ]
+    if not everything:
+        return ""
+    best = min(everything, key=_median)
+    keeps = _keeps(best, one=True)
+    return f"With all {best.experts} experts {line_name(best)} {keeps}{_speed(panel, best)}."
+
+
+def empty_charts(panel: Panel) -> dict[str, str]:
+    """Returns which charts of the page have nothing to show, each with the reason in a sentence."""
+    found = {}
+    rows = [row for line in panel.lines for row in line.rows]
+    if panel.quality is None:
+        found["accuracy"] = "Accuracy is not drawn: the data have no labels."
+    if all(row.kept is None for row in rows):
+        found["pareto"] = "What speed costs is not drawn: it is not known what the rows keep."
+    if all(row.routing is None for row in rows):
+        found["routing"] = f"Routing agreement is not drawn: {_why_no_routing(rows)}."
+    return found
+
+
+def _why_no_routing(rows: Sequence[Row]) -> str:
+    if all(row.k == row.experts for row in rows):
+        return "every row here computes all its experts"
+    if all(row.engine.startswith("pytorch") for row in rows):
+        return "only PyTorch was measured, and there is nothing to compare it with"
+    return (
+        "the layers do not choose one set of experts for an input (muMoE weighs them for every "
+        "token), or the engine does not show what it chose (TensorRT)"
+    )
 
 
 def _claim(panel: Panel, row: Row) -> str:
@@ -231,8 +301,10 @@ def percent(share: float) -> str:
     return f"{share:.1%}".replace(".0%", "%")
 
 
-def _keeps(row: Row) -> str:
-    kept, s = row.kept, "" if row.k == row.experts else "s"
+def _keeps(row: Row, *, one: bool | None = None) -> str:
+    """What a row keeps; `one` says whether its subject is one thing: k is, experts are not."""
+    one = row.k < row.experts if one is None else one
+    kept, s = row.kept, "s" if one else ""
     what = "accuracy" if row.perplexity is None else "perplexity"
     return f"run{s}" if kept is None else f"keep{s} {percent(kept)} of the {what}"
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
 
 from ..errors import FeedError
+from ..user_code import attribute_of, module_of, names_code
 from .arrays import WANTED, check_inputs, npy_count, npy_rows, npz_count, npz_rows
 from .stream import limited
 
@@ -90,19 +89,10 @@ def _files(path: Path) -> list[Path]:
     return files
 
 
-def names_code(where: str) -> bool:
-    """Whether `where` reads as `package.module:iterable` and is no file."""
-    path = Path(where)
-    return ":" in where and not path.suffix and not path.exists()
-
-
 def imported_items(where: str) -> Iterator[object]:
     """Yields what `package.module:iterable` yields, as it is; `FeedError` when that fails."""
-    module_name, _, attribute = where.partition(":")
-    if "" not in sys.path:
-        sys.path.insert(0, "")  # a user's own module lies in the current directory
     try:
-        target = getattr(importlib.import_module(module_name), attribute)
+        target = attribute_of(module_of(where), where)
     except Exception as error:
         raise FeedError(
             f"{where}: cannot be imported ({error})",

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..errors import FeedError
+from ..user_code import names_code
 from .arrays import LABEL_NAMES, npz_archive, npz_array, npz_rows
-from .feeds import Feed, array_of, batches, imported_items, names_code
+from .feeds import Feed, array_of, batches, imported_items
 
 IGNORED = -1
 """A target token that is not counted."""

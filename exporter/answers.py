@@ -17,7 +17,7 @@ from ..graphs.moe import algorithm_1
 from .inputs import fitted, fixed_axes
 from .model import Model
 from .options import ExportOptions
-from .parity import first_output
+from .parity import cosines, first_output
 from .plan import resolve_k
 from .progress import Progress
 from .retained import Measure
@@ -71,7 +71,7 @@ class Answers:
             y = run(x)
             expected = np.load(self._path("y", index))
             if not self.classes:
-                kept, of = kept + float(_cosines(y, expected).sum()), of + len(y)
+                kept, of = kept + float(cosines(y, expected).sum()), of + len(y)
             else:
                 found = np.where(np.isfinite(y).all(axis=-1), y.argmax(axis=-1), IGNORED - 1)
                 labels = None if self.labels is None else self.labels[index]
@@ -87,16 +87,6 @@ class Answers:
 
 def _right(found: np.ndarray, wanted: np.ndarray) -> int:
     return int(((found == wanted) & (wanted != IGNORED)).sum())
-
-
-def _cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The cosine of each input's outputs [b, …], [b, …] → [b]: 1 where both are zero."""
-    a, b = (part.reshape(len(part), -1).astype(np.float64) for part in (a, b))
-    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    zero = ~a.any(axis=1) & ~b.any(axis=1)
-    with np.errstate(invalid="ignore"):
-        cosines = np.where(zero, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms))
-    return np.where(np.isfinite(cosines), cosines, 0.0)
 
 
 @torch.no_grad()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..errors import CheckpointError
 from .files import find_files, read_files
-from .pages import release
+from .pages import Reading
 
 ARGUMENTS = "model_args"
 """Where nanoGPT and its descendants keep the constructor's arguments, beside the weights."""
@@ -74,8 +74,7 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
     if values:
         tensors = _as_float32(tensors, notes)
-        _check_finite(source, tensors)
-        release(found.files)  # the check has read every page
+        _check_finite(source, tensors, Reading(found.files))
     arguments = saved.get(ARGUMENTS)
     return Checkpoint(
         tensors,
@@ -143,7 +142,7 @@ def _as_float32(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tenso
     return {k: t.float() if t.is_floating_point() else t for k, t in tensors.items()}
 
 
-def _check_finite(source: Path, tensors: dict[str, Tensor]) -> None:
+def _check_finite(source: Path, tensors: dict[str, Tensor], reading: Reading) -> None:
     """Raises CheckpointError for a weight that is NaN or infinite, naming its key."""
     for key, tensor in tensors.items():
         if tensor.is_meta or not tensor.is_floating_point() or tensor.numel() == 0:
@@ -156,3 +155,5 @@ def _check_finite(source: Path, tensors: dict[str, Tensor]) -> None:
                 f"{source}: {key} holds {value}",
                 hint="the training diverged or the file is damaged: use an earlier checkpoint",
             )
+        reading.advance(tensor.nbytes)
+    reading.end()

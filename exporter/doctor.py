@@ -6,9 +6,9 @@ import importlib.util
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..errors import MissingExtraError
+from ..errors import ForeignEngineError, MissingExtraError
 from .engines.cuda import runtime
-from .engines.device import first_gpu
+from .engines.device import Gpu, first_gpu
 from .engines.flavours import FLAVOURS, Flavour
 from .environment import environment
 
@@ -36,37 +36,38 @@ class Diagnosis:
 
 def diagnose() -> Diagnosis:
     """Returns what works here; looks at the installed packages and the hardware, builds nothing."""
-    facts = environment()
-    gpu = first_gpu()
-    return Diagnosis(
-        abilities=(
-            Ability("export to ONNX", True, "PyTorch traces, ONNX Runtime checks parity"),
-            _onnxruntime("run on CPU", "CPUExecutionProvider", gpu),
-            _onnxruntime("run on CUDA", "CUDAExecutionProvider", gpu),
-            _onnxruntime("run on ONNX Runtime's TensorRT", "TensorrtExecutionProvider", gpu),
-            *(ability for each in FLAVOURS.values() for ability in _engines(each, gpu)),
-            _demo(),
-        ),
-        environment=facts,
+    return Diagnosis(abilities(first_gpu()), environment())
+
+
+def abilities(gpu: Gpu | None) -> tuple[Ability, ...]:
+    """Returns what works here with this GPU."""
+    return (
+        Ability("export to ONNX", True, "PyTorch traces, ONNX Runtime checks parity"),
+        _onnxruntime("run on CPU", "CPUExecutionProvider", gpu),
+        _onnxruntime("run on CUDA", "CUDAExecutionProvider", gpu),
+        _onnxruntime("run on ONNX Runtime's TensorRT", "TensorrtExecutionProvider", gpu),
+        *(ability for each in FLAVOURS.values() for ability in _engines(each, gpu)),
+        _demo(),
     )
 
 
-def _onnxruntime(name: str, provider: str, gpu: object) -> Ability:
+def _onnxruntime(name: str, provider: str, gpu: Gpu | None) -> Ability:
     import onnxruntime
 
     present = provider in onnxruntime.get_available_providers()
     if not present:
-        return Ability(name, False, f"this ONNX Runtime was built without {provider}")
+        instead = "" if provider.startswith("CPU") else ": pip install onnxruntime-gpu"
+        return Ability(name, False, f"this ONNX Runtime was built without {provider}{instead}")
     if not provider.startswith("CPU") and not gpu:
         return Ability(name, False, f"{provider} is installed, but there is no NVIDIA GPU")
     return Ability(name, True, f"ONNX Runtime {onnxruntime.__version__}, {provider}")
 
 
-def _engines(chosen: Flavour, gpu: object) -> tuple[Ability, Ability]:
+def _engines(chosen: Flavour, gpu: Gpu | None) -> tuple[Ability, Ability]:
     return _builds(chosen, gpu), _runs(chosen, gpu)
 
 
-def _builds(chosen: Flavour, gpu: object) -> Ability:
+def _builds(chosen: Flavour, gpu: Gpu | None) -> Ability:
     """Whether engines can be compiled here."""
     name = f"build {chosen.title} engines"
     try:
@@ -75,14 +76,13 @@ def _builds(chosen: Flavour, gpu: object) -> Ability:
     except MissingExtraError as error:
         return Ability(name, False, f"{error.message}: {error.hint}")
     if chosen.builds_without_gpu:
-        cards = ", ".join(chosen.cards)
-        return Ability(name, True, f"{chosen.title} {version}, for compute capability {cards}")
+        return Ability(name, True, f"{chosen.title} {version}, for {chosen.served}")
     if not gpu:
         return Ability(name, False, "it compiles for the GPU it runs on, and there is none here")
-    return Ability(name, True, f"{chosen.title} {version}")
+    return _on(chosen, gpu, name)
 
 
-def _runs(chosen: Flavour, gpu: object) -> Ability:
+def _runs(chosen: Flavour, gpu: Gpu | None) -> Ability:
     """Whether engines can be run here."""
     name = f"run {chosen.title} engines"
     if importlib.util.find_spec(chosen.module) is None:
@@ -93,7 +93,17 @@ def _runs(chosen: Flavour, gpu: object) -> Ability:
         return Ability(name, False, f"{error.message}: {error.hint}")
     if not gpu:
         return Ability(name, False, "there is no NVIDIA GPU, or no driver for it")
-    return Ability(name, True, f"{chosen.title} {chosen.version()}")
+    return _on(chosen, gpu, name)
+
+
+def _on(chosen: Flavour, gpu: Gpu, name: str) -> Ability:
+    """Whether a flavour that is installed serves the GPU."""
+    try:
+        chosen.check_serves(gpu)
+    except ForeignEngineError as error:
+        return Ability(name, False, f"{error.message}: {error.hint}")
+    version = f"{chosen.title} {chosen.version()}"
+    return Ability(name, True, f"{version}, on {gpu.name} ({gpu.compute_capability})")
 
 
 def _demo() -> Ability:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
@@ -11,6 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
 from ..calibration.feeds import Feed
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
@@ -40,7 +43,7 @@ from .manifest import (
 from .model import Model, TensorSpec
 from .numbers_record import numbers_record
 from .options import TUNE, ExportOptions
-from .pages import release
+from .pages import Reading
 from .parity import PARITY_FILE, Parity, Reference, describe, reference
 from .plan import GraphPlan, Plan, plan
 from .precision import NumbersPlan, narrow
@@ -129,12 +132,11 @@ def export(
             progress.step("checking against PyTorch")
             expected = expect(prepared, expected_inputs)
             expected.save(directory / PARITY_FILE)
-            release(model.source.files)
             for graph in prepared.plan.graphs:
                 record = graph_record(graph, lowered[graph.file], None)
                 parities[graph.file] = _checked(prepared, directory, record, expected, lowered)
         progress.step("hashing")
-        manifest = _manifest(prepared, lowered, parities, directory, real_inputs=data is not None)
+        manifest = manifest_of(prepared, lowered, parities, directory, real_inputs=data is not None)
         manifest = build_for_export(directory, manifest, engine, progress)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle(destination, manifest)
@@ -145,15 +147,13 @@ def write_graphs(
 ) -> dict[str, Lowered]:
     """Writes the weights file and every graph of the plan; returns the graphs by file."""
     portable = prepared.portable.clone()
-    layers = prepared.model.layers
-    with WeightsWriter(directory, progress) as writer:
+    model = prepared.model
+    with WeightsWriter(directory, progress, model.source.files) as writer:
         write_host(writer, portable)
-        stored = {}
-        for name, layer in layers.items():
-            stored[name] = write_layer(
-                writer, name, layer, prepared.numbers.layers[name].arithmetic
-            )
-            release(prepared.model.source.files)  # the checkpoint's pages, read and done with
+        stored = {
+            name: write_layer(writer, name, layer, prepared.numbers.layers[name].arithmetic)
+            for name, layer in model.layers.items()
+        }
     lowered = {}
     for graph in prepared.plan.graphs:
         lowered[graph.file] = _lower(portable, graph, stored, prepared)
@@ -206,13 +206,33 @@ def expect(prepared: Prepared, x: np.ndarray) -> Reference:
     shared = min(max(1, layer.work.spec.experts // 4) for layer in layers)
     kept = {layer.name: shared if layer.kept is None else layer.kept for layer in layers}
     batch = prepared.options.batch
-    return reference(
-        prepared.model,
-        x,
-        kept,
-        renormalize=prepared.options.renormalize,
-        batch=batch.opt if batch.fixed else len(x),
-    )
+    with _pages_given_back(prepared.model.source.files):
+        return reference(
+            prepared.model,
+            x,
+            kept,
+            renormalize=prepared.options.renormalize,
+            batch=batch.opt if batch.fixed else len(x),
+        )
+
+
+@contextmanager
+def _pages_given_back(files: Iterable[Path]) -> Iterator[None]:
+    """Within the context, running any network gives back the pages of mapped `files` on the way."""
+    reading = Reading(files)
+
+    def count(module: nn.Module, *_: object) -> None:
+        lists = (part for part in module.children() if isinstance(part, nn.ParameterList))
+        own = (weight for part in (module, *lists) for weight in part.parameters(recurse=False))
+        reading.advance(sum(weight.nbytes for weight in own))
+
+    # Of all modules, as a factory's own network keeps its experts where it likes.
+    handle = register_module_forward_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+        reading.end()
 
 
 def _checked(
@@ -268,7 +288,7 @@ def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None) -> G
     )
 
 
-def _manifest(
+def manifest_of(
     prepared: Prepared,
     lowered: Mapping[str, Lowered],
     parities: Mapping[str, Parity],
@@ -276,6 +296,7 @@ def _manifest(
     *,
     real_inputs: bool,
 ) -> Manifest:
+    """Returns what there is to say of the graphs and weights in a folder; hashes every file."""
     model, options, main = prepared.model, prepared.options, prepared.plan.graphs[0]
     notes = [*model.notes, *options.numbers.notes(options.target)]
     if not options.verify:
@@ -353,7 +374,7 @@ def port_of(spec: TensorSpec, options: ExportOptions) -> PortRecord:
     dtype = spec.dtype
     if dtype == "float32":
         dtype = str(FLOAT_TYPES[options.numbers.io].numpy())
-    return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied)
+    return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied, spec.below)
 
 
 def _k_text(options: ExportOptions) -> str:

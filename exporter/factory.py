@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
-import re
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,19 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import CheckpointError, UsageError
+from ..user_code import attribute_of, module_of
 from .checkpoint import Checkpoint, read_checkpoint
 from .model import Model, Source, TensorSpec
 from .structure import check_same, find_in_module, pass_through, swapped
 
-FACTORY = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_][\w.]*")
 INPUT_SHAPE = "input_shape"
 EXAMPLE = "example_input"
 EXAMPLE_BATCH = 2
-
-
-def is_factory(source: str) -> bool:
-    """Whether `source` reads as `package.module:factory` and is no file."""
-    return FACTORY.fullmatch(source) is not None and not Path(source).exists()
 
 
 def load_factory(
@@ -79,11 +71,8 @@ def load_factory(
 def _find(source: str) -> Callable[..., object]:
     """The callable that `package.module:factory` names; the current directory is importable."""
     name, _, attribute = source.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.insert(0, here)
     try:
-        found: Any = importlib.import_module(name)
+        module = module_of(source)
     except ModuleNotFoundError as error:
         if error.name is not None and f"{name}.".startswith(f"{error.name}."):
             raise UsageError(
@@ -97,10 +86,10 @@ def _find(source: str) -> Callable[..., object]:
         raise UsageError(
             f"{source}: importing {name} failed: {type(error).__name__}: {error}"
         ) from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise UsageError(f"{source}: {name} has no {attribute}")
-        found = getattr(found, part)
+    try:
+        found = attribute_of(module, source)
+    except AttributeError as error:
+        raise UsageError(f"{source}: {name} has no {attribute}") from error
     if not callable(found):
         raise UsageError(f"{source}: {attribute} is a {type(found).__name__}, not callable")
     factory: Callable[..., object] = found

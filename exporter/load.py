@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 
 from ..errors import CheckpointError, FamilyError, UsageError
+from ..user_code import names_code
 from .checkpoint import ARGUMENTS, Checkpoint, read_checkpoint
 from .config import read_config
-from .factory import is_factory, load_factory
+from .factory import load_factory
 from .families import Family, detect, family_named
 from .model import Model, Source
 
@@ -40,7 +41,7 @@ def load(
     to do.
     """
     given = dict(config or {})
-    if is_factory(str(source)):
+    if names_code(str(source)):
         if family is not None:
             raise UsageError(
                 f"--family {family}: a factory's layers are found by their structure",

@@ -14,7 +14,7 @@ SCHEMA = 1
 
 MAIN_GRAPH = "model.onnx"
 
-OPTIONAL = ("levels", "limits", "implied")
+OPTIONAL = ("levels", "limits", "implied", "below")
 """Keys of layers and ports that are left out where there is nothing to say."""
 
 
@@ -65,7 +65,7 @@ class PortRecord:
     """Name, dtype and shape of a graph input or output; names stand for dynamic axes.
 
     `limits` are the largest sizes of named axes, where there are any; arrays may leave out the axis
-    `implied`, which is of size 1 then.
+    `implied`, which is of size 1 then. Values of an integer input lie in 0 … `below` − 1.
     """
 
     name: str
@@ -73,6 +73,7 @@ class PortRecord:
     shape: list[int | str]
     limits: dict[str, int] = field(default_factory=dict)
     implied: str | None = None
+    below: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+STEP_BYTES = 256 << 20
+"""So much of a mapped file is read before its pages are dropped, which takes tens of ms."""
+
 _SMAPS = Path("/proc/self/smaps")
 
 
@@ -41,6 +44,29 @@ def release(files: Iterable[Path]) -> None:
                 ctypes.c_size_t(mapping.length),
                 ctypes.c_int(mmap.MADV_DONTNEED),
             )
+
+
+class Reading:
+    """A pass over mapped files that gives their pages back on the way.
+
+    Whoever reads says how much: after every `STEP_BYTES` all resident pages of `files` are dropped,
+    so that a pass over a file of any size holds little more than that.
+    """
+
+    def __init__(self, files: Iterable[Path]) -> None:
+        self._files = tuple(files)
+        self._resident_bytes = 0
+
+    def advance(self, size: int) -> None:
+        """Another `size` bytes were read."""
+        self._resident_bytes += size
+        if self._resident_bytes >= STEP_BYTES:
+            self.end()
+
+    def end(self) -> None:
+        """Drops what is still resident."""
+        release(self._files)
+        self._resident_bytes = 0
 
 
 def _mappings(smaps: str) -> Iterator[_Mapping]:

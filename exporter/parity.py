@@ -354,7 +354,7 @@ def _parity(expected: Reference, y: np.ndarray, routing: _Routing, tolerance: To
     return Parity(
         max_abs=max_abs,
         max_rel=max_abs / largest if largest else 0.0,
-        cosine=_least_cosine(actual, wanted),
+        cosine=float(cosines(actual, wanted).min(initial=1.0)),
         routing_agreement=routing.agreement,
         samples=len(y),
         ties=int(routing.ties.sum()),
@@ -362,7 +362,7 @@ def _parity(expected: Reference, y: np.ndarray, routing: _Routing, tolerance: To
         rtol=tolerance.rtol,
         passed=bool(close and routing.agreement >= tolerance.routing and same.any()),
         first_difference=routing.first,
-        untouched_cosine=_least_cosine(y.astype(np.float64), expected.dense.astype(np.float64)),
+        untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
         jaccard=routing.jaccard,
         flip_margin=routing.margin,
         routing=tolerance.routing,
@@ -371,15 +371,17 @@ def _parity(expected: Reference, y: np.ndarray, routing: _Routing, tolerance: To
     )
 
 
-def _least_cosine(a: np.ndarray, b: np.ndarray) -> float:
-    """The smallest cosine between corresponding samples; 1 where both are zero."""
-    if not len(a):
-        return 1.0
-    a, b = a.reshape(len(a), -1), b.reshape(len(b), -1)
-    norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
-    both_zero = norms == 0
-    cosines = np.where(both_zero, 1.0, (a * b).sum(axis=1) / np.where(both_zero, 1.0, norms))
-    return float(cosines.min())
+def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Returns the cosine of each sample's outputs, [s, …], [s, …] → [s], in float64.
+
+    1 where both are zero, 0 where one is, or where a number is not finite.
+    """
+    a, b = (part.reshape(len(part), -1).astype(np.float64) for part in (a, b))
+    zero = ~a.any(axis=1) & ~b.any(axis=1)
+    with np.errstate(invalid="ignore"):
+        norms = np.linalg.norm(a, axis=1) * np.linalg.norm(b, axis=1)
+        found = np.where(zero, 1.0, (a * b).sum(axis=1) / np.where(norms == 0, 1.0, norms))
+    return np.where(np.isfinite(found), found, 0.0)
 
 
 def _batches(x: np.ndarray, size: int) -> Iterator[np.ndarray]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,14 @@ from .session import PROVIDERS, Runner, SessionOptions
 ONNXRUNTIME = "onnxruntime"
 
 
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a run wrote: the output's shape, and how many of its values are NaN or infinite."""
+
+    shape: tuple[int, ...]
+    not_finite: int
+
+
 def run_file(
     bundle_path: Path,
     input_file: Path,
@@ -27,12 +36,18 @@ def run_file(
     engine: str = ONNXRUNTIME,
     provider: str = "cpu",
     trust_engine: bool = False,
-) -> tuple[int, ...]:
-    """Writes a bundle's output for the inputs of an `.npz` and returns the output's shape.
+) -> Outputs:
+    """Writes a bundle's output for the inputs of an `.npz` to another one; tells what it wrote.
 
     `engine` is who runs it: `onnxruntime` on a `provider`, or an engine that was built.
-    Raises `UsageError` for a k outside 1 … n, `FeedError` for inputs that do not fit.
+    Raises `UsageError` for a k outside 1 … n and an output file of another kind, `FeedError` for
+    inputs that do not fit.
     """
+    if output_file.suffix != ".npz":
+        raise UsageError(
+            f"--output {output_file}: outputs are written as an .npz archive",
+            hint=f"for example -o {output_file.stem.lstrip('-') or 'y'}.npz",
+        )
     check_file(output_file)
     bundle = Bundle.open(bundle_path)
     record = bundle.manifest
@@ -48,7 +63,7 @@ def run_file(
         session = bundle.engine(engine, graph, trust=trust_engine)
     y = session(x, k)
     _write(output_file, record.outputs[0].name, y)
-    return y.shape
+    return Outputs(y.shape, int(y.size - np.isfinite(y).sum()))
 
 
 def _inputs(path: Path, name: str) -> np.ndarray:
@@ -65,7 +80,7 @@ def _inputs(path: Path, name: str) -> np.ndarray:
 
 
 def _fitted(x: np.ndarray, port: PortRecord) -> np.ndarray:
-    """The inputs with the axis that may be left out; FeedError where they are too large."""
+    """The inputs with the axis that may be left out; FeedError where they go too far."""
     if port.implied is not None and x.ndim == len(port.shape) - 1:
         x = np.expand_dims(x, port.shape.index(port.implied))
     if x.ndim == len(port.shape):
@@ -76,6 +91,14 @@ def _fitted(x: np.ndarray, port: PortRecord) -> np.ndarray:
                     f"input '{port.name}': {size} {axis}, but the model takes at most {most}",
                     hint=f"cut the inputs to {most} {axis}",
                 )
+    if port.below is not None and x.dtype.kind in "iu" and x.size:
+        low, high = int(x.min()), int(x.max())
+        if low < 0 or high >= port.below:
+            raise FeedError(
+                f"input '{port.name}' holds {low if low < 0 else high}, but the model takes values "
+                f"from 0 to {port.below - 1}",
+                hint="token ids are those of the tokenizer that the model was trained with",
+            )
     return x
 
 

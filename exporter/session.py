@@ -160,6 +160,11 @@ class Session:
                 f"not {x.dtype.name} {_shape(x.shape)}",
                 hint="reshape or cast the array; `moexport inspect` shows what a model takes",
             )
+        if not x.size:  # some kernels of the runtime divide by it, which ends the process
+            raise FeedError(
+                f"input '{self._input.name}' is empty: {_shape(x.shape)}",
+                hint="give at least one input",
+            )
         feeds = {self._input.name: x}
         if k is not None:
             feeds[K_INPUT] = np.array([k], dtype=np.int64)

@@ -20,6 +20,7 @@ import onnx_ir as ir
 from ..graphs.arithmetic import FP32, Arithmetic
 from ..graphs.moe import MoELayer
 from ..graphs.narrowing import narrowed
+from .pages import Reading
 from .progress import Progress, Silent
 
 WEIGHTS_FILE = "weights.bin"
@@ -82,10 +83,17 @@ def layer_bytes(layer: MoELayer, arithmetic: Arithmetic) -> int:
 
 
 class WeightsWriter:
-    """Appends tensors to a weights file; a context manager that closes it."""
+    """Appends tensors to a weights file; a context manager that closes it.
 
-    def __init__(self, directory: Path, progress: Progress | None = None) -> None:
+    The tensors may be mapped from `sources`, whose pages are dropped as they are done with.
+    `progress` is told the bytes written.
+    """
+
+    def __init__(
+        self, directory: Path, progress: Progress | None = None, sources: Iterable[Path] = ()
+    ) -> None:
         self._progress = progress or Silent()
+        self._reading = Reading(sources)
         self._file = (directory / WEIGHTS_FILE).open("wb")
 
     def __enter__(self) -> WeightsWriter:
@@ -98,6 +106,7 @@ class WeightsWriter:
         trace: TracebackType | None,
     ) -> None:
         self._file.close()
+        self._reading.end()
 
     def add(
         self,
@@ -112,6 +121,8 @@ class WeightsWriter:
             # Not ndarray.tofile, whose errors do not tell a full disk from any other failure. As
             # bytes, since bfloat16 has no place in the buffer protocol.
             self._file.write(array.reshape(-1).view(np.uint8).data)
+            self._progress.advance(array.nbytes)
+            self._reading.advance(part.nbytes)
         written = self._file.tell() - stored.offset
         assert written == stored.bytes, f"{written} bytes written for shape {shape}"
         return stored
@@ -134,9 +145,12 @@ class StoredLayer:
         """Whether the layer has this weight."""
         return name in self._tensors
 
-    def stacked(self, name: str) -> ir.ExternalTensor:
-        """The whole tensor."""
-        return self._tensors[name].external(f"{self._layer}/{name}")
+    def stacked(self, name: str, *, batched: bool = False) -> ir.ExternalTensor:
+        """The whole tensor; `batched` as a batch of one, [1, …]."""
+        stored = self._tensors[name]
+        if batched:
+            stored = Stored(stored.offset, (1, *stored.shape), stored.dtype)
+        return stored.external(f"{self._layer}/{name}")
 
     def expert(self, name: str, index: int) -> ir.ExternalTensor:
         """One expert's part of a tensor whose first axis is n."""

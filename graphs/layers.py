@@ -64,11 +64,12 @@ class SoftMoEWeights:
 class Routing:
     """What the router decides for a batch.
 
-    `combine` and `dispatch` are C and D, [b, m, n, p]; `scores` [b, n] is s, the column sums of C;
-    `selected` [b, k] the indices of the k largest, ascending; `margin` [b] is the distance from the
-    k-th to the (k+1)-th score (infinite for k = n).
+    `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `scores` [b, n] is s, the
+    column sums of C; `selected` [b, k] the indices of the k largest, ascending; `margin` [b] is the
+    distance from the k-th to the (k+1)-th score (infinite for k = n).
     """
 
+    logits: Tensor
     combine: Tensor
     dispatch: Tensor
     scores: Tensor
@@ -121,7 +122,7 @@ class SoftMoE(MoELayer):
         n = self.spec.experts
         logits = torch.einsum("bmd,dnp->bmnp", self.normalise(x), self.phi)
         dispatch = logits.softmax(dim=1)
-        combine = logits.flatten(2).softmax(dim=2).view_as(logits)
+        combine = _over_slots(logits)
         scores = combine.sum(dim=(1, 3))
         k = n if self.keep is None else self.keep
         ranked = scores.topk(min(k + 1, n), dim=1)
@@ -134,14 +135,16 @@ class SoftMoE(MoELayer):
             selected = ranked.indices[:, :k].sort(dim=1).values
         else:
             selected = self.chooser(scores, k)
-        return Routing(combine, dispatch, scores, selected, margin)
+        return Routing(logits, combine, dispatch, scores, selected, margin)
 
     def choices(self, x: Tensor) -> dict[str, Choice]:
         """Returns the chosen experts, with the margin relative to the k-th score."""
         routing = self.route(x)
         k = routing.selected.shape[1]
         kth = routing.scores.sort(dim=1, descending=True).values[:, k - 1]
-        return {"": Choice(routing.selected, routing.margin / kth)}
+        # Scores that underflow are ties: 0, not 0 / 0.
+        tiny = torch.finfo(kth.dtype).tiny
+        return {"": Choice(routing.selected, routing.margin / kth.clamp_min(tiny))}
 
     def stored(self) -> Iterator[StoredPart]:
         """Yields phi, gain, shift and the experts, one expert at a time.
@@ -188,10 +191,12 @@ class SoftMoE(MoELayer):
         if self.keep is not None and self.keep < self.spec.experts:
             chosen = torch.zeros_like(routing.scores, dtype=torch.bool)
             chosen.scatter_(1, routing.selected, True)
-            combine = combine * chosen[:, None, :, None]
-            if self.renormalize:
-                combine = combine / combine.sum(dim=(2, 3), keepdim=True)
-        if self.edits.ablated:  # after the division: what others contribute stays as it was
+            others = ~chosen[:, None, :, None]
+            if self.renormalize:  # C[S] / ΣC[S], which by itself is 0 / 0 where C[S] underflows
+                combine = _over_slots(routing.logits.masked_fill(others, -torch.inf))
+            else:
+                combine = combine.masked_fill(others, 0.0)
+        if self.edits.ablated:  # after the softmax: what others contribute stays as it was
             present = self.edits.present(0, self.spec.experts, combine)
             combine = combine * present[:, None]
         if chosen is not None and self.algorithm == "selected":
@@ -242,6 +247,11 @@ class SoftMoE(MoELayer):
                 return F.gelu(hidden, approximate="tanh")
             case "relu":
                 return F.relu(hidden)
+
+
+def _over_slots(logits: Tensor) -> Tensor:
+    """Each token's softmax of L [b, m, n, p] over all slots of all experts."""
+    return logits.flatten(2).softmax(dim=2).view_as(logits)
 
 
 def _frozen(tensor: Tensor | None) -> nn.Parameter | None:

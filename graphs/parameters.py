@@ -30,8 +30,8 @@ class LayerTensors(Protocol):
         """Whether the layer has this weight."""
         ...
 
-    def stacked(self, name: str) -> ir.TensorProtocol:
-        """The whole tensor."""
+    def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
+        """The whole tensor; `batched` as a batch of one, [1, …]."""
         ...
 
     def expert(self, name: str, index: int) -> ir.TensorProtocol:
@@ -63,9 +63,9 @@ class LayerOf(Generic[S]):
         """Whether any expert is left out: False where k = n was asked for."""
         return not (isinstance(self.kept, int) and self.kept == self.spec.experts)
 
-    def stacked(self, b: Builder, name: str) -> ir.Value:
-        """The whole weight as an initializer of the graph."""
-        return b.weight(self.tensors.stacked(name), f"{self.spec.name}/{name}")
+    def stacked(self, b: Builder, name: str, *, batched: bool = False) -> ir.Value:
+        """The whole weight as an initializer of the graph; `batched` as a batch of one, [1, …]."""
+        return b.weight(self.tensors.stacked(name, batched=batched), f"{self.spec.name}/{name}")
 
     def expert(self, b: Builder, name: str, index: int) -> ir.Value:
         """One expert's weight as an initializer of the graph."""

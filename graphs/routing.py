@@ -23,13 +23,14 @@ class Routed:
     """The router's results for a batch, and what the slots are made from.
 
     `source` [b, m, d] is averaged into the slots, after the factor `scale` [b, 1, m] where the
-    family normalises. `logits` is L with tokens last, [b, n·p, m]; `combine` is C, [b, m, n·p].
-    `selected` [b, k] is None where every expert is kept.
+    family normalises. `logits` is L, [b, m, n·p], and `logits_by_slot` the same with tokens last;
+    `combine` is C, [b, m, n·p]. `selected` [b, k] is None where every expert is kept.
     """
 
     source: ir.Value
     scale: ir.Value | None
     logits: ir.Value
+    logits_by_slot: ir.Value
     combine: ir.Value
     selected: ir.Value | None
 
@@ -49,7 +50,8 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     """Adds the router for tokens x [b, m, d]."""
     x = b.cast(x, layer.x_type, ir.DataType.FLOAT, "router/tokens_fp32")
     source, scale = _normalise(b, layer, x)
-    logits = b.op("MatMul", source, layer.stacked(b, "phi"), name="router/products")
+    phi = layer.stacked(b, "phi", batched=_unpacked(layer))
+    logits = b.op("MatMul", source, phi, name="router/products")
     if scale is not None:
         logits = b.op("Mul", logits, scale, name="router/logits")
     combine = b.op("Softmax", logits, axis=-1, name="router/C")
@@ -57,7 +59,8 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     return Routed(
         source=source,
         scale=_dispatch_scale(b, layer, scale),
-        logits=b.op("Transpose", logits, perm=[0, 2, 1], name="router/logits_by_slot"),
+        logits=logits,
+        logits_by_slot=b.op("Transpose", logits, perm=[0, 2, 1], name="router/logits_by_slot"),
         combine=combine,
         selected=selected,
     )
@@ -65,7 +68,8 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
 
 def all_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     """Adds the dispatch for every expert: slots [b, n·p, d]."""
-    return Slots(_dispatch(b, layer, routed, routed.logits, layer.spec.experts), routed.combine)
+    slots = _dispatch(b, layer, routed, routed.logits_by_slot, layer.spec.experts)
+    return Slots(slots, routed.combine)
 
 
 def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
@@ -73,12 +77,16 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     if routed.selected is None:
         return all_slots(b, layer, routed)
     index = b.op("Unsqueeze", routed.selected, b.ints(2), name="router/index")
-    logits = _gather_experts(b, layer, routed.logits, index, "dispatch/logits")
-    by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
-    by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
-    combine = b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
+    logits = _gather_experts(b, layer, routed.logits_by_slot, index, "dispatch/logits")
+    if layer.renormalize:
+        by_token = b.op("Transpose", logits, perm=[0, 2, 1], name="combine/logits")
+        combine = _renormalised(b, by_token)
+    else:
+        by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
+        by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
+        combine = b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
     kept = layer.kept if isinstance(layer.kept, int) else None
-    return Slots(_dispatch(b, layer, routed, logits, kept), _renormalised(b, layer, combine))
+    return Slots(_dispatch(b, layer, routed, logits, kept), combine)
 
 
 def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
@@ -117,16 +125,21 @@ def masked_slots(b: Builder, layer: Layer, routed: Routed) -> tuple[Slots, ir.Va
         ones = b.constant(np.ones((1, 1, p), dtype=np.float32))
         repeated = b.op("Mul", column, ones, name="combine/mask_per_slot")
         row = b.op("Reshape", repeated, b.ints(0, 1, n * p), name="combine/mask")
-    combine = b.op("Mul", slots.combine, row, name="combine/C")
-    return Slots(slots.rows, _renormalised(b, layer, combine)), mask
+    if layer.renormalize:
+        kept = b.op("Cast", row, to=ir.DataType.BOOL.value, name="combine/kept")
+        logits = b.op("Where", kept, routed.logits, b.number(-np.inf), name="combine/logits")
+        combine = _renormalised(b, logits)
+    else:
+        combine = b.op("Mul", slots.combine, row, name="combine/C")
+    return Slots(slots.rows, combine), mask
 
 
-def _renormalised(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
-    """C [b, m, e·p] divided by its sum over the kept experts, where that was asked for."""
-    if not layer.renormalize:
-        return combine
-    total = b.op("ReduceSum", combine, b.ints(2), keepdims=1, name="combine/total")
-    return b.op("Div", combine, total, name="combine/renormalised")
+def _renormalised(b: Builder, logits: ir.Value) -> ir.Value:
+    """Adds C[S] / ΣC[S] for the logits [b, m, e·p] of the kept experts, −∞ those of the others.
+
+    It is their own softmax. The quotient itself is 0 / 0 for a token that all but ignores them.
+    """
+    return b.op("Softmax", logits, axis=-1, name="combine/C")
 
 
 def _normalise(b: Builder, layer: Layer, x: ir.Value) -> tuple[ir.Value, ir.Value | None]:
@@ -137,14 +150,48 @@ def _normalise(b: Builder, layer: Layer, x: ir.Value) -> tuple[ir.Value, ir.Valu
     if spec.norm == "layernorm":
         return _layer_norm(b, layer, x), None
     if spec.norm == "l2-rsqrt":
-        total = b.op("ReduceSumSquare", x, b.ints(2), keepdims=1, name="router/squares")
-        shifted = b.op("Add", total, b.number(spec.norm_eps), name="router/squares_eps")
+        shifted = b.op(
+            "Add", _squares(b, layer, x), b.number(spec.norm_eps), name="router/squares_eps"
+        )
         norm = b.op("Sqrt", shifted, name="router/norm")
     else:
-        norm = b.op("ReduceL2", x, b.ints(2), keepdims=1, name="router/length")
         guard = "Max" if spec.norm == "l2" else "Add"
-        norm = b.op(guard, norm, b.number(spec.norm_eps), name="router/norm")
+        norm = b.op(guard, _lengths(b, layer, x), b.number(spec.norm_eps), name="router/norm")
     return x, b.op("Reciprocal", norm, name="router/scale")
+
+
+SHORT_SUMS = range(16, 49)
+"""ONNX Runtime adds squares one after the other, and each addition waits for the one before. It
+computes several sums at a time where they are as short as this."""
+
+SMALL_INPUT = 1 << 14
+"""Below so many numbers per input, the three nodes more cost what short sums save."""
+
+
+def _lengths(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+    """Adds ‖x‖ per token, [b, m, 1]."""
+    if _short_sum(layer) is None:
+        return b.op("ReduceL2", x, b.ints(2), keepdims=1, name="router/length")
+    return b.op("Sqrt", _squares(b, layer, x), name="router/length")
+
+
+def _squares(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+    """Adds ‖x‖² per token, [b, m, 1]."""
+    width = _short_sum(layer)
+    if width is None:
+        return b.op("ReduceSumSquare", x, b.ints(2), keepdims=1, name="router/squares")
+    parts = b.op("Reshape", x, b.ints(0, 0, layer.spec.dim // width, width), name="router/parts")
+    sums = b.op("ReduceSumSquare", parts, b.ints(3), keepdims=0, name="router/squares_of_parts")
+    return b.op("ReduceSum", sums, b.ints(2), keepdims=1, name="router/squares")
+
+
+def _short_sum(layer: Layer) -> int | None:
+    """How many squares to add at a time: a divisor of d, or None for all at once."""
+    small = layer.tokens is not None and layer.tokens * layer.spec.dim < SMALL_INPUT
+    if layer.target != "ort-cpu" or small:
+        return None
+    widths = [w for w in SHORT_SUMS if layer.spec.dim % w == 0 and w < layer.spec.dim]
+    return min(widths, key=lambda w: abs(w - 32), default=None)
 
 
 def _layer_norm(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
@@ -208,6 +255,17 @@ def _rows_by_tokens(b: Builder, layer: Layer, by_slot: ir.Value) -> ir.Value:
         return b.ints(0, -1, layer.tokens)
     tokens = b.op("Shape", by_slot, start=2, end=3, name="router/tokens")
     return b.op("Concat", b.ints(0, -1), tokens, axis=0, name="router/rows_by_tokens")
+
+
+FEW_SLOTS = 64
+"""ONNX Runtime packs a constant matrix when it loads a graph, in blocks of 256 rows, and then reads
+the tokens once per block: for a few columns that costs more than it saves. A constant of three axes
+is left as it is."""
+
+
+def _unpacked(layer: Layer) -> bool:
+    """Whether phi is better a batch of one matrix, [1, d, n·p]."""
+    return layer.target == "ort-cpu" and layer.spec.experts * layer.spec.slots <= FEW_SLOTS
 
 
 FEW_ROWS = range(2, 5)

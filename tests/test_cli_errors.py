@@ -125,6 +125,7 @@ def test_options_that_cannot_be_meant(
         (("explode",), "No such command 'explode'"),
         (("run", "b", "-o", "y.npz"), "Missing option '--input'"),
         (("run", "b", "-i", "x", "-o", "y", "--k", "two"), "Input should be a valid integer"),
+        (("run", "b", "-i", "x", "-o", "y", "--threads", "0"), "greater than or equal to 1"),
         (("bench", "x.pt", "-o", "d", "--batch", "0"), "--batch 0: not a list of sizes"),
         (("bench", "x.pt", "-o", "d", "--batch", "a,2"), "--batch a,2: not a list of sizes"),
         (
@@ -232,10 +233,26 @@ def test_run_refuses_inputs_that_do_not_fit(
     assert_refused(outcome, message, "", code=1)
 
 
-def test_run_of_no_inputs_gives_no_outputs(exported: Path, tmp_path: Path) -> None:
-    assert run_layer(exported, tmp_path, x=np.zeros((0, 3, 32, 32), np.float32)).code == 0
-    with np.load(tmp_path / "y.npz") as arrays:
-        assert arrays["output"].shape == (0, 10)
+@pytest.mark.parametrize("name", ["y.npy", "y.txt", "y", "-"])
+def test_run_writes_nothing_but_archives(name: str, exported: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", input=np.zeros((1, 3, 32, 32), np.float32))
+    out = name if name == "-" else tmp_path / name
+    outcome = run("run", exported, "-i", tmp_path / "x.npz", "-o", out)
+    assert_refused(outcome, "outputs are written as an .npz archive", "y.npz")
+    assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
+
+
+def test_run_says_when_outputs_are_not_numbers(exported: Path, tmp_path: Path) -> None:
+    x = np.zeros((2, 3, 32, 32), np.float32)
+    assert "NaN" not in run_layer(exported, tmp_path, x=x).err
+    (tmp_path / "y.npz").unlink()
+    x[1] = np.nan
+    assert "10 values of the output are NaN or infinite" in run_layer(exported, tmp_path, x=x).err
+
+
+def test_run_of_no_inputs_is_refused(exported: Path, tmp_path: Path) -> None:
+    outcome = run_layer(exported, tmp_path, x=np.zeros((0, 3, 32, 32), np.float32))
+    assert_refused(outcome, "input 'input' is empty", "at least one input", code=1)
 
 
 def test_run_takes_all_inputs_of_a_folder(exported: Path, tmp_path: Path) -> None:

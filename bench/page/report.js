@@ -127,11 +127,30 @@ function bars(points, above, below) {
     array: points.map(p => p[above]), arrayminus: points.map(p => p[below]) };
 }
 
+// The rounds of the untouched model, as a band around its line.
+function band(point, top) {
+  const first = shown.ks[0], last = shown.ks.at(-1);
+  const edge = (value, extra) => Object.assign({ x: [first / 4, last * 4], y: [value, value],
+    mode: "lines", line: { width: 0 }, hoverinfo: "skip" }, extra);
+  return [edge(point.median - point.below), edge(Math.min(point.median + point.above, top),
+    { fill: "tonexty", fillcolor: colour("--band") })];
+}
+
 function latency() {
   const logarithmic = byId("log").checked;
+  const top = logarithmic ? Infinity : shown.top;
   const traces = visible().map(line => trace(line, line.points.map(p => p.median),
-    line.points.map(p => p.latency), { error_y: bars(line.points, "above", "below") }));
-  if (base() && base().median !== null) traces.unshift(level(base().median, base().latency));
+    line.points.map(p => p.latency), { error_y: Object.assign(bars(line.points, "above", "below"),
+      { array: line.points.map(p => Math.min(p.above, top - p.median)) }) }));
+  for (const line of logarithmic ? [] : visible()) {
+    const cut = line.points.filter(p => p.cut);
+    if (cut.length) traces.push({ x: cut.map(p => p.k), y: cut.map(() => 0.985 * top),
+      mode: "markers", hoverinfo: "skip", cliponaxis: false,
+      marker: { symbol: "triangle-up", size: 8, color: ink(line) } });
+  }
+  if (base() && base().median !== null) {
+    traces.unshift(...band(base(), top), level(base().median, base().latency));
+  }
   for (const limit of shown.limits.filter(each => !hidden.has(each.name))) {
     traces.push({ x: limit.points.map(p => p.k), y: limit.points.map(p => p.ms), mode: "lines",
       text: limit.points.map(p => ms(p.ms) + " ms"), name: limit.name,
@@ -150,12 +169,14 @@ function quality() {
       error_y: bars(line.points, "quality_above", "quality_below") }));
   const known = base() && base().quality !== null ? base() : null;
   if (known) traces.unshift(level(known.quality, known.accuracy));
-  const values = traces.flatMap(t => t.y).filter(v => v !== null);
-  if (!values.length) {
-    nothing("accuracy", "not measured: the data have no labels");
+  const judged = visible().flatMap(line => line.points).filter(p => p.quality !== null);
+  if (!judged.length && !known) {
+    nothing("accuracy", "");
     return;
   }
-  const low = Math.min(...values), high = Math.max(...values);
+  // The bars belong to the chart, too.
+  const low = Math.min(...judged.map(p => p.quality - p.quality_below), known?.quality ?? Infinity);
+  const high = Math.max(...judged.map(p => p.quality + p.quality_above), known?.quality ?? 0);
   const room = Math.max(0.08 * (high - low), perplexity ? 0.01 * high : 0.004);
   const range = [Math.max(0, low - room), high + room];
   const extra = {};
@@ -189,7 +210,7 @@ function pareto() {
         symbol: "star" } });
   }
   if (!traces.length) {
-    nothing("pareto", "needs labels: what is kept is not known");
+    nothing("pareto", "");
     return;
   }
   const front = [...visible().flatMap(line => line.points), ...(reference ? [reference] : [])]
@@ -217,7 +238,7 @@ function steps(values) {
 function routing() {
   const lines = visible().filter(line => line.points.some(p => p.exact !== null));
   if (!lines.length) {
-    nothing("routing", "nothing to compare: no engine chose among experts");
+    nothing("routing", "");
     return;
   }
   const traces = lines.map(line => trace(line, line.points.map(p => p.exact),
@@ -301,13 +322,29 @@ function memory() {
     `peak ${all[i].p.memory.toFixed(0)} MB`);
 }
 
+// Charts with nothing in them give their room to those beside them; a sentence says why.
+function emptyCharts() {
+  for (const id of ["accuracy", "pareto", "routing"]) {
+    const figure = byId(id + "-figure");
+    figure.hidden = id in shown.empty;
+    const both = figure.parentElement;
+    both.classList.toggle("single", [...both.children].some(each => each.hidden));
+  }
+  byId("cost-card").hidden = "pareto" in shown.empty && "routing" in shown.empty;
+  byId("empty").textContent = Object.values(shown.empty).join(" ");
+}
+
 function render() {
   controls();
+  emptyCharts();
   byId("summary").textContent = shown.summary;
   byId("caveat").textContent = shown.caveat;
   byId("tiles").innerHTML = shown.tiles;
   legend();
   for (const draw of [latency, quality, pareto, routing, parts, memory]) draw();
+  for (const id of ["latency", "accuracy", "pareto", "routing"]) {
+    if (byId(id).offsetParent) Plotly.Plots.resize(id);
+  }
 }
 
 // The table: every row is in the page; filters hide rows, a click on a heading sorts them.

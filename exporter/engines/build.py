@@ -1,10 +1,9 @@
-"""Compiles one engine in a process of its own, and says in the user's words what went wrong."""
+"""Compiles one engine in a process of its own."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -14,10 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...errors import EngineError
-from ..environment import memory_bytes
 from ..progress import Progress
 from .device import first_gpu
+from .failures import Circumstances, ended, explained, killed
 from .flavours import Flavour
 from .options import EngineOptions
 from .profiles import Profile
@@ -26,11 +24,6 @@ from .worker import PER_MILLE
 WORKER = "moexport.exporter.engines.worker"
 GRACE_S = 5.0
 """How long a build that is to stop may take to stop by itself."""
-
-LOWER = (
-    "lower the largest sizes of the profile (--batch, --tokens, --profile), --optimization-level "
-    "or --workspace; --precision fp16 halves the weights; one --lowering at a time needs less"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +67,9 @@ def build_engine(
     done = False
     try:
         answer = _run(request, progress)
-        facts = _checked(answer, flavour, options)
+        facts = _checked(
+            answer, Circumstances(graph, flavour, options, profiles, bool(request["gpu"]))
+        )
         done = True
     finally:
         if not done:
@@ -155,91 +150,12 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-def _checked(answer: Answer, flavour: Flavour, options: EngineOptions) -> Mapping[str, Any]:
+def _checked(answer: Answer, about: Circumstances) -> Mapping[str, Any]:
     """The facts of a build that went well; otherwise an `EngineError` that says what to do."""
     if answer.event.get("event") == "built" and answer.status == 0:
         return answer.event
     if answer.event.get("event") == "failed":
-        raise explained(answer.event["lines"], flavour, options)
+        raise explained(answer.event["lines"], about)
     if answer.status == -signal.SIGKILL:
-        raise EngineError(
-            f"{flavour.title}: the build was killed, as the system does when memory runs out "
-            f"({_memory()})",
-            hint=LOWER,
-        )
-    end = [line for line in answer.printed.splitlines() if line.strip()][-1:]
-    raise EngineError(
-        f"{flavour.title}: the build ended with status {answer.status}"
-        + (f": {end[0].strip()}" if end else ""),
-        hint="--verbose shows more; a crash inside TensorRT may go with another --lowering",
-    )
-
-
-def _memory() -> str:
-    total = memory_bytes()
-    return "its size is not known" if total is None else f"this machine has {total / 1e9:.0f} GB"
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Words by which a failure is known, what it means and what to do."""
-
-    words: str
-    meaning: str
-    hint: str
-
-
-EXPLANATIONS = (
-    Explanation(r"within workspace limit", "the workspace is too small", "raise --workspace"),
-    Explanation(
-        r"FP32 GEMM is not supported|check_turing_op_compatibility",
-        "compute capability 7.5 does not compile this graph",
-        "leave 7.5 out of --compute-capability, or export with --precision fp16",
-    ),
-    Explanation(
-        r"[Oo]ut ?[Oo]f ?[Mm]emory|bad_alloc|insufficient memory|MemoryError|cudaErrorMemory",
-        "memory ran out",
-        LOWER,
-    ),
-    Explanation(
-        r"libnvinfer_lean|lean runtime",
-        "the lean runtime, which version-compatible engines need, is not installed",
-        "install it beside TensorRT, or leave --version-compatible out",
-    ),
-    Explanation(
-        r"driver version is insufficient|no CUDA-capable device|CUDA initialization failure",
-        "there is no NVIDIA GPU, or its driver is too old",
-        "build on the machine that will run the engine; `moexport doctor` says what is here",
-    ),
-    Explanation(
-        r"DishonouredError",
-        "it did not take over what was asked",
-        "leave that option out",
-    ),
-    Explanation(
-        r"No importer registered|UNSUPPORTED_NODE|[Cc]ould not parse ONNX|Failed to parse ONNX",
-        "its ONNX importer refused the graph",
-        "export with the --target that the engine is for",
-    ),
-)
-
-
-def explained(lines: Sequence[str], flavour: Flavour, options: EngineOptions) -> EngineError:
-    """Returns the error for a failed build, from what TensorRT and Polygraphy reported."""
-    del options
-    said = [line for line in lines if "Invalid Engine. Please ensure" not in line] or list(lines)
-    for each in EXPLANATIONS:
-        for line in said:
-            if re.search(each.words, line):
-                return EngineError(
-                    f"{flavour.title}: {each.meaning}: {_short(line)}", hint=each.hint
-                )
-    first = _short(said[0]) if said else "it did not say why"
-    return EngineError(
-        f"{flavour.title} cannot compile the graph: {first}",
-        hint="another --lowering may compile; --verbose shows everything it said",
-    )
-
-
-def _short(line: str, most: int = 300) -> str:
-    return line if len(line) <= most else line[: most - 1] + "…"
+        raise killed(about)
+    raise ended(answer.status, answer.printed.splitlines(), about)

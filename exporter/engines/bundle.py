@@ -13,7 +13,7 @@ from ..manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest
 from ..progress import Progress, Silent
 from ..ranges import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
-from .additions import Made, engines_of, with_engines
+from .additions import Made, add_to_bundle, engines_of, staging, with_engines
 from .build import Built, build_engine
 from .cache import default_cache
 from .device import first_gpu
@@ -114,6 +114,23 @@ def make_engines(
             yield Made(there, {}, "bundle")
             continue
         yield _make(each, key, graph, manifest, output, progress, rebuild=rebuild)
+
+
+def add_engines(
+    directory: Path,
+    manifest: Manifest,
+    plans: Sequence[EnginePlan],
+    progress: Progress | None = None,
+    *,
+    rebuild: bool = False,
+) -> Manifest:
+    """Makes engines, puts them into a bundle and returns its new manifest.
+
+    Raises what `make_engines` raises, and `BundleError` for a folder that cannot be written.
+    """
+    with staging(directory) as staged:
+        made = list(make_engines(directory, manifest, plans, staged, progress, rebuild=rebuild))
+        return add_to_bundle(directory, made, staged)
 
 
 def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
@@ -252,7 +269,12 @@ def build_for_export(
 def _check_can_build(chosen: Flavour) -> None:
     """Raises `MissingExtraError` or `EngineError` where the flavour cannot be built here."""
     chosen.check_installed()
-    if not chosen.builds_without_gpu and first_gpu() is None:
+    if chosen.builds_without_gpu:
+        return
+    gpu = first_gpu()
+    if gpu is not None:
+        chosen.check_serves(gpu, EngineError)
+    else:
         raise EngineError(
             f"{chosen.title} compiles for the GPU that it runs on, and there is no NVIDIA GPU here",
             hint="copy the bundle to the machine with the GPU and run "

@@ -14,7 +14,26 @@ from importlib import metadata
 from types import MappingProxyType
 from typing import Any
 
-from ...errors import MissingExtraError, UsageError
+from ...errors import ForeignEngineError, MissingExtraError, MoexportError, UsageError
+from .device import Gpu
+
+RTX_CARDS: Mapping[str, str] = MappingProxyType(
+    {
+        "7.5": "RTX 20 series",
+        "8.0": "A100",
+        "8.6": "RTX 30 series",
+        "8.9": "RTX 40 series",
+        "12.0": "RTX 50 series",
+        "12.1": "GB10",
+    }
+)
+"""The compute capabilities that TensorRT-RTX compiles for, each with a card that has it.
+
+They are the members of `ComputeCapability` in TensorRT-RTX 1.7.1, which a test compares. NVIDIA's
+support matrix (deeplearning/tensorrt-rtx/latest/getting-started/support-matrix.html on
+docs.nvidia.com, read for 1.0 to 1.6) has the same but for 8.0, and none of the data-centre's 9.0,
+10.0 and 10.3 or of the Jetsons' 8.7 and 11.0.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,9 +44,10 @@ class Flavour:
     first that it works with and the first that it does not. `options` names the build options that
     it honours; every other one is refused, since a request that is quietly dropped is worse than
     none. `max_level` is its highest optimisation level (it lowers a higher one without a word).
-    `cards` are the compute capabilities that it can build for by name; empty where an engine is for
-    the GPU that it is built on. `refused` says of an option that it does not honour why that is.
-    `records_itself` says that its runtime makes CUDA graphs.
+    `cards` are the compute capabilities that it can build for by name, each with an example, and it
+    serves no others; empty where an engine is for the GPU that it is built on, of a compute
+    capability of at least `oldest`. `refused` says of an option that it does not honour why that
+    is. `records_itself` says that its runtime makes CUDA graphs.
     """
 
     name: str
@@ -38,8 +58,9 @@ class Flavour:
     versions: tuple[tuple[int, ...], tuple[int, ...]]
     options: frozenset[str]
     max_level: int
-    cards: tuple[str, ...]
+    cards: Mapping[str, str]
     refused: Mapping[str, str]
+    oldest: str
     index: str | None = None
     records_itself: bool = False
 
@@ -99,6 +120,29 @@ class Flavour:
                 hint=self.install,
             )
 
+    def serves(self, compute_capability: str) -> bool:
+        """Whether its engines run on GPUs of a compute capability."""
+        if self.cards:
+            return compute_capability in self.cards
+        return _number(compute_capability) >= _number(self.oldest)
+
+    @property
+    def served(self) -> str:
+        """The compute capabilities that it serves, in words."""
+        if not self.cards:
+            return f"compute capability {self.oldest} and newer"
+        listed = ", ".join(f"{each} ({card})" for each, card in self.cards.items())
+        return f"compute capability {listed}"
+
+    def check_serves(self, gpu: Gpu, error: type[MoexportError] = ForeignEngineError) -> None:
+        """Raises an error for a GPU that it does not serve; the hint says what runs there."""
+        if not self.serves(gpu.compute_capability):
+            raise error(
+                f"{self.title} does not serve {gpu.name} (compute capability "
+                f"{gpu.compute_capability}); it serves {self.served}",
+                hint=instead(gpu.compute_capability),
+            )
+
     def missing(self, what: str) -> MissingExtraError:
         """The error that says what is not installed, and how to install it."""
         return MissingExtraError(f"{what} is not installed", hint=self.install)
@@ -122,7 +166,9 @@ TENSORRT = Flavour(
         "refit",
     },
     max_level=5,
-    cards=(),
+    cards=MappingProxyType({}),
+    # NVIDIA's support matrix of TensorRT (10.14 and 11.3): compute capability 7.5 or higher.
+    oldest="7.5",
     refused=MappingProxyType(
         {
             "compute_capabilities": "its engines are for the GPU that they are built on "
@@ -142,7 +188,8 @@ TENSORRT_RTX = Flavour(
     # What 1.7.1 does with the others was tried: see `refused`.
     options=_COMMON | {"compute_capabilities", "strip_plan", "refit"},
     max_level=5,
-    cards=("7.5", "8.0", "8.6", "8.9", "12.0", "12.1"),
+    cards=RTX_CARDS,
+    oldest="7.5",
     refused=MappingProxyType(
         {
             "timing_cache": "it times nothing while it builds; its runtime keeps a cache of "
@@ -167,3 +214,19 @@ def flavour(name: str) -> Flavour:
             hint="for ONNX Runtime the graph itself is what runs",
         )
     return FLAVOURS[name]
+
+
+def instead(compute_capability: str) -> str:
+    """Returns what to use on GPUs of a compute capability that a flavour does not serve."""
+    able = [each for each in FLAVOURS.values() if each.serves(compute_capability)]
+    if able:
+        return (
+            f"use {able[0].title} there (--target {able[0].name}), or run the graph in ONNX "
+            "Runtime (--provider cuda)"
+        )
+    return "run the graph in ONNX Runtime there: --provider cuda if its CUDA still has it, or cpu"
+
+
+def _number(compute_capability: str) -> tuple[int, ...]:
+    """A compute capability in the order of its numbers: 12.0 is after 8.9."""
+    return tuple(int(part) for part in compute_capability.split("."))

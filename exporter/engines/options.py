@@ -12,7 +12,7 @@ from typing import Any, Literal, get_args
 from ...errors import UsageError
 from ..ranges import AxisRange
 from .device import first_gpu
-from .flavours import Flavour
+from .flavours import Flavour, instead
 
 HardwareLevel = Literal["ampere-plus", "same-compute-capability"]
 HARDWARE_LEVELS: tuple[HardwareLevel, ...] = get_args(HardwareLevel)
@@ -108,9 +108,8 @@ class EngineOptions:
         for each in self.compute_capabilities:
             if each != CURRENT and each not in flavour.cards:
                 raise UsageError(
-                    f"--compute-capability {each}: {flavour.title} compiles for "
-                    f"{', '.join(flavour.cards)}",
-                    hint="8.9 is the RTX 40 series, 12.0 the RTX 50 series, 8.6 the RTX 30 series",
+                    f"--compute-capability {each}: {flavour.title} compiles for {flavour.served}",
+                    hint=instead(each) if _NUMBERS.fullmatch(each) else "for example 8.6,8.9,12.0",
                 )
         if CURRENT in self.compute_capabilities and len(self.compute_capabilities) > 1:
             raise UsageError(
@@ -119,8 +118,11 @@ class EngineOptions:
             )
 
     def _check_gpu(self, flavour: Flavour) -> None:
-        """What needs a GPU to build, where there is none."""
-        if not flavour.builds_without_gpu or first_gpu() is not None:
+        """What needs a GPU to build, where there is none or one that is not served."""
+        gpu = first_gpu()
+        if gpu is not None and CURRENT in self.compute_capabilities:
+            flavour.check_serves(gpu, UsageError)
+        if not flavour.builds_without_gpu or gpu is not None:
             return
         if CURRENT in self.compute_capabilities:
             raise UsageError(
@@ -146,6 +148,9 @@ class EngineOptions:
             content["compute_capabilities"] = list(self.compute_capabilities)
         return content
 
+
+_NUMBERS = re.compile(r"\d+\.\d+")
+"""A compute capability, whether there is such a GPU or not."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
 

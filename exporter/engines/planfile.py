@@ -122,6 +122,9 @@ def check_runs_here(plan: Plan) -> None:
 
     Such an engine is sound, and the message says where it runs.
     """
+    gpu = first_gpu()
+    if gpu is not None:
+        plan.flavour.check_serves(gpu)
     # The module's own word: a package's version can differ from it (8.6.1.post1 holds 8.6.1).
     installed = str(plan.flavour.load().__version__)
     record = plan.record
@@ -134,20 +137,23 @@ def check_runs_here(plan: Plan) -> None:
             hint=f"build it again here with `moexport build {plan.path.parent}`, or install "
             f"{record.version}",
         )
-    gpu = first_gpu()
     if gpu is not None:
-        _check_gpu(plan.path, record, gpu)
+        _check_gpu(plan, record, gpu)
 
 
-def _check_gpu(path: Path, record: EngineRecord, gpu: Gpu) -> None:
-    """An engine of TensorRT is for one GPU, unless it was built for several."""
-    if record.device is None or record.options.get("hardware_compatible"):
+def _check_gpu(plan: Plan, record: EngineRecord, gpu: Gpu) -> None:
+    """Raises `ForeignEngineError` for an engine that was built for other compute capabilities.
+
+    TensorRT's are for the GPU that they were built on, TensorRT-RTX's for all that were named.
+    """
+    if record.options.get("hardware_compatible"):
         return
     if gpu.compute_capability not in record.compute_capabilities:
+        option = "--compute-capability" if plan.flavour.cards else "--hardware-compatible"
         raise ForeignEngineError(
-            f"{path}: built for {record.device} (compute capability "
-            f"{', '.join(record.compute_capabilities)}), and this machine has {gpu.name} "
+            f"{plan.path}: built for {record.device or 'cards'} of compute capability "
+            f"{', '.join(record.compute_capabilities)}, and this machine has {gpu.name} "
             f"({gpu.compute_capability})",
-            hint=f"build it again here with `moexport build {path.parent}`; --hardware-compatible "
-            "builds one for several",
+            hint=f"build it again here with `moexport build {plan.path.parent}`; {option} builds "
+            "one for several",
         )

@@ -94,7 +94,7 @@ def main() -> None:
     try:
         result = _build(request, events, errors, stop)
     except MemoryError:
-        events.say("failed", lines=[*errors.lines, "out of memory"], canceled=False)
+        events.say("failed", lines=[*errors.lines, "MemoryError"], canceled=False)
     except Exception as error:  # noqa: BLE001  every failure is the parent's to explain
         lines = [*errors.lines, " ".join(f"{type(error).__name__}: {error}".split())]
         events.say("failed", lines=lines, canceled=stop.is_set())

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, get_args
 
+from torch import Tensor
+
 from ...errors import CheckpointError, FamilyError
 from ...graphs.mumoe import MuMoE, MuMoEWeights
 from ...graphs.mumoe_spec import FactorisedSpec, Form, GateActivation, MuMoESpec
@@ -120,6 +122,8 @@ def read_layer(name: str, prefix: str, tensors: Tensors, activation: GateActivat
     )
     check_tensors(NAME, prefixed(local, prefix), prefixed(_shapes(spec), prefix))
     normed = range(len(sizes) if batch_norm else 0)
+    for level in normed:
+        _check_variance(f"{prefix}bn.{level}.running_var", local[f"bn.{level}.running_var"])
     return MuMoE(
         spec,
         MuMoEWeights(
@@ -131,6 +135,15 @@ def read_layer(name: str, prefix: str, tensors: Tensors, activation: GateActivat
             shift=local.get("input_ln.bias"),
         ),
     ).eval()
+
+
+def _check_variance(key: str, variance: Tensor) -> None:
+    """Raises CheckpointError for a variance below zero, whose root would be NaN."""
+    if not variance.is_meta and variance.numel() and float(variance.min()) < 0:
+        raise CheckpointError(
+            f"{key} holds the negative variance {float(variance.min()):.3g}",
+            hint="the file is damaged: use another copy or an earlier checkpoint",
+        )
 
 
 def _shapes(spec: MuMoESpec) -> dict[str, Shape]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from html.parser import HTMLParser
@@ -13,8 +14,8 @@ import matplotlib.image
 import pytest
 from moexport.bench.figures import figures
 from moexport.bench.report import html, write_report
-from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.views import caveat, choice, panels, summary, times
+from moexport.bench.results import Interval, ModelInfo, Perplexity, Results, Row
+from moexport.bench.views import caveat, choice, empty_charts, panels, summary, times
 from moexport.exporter.timing import summarise
 
 RowMaker = Callable[..., Row]
@@ -53,7 +54,6 @@ def test_the_summary_is_about_the_fastest_row_that_keeps_99_percent(results: Res
     assert summary(panel) == (
         "k = 4 of 16 keeps 99.2% of the accuracy at 3.1× the speed of the PyTorch model (batch 1)."
     )
-    assert caveat(panel) == ""
 
 
 def test_the_summary_says_what_is_kept_when_nothing_keeps_99_percent(
@@ -78,11 +78,39 @@ def test_a_difference_below_the_spread_is_not_sold_as_one(results: Results, row:
     assert "at the speed of the PyTorch model, within the spread" in summary(panel)
 
 
+def test_what_the_export_alone_gives_is_told_beside_a_smaller_k(
+    results: Results, row: RowMaker
+) -> None:
+    (panel,) = panels(results)
+    assert caveat(panel) == (
+        "With all 16 experts ONNX Runtime, grouped keeps 100% of the accuracy at 1.6× the speed of "
+        "the PyTorch model."
+    )
+    alone = (results.rows[0], row(4, 1.0, 1.0))
+    assert caveat(panels(replace(results, rows=alone))[0]) == ""
+
+
+def test_charts_with_nothing_in_them_are_left_out_with_a_reason(
+    results: Results, row: RowMaker
+) -> None:
+    assert empty_charts(panels(results)[0]) == {}
+    everything = (results.rows[0], row(16, 1.0, 1.0, routing=None))
+    (panel,) = panels(replace(results, rows=everything))
+    assert empty_charts(panel) == {
+        "routing": "Routing agreement is not drawn: every row here computes all its experts."
+    }
+    weighed = replace(results, rows=(*everything, row(4, 1.0, None, routing=None)))
+    assert "do not choose one set of experts" in empty_charts(panels(weighed)[0])["routing"]
+    unlabelled = tuple(replace(each, accuracy=None) for each in results.rows)
+    found = empty_charts(panels(replace(results, rows=unlabelled))[0])
+    assert set(found) == {"accuracy", "pareto"}
+
+
 def test_without_labels_the_fastest_row_is_told(results: Results, row: RowMaker) -> None:
     rows = (replace(results.rows[0], accuracy=None), row(4, 1.0, None), row(2, 0.5, None))
     changed = replace(results, rows=rows)
     assert summary(panels(changed)[0]).startswith("k = 2 of 16 runs at 6.2× the speed")
-    assert "not measured: the data have no labels" in html(changed)
+    assert "Accuracy is not drawn: the data have no labels." in html(changed)
 
 
 @pytest.mark.parametrize(
@@ -154,6 +182,39 @@ def test_a_results_file_without_rows_still_makes_a_page(results: Results, tmp_pa
     empty = replace(results, rows=())
     assert "No rows were measured." in html(empty)
     assert figures(empty, tmp_path) == ()
+
+
+def test_a_token_models_figure_shows_its_perplexity(
+    results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    def judged(k: int, value: float) -> Row:
+        found = Perplexity(value, 6.3 / value, 8192, Interval(value - 0.2, value + 0.2))
+        return row(k, 1.0, None, perplexity=found)
+
+    rows = (replace(judged(16, 6.3), engine="pytorch-eager"), judged(16, 6.3), judged(1, 12.8))
+    _, drawn = figures(replace(results, rows=rows), tmp_path)
+    words = re.findall(r"<!-- (.+?) -->", drawn.read_text())
+    assert "perplexity, less is better" in words
+    assert "digits: perplexity" in words
+    assert "12" in words  # on the axis
+    assert not any("no labels" in each for each in words)
+
+
+def test_a_bar_that_goes_on_outside_of_the_chart_is_cut_and_says_so(
+    results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    disturbed = summarise([[1.0], [1.0], [1.0], [1.0], [90.0]])
+    reference = replace(results.rows[0], latency_ms=disturbed)
+    rows = (reference, *results.rows[1:], row(1, 1.0, 1.0, latency_ms=disturbed))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of a layout in which nothing fits
+        figures(replace(results, rows=rows), tmp_path)
+    (panel,) = panels(replace(results, rows=rows))
+    bar = panel.bar(disturbed)
+    assert bar.cut
+    assert bar.value + bar.above == panel.top_ms
+    for line in panels(results)[0].lines:
+        assert not any(panel.bar(r.latency_ms).cut for r in line.rows if r.latency_ms is not None)
 
 
 def test_views_are_files_that_can_be_made_again(results: Results, tmp_path: Path) -> None:

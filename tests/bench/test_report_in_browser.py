@@ -11,8 +11,8 @@ import matplotlib.image
 import pytest
 from moexport.bench.compare import compare
 from moexport.bench.report import write_report
-from moexport.bench.results import Absent, Part, Results, Row
-from moexport.exporter.timing import Latency
+from moexport.bench.results import Absent, Accuracy, Interval, Part, Results, Row
+from moexport.exporter.timing import Latency, summarise
 from moexport.tests.bench.browser import Browser, browser, missing
 
 RowMaker = Callable[..., Row]
@@ -160,3 +160,46 @@ def test_a_row_is_told_where_the_pointer_rests(window: Browser, page: Path) -> N
     told = window.wait("return document.querySelector('#pareto .hoverlayer').textContent")
     assert "k = " in told
     assert "ms" in told
+
+
+def test_bars_and_marks_lie_within_their_charts(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    disturbed = summarise([[1.0], [1.1], [1.0], [1.0], [90.0]])
+    wide = Accuracy(0.7, 0.78, 40, top1_interval=Interval(0.45, 0.99))
+    rows = (*results.rows, row(1, 1.0, None, accuracy=wide, latency_ms=disturbed))
+    write_report(replace(results, rows=rows), tmp_path / "report.html")
+    outside = (
+        "const area = document.querySelector(`#${arguments[0]} .nsewdrag`).getBoundingClientRect();"
+        "return [...document.querySelectorAll(`#${arguments[0]} ${arguments[1]}`)]"
+        ".map(each => each.getBoundingClientRect())"
+        ".filter(r => r.top < area.top - 1 || r.bottom > area.bottom + 1"
+        " || r.left < area.left - 1 || r.right > area.right + 1).length"
+    )
+    for width in WIDTHS.values():
+        window.resize(*width)
+        window.open(tmp_path / "report.html")
+        window.wait("return document.querySelector('#routing .scatterlayer .point') !== null")
+        for chart in ("latency", "accuracy", "routing"):
+            assert window.run(outside, chart, ".scatterlayer .point") == 0, chart
+            assert window.run(outside, chart, "path.yerror") == 0, chart
+    cut = "return document.getElementById('latency').data.filter(t => t.cliponaxis === false)"
+    assert len(window.run(cut)) == 1  # the arrow that ends the long bar
+    assert window.console() == []
+
+
+def test_a_chart_with_nothing_in_it_is_hidden_and_a_sentence_says_why(
+    window: Browser, results: Results, tmp_path: Path
+) -> None:
+    weighed = replace(results, rows=tuple(replace(r, routing=None) for r in results.rows))
+    write_report(weighed, tmp_path / "report.html")
+    window.resize(*WIDTHS["desktop"])
+    window.open(tmp_path / "report.html")
+    window.wait("return document.querySelector('#pareto .scatterlayer .point') !== null")
+    width = "return document.getElementById(arguments[0]).getBoundingClientRect().width"
+    assert window.run(width, "routing-figure") == 0
+    assert window.run(width, "pareto") > 900  # its neighbour has the room
+    assert window.run("return document.querySelector('#pareto .nsewdrag').getBBox().width") > 800
+    said = window.run("return document.getElementById('empty').textContent")
+    assert said.startswith("Routing agreement is not drawn: ")
+    assert window.console() == []

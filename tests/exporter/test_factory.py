@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import CheckpointError, FamilyError, ParityError, UsageError
-from moexport.exporter.factory import is_factory
 from moexport.exporter.load import load
 from moexport.graphs.layers import SoftMoE, soft_moe_layers
+from moexport.user_code import names_code
 
 CODE = '''
 import torch
@@ -246,13 +246,13 @@ def weights(tmp_path: Path) -> Path:
 
 
 def test_a_factory_is_told_from_a_path(tmp_path: Path) -> None:
-    assert is_factory("mynet:tokens")
-    assert is_factory("my.pack_age.net:Class.build")
-    assert not is_factory("weights.pt")
-    assert not is_factory("/data/weights.pt")
-    assert not is_factory("C:\\weights.pt")
+    assert names_code("mynet:tokens")
+    assert names_code("my.pack_age.net:Class.build")
+    assert not names_code("weights.pt")
+    assert not names_code("/data/weights.pt")
+    assert not names_code("C:\\weights.pt")
     (tmp_path / "odd:name").write_text("")
-    assert not is_factory("odd:name")
+    assert not names_code("odd:name")
 
 
 def test_layers_are_found_replaced_and_listed_in_the_order_of_their_calls() -> None:

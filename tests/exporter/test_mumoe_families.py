@@ -82,6 +82,11 @@ BROKEN: list[tuple[str, State, str]] = [
         "a size or a rank of zero",
     ),
     ("mumoe_tr", {TR: torch.ones(25, 6)}, "neither CP .* nor TR"),
+    (
+        "mumoe_tr",
+        {"bn.0.running_var": torch.linspace(-0.5, 1, 32)},
+        "bn.0.running_var holds the negative variance -0.5",
+    ),
 ]
 
 

@@ -76,8 +76,9 @@ class InMemory:
     def has(self, name: str) -> bool:
         return name in self.arrays
 
-    def stacked(self, name: str) -> ir.TensorProtocol:
-        return ir.tensor(self.arrays[name], name=name)
+    def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
+        array = self.arrays[name]
+        return ir.tensor(array[None] if batched else array, name=name)
 
     def expert(self, name: str, index: int) -> ir.TensorProtocol:
         return ir.tensor(self.arrays[name][index], name=f"{name}/{index}")

@@ -26,6 +26,7 @@ from moexport.tests.graphs.tiny_layers import (
     soft_moe,
     tiny_layer,
     tokens,
+    torch_module,
 )
 
 RTOL = 2e-5  # of max|y|: float32 against float64
@@ -40,16 +41,7 @@ def assert_close(y: Array, expected: Array) -> None:
 
 def module(layer: TinyLayer) -> SoftMoE:
     """The layer in PyTorch, without the experts of `ABLATED`."""
-
-    def of(array: Array | None) -> torch.Tensor | None:
-        return None if array is None else torch.from_numpy(array.astype(np.float32))
-
-    phi, w1 = of(layer.phi), of(layer.w1)
-    assert phi is not None and w1 is not None
-    weights = SoftMoEWeights(
-        phi, w1, of(layer.b1), of(layer.w2), of(layer.b2), of(layer.gain), of(layer.shift)
-    )
-    made = SoftMoE(layer.spec, weights)
+    made = torch_module(layer)
     made.edits = LayerEdits(frozenset((0, e) for e in ABLATED))
     return made
 

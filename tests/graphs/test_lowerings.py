@@ -7,8 +7,10 @@ from typing import Any, get_args
 
 import numpy as np
 import pytest
+import torch
 from moexport.graphs.lowerings.registry import LOWERINGS
 from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource
+from moexport.graphs.target import Target
 from moexport.tests.graphs.tiny_layers import (
     TinyLayer,
     lowered,
@@ -16,6 +18,7 @@ from moexport.tests.graphs.tiny_layers import (
     soft_moe,
     tiny_layer,
     tokens,
+    torch_module,
 )
 
 RTOL = 2e-5  # of max|y|: float32 against float64
@@ -71,6 +74,30 @@ def test_renormalised_weights_sum_to_one(lowering: str, slots: int) -> None:
     assert_computes(layer, lowering, 2, (2,), renormalize=True)
     assert_computes(layer, lowering, 5, (5,), renormalize=True)
     assert_computes(layer, lowering, None, (1, 4), renormalize=True)
+
+
+@pytest.mark.parametrize("slots", [1, 3])
+@pytest.mark.parametrize("lowering", list(LOWERINGS))
+def test_a_token_that_all_but_ignores_the_kept_experts_is_renormalised(
+    lowering: str, slots: int
+) -> None:
+    layer, x = tiny_layer(slots=slots, norm="none", seed=3), 12 * tokens(4, 6)
+    expected, sets = soft_moe(layer, x, 1, renormalize=True)
+    module = torch_module(layer)
+    module.keep = 1
+    kept = module.route(torch.from_numpy(x)).combine.sum(dim=3)
+    assert (kept.gather(2, torch.from_numpy(sets)[:, None].expand(-1, 6, -1)) == 0).any()
+    module.renormalize = True
+    running = session(lowered(layer, lowering, 1, renormalize=True))
+    for y in (module(torch.from_numpy(x)).numpy(), running.run(None, {"input": x})[0]):
+        assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
+
+
+def test_scores_of_zero_are_a_tie() -> None:
+    layer, x = tiny_layer(norm="none", seed=3), 100 * tokens(1, 1)
+    module = torch_module(layer)
+    module.keep = 4
+    assert module.choices(torch.from_numpy(x))[""].margin.tolist() == [0.0]
 
 
 @pytest.mark.parametrize("expert", ["geglu", "linear"])
@@ -158,3 +185,39 @@ def test_a_few_slots_are_averaged_row_by_row_where_a_cpu_gains_from_it(
         expected, _ = soft_moe(layer, x, kept)
         y = running.run(None, {"input": x})[0]
         assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
+
+
+@pytest.mark.parametrize(
+    ("slots", "target", "axes"),
+    [(1, "ort-cpu", 3), (12, "ort-cpu", 3), (13, "ort-cpu", 2), (1, "onnx", 2)],
+)
+def test_phi_of_few_slots_is_kept_from_being_packed_on_a_cpu(
+    slots: int, target: Target, axes: int
+) -> None:
+    layer = tiny_layer(slots=slots)
+    made = lowered(layer, "grouped", 2, target=target)
+    phi = made.model.graph.initializers["layer/phi"].shape
+    assert phi is not None
+    assert len(phi) == axes
+    x = tokens(3, 5)
+    expected, _ = soft_moe(layer, x, 2)
+    y = session(made).run(None, {"input": x})[0]
+    assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("norm", ["l2", "l2-plus", "l2-rsqrt"])
+@pytest.mark.parametrize(("dim", "width"), [(64, 32), (100, 25), (23, None), (768, 32)])
+def test_a_token_is_measured_in_short_sums_where_a_cpu_gains_from_it(
+    norm: NormKind, dim: int, width: int | None
+) -> None:
+    layer = tiny_layer(norm=norm, dim=dim)
+    made = lowered(layer, "grouped", 2, target="ort-cpu")
+    parts = [node.inputs[1] for node in made.model.graph if node.name == "layer/router/parts"]
+    shapes = [value.const_value.numpy().tolist() for value in parts if value and value.const_value]
+    assert shapes == ([[0, 0, dim // width, width]] if width else [])
+    x = tokens(3, 5, dim=dim)
+    x[:, 2] = 0.0
+    expected, chosen = soft_moe(layer, x, 2)
+    y, selected = session(made).run(None, {"input": x})
+    assert np.array_equal(np.sort(selected), chosen)
+    assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()

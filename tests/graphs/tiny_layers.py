@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
+import torch
 from moexport.graphs.arithmetic import FP32, Arithmetic
+from moexport.graphs.layers import SoftMoE, SoftMoEWeights
 from moexport.graphs.lower import LayerChoice, Lowered, lower
 from moexport.graphs.lowerings.registry import LOWERINGS
 from moexport.graphs.moe import StoredPart
@@ -46,10 +48,11 @@ class TinyLayer:
     def has(self, name: str) -> bool:
         return self._array(name) is not None
 
-    def stacked(self, name: str) -> ir.TensorProtocol:
+    def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
         array = self._array(name)
         assert array is not None
-        return ir.tensor(array.astype(np.float32), name=name)
+        single = array.astype(np.float32)
+        return ir.tensor(single[None] if batched else single, name=name)
 
     def expert(self, name: str, index: int) -> ir.TensorProtocol:
         array = self._array(name)
@@ -86,8 +89,9 @@ class NarrowTensors:
     def has(self, name: str) -> bool:
         return name in self._arrays
 
-    def stacked(self, name: str) -> ir.TensorProtocol:
-        return self._arrays[name]
+    def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
+        array = self._arrays[name]
+        return ir.tensor(array.numpy()[None], name=name) if batched else array
 
     def expert(self, name: str, index: int) -> ir.TensorProtocol:
         return ir.tensor(self._arrays[name].numpy()[index], name=f"{name}.{index}")
@@ -105,10 +109,11 @@ def tiny_layer(
     biases: bool = True,
     gain: bool = False,
     seed: int = 0,
+    dim: int = 6,
 ) -> TinyLayer:
     """Random weights; routing is far from a tie for the inputs of `tokens`."""
     random = np.random.default_rng(seed)
-    d, h = 6, 0 if expert == "linear" else 7
+    d, h = dim, 0 if expert == "linear" else 7
     spec = SoftMoESpec(
         *("layer", experts, slots, d, h, out, expert, activation, norm, EPS[norm], slots_from)
     )
@@ -130,9 +135,23 @@ def tiny_layer(
     )
 
 
-def tokens(batch: int, count: int, seed: int = 1) -> Array:
+def tokens(batch: int, count: int, seed: int = 1, dim: int = 6) -> Array:
     """Inputs [b, m, d]."""
-    return np.random.default_rng(seed).standard_normal((batch, count, 6)).astype(np.float32)
+    return np.random.default_rng(seed).standard_normal((batch, count, dim)).astype(np.float32)
+
+
+def torch_module(layer: TinyLayer) -> SoftMoE:
+    """The layer in PyTorch."""
+
+    def of(array: Array | None) -> torch.Tensor | None:
+        return None if array is None else torch.from_numpy(array.astype(np.float32))
+
+    phi, w1 = of(layer.phi), of(layer.w1)
+    assert phi is not None and w1 is not None
+    weights = SoftMoEWeights(
+        phi, w1, of(layer.b1), of(layer.w2), of(layer.b2), of(layer.gain), of(layer.shift)
+    )
+    return SoftMoE(layer.spec, weights)
 
 
 def soft_moe(

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.calibration.feeds import batches, samples
+from moexport.calibration.labels import labelled_batches
 from moexport.errors import FeedError
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
@@ -49,7 +50,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     (tmp_path / "own_broken.py").write_text("raise ValueError('no such dataset')")
     monkeypatch.chdir(tmp_path)
     yield "own_feeds"
-    for name in ("own_feeds", "own_broken"):
+    for name in ("own_feeds", "own_broken", "own_package", "own_package.feeds"):
         sys.modules.pop(name, None)
 
 
@@ -100,6 +101,18 @@ def test_no_more_is_taken_than_was_asked_for(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["array_list", "generator", "dicts", "pairs"])
 def test_an_iterable_of_the_users_module_is_a_feed(name: str, module: str) -> None:
     assert np.array_equal(samples(f"{module}:{name}", "input", 100), X)
+
+
+def test_the_module_may_lie_in_a_package(module: str, tmp_path: Path) -> None:
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "feeds.py").write_text(
+        MODULE + "class Split:\n    test = array_list"
+    )
+    for name in ("pairs", "Split.test"):
+        feed = f"own_package.feeds:{name}"
+        assert np.array_equal(samples(feed, "input", 100), X)
+        pairs = list(labelled_batches(feed, "input"))
+        assert [labels is None for _, labels in pairs] == [name != "pairs"] * len(pairs)
 
 
 def test_an_endless_feed_is_read_as_far_as_needed() -> None:
@@ -171,8 +184,8 @@ def test_a_file_that_is_no_feed_says_so(kind: str, tmp_path: Path) -> None:
         ("", "holds no .npy file"),
         ("no_such_module:x", "cannot be imported"),
         ("own_feeds:missing", "cannot be imported"),
-        ("own_feeds:", "cannot be imported"),
-        (":x", "cannot be imported"),
+        ("own_feeds:", "no such feed"),
+        (":x", "no such feed"),
         ("own_broken:x", "cannot be imported (no such dataset)"),
         ("own_feeds:nothing", "the feed holds no inputs"),
         ("own_feeds:number", "is int, not an iterable"),

@@ -81,6 +81,15 @@ def test_a_session_refuses_a_k_outside_1_to_n(session: Session, k: int) -> None:
     assert np.array_equal(session(x, np.int64(2)), session(x, 2))  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("shape", [(0, 5, 32), (2, 0, 32)])
+def test_a_session_refuses_an_input_without_numbers(
+    session: Session, shape: tuple[int, ...]
+) -> None:
+    with pytest.raises(FeedError, match=r"input 'input' is empty: \(") as caught:
+        session(np.ones(shape, np.float32), 2)
+    assert caught.value.hint is not None
+
+
 @pytest.mark.parametrize("k", [0, None, True, 2.0, 5, [1, 2], [0], "some"])
 def test_python_refuses_a_k_that_cannot_be_meant(k: object, tmp_path: Path) -> None:
     model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")

@@ -131,6 +131,13 @@ def test_a_text_longer_than_the_positions_is_refused(tmp_path: Path) -> None:
     ran = run("run", tmp_path / "out", "-i", tmp_path / "long.npz", "-o", tmp_path / "y.npz")
     assert ran.code == 1
     assert "33 tokens" in ran.error
+    for wrong in (96, -1):
+        ids = np.array([[3, wrong, 5]])
+        np.savez(tmp_path / "ids.npz", input_ids=ids)
+        ran = run("run", tmp_path / "out", "-i", tmp_path / "ids.npz", "-o", tmp_path / "y.npz")
+        assert ran.code == 1
+        expected = f"input 'input_ids' holds {wrong}, but the model takes values from 0 to 95"
+        assert ran.error == expected
     assert not (tmp_path / "y.npz").exists()
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import shlex
 import shutil
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,11 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 from moexport.errors import UsageError
+from moexport.exporter.engines.build import WORKER
 from moexport.exporter.engines.device import first_gpu
 from moexport.exporter.engines.flavours import TENSORRT
 from moexport.exporter.engines.options import EngineOptions
 from moexport.exporter.engines.planfile import read_header
-from moexport.tests.command import run, start
+from moexport.tests.command import PROGRAM, run, start
 from moexport.tests.recorded import DATA, read_case
 from moexport.tests.targets.engines import CARD, build, export, leftovers, needs_rtx, refused
 
@@ -68,6 +72,19 @@ def run_engine(bundle: Path, *options: str, engine: str = "tensorrt-rtx") -> Any
     outcome = run("run", bundle, *files, "--engine", engine, "--k", "2", *options)
     assert not (folder / "y.npz").exists()
     return outcome
+
+
+def worker_of(process: subprocess.Popen[str]) -> Path:
+    """Where Linux shows the process that compiles for a command; waits until there is one."""
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while process.poll() is None:
+        for number in children.read_text().split():
+            found = Path("/proc") / number
+            with contextlib.suppress(FileNotFoundError):  # another child, which has ended
+                if WORKER in (found / "cmdline").read_text():
+                    return found
+        time.sleep(0.01)
+    raise AssertionError(process.communicate())
 
 
 @needs_rtx
@@ -232,17 +249,33 @@ def test_a_build_that_fails_leaves_the_bundle_and_says_what_to_do(
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the processes as Linux shows them")
 def test_a_build_that_the_system_kills_for_memory_says_what_to_lower(bundle: Path) -> None:
     process = start("build", bundle, *CARD, *SIZES)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while not (found := children.read_text().split()):
-        assert process.poll() is None
-        time.sleep(0.05)
-    os.kill(int(found[0]), signal.SIGKILL)  # what the kernel does to a process without memory
+    worker = worker_of(process)
+    os.kill(int(worker.name), signal.SIGKILL)  # what the kernel does to a process without memory
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert "the build was killed, as the system does when memory runs out (this machine has" in err
-    assert "hint: lower the largest sizes of the profile" in err
+    assert "hint: a build takes about three times the weights (" in err
     assert leftovers(bundle) == []
     assert not list(bundle.glob("*.plan"))
+
+
+@needs_rtx
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_a_build_that_runs_out_of_memory_says_what_to_lower(bundle: Path) -> None:
+    before = {path.name: path.read_bytes() for path in bundle.iterdir()}
+    command = shlex.join([*PROGRAM, "build", str(bundle), *CARD, *SIZES])
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -v 550000; exec {command}"],  # kB; it takes about 750,000
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "memory ran out" in done.stderr
+    assert "hint: a build takes about three times the weights (" in done.stderr
+    assert "--precision fp16" in done.stderr
+    assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
 
 
 @needs_rtx
@@ -258,6 +291,30 @@ def test_an_interrupted_build_leaves_nothing_behind(number: signal.Signals, bund
     assert process.returncode == 130
     assert "interrupted; nothing half-written was left behind" in err
     assert sorted(path.name for path in bundle.iterdir()) == before
+
+
+@needs_rtx
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the processes as Linux shows them")
+def test_an_interrupt_while_the_builder_is_at_work_ends_both_processes(
+    bundle: Path, tmp_path: Path
+) -> None:
+    before = {path.name: path.read_bytes() for path in bundle.iterdir()}
+    kept = tmp_path / "engines"
+    profiles = (*SIZES, "--profile", "batch=8", "--engine-cache", kept)
+    process = start("build", bundle, *CARD, *profiles)
+    worker = worker_of(process)
+    while "libtensorrt_onnxparser" not in (worker / "maps").read_text():
+        assert process.poll() is None
+        time.sleep(0.01)
+    time.sleep(0.2)  # a fifth of what compiling takes
+    assert worker.is_dir()
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted; nothing half-written was left behind" in err
+    assert not worker.exists()
+    assert {path.name: path.read_bytes() for path in bundle.iterdir()} == before
+    assert not kept.exists()
 
 
 def test_without_tensorrt_the_install_command_is_told(bundle: Path) -> None:

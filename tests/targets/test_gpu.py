@@ -33,6 +33,9 @@ def flavour(request: pytest.FixtureRequest) -> Flavour:
     chosen: Flavour = request.param
     if not chosen.installed():
         pytest.skip(f"{chosen.title} is not installed: {chosen.install}")
+    gpu = first_gpu()
+    if gpu is not None and not chosen.serves(gpu.compute_capability):
+        pytest.skip(f"{chosen.title} does not serve {gpu.name}")
     return chosen
 
 

@@ -1,0 +1,48 @@
+"""Lowerings that cannot serve a precision are rows with the reason; the others are measured."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import moexport
+import pytest
+from moexport.bench.engines import GraphSource
+from moexport.bench.graph_runner import OnnxOpener
+from moexport.bench.subjects import Asked, Refused, exported
+from moexport.errors import LoweringError
+from moexport.exporter.model import Model
+from moexport.tests.recorded import read_case
+
+pytestmark = pytest.mark.usefixtures("traced_once")
+
+ASKED = Asked(ks=(2,), lowerings=("gather", "fused"), engines=("onnxruntime",))
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    case = read_case("soft_moe_mnist_normalized")
+    return moexport.load(case.weights, config=case.config)
+
+
+def opened_by(source: GraphSource) -> type:
+    return type(source.open)
+
+
+def test_a_lowering_without_a_kernel_does_not_take_the_others_with_it(model: Model) -> None:
+    with exported(model, replace(ASKED, precisions=("fp32", "fp16"))) as subject:
+        found = {(s.precision, s.lowering): opened_by(s) for s in subject.graphs}
+        assert found == {
+            ("fp32", "gather"): OnnxOpener,
+            ("fp32", "fused"): OnnxOpener,
+            ("fp16", "gather"): OnnxOpener,
+            ("fp16", "fused"): Refused,
+        }
+        (refused,) = (s for s in subject.graphs if isinstance(s.open, Refused))
+        with pytest.raises(LoweringError, match=r"com\.microsoft\.MoE has no FP16 kernel"):
+            refused.open()
+
+
+def test_where_nothing_can_be_exported_that_is_said_at_once(model: Model) -> None:
+    nothing = replace(ASKED, lowerings=("fused",), precisions=("fp16",))
+    with pytest.raises(LoweringError, match="no FP16 kernel"), exported(model, nothing):
+        pass
