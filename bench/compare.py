@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..exporter import timing
+from .disturbance import disturbance
 from .results import Results, Row, by_identity
 from .views import line_name, milliseconds
 
@@ -123,6 +124,9 @@ def _notes(before: Results, now: Results, only_before: int, only_now: int) -> tu
     ]
     if moved:
         notes.append(f"Other versions: {', '.join(moved)}.")
+    for which, results in (("The earlier file", before), ("This file", now)):
+        if disturbance(results):
+            notes.append(f"{which}: {disturbance(results)}")
     hashes = {model.name: model.sha256 for model in before.models}
     other = [m.name for m in now.models if hashes.get(m.name, m.sha256) not in ("", m.sha256)]
     if other:

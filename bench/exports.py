@@ -6,6 +6,7 @@ import csv
 import io
 
 from .compare import Comparison
+from .disturbance import disturbance
 from .report_method import method_lines
 from .results import Results, Row
 from .views import caveat, line_name, milliseconds, over, panels, summary, times
@@ -77,6 +78,8 @@ def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
         lines += ["## What changed", "", comparison.sentence, ""]
         lines += [f"- {change.label}" for change in comparison.told]
         lines += [f"- {note}" for note in comparison.notes] + [""]
+    if disturbance(results):
+        lines += [f"> {disturbance(results)}", ""]
     lines += ["## How it was measured", ""]
     lines += [f"- {line}" for line in method_lines(results)]
     lines += [f"- not measured: {each.engine} ({each.reason})" for each in results.absent]

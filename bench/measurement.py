@@ -12,6 +12,7 @@ from ..exporter import timing
 from ..exporter.environment import memory_bytes
 from ..exporter.progress import Progress
 from .data import Labelled, LabelledData
+from .disturbance import Scheduled
 from .engines import Contestant, Entry, Runner, Subject, contestants
 from .heats import heat_batches, measure_heat
 from .journal import Journal
@@ -29,7 +30,8 @@ from .roofline import Rates
 class Measurement:
     """The pieces of one subject, each taken from the journal where an earlier run has done it.
 
-    `rates` are the machine's, as measured beside each heat.
+    `rates` are the machine's, as measured beside each heat, and `waited` the share of the time for
+    which threads waited for a core in it.
     """
 
     subject: Subject
@@ -42,6 +44,7 @@ class Measurement:
     seen: int = 0
     limits: Limits | None = None
     rates: list[dict[str, Any]] = field(default_factory=list)
+    waited: list[dict[str, Any]] = field(default_factory=list)
 
     def rows(self) -> list[Row]:
         """Measures everything; returns the rows, heat by heat."""
@@ -140,7 +143,8 @@ class Measurement:
             timing.Round(entry["ms"], entry["failures"])
             for entry in self.journal.found("round", **keys)
         ]
-        return measure_heat(
+        before = Scheduled.now()
+        measured = measure_heat(
             heat,
             {c: runners[c] for c in alive if c in runners},
             self.head,
@@ -150,6 +154,18 @@ class Measurement:
             done=done,
             keep=lambda found: self.journal.add("round", **keys, **asdict(found)),
         )
+        self._note_waiting(heat, Scheduled.now().waited_share(before))
+        return measured
+
+    def _note_waiting(self, heat: Heat, share: float | None) -> None:
+        """Keeps how long threads waited for a core: the most of an interrupted heat's parts."""
+        keys = {"model": heat.model, "batch": heat.batch}
+        shares = [entry["share"] for entry in self.journal.found("waited", **keys)]
+        if share is not None:
+            self.journal.add("waited", **keys, share=share)
+            shares.append(share)
+        if shares:
+            self.waited.append({**keys, "share": max(shares)})
 
     def _heat_limits(
         self, heat: Heat, entries: dict[Contestant, Entry], measured: timing.Measured

@@ -19,6 +19,7 @@ from ..writing import write_text
 from .analyses.findings import studies_in
 from .analyses.section import analyses_section
 from .compare import Comparison
+from .disturbance import disturbance
 from .report_method import environment_list, method
 from .report_tables import comparison_section, parity_table, rows_table
 from .results import Results, Row
@@ -89,6 +90,7 @@ def html(results: Results, comparison: Comparison | None = None) -> str:
         "TITLE": escape(f"moexport benchmark: {', '.join(names)}"),
         "STYLE": _asset("report.css"),
         "CREATED": escape(results.created.replace("T", " ").replace("+00:00", " UTC")),
+        "DISTURBED": escape(disturbance(results)),
         "EMPTY": escape(" ".join(empty_charts(shown[0]).values()) if shown else ""),
         "SUMMARY": escape(summary(shown[0]) if shown else "No rows were measured."),
         "CAVEAT": escape(caveat(shown[0]) if shown else ""),

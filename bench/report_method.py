@@ -69,6 +69,9 @@ def method_lines(results: Results) -> list[str]:
         labelled = "labelled" if p.get("labelled") else "unlabelled"
         lines.append(f"Accuracy, routing and parity on {p['samples']:,} {labelled} samples.")
     lines += _rates(p.get("rates", ()))
+    if p.get("waited"):
+        most = max(each["share"] for each in p["waited"])
+        lines.append(f"Threads waited for a core {most:.0%} of the time that they wanted one.")
     lines.append("Spread is the range of the round medians relative to their median.")
     for model in results.models:
         size = "" if model.parameters is None else f", {model.parameters:,} parameters"

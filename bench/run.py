@@ -25,6 +25,7 @@ from ..exporter.progress import Progress, Silent
 from ..writing import check_folder, make_folder, told, write_text
 from .compare import Comparison, compare
 from .data import Array, Labelled, LabelledData, fingerprint
+from .disturbance import disturbance
 from .engines import Runner, Subject, untouched
 from .journal import FILE as JOURNAL_FILE
 from .journal import Journal
@@ -87,22 +88,28 @@ def bench(
         _tell(journal, progress)
         rows: list[Row] = []
         rates: list[dict[str, Any]] = []
+        waited: list[dict[str, Any]] = []
         seen = 0
         for subject in subjects:
             one = Measurement(subject, heats, data, head, settings, journal, progress)
             rows += one.rows()
             rates += one.rates
+            waited += one.waited
             seen = max(seen, one.seen)
+        beside = {"rates": rates, "waited": waited}
         results = Results(
             models=models,
             rows=tuple(rows),
             environment=facts,
-            protocol=_protocol(settings, data, seen) | ({"rates": rates} if rates else {}),
+            protocol=_protocol(settings, data, seen)
+            | {name: found for name, found in beside.items() if found},
             command=command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             absent=tuple(absent),
             analyses=dict(analyses or {}),
         )
+        if disturbance(results):
+            progress.step(disturbance(results))
     if out is not None:
         write_all(results, out, None if before is None else compare(before, results))
         journal.remove()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from ..console import table
 from .analyses.findings import studies_in
 from .analyses.tables import text
@@ -22,11 +24,24 @@ def rows_table(results: Results) -> str:
         cells = [_cells(row, panel.speedup(row)) for row in rows]
         header = (*HEADER, panel.quality or "accuracy", "kept", "same experts")
         blocks.append(f"{panel.model}, batch {panel.batch}\n{table(header, cells)}")
-    failed = [
-        f"failed: {line_name(row)}, k = {row.k}: {row.error}" for row in results.rows if row.error
-    ]
     found = text(studies_in(results.analyses))
-    return "\n\n".join([*blocks, *failed, *([found] if found else [])])
+    return "\n\n".join(each for each in (*blocks, "\n".join(_failures(results)), found) if each)
+
+
+def _failures(results: Results) -> list[str]:
+    """A line for each reason, with the rows that failed for it."""
+    by_reason: dict[str, list[Row]] = {}
+    for row in results.rows:
+        if row.error:
+            by_reason.setdefault(row.error, []).append(row)
+    return [f"failed: {_listed(rows)}: {reason}" for reason, rows in by_reason.items()]
+
+
+def _listed(rows: Sequence[Row]) -> str:
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(line_name(row), []).append(str(row.k))
+    return "; ".join(f"{name}, k = {', '.join(dict.fromkeys(ks))}" for name, ks in names.items())
 
 
 def _cells(row: Row, speedup: float | None) -> tuple[str, ...]:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from moexport.bench.results import Results, from_json, read, to_json, write
+from moexport.bench.results import Results, Row, from_json, read, to_json, write
+from moexport.bench.summary import rows_table
 from moexport.errors import ResultsError
+
+RowMaker = Callable[..., Row]
 
 
 def test_results_survive_a_round_trip(results: Results, tmp_path: Path) -> None:
@@ -92,3 +96,17 @@ def test_what_is_no_results_file_is_refused(text: str, tmp_path: Path) -> None:
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ResultsError, match=r"nowhere\.json"):
         read(tmp_path / "nowhere.json")
+
+
+def test_rows_that_failed_for_one_reason_are_one_line(results: Results, row: RowMaker) -> None:
+    reason = "no BF16 kernels"
+    failed = [
+        row(k, 1.0, None, latency_ms=None, error=reason, precision="bf16", batch=batch)
+        for batch in (1, 16)
+        for k in (16, 4)
+    ]
+    told = rows_table(replace(results, rows=(*results.rows, *failed)))
+    assert [line for line in told.splitlines() if line.startswith("failed")] == [
+        "failed: ONNX Runtime, grouped, k = 8: RuntimeError: <no such op>",
+        "failed: ONNX Runtime, grouped, BF16, k = 16, 4: no BF16 kernels",
+    ]
