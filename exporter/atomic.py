@@ -13,12 +13,15 @@ from ..errors import BundleError
 from ..writing import HINTS, hint, nearest
 from .manifest import MANIFEST_FILE
 
+PARTIAL = ".partial"
+"""How the names of what is being written end: it is nobody's once its writer is gone."""
+
 
 def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) -> None:
     """Raises `BundleError` when a bundle cannot be written there, before any work is done.
 
     With `force` an existing bundle may be replaced, and an empty folder always; nothing else ever
-    is.
+    is, and no bundle in which somebody keeps files of their own.
     """
     try:
         destination.lstat()
@@ -32,7 +35,8 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             raise BundleError(
                 f"{destination}: a file of this name exists", hint="choose another -o"
             )
-        is_bundle = _is_bundle(destination)
+        listed = _files_of_bundle(destination)
+        is_bundle = listed is not None
         if not is_bundle and any(destination.iterdir()):
             raise BundleError(
                 f"{destination}: the folder exists and is not a bundle; it is left untouched",
@@ -41,6 +45,17 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
         if is_bundle and not force:
             raise BundleError(
                 f"{destination}: a bundle exists there", hint="--force replaces it when complete"
+            )
+        others = sorted(
+            path.name
+            for path in destination.iterdir()
+            if path.name not in (listed or ()) and not path.name.endswith(PARTIAL)
+        )
+        if others:
+            raise BundleError(
+                f"{destination}: the bundle's folder holds what is not of the bundle: "
+                f"{', '.join(others[:6])}; it is left untouched",
+                hint="move that elsewhere, since --force replaces the folder, or choose another -o",
             )
     parent = nearest(destination.absolute().parent)
     if not parent.is_dir():
@@ -71,9 +86,7 @@ def written_whole(destination: Path, *, force: bool) -> Iterator[Path]:
     partial: Path | None = None
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(
-            tempfile.mkdtemp(prefix=f".{place.name}.", suffix=".partial", dir=place.parent)
-        )
+        partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=PARTIAL, dir=place.parent))
         partial.chmod(0o755)
         yield partial
         check_destination(destination, force=force)  # another export may have ended meanwhile
@@ -87,13 +100,19 @@ def written_whole(destination: Path, *, force: bool) -> Iterator[Path]:
             _remove(partial)  # gone already when all went well
 
 
-def _is_bundle(folder: Path) -> bool:
-    """Whether export wrote this folder: other programs keep a `manifest.json`, too."""
+def _files_of_bundle(folder: Path) -> set[str] | None:
+    """The files of the bundle in this folder; None where export did not write it.
+
+    Other programs keep a `manifest.json`, too.
+    """
     try:
         content = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
-        return False
-    return isinstance(content, dict) and {"schema", "moexport", "layers"} <= content.keys()
+        return None
+    if not isinstance(content, dict) or not {"schema", "moexport", "layers"} <= content.keys():
+        return None
+    files = content.get("files")
+    return {MANIFEST_FILE, *(files if isinstance(files, dict) else ())}
 
 
 def _unwritable(destination: Path, error: OSError) -> BundleError:

@@ -14,7 +14,7 @@ from ..errors import BundleError, EngineError, MoexportError, UsageError
 from ..graphs.lower import LayerValues
 from .engines.planfile import TRUST
 from .hashing import sha256
-from .manifest import GraphRecord, Manifest
+from .manifest import MANIFEST_FILE, GraphRecord, Manifest, is_as_written
 from .parity import PARITY_FILE, Parity, Reference, compare, describe
 from .session import Session, SessionOptions
 from .tolerance import Tolerance, recorded
@@ -22,6 +22,9 @@ from .trace import TRACED_BATCH
 
 if TYPE_CHECKING:
     from .engines.session import EngineSession
+
+AS_RECORDED = "SHA-256 as recorded"
+CHANGED = "the content has changed"
 
 LARGE_WEIGHTS_BYTES = 1 << 30
 """Beyond this a check runs without pre-packed weights: slower, at half the memory."""
@@ -90,6 +93,8 @@ class Bundle:
 
     def verify(self) -> Iterator[Check]:
         """Yields the checks: every file's hash, every graph's validity, every graph's parity."""
+        same = is_as_written(self.path)
+        yield Check(f"hash of {MANIFEST_FILE}", same, AS_RECORDED if same else CHANGED)
         damaged = False
         for name, record in self.manifest.files.items():
             check = _hash_check(self.path / name, record.sha256, record.bytes)
@@ -180,7 +185,7 @@ def _hash_check(path: Path, expected: str, size: int) -> Check:
     if path.stat().st_size != size:
         return Check(name, False, f"{path.stat().st_size} bytes, not {size}{trust}")
     same = sha256(path) == expected
-    return Check(name, same, "SHA-256 as recorded" if same else f"the content has changed{trust}")
+    return Check(name, same, AS_RECORDED if same else f"{CHANGED}{trust}")
 
 
 def _onnx_check(path: Path) -> Check:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
 
 MAIN_GRAPH = "model.onnx"
+
+DIGEST = "sha256"
+"""The key of the manifest's own hash."""
 
 OPTIONAL = ("levels", "limits", "implied", "below")
 """Keys of layers and ports that are left out where there is nothing to say."""
@@ -115,13 +120,14 @@ class Manifest:
     schema: int = SCHEMA
 
     def to_json(self) -> str:
-        """The manifest as indented JSON, `schema` first."""
+        """The manifest as indented JSON, `schema` first and its own hash last."""
         content = asdict(self)
         for record in (*content["layers"], *content["inputs"], *content["outputs"]):
             for key in OPTIONAL:
                 if key in record and not record[key]:
                     del record[key]
         ordered = {"schema": content.pop("schema"), **content}
+        ordered[DIGEST] = digest(ordered)
         return json.dumps(ordered, indent=2, ensure_ascii=False) + "\n"
 
     @staticmethod
@@ -164,3 +170,17 @@ class Manifest:
             if not getattr(manifest, key):
                 raise BundleError(f"{path}: not a complete manifest ({key} is empty)")
         return manifest
+
+
+def digest(content: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of a manifest's content without its own hash, whatever its layout."""
+    rest = {key: value for key, value in content.items() if key != DIGEST}
+    # Read back, so that what JSON changes (a number as a key) is the same before and after.
+    canonical = json.dumps(json.loads(json.dumps(rest)), sort_keys=True)
+    return hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def is_as_written(directory: Path) -> bool:
+    """Whether a bundle's manifest says what was written; only its layout may have changed."""
+    content = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))
+    return bool(content.get(DIGEST) == digest(content))

@@ -43,12 +43,12 @@ def run_file(
     Raises `UsageError` for a k outside 1 … n and an output file of another kind, `FeedError` for
     inputs that do not fit.
     """
+    check_file(output_file)
     if output_file.suffix != ".npz":
         raise UsageError(
             f"--output {output_file}: outputs are written as an .npz archive",
             hint=f"for example -o {output_file.stem.lstrip('-') or 'y'}.npz",
         )
-    check_file(output_file)
     bundle = Bundle.open(bundle_path)
     record = bundle.manifest
     fewest = min(layer.experts for layer in record.layers)

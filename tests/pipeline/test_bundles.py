@@ -13,6 +13,7 @@ import numpy as np
 import onnx
 import pytest
 from moexport.exporter.bundle import Bundle
+from moexport.exporter.manifest import digest
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 
@@ -27,7 +28,7 @@ def manifest(bundle: Path) -> dict[str, Any]:
 def change_manifest(bundle: Path, change: Callable[[dict[str, Any]], object]) -> None:
     content = manifest(bundle)
     change(content)
-    (bundle / "manifest.json").write_text(json.dumps(content))
+    (bundle / "manifest.json").write_text(json.dumps(content | {"sha256": digest(content)}))
 
 
 def rehash(bundle: Path, name: str) -> None:
@@ -167,7 +168,7 @@ def test_a_bundle_moves_with_its_folder(bundle: Path, tmp_path: Path) -> None:
     outcome = run("verify", moved)
     assert outcome.code == 0, outcome.err
     assert outcome.err == ""
-    assert outcome.out.count("ok ") == 8
+    assert outcome.out.count("ok ") == 9
 
 
 def test_quiet_and_json_say_the_same_of_a_whole_bundle(exported: Path) -> None:
@@ -175,7 +176,7 @@ def test_quiet_and_json_say_the_same_of_a_whole_bundle(exported: Path) -> None:
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
     content = json.loads(run("verify", exported, "--json").out)
     assert content["passed"] is True
-    assert len(content["checks"]) == 8
+    assert len(content["checks"]) == 9
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "model.onnx", "model-grouped.onnx", "parity.npz"])
@@ -184,6 +185,28 @@ def test_a_flipped_bit_is_found(bundle: Path, name: str) -> None:
     content[len(content) // 2] ^= 1
     (bundle / name).write_bytes(content)
     assert failed_checks(bundle) == {f"hash of {name}": "the content has changed"}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ('"k": 4', '"k": 5'),
+        ('"precision": "fp32"', '"precision": "fp33"'),
+        ("+00:00", "+01:00"),
+        ('"sha256"', '"sha257"'),
+        ("random inputs", "random\\u0020Inputs"),
+    ],
+)
+def test_a_changed_character_of_the_manifest_is_found(bundle: Path, old: str, new: str) -> None:
+    text = (bundle / "manifest.json").read_text()
+    at = text.rindex(old)
+    (bundle / "manifest.json").write_text(text[:at] + new + text[at + len(old) :])
+    assert failed_checks(bundle) == {"hash of manifest.json": "the content has changed"}
+
+
+def test_the_layout_of_the_manifest_is_free(bundle: Path) -> None:
+    (bundle / "manifest.json").write_text(json.dumps(manifest(bundle)))
+    assert run("verify", bundle).code == 0
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "model.onnx"])

@@ -43,7 +43,8 @@ def assert_refused(outcome: Outcome, message: str) -> None:
 def a_bundle(folder: Path) -> None:
     """The least that counts as a bundle."""
     folder.mkdir(parents=True)
-    (folder / "manifest.json").write_text(json.dumps({"schema": 1, "moexport": "0", "layers": []}))
+    content = {"schema": 1, "moexport": "0", "layers": [], "files": {"weights.bin": {}}}
+    (folder / "manifest.json").write_text(json.dumps(content))
     (folder / "weights.bin").write_bytes(b"old")
 
 
@@ -57,6 +58,19 @@ def test_an_existing_bundle_stays_unless_forced(tmp_path: Path) -> None:
     assert export(tmp_path / "out", "--force").code == 0
     assert run("verify", tmp_path / "out", "-q").code == 0
     assert list(tmp_path.iterdir()) == [tmp_path / "out"]
+
+
+def test_files_that_somebody_keeps_in_a_bundle_are_not_lost_to_force(tmp_path: Path) -> None:
+    a_bundle(tmp_path / "out")
+    (tmp_path / "out" / "labels.txt").write_text("mine")
+    (tmp_path / "out" / ".engines.1.partial").mkdir()
+    before = contents(tmp_path)
+    outcome = export(tmp_path / "out", "--force")
+    assert_refused(outcome, "holds what is not of the bundle: labels.txt; it is left untouched")
+    assert "move that elsewhere" in outcome.hint
+    assert contents(tmp_path) == before
+    (tmp_path / "out" / "labels.txt").unlink()
+    assert export(tmp_path / "out", "--force").code == 0
 
 
 def test_a_forced_export_that_fails_leaves_the_old_bundle(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from moexport.exporter.engines.device import first_gpu
 from moexport.exporter.engines.flavours import TENSORRT
 from moexport.exporter.engines.options import EngineOptions
 from moexport.exporter.engines.planfile import read_header
+from moexport.exporter.manifest import digest
 from moexport.tests.command import PROGRAM, run, start
 from moexport.tests.recorded import DATA, read_case
 from moexport.tests.targets.engines import CARD, build, export, leftovers, needs_rtx, refused
@@ -62,7 +63,7 @@ def edit_record(bundle: Path, **changes: Any) -> None:
     path = bundle / "manifest.json"
     content = json.loads(path.read_text())
     content["engines"][0] |= changes
-    path.write_text(json.dumps(content))
+    path.write_text(json.dumps(content | {"sha256": digest(content)}))
 
 
 def run_engine(bundle: Path, *options: str, engine: str = "tensorrt-rtx") -> Any:
