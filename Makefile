@@ -38,9 +38,12 @@ bench: $(VENV)/ready
 	$(BIN)/python -m benchmarks
 
 # On a machine with an NVIDIA GPU: engines built, compared and timed; results in gpu-check.json.
+# Both parts run, and it fails if either does.
 gpu-check: $(VENV)/ready
-	$(BIN)/python -m benchmarks.gpu_check -o gpu-check.json
-	$(BIN)/python -m pytest -q -m gpu
+	failed=0; \
+	$(BIN)/python -m benchmarks.gpu_check -o gpu-check.json || failed=1; \
+	$(BIN)/python -m pytest -q -m gpu || failed=1; \
+	exit $$failed
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info

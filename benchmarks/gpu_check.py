@@ -2,19 +2,22 @@
 
 For each flavour, precision and lowering that the machine has: the engine's outputs against the
 PyTorch reference of its bundle, and its time for every k, on the GPU and from array to array; the
-same for ONNX Runtime's providers. What is left out is listed with the reason and what failed with
-its traceback, so that the results of a machine say what they are not about.
+same for ONNX Runtime's providers. Each of these is a process of its own, and the results are
+written after each, so that a crash costs one of them. What is left out is listed with the reason
+and what failed with its message and traceback: the results of a machine say what they are not
+about.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -22,264 +25,184 @@ from typing import Any, cast
 import moexport
 import numpy as np
 from moexport.errors import MoexportError
-from moexport.exporter.engines.additions import engines_of
-from moexport.exporter.engines.check import session_parity
-from moexport.exporter.engines.device import first_gpu
-from moexport.exporter.engines.flavours import FLAVOURS, Flavour
-from moexport.exporter.engines.options import EngineOptions
-from moexport.exporter.engines.profiles import parse_profile
-from moexport.exporter.engines.session import EngineSession
+from moexport.exporter.engines.device import Gpu, first_gpu
+from moexport.exporter.engines.flavours import FLAVOURS, TENSORRT, Flavour
 from moexport.exporter.environment import environment
-from moexport.exporter.manifest import GraphRecord
-from moexport.exporter.parity import PARITY_FILE, Parity, Reference, compare, settled
-from moexport.exporter.session import PROVIDERS, SessionOptions
-from moexport.exporter.tolerance import TOLERANCES
 from moexport.graphs.arithmetic import Precision
 from moexport.graphs.target import Target
+from moexport.writing import write_text
 
-from .gpu_times import ROUNDS, RUNS, WARM_UPS, Timed, timed
+from .gpu_times import ROUNDS, RUNS, WARM_UPS
+from .gpu_unit import SAMPLES, Trouble, Unit
 from .scale import vit_checkpoint
 
 LOWERINGS = ("dense", "gather", "conditional")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8")
-SAMPLES = 16
-RTOL = 1e-3
-"""FP32 on a GPU sums in another order than PyTorch on a CPU; the others have their own bounds."""
+PROVIDERS: Mapping[str, Target] = {"onnxruntime-cuda": "ort-cuda", "onnxruntime-tensorrt": "onnx"}
+PROVIDER_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
+UNIT = (sys.executable, "-m", f"{__package__}.gpu_unit")
+MOST_S = 900.0
+"""How long one unit may take."""
+
+Row = Mapping[str, Any]
+"""A `Checked` or a `Trouble` as JSON has it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Checked:
-    """One engine or graph on the GPU: how far it is from PyTorch, and its times.
-
-    `recorded` says whether the runner could record its work as a CUDA graph (null: the runtime does
-    it by itself). `types` counts the types of tensors as TensorRT's inspector names them.
-    """
-
-    runner: str
-    precision: Precision
-    lowering: str
-    max_rel: float
-    cosine: float
-    samples: int
-    passed: bool
-    times: list[Timed]
-    recorded: bool | None = None
-    build_s: float | None = None
-    plan_bytes: int | None = None
-    products: dict[str, int] = field(default_factory=dict)
-    types: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Trouble:
-    """What was left out, and why; a traceback where that is a failure."""
-
-    what: str
-    why: str
-    failure: bool
-    traceback: str | None = None
-
-
-def guarded(
-    what: str, work: Callable[[], Iterator[Checked | Trouble]]
-) -> Iterator[Checked | Trouble]:
-    """Yields what a check finds; what goes wrong ends it, and not the checks after it."""
-    try:
-        yield from work()
-    except MoexportError as error:
-        yield Trouble(what, f"{error.message}; {error.hint}", failure=True)
-    except Exception as error:  # noqa: BLE001  a defect must not cost what else there is to find
-        yield Trouble(what, f"{type(error).__name__}: {error}", True, traceback.format_exc())
-
-
-def check_all(folder: Path, size: argparse.Namespace) -> Iterator[Checked | Trouble]:
-    """Yields what was checked, and what was left out."""
+def rows(folder: Path, size: argparse.Namespace, gpu: Gpu | None) -> Iterator[Row]:
+    """Yields what was checked and what was left out, one after another."""
     checkpoint = folder / "vit.pt"
     vit_checkpoint(
         checkpoint,
         experts=size.experts,
         hidden=size.hidden,
+        dim=size.dim,
         depth=size.depth,
         moe_from=size.depth // 2,
     )
     model = moexport.load(checkpoint, config={"num_heads": 12})
     x = np.random.default_rng(0).standard_normal((SAMPLES, 3, 224, 224), np.float32)
     ks = [k for k in (size.experts // part for part in (1, 2, 4, 8)) if k]
-    for flavour in FLAVOURS.values():
-        if not flavour.installed():
-            why = f"not installed: {flavour.install}"
-            yield Trouble(flavour.title, why, failure=False)
+    for runner, target in [(name, cast(Target, name)) for name in FLAVOURS] + [*PROVIDERS.items()]:
+        why = absent(runner, gpu)
+        if why is not None:
+            yield asdict(Trouble(runner, why, failure=False))
             continue
-        for precision in PRECISIONS:
-            place = folder / f"{flavour.name}-{precision}"
+        engine = runner in FLAVOURS
+        for precision in PRECISIONS if engine else PROVIDER_PRECISIONS:
 
-            def engines(
-                flavour: Flavour = flavour, precision: Precision = precision, place: Path = place
-            ) -> Iterator[Checked | Trouble]:
-                target = cast(Target, flavour.name)
-                bundle = _export(model, place, target, precision, x, LOWERINGS)
-                yield from check_engines(bundle, flavour, precision, ks)
+            def exported(
+                runner: str = runner,
+                target: Target = target,
+                precision: Precision = precision,
+                lowerings: Sequence[str] = LOWERINGS if engine else ("gather",),
+            ) -> Iterator[Row]:
+                place = folder / f"{runner}-{precision}"
+                bundle = moexport.export(
+                    model,
+                    place,
+                    k="input",
+                    target=target,
+                    lowering=",".join(lowerings),
+                    precision=precision,
+                    data=x,
+                    engine=False,
+                )
+                for graph in bundle.manifest.graphs:
+                    lowering = "+".join(sorted(set(graph.lowerings.values())))
+                    unit = Unit(runner, precision, lowering, str(place), graph.file, ks)
+                    yield outcome(unit.name, UNIT, json.dumps(asdict(unit)))
 
-            yield from guarded(f"{flavour.title}, {precision}", engines)
-    for name in ("cuda", "tensorrt"):
-        for precision in ("fp32", "fp16"):
-            place = folder / f"onnxruntime-{name}-{precision}"
-
-            def graphs(
-                name: str = name, precision: Precision = precision, place: Path = place
-            ) -> Iterator[Checked | Trouble]:
-                target: Target = "ort-cuda" if name == "cuda" else "onnx"
-                bundle = _export(model, place, target, precision, x, ("gather",))
-                yield check_graph(bundle, name, precision, ks)
-
-            yield from guarded(f"ONNX Runtime's {name}, {precision}", graphs)
+            yield from guarded(f"{runner}, {precision}", exported)
 
 
-def _export(
-    model: moexport.Model,
-    place: Path,
-    target: Target,
-    precision: Precision,
-    x: np.ndarray,
-    lowerings: Sequence[str],
-) -> moexport.Bundle:
-    return moexport.export(
-        model,
-        place,
-        k="input",
-        target=target,
-        lowering=",".join(lowerings),
-        precision=precision,
-        data=x,
-        engine=False,
+def absent(runner: str, gpu: Gpu | None) -> str | None:
+    """Returns why a runner is left out: it is not here, or does not serve this GPU."""
+    flavour: Flavour | None = FLAVOURS.get(runner)
+    if flavour is None and runner == "onnxruntime-tensorrt" and not TENSORRT.installed():
+        return f"it needs TensorRT, which is not installed: {TENSORRT.install}"
+    if flavour is None:
+        return None
+    if not flavour.installed():
+        return f"not installed: {flavour.install}"
+    if gpu is not None and not flavour.serves(gpu.compute_capability):
+        return f"it serves {flavour.served}, and {gpu.name} is {gpu.compute_capability}"
+    return None
+
+
+def guarded(what: str, work: Callable[[], Iterator[Row]]) -> Iterator[Row]:
+    """Yields what a check finds; what goes wrong ends it, and not the checks after it."""
+    try:
+        yield from work()
+    except MoexportError as error:
+        yield asdict(
+            Trouble(what, "; ".join(filter(None, (error.message, error.hint))), failure=True)
+        )
+    except Exception as error:  # noqa: BLE001  a defect must not cost what else there is to find
+        why = f"{type(error).__name__}: {error}"
+        yield asdict(Trouble(what, why, failure=True, traceback=traceback.format_exc()))
+
+
+def outcome(what: str, command: Sequence[str], request: str, most_s: float = MOST_S) -> Row:
+    """Runs a unit in a process of its own and returns its answer, or how it ended without one."""
+    try:
+        done = subprocess.run(
+            command, input=request, capture_output=True, text=True, timeout=most_s, check=False
+        )
+    except subprocess.TimeoutExpired:
+        return asdict(Trouble(what, f"it took longer than {most_s:.0f} s", failure=True))
+    said = done.stdout.splitlines()[-1:]
+    if done.returncode == 0 and said:
+        answer: Row = json.loads(said[0])
+        return answer
+    end = "\n".join(done.stderr.splitlines()[-20:])
+    why = f"its process ended with status {done.returncode}"
+    return asdict(Trouble(what, why, failure=True, traceback=end or None))
+
+
+def run(output: Path, size: argparse.Namespace, gpu: Gpu | None) -> bool:
+    """Runs all checks, writes the results after each, and returns whether all is well."""
+    found: list[Row] = []
+    _write(output, size, gpu, found, complete=False)
+    with tempfile.TemporaryDirectory(prefix="moexport-gpu-check-") as folder:
+        for row in rows(Path(folder), size, gpu):
+            found.append(row)
+            print(_line(row), file=sys.stderr, flush=True)
+            _write(output, size, gpu, found, complete=False)
+    _write(output, size, gpu, found, complete=True)
+    checked = [row["passed"] for row in found if "passed" in row]
+    return bool(checked) and all(checked) and not any(row.get("failure") for row in found)
+
+
+def _line(row: Row) -> str:
+    if "passed" not in row:
+        return f"{'FAILED' if row['failure'] else 'left out'} {row['what']}: {row['why']}"
+    name = f"{row['runner']}, {row['precision']}, {row['lowering']}"
+    verdict = "passed" if row["passed"] else "FAILED"
+    times = ", ".join(
+        f"k={each['k']} batch={each['batch']} "
+        f"{(each['gpu'] or each['end_to_end'])['median_ms']:.3g} ms"
+        for each in row["times"]
     )
+    return f"{verdict} {name}: {row['max_rel']:.2g} of max|y| off; {times}"
 
 
-def check_engines(
-    bundle: moexport.Bundle, flavour: Flavour, precision: Precision, ks: Sequence[int]
-) -> Iterator[Checked | Trouble]:
-    """Builds a bundle's engines, and yields each as it was found to be."""
-    options = EngineOptions(
-        profiles=(parse_profile(f"batch=1:1:{SAMPLES}"),),
-        compute_capabilities=("current",) if flavour.builds_without_gpu else (),
-    )
-    expected = Reference.load(bundle.path / PARITY_FILE)
-    for graph in bundle.manifest.graphs:
-        lowering = "+".join(sorted(set(graph.lowerings.values())))
-
-        def engine(
-            graph: GraphRecord = graph, lowering: str = lowering
-        ) -> Iterator[Checked | Trouble]:
-            yield check_engine(bundle, graph, lowering, options, precision, expected, ks)
-
-        yield from guarded(f"{flavour.title}, {precision}, {lowering}", engine)
+def _write(
+    output: Path, size: argparse.Namespace, gpu: Gpu | None, found: Sequence[Row], *, complete: bool
+) -> None:
+    content = {
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": "make gpu-check",
+        "complete": complete,
+        "model": {name: getattr(size, name) for name in ("dim", "experts", "hidden", "depth")},
+        "protocol": {"warm_ups": WARM_UPS, "runs": RUNS, "rounds": ROUNDS},
+        "environment": environment() | {"first_gpu": None if gpu is None else asdict(gpu)},
+        "checked": [row for row in found if "passed" in row],
+        "failed": [row for row in found if row.get("failure")],
+        "left_out": [row for row in found if row.get("failure") is False],
+    }
+    write_text(json.dumps(content, indent=1) + "\n", output)
 
 
-def check_engine(
-    bundle: moexport.Bundle,
-    graph: GraphRecord,
-    lowering: str,
-    options: EngineOptions,
-    precision: Precision,
-    expected: Reference,
-    ks: Sequence[int],
-) -> Checked:
-    """Builds the engine of one graph and returns how it was found to be."""
-    built = moexport.build(bundle, graph=graph.file, options=options)
-    (record,) = (each for each in engines_of(built.manifest) if each.graph == graph.file)
-    rtol = RTOL if precision == "fp32" else TOLERANCES[precision].rtol
-    with EngineSession(built.path / record.file, eager=True) as session:
-        parity = session_parity(session, built.manifest, record, expected, rtol=rtol)
-        times = list(timed(session, expected.x, ks, session.gpu_ms))
-        recorded = session.recorded
-    listing = json.loads((built.path / record.layers).read_text(encoding="utf-8"))
-    return Checked(
-        runner=record.flavour,
-        precision=precision,
-        lowering=lowering,
-        **_found(parity),
-        times=times,
-        recorded=recorded,
-        build_s=record.seconds,
-        plan_bytes=(built.path / record.file).stat().st_size,
-        products=record.precision,
-        types=types_of(listing["inspector"]),
-    )
-
-
-def check_graph(
-    bundle: moexport.Bundle, provider: str, precision: Precision, ks: Sequence[int]
-) -> Checked:
-    """Returns what a provider of ONNX Runtime makes of a bundle's main graph."""
-    tolerance = TOLERANCES[precision]
-    expected = settled(Reference.load(bundle.path / PARITY_FILE), tolerance.tie)
-    session = bundle.session(options=SessionOptions(PROVIDERS[provider]))
-    k = next(iter(expected.kept.values()))
-    parity = compare(session, expected, {}, batch=4, tolerance=tolerance, k=k)
-    return Checked(
-        runner=f"onnxruntime-{provider}",
-        precision=precision,
-        lowering="gather",
-        **_found(parity),
-        times=list(timed(session, expected.x, ks, None)),
-    )
-
-
-def _found(parity: Parity) -> dict[str, Any]:
-    return {name: getattr(parity, name) for name in ("max_rel", "cosine", "samples", "passed")}
-
-
-def types_of(inspector: Any) -> dict[str, int]:
-    """Returns how often the inspector names each type of tensor, whatever its version calls it."""
-    found: dict[str, int] = {}
-    parts = list(inspector.items()) if isinstance(inspector, dict) else []
-    for name, value in parts:
-        if isinstance(value, str) and "datatype" in name.lower():
-            found[value] = found.get(value, 0) + 1
-    nested = [v for _, v in parts] if parts else inspector if isinstance(inspector, list) else []
-    for value in nested:
-        for name, count in types_of(value).items():
-            found[name] = found.get(name, 0) + count
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the command's options."""
+    found = argparse.ArgumentParser(description=__doc__)
+    found.add_argument("-o", "--output", type=Path, default=Path("gpu-check.json"))
+    found.add_argument("--dim", type=int, default=768, help="a multiple of 12, the heads")
+    found.add_argument("--experts", type=int, default=32)
+    found.add_argument("--hidden", type=int, default=768)
+    found.add_argument("--depth", type=int, default=4, help="blocks; the second half are MoE")
     return found
 
 
 def main() -> None:
     """Runs the checks and writes their results; exit 1 when one failed, or without a GPU."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("-o", "--output", type=Path, default=Path("gpu-check.json"))
-    parser.add_argument("--experts", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--depth", type=int, default=4, help="blocks; the second half are MoE")
-    asked = parser.parse_args()
-    if first_gpu() is None:
+    asked = parser().parse_args()
+    gpu = first_gpu()
+    if gpu is None:
         sys.exit("error: there is no NVIDIA GPU here\nhint: `moexport doctor` says what is")
-    checked: list[Checked] = []
-    troubles: list[Trouble] = []
-    with tempfile.TemporaryDirectory(prefix="moexport-gpu-check-") as folder:
-        for each in check_all(Path(folder), asked):
-            print(each, file=sys.stderr, flush=True)
-            (checked if isinstance(each, Checked) else troubles).append(each)  # type: ignore[arg-type]
-            _write(asked, checked, troubles)  # what was found stays, whatever comes after it
-    wrong = [each for each in troubles if each.failure]
-    if wrong or not checked or not all(each.passed for each in checked):
+    if not run(asked.output, asked, gpu):
         sys.exit(f"error: a check failed; {asked.output} has what was found")
     print(asked.output)
-
-
-def _write(
-    asked: argparse.Namespace, checked: Sequence[Checked], troubles: Sequence[Trouble]
-) -> None:
-    gpu = first_gpu()
-    content = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": "make gpu-check",
-        "model": {name: getattr(asked, name) for name in ("experts", "hidden", "depth")},
-        "protocol": {"warm_ups": WARM_UPS, "runs": RUNS, "rounds": ROUNDS},
-        "environment": environment() | {"first_gpu": None if gpu is None else asdict(gpu)},
-        "checked": [asdict(each) for each in checked],
-        "left_out": [asdict(each) for each in troubles],
-    }
-    asked.output.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,144 @@
+"""`make gpu-check` loses nothing: what fails is a result, and both of its parts run."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moexport.benchmarks import gpu_check
+from moexport.benchmarks.gpu_check import Row, absent, outcome, parser, run
+from moexport.benchmarks.gpu_times import Spread, Timed
+from moexport.benchmarks.gpu_unit import Checked, types_of
+from moexport.exporter.engines.device import Gpu, first_gpu
+from moexport.exporter.engines.flavours import TENSORRT, TENSORRT_RTX
+from moexport.tests.docs.documents import ROOT
+
+H100 = Gpu("NVIDIA H100 80GB HBM3", "9.0", "580.65.06")
+TINY = parser().parse_args(["--dim", "24", "--experts", "2", "--hidden", "8", "--depth", "2"])
+
+
+def python(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def test_a_unit_that_crashes_is_a_result() -> None:
+    code = "import os, sys; print('fault', file=sys.stderr, flush=True); os.kill(os.getpid(), 11)"
+    row = outcome("tensorrt, fp16, gather", python(code), "{}")
+    assert row["failure"] is True
+    assert row["what"] == "tensorrt, fp16, gather"
+    assert row["why"] == "its process ended with status -11"
+    assert row["traceback"] == "fault"
+
+
+def test_a_unit_that_does_not_end_is_a_result() -> None:
+    row = outcome("x", python("import time; time.sleep(60)"), "{}", most_s=0.5)
+    assert row["why"] == "it took longer than 0 s"
+
+
+def test_a_unit_that_says_nothing_is_a_result() -> None:
+    assert outcome("x", python("pass"), "{}")["failure"] is True
+
+
+@pytest.mark.skipif(first_gpu() is not None, reason="what the check says without a GPU")
+def test_failures_are_kept_with_their_messages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "FLAVOURS", {"tensorrt": TENSORRT})
+    monkeypatch.setattr(gpu_check, "PROVIDER_PRECISIONS", ("fp32",))
+    output = tmp_path / "gpu-check.json"
+    assert run(output, TINY, None) is False
+    content = json.loads(output.read_text())
+    assert content["complete"] is True
+    assert content["checked"] == []
+    assert content["environment"]["first_gpu"] is None
+    assert content["environment"]["packages"]["torch"]
+    failed = {row["what"]: row["why"] for row in content["failed"]}
+    assert "there is no NVIDIA GPU here" in failed["onnxruntime-cuda, fp32, gather"]
+    if not TENSORRT.installed():
+        left_out = {row["what"]: row["why"] for row in content["left_out"]}
+        assert "pip install" in left_out["tensorrt"]
+
+
+def checked(precision: Any, *, passed: bool) -> Checked:
+    times = [Timed(2, 1, Spread(0.25, 0.01), Spread(0.5, 0.02))]
+    return Checked("tensorrt", precision, "gather", 1e-4, 1.0, 16, passed, times)
+
+
+@pytest.mark.parametrize("passed", [True, False])
+def test_results_are_written_after_every_unit(
+    passed: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    output = tmp_path / "gpu-check.json"
+
+    def written() -> list[str]:
+        content = json.loads(output.read_text())
+        assert content["complete"] is False
+        assert content["environment"]["first_gpu"]["name"] == H100.name
+        return [row["precision"] for row in content["checked"]]
+
+    def rows(folder: Path, size: Namespace, gpu: Gpu | None) -> Iterator[Row]:
+        assert written() == []
+        for count, precision in enumerate(("fp32", "fp16"), 1):
+            answer = json.dumps(asdict(checked(precision, passed=passed or count == 1)))
+            yield outcome(precision, python(f"print('chatter'); print({answer!r})"), "")
+            assert written() == ["fp32", "fp16"][:count]
+
+    monkeypatch.setattr(gpu_check, "rows", rows)
+    assert run(output, TINY, H100) is passed
+    content = json.loads(output.read_text())
+    assert content["complete"] is True
+    assert content["checked"][0]["times"][0]["gpu"] == {"median_ms": 0.25, "spread_ms": 0.01}
+    assert "passed tensorrt, fp32, gather" in capsys.readouterr().err
+
+
+def test_a_flavour_that_does_not_serve_the_gpu_is_left_out_not_failed() -> None:
+    if not TENSORRT_RTX.installed():
+        pytest.skip(f"{TENSORRT_RTX.title} is not installed: {TENSORRT_RTX.install}")
+    assert "NVIDIA H100 80GB HBM3 is 9.0" in (absent("tensorrt-rtx", H100) or "")
+    assert absent("tensorrt-rtx", None) is None
+    assert absent("onnxruntime-cuda", H100) is None
+
+
+def test_types_are_counted_in_what_an_inspector_says() -> None:
+    tensors = [{"Name": "x", "Format/Datatype": "Half"}, {"Name": "y", "Format/Datatype": "Int8"}]
+    layers = {"Layers": [{"Inputs": tensors, "Outputs": tensors[:1]}]}
+    assert types_of(layers) == {"Half": 2, "Int8": 1}
+    assert types_of(None) == {}
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
+@pytest.mark.parametrize("fails", [(), ("benchmarks.gpu_check",), ("pytest",), ("b", "pytest")])
+def test_make_runs_both_parts_and_fails_when_one_does(
+    fails: tuple[str, ...], tmp_path: Path
+) -> None:
+    """The recipe is the project's; a stand-in for Python writes down what it is asked to run."""
+    tool = tmp_path / "venv" / "bin" / "python"
+    tool.parent.mkdir(parents=True)
+    cases = "".join(f"*{name}*) exit 1;;\n" for name in fails)
+    tool.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$*" in\n{cases}esac\n')
+    tool.chmod(0o755)
+    ready = tmp_path / "venv" / "ready"
+    ready.touch()
+    done = subprocess.run(
+        ["make", "-C", str(ROOT), "-o", str(ready), "gpu-check", f"VENV={tmp_path / 'venv'}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ,
+    )
+    first, second = (tmp_path / "asked").read_text().splitlines()
+    assert first == "-m benchmarks.gpu_check -o gpu-check.json"
+    assert second == "-m pytest -q -m gpu"
+    assert (done.returncode != 0) is bool(fails)
