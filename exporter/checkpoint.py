@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,16 +16,23 @@ from ..errors import CheckpointError
 from .files import find_files, read_files
 from .pages import Reading
 
-ARGUMENTS = "model_args"
-"""Where nanoGPT and its descendants keep the constructor's arguments, beside the weights."""
+ARGUMENTS = ("model_args", "hyper_parameters")
+"""Where nanoGPT with its descendants, and Lightning, keep the constructor's arguments beside the
+weights."""
 
 WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
 """Keys under which training scripts keep the state dict, in the order of preference."""
 
 AVERAGES = ("model_ema", "state_dict_ema")
 
-PREFIXES = ("module.", "_orig_mod.", "model.")
-"""What DataParallel, torch.compile and Lightning put before every key."""
+PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
+"""What DataParallel and torch.compile put before every key, and the attributes in which a
+LightningModule keeps its network."""
+
+TRAINING = re.compile(
+    r"(criterion|loss(_\w+)?|\w+_loss|(\w+_)?metrics?|(\w+_)?acc(uracy)?|(train|val|valid|test)_\w+)\."
+)
+"""What a LightningModule has beside its network: losses and metrics with a state of their own."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +42,8 @@ class Checkpoint:
     `tensors` are float32 where they are floating-point, and memory-mapped where the file already
     held float32; of a checkpoint read without `values`, they are as in the file. `prefixes` were
     removed from every key, outermost first. `config` is the path of a `config.json` found beside
-    the weights; `arguments` are the constructor's, where the training code saved them in the file.
+    the weights; `arguments` are the constructor's, where the training code saved them in the file,
+    and `arguments_key` is where.
     """
 
     tensors: dict[str, Tensor]
@@ -43,6 +52,7 @@ class Checkpoint:
     prefixes: tuple[str, ...] = ()
     config: Path | None = field(default=None)
     arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments_key: str = ""
 
 
 def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
@@ -69,20 +79,21 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
     if others:
         notes.append(f"skipped what is no tensor: {', '.join(others[:6])}")
     tensors = _dotted(tensors)
-    tensors, prefixes = _without_prefixes(tensors)
+    tensors, prefixes = _without_prefixes(_network_alone(tensors, notes))
     if prefixes:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
     if values:
         tensors = _as_float32(tensors, notes)
         _check_finite(source, tensors, Reading(found.files))
-    arguments = saved.get(ARGUMENTS)
+    arguments_key = next((k for k in ARGUMENTS if isinstance(saved.get(k), Mapping)), "")
     return Checkpoint(
         tensors,
         found.files,
         tuple(notes),
         prefixes,
         found.config,
-        dict(arguments) if isinstance(arguments, Mapping) else {},
+        dict(saved[arguments_key]) if arguments_key else {},
+        arguments_key,
     )
 
 
@@ -114,6 +125,16 @@ def _dotted(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     if any("." in key for key in tensors):
         return tensors
     return {key.strip("/").replace("/", "."): value for key, value in tensors.items()}
+
+
+def _network_alone(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
+    """The tensors without losses and metrics, where all others lie in one known attribute."""
+    network = {key: value for key, value in tensors.items() if not TRAINING.match(key)}
+    others = [key for key in tensors if key not in network]
+    if not network or not others or not _without_prefixes(network)[1]:
+        return tensors
+    notes.append(f"left out what only the training needs: {', '.join(others[:6])}")
+    return network
 
 
 def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:

@@ -22,6 +22,10 @@ PICKLED = (".pt", ".pth", ".bin", ".ckpt")
 SUFFIXES = (*PICKLED, ".safetensors", ".npz")
 INDEX = ".index.json"
 
+STANDARD = ("model.safetensors", "pytorch_model.bin")
+"""What Hugging Face's libraries call the weights, in the order in which they prefer them; beside
+them lie `config.json`, and in a Trainer's folder its optimizer and its arguments."""
+
 
 @dataclass(frozen=True, slots=True)
 class WeightFiles:
@@ -46,14 +50,16 @@ def find_files(source: Path) -> WeightFiles:
         return _find_in_folder(source)
     if not source.exists():
         raise CheckpointError(f"{source}: no such file", hint="check the path")
+    beside = source.parent / "config.json"
+    config = beside if beside.is_file() else None
     if source.name.endswith(INDEX):
-        return _read_index(source, None)
+        return _read_index(source, config)
     if source.suffix.lower() not in SUFFIXES:
         raise CheckpointError(
             f"{source}: weights are read from {', '.join(SUFFIXES)} and *{INDEX}, "
             f"not from {source.suffix or 'a file without suffix'}"
         )
-    return WeightFiles((source,), {})
+    return WeightFiles((source,), {}, config if source.name in STANDARD else None)
 
 
 def _find_in_folder(folder: Path) -> WeightFiles:
@@ -62,6 +68,8 @@ def _find_in_folder(folder: Path) -> WeightFiles:
     found = sorted(folder.glob(f"*{INDEX}"))
     if not found:
         found = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
+        standard = [folder / name for name in STANDARD if folder / name in found]
+        found = standard[:1] or found
     if not found:
         raise CheckpointError(
             f"{folder}: no weights in this folder",

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..errors import CheckpointError, FamilyError, UsageError
 from ..user_code import names_code
-from .checkpoint import ARGUMENTS, Checkpoint, read_checkpoint
+from .checkpoint import Checkpoint, read_checkpoint
 from .config import read_config
 from .factory import load_factory
 from .families import Family, detect, family_named
@@ -103,7 +103,9 @@ def _config_beside(
         for key, value in checkpoint.arguments.items()
         if key in options and value is not None
     }
-    told = (f"read {', '.join(inside)} from the file's {ARGUMENTS}",) if inside else ()
+    told = (
+        (f"read {', '.join(inside)} from the file's {checkpoint.arguments_key}",) if inside else ()
+    )
     if checkpoint.config is None:
         return inside, told
     content = read_config(checkpoint.config)

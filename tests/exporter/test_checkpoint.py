@@ -129,6 +129,18 @@ def test_a_folder_gives_its_weights_and_its_config(tmp_path: Path) -> None:
     assert checkpoint.config == tmp_path / "config.json"
 
 
+def test_a_trainers_folder_gives_the_weights_under_their_standard_name(tmp_path: Path) -> None:
+    save_file(WEIGHTS, tmp_path / "model.safetensors")
+    torch.save({"state": {}}, tmp_path / "optimizer.pt")
+    (tmp_path / "training_args.bin").write_bytes(b"a pickle of code, which nobody opens")
+    (tmp_path / "config.json").write_text("{}")
+    for source in (tmp_path, tmp_path / "model.safetensors"):
+        checkpoint = read_checkpoint(source)
+        assert same(checkpoint.tensors)
+        assert checkpoint.files == (tmp_path / "model.safetensors",)
+        assert checkpoint.config == tmp_path / "config.json"
+
+
 # --- wrappers, prefixes, types -----------------------------------------------------------------
 
 
@@ -159,7 +171,8 @@ def test_a_namespace_of_options_beside_the_weights_is_no_obstacle(tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    "prefix", ["module.", "_orig_mod.", "model.", "module._orig_mod.", "model.model.module."]
+    "prefix",
+    ["module.", "_orig_mod.", "model.", "net.", "module._orig_mod.", "model.model.module."],
 )
 def test_prefixes_that_all_keys_share_are_removed_and_noted(tmp_path: Path, prefix: str) -> None:
     content = {prefix + key: value for key, value in WEIGHTS.items()}
@@ -167,6 +180,21 @@ def test_prefixes_that_all_keys_share_are_removed_and_noted(tmp_path: Path, pref
     assert same(checkpoint.tensors)
     assert "".join(checkpoint.prefixes) == prefix
     assert prefix in checkpoint.notes[0]
+
+
+def test_a_lightning_modules_losses_and_metrics_are_left_out_with_a_note(tmp_path: Path) -> None:
+    state = {f"model.{key}": value for key, value in WEIGHTS.items()}
+    beside = {"criterion.weight": torch.ones(3), "train_acc.total": torch.tensor(1)}
+    content = {"state_dict": {**state, **beside}, "hyper_parameters": {"num_heads": 4}}
+    checkpoint = read_checkpoint(saved(tmp_path / "c.ckpt", content))
+    assert same(checkpoint.tensors)
+    assert "criterion.weight, train_acc.total" in " ".join(checkpoint.notes)
+    assert checkpoint.arguments == {"num_heads": 4}
+
+
+def test_a_loss_in_a_state_dict_without_a_prefix_stays(tmp_path: Path) -> None:
+    content = {**WEIGHTS, "loss.weight": torch.ones(1)}
+    assert same(read_checkpoint(saved(tmp_path / "c.pt", content)).tensors, content)
 
 
 def test_a_prefix_that_one_key_lacks_stays(tmp_path: Path) -> None:
