@@ -192,12 +192,16 @@ def export(
     check_destination(output, force=force or dry_run)
     from .exporter.export import export as export_bundle
     from .exporter.export import prepare
+    from .exporter.plan import check_request
     from .exporter.retention import with_retention
     from .exporter.tables import ranges_for_export
 
     loaded = load_model(console, model, family, config, sets, weights)
-    for note in (*loaded.notes, *(f"edited: {text}" for text in options.edits.texts())):
+    for note in loaded.notes:
         console.note(note)
+    check_request(loaded, options)
+    for text in options.edits.texts():
+        console.note(f"edited: {text}")
     table = ranges_for_export(
         loaded, options, method=method.value, data=data, path=calibration, progress=console
     )

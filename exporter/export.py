@@ -45,7 +45,7 @@ from .numbers_record import numbers_record
 from .options import TUNE, ExportOptions
 from .pages import Reading
 from .parity import PARITY_FILE, Parity, Reference, describe, reference
-from .plan import GraphPlan, Plan, plan
+from .plan import GraphPlan, Plan, check_request, plan
 from .precision import NumbersPlan, narrow
 from .progress import Progress, Silent
 from .trace import trace
@@ -118,6 +118,7 @@ def export(
     progress = progress or Silent()
     check_destination(destination, force=force)
     check_for_export(options.target, engine)
+    check_request(model, options)
     expected_inputs = parity_inputs(model, options, data) if options.verify else None
     progress.step("tracing")
     prepared = prepare(model, options, table, progress)

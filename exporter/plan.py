@@ -14,9 +14,10 @@ from ..graphs.lowerings.base import AnyWork, WorkOf
 from ..graphs.lowerings.registry import lowering
 from ..graphs.moe import MoESpec
 from ..graphs.names import DOMAIN
+from .edited import edited
 from .manifest import MAIN_GRAPH
 from .model import Model
-from .options import AUTO, TUNE, AxisRange, ExportOptions, Kept
+from .options import AUTO, CHOOSERS, TUNE, AxisRange, ExportOptions, Kept
 from .precision import NumbersPlan
 from .tuning import Tuning
 from .weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
@@ -63,6 +64,16 @@ class Plan:
     def files(self) -> dict[str, int | None]:
         """Names of the files to write, with their bytes where those are known beforehand."""
         return {WEIGHTS_FILE: self.weights_bytes} | {graph.file: None for graph in self.graphs}
+
+
+def check_request(model: Model, options: ExportOptions) -> None:
+    """Raises what `plan` would, as far as the layers alone tell: tracing takes up to a minute."""
+    specs = {name: layer.spec for name, layer in edited(model, options.edits).layers.items()}
+    for name, k in resolve_k(options.k, specs).items():
+        work = _work(specs[name], k, options.tokens.opt, options)
+        for asked in options.lowerings:
+            if asked not in CHOOSERS:
+                check(lowering(asked), work, options.target)
 
 
 def plan(
@@ -120,19 +131,22 @@ def layer_works(
 
     Raises `UsageError` for a layer that cannot be renormalised as asked.
     """
-    works: dict[str, AnyWork] = {}
-    for name, tokens in _tokens(portable, options.tokens).items():
-        spec, k = model.layers[name].spec, kept[name]
-        if options.renormalize and not spec.renormalizable:
-            raise UsageError(
-                f"--renormalize: layer {name} is a {spec.kind} layer, whose coefficients stay as "
-                "they are",
-                hint="leave --renormalize out",
-            )
-        # With k as an input the plan must be good for every k: a quarter of n stands for them.
-        typical = k if k is not None else max(1, spec.experts // 4)
-        works[name] = WorkOf(spec, typical, options.batch.opt, tokens, options.numbers.precision)
-    return works
+    return {
+        name: _work(model.layers[name].spec, kept[name], tokens, options)
+        for name, tokens in _tokens(portable, options.tokens).items()
+    }
+
+
+def _work(spec: MoESpec, k: int | None, tokens: int, options: ExportOptions) -> AnyWork:
+    if options.renormalize and not spec.renormalizable:
+        raise UsageError(
+            f"--renormalize: layer {spec.name} is a {spec.kind} layer, whose coefficients stay as "
+            "they are",
+            hint="leave --renormalize out",
+        )
+    # With k as an input the plan must be good for every k: a quarter of n stands for them.
+    typical = k if k is not None else max(1, spec.experts // 4)
+    return WorkOf(spec, typical, options.batch.opt, tokens, options.numbers.precision)
 
 
 def resolve_k(k: Kept, specs: Mapping[str, MoESpec]) -> dict[str, int | None]:

@@ -62,7 +62,9 @@ def test_a_k_that_cannot_be_meant(k: str, message: str, hint: str, tmp_path: Pat
     ],
 )
 def test_a_k_that_does_not_fit_the_model(k: str, message: str, hint: str, tmp_path: Path) -> None:
-    assert_refused(refuse(tmp_path, "--k", k), message, hint)
+    outcome = refuse(tmp_path, "--k", k)
+    assert_refused(outcome, message, hint)
+    assert "tracing" not in outcome.err
 
 
 def test_a_list_of_k_names_the_layers_that_it_must_fit(tmp_path: Path) -> None:
