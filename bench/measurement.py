@@ -154,7 +154,8 @@ class Measurement:
             done=done,
             keep=lambda found: self.journal.add("round", **keys, **asdict(found)),
         )
-        self._note_waiting(heat, Scheduled.now().waited_share(before))
+        ran = len(done) < heat.protocol.rounds
+        self._note_waiting(heat, Scheduled.now().waited_share(before) if ran else None)
         return measured
 
     def _note_waiting(self, heat: Heat, share: float | None) -> None:

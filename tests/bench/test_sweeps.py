@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from moexport.bench.data import Array, LabelledData
 from moexport.bench.digits import Digits
+from moexport.bench.disturbance import TASKS
 from moexport.bench.engines import GraphSource, Subject, with_algorithm_1
 from moexport.bench.journal import FILE, Journal
 from moexport.bench.plan import Settings
@@ -90,8 +91,11 @@ def test_a_killed_sweep_goes_on_where_it_stopped(
     killed(model, digits, tmp_path, settings)
     steps, graph = Steps(), CountingGraph(model)
     again = bench([subject(model, graph)], digits.test, settings, out=tmp_path, progress=steps)
-    # One evaluation and five rounds of batch 1 were done.
-    assert "going on with an unfinished run: 6 pieces are done" in steps.lines
+    # One evaluation, five rounds of batch 1 and, where the system tells, how long they waited.
+    pieces = 6 + any(TASKS.glob("*/schedstat"))
+    assert f"going on with an unfinished run: {pieces} pieces are done" in steps.lines
+    batches = [each["batch"] for each in again.protocol.get("waited", [])]
+    assert batches == ([1, 3] if pieces > 6 else [])
     # PyTorch, the graph and three probes of the machine.
     assert "digits, batch 1: timing: 0 rounds of 5 contestants" in steps.lines
     assert all(row.limit_ms is not None for row in again.rows)
