@@ -12,7 +12,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,9 +22,6 @@ from .data import Array
 CALLS = 3
 TIMEOUT_S = 900.0
 MB = 1e6
-
-Recipe = Callable[[], Callable[[Array], Array]]
-"""Opens an engine; a plain value that another process can read."""
 
 
 @dataclass(frozen=True, slots=True)

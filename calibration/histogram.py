@@ -8,7 +8,6 @@ the result depends on neither the order nor the batch size of the inputs.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -71,9 +70,3 @@ class Histogram:
         merged = np.zeros_like(counts)
         merged[HALF - side : HALF + side] = counts.reshape(2 * side, factor).sum(axis=1)
         return Histogram(merged, width, self.minimum, self.maximum)
-
-
-def width_for(peak: float) -> float:
-    """Returns the width of the bins of a tensor whose largest absolute value is `peak`."""
-    _, exponent = math.frexp(peak)  # peak = f · 2^exponent with 0.5 ≤ f < 1
-    return math.ldexp(1.0, exponent) / HALF

@@ -8,7 +8,7 @@ reads them in FP32 and would see what a cast there and back has lost.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
@@ -240,8 +240,3 @@ def _cast(value: ir.Value, target: ir.DataType, name: str) -> ir.Node:
     return ir.node(
         "Cast", [value], attributes={"to": target.value}, outputs=[output], name=f"{name}/Cast"
     )
-
-
-def unusual(islands: list[Island]) -> Iterator[Island]:
-    """Yields the islands that are there for this model's weights or values."""
-    return (island for island in islands if not island.usual)

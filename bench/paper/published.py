@@ -36,8 +36,6 @@ BEST_SUBSET = MappingProxyType({4: 0.9469, 8: 0.9990, 16: 1.0})
 RANDOM_SUBSET = MappingProxyType({4: 0.4657, 8: 0.5195, 16: 0.5894})
 """Table 1, MNIST, k = n/4: accuracy by n."""
 
-MNIST_TOP1 = 0.975
-
 
 @dataclass(frozen=True, slots=True)
 class LatencyTable:

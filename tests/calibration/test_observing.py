@@ -72,6 +72,7 @@ def test_exactly_the_rows_of_the_selection_are_observed(name: str) -> None:
         assert h.maximum == pytest.approx(values.max(), rel=1e-4, abs=1e-5 * h.peak)
         # Rounding moves a value across an edge now and then, so compare the shares below.
         ours = np.cumsum(h.counts) / h.count
+        assert HALF / 2 <= h.peak / h.width < HALF
         bins = np.floor(values.astype(np.float64) / h.width).astype(int) + HALF
         theirs = np.cumsum(np.bincount(bins, minlength=2 * HALF)) / values.size
         assert np.abs(ours - theirs).max() <= 0.02
