@@ -168,7 +168,8 @@ def checking_session(
     weights = sum(file.stat().st_size for file in directory.glob("*.bin"))
     prepack = weights < LARGE_WEIGHTS_BYTES
     return Session(
-        directory / graph.file, SessionOptions(prepack=prepack, observe=observe, rounded=True)
+        directory / graph.file,
+        SessionOptions(prepack=prepack, plan_memory=False, observe=observe, rounded=True),
     )
 
 

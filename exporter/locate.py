@@ -35,10 +35,8 @@ def first_different_layer(
     """
     x = expected.x[:batch]
     names = {name for layer in values.values() for name in (layer.input, layer.output)}
-    session = Session(
-        path,
-        SessionOptions(observe=dict.fromkeys(sorted(names), onnx.TensorProto.FLOAT), rounded=True),
-    )
+    observe = dict.fromkeys(sorted(names), onnx.TensorProto.FLOAT)
+    session = Session(path, SessionOptions(plan_memory=False, observe=observe, rounded=True))
     actual = session.run(x, next(iter(expected.kept.values())) if session.takes_k else None)
     seen = _layer_values(model, x, expected.kept, renormalize=renormalize)
     before = "the host before it"

@@ -33,15 +33,20 @@ class SessionOptions:
     """How a graph is run.
 
     `threads` within an operator (None: the runtime's choice). `prepack` lets the runtime keep a
-    re-ordered copy of each constant weight: faster, at twice the memory. `observe` names inner
-    values to return beside the outputs, with their ONNX element type. `profile` makes the runtime
-    time every node, into a file whose name begins with it. `rounded` runs 16-bit graphs in FP32
-    with their own rounding (`exporter.rounded`): to check them, not to be fast.
+    re-ordered copy of each constant weight: faster, but the copy is private memory, where weights
+    read as they lie stay pages of the mapped file. `plan_memory` lets the runtime decide at the
+    start which values share a buffer, as it does by default: the time grows with the square of the
+    nodes, and for thousands of them is most of what opening takes, so graphs that are only checked
+    go without. `observe` names inner values to return beside the outputs, with their ONNX element
+    type. `profile` makes the runtime time every node, into a file whose name begins with it.
+    `rounded` runs 16-bit graphs in FP32 with their own rounding (`exporter.rounded`): to check
+    them, not to be fast.
     """
 
     provider: str = CPU
     threads: int | None = None
     prepack: bool = True
+    plan_memory: bool = True
     observe: Mapping[str, int] | None = None
     profile: Path | None = None
     rounded: bool = False
@@ -215,6 +220,7 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
         settings.intra_op_num_threads = options.threads
     if not options.prepack:
         settings.add_session_config_entry("session.disable_prepacking", "1")
+    settings.enable_mem_reuse = options.plan_memory
     if options.profile is not None:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile)

@@ -12,7 +12,7 @@ from moexport.errors import FeedError, TraceError, UsageError
 from moexport.exporter.export import prepare
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.session import Session
+from moexport.exporter.session import Session, SessionOptions
 from moexport.graphs.layers import SoftMoE, SoftMoEWeights
 from moexport.graphs.spec import SoftMoESpec
 from moexport.tests.recorded import DATA
@@ -103,6 +103,20 @@ def test_python_takes_k_in_every_form(k: int, tmp_path: Path) -> None:
     model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
     bundle = moexport.export(model, tmp_path / "out", k=k)
     assert [layer.k for layer in bundle.manifest.layers] == [2]
+
+
+def test_a_session_without_a_memory_plan_computes_the_same(tmp_path: Path) -> None:
+    bundle = moexport.export(host_model(1), tmp_path / "out", k=2, lowering="grouped")
+    planned, unplanned = (
+        bundle.session(options=SessionOptions(plan_memory=plan, threads=1))
+        for plan in (True, False)
+    )
+    random = np.random.default_rng(0)
+    for batch in (1, 3, 2):  # buffers of one size are not those of the next
+        x = random.standard_normal((batch, 5, 6)).astype(np.float32)
+        answers = unplanned(x)
+        assert np.abs(answers).max() > 0
+        np.testing.assert_array_equal(answers, planned(x))
 
 
 def test_python_refuses_what_is_no_feed(tmp_path: Path) -> None:
