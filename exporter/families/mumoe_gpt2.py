@@ -7,14 +7,14 @@ import re
 import torch
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.mumoe import MuMoE
-from ..hosts.gpt2 import GPT2, Block, GPT2Spec
+from ..hosts.gpt2 import GPT2, GPT2Spec
 from ..model import TensorSpec
-from .base import Built, Config, Family, Shape, Tensors, check_tensors, settle
-from .mumoe import ACTIVATION, CLASS_NAMES, LAYOUT, is_host, read_activation, read_layer
+from .base import Built, Config, Tensors, settle
+from .mumoe import ACTIVATION, CLASS_NAMES, read_activation, read_layer
+from .mumoe_host import block_numbers, filled, host_family
 
 NAME = "mumoe-gpt2"
-BLOCK = re.compile(r"transformer\.h\.(\d+)\.")
+BLOCKS = "transformer.h."
 WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
 """The causal mask that older PyTorch versions made the code keep as a buffer."""
@@ -34,24 +34,22 @@ OPTIONS = (
 
 def layer_path(block: int) -> str:
     """Returns where the muMoE block of a transformer block is."""
-    return f"transformer.h.{block}.mlp.MuMoE_layer"
+    return f"{BLOCKS}{block}.mlp.MuMoE_layer"
 
 
 def _build(tensors: Tensors, given: Config) -> Built:
     activation, notes = read_activation(NAME, given)
     tensors = {key: t for key, t in tensors.items() if not MASK.fullmatch(key)}
-    blocks = sorted({int(m[1]) for m in map(BLOCK.match, tensors) if m})
-    if blocks != list(range(len(blocks))) or not blocks:
-        raise CheckpointError(f"not the weights of a {NAME} model: transformer.h.* are {blocks}")
+    head = tensors.pop(HEAD, None)
+    blocks = block_numbers(NAME, tensors, BLOCKS)
     layers = {
-        block: read_layer(layer_path(block), f"{layer_path(block)}.", tensors, activation)
-        for block in blocks
+        path: read_layer(path, f"{path}.", tensors, activation) for path in map(layer_path, blocks)
     }
     for key in (WTE, WPE):
         if key not in tensors or tensors[key].ndim != 2:
             raise CheckpointError(f"not the weights of a {NAME} model: {key} must be there")
     vocabulary, dim = tensors[WTE].shape
-    first = layers[0].spec
+    first = layers[layer_path(0)].spec
     config = settle(
         NAME,
         dict(given) | {ACTIVATION: activation},
@@ -74,7 +72,14 @@ def _build(tensors: Tensors, given: Config) -> Built:
             hint="give the value that the model was trained with: --set n_head=12",
         )
     spec = GPT2Spec(config["block_size"], vocabulary, len(blocks), heads, dim, config["bias"])
-    host = _filled(spec, tensors, layers)
+    with torch.device("meta"):
+        host = GPT2(spec)
+    host = filled(NAME, host, tensors, layers, lambda _: dim)
+    if head is not None and not torch.equal(head, tensors[WTE]):
+        raise CheckpointError(
+            f"{HEAD} and {WTE} differ, and in this code they are one tensor",
+            hint="give a network with an output layer of its own as package.module:factory",
+        )
     limits = (("tokens", spec.block_size),)
     return Built(
         host,
@@ -85,38 +90,6 @@ def _build(tensors: Tensors, given: Config) -> Built:
     )
 
 
-def _filled(spec: GPT2Spec, tensors: Tensors, layers: dict[int, MuMoE]) -> GPT2:
-    """The host with its weights and its layers; raises CheckpointError where they do not fit."""
-    with torch.device("meta"):
-        host = GPT2(spec)
-    expected: dict[str, Shape] = {k: tuple(t.shape) for k, t in host.state_dict().items()}
-    inside = tuple(f"{layer_path(block)}." for block in layers)
-    own = {key: t for key, t in tensors.items() if key != HEAD and not key.startswith(inside)}
-    check_tensors(NAME, own, expected)
-    head = tensors.get(HEAD)
-    if head is not None and not torch.equal(head, own[WTE]):
-        raise CheckpointError(
-            f"{HEAD} and {WTE} differ, and in this code they are one tensor",
-            hint="give a network with an output layer of its own as package.module:factory",
-        )
-    host.load_state_dict(own, assign=True)
-    for block, layer in layers.items():
-        if (layer.spec.dim, layer.spec.out) != (spec.dim, spec.dim):
-            raise CheckpointError(
-                f"{layer_path(block)}: a layer from {layer.spec.dim} to {layer.spec.out}, where "
-                f"tokens are {spec.dim} wide"
-            )
-        module = host.get_submodule(f"transformer.h.{block}")
-        assert isinstance(module, Block)
-        module.mlp.MuMoE_layer = layer
-    return host.requires_grad_(False).eval()
-
-
-FAMILY = Family(
-    name=NAME,
-    summary="nanoGPT's GPT-2 with muMoE blocks for MLPs (james-oldfield/muMoE)",
-    options=(*OPTIONS, ACTIVATION),
-    detect=lambda tensors: is_host(tensors, NAME),
-    build=_build,
-    layer=LAYOUT,
+FAMILY = host_family(
+    NAME, "nanoGPT's GPT-2 with muMoE blocks for MLPs (james-oldfield/muMoE)", OPTIONS, _build
 )

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 
 import torch
-from torch import nn
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.mumoe import MuMoE
-from ..hosts.mixer import MixerSpec, MlpMixer, PreNormResidual
+from ..hosts.mixer import MixerSpec, MlpMixer
 from ..model import TensorSpec
-from .base import Built, Config, Family, Shape, Tensors, check_tensors, settle
-from .mumoe import ACTIVATION, CLASS_NAMES, LAYOUT, is_host, read_activation, read_layer
+from .base import Built, Config, Tensors, settle
+from .mumoe import ACTIVATION, CLASS_NAMES, read_activation, read_layer
+from .mumoe_host import block_numbers, filled, host_family
 
 NAME = "mumoe-mixer"
-BLOCK = re.compile(r"mixer_blocks\.(\d+)\.")
+BLOCKS = "mixer_blocks."
 OPTIONS = (
     "image_size",
     "channels",
@@ -34,12 +32,12 @@ OPTIONS = (
 
 def token_path(block: int) -> str:
     """Returns where the token-mixing layer of a block is."""
-    return f"mixer_blocks.{block}.0.fn.1"
+    return f"{BLOCKS}{block}.0.fn.1"
 
 
 def channel_path(block: int) -> str:
     """Returns where the channel-mixing layer of a block is."""
-    return f"mixer_blocks.{block}.1.fn"
+    return f"{BLOCKS}{block}.1.fn"
 
 
 def _matrix(tensors: Tensors, key: str) -> tuple[int, int]:
@@ -91,13 +89,9 @@ def _pair(image: Any) -> tuple[int, int] | None:
 
 def _build(tensors: Tensors, given: Config) -> Built:
     activation, notes = read_activation(NAME, given)
-    blocks = sorted({int(m[1]) for m in map(BLOCK.match, tensors) if m})
-    if blocks != list(range(len(blocks))) or not blocks:
-        raise CheckpointError(f"not the weights of a {NAME} model: mixer_blocks.* are {blocks}")
-    layers: dict[str, MuMoE] = {}
-    for block in blocks:
-        for path in (token_path(block), channel_path(block)):
-            layers[path] = read_layer(path, f"{path}.", tensors, activation)
+    blocks = block_numbers(NAME, tensors, BLOCKS)
+    paths = [path for block in blocks for path in (token_path(block), channel_path(block))]
+    layers = {path: read_layer(path, f"{path}.", tensors, activation) for path in paths}
     dim, pixels = _matrix(tensors, "stem.1.weight")
     classes, _ = _matrix(tensors, "head.2.weight")
     token, channel = layers[token_path(0)].spec, layers[channel_path(0)].spec
@@ -120,9 +114,11 @@ def _build(tensors: Tensors, given: Config) -> Built:
         free={ACTIVATION: activation},
     )
     spec = MixerSpec(grid, patch, channels, dim, len(blocks), classes)
-    host = _filled(spec, tensors, layers)
+    with torch.device("meta"):
+        host = MlpMixer(spec)
+    widths = {token_path(block): spec.tokens for block in blocks}
     return Built(
-        host,
+        filled(NAME, host, tensors, layers, lambda path: widths.get(path, spec.dim)),
         config,
         TensorSpec("input", "float32", ("batch", channels, grid[0] * patch, grid[1] * patch)),
         TensorSpec("output", "float32", ("batch", classes)),
@@ -134,45 +130,9 @@ def _one_size(height: int, width: int) -> Any:
     return height if height == width else [height, width]
 
 
-def _filled(spec: MixerSpec, tensors: Tensors, layers: dict[str, MuMoE]) -> MlpMixer:
-    """The host with its weights and its layers; raises CheckpointError where they do not fit."""
-    with torch.device("meta"):
-        host = MlpMixer(spec)
-    expected: dict[str, Shape] = {k: tuple(t.shape) for k, t in host.state_dict().items()}
-    own = {
-        key: tensor
-        for key, tensor in tensors.items()
-        if not any(key.startswith(f"{path}.") for path in layers)
-    }
-    check_tensors(NAME, own, expected)
-    for path, layer in layers.items():
-        width = spec.dim if path.endswith("1.fn") else spec.tokens
-        if (layer.spec.dim, layer.spec.out) != (width, width):
-            raise CheckpointError(
-                f"{path}: a layer from {layer.spec.dim} to {layer.spec.out}, where the network has "
-                f"{width} numbers"
-            )
-    host.load_state_dict(own, assign=True)
-    for path, layer in layers.items():
-        _place(host, path, layer)
-    return host.requires_grad_(False).eval()
-
-
-def _place(host: MlpMixer, path: str, layer: nn.Module) -> None:
-    parent, _, name = path.rpartition(".")
-    module = host.get_submodule(parent)
-    if isinstance(module, nn.Sequential):
-        module[int(name)] = layer
-    else:
-        assert isinstance(module, PreNormResidual)
-        module.fn = layer
-
-
-FAMILY = Family(
-    name=NAME,
-    summary="MLP-Mixer with muMoE blocks for tokens and channels (james-oldfield/muMoE)",
-    options=(*OPTIONS, ACTIVATION),
-    detect=lambda tensors: is_host(tensors, NAME),
-    build=_build,
-    layer=LAYOUT,
+FAMILY = host_family(
+    NAME,
+    "MLP-Mixer with muMoE blocks for tokens and channels (james-oldfield/muMoE)",
+    OPTIONS,
+    _build,
 )

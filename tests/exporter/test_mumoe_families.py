@@ -112,6 +112,35 @@ def test_a_missing_buffer_is_named(name: str, key: str, tmp_path: Path) -> None:
         load(saved(tmp_path, without(state_of(name), key)), config=case.config)
 
 
+@pytest.mark.parametrize(
+    ("name", "prefix"), [("mumoe_mixer_cp", "mixer_blocks."), ("mumoe_gpt2_cp", "transformer.h.")]
+)
+def test_a_network_without_one_of_its_blocks_is_refused(
+    name: str, prefix: str, tmp_path: Path
+) -> None:
+    moved = {k.replace(f"{prefix}1.", f"{prefix}2."): t for k, t in state_of(name).items()}
+    with pytest.raises(CheckpointError, match=rf"{prefix}\* are \[0, 2\]"):
+        load(saved(tmp_path, moved), config=read_case(name).config)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "width"),
+    [
+        ("mumoe_mixer_cp", "mixer_blocks.1.0.fn.1", 16),
+        ("mumoe_gpt2_cp", "transformer.h.1.mlp.MuMoE_layer", 48),
+    ],
+)
+def test_a_layer_that_is_wider_than_its_network_is_refused(
+    name: str, layer: str, width: int, tmp_path: Path
+) -> None:
+    state = state_of(name)
+    last = max(key for key in state if key.startswith(f"{layer}.MuMoE2.factors."))
+    state[last] = torch.cat((state[last], state[last][:1]))
+    words = f"{layer}: a layer from {width} to {width + 1}, where the network is {width} wide"
+    with pytest.raises(CheckpointError, match=words):
+        load(saved(tmp_path, state), config=read_case(name).config)
+
+
 def test_what_shapes_cannot_tell_is_asked_for() -> None:
     with pytest.raises(FamilyError, match="n_head"):
         load(DATA / "mumoe_gpt2_cp" / "weights.pt")
