@@ -87,7 +87,9 @@ def checked_labels(
     if array.ndim != 1 and not tokens:
         raise FeedError(
             f"{where} has shape {array.shape}; labels are one class per sample",
-            hint="for one-hot labels save labels.argmax(axis=1)",
+            hint="save labels.ravel()"
+            if array.ndim == 2 and array.shape[1] == 1
+            else "for one-hot labels save labels.argmax(axis=1)",
         )
     if len(array) != shape[0]:
         raise FeedError(

@@ -63,6 +63,12 @@ def find_files(source: Path) -> WeightFiles:
 
 
 def _find_in_folder(folder: Path) -> WeightFiles:
+    if (folder / "manifest.json").is_file() and (folder / "weights.bin").is_file():
+        raise CheckpointError(
+            f"{folder}: a bundle, which holds no checkpoint",
+            hint=f"give the checkpoint that it was exported from: `moexport inspect {folder}` "
+            "names it",
+        )
     config = folder / "config.json"
     found_config = config if config.is_file() else None
     found = sorted(folder.glob(f"*{INDEX}"))

@@ -6,7 +6,7 @@ import difflib
 
 from ...errors import FamilyError
 from . import conv, fkodom, lucidrains, mnist, mumoe, mumoe_gpt2, mumoe_mixer, vit, vmoe
-from .base import Built, Family, LayerLayout, Tensors, find_layers, some
+from .base import Built, Family, LayerLayout, Tensors, find_layers, some, under
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -55,12 +55,30 @@ def detect(tensors: Tensors) -> Family:
             f"the checkpoint fits several families: {', '.join(names)}",
             hint=f"say which one: --family {names[0]}",
         )
+    for prefix in _prefixes(tensors):
+        beneath = under(tensors, prefix)
+        inside = [family.name for family in FAMILIES.values() if family.detect(beneath)]
+        if len(inside) == 1:
+            others = len(tensors) - len(beneath)
+            raise FamilyError(
+                f"the keys under '{prefix}' are those of a {inside[0]} model"
+                + (f", beside {others} other{'s' * (others > 1)}" if others else ""),
+                hint=f"save them alone: torch.save({{k.removeprefix('{prefix}'): v for k, v in "
+                f"state_dict.items() if k.startswith('{prefix}')}}, 'model.pt')",
+            )
     keys = some(list(tensors))
     raise FamilyError(
         f"no known family has these {len(tensors)} keys: {keys}{_layers_seen(tensors)}",
         hint=f"known families (--family): {', '.join(FAMILIES)}; for any other network, "
         f"{OTHER_HOSTS}",
     )
+
+
+def _prefixes(tensors: Tensors) -> list[str]:
+    """What keys begin with, down to two names: what a training script may have put there."""
+    parts = [key.split(".") for key in tensors]
+    depths = [".".join(names[:depth]) + "." for depth in (1, 2) for names in parts]
+    return list(dict.fromkeys(depths))
 
 
 def _layers_seen(tensors: Tensors) -> str:

@@ -80,6 +80,18 @@ def test_unusable_files_are_refused(
     assert "d.npz" in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("labels", "hint"), [(np.arange(4)[:, None], "ravel"), (np.eye(4), "argmax")]
+)
+def test_labels_of_another_shape_are_told_how_to_be_saved(
+    tmp_path: Path, labels: np.ndarray, hint: str
+) -> None:
+    np.savez(tmp_path / "d.npz", input=X, label=labels)
+    with pytest.raises(FeedError, match="one class per sample") as caught:
+        open_labelled(str(tmp_path / "d.npz"), SPEC)
+    assert hint in str(caught.value.hint)
+
+
 def test_a_damaged_or_missing_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "d.npz").write_bytes(b"PK\x03\x04 not really")
     for name in ("d.npz", "gone.npz"):

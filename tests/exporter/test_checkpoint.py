@@ -245,6 +245,13 @@ def test_a_folder_with_several_candidates_names_them(tmp_path: Path) -> None:
     assert "path" in str(assert_refused(tmp_path, "a.pt", "b.pt").hint)
 
 
+def test_a_bundle_is_told_from_a_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").write_text("{}")
+    (tmp_path / "weights.bin").write_bytes(b"\0" * 64)
+    error = assert_refused(tmp_path, "a bundle, which holds no checkpoint")
+    assert "moexport inspect" in str(error.hint)
+
+
 @pytest.mark.parametrize("legacy", [False, True])
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.5, 0.98])
 def test_a_file_cut_short_is_refused(tmp_path: Path, part: float, legacy: bool) -> None:

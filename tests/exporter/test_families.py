@@ -33,6 +33,22 @@ def saved(tmp_path: Path, state: Mapping[str, Any], name: str = "w.pt") -> Path:
 # --- detection ---------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("others", [{}, {"loss.weight": torch.ones(10)}], ids=["alone", "beside"])
+@pytest.mark.parametrize("prefix", ["student.", "ema.backbone."])
+def test_weights_beneath_a_prefix_are_told_how_to_be_saved_alone(
+    prefix: str, others: State, tmp_path: Path
+) -> None:
+    state = {**{f"{prefix}{key}": tensor for key, tensor in vit_state().items()}, **others}
+    with pytest.raises(FamilyError) as caught:
+        load(saved(tmp_path, {"state_dict": state}))
+    assert f"the keys under '{prefix}' are those of a soft-moe-vit model" in caught.value.message
+    assert ("beside 1 other" in caught.value.message) == bool(others)
+    command = str(caught.value.hint).removeprefix("save them alone: ")
+    path = str(tmp_path / "model.pt")
+    exec(command.replace("'model.pt'", repr(path)), {"torch": torch, "state_dict": state})
+    assert load(Path(path), config={"num_heads": 2}).family == "soft-moe-vit"
+
+
 def test_exactly_one_family_is_detected_for_each_layout() -> None:
     states = {
         "soft-moe-vit": vit_state(),
