@@ -9,13 +9,15 @@ import re
 import signal
 import sys
 import traceback
-from typing import NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
-from typer.exceptions import TyperException
-
-from .cli import app
 from .console import Console
 from .errors import MoexportError, UsageError
+from .writing import FULL
+
+if TYPE_CHECKING:
+    from typer.exceptions import TyperException
 
 INTERRUPTED = 130
 
@@ -26,6 +28,8 @@ def _interrupted(signum: int, _frame: object) -> NoReturn:
 
 def main() -> None:
     """Runs the command line: exit 0 on success, 2 for bad usage, 1 for anything else."""
+    if sys.stderr is None:  # a program that starts this one may have closed it
+        sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     console = Console(verbose=any(re.fullmatch(r"--verbose|-q*v[qv]*", arg) for arg in sys.argv))
     # A terminated export cleans up after itself as an interrupted one does.
     for name in ("SIGTERM", "SIGHUP"):
@@ -34,7 +38,21 @@ def main() -> None:
     # Everything goes at the end of the process: looking for cycles in it first takes 0.3 s.
     atexit.register(gc.freeze)
     try:
-        _invoke()
+        _run(console)
+    except KeyboardInterrupt:
+        console.error("interrupted; nothing half-written was left behind")
+        sys.exit(INTERRUPTED)
+
+
+def _run(console: Console) -> None:
+    """Runs the command; what goes wrong is said and ends the process, but for an interrupt."""
+    # Not above: an interrupt while the parser loads is no traceback, either.
+    from typer.exceptions import TyperException
+
+    from .cli import app
+
+    try:
+        status = app(prog_name="moexport", standalone_mode=False)
     except TyperException as error:
         _say_usage(console, error)
         sys.exit(2)
@@ -43,9 +61,6 @@ def main() -> None:
             traceback.print_exc()
         console.error(error.message, error.hint)
         sys.exit(2 if isinstance(error, UsageError) else 1)
-    except KeyboardInterrupt:
-        console.error("interrupted; nothing half-written was left behind")
-        sys.exit(INTERRUPTED)
     except BrokenPipeError:
         # The reader of stdout (head, less) is gone: nothing more to say, and no traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -53,16 +68,18 @@ def main() -> None:
     except Exception as error:
         if console.verbose:
             raise
+        if isinstance(error, OSError) and error.errno in FULL:
+            console.error(
+                f"{error.filename or 'a file'}: cannot be written: {error.strerror}",
+                "free some space beside -o and for temporary files, whose folder TMPDIR names",
+            )
+            sys.exit(1)
         console.error(
             f"{type(error).__name__}: {error}",
             "this is a defect of moexport: --verbose shows where; please report it",
         )
         sys.exit(1)
-
-
-def _invoke() -> None:
-    """Runs the command; the parser turns an interrupt into a status, which is turned back here."""
-    if app(prog_name="moexport", standalone_mode=False) == INTERRUPTED:
+    if status == INTERRUPTED:  # what the parser makes of an interrupt
         raise KeyboardInterrupt
 
 

@@ -42,7 +42,7 @@ from .cli_options import (
 )
 from .console import Console, size
 from .errors import UsageError
-from .printing import harms_text, json_text, plan_json, plan_text, table_text
+from .printing import departures, harms_text, json_text, plan_json, plan_text, table_text
 
 
 def export(
@@ -225,6 +225,8 @@ def export(
     for layer in manifest.layers:
         kept = "a graph input" if layer.k is None else f"{layer.k} of {layer.experts}"
         console.note(f"{layer.name}: k = {kept}, {layer.lowering} ({layer.reason})")
+    for text in departures(manifest):
+        console.note(text)
     if manifest.parity is not None:
         from .exporter.parity import Parity, describe
 

@@ -104,6 +104,7 @@ def bundle_text(path: Path, manifest: Manifest) -> str:
             *(f"edited      {text}" for text in _edit_texts(manifest)),
             *ports,
             *(f"note        {note}" for note in manifest.notes),
+            *(f"note        {note}" for note in _host_departures(manifest)),
             "",
             table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
             "",
@@ -118,6 +119,26 @@ def bundle_text(path: Path, manifest: Manifest) -> str:
 def _precisions(layers: Iterable[tuple[str, str, str]]) -> str:
     """A table of the layers' precisions, with the reason of each."""
     return table(("MoE layer", "precision", "because"), list(layers))
+
+
+def departures(manifest: Manifest) -> list[str]:
+    """What is not in the precision that was asked for, and why: layers, then nodes of the host."""
+    layers = [
+        f"{layer.name}: in {layer.precision}: {layer.precision_reason}"
+        for layer in manifest.layers
+        if layer.precision != manifest.precision
+    ]
+    return [*layers, *_host_departures(manifest)]
+
+
+def _host_departures(manifest: Manifest) -> list[str]:
+    numbers = manifest.numbers
+    islands = numbers.get("islands", ())
+    linears = numbers.get("linears", {})
+    return [
+        *(f"{island['node']} ({island['op_type']}): {island['reason']}" for island in islands),
+        *(f"{node}: not in INT8: {reason}" for node, reason in linears.items() if reason),
+    ]
 
 
 def _edit_texts(manifest: Manifest) -> list[str]:

@@ -10,6 +10,9 @@ from pathlib import Path
 
 from .errors import OutputError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""The system's errors where there is no room for a file."""
+
 HINTS = {
     errno.ENOSPC: "free some space or choose another -o; nothing was left behind",
     errno.EDQUOT: "free some space or choose another -o; nothing was left behind",

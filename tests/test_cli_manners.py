@@ -148,3 +148,37 @@ def test_the_program_ends_with_the_code_of_the_error(tmp_path: Path) -> None:
     outcome = run_program("export", LAYER, "-o", tmp_path / "out", "--k", "0")
     assert (outcome.code, outcome.out) == (2, "")
     assert "Traceback" not in outcome.err
+
+
+def test_a_full_disk_behind_stdout_is_an_error_in_words() -> None:
+    if not Path("/dev/full").exists():
+        pytest.skip("this system has no /dev/full")
+    shell = f"'{sys.executable}' -m moexport doctor --json > /dev/full"
+    done = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "cannot be written: No space left on device" in done.stderr
+    assert "defect" not in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_program_without_stderr_works(tmp_path: Path) -> None:
+    shell = f"'{sys.executable}' -m moexport export '{LAYER}' --k 9 {' '.join(SET)} -o x 2>&-"
+    done = subprocess.run(
+        ["bash", "-c", shell], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (2, "")
+
+
+def test_an_interrupt_while_the_parser_loads_is_no_traceback() -> None:
+    code = (
+        "import sys\n"
+        "class Interrupted:\n"
+        "    def find_spec(self, name, *_):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "from moexport.__main__ import main\n"
+        "sys.meta_path.insert(0, Interrupted())\n"
+        "main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 130
+    assert done.stderr == "error: interrupted; nothing half-written was left behind\n"

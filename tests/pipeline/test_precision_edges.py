@@ -87,6 +87,7 @@ def test_values_seen_beyond_fp16_keep_their_layer_in_fp32(tmp_path: Path) -> Non
     assert record.precision == "fp32"
     assert "layer/experts.products was seen to reach" in record.precision_reason
     assert record.precision_reason.endswith("kept in FP32")
+    assert f"note: layer: in fp32: {record.precision_reason}\n" in outcome.err
     assert bundle.manifest.precision == "fp16"  # the rest of the network
     assert_close(bundle.session(options=SessionOptions(rounded=True))(x), expected)
     assert record.precision_reason in run("inspect", tmp_path / "out").out
@@ -102,6 +103,8 @@ def test_a_host_s_weights_beyond_fp16_keep_their_node_in_fp32(tmp_path: Path) ->
     bundle = Bundle.open(tmp_path / "out")
     (island,) = bundle.manifest.numbers["islands"]
     assert "a weight of 1e+05 is more than FLOAT16 holds" in island["reason"]
+    assert island["reason"] in outcome.err
+    assert island["reason"] in run("inspect", tmp_path / "out").out
     assert bundle.manifest.layers[0].precision == "fp16"
     y = bundle.session(options=SessionOptions(rounded=True))(CASE.x)
     assert_close(y, in_pytorch(checkpoint, CASE.x))
