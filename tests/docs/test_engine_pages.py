@@ -1,15 +1,28 @@
-"""The pages on engines: what can be run without a GPU runs, and prints what they show."""
+"""The pages on engines: what can be run without a GPU runs, and prints what they show.
+
+What needs a GPU is typed all the same: it must fail for want of one, and for no other reason.
+"""
 
 from __future__ import annotations
 
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.tests.docs.documents import ROOT, assert_printed, blocks, run_block
+from moexport.exporter.engines.device import first_gpu
+from moexport.tests.command import Outcome, run
+from moexport.tests.docs.documents import ROOT, Block, assert_printed, blocks, run_block
 from moexport.tests.recorded import DATA
 from moexport.tests.targets.engines import needs_rtx
+
+ABSENT = re.compile(
+    "TensorRT is not installed|there is no NVIDIA GPU here|holds no tensorrt engine|no such engine"
+)
+"""What a machine lacks that could do the rest of these pages."""
 
 
 @pytest.mark.parametrize(
@@ -19,14 +32,33 @@ from moexport.tests.targets.engines import needs_rtx
         ("servers.md", "server/model.onnx"),
     ],
 )
-def test_the_page_runs_as_far_as_it_needs_no_gpu(page: str, written: str, tmp_path: Path) -> None:
+def test_the_page_runs_as_far_as_it_needs_no_gpu(
+    page: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     case = DATA / "soft_moe_vit"  # a ViT of width 48, which 12 heads divide
     shutil.copy(case / "weights.pt", tmp_path / "vit.pt")
-    np.savez(tmp_path / "test.npz", input=np.load(case / "io.npz")["x"])
+    x = np.load(case / "io.npz")["x"]
+    np.savez(tmp_path / "test.npz", input=x, label=np.arange(len(x)) % 10)
+    monkeypatch.chdir(tmp_path)
     printed = ""
     for block in blocks(ROOT / "docs" / page):
         if block.language == "bash":
             printed = run_block(block, tmp_path)
         elif block.language == "text":
             assert_printed(block, printed)
+        elif first_gpu() is None:
+            for outcome in outcomes(block):
+                absent = outcome.code == 1 and ABSENT.search(outcome.err)
+                assert outcome.code == 0 or absent, f"{block}: {outcome.err}"
     assert (tmp_path / written).is_file()
+
+
+def outcomes(block: Block) -> list[Outcome]:
+    """How the commands of a block end here, but for what installs and what measures (minutes)."""
+    if block.language == "python":
+        done = subprocess.run(
+            [sys.executable, "-c", block.text], capture_output=True, text=True, check=False
+        )
+        return [Outcome(done.returncode, done.stdout, done.stderr)]
+    lines = block.text.replace("\\\n", " ").splitlines()
+    return [run(*line.split()[1:]) for line in lines if re.match("moexport (?!bench)", line)]
