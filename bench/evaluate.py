@@ -39,7 +39,7 @@ class Hits:
 
         Raises FeedError for outputs that are not class scores.
         """
-        outputs = _one_per_sample(outputs)
+        outputs = one_per_sample(outputs)
         if outputs.ndim != 2:
             raise FeedError(
                 f"accuracy needs outputs of shape (batch, classes), and the model gives "
@@ -55,7 +55,7 @@ class Hits:
             among = int((best == labels[:, None]).any(axis=1).sum())
         both = None
         if untouched is not None:
-            both = int((right & (_one_per_sample(untouched).argmax(axis=1) == labels)).sum())
+            both = int((right & (one_per_sample(untouched).argmax(axis=1) == labels)).sum())
         return cls(int(right.sum()), len(labels), among, both)
 
     def __add__(self, other: Hits) -> Hits:
@@ -90,8 +90,8 @@ def _sum(a: int | None, b: int | None) -> int | None:
     return None if a is None or b is None else a + b
 
 
-def _one_per_sample(outputs: Array) -> Array:
-    """Scores [b, 1, classes] as [b, classes]: a muMoE head takes a vector for one token."""
+def one_per_sample(outputs: Array) -> Array:
+    """Returns scores [b, 1, classes] as [b, classes]: a muMoE head takes a vector for a token."""
     return outputs[:, 0] if outputs.ndim == 3 and outputs.shape[1] == 1 else outputs
 
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..writing import told
+from ..writing import told, write_text
 
 FILE = "unfinished.jsonl"
 
@@ -41,8 +41,7 @@ class Journal:
             self.discarded = tuple(n for n in names if digests.get(n) != old.get(n))
         # Written anew: a kill may have left half a line at the end.
         text = "".join(_line(entry) for entry in ({"what": digests}, *self._entries))
-        with told(path):
-            path.write_text(text, encoding="utf-8")
+        write_text(text, path)
 
     @property
     def resumed(self) -> int:

@@ -22,6 +22,7 @@ from ..graphs.edits import NO_EDITS, LayerEdits
 from ..graphs.moe import MoELayer, moe_layers, sharing_weights
 from ..graphs.mumoe import MuMoE
 from .data import Array, LabelledData
+from .evaluate import one_per_sample
 
 BATCH = 64
 
@@ -179,7 +180,7 @@ def _base(
             right.append(scores.argmax(axis=1) == data.labels[rows])
             for coefficients in records:
                 takes_in.append([(a != 0).any(axis=1) for a in coefficients])
-                means.append([a.mean(axis=1) for a in coefficients])
+                means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
             progress.advance(len(scores))
     finally:
         if handle is not None:
@@ -253,9 +254,7 @@ def _predicted(module: nn.Module, x: Array) -> Array:
 def _scores(module: nn.Module, x: Array) -> Array:
     """Class scores [b, classes]; a muMoE head on vectors gives [b, 1, classes]."""
     output: torch.Tensor = module(torch.from_numpy(np.ascontiguousarray(x)))
-    scores: Array = output.numpy()
-    if scores.ndim == 3 and scores.shape[1] == 1:
-        scores = scores[:, 0]
+    scores = one_per_sample(output.numpy())
     if scores.ndim != 2:
         raise FeedError(
             f"accuracy by class needs outputs of shape (batch, classes), and the model gives "

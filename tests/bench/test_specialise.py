@@ -107,8 +107,8 @@ def test_groups_have_the_mean_coefficients_of_their_inputs(head: tuple[Path, Pat
         (True, int(odd.sum())),
     ]
     for group in found.groups:
-        wanted = a[torch.from_numpy(odd == group.group)].mean(dim=(0, 1))
-        assert group.coefficients[0] == pytest.approx(wanted.tolist(), abs=1e-6)
+        wanted = a[torch.from_numpy(odd == group.group)].double().mean(dim=(0, 1))
+        assert group.coefficients[0] == pytest.approx(wanted.tolist(), rel=1e-5, abs=1e-9)
     given = LabelledData(x[:, 0], np.where(odd, 1, 0).astype(np.int64))
     same = moexport.specialise(model, given, group_by=odd.tolist())
     assert same.groups == found.groups
