@@ -223,6 +223,42 @@ def settle(
     return settled
 
 
+def whole_number(family: str, key: str, value: Any) -> int:
+    """Returns a size that was given; raises FamilyError for what is no whole number above 0."""
+    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if not whole or isinstance(value, bool) or value < 1:
+        raise FamilyError(
+            f"{family}: {key}={_shown(value)} is not a whole number above 0",
+            hint="give the value that the model was trained with",
+        )
+    return int(value)
+
+
+def height_width(family: str, key: str, value: Any) -> tuple[int, int]:
+    """Returns a height and a width that were given, as a pair or as one number for both.
+
+    Raises FamilyError for anything else.
+    """
+    sizes = value if isinstance(value, list | tuple) else (value, value)
+    if len(sizes) != 2:
+        raise FamilyError(
+            f"{family}: {key}={_shown(value)} is neither one size nor a height and a width",
+            hint=f"for example --set {key}=224 or --set {key}=224,192",
+        )
+    return whole_number(family, key, sizes[0]), whole_number(family, key, sizes[1])
+
+
+def check_heads(family: str, key: str, value: Any, dim: int) -> int:
+    """Returns a number of attention heads; raises FamilyError where it cannot be of that width."""
+    heads = whole_number(family, key, value)
+    if dim % heads:
+        raise FamilyError(
+            f"{family}: {key}={heads} does not divide the width {dim}",
+            hint=f"give the value that the model was trained with: --set {key}=12",
+        )
+    return heads
+
+
 def check_options(family: str, given: Config, known: Sequence[str]) -> None:
     """Raises FamilyError for a key of `given` that is not in `known`, naming the nearest."""
     for key in given:

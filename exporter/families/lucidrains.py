@@ -93,6 +93,7 @@ def _config(spec: SoftMoESpec, _: Tensors, given: Config) -> dict[str, Any]:
     wanted = given.get("expert_mult")
     if (
         isinstance(wanted, int | float)
+        and math.isfinite(wanted)
         and (int(spec.dim * wanted * 2 / 3) if geglu else int(spec.dim * wanted)) == spec.hidden
     ):
         mult = wanted  # widths are truncated, so several values mean the same

@@ -172,7 +172,7 @@ def read_activation(family: str, given: Config) -> tuple[GateActivation, tuple[s
             f"the gate's activation is entmax15, the published one; --set "
             f"{ACTIVATION}=… says otherwise",
         )
-    value = {"entmax": "entmax15"}.get(value, value)
+    value = "entmax15" if value == "entmax" else value
     for known in get_args(GateActivation):
         if value == known:
             return known, ()

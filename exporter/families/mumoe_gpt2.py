@@ -6,10 +6,10 @@ import re
 
 import torch
 
-from ...errors import CheckpointError, FamilyError
+from ...errors import CheckpointError
 from ..hosts.gpt2 import GPT2, GPT2Spec
 from ..model import TensorSpec
-from .base import Built, Config, Tensors, settle
+from .base import Built, Config, Tensors, check_heads, settle
 from .mumoe import ACTIVATION, CLASS_NAMES, read_activation, read_layer
 from .mumoe_host import block_numbers, filled, host_family
 
@@ -65,12 +65,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
         required={"n_head": (12, "the projections of all heads are one matrix")},
         free={"dropout": 0.0, ACTIVATION: activation},
     )
-    heads = config["n_head"]
-    if not isinstance(heads, int) or heads < 1 or dim % heads:
-        raise FamilyError(
-            f"{NAME}: n_head={heads} does not divide the width {dim}",
-            hint="give the value that the model was trained with: --set n_head=12",
-        )
+    heads = config["n_head"] = check_heads(NAME, "n_head", config["n_head"], dim)
     spec = GPT2Spec(config["block_size"], vocabulary, len(blocks), heads, dim, config["bias"])
     with torch.device("meta"):
         host = GPT2(spec)

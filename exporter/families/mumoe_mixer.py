@@ -10,7 +10,7 @@ import torch
 from ...errors import CheckpointError, FamilyError
 from ..hosts.mixer import MixerSpec, MlpMixer
 from ..model import TensorSpec
-from .base import Built, Config, Tensors, settle
+from .base import Built, Config, Tensors, height_width, settle, whole_number
 from .mumoe import ACTIVATION, CLASS_NAMES, read_activation, read_layer
 from .mumoe_host import block_numbers, filled, host_family
 
@@ -55,10 +55,10 @@ def _geometry(given: Config, tokens: int, pixels: int) -> tuple[tuple[int, int],
     Raises FamilyError where none was given, or where those given do not fit the shapes.
     """
     image, patch, channels = (given.get(key) for key in ("image_size", "patch_size", "channels"))
-    size = _pair(image)
+    size = None if image is None else height_width(NAME, "image_size", image)
     side = math.isqrt(tokens)
     if patch is None and channels is not None:
-        patch = math.isqrt(pixels // int(channels))
+        patch = math.isqrt(pixels // whole_number(NAME, "channels", channels))
     if patch is None and size is not None and size[0] == size[1] and side * side == tokens:
         patch = size[0] // side
     if patch is None:
@@ -67,7 +67,7 @@ def _geometry(given: Config, tokens: int, pixels: int) -> tuple[tuple[int, int],
             "channels of a large one, or many of a small one)",
             hint="say it, with your model's value: --set patch_size=16",
         )
-    patch = int(patch)
+    patch = whole_number(NAME, "patch_size", patch)
     grid = (side, side) if size is None else (size[0] // patch, size[1] // patch)
     if grid[0] * grid[1] != tokens or pixels % (patch * patch):
         raise FamilyError(
@@ -77,14 +77,6 @@ def _geometry(given: Config, tokens: int, pixels: int) -> tuple[tuple[int, int],
             hint="check patch_size, image_size and channels against the training run",
         )
     return grid, patch, pixels // (patch * patch)
-
-
-def _pair(image: Any) -> tuple[int, int] | None:
-    """An image's height and width, from a pair or from one number for both."""
-    if image is None:
-        return None
-    height, width = image if isinstance(image, list | tuple) else (image, image)
-    return int(height), int(width)
 
 
 def _build(tensors: Tensors, given: Config) -> Built:

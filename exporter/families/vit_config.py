@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from ...errors import CheckpointError, FamilyError
 from ..hosts.vit import GlobalPool, ViTSpec
-from .base import Config, Tensors, check_options, settle
+from .base import Config, Tensors, check_heads, check_options, height_width, settle
 
 NAME = "soft-moe-vit"
 MOE_KEY = re.compile(r"blocks\.(\d+)\.mlp\.(?:phi|scale|experts\.|stacked_expert_|base_expert\.)")
@@ -63,6 +63,7 @@ def configure(
     else:
         free["global_pool"] = pool
     config = settle(NAME, given, read, required=required, free=free)
+    config["num_heads"] = check_heads(NAME, "num_heads", config["num_heads"], config["embed_dim"])
     _check_values(config)
     return _spec(tensors, config, image, moe_blocks), config, tuple(notes)
 
@@ -138,16 +139,18 @@ def _as_read(given: Config, read: Config) -> dict[str, Any]:
     """The user's values, written as `read` writes the same thing, so that they can be compared."""
     same = dict(given)
     for key in ("img_size", "patch_size"):
-        if isinstance(given.get(key), list | tuple):
-            same[key] = _pair_or_one(tuple(given[key]))
+        if given.get(key) is None:
+            same.pop(key, None)
+        else:
+            same[key] = _pair_or_one(height_width(NAME, key, given[key]))
     index = given.get("moe_layer_index")
-    if isinstance(index, list | tuple):
+    if isinstance(index, list | tuple) and all(isinstance(i, int) for i in index):
         same["moe_layer_index"] = _moe_layer_index(sorted(index), read["depth"]) if index else []
     for key in ("mlp_ratio", "moe_mlp_ratio"):
         ratio = given.get(key)
         if ratio is None:  # moe_mlp_ratio=None means mlp_ratio: the shapes say what that was
             same.pop(key, None)
-        elif isinstance(ratio, int | float) and int(ratio * read["embed_dim"]) == round(
+        elif _is_finite(ratio) and int(ratio * read["embed_dim"]) == round(
             read[key] * read["embed_dim"]
         ):
             same[key] = read[key]
@@ -157,6 +160,10 @@ def _as_read(given: Config, read: Config) -> dict[str, Any]:
     if given.get("init_values") and read["init_values"]:
         same["init_values"] = read["init_values"]
     return same
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _pair_or_one(size: tuple[int, ...]) -> int | list[int]:
@@ -176,8 +183,7 @@ def _image_size(
     with_class = (positions - 1, False) if read["class_token"] else None
     options = [option for option in (with_class, (positions, True)) if option]
     if "img_size" in given:
-        size = given["img_size"]
-        height, width = size if isinstance(size, list) else (size, size)
+        height, width = height_width(NAME, "img_size", given["img_size"])
         patches = (height // patch_h) * (width // patch_w)
         for count, no_embed_class in options:
             if count == patches:
@@ -221,11 +227,12 @@ def _global_pool(read: Config, given: Config, notes: list[str]) -> str | None:
 
 
 def _check_values(config: Config) -> None:
-    heads, dim, pool = config["num_heads"], config["embed_dim"], config["global_pool"]
-    if not isinstance(heads, int) or heads < 1 or dim % heads:
-        raise FamilyError(f"{NAME}: num_heads={heads} does not divide embed_dim={dim}")
+    pool = config["global_pool"]
     if pool not in POOLS:
-        raise FamilyError(f"{NAME}: global_pool={pool!r} is none of 'token', 'avg' and ''")
+        raise FamilyError(
+            f"{NAME}: global_pool={pool!r} is none of 'token', 'avg' and ''",
+            hint="--set global_pool=avg",
+        )
     if pool == "token" and not config["class_token"]:
         raise FamilyError(
             f"{NAME}: global_pool='token' was given, but the checkpoint has no cls_token",

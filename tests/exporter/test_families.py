@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import CheckpointError, FamilyError
+from moexport.exporter.config import parse_value
 from moexport.exporter.families import FAMILIES, detect, family_named
 from moexport.exporter.load import load
 from moexport.graphs.layers import algorithm_1, soft_moe_layers
@@ -253,3 +255,48 @@ def test_prefixes_and_half_precision_load_to_the_same_model(tmp_path: Path) -> N
     x = torch.randn(2, 3, 12, 12)
     assert torch.equal(plain.module(x), other.module(x))
     assert any("float16" in note for note in plain.notes)
+
+
+ODD_VALUES = ["abc", "", "[]", "{}", "-1", "0", "1e400", "1,2,3", "1,[2]", "[null]"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("soft_moe_vit", "soft_moe_mnist", "soft_moe_conv", "soft_moe_fkodom"),
+        *("soft_moe_lucidrains", "mumoe_cp", "mumoe_mixer_tr", "mumoe_gpt2_cp"),
+    ],
+)
+def test_no_configuration_is_a_defect(case: str) -> None:
+    recorded = read_case(case)
+    for key in FAMILIES[recorded.family].options:
+        for text in ODD_VALUES:
+            given = {**recorded.config, key: parse_value(text)}
+            with contextlib.suppress(FamilyError):
+                load(recorded.weights, config=given, values=False)
+
+
+@pytest.mark.parametrize(
+    ("case", "key", "text", "message"),
+    [
+        ("soft_moe_vit", "num_heads", "abc", "num_heads=abc is not a whole number above 0"),
+        ("soft_moe_vit", "num_heads", "0", "num_heads=0 is not a whole number above 0"),
+        ("soft_moe_vit", "num_heads", "5", "num_heads=5 does not divide the width 48"),
+        ("soft_moe_vit", "img_size", "32,x", "img_size=x is not a whole number above 0"),
+        ("soft_moe_vit", "img_size", "1,2,3", "neither one size nor a height and a width"),
+        ("mumoe_mixer_tr", "patch_size", "0", "patch_size=0 is not a whole number above 0"),
+        ("mumoe_mixer_tr", "image_size", "[]", "neither one size nor a height and a width"),
+        ("mumoe_gpt2_cp", "n_head", "4.5", "n_head=4.5 is not a whole number above 0"),
+    ],
+)
+def test_sizes_that_are_none_are_named(case: str, key: str, text: str, message: str) -> None:
+    recorded = read_case(case)
+    with pytest.raises(FamilyError, match=message) as caught:
+        load(recorded.weights, config={**recorded.config, key: parse_value(text)}, values=False)
+    assert caught.value.hint
+
+
+def test_a_whole_number_may_be_written_with_a_point() -> None:
+    model = load(read_case("soft_moe_vit").weights, config={"num_heads": 4.0}, values=False)
+    assert model.config["num_heads"] == 4
+    assert isinstance(model.config["num_heads"], int)

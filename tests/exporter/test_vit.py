@@ -124,7 +124,7 @@ def test_an_image_that_is_no_square_of_patches_is_asked_for(tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ({"num_heads": 5}, ["num_heads=5", "embed_dim=12"]),
+        ({"num_heads": 5}, ["num_heads=5", "the width 12"]),
         ({"num_heads": 0}, ["num_heads=0"]),
         ({"num_heads": 3, "embed_dim": 16}, ["embed_dim=16", "embed_dim=12"]),
         ({"num_heads": 3, "num_experts": 8}, ["num_experts=8", "num_experts=4"]),
