@@ -219,7 +219,11 @@ def bench(
     """
     listed = [models] if isinstance(models, Model | Bundle) else list(models)
     watcher = progress or Silent()
-    selection = select(parse_engines(engine))
+    engines = parse_engines(engine)
+    selection = select(engines)
+    for each in selection.absent:
+        if each.engine in engines:
+            watcher.step(f"not measured: {each.engine}: {each.reason}")
     wanted = Wanted(parse_analyses(analysis), max_subsets=max_subsets) if analysis else None
     # The same threads for every engine: PyTorch's own choice, unless told.
     threads = threads or torch.get_num_threads()

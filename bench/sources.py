@@ -122,8 +122,9 @@ def _iterable(where: str, spec: TensorSpec) -> Streamed:
 def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed:
     """Returns the images of a folder per class; class i is the i-th folder by name.
 
-    Each image is resized with its shorter side to what CROP makes the model's size, cut to its
-    middle, and scaled as `pixels` says. Raises FeedError that names a file which is no image.
+    An image of the model's own size is taken as it is. Every other one is resized with its shorter
+    side to what CROP makes the model's size, and cut to its middle. All are scaled as `pixels`
+    says. Raises FeedError that names a file which is no image.
     """
     files = _image_files(folder)
     if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
@@ -178,11 +179,12 @@ def read_image(file: Path, spec: TensorSpec, pixels: Pixels) -> Array:
             image = opened.convert("L" if channels == 1 else "RGB")
     except (OSError, UnidentifiedImageError) as error:
         raise FeedError(f"{file}: is not an image that can be read ({error})") from error
-    ratio = max(height, width) / CROP / min(image.size)
-    size = (max(width, round(image.width * ratio)), max(height, round(image.height * ratio)))
-    image = image.resize(size, Image.Resampling.BICUBIC)
-    left, top = (image.width - width) // 2, (image.height - height) // 2
-    image = image.crop((left, top, left + width, top + height))
+    if image.size != (width, height):
+        ratio = max(height, width) / CROP / min(image.size)
+        size = (max(width, round(image.width * ratio)), max(height, round(image.height * ratio)))
+        image = image.resize(size, Image.Resampling.BICUBIC)
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))
     values = np.asarray(image, np.float32).reshape(height, width, channels) / 255
     mean, deviation = (np.asarray(each[:channels], np.float32) for each in MEANS[pixels])
     found: Array = ((values - mean) / deviation).transpose(2, 0, 1).astype(np.float32)

@@ -257,7 +257,7 @@ def _export_alone(panel: Panel, row: Row) -> str:
     if not everything:
         return ""
     best = min(everything, key=_median)
-    keeps = _keeps(best, one=True)
+    keeps = _keeps(panel, best, one=True)
     return f"With all {best.experts} experts {line_name(best)} {keeps}{_speed(panel, best)}."
 
 
@@ -286,7 +286,7 @@ def _why_no_routing(rows: Sequence[Row]) -> str:
 
 
 def _claim(panel: Panel, row: Row) -> str:
-    return f"{_experts(row)} {_keeps(row)}{_speed(panel, row)}"
+    return f"{_experts(row)} {_keeps(panel, row)}{_speed(panel, row)}"
 
 
 def _experts(row: Row) -> str:
@@ -301,12 +301,15 @@ def percent(share: float) -> str:
     return f"{share:.1%}".replace(".0%", "%")
 
 
-def _keeps(row: Row, *, one: bool | None = None) -> str:
+def _keeps(panel: Panel, row: Row, *, one: bool | None = None) -> str:
     """What a row keeps; `one` says whether its subject is one thing: k is, experts are not."""
     one = row.k < row.experts if one is None else one
     kept, s = row.kept, "s" if one else ""
-    what = "accuracy" if row.perplexity is None else "perplexity"
-    return f"run{s}" if kept is None else f"keep{s} {percent(kept)} of the {what}"
+    if row.perplexity is not None:
+        base = None if panel.reference is None else panel.reference.perplexity
+        untouched = "" if base is None else f" (untouched: {base.value:.4g})"
+        return f"{'has' if one else 'have'} perplexity {row.perplexity.value:.4g}{untouched}"
+    return f"run{s}" if kept is None else f"keep{s} {percent(kept)} of the accuracy"
 
 
 def _speed(panel: Panel, row: Row) -> str:

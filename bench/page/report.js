@@ -327,6 +327,7 @@ function emptyCharts() {
   for (const id of ["accuracy", "pareto", "routing"]) {
     const figure = byId(id + "-figure");
     figure.hidden = id in shown.empty;
+    if (byId(id + "-note")) byId(id + "-note").hidden = figure.hidden;
     const both = figure.parentElement;
     both.classList.toggle("single", [...both.children].some(each => each.hidden));
   }

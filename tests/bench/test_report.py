@@ -194,6 +194,8 @@ def test_a_token_models_figure_shows_its_perplexity(
     rows = (replace(judged(16, 6.3), engine="pytorch-eager"), judged(16, 6.3), judged(1, 12.8))
     _, drawn = figures(replace(results, rows=rows), tmp_path)
     words = re.findall(r"<!-- (.+?) -->", drawn.read_text())
+    said = summary(panels(replace(results, rows=rows))[0])
+    assert said.startswith("All 16 experts have perplexity 6.3 (untouched: 6.3)")
     assert "perplexity, less is better" in words
     assert "digits: perplexity" in words
     assert "12" in words  # on the axis

@@ -35,6 +35,14 @@ def test_images_are_streamed_by_class_in_the_order_of_the_folders(tmp_path: Path
     assert len(data.head(2)) == 2
 
 
+def test_an_image_of_the_models_size_is_taken_as_it_is(tmp_path: Path) -> None:
+    pixels = np.random.default_rng(0).integers(0, 256, (8, 8, 3), dtype=np.uint8)
+    (tmp_path / "a").mkdir()
+    Image.fromarray(pixels).save(tmp_path / "a" / "0.png")
+    ((x, _),) = open_labelled(str(tmp_path), SPEC, "unit").stream(1)
+    np.testing.assert_allclose(x[0].transpose(1, 2, 0), pixels / 255, atol=1e-7)
+
+
 def test_other_images_are_other_data(tmp_path: Path) -> None:
     first = open_labelled(str(images(tmp_path)), SPEC, "unit").fingerprint
     assert open_labelled(str(tmp_path), SPEC, "unit").fingerprint == first
