@@ -1,31 +1,43 @@
-"""Exports of large models in a process of their own: seconds and peak memory."""
+"""Exports of large models in a process of their own: seconds by step, and peak memory."""
 
 from __future__ import annotations
 
 import json
-import resource
+import re
 import subprocess
 import sys
 import tempfile
+import time
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import torch
 from moexport.exporter.environment import environment
 
+SAYS = "moexport: "
+"""How the line begins that `moexport export` writes when a step does."""
+
+START = "start"
+"""What comes before the first step: Python and the imports."""
+
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What one export took. `peak_bytes` is the process's largest resident set."""
+    """What one export took: `seconds` in all, `steps` by the first word of what it said it did.
+
+    `peak_bytes` is the process's largest resident set, pages of mapped files included.
+    """
 
     experts: int
     hidden: int
     parameters: int
     weights_bytes: int
     seconds: float
+    steps: Mapping[str, float]
     peak_bytes: int
-    verified: bool
 
 
 def vit_checkpoint(
@@ -87,7 +99,7 @@ def vit_checkpoint(
     return sum(tensor.numel() for tensor in state.values())
 
 
-def export_scale(experts: int, hidden: int, *, kept: str = "0.25", verify: bool = True) -> Scale:
+def export_scale(experts: int, hidden: int) -> Scale:
     """Exports a ViT-B/16 with such experts through the command line and returns what it took."""
     with tempfile.TemporaryDirectory(prefix="moexport-scale-") as folder:
         checkpoint = Path(folder) / "vit.pt"
@@ -98,39 +110,59 @@ def export_scale(experts: int, hidden: int, *, kept: str = "0.25", verify: bool 
             "-o",
             str(Path(folder) / "bundle"),
             "--k",
-            kept,
+            "0.25",
             "--set",
             "num_heads=12",
-            *([] if verify else ["--no-verify"]),
         ]
-        # A process measures itself: its peak would otherwise include this one's.
-        outcome = subprocess.run(
+        with subprocess.Popen(
             [sys.executable, "-m", "benchmarks.scale", *command],
-            check=True,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-        )
-        report = json.loads(outcome.stdout.splitlines()[-1])
+        ) as export:
+            assert export.stdout is not None
+            assert export.stderr is not None
+            steps = _seconds_by_step(export.stderr)
+            said = export.stdout.read()
+        if export.returncode != 0:
+            raise subprocess.CalledProcessError(export.returncode, command, said)
+        report = json.loads(said.splitlines()[-1])
         return Scale(
             experts,
             hidden,
             parameters,
             4 * parameters,
-            report["seconds"],
+            sum(steps.values()),
+            steps,
             report["peak_bytes"],
-            verify,
         )
 
 
-def _measured_main(arguments: list[str]) -> None:
-    import time
+def _seconds_by_step(lines: Iterable[str]) -> dict[str, float]:
+    """Passes on what an export says, until it ends, and returns what each of its steps took."""
+    steps: dict[str, float] = {}
+    step, began = START, time.monotonic()
+    for line in lines:
+        print(line, end="", file=sys.stderr, flush=True)
+        if line.startswith(SAYS):
+            now = time.monotonic()
+            steps[step] = now - began
+            step, began = line.removeprefix(SAYS).split()[0], now
+    steps[step] = time.monotonic() - began
+    return steps
 
+
+def _measured_main(arguments: list[str]) -> None:
+    """Exports, and says what it took; a process measures itself."""
+    started = time.monotonic()
     from moexport.cli import app
 
-    started = time.monotonic()
     app(arguments, standalone_mode=False)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    print(json.dumps({"seconds": time.monotonic() - started, "peak_bytes": peak}))
+    seconds = time.monotonic() - started
+    # Not getrusage: what a process is started from counts into its largest resident set there.
+    peak = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text(encoding="utf-8"))
+    assert peak is not None
+    print(json.dumps({"seconds": seconds, "peak_bytes": 1024 * int(peak[1])}))
 
 
 def to_json(scales: list[Scale]) -> str:
@@ -147,6 +179,16 @@ def to_json(scales: list[Scale]) -> str:
 def from_json(text: str) -> list[Scale]:
     """The measurements in a text that `to_json` wrote."""
     return [Scale(**one) for one in json.loads(text)["exports"]]
+
+
+def measured_on(text: str) -> str:
+    """The day and the machine that a text of `to_json` names: processor, cores and memory."""
+    body: Mapping[str, Any] = json.loads(text)
+    facts = body["environment"]
+    return (
+        f"{body['created'][:10]}: {facts['cpu']['model']}, {facts['cpu']['cores']} cores, "
+        f"{facts['memory_bytes'] / 1e9:.0f} GB of memory"
+    )
 
 
 if __name__ == "__main__":

@@ -31,6 +31,9 @@ from .models import AUTO, EAGER, INT8
 from .mumoe import SUBJECTS
 from .scale import Scale
 
+EXPORT_STEPS = ("loading", "tracing", "writing", "checking", "hashing")
+"""The steps of a verified export, by the first word of what it says."""
+
 AUTO_SLACK = 0.15
 """`auto` may be this much slower than the best lowering of a cell."""
 
@@ -318,14 +321,15 @@ def _times(slower: float | None, faster: float | None) -> str:
 def scale_table(measured: list[Scale]) -> str:
     """Returns the exports of large models as Markdown."""
     lines = [
-        "| experts | parameters | weights | load, trace, write, verify, hash | peak memory | "
-        "× the weights |",
-        "|---|---|---|---|---|---|",
+        "| experts | parameters | weights | export | load | trace | write | check | hash | "
+        "peak memory | × the weights |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     lines += [
         f"| n={one.experts}, h={one.hidden} | {count(one.parameters)} | "
-        f"{size(one.weights_bytes)} | {one.seconds:.0f} s | {size(one.peak_bytes)} | "
-        f"{one.peak_bytes / one.weights_bytes:.2f} |"
+        f"{size(one.weights_bytes)} | {one.seconds:.0f} s | "
+        + " | ".join(f"{one.steps[step]:.1f} s" for step in EXPORT_STEPS)
+        + f" | {size(one.peak_bytes)} | {one.peak_bytes / one.weights_bytes:.2f} |"
         for one in measured
     ]
     return "\n".join(lines)

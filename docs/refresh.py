@@ -33,7 +33,7 @@ from moexport.bench.results import Results, read
 from moexport.bench.schema import FILE as SCHEMA_FILE
 from moexport.bench.schema import schema_text
 from moexport.benchmarks import calibration
-from moexport.benchmarks.scale import from_json
+from moexport.benchmarks.scale import from_json, measured_on
 from moexport.benchmarks.tables import (
     integer_table,
     integer_targets_table,
@@ -199,7 +199,8 @@ def refresh_performance() -> None:
         f"streaming {rates['stream_gb_s']:.0f} GB/s, matmul {rates['matmul_gflop_s']:.0f} GFLOP/s; "
         f"ONNX Runtime {packages['onnxruntime-gpu']} (CPU), torch {packages['torch']}.\n"
     )
-    scales = from_json((RESULTS / "scale-cpu.json").read_text(encoding="utf-8"))
+    scales = (RESULTS / "scale-cpu.json").read_text(encoding="utf-8")
+    where = textwrap.fill(f"Measured on {measured_on(scales)}.", 100)
     replace_marked(page, "machine", textwrap.fill(machine, 100) + "\n")
     replace_marked(page, "targets", targets_table(results) + "\n")
     replace_marked(page, "layers", layer_table(results) + "\n")
@@ -207,7 +208,7 @@ def refresh_performance() -> None:
     replace_marked(page, "integers", integer_table(results) + "\n")
     replace_marked(page, "models", model_table(read(RESULTS / "models-cpu.json")) + "\n")
     replace_marked(page, "mumoe", mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n")
-    replace_marked(page, "scale", scale_table(scales) + "\n")
+    replace_marked(page, "scale", f"{where}\n\n{scale_table(from_json(scales))}\n")
 
 
 def refresh_calibration() -> None:
