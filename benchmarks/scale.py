@@ -122,7 +122,7 @@ def export_scale(experts: int, hidden: int) -> Scale:
         ) as export:
             assert export.stdout is not None
             assert export.stderr is not None
-            steps = _seconds_by_step(export.stderr)
+            steps = seconds_by_step(export.stderr)
             said = export.stdout.read()
         if export.returncode != 0:
             raise subprocess.CalledProcessError(export.returncode, command, said)
@@ -138,7 +138,7 @@ def export_scale(experts: int, hidden: int) -> Scale:
         )
 
 
-def _seconds_by_step(lines: Iterable[str]) -> dict[str, float]:
+def seconds_by_step(lines: Iterable[str]) -> dict[str, float]:
     """Passes on what an export says, until it ends, and returns what each of its steps took."""
     steps: dict[str, float] = {}
     step, began = START, time.monotonic()

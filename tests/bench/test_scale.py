@@ -1,0 +1,36 @@
+"""Exports of large models: what was kept of them, and the page that shows it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moexport
+import pytest
+from moexport.benchmarks.scale import START, from_json, measured_on, seconds_by_step
+from moexport.benchmarks.tables import EXPORT_STEPS, scale_table
+
+ROOT = Path(str(moexport.__file__)).parent
+KEPT = (ROOT / "benchmarks" / "results" / "scale-cpu.json").read_text(encoding="utf-8")
+
+
+def test_steps_are_those_that_an_export_says(capsys: pytest.CaptureFixture[str]) -> None:
+    said = ["moexport: loading a.pt\n", "note: 196 tokens\n", "moexport: tracing\n"]
+    steps = seconds_by_step(said)
+    assert list(steps) == [START, "loading", "tracing"]
+    assert all(seconds >= 0 for seconds in steps.values())
+    assert capsys.readouterr().err == "".join(said)
+
+
+def test_an_export_peaked_below_its_weights_and_a_third() -> None:
+    exports = from_json(KEPT)
+    assert [one.parameters // 10**6 for one in exports] == [512, 2324]
+    for one in exports:
+        assert set(EXPORT_STEPS) < set(one.steps)
+        assert one.seconds == pytest.approx(sum(one.steps.values()))
+        assert one.peak_bytes < 1.3 * one.weights_bytes
+
+
+def test_the_page_shows_what_was_kept() -> None:
+    page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    assert f"Measured on {measured_on(KEPT)}." in page
+    assert scale_table(from_json(KEPT)) in page
