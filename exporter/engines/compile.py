@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -60,6 +61,8 @@ def compile_engine(
     trt = tensorrt_of(backend)
     network = backend.network_from_onnx_path(request["graph"], strongly_typed=True)
     read_back: dict[str, Any] = {}
+    if "timing_cache" in request["options"]:
+        check_timing_cache(network[0], Path(request["options"]["timing_cache"]))
     config = backend.PostprocessConfig(
         backend.CreateConfig(
             profiles=_profiles(backend, request["profiles"]),
@@ -184,12 +187,30 @@ def _finish_config(
         level = config.hardware_compatibility_level.name
         read_back["hardware_compatible"] = level
         _same("hardware_compatible", HARDWARE[options["hardware_compatible"]], level)
-    if "timing_cache" in options and config.get_timing_cache() is None:
-        raise DishonouredError(
-            f"timing_cache: {options['timing_cache']} is of another GPU or TensorRT"
-        )
     read_back["profiles"] = int(config.num_optimization_profiles)
     _same("profiles", len(request["profiles"]), read_back["profiles"])
+
+
+def check_timing_cache(builder: Any, file: Path) -> None:
+    """Raises `DishonouredError` for a file that TensorRT would not use, and would write over.
+
+    It takes one that it cannot read as an empty one, with a warning.
+    """
+    from polygraphy import util
+
+    config = builder.create_builder_config()
+    with util.LockFile(str(file)):
+        kept = file.read_bytes() if file.is_file() else b""
+    empty = _serialized(config.create_timing_cache(b""))
+    timing_cache = config.create_timing_cache(kept)
+    taken = timing_cache is not None and config.set_timing_cache(timing_cache, False)
+    if not taken or (kept not in (b"", empty) and _serialized(timing_cache) == empty):
+        raise DishonouredError(f"timing_cache: {file} is damaged, or of another GPU or TensorRT")
+
+
+def _serialized(timing_cache: Any) -> bytes:
+    with timing_cache.serialize() as buffer:
+        return bytes(buffer)
 
 
 def _same(name: str, asked: Any, got: Any) -> None:

@@ -88,6 +88,17 @@ class Explanation:
 NO_ROOM = r"[Oo]ut ?[Oo]f ?[Mm]emory"
 
 EXPLANATIONS = (
+    # Our own words come first: TensorRT has often said something else before them.
+    Explanation(
+        r"DishonouredError: timing_cache",
+        "the timing cache cannot be used, and was left as it is",
+        "name another file with --timing-cache, which a build makes, or remove this one",
+    ),
+    Explanation(
+        r"DishonouredError",
+        "it did not take over what was asked",
+        "leave that option out",
+    ),
     Explanation(
         r"bad_alloc|MemoryError|Cannot allocate memory|LLVM ERROR: out of memory",
         "the machine's memory ran out",
@@ -130,11 +141,6 @@ EXPLANATIONS = (
         r"driver version is insufficient|no CUDA-capable device|CUDA initialization failure",
         "there is no NVIDIA GPU, or its driver is too old",
         "build on the machine that will run the engine; `moexport doctor` says what is here",
-    ),
-    Explanation(
-        r"DishonouredError",
-        "it did not take over what was asked",
-        "leave that option out",
     ),
     Explanation(
         r"No importer registered|UNSUPPORTED_NODE|[Cc]ould not parse ONNX|Failed to parse ONNX",

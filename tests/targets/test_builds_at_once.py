@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from moexport.errors import EngineError
 from moexport.exporter.engines.additions import engines_of
 from moexport.exporter.engines.build import build_engine
 from moexport.exporter.engines.flavours import TENSORRT_RTX
@@ -59,25 +60,49 @@ def test_a_cache_that_two_builds_fill_at_once_stays_whole(tmp_path: Path) -> Non
     assert {path.name for path in folder.iterdir()} == {f"{KEY}.plan", f"{KEY}.json"}
 
 
+def compiled(folder: Path, name: str, timings: Path | None) -> bytes:
+    """The engine of a small graph, compiled in a process of its own."""
+    model, profile = folder / "layer.onnx", Profile("x", (1, 1, 10), (2, 4, 10), (4, 8, 10))
+    options, output = EngineOptions(timing_cache=timings), folder / f"{name}.plan"
+    build_engine(model, TENSORRT_RTX, [profile], options, ("8.9",), output, Silent())
+    return output.read_bytes()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with a small graph."""
+    return saved(graph(random_layer(spec_of("cp", (8,)))), tmp_path).parent
+
+
 @needs_rtx
-def test_two_builds_take_turns_at_one_timing_cache(tmp_path: Path) -> None:
+def test_two_builds_take_turns_at_one_timing_cache(folder: Path) -> None:
     """TensorRT-RTX times nothing, and reads and writes the file as TensorRT does."""
     import fcntl
 
-    model = saved(graph(random_layer(spec_of("cp", (8,)))), tmp_path)
-    profile = Profile("x", (1, 1, 10), (2, 4, 10), (4, 8, 10))
-    options = EngineOptions(timing_cache=tmp_path / "kernels.cache")
-
-    def compiled(number: int) -> int:
-        output = tmp_path / f"{number}.plan"
-        build_engine(model, TENSORRT_RTX, [profile], options, ("8.9",), output, Silent())
-        return output.stat().st_size
-
-    with ThreadPoolExecutor(2) as pool, (tmp_path / "kernels.cache.lock").open("wb") as held:
+    timings = folder / "kernels.cache"
+    with ThreadPoolExecutor(2) as pool, (folder / "kernels.cache.lock").open("wb") as held:
         fcntl.lockf(held, fcntl.LOCK_EX)
-        builds = [pool.submit(compiled, number) for number in (1, 2)]
+        builds = [pool.submit(compiled, folder, name, timings) for name in ("1", "2")]
         time.sleep(2.0)  # several times what a build takes
         assert not any(build.done() for build in builds)
         fcntl.lockf(held, fcntl.LOCK_UN)
-        assert all(build.result(60) > 0 for build in builds)
-    assert (tmp_path / "kernels.cache").stat().st_size > 0
+        first, second = (build.result(60) for build in builds)
+    assert first == second == compiled(folder, "alone", None)
+    whole = timings.read_bytes()
+    assert len(whole) > 0
+    assert compiled(folder, "after", timings) == first  # it is taken: a damaged one is an error
+    assert timings.read_bytes() == whole
+    assert {path.suffix for path in folder.iterdir()} == {".onnx", ".plan", ".cache", ".lock"}
+
+
+@needs_rtx
+def test_a_timing_cache_that_is_damaged_is_an_error_and_stays_as_it_is(folder: Path) -> None:
+    timings = folder / "kernels.cache"
+    compiled(folder, "first", timings)
+    damaged = timings.read_bytes()[:-10]
+    timings.write_bytes(damaged)
+    with pytest.raises(EngineError, match=r"the timing cache cannot be used.*is damaged") as found:
+        compiled(folder, "second", timings)
+    assert "name another file with --timing-cache" in (found.value.hint or "")
+    assert timings.read_bytes() == damaged
+    assert not (folder / "second.plan").exists()
