@@ -14,6 +14,8 @@ from moexport.exporter.trace import TRACED_BATCH
 from moexport.tests.command import Outcome, run, run_program
 from moexport.tests.recorded import RecordedCase, read_case
 
+pytestmark = pytest.mark.usefixtures("traced_once")
+
 RTOL = 1e-4  # of max|y|, as the recorded cases promise
 EXACT = "dense,gather,grouped,conditional"
 
@@ -240,4 +242,4 @@ def test_the_program_itself_runs_and_verifies(tmp_path: Path) -> None:
     assert np.abs(y - case.y(1)).max() <= RTOL * np.abs(case.y(1)).max()
     verified = run_program("verify", "out", cwd=tmp_path)
     assert (verified.code, verified.err) == (0, "")
-    assert [line.split()[0] for line in verified.out.splitlines()] == ["ok"] * 5
+    assert [line.split()[0] for line in verified.out.splitlines()] == ["ok"] * 6
