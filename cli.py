@@ -100,13 +100,18 @@ def verify(
 ) -> None:
     """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
     del verbose
+    from .exporter.atomic import others_in
     from .exporter.bundle import Bundle
 
+    opened = Bundle.open(bundle)
     checks = []
-    for check in Bundle.open(bundle).verify():
+    for check in opened.verify():
         checks.append(check)
         if not as_json and not quiet:
             print(check_text(check))
+    others = others_in(bundle, opened.manifest.files)
+    if others:
+        Console(quiet=quiet).note(f"not of the bundle, and not checked: {', '.join(others[:6])}")
     passed = all(check.passed for check in checks)
     if as_json:
         print(json_text({"passed": passed, "checks": [asdict(check) for check in checks]}))

@@ -55,7 +55,7 @@ def export(
     sets: Sets = None,
     weights: Weights = None,
     k: Annotated[
-        str, typer.Option(help="Experts kept: 4, 0.25, n, input, or a list per layer 4,4,8.")
+        str, typer.Option(help="Experts kept: 4, 0.25, n/4, n, input, or a list per layer 4,4,8.")
     ] = "n",
     target: Annotated[
         Target, typer.Option(help="Who runs the graph; onnx is standard ops alone.")
@@ -97,8 +97,8 @@ def export(
         typer.Option(metavar="SHARE", help="int8: keeps layers in floats until 0.99 is kept."),
     ] = None,
     method: Annotated[
-        Method, typer.Option(help="int8: how ranges are chosen from --data.")
-    ] = Method.PERCENTILE,
+        Method | None, typer.Option(help="int8: how ranges are chosen from --data; percentile.")
+    ] = None,
     calibration: Annotated[
         Path | None,
         typer.Option(metavar="TABLE.JSON", help="int8: ranges that `calibrate` wrote."),
@@ -175,6 +175,7 @@ def export(
         edits=read_edits(ablate or (), rewrite),
     )
     options.numbers.check(options.target)
+    _check_method(method, precision, calibration)
     engines = engine_options(
         profiles,
         compute_capability,
@@ -203,7 +204,12 @@ def export(
     for text in options.edits.texts():
         console.note(f"edited: {text}")
     table = ranges_for_export(
-        loaded, options, method=method.value, data=data, path=calibration, progress=console
+        loaded,
+        options,
+        method=(method or Method.PERCENTILE).value,
+        data=data,
+        path=calibration,
+        progress=console,
     )
     options = with_retention(loaded, options, table, data, progress=console)
     if dry_run:
@@ -235,6 +241,22 @@ def export(
         console.note(note)
     total = sum(record.bytes for record in manifest.files.values())
     print(f"{output}: {', '.join(manifest.files)} ({size(total)})")
+
+
+def _check_method(method: Method | None, precision: Precision, table: Path | None) -> None:
+    """Raises UsageError for a --method that nothing would make use of."""
+    if method is None:
+        return
+    if precision is not Precision.INT8:
+        raise UsageError(
+            f"--method belongs to --precision int8, not to {precision.value}",
+            hint="add --precision int8, or leave --method out",
+        )
+    if table is not None:
+        raise UsageError(
+            f"--method {method.value}: the ranges are those of the table {table}",
+            hint="leave --method out, or make another table with `moexport calibrate --method`",
+        )
 
 
 def calibrate(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from .console import Console
+from .errors import UsageError
 
 if TYPE_CHECKING:
     from .exporter.model import Model
@@ -103,6 +104,8 @@ def load_model(
     values: bool = True,
 ) -> Model:
     """Returns the model that a command names; raises what `exporter.load.load` raises."""
+    if not source:
+        raise UsageError("MODEL is empty", hint="give a checkpoint or package.module:factory")
     console.step(f"loading {source}")
     from .exporter.load import load, read_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -46,11 +46,7 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
             raise BundleError(
                 f"{destination}: a bundle exists there", hint="--force replaces it when complete"
             )
-        others = sorted(
-            path.name
-            for path in destination.iterdir()
-            if path.name not in (listed or ()) and not path.name.endswith(PARTIAL)
-        )
+        others = others_in(destination, listed or ())
         if others:
             raise BundleError(
                 f"{destination}: the bundle's folder holds what is not of the bundle: "
@@ -71,6 +67,15 @@ def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) 
                 f"{free / 1e6:.0f} MB are free",
                 hint="free some space or choose another -o",
             )
+
+
+def others_in(folder: Path, files: Collection[str]) -> list[str]:
+    """Returns the names of what lies in a bundle's folder and is none of its files."""
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in (MANIFEST_FILE, *files) and not path.name.endswith(PARTIAL)
+    )
 
 
 @contextmanager

@@ -46,7 +46,8 @@ def _read_file(file: Path) -> dict[str, Any]:
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UsageError(f"{file}: cannot be read: {error}", hint="check --config") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise UsageError(f"{file}: cannot be read: {reason}", hint="check --config") from error
     try:
         match file.suffix.lower():
             case ".json":

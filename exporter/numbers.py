@@ -162,7 +162,9 @@ class Numbers:
                 (
                     f"--io-precision {self.io}",
                     f"the graph computes in {self.float_name(target)}",
-                    f"use --io-precision fp32 or {self.float_name(target)}",
+                    "leave --io-precision out"
+                    if self.float_name(target) == "fp32"
+                    else f"use --io-precision fp32 or {self.float_name(target)}",
                 )
             )
         return found

@@ -127,7 +127,7 @@ MAX_OPSET = 23
 
 
 def parse_k(text: str) -> Kept:
-    """Returns k from `4`, `0.25`, `n`, `input` or `4,4,8`; `UsageError` for anything else."""
+    """Returns k from `4`, `0.25`, `n/4`, `n`, `input` or `4,4,8`; `UsageError` for all else."""
     value = text.strip()
     if value in ("n", "input"):
         return value  # type: ignore[return-value]  # the two literals
@@ -135,7 +135,7 @@ def parse_k(text: str) -> Kept:
         if "," in value:
             return tuple(_positive(part) for part in value.split(","))
         if "." in value or "/" in value:
-            share = Fraction(value)
+            share = Fraction(f"1{value[1:]}" if value.startswith("n/") else value)
             if not 0 < share <= 1:
                 raise UsageError(
                     f"--k {text}: a share of the experts lies above 0 and at most at 1",
@@ -146,7 +146,7 @@ def parse_k(text: str) -> Kept:
     except (ValueError, ZeroDivisionError):
         raise UsageError(
             f"--k {text}: not a number of experts",
-            hint="use a number (4), a share (0.25), n, input, or a number per layer (4,4,8)",
+            hint="use a number (4), a share (0.25 or n/4), n, input, or a number per layer (4,4,8)",
         ) from None
 
 

@@ -45,6 +45,8 @@ def parse_range(text: str, option: str) -> AxisRange:
     if not 1 <= low <= opt <= high:
         raise UsageError(
             f"{option} {text}: needs 1 ≤ MIN ≤ OPT ≤ MAX",
-            hint=f"the sizes in order are {':'.join(str(size) for size in sorted(sizes))}",
+            hint="sizes begin at 1"
+            if min(sizes) < 1
+            else f"the sizes in order are {':'.join(str(size) for size in sorted(sizes))}",
         )
     return AxisRange(low, opt, high)

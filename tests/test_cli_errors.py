@@ -37,15 +37,17 @@ def refuse(folder: Path, *options: str, weights: Path = LAYER) -> Outcome:
         ("0.0", "--k 0.0: a share of the experts lies above 0", "--k 0.25 keeps a quarter"),
         ("1.5", "--k 1.5: a share of the experts lies above 0", "--k 0.25 keeps a quarter"),
         ("-0.5", "--k -0.5: a share of the experts lies above 0", "--k 0.25 keeps a quarter"),
-        ("4/0", "--k 4/0: not a number of experts", "a share (0.25)"),
-        ("many", "--k many: not a number of experts", "a share (0.25)"),
-        ("", "--k : not a number of experts", "a share (0.25)"),
-        ("nan", "--k nan: not a number of experts", "a share (0.25)"),
-        ("1e400", "--k 1e400: not a number of experts", "a share (0.25)"),
+        ("4/0", "--k 4/0: not a number of experts", "a share (0.25 or n/4)"),
+        ("many", "--k many: not a number of experts", "a share (0.25 or n/4)"),
+        ("", "--k : not a number of experts", "a share (0.25 or n/4)"),
+        ("nan", "--k nan: not a number of experts", "a share (0.25 or n/4)"),
+        ("1e400", "--k 1e400: not a number of experts", "a share (0.25 or n/4)"),
         ("4,", "--k 4,: not a number of experts", "a number per layer"),
         ("4,x", "--k 4,x: not a number of experts", "a number per layer"),
         ("4,0", "--k 0: at least one expert must be kept", "1 ≤ k ≤ n"),
         ("n,4", "--k n,4: not a number of experts", "a number per layer"),
+        ("n/0", "--k n/0: not a number of experts", "n/4"),
+        ("n/x", "--k n/x: not a number of experts", "n/4"),
     ],
 )
 def test_a_k_that_cannot_be_meant(k: str, message: str, hint: str, tmp_path: Path) -> None:
@@ -81,7 +83,7 @@ def test_a_list_of_k_names_the_layers_that_it_must_fit(tmp_path: Path) -> None:
         ("32:8:1", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "the sizes in order are 1:8:32"),
         ("1:64:32", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "the sizes in order are 1:32:64"),
         ("0:1:2", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes"),
-        ("0", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes"),
+        ("0", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes begin at 1"),
         ("-4", "needs 1 ≤ MIN ≤ OPT ≤ MAX", "sizes"),
         ("1:2", "expected MIN:OPT:MAX or one size", "1:8:32"),
         ("1:2:3:4", "expected MIN:OPT:MAX or one size", "1:8:32"),
@@ -106,6 +108,13 @@ def test_sizes_that_cannot_be_meant(
         (("--opset", "19"), "--opset 19: opsets 20 to 23", "20 is the first"),
         (("--opset", "99"), "--opset 99: opsets 20 to 23", "20 is the first"),
         (("--opset", "x"), "Input should be a valid integer", "export --help"),
+        (("--method", "mse"), "--method belongs to --precision int8, not to fp32", "leave"),
+        (
+            ("--method", "mse", "--precision", "int8", "--calibration", "t.json"),
+            "--method mse: the ranges are those of the table t.json",
+            "calibrate --method",
+        ),
+        (("--io-precision", "fp16"), "the graph computes in fp32", "leave --io-precision out"),
         (("--rtol", "-1"), "bounds are finite and not negative", "--rtol 1e-4"),
         (("--atol", "nan"), "bounds are finite and not negative", "--rtol 1e-4"),
         (("--rtol", "inf"), "bounds are finite and not negative", "--no-verify"),
@@ -299,6 +308,16 @@ def test_the_lowering_that_is_not_exact_misses_tight_bounds(tmp_path: Path) -> N
     options = ("--lowering=dense,fused", "--target=ort-cpu", "--k=2", "--rtol=1e-5", "--atol=0")
     outcome = refuse(tmp_path, *options)
     assert_refused(outcome, "model-fused.onnx differs from PyTorch, starting in layer", "", code=1)
+
+
+def test_an_empty_model_is_not_the_current_folder() -> None:
+    assert_refused(run("inspect", ""), "MODEL is empty", "give a checkpoint")
+
+
+def test_k_may_be_written_as_inspect_shows_it(tmp_path: Path) -> None:
+    outcome = run("export", LAYER, "-o", tmp_path / "out", "--k", "n/2", "--dry-run", "--json")
+    assert outcome.code == 0, outcome.err
+    assert json.loads(outcome.out)["graphs"]["model.onnx"][0]["k"] == 2
 
 
 def test_errors_of_a_config_file_name_it(tmp_path: Path) -> None:

@@ -171,6 +171,13 @@ def test_a_bundle_moves_with_its_folder(bundle: Path, tmp_path: Path) -> None:
     assert outcome.out.count("ok ") == 9
 
 
+def test_files_that_are_not_of_the_bundle_are_told(bundle: Path) -> None:
+    (bundle / "model-dense.onnx").write_bytes(b"mine")
+    outcome = run("verify", bundle)
+    assert outcome.code == 0
+    assert outcome.err == "note: not of the bundle, and not checked: model-dense.onnx\n"
+
+
 def test_quiet_and_json_say_the_same_of_a_whole_bundle(exported: Path) -> None:
     quiet = run("verify", exported, "-q")
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
