@@ -8,12 +8,12 @@ import json
 import numpy as np
 
 from .model import Model
-from .pages import release
+from .pages import Reading
 
 
 def fingerprint(model: Model) -> str:
     """Returns the SHA-256 of a model's family, configuration, edits and every weight."""
-    digest = hashlib.sha256()
+    digest, reading = hashlib.sha256(), Reading(model.source.files)
     known = {"family": model.family, "config": model.config, "edits": model.edits.texts()}
     digest.update(json.dumps(known, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.module.state_dict().items()):
@@ -21,5 +21,6 @@ def fingerprint(model: Model) -> str:
         # Row by row: a transposed view of a checkpoint would be copied whole otherwise.
         for part in tensor if tensor.ndim > 2 else (tensor,):
             digest.update(np.ascontiguousarray(part.numpy()).data)
-    release(model.source.files)
+            reading.advance(part.nbytes)
+    reading.end()
     return digest.hexdigest()

@@ -29,7 +29,6 @@ from .engines.device import first_gpu
 from .environment import cpu_model
 from .model import Model
 from .options import ExportOptions
-from .pages import release
 from .plan import layer_works, resolve_k
 from .precision import NumbersPlan
 from .progress import Progress, Silent
@@ -179,9 +178,8 @@ def _write(
             f"{name} take {needed / 1e6:.0f} MB",
             hint="free some space there, or set TMPDIR to a folder elsewhere",
         )
-    with WeightsWriter(folder) as writer:
+    with WeightsWriter(folder, sources=model.source.files) as writer:
         tensors = write_layer(writer, name, layer, arithmetic)
-    release(model.source.files)
     portable = _alone(group.node, options.opset)
     paths = {}
     for each in candidates:
