@@ -134,8 +134,11 @@ def engine_options(
     from .exporter.engines.cache import default_cache
     from .exporter.engines.options import EngineOptions, parse_bytes, parse_capabilities
     from .exporter.engines.profiles import parse_profile
+    from .writing import check_folder
 
     place = default_cache() if cache is None else None if cache == "off" else Path(cache)
+    if place is not None and cache is not None:  # one's own that cannot be written keeps nothing
+        check_folder(place)
     return EngineOptions(
         profiles=tuple(parse_profile(each) for each in profiles or ()),
         compute_capabilities=parse_capabilities(capabilities or ""),

@@ -68,12 +68,29 @@ def plan_engines(
     port = manifest.inputs[0]
     experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
     asked = options.profiles or ({},)
+    _check_no_axis_twice(asked, ranges or {})
     profiles = tuple(profile(port, each, defaults, experts) for each in asked)
+    if len(set(profiles)) < len(profiles):
+        again = next(each for each in profiles if profiles.count(each) > 1)
+        raise UsageError(
+            f"--profile: two are the same ({again})",
+            hint="give each once: every profile makes the engine larger",
+        )
     cards = (options.compute_capabilities or DEFAULT_CARDS) if chosen.cards else ()
     return [
         EnginePlan(each, engine_file(chosen, each), chosen, profiles, cards, options)
         for each in records
     ]
+
+
+def _check_no_axis_twice(asked: Sequence[Asked], ranges: Asked) -> None:
+    """An axis that every profile names has no use for a range of its own."""
+    for axis, wanted in ranges.items():
+        if all(axis in each for each in asked):
+            raise UsageError(
+                f"--{axis} {wanted}: every --profile names {axis} itself",
+                hint=f"leave --{axis} out, or leave {axis} out of a --profile",
+            )
 
 
 def exported_ranges(manifest: Manifest) -> dict[str, AxisRange]:

@@ -192,6 +192,12 @@ def test_a_dry_run_says_what_would_be_built(bundle: Path) -> None:
         (("--profile", "rows=1"), "--profile rows=1: expected AXIS", "axes: batch, tokens"),
         (("--profile", "k=1:2:7"), "--profile k=1:2:7: k is at most 6", "covers every k"),
         (("--graph", "dense"), "holds no graph 'dense'", "it holds model.onnx"),
+        (("--profile", "batch=1", "--profile", "batch=1"), "two are the same", "give each once"),
+        (
+            ("--batch", "1:2:4", "--profile", "batch=1"),
+            "--batch 1:2:4: every --profile names batch itself",
+            "leave --batch out",
+        ),
         (("--target", "onnx"), "--target onnx: engines are built for tensorrt", "graph itself"),
     ],
 )
@@ -202,6 +208,13 @@ def test_requests_that_cannot_be_honoured_are_refused_before_the_build(
     assert outcome.code == 2
     assert message in outcome.error
     assert hint in outcome.hint
+    assert "compiling" not in outcome.err
+
+
+@needs_rtx
+def test_an_engine_cache_that_cannot_be_made_is_refused(bundle: Path) -> None:
+    outcome = refused(bundle, *CARD, "--engine-cache", bundle / "model.onnx" / "engines")
+    assert "not a folder" in outcome.error
     assert "compiling" not in outcome.err
 
 
