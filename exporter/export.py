@@ -274,9 +274,25 @@ def _checked(
     raise ParityError(
         f"{record.file} differs from PyTorch, starting in {where}: {describe(parity)}",
         hint=f"allowed was atol {tolerance.atol:g} + rtol {tolerance.rtol:g} · max|y| and the same "
-        f"experts in {tolerance.routing:.0%}: raise --rtol if that is good enough, or choose "
-        "another --lowering; --no-verify writes it unchecked",
+        f"experts in {tolerance.routing:.0%}: {way_out(parity, options)}; --no-verify "
+        "writes it unchecked",
     )
+
+
+def way_out(parity: Parity, options: ExportOptions) -> str:
+    """Returns what may help where a graph has missed the bounds of its parity check."""
+    if parity.routing_agreement >= options.tolerance.routing:
+        return "raise --rtol if that is good enough, or choose another --lowering"
+    match options.numbers.precision:
+        case "fp32":
+            return "choose another --lowering"
+        case "int8":
+            return (
+                "no --rtol allows for other experts: try another --method or --precision, or "
+                "--min-retention, which keeps the layers that INT8 harms most in floats"
+            )
+        case _:
+            return "no --rtol allows for other experts: take --precision fp32"
 
 
 def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None) -> GraphRecord:
