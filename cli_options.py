@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class Target(StrEnum):
-    """Who runs the graph; the names of `graphs.lowerings.base.Target`."""
+    """Who runs the graph; the names of `graphs.target.Target`."""
 
     ONNX = "onnx"
     ORT_CPU = "ort-cpu"
