@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from .builder import Builder
 from .folding import logit_scale
+from .lowerings.linear import one_token
 from .mumoe_spec import NORM_EPS, coefficients_name
 from .parameters import MuMoELayer
 
@@ -79,9 +80,13 @@ def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
 def _logits(b: Builder, layer: MuMoELayer, level: int, x: ir.Value) -> ir.Value:
     """Adds the normalised logits [b, m, n], times what the activation wants of them."""
     name = f"gate.{level}"
-    logits = b.op("MatMul", x, layer.stacked(b, f"{name}.weight"), name=f"{name}/products")
-    if layer.spec.norm == "bn":
-        return b.op("Add", logits, layer.stacked(b, f"{name}.bias"), name=f"{name}/logits")
+    weight = layer.stacked(b, f"{name}.weight")
+    bias = layer.stacked(b, f"{name}.bias") if layer.spec.norm == "bn" else None
+    if bias is not None and layer.tokens == 1:
+        return one_token(b, x, weight, bias, f"{name}/logits")
+    logits = b.op("MatMul", x, weight, name=f"{name}/products")
+    if bias is not None:
+        return b.op("Add", logits, bias, name=f"{name}/logits")
     n = layer.spec.levels[level]
     scale = b.constant(np.full(n, logit_scale(layer.spec), dtype=np.float32))
     return b.op(

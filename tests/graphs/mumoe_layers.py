@@ -97,13 +97,14 @@ def graph(
     kept: int | None = None,
     lowering: str | None = None,
     arithmetic: Arithmetic = FP32,
+    tokens: int | None = None,
 ) -> ir.Model:
-    """The layer alone as a model from `x` [b, m, d] to `output`."""
+    """The layer alone as a model from `x` [b, m, d] to `output`; m is `tokens`, or any."""
     spec = layer.spec
     record = MUMOE_LOWERINGS[lowering or ("unfactorised" if spec.form == "full" else "factorised")]
     x = ir.Value(
         name="x",
-        shape=ir.Shape(["b", "m", spec.dim]),
+        shape=ir.Shape(["b", "m" if tokens is None else tokens, spec.dim]),
         type=ir.TensorType(ir.DataType.FLOAT),
     )
     b = Builder(spec.name)
@@ -111,6 +112,7 @@ def graph(
         spec,
         InMemory(arrays_of(layer, arithmetic)),
         spec.experts if kept is None else kept,
+        tokens=tokens,
         arithmetic=arithmetic,
     )
     y = record.build(b, found, x)

@@ -68,6 +68,19 @@ def test_graph_and_module_compute_the_formula_of_the_whole_tensor(
         assert np.abs(y - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("spec", SPECS, ids=str)
+def test_of_one_token_the_gates_and_the_factors_biases_cost_no_node(spec: MuMoESpec) -> None:
+    layer = random_layer(spec)
+    x = np.random.default_rng(1).standard_normal((4, 1, spec.dim))
+    expected = formula(layer, x)
+    model = graph(layer, tokens=1)
+    assert np.abs(run(model, x) - expected).max() <= 1e-5 * np.abs(expected).max()
+    gemms = [node.name for node in model.graph if node.op_type == "Gemm"]
+    gates = len(spec.levels) if spec.norm == "bn" else 0
+    factors = [tensor for tensor in spec.tensors if tensor.bias and spec.form != "full"]
+    assert len(gemms) == gates + len(factors)
+
+
 WHOLE = [spec for spec in SPECS if spec.form == "full"]
 
 
