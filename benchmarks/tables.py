@@ -267,21 +267,29 @@ def mumoe_table(results: Results) -> str:
     whichever takes longer; weights that stay in a cache may take less.
     """
     lines = [
-        "| layer | tokens | PyTorch eager | exported | speed-up | asked | multiply-adds | "
-        "limit | time over limit |",
-        "|" + "---|" * 9,
+        "| layer | tokens | multiply-adds | asked | PyTorch eager | FP32 | vs eager | limit | "
+        "over limit | INT8 | vs eager | vs FP32 | limit | over limit |",
+        "|" + "---|" * 14,
     ]
     for subject in SUBJECTS:
-        rows = {row.engine: row for row in results.of_model(subject.name)}
-        eager, exported = rows[PYTORCH_EAGER].latency_ms, rows[ONNXRUNTIME].latency_ms
-        assert eager is not None and exported is not None
+        medians = {
+            (row.engine, row.precision): row.latency_ms.median
+            for row in results.of_model(subject.name)
+            if row.latency_ms is not None
+        }
+        eager, single = medians[PYTORCH_EAGER, "fp32"], medians[ONNXRUNTIME, "fp32"]
+        integers = medians[ONNXRUNTIME, "int8"]
         work = WorkOf(subject.spec, subject.spec.experts, 1, subject.tokens)
-        limit = limit_ms(tuple(layer_parts(work)), rates_of(results))
+        limits = [
+            limit_ms(tuple(layer_parts(work, int8_experts=int8)), rates_of(results))
+            for int8 in (False, True)
+        ]
         macs = sum(subject.spec.macs(subject.tokens, subject.spec.experts).values())
         lines.append(
-            f"| {subject.name} | {subject.tokens} | {_ms(eager.median)} | {_ms(exported.median)} | "
-            f"{eager.median / exported.median:.1f}× | {subject.asked:g}× | {count(macs)} | "
-            f"{_ms(limit)} | {exported.median / limit:.2f} |"
+            f"| {subject.name} | {subject.tokens} | {count(macs)} | {subject.asked:g}× | "
+            f"{_ms(eager)} | {_ms(single)} | {_times(eager, single)} | {_ms(limits[0])} | "
+            f"{single / limits[0]:.2f} | {_ms(integers)} | {_times(eager, integers)} | "
+            f"{_times(single, integers)} | {_ms(limits[1])} | {integers / limits[1]:.2f} |"
         )
     return "\n".join(lines)
 
