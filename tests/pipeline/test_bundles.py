@@ -362,7 +362,8 @@ def test_a_folder_that_is_no_bundle_is_an_error(tmp_path: Path) -> None:
 def test_an_unverified_bundle_says_so_and_does_not_pass(tmp_path: Path) -> None:
     weights = DATA / "soft_moe_lucidrains" / "weights.pt"
     out = tmp_path / "out"
-    assert run("export", weights, "-o", out, "--no-verify").code == 0
+    outcome = run("export", weights, "-o", out, "--no-verify")
+    assert outcome.code == 0, outcome.err
     assert manifest(out)["parity"] is None
     assert any("--no-verify" in note for note in manifest(out)["notes"])
     assert not (out / "parity.npz").exists()
