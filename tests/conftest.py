@@ -6,6 +6,7 @@ import functools
 import importlib
 import json
 import shutil
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +28,16 @@ def soft_moe_case(request: pytest.FixtureRequest) -> RecordedCase:
 @pytest.fixture(autouse=True, scope="session")
 def few_threads() -> None:
     torch.set_num_threads(2)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def interruptible() -> Iterator[None]:
+    """Interrupts reach the programs that tests start, in the background of a shell too."""
+    before = signal.getsignal(signal.SIGINT)
+    if before == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(autouse=True, scope="session")
