@@ -207,6 +207,7 @@ def refresh_performance() -> None:
     replace_marked(page, "integer-targets", integer_targets_table(results) + "\n")
     replace_marked(page, "integers", integer_table(results) + "\n")
     replace_marked(page, "models", model_table(read(RESULTS / "models-cpu.json")) + "\n")
+    replace_marked(page, "models-8", model_table(read(RESULTS / "models-n8-cpu.json")) + "\n")
     replace_marked(page, "mumoe", mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n")
     replace_marked(page, "scale", f"{where}\n\n{scale_table(from_json(scales))}\n")
 
