@@ -30,6 +30,15 @@ def few_threads() -> None:
     torch.set_num_threads(2)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Networks this small train no faster with more, and wait for them on a busy machine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True, scope="session")
 def interruptible() -> Iterator[None]:
     """Interrupts reach the programs that tests start, in the background of a shell too."""

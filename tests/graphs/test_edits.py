@@ -56,7 +56,7 @@ def stored(layer: SoftMoE) -> InMemory:
     )
 
 
-def softmoe_is_edited(layer: TinyLayer, lowering: str, *, renormalize: bool = False) -> None:
+def assert_edited(layer: TinyLayer, lowering: str, *, renormalize: bool = False) -> None:
     spec, x = layer.spec, tokens(3, 6)
     edited = module(layer)
     edited.renormalize = renormalize
@@ -83,12 +83,12 @@ def test_an_ablated_expert_contributes_nothing_in_any_lowering(expert: ExpertKin
     for index, (name, record) in enumerate(LOWERINGS.items()):
         layer = tiny_layer(expert=expert, slots=2, biases=index % 2 == 0)
         if record.unable(layer.spec) is None:
-            softmoe_is_edited(layer, name)
+            assert_edited(layer, name)
 
 
 @pytest.mark.parametrize("lowering", list(LOWERINGS))
 def test_the_others_are_renormalised_as_if_nothing_were_ablated(lowering: str) -> None:
-    softmoe_is_edited(tiny_layer(), lowering, renormalize=True)
+    assert_edited(tiny_layer(), lowering, renormalize=True)
 
 
 def test_a_loop_over_experts_leaves_the_ablated_out_too() -> None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import moexport
 import numpy as np
 import onnx
 import pytest
-import torch
 from moexport.bench.digits import Training, load_digits, save, train
 from moexport.exporter.model import Model
 from moexport.exporter.parity import Reference, reference
@@ -17,15 +15,6 @@ from moexport.exporter.session import SessionOptions
 
 RANGES_FROM = 256
 """Training images that ranges come from."""
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Networks this small train no faster with more, and wait for them on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def in_pytorch(model: Model, x: np.ndarray, k: int) -> Reference:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 
 import moexport
@@ -175,15 +174,6 @@ def test_layers_are_ranked_and_kept_in_floats_as_asked(tmp_path: Path) -> None:
     manifest = Bundle.open(tmp_path / "out").manifest
     assert manifest.numbers["retention"]["reached"] == 1.0
     assert {layer.precision for layer in manifest.layers} <= {"int8", "fp32"}
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
-    """Networks this small train no faster with more, and wait for them on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.usefixtures("one_thread")
