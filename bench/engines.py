@@ -16,6 +16,7 @@ from ..graphs.layers import Algorithm, recorded_routing
 from ..graphs.moe import moe_layers, sharing_weights
 from ..user_code import names_code
 from .data import Array, in_batches
+from .int8_host import IntegerLinear
 from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_COMPILE, PYTORCH_EAGER
 
 Runner = Callable[[Array], Array]
@@ -48,7 +49,7 @@ class GraphSource:
     a call's time holds, as in `results.Row`.
 
     `kept` is k by layer where it is not the same in all. Of an INT8 graph the layers in `floating`
-    compute in floats all the same, and with `int8_host` the host has INT8 layers too.
+    compute in floats all the same, and `integers` are the linear layers of the host that do not.
     """
 
     k: int
@@ -60,7 +61,7 @@ class GraphSource:
     scope: str = "end-to-end"
     kept: Mapping[str, int] = field(default_factory=dict)
     floating: frozenset[str] = frozenset()
-    int8_host: bool = False
+    integers: tuple[IntegerLinear, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

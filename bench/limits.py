@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 import torch
 
@@ -11,8 +12,20 @@ from ..errors import TraceError
 from ..exporter import timing
 from .data import Array
 from .engines import Contestant, GraphSource, Subject
+from .int8_host import IntegerLinear
 from .results import Work
-from .roofline import FP32_BYTES, STREAM_BYTES, ModelWork, Part, Probes, Rates, limit_ms, work_of
+from .roofline import (
+    FP32_BYTES,
+    NO_PRODUCTS,
+    STREAM_BYTES,
+    ModelWork,
+    Part,
+    Probes,
+    Products,
+    Rates,
+    limit_ms,
+    work_of,
+)
 
 SMALLEST_STREAM_BYTES = 1 << 20
 """Of less, the sum that measures the bandwidth is mostly the call."""
@@ -24,7 +37,6 @@ NUMBER_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2}
 """Of a precision that has not four: INT8 is FP32 around its experts on a CPU."""
 
 NO_GPU_RATES = "the rates of a GPU are not measured"
-INT8_HOST = "how much of the host's work is INT8 is not counted"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +63,8 @@ class Limits:
             square=SQUARE,
             integer=any(c.precision == "int8" for c in contestants),
         )
+        axes = zip(subject.model.input.shape, (1, *x.shape[1:]), strict=False)
+        self._sizes = {name: size for name, size in axes if isinstance(name, str)}
         self._work: ModelWork | None = None
         self._reason = ""
         try:
@@ -82,9 +96,10 @@ class Limits:
         """
         if self._work is None:
             return Limit(reason=self._reason)
-        if graph is not None and graph.int8_host:
-            return Limit(reason=INT8_HOST)
-        parts = self._parts(self._work, contestant, graph, batch)
+        try:
+            parts = self._parts(self._work, contestant, graph, batch)
+        except TraceError as error:
+            return Limit(reason=error.message)
         work = Work(
             operations=2 * sum(part.macs for part in parts if not part.integer),
             int8_operations=2 * sum(part.macs for part in parts if part.integer),
@@ -102,12 +117,30 @@ class Limits:
         layers = work.model.layers
         kept = {name: min(contestant.k, layer.spec.experts) for name, layer in layers.items()}
         floating: frozenset[str] = frozenset()
+        int8_host = NO_PRODUCTS
         if graph is not None:
             kept |= graph.kept
             floating = graph.floating
+            int8_host = products_of(graph.integers, self._sizes)
         return work.parts(
             kept,
             batch,
             int8=layers.keys() - floating if contestant.precision == "int8" else (),
+            int8_host=int8_host,
             number_bytes=NUMBER_BYTES.get(contestant.precision, FP32_BYTES),
         )
+
+
+def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> Products:
+    """Returns what the linear layers of a host ask for, for one input of the named `sizes`.
+
+    Raises `TraceError` where the graph does not tell how many rows one multiplies.
+    """
+    macs = numbers = 0
+    for linear in linears:
+        found = linear.macs(sizes)
+        if found is None:
+            raise TraceError(f"the graph does not tell how many rows {linear.node} multiplies")
+        macs += found
+        numbers += prod(linear.weights)
+    return Products(macs, numbers)

@@ -77,6 +77,17 @@ def limit_ms(parts: tuple[Part, ...], rates: Rates) -> float:
     return sum(part.least_ms(rates) for part in parts)
 
 
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Products with constant matrices: multiply-adds for one input, and numbers of weights."""
+
+    macs: float = 0.0
+    numbers: float = 0.0
+
+
+NO_PRODUCTS = Products()
+
+
 @dataclass(frozen=True)
 class ModelWork:
     """What one input of a model asks for: the host's multiply-adds, and each layer's tokens.
@@ -95,15 +106,20 @@ class ModelWork:
         batch: int,
         *,
         int8: Collection[str] = (),
+        int8_host: Products = NO_PRODUCTS,
         number_bytes: int = FP32_BYTES,
     ) -> tuple[Part, ...]:
         """Returns the work of a batch with k = `kept[layer]` experts, the host first.
 
-        Of the layers in `int8` the experts' weights are bytes and their products integer products.
-        All other numbers take `number_bytes`.
+        Of the layers in `int8` the experts' weights are bytes and their products integer products,
+        and so are the `int8_host` products of the host. All other numbers take `number_bytes`.
         """
-        host_bytes = self.host_bytes * number_bytes / FP32_BYTES
-        host = () if not self.host_macs else (Part("host", batch * self.host_macs, host_bytes),)
+        numbers = self.host_bytes / FP32_BYTES - int8_host.numbers
+        parts = (
+            Part("host", batch * (self.host_macs - int8_host.macs), number_bytes * numbers),
+            Part("host/int8", batch * int8_host.macs, int8_host.numbers, integer=True),
+        )
+        host = (part for part in parts if part.macs)
         layers = (
             part
             for name, layer in self.model.layers.items()

@@ -36,6 +36,7 @@ from .data import Array
 from .engine_runner import BundleEngine, GraphEngine
 from .engines import Graph, GraphSource, Subject
 from .graph_runner import OnnxOpener
+from .int8_host import integer_linears
 from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 
 
@@ -153,6 +154,7 @@ def _sources(
     if precision == "int8":
         table = table_for_export(model, options, data=asked.calibration)
     prepared = prepare(model, options, table)
+    integers = [linear.node for linear in prepared.numbers.linears if linear.reason is None]
     specs = {layer: module.spec for layer, module in model.layers.items()}
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
@@ -196,6 +198,7 @@ def _sources(
             precision=precision,
             engine=runtime.engine,
             kept={layer.name: layer.work.kept for layer in graph.layers},
+            integers=integer_linears(folder / graph.file, integers),
         )
         for (k, names), graph in graphs.items()
     ]
@@ -221,6 +224,11 @@ def engine_options(model: Model, asked: Asked, flavour: str) -> EngineOptions:
         compute_capabilities=(CURRENT,) if FLAVOURS[flavour].cards else (),
         cache=default_cache(),
     )
+
+
+def _integers(linears: Mapping[str, str | None]) -> list[str]:
+    """Those linear layers of a host that nothing kept in floats."""
+    return [node for node, reason in linears.items() if reason is None]
 
 
 def _exactly(size: int) -> AxisRange:
@@ -271,7 +279,9 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
                 engine=runtime.engine,
                 kept={layer.name: layer.k for layer in record.layers if layer.k is not None},
                 floating=frozenset(n for n, each in numbers.items() if each != "int8"),
-                int8_host=None in record.numbers.get("linears", {}).values(),
+                integers=integer_linears(
+                    bundle.path / graph.file, _integers(record.numbers.get("linears", {}))
+                ),
             )
             for graph in record.graphs
             for k in ks

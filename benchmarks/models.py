@@ -17,8 +17,18 @@ from tempfile import TemporaryDirectory
 import moexport
 import numpy as np
 import torch
+from moexport.bench.int8_host import IntegerLinear
+from moexport.bench.limits import products_of
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.roofline import ModelWork, Probes, Rates, limit_ms, work_of
+from moexport.bench.roofline import (
+    NO_PRODUCTS,
+    ModelWork,
+    Probes,
+    Products,
+    Rates,
+    limit_ms,
+    work_of,
+)
 from moexport.bench.subjects import Asked, exported
 from moexport.exporter import timing
 from moexport.exporter.environment import environment, usable_cores
@@ -49,6 +59,7 @@ class _Vit:
     work: ModelWork
     plain: Callable[[torch.Tensor], object]
     graphs: dict[tuple[str, int], Callable[[np.ndarray], object]]
+    integers: Products
 
 
 def name_of(shape: Shape) -> str:
@@ -119,10 +130,13 @@ def _enter(shape: Shape, batch: int, threads: int, stack: ExitStack) -> _Vit:
         floats, precisions=("int8",), calibration=_images(CALIBRATION_IMAGES), scope="all"
     )
     graphs: dict[tuple[str, int], Callable[[np.ndarray], object]] = {}
+    linears: tuple[IntegerLinear, ...] = ()
     for name, asked in ((AUTO, floats), (INT8, integers)):
         subject = stack.enter_context(exported(model, asked))
         graphs |= {(name, source.k): source.open() for source in subject.graphs}
-    return _Vit(shape, name_of(shape), model, work_of(model, _images(1)), plain, graphs)
+        linears = subject.graphs[0].integers
+    work, products = work_of(model, _images(1)), products_of(linears, {"batch": 1})
+    return _Vit(shape, name_of(shape), model, work, plain, graphs, products)
 
 
 def _heat(
@@ -156,7 +170,13 @@ def _heat(
 
 
 def _row(vit: _Vit, k: int, batch: int, name: str, latency: timing.Latency, rates: Rates) -> Row:
-    parts = vit.work.parts(dict.fromkeys(vit.model.layers, k), batch)
+    int8 = name == INT8
+    parts = vit.work.parts(
+        dict.fromkeys(vit.model.layers, k),
+        batch,
+        int8=vit.model.layers if int8 else (),
+        int8_host=vit.integers if int8 else NO_PRODUCTS,
+    )
     return Row(
         engine=_ENGINES.get(name, "onnxruntime"),
         k=k,
@@ -164,10 +184,9 @@ def _row(vit: _Vit, k: int, batch: int, name: str, latency: timing.Latency, rate
         batch=batch,
         model=vit.name,
         provider="cpu",
-        precision="int8" if name == INT8 else "fp32",
+        precision="int8" if int8 else "fp32",
         lowering=name,
         latency_ms=latency,
-        # What INT8 leaves of the host, its attention, is not counted apart: no limit is known.
-        limit_ms=None if name == INT8 else limit_ms(parts, rates),
+        limit_ms=limit_ms(parts, rates),
         throughput=1000 * batch / latency.median,
     )

@@ -295,11 +295,12 @@ def mumoe_table(results: Results) -> str:
 
 
 def model_table(results: Results) -> str:
-    """Returns whole models as Markdown: medians in ms for every k, beside the limit in FP32."""
+    """Returns whole models as Markdown: medians in ms for every k, beside their limits."""
     lines = [
         "| model | batch | k | PyTorch eager | `torch.compile` | `torch.onnx` | exported, `auto` | "
-        "limit | over limit | vs eager | vs compile | vs `torch.onnx` | INT8 | vs eager |",
-        "|" + "---|" * 14,
+        "limit | over limit | vs eager | vs compile | vs `torch.onnx` | INT8 | limit | over limit | "
+        "vs eager |",
+        "|" + "---|" * 16,
     ]
     for model in results.models:
         rows = [row for row in results.of_model(model.name) if row.latency_ms is not None]
@@ -308,18 +309,26 @@ def model_table(results: Results) -> str:
             for row in rows
             if row.latency_ms is not None
         }
+        limits = {(row.batch, str(row.lowering), row.k): row.limit_ms for row in rows}
         for row in rows:
             if row.lowering != AUTO:
                 continue
-            n, ours, limit = row.experts, medians[row.batch, AUTO, row.k], row.limit_ms
-            assert limit is not None
+            n, ours = row.experts, medians[row.batch, AUTO, row.k]
             whole = [medians.get((row.batch, name, n)) for name in (EAGER, COMPILED, PLAIN)]
             integers = medians.get((row.batch, INT8, row.k))
-            columns = [*(_ms(m) for m in whole), _ms(ours), _ms(limit), f"{ours / limit:.2f}"]
+            columns = [_ms(m) for m in whole]
+            columns += _beside_limit(ours, row.limit_ms)
             columns += [_times(m, ours) for m in whole]
-            columns += [_ms(integers), _times(whole[0], integers)]
+            columns += _beside_limit(integers, limits.get((row.batch, INT8, row.k)))
+            columns += [_times(whole[0], integers)]
             lines.append(f"| {model.name} | {row.batch} | {row.k} | {' | '.join(columns)} |")
     return "\n".join(lines)
+
+
+def _beside_limit(ms: float | None, limit: float | None) -> list[str]:
+    """A time, the least time for it, and the one over the other."""
+    over = "–" if ms is None or limit is None else f"{ms / limit:.2f}"
+    return [_ms(ms), _ms(limit), over]
 
 
 def _times(slower: float | None, faster: float | None) -> str:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
+import moexport
 import numpy as np
 import pytest
 import torch
 from moexport.bench.engines import Contestant, Graph, GraphSource, Subject
-from moexport.bench.limits import Limits
+from moexport.bench.int8_host import IntegerLinear, integer_linears
+from moexport.bench.limits import Limits, products_of
 from moexport.bench.results import Work
-from moexport.bench.roofline import Rates
+from moexport.bench.roofline import Products, Rates, work_of
 from moexport.exporter.model import Model
 from moexport.exporter.timing import Measured
+from moexport.tests.recorded import read_case
 from torch import Tensor, nn
 
 RATES = Rates(stream_gb_s=10.0, matmul_gflop_s=100.0, int8_gop_s=400.0)
@@ -67,8 +71,9 @@ def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:
     on_gpu = limits.of(replace(ROW, provider="cuda"), GRAPH, 1, RATES)
     assert on_gpu.work is not None and on_gpu.limit_ms is None
     assert on_gpu.reason == "the rates of a GPU are not measured"
-    host = limits.of(replace(ROW, precision="int8"), replace(GRAPH, int8_host=True), 1, RATES)
-    assert host.work is None and "host's work is INT8" in str(host.reason)
+    untold = replace(GRAPH, integers=(IntegerLinear("head/Gemm", None, (8, 10)),))
+    host = limits.of(replace(ROW, precision="int8"), untold, 1, RATES)
+    assert host.work is None and "how many rows head/Gemm multiplies" in str(host.reason)
     failed = limits.rates(Measured({}, {"probe: stream": "MemoryError: no room"}))
     assert limits.of(ROW, GRAPH, 1, failed).reason == "probe: stream: MemoryError: no room"
 
@@ -85,3 +90,41 @@ def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:
     uncounted = Limits(Subject("own", own), X, [ROW]).of(ROW, None, 1, RATES)
     assert uncounted.work is None and uncounted.limit_ms is None
     assert "does not count the operations of" in str(uncounted.reason)
+
+
+def test_an_int8_hosts_linear_layers_move_bytes_and_compute_integers(
+    limits: Limits, model: Model
+) -> None:
+    host = IntegerLinear("fc", ("batch", 3), (8, 10))
+    int8 = replace(ROW, precision="int8")
+    plain = limits.of(int8, GRAPH, 2, RATES).work
+    whole = limits.of(int8, replace(GRAPH, integers=(host,)), 2, RATES).work
+    assert plain is not None and whole is not None
+    assert plain.operations - whole.operations == 2 * 2 * 3 * 8 * 10
+    assert whole.int8_operations - plain.int8_operations == 2 * 2 * 3 * 8 * 10
+    assert plain.bytes - whole.bytes == 3 * 8 * 10
+
+
+def test_the_linear_layers_of_an_exported_int8_host_are_those_that_pytorch_multiplies(
+    tmp_path: Path,
+) -> None:
+    case = read_case("soft_moe_vit")
+    model = moexport.load(case.weights, config=case.config)
+    x = case.x.astype(np.float32)
+    bundle = moexport.export(
+        model, tmp_path / "out", k=2, precision="int8", quantize="all", data=x, method="minmax"
+    )
+    reasons = bundle.manifest.numbers["linears"]
+    integers = [node for node, reason in reasons.items() if reason is None]
+    linears = integer_linears(bundle.path / "model.onnx", integers)
+    assert [linear.node for linear in linears] == integers
+    found = products_of(linears, {"batch": 1})
+    counted = work_of(model, x)
+    (tokens,) = set(counted.tokens.values())
+    wide = ("qkv.weight", "attn.proj.weight", "fc1.weight", "fc2.weight")
+    weights = sum(
+        p.numel()
+        for name, p in model.module.named_parameters()
+        if name.endswith(wide) and not name.startswith(tuple(model.layers))
+    )
+    assert found == Products(tokens * weights, weights)
