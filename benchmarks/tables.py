@@ -298,8 +298,8 @@ def model_table(results: Results) -> str:
     """Returns whole models as Markdown: medians in ms for every k, beside their limits."""
     lines = [
         "| model | batch | k | PyTorch eager | `torch.compile` | `torch.onnx` | exported, `auto` | "
-        "limit | over limit | vs eager | vs compile | vs `torch.onnx` | INT8 | limit | over limit | "
-        "vs eager |",
+        "limit | over limit | vs eager | vs compile | vs `torch.onnx` | INT8 | limit | "
+        "over limit | vs eager |",
         "|" + "---|" * 16,
     ]
     for model in results.models:
