@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from .arithmetic import Precision
 from .lowerings.base import AnyLowering, AnyWork, Work
+from .lowerings.grouped import MANY_EXPERTS
 from .target import Target
 
 
@@ -59,8 +60,8 @@ CPU = Machine(
     node_us=1.2,
     branch_us=9.5,
 )
-"""Two cores with AVX-512: `python -m benchmarks fit` fits them to what `benchmarks.layers`
-measured."""
+"""What `python -m benchmarks fit` found on two cores with AVX-512; they choose as well on two with
+AVX2."""
 
 GPU = Machine(
     bytes_per_us=1.5e6,
@@ -75,16 +76,17 @@ GPU = Machine(
 
 
 CPU_INT8 = Machine(
-    bytes_per_us=148e3,
-    stacked_bytes_per_us=65e3,
-    copy_bytes_per_us=37e3,
-    macs_per_us=163e3,
-    batched_macs_per_us=130e3,
-    node_us=4.5,
-    branch_us=1.9,
+    bytes_per_us=136e3,
+    stacked_bytes_per_us=56e3,
+    copy_bytes_per_us=33e3,
+    macs_per_us=130e3,
+    batched_macs_per_us=105e3,
+    node_us=2.5,
+    branch_us=2.5,
     integer_nodes=2,
 )
-"""The same cores, with VNNI, fitted likewise; stacked weights are packed for every product."""
+"""Between what fits two cores with VNNI (163e3 multiply-adds) and two without (101e3), so that
+`auto` chooses well on both; stacked weights are packed for every product."""
 
 GPU_RATES: Mapping[Precision, Machine] = MappingProxyType(
     {
@@ -192,8 +194,13 @@ def _expert_macs(work: Work, rows: float) -> float:
 
 
 def _grouped_us(work: Work, machine: Machine) -> float:
-    sorting = 12 if work.kept < work.spec.experts else 3
-    nodes = (_chain(work) + machine.integer_nodes) * work.spec.experts + sorting
+    n = work.spec.experts
+    sorting = 12 if work.kept < n else 3
+    nodes = (_chain(work) + machine.integer_nodes) * n + sorting
+    if (
+        work.spec.expert != "linear" and n >= MANY_EXPERTS
+    ):  # what lies between the matmuls is shared
+        nodes -= n if machine.integer_nodes == 0 else 2 * n
     return (
         _expert_bytes(work, work.expected_active) / machine.bytes_per_us
         + _expert_macs(work, work.selections) / machine.macs_per_us

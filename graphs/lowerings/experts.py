@@ -79,27 +79,43 @@ def batched_experts(
 
 def one_expert(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value:
     """Adds expert `index` on rows [r, d], with weights that are constants; returns [r, o]."""
+    products = first_product(b, layer, index, rows)
+    if not layer.tensors.has("experts.w2"):
+        return products
+    return second_product(b, layer, index, hidden_rows(b, layer, products, f"experts/{index}"))
+
+
+def first_product(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value:
+    """Adds expert `index`'s first matmul on rows [r, d]; returns [r, inner]."""
+    b.tap(EXPERT_INPUT, rows)
+    products = product(b, layer, rows, _linear(b, layer, index, "1"), f"experts/{index}/products")
+    b.tap(EXPERT_PRODUCTS, products)
+    return products
+
+
+def hidden_rows(b: Builder, layer: Layer, products: ir.Value, name: str) -> ir.Value:
+    """Adds the nonlinearity on rows [r, inner] of any experts, ready for the second matmul."""
+    hidden = activate(b, layer, products, name)
+    b.tap(EXPERT_HIDDEN, hidden)
+    return operand(b, layer, "experts.w2", hidden, f"{name}/hidden")
+
+
+def second_product(b: Builder, layer: Layer, index: int, hidden: ir.Value) -> ir.Value:
+    """Adds expert `index`'s second matmul on rows of `hidden_rows`; returns [r, o]."""
+    outputs = product(b, layer, hidden, _linear(b, layer, index, "2"), f"experts/{index}/outputs")
+    b.tap(EXPERT_OUTPUTS, outputs)
+    return outputs
+
+
+def _linear(b: Builder, layer: Layer, index: int, which: str) -> Linear:
+    """An expert's first or second matmul."""
 
     def constant(weight: str) -> ir.Value | None:
         name = f"experts.{weight}"
         return layer.expert(b, name, index) if layer.tensors.has(name) else None
 
-    def linear(which: str) -> Linear:
-        w = f"w{which}"
-        weight = layer.expert(b, f"experts.{w}", index)
-        return Linear(
-            f"experts.{w}", weight, constant(f"{w}.scale"), constant(f"b{which}"), stacked=False
-        )
-
-    name = f"experts/{index}"
-    b.tap(EXPERT_INPUT, rows)
-    hidden = product(b, layer, rows, linear("1"), f"{name}/products")
-    b.tap(EXPERT_PRODUCTS, hidden)
-    if not layer.tensors.has("experts.w2"):
-        return hidden
-    hidden = activate(b, layer, hidden, name)
-    b.tap(EXPERT_HIDDEN, hidden)
-    hidden = operand(b, layer, "experts.w2", hidden, f"{name}/hidden")
-    outputs = product(b, layer, hidden, linear("2"), f"{name}/outputs")
-    b.tap(EXPERT_OUTPUTS, outputs)
-    return outputs
+    w = f"w{which}"
+    weight = layer.expert(b, f"experts.{w}", index)
+    return Linear(
+        f"experts.{w}", weight, constant(f"{w}.scale"), constant(f"b{which}"), stacked=False
+    )

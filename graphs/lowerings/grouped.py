@@ -14,7 +14,7 @@ from ..builder import Builder
 from ..parameters import Layer
 from ..routing import combine_outputs, route, selected_slots
 from .base import ONNX_RUNTIME, Lowering, serves_all
-from .experts import expert_rows, one_expert
+from .experts import expert_rows, first_product, hidden_rows, one_expert, second_product
 
 
 def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
@@ -35,8 +35,7 @@ def _every_expert(b: Builder, layer: Layer, slots: ir.Value) -> ir.Value:
     by_input = b.op("Reshape", slots, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
     by_expert = b.op("Transpose", by_input, perm=[1, 0, 2, 3], name="dispatch/by_expert")
     rows = b.op("Reshape", by_expert, b.ints(-1, d), name="dispatch/rows")  # [n·b·p, d]
-    parts = _split(b, rows, None, n)
-    outputs = _concat(b, [one_expert(b, layer, e, part) for e, part in enumerate(parts)])
+    outputs = _by_expert(b, layer, rows, None)
     outputs = b.op("Reshape", outputs, b.ints(n, -1, p, o), name="combine/slots_by_expert")
     outputs = b.op("Transpose", outputs, perm=[1, 0, 2, 3], name="combine/by_input")
     return b.op("Reshape", outputs, b.ints(-1, n * p, o), name="combine/outputs")
@@ -63,8 +62,7 @@ def _chosen_rows(b: Builder, layer: Layer, slots: ir.Value, selected: ir.Value) 
     rows = b.op("Gather", flat, order, axis=0, name="group/sorted")
     if p > 1:
         rows = b.op("Reshape", rows, b.ints(-1, d), name="group/rows")
-    parts = _split(b, rows, counts, n)
-    outputs = _concat(b, [one_expert(b, layer, e, part) for e, part in enumerate(parts)])
+    outputs = _by_expert(b, layer, rows, counts)
     if p > 1:
         outputs = b.op("Reshape", outputs, b.ints(-1, p * o), name="group/outputs_by_pair")
 
@@ -92,8 +90,29 @@ def _output_shape(b: Builder, layer: Layer) -> ir.Value:
     return b.op("Concat", b.ints(-1), rows, b.ints(o), axis=0, name="combine/outputs_shape")
 
 
-def _split(b: Builder, rows: ir.Value, sizes: ir.Value | None, n: int) -> list[ir.Value]:
-    names = [f"group/expert_{e}" for e in range(n)]
+MANY_EXPERTS = 64
+"""From so many experts on, one nonlinearity for all of them saves more than splitting and joining
+the hidden rows once more costs."""
+
+
+def _by_expert(b: Builder, layer: Layer, rows: ir.Value, counts: ir.Value | None) -> ir.Value:
+    """Each expert on its rows: [r, d] sorted by expert to [r, o].
+
+    `counts` [n] are the rows of each; None where all have as many.
+    """
+    n = layer.spec.experts
+    parts = _split(b, rows, counts, n, "group/expert")
+    if n < MANY_EXPERTS or not layer.tensors.has("experts.w2"):
+        return _concat(b, [one_expert(b, layer, e, part) for e, part in enumerate(parts)])
+    products = [first_product(b, layer, e, part) for e, part in enumerate(parts)]
+    joined = b.op("Concat", *products, axis=0, name="group/products")
+    hidden = hidden_rows(b, layer, joined, "experts")
+    parts = _split(b, hidden, counts, n, "group/hidden")
+    return _concat(b, [second_product(b, layer, e, part) for e, part in enumerate(parts)])
+
+
+def _split(b: Builder, rows: ir.Value, sizes: ir.Value | None, n: int, name: str) -> list[ir.Value]:
+    names = [f"{name}_{e}" for e in range(n)]
     if sizes is None:
         return b.ops("Split", rows, axis=0, num_outputs=n, names=names)
     return b.ops("Split", rows, sizes, axis=0, names=names)

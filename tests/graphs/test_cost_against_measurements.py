@@ -1,18 +1,21 @@
-"""`auto` is held against what was measured: benchmarks/results/layers-cpu.json."""
+"""`auto` is held against what was measured, on a machine with VNNI and on one without."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import moexport
 import pytest
+from _pytest.mark import ParameterSet
 from moexport.bench.results import read
-from moexport.benchmarks.layers import BATCHES, HELD_OUT, SHAPES
+from moexport.benchmarks.layers import BATCHES, HELD_OUT, SHAPES, Shape
 from moexport.benchmarks.tables import AUTO_SLACK, Cell, cells
+from moexport.graphs.arithmetic import Precision
 
-RESULTS = read(Path(str(moexport.__file__)).parent / "benchmarks" / "results" / "layers-cpu.json")
-FLOATS, INTEGERS = (list(cells(RESULTS, SHAPES, name)) for name in ("fp32", "int8"))
-HELD_OUT_CELLS = [c for name in ("fp32", "int8") for c in cells(RESULTS, [HELD_OUT], name)]
+FOLDER = Path(str(moexport.__file__)).parent / "benchmarks" / "results"
+MACHINES = {name: read(FOLDER / f"{name}.json") for name in ("layers-cpu", "layers-vnni-cpu")}
+PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
 HELD_OUT_SLACK = 0.10
 
 
@@ -21,21 +24,33 @@ def name_of(cell: Cell) -> str:
     return f"{cell.precision}-n{cell.shape.experts}-batch{cell.batch}-k{cell.k}"
 
 
-@pytest.mark.parametrize("cell", [*FLOATS, *INTEGERS], ids=name_of)
+def grid(shapes: Sequence[Shape]) -> list[ParameterSet]:
+    """Every cell of the shapes that a machine measured, with a name for pytest."""
+    return [
+        pytest.param(cell, id=f"{machine}-{name_of(cell)}")
+        for machine, results in MACHINES.items()
+        for precision in PRECISIONS
+        for cell in cells(results, shapes, precision)
+    ]
+
+
+@pytest.mark.parametrize("cell", grid(SHAPES))
 def test_auto_is_within_15_percent_of_the_best_lowering_measured(cell: Cell) -> None:
     assert cell.auto_slack <= AUTO_SLACK
 
 
-@pytest.mark.parametrize("cell", HELD_OUT_CELLS, ids=name_of)
+@pytest.mark.parametrize("cell", grid((HELD_OUT,)))
 def test_auto_is_within_10_percent_on_a_layer_it_was_not_fitted_to(cell: Cell) -> None:
     assert cell.auto_slack <= HELD_OUT_SLACK
 
 
-def test_the_measured_grid_is_whole() -> None:
-    for grid, ks in (
-        (FLOATS, {shape: shape.ks for shape in SHAPES}),
-        (INTEGERS, {shape: shape.integer_ks for shape in SHAPES}),
-    ):
-        assert {(c.shape, c.batch, c.k) for c in grid} == {
-            (shape, batch, k) for shape in SHAPES for batch in BATCHES for k in ks[shape]
+@pytest.mark.parametrize("machine", list(MACHINES))
+def test_the_measured_grid_is_whole(machine: str) -> None:
+    for precision in PRECISIONS:
+        found = {(c.shape, c.batch, c.k) for c in cells(MACHINES[machine], SHAPES, precision)}
+        assert found == {
+            (shape, batch, k)
+            for shape in SHAPES
+            for batch in BATCHES
+            for k in (shape.ks if precision == "fp32" else shape.integer_ks)
         }

@@ -17,6 +17,7 @@ from moexport.graphs.arithmetic import (
     IntegerForm,
     Quantised,
 )
+from moexport.graphs.lowerings.grouped import MANY_EXPERTS
 from moexport.graphs.narrowing import quantise
 from moexport.graphs.ranges import Range, Scale
 from moexport.graphs.spec import ExpertKind
@@ -124,6 +125,16 @@ def test_every_kind_of_expert_with_and_without_biases(
         layer = tiny_layer(expert=expert, biases=biases, activation="gelu")
         for lowering in ("gather", "grouped"):
             assert_computes(layer, lowering, 2, int8(layer, form, grid), 2)
+
+
+@pytest.mark.parametrize(("form", "grid"), FORMS)
+def test_many_grouped_experts_round_their_hidden_rows_together(
+    form: IntegerForm, grid: Grid
+) -> None:
+    layer = tiny_layer(experts=MANY_EXPERTS, slots=2)
+    arithmetic = int8(layer, form, grid)
+    assert_computes(layer, "grouped", 3, arithmetic, 3)
+    assert_computes(layer, "grouped", MANY_EXPERTS, arithmetic, MANY_EXPERTS)
 
 
 def extreme(width: int) -> TinyLayer:

@@ -8,6 +8,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from moexport.graphs.lowerings.grouped import MANY_EXPERTS
 from moexport.graphs.lowerings.registry import LOWERINGS
 from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource
 from moexport.graphs.target import Target
@@ -142,6 +143,20 @@ def test_a_layer_of_one_expert_and_one_of_many(lowering: str) -> None:
     assert_computes(tiny_layer(experts=1), lowering, None, (1,))
     assert_computes(tiny_layer(experts=40, slots=2), lowering, 3, (3,))
     assert_computes(tiny_layer(experts=40), lowering, None, (1, 39, 40))
+
+
+@pytest.mark.parametrize("expert", EXPERTS)
+@pytest.mark.parametrize("slots", [1, 2])
+def test_many_grouped_experts_share_one_nonlinearity(expert: ExpertKind, slots: int) -> None:
+    many = tiny_layer(expert=expert, activation="gelu", experts=MANY_EXPERTS, slots=slots)
+    assert_computes(many, "grouped", 3, (3,))
+    assert_computes(many, "grouped", None, (1, MANY_EXPERTS - 1, MANY_EXPERTS))
+    assert_computes(many, "grouped", MANY_EXPERTS, (MANY_EXPERTS,))
+    nodes = [node.op_type for node in lowered(many, "grouped", 3).model.graph]
+    assert nodes.count("Gelu") == (0 if expert == "linear" else 1)
+    few = tiny_layer(expert=expert, activation="gelu", experts=MANY_EXPERTS - 1, slots=slots)
+    nodes = [node.op_type for node in lowered(few, "grouped", 3).model.graph]
+    assert nodes.count("Gelu") == (0 if expert == "linear" else MANY_EXPERTS - 1)
 
 
 @pytest.mark.parametrize("lowering", list(LOWERINGS))
