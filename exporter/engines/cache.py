@@ -14,11 +14,12 @@ import json
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...errors import OutputError
+from ...writing import whole_file, write_text
 from .locking import locked
 
 PLACE = "MOEXPORT_ENGINE_CACHE"
@@ -89,24 +90,12 @@ def keep(folder: Path, key: str, plan: Path, facts: Mapping[str, Any]) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with locked(folder):
-            _copy_whole(plan, place)
-            handle, partial = tempfile.mkstemp(dir=folder, suffix=".partial")
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                json.dump(dict(facts), file)
-            Path(partial).replace(notes)
+            with whole_file(place) as partial:
+                shutil.copyfile(plan, partial)
+            write_text(json.dumps(dict(facts)), notes)
             _make_room(folder, kept=place)
-    except OSError:  # a cache is no promise: the engine itself is in its place
+    except (OSError, OutputError):  # a cache is no promise: the engine itself is in its place
         _remove((place, notes))
-
-
-def _copy_whole(source: Path, place: Path) -> None:
-    handle, partial = tempfile.mkstemp(dir=place.parent, suffix=".partial")
-    os.close(handle)
-    try:
-        shutil.copyfile(source, partial)
-        Path(partial).replace(place)
-    finally:
-        Path(partial).unlink(missing_ok=True)
 
 
 def _make_room(folder: Path, kept: Path) -> None:

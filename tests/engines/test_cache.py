@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -60,6 +62,19 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     plan.write_bytes(b"plan")
     cache.keep(tmp_path / "cache", KEY, plan, {"sha256": ""})
     assert (tmp_path / "cache").read_text() == "a file"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="limits the size of files as Unix does")
+def test_what_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
+    plan = tmp_path / "new.plan"
+    plan.write_bytes(b"plan")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, before[1]))
+    try:  # the engine fits, and what is written down beside it does not
+        cache.keep(tmp_path / "cache", KEY, plan, {"sha256": "", "built": "x" * (5 << 20)})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert list((tmp_path / "cache").iterdir()) == []
 
 
 def test_the_environment_names_the_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
