@@ -8,7 +8,7 @@ the bundle, so that a bundle can be verified where its checkpoint is not.
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -258,57 +258,44 @@ def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tol
 
     After the first difference of a sample its later layers see other inputs, so only the first
     counts as a tie or a miss; all count for the overlap. Of tokens that choose for themselves,
-    and may differ here and there, each counts (`_by_token`).
+    and may differ here and there, each counts by itself.
     """
-    count = len(expected.x)
-    ties = np.zeros(count, dtype=bool)
-    misses = np.zeros(count, dtype=bool)
+    # By layer, each [s, places that choose]; what differs by more than a tie is wrong.
+    differs = {name: _different(sets[name], expected.selected[name], tolerance) for name in sets}
+    margins = {name: expected.margin[name].reshape(differs[name].shape) for name in sets}
+    wrong = {name: differs[name] & (margins[name] > tolerance.tie) for name in sets}
+    ties = np.zeros(len(expected.x), dtype=bool)
+    misses = np.zeros_like(ties)
     first: str | None = None
-    overlaps: list[float] = []
     margin = 0.0
-    for name, actual in sets.items():
-        wanted = expected.selected[name]
-        overlaps.append(_jaccard(actual, wanted))
-        places = _different(actual, wanted, tolerance)  # [s, places that choose]
-        margins = expected.margin[name].reshape(places.shape)
-        fresh = places & ~(ties | misses)[:, None]
-        differs = fresh.any(axis=1)
-        margin = max(margin, float(margins[fresh].max(initial=0.0)))
-        tied = differs & ~(places & (margins > tolerance.tie)).any(axis=1)
-        ties |= tied
-        if first is None and (differs & ~tied).any():
+    for name in sets:
+        fresh = differs[name] & ~(ties | misses)[:, None]
+        margin = max(margin, float(margins[name][fresh].max(initial=0.0)))
+        missed = (fresh & wrong[name]).any(axis=1)
+        if first is None and missed.any():
             first = name
-        misses |= differs & ~tied
+        ties |= fresh.any(axis=1) & ~missed
+        misses |= missed
     agreement, same = 1.0 - float(misses.mean()), ~(ties | misses)
     if tolerance.routing < 1.0 and any(_is_mumoe(chosen) for chosen in sets.values()):
-        agreement, same = _by_token(expected, sets, tolerance)
+        total = sum(each.size for each in wrong.values())
+        agreement = sum(int((~each).sum()) for each in wrong.values()) / total
+        same = _same_tokens(list(differs.values()), expected.y.shape)
+    overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
     overlap = float(np.mean(overlaps)) if overlaps else 1.0
     return _Routing(ties, agreement, same, first, overlap, margin)
 
 
-def _by_token(
-    expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tolerance
-) -> tuple[float, np.ndarray]:
-    """The share of tokens of all layers that choose alike or tie, and what is to be compared.
+def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:
+    """What is to be compared where tokens choose for themselves and some may differ.
 
-    Those are the tokens [s, m] that chose alike in every layer, where the outputs have these
-    tokens; else the samples [s] all of whose tokens did, or all samples where there is none.
+    Those are the tokens [s, m] that chose alike in every layer, where outputs of this shape have
+    these tokens; else the samples [s] all of whose tokens did, or all samples where there is none.
     """
-    right, total = 0, 0
-    alike: list[np.ndarray] = []
-    for name, actual in sets.items():
-        places = _different(actual, expected.selected[name], tolerance)
-        margins = expected.margin[name].reshape(places.shape)
-        right += int((~places | (margins <= tolerance.tie)).sum())
-        total += places.size
-        alike.append(~places)
-    if (
-        all(each.shape == expected.y.shape[:2] for each in alike)
-        and expected.y.ndim > alike[0].ndim
-    ):
-        return right / total, np.logical_and.reduce(alike)
-    same = np.logical_and.reduce([each.all(axis=1) for each in alike])
-    return right / total, same if same.any() else np.ones_like(same)
+    tokens = all(each.shape == output[:2] and len(output) > each.ndim for each in differs)
+    each_alike = [~each if tokens else ~each.any(axis=1) for each in differs]
+    same: np.ndarray = np.logical_and.reduce(each_alike)
+    return same if tokens or same.any() else np.ones_like(same)
 
 
 def _is_mumoe(chosen: np.ndarray) -> bool:
