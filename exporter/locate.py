@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,20 +57,15 @@ def _layer_values(
 ) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Each MoE layer's input and output in PyTorch, with Algorithm 1."""
     seen: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    handles = []
-    for name, layer in model.layers.items():
 
-        def record(module: nn.Module, args: tuple[Any, ...], output: Any, name: str = name) -> None:
-            assert isinstance(module, MoELayer)
-            seen[name] = (module.tokens(args[0]).numpy(), output.numpy())
+    def record(module: nn.Module, args: tuple[Any, ...], output: Any, name: str) -> None:
+        assert isinstance(module, MoELayer)
+        seen[name] = (module.tokens(args[0]).numpy(), output.numpy())
 
-        handles.append(layer.register_forward_hook(record))
-    try:
-        with algorithm_1(model.module, dict(kept), renormalize=renormalize):
-            model.module(torch.from_numpy(np.ascontiguousarray(x)))
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, algorithm_1(model.module, dict(kept), renormalize=renormalize):
+        for name, layer in model.layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
+        model.module(torch.from_numpy(np.ascontiguousarray(x)))
     return seen
 
 

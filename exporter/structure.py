@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -111,38 +114,34 @@ def pass_through(
     ranks: dict[str, int] = {}
     outputs: dict[str, Tensor] = {}
 
-    def watch(path: str, sub: nn.Module) -> torch.utils.hooks.RemovableHandle:
-        def record(
-            _: nn.Module, args: tuple[object, ...], kwargs: dict[str, object], out: object
-        ) -> None:
-            tokens = args[0] if len(args) == 1 and not kwargs else None
-            if not isinstance(tokens, Tensor) or not isinstance(out, Tensor):
-                raise FamilyError(
-                    f"{what}: {path or 'the layer'} is called with more than its tokens, or "
-                    "returns more than a tensor",
-                    hint="its forward must be y = layer(x) at inference",
-                )
-            order.append(path)
-            ranks[path] = tokens.ndim
-            outputs[path] = out.detach()
+    def record(
+        path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
+    ) -> None:
+        tokens = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(tokens, Tensor) or not isinstance(out, Tensor):
+            raise FamilyError(
+                f"{what}: {path or 'the layer'} is called with more than its tokens, or "
+                "returns more than a tensor",
+                hint="its forward must be y = layer(x) at inference",
+            )
+        order.append(path)
+        ranks[path] = tokens.ndim
+        outputs[path] = out.detach()
 
-        return sub.register_forward_hook(record, with_kwargs=True)
-
-    handles = [watch(layer.path, module.get_submodule(layer.path)) for layer in found]
-    try:
-        with torch.no_grad():
+    with ExitStack() as hooks, torch.no_grad():
+        for path in (layer.path for layer in found):
+            sub = module.get_submodule(path)
+            hooks.enter_context(sub.register_forward_hook(partial(record, path), with_kwargs=True))
+        try:
             result = module(inputs)
-    except MoexportError:
-        raise
-    except Exception as error:  # the user's code may fail in any way
-        raise UsageError(
-            f"{what}: its forward failed on an input of shape {list(inputs.shape)}: "
-            f"{type(error).__name__}: {error}",
-            hint="does the example, or --set input_shape=…, fit the network?",
-        ) from error
-    finally:
-        for handle in handles:
-            handle.remove()
+        except MoexportError:
+            raise
+        except Exception as error:  # the user's code may fail in any way
+            raise UsageError(
+                f"{what}: its forward failed on an input of shape {list(inputs.shape)}: "
+                f"{type(error).__name__}: {error}",
+                hint="does the example, or --set input_shape=…, fit the network?",
+            ) from error
     unused = [layer.path for layer in found if layer.path not in ranks]
     if unused:
         raise FamilyError(

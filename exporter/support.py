@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -48,21 +50,17 @@ def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportRepo
         )
     x = feed_inputs(model, data, count)
     counts: dict[tuple[str, int], list[np.ndarray]] = {}
-    handles = []
-    for name, layer in layers.items():
 
-        def record(module: nn.Module, args: tuple[torch.Tensor, ...], name: str = name) -> None:
-            assert isinstance(module, MuMoE)
-            for level, a in enumerate(module.coefficients(args[0])):
-                counts.setdefault((name, level), []).append((a > 0).sum(dim=-1).flatten().numpy())
+    def record(module: nn.Module, args: tuple[torch.Tensor, ...], name: str) -> None:
+        assert isinstance(module, MuMoE)
+        for level, a in enumerate(module.coefficients(args[0])):
+            counts.setdefault((name, level), []).append((a > 0).sum(dim=-1).flatten().numpy())
 
-        handles.append(layer.register_forward_pre_hook(record))
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_pre_hook(partial(record, name=name)))
         for start in range(0, len(x), BATCH):
             model.module(torch.from_numpy(np.ascontiguousarray(x[start : start + BATCH])))
-    finally:
-        for handle in handles:
-            handle.remove()
     return tuple(
         _report(name, level, layers[name].spec.levels[level], np.concatenate(parts))
         for (name, level), parts in counts.items()

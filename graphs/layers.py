@@ -9,8 +9,9 @@ nothing is fused. What is exported is written independently, in `graphs.routing`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -281,19 +282,13 @@ def soft_moe_layers(model: nn.Module) -> dict[str, SoftMoE]:
 def recorded_routing(model: nn.Module) -> Iterator[dict[str, list[Routing]]]:
     """Within the context, each forward appends every layer's routing to the yielded lists."""
     records: dict[str, list[Routing]] = {}
-    handles = []
-    for name, layer in soft_moe_layers(model).items():
-        records[name] = []
 
-        def record(
-            module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str = name
-        ) -> None:
-            assert isinstance(module, SoftMoE)
-            records[name].append(module.route(args[0]))
+    def record(module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str) -> None:
+        assert isinstance(module, SoftMoE)
+        records[name].append(module.route(args[0]))
 
-        handles.append(layer.register_forward_hook(record))
-    try:
+    with ExitStack() as hooks:
+        for name, layer in soft_moe_layers(model).items():
+            records[name] = []
+            hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
         yield records
-    finally:
-        for handle in handles:
-            handle.remove()

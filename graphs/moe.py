@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Literal, Protocol
 
 import numpy as np
@@ -230,19 +231,13 @@ def algorithm_1(
 def recorded_choices(model: nn.Module) -> Iterator[dict[str, Choice]]:
     """Within the context, each forward writes every layer's choices, by `choice_key`."""
     records: dict[str, Choice] = {}
-    handles = []
-    for name, layer in moe_layers(model).items():
 
-        def record(
-            module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str = name
-        ) -> None:
-            assert isinstance(module, MoELayer)
-            for choice, made in module.choices(args[0]).items():
-                records[choice_key(name, choice)] = made
+    def record(module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str) -> None:
+        assert isinstance(module, MoELayer)
+        for choice, made in module.choices(args[0]).items():
+            records[choice_key(name, choice)] = made
 
-        handles.append(layer.register_forward_hook(record))
-    try:
+    with ExitStack() as hooks:
+        for name, layer in moe_layers(model).items():
+            hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
         yield records
-    finally:
-        for handle in handles:
-            handle.remove()
