@@ -93,16 +93,21 @@ def memory_bytes() -> int | None:
 
 def gpus() -> list[dict[str, str]] | None:
     """Returns name, memory and driver of each NVIDIA GPU by `nvidia-smi`; None without one."""
+    rows = nvidia_smi("name", "memory.total", "driver_version")
+    return [{"name": row[0], "memory": row[1], "driver": row[2]} for row in rows] or None
+
+
+def nvidia_smi(*fields: str) -> list[list[str]]:
+    """Returns these fields of each GPU, as the driver's own tool tells them; empty without one."""
     command = shutil.which("nvidia-smi")
     if command is None:
-        return None
-    query = [command, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader"]
+        return []
+    query = [command, f"--query-gpu={','.join(fields)}", "--format=csv,noheader"]
     try:
         done = subprocess.run(
             query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
         )
     except (OSError, subprocess.SubprocessError):  # installed, but no driver to talk to
-        return None
-    rows = [line.split(", ") for line in done.stdout.splitlines()]
-    found = [{"name": row[0], "memory": row[1], "driver": row[2]} for row in rows if len(row) == 3]
-    return found or None
+        return []
+    rows = ([part.strip() for part in line.split(",")] for line in done.stdout.splitlines())
+    return [row for row in rows if len(row) == len(fields)]

@@ -20,7 +20,6 @@ from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..errors import ParityError
 from ..graphs.arithmetic import FLOAT_TYPES
 from ..graphs.lower import LayerChoice, Lowered, lower
-from ..graphs.moe import MoESpec
 from ..graphs.names import K_INPUT
 from .atomic import check_destination, written_whole
 from .bundle import Bundle, graph_parity, selected_values
@@ -45,8 +44,8 @@ from .numbers_record import numbers_record
 from .options import TUNE, ExportOptions
 from .pages import Reading
 from .parity import PARITY_FILE, Parity, Reference, describe, reference
-from .plan import GraphPlan, Plan, check_request, plan
-from .precision import NumbersPlan, narrow
+from .plan import GraphPlan, LayerPlan, Plan, check_request, plan
+from .precision import LayerNumbers, NumbersPlan, narrow
 from .progress import Progress, Silent
 from .trace import trace
 from .tune import tune
@@ -328,21 +327,7 @@ def manifest_of(
             model.source.path, hash_files(model.source.files), model.family, dict(model.config)
         ),
         layers=[
-            LayerRecord(
-                name=layer.name,
-                kind=layer.work.spec.kind,
-                experts=layer.work.spec.experts,
-                levels=_levels(layer.work.spec),
-                slots=layer.work.spec.slots,
-                dim=layer.work.spec.dim,
-                hidden=layer.work.spec.hidden,
-                k=layer.kept,
-                lowering=layer.choice.lowering.name,
-                reason=layer.choice.reason,
-                selected=lowered[main.file].values[layer.name].selected,
-                precision=prepared.numbers.layers[layer.name].precision,
-                precision_reason=prepared.numbers.layers[layer.name].reason,
-            )
+            _layer_record(layer, prepared.numbers.layers[layer.name], lowered[main.file])
             for layer in main.layers
         ],
         graphs=[
@@ -371,9 +356,23 @@ def manifest_of(
     )
 
 
-def _levels(spec: MoESpec) -> list[int]:
-    """The experts of each level, of a layer that may have several."""
-    return [] if spec.kind == "soft-moe" else list(spec.levels)
+def _layer_record(layer: LayerPlan, numbers: LayerNumbers, lowered: Lowered) -> LayerRecord:
+    spec = layer.work.spec
+    return LayerRecord(
+        name=layer.name,
+        kind=spec.kind,
+        experts=spec.experts,
+        levels=[] if spec.kind == "soft-moe" else list(spec.levels),
+        slots=spec.slots,
+        dim=spec.dim,
+        hidden=spec.hidden,
+        k=layer.kept,
+        lowering=layer.choice.lowering.name,
+        reason=layer.choice.reason,
+        selected=lowered.values[layer.name].selected,
+        precision=numbers.precision,
+        precision_reason=numbers.reason,
+    )
 
 
 def _inputs(spec: TensorSpec, options: ExportOptions) -> list[PortRecord]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import functools
-import shutil
-import subprocess
 from dataclasses import dataclass
 
 from ...errors import EngineError, MissingExtraError
-from ..environment import NVIDIA_SMI_TIMEOUT_S
+from ..environment import nvidia_smi
 from . import cuda
 
 
@@ -47,18 +45,5 @@ def _by_cuda() -> Gpu | None:
 
 
 def _by_tool() -> Gpu | None:
-    command = shutil.which("nvidia-smi")
-    if command is None:
-        return None
-    query = [command, "--query-gpu=name,compute_cap,driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(
-            query, capture_output=True, text=True, timeout=NVIDIA_SMI_TIMEOUT_S, check=True
-        )
-    except (OSError, subprocess.SubprocessError):  # installed, but no driver to talk to
-        return None
-    for line in done.stdout.splitlines():
-        parts = [part.strip() for part in line.split(",")]
-        if len(parts) == 3:
-            return Gpu(*parts)
-    return None
+    rows = nvidia_smi("name", "compute_cap", "driver_version")
+    return Gpu(*rows[0]) if rows else None
