@@ -107,12 +107,15 @@ def npz_names(path: Path) -> tuple[str, ...]:
 
 
 def npz_array(path: Path, name: str) -> np.ndarray:
-    """Returns a whole array of an `.npz` file; `FeedError` where it is not one of numbers."""
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            return np.asarray(archive[name])
-    except (KeyError, *UNREADABLE) as error:
-        raise _unreadable(path, ".npz", error) from error
+    """Returns a whole array of an `.npz` file; `FeedError` where it is none, or one of objects."""
+    with _archive(path) as archive:
+        try:
+            with archive.open(f"{name}.npy") as file:
+                _any_header(cast(BinaryIO, file), f"{path}: array '{name}'")
+                file.seek(0)
+                return np.asarray(npy.read_array(file, allow_pickle=False))
+        except (KeyError, *UNREADABLE) as error:
+            raise _unreadable(path, ".npz", error) from error
 
 
 def _open(path: Path, kind: str) -> BinaryIO:
@@ -166,14 +169,24 @@ def _rows(file: BinaryIO, path: Path, kind: str) -> Iterator[np.ndarray]:
 def _header(file: BinaryIO, path: Path, kind: str) -> Header:
     """The array's header; `FeedError` unless it is an array of inputs: numbers in a batch."""
     try:
-        version = npy.read_magic(file)
-        read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-        header = Header(*read(file))
-        if header.dtype.hasobject:
-            raise ValueError("it holds pickled objects, which are never executed")
+        header = _any_header(file, str(path))
     except UNREADABLE as error:
         raise _unreadable(path, kind, error) from error
     check_inputs(header.dtype, header.shape, str(path))
+    return header
+
+
+def _any_header(file: BinaryIO, where: str) -> Header:
+    """The header of an array of anything but Python objects; raises one of UNREADABLE, too."""
+    version = npy.read_magic(file)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    header = Header(*read(file))
+    if header.dtype.hasobject:
+        raise FeedError(
+            f"{where}: holds Python objects (dtype {header.dtype}), which are pickled and never "
+            "loaded",
+            hint="save numbers: np.array(x.tolist()), whose rows must be of one shape",
+        )
     return header
 
 

@@ -55,6 +55,11 @@ class CalibrationOptions:
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be meant."""
+        if self.k == "input":
+            raise UsageError(
+                "--k input: ranges are those of the experts that are kept, and this says none",
+                hint="--k n observes all experts, and its table serves an export with --k input",
+            )
         if self.method not in METHODS:
             raise UsageError(
                 f"--method {self.method}: there is no such method",

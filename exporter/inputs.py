@@ -8,6 +8,7 @@ import numpy as np
 
 from ..calibration.feeds import Feed, batches, samples
 from ..errors import FeedError, UsageError
+from .manifest import PortRecord
 from .model import Model, TensorSpec
 from .options import DEFAULT_TOKENS, ExportOptions
 
@@ -18,12 +19,21 @@ SEED = 0
 SIZES = {"tokens": 19, "height": 4, "width": 6}
 """Random inputs take these where an axis is dynamic; none is a size that was traced."""
 
+_TOKEN_AXES = frozenset({"tokens", "height", "width"})
+"""Axes of which `--tokens` says something: of an image it is the number of pixels."""
+
 
 def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
     """Returns the named axes that the options make constants of the graph, with their sizes.
 
-    Raises UsageError for a size that the model does not take.
+    Raises UsageError for a size that the model does not take, and for one of no axis that it has.
     """
+    if options.tokens != DEFAULT_TOKENS and not _TOKEN_AXES.intersection(spec.dynamic_axes):
+        raise UsageError(
+            f"--tokens {options.tokens}: the model has no token axis: its input '{spec.name}' is "
+            f"({', '.join(map(str, spec.shape))})",
+            hint="leave --tokens out",
+        )
     limits = dict(spec.limits)
     for axis, asked in (("batch", options.batch), ("tokens", options.tokens)):
         # The default range is no wish: a model with fewer positions narrows it.
@@ -93,7 +103,7 @@ def random_inputs(model: Model, count: int, sizes: Mapping[str, int] = SIZES) ->
     return random.standard_normal((fitting, *shape[1:])).astype(model.input.dtype)
 
 
-def with_axes(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
+def with_axes(x: np.ndarray, spec: TensorSpec | PortRecord) -> np.ndarray:
     """Returns x with the axis of size 1 that its shape may leave out."""
     if spec.implied is None or x.ndim != len(spec.shape) - 1:
         return x
@@ -111,6 +121,11 @@ def _check(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int]) -> None:
             f"--data: input '{spec.name}' takes ({', '.join(map(str, wanted))}), the feed gives "
             f"{x.shape}",
             hint="each array is a batch of inputs as the model takes them",
+        )
+    if 0 in x.shape[1:]:  # only a dynamic axis can be
+        raise FeedError(
+            f"--data: input '{spec.name}' has no {spec.shape[x.shape.index(0, 1)]}: {x.shape}",
+            hint="leave such inputs out of the feed: every axis is of size 1 at least",
         )
     for axis, most in spec.limits:
         size = x.shape[spec.shape.index(axis)]

@@ -15,6 +15,7 @@ from ..graphs.lowerings.registry import lowering
 from ..graphs.moe import MoESpec
 from ..graphs.names import DOMAIN
 from .edited import edited
+from .inputs import fixed_axes
 from .manifest import MAIN_GRAPH
 from .model import Model
 from .options import AUTO, CHOOSERS, TUNE, AxisRange, ExportOptions, Kept
@@ -68,6 +69,7 @@ class Plan:
 
 def check_request(model: Model, options: ExportOptions) -> None:
     """Raises what `plan` would, as far as the layers alone tell: tracing takes up to a minute."""
+    fixed_axes(model.input, options)
     specs = {name: layer.spec for name, layer in edited(model, options.edits).layers.items()}
     for name, k in resolve_k(options.k, specs).items():
         work = _work(specs[name], k, options.tokens.opt, options)

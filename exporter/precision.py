@@ -113,10 +113,7 @@ def _layer(
         around = f"; {problem}, so FP32" if problem else ""
         return LayerNumbers(float_name, f"{reason}{around}", Arithmetic(inner))
     if table is None:
-        raise UsageError(
-            "--precision int8: ranges come from real inputs, and there are none",
-            hint="give a feed with --data, or a table with --calibration",
-        )
+        raise no_ranges()
     form = numbers.form(target)
     scales = {
         part.name: activation_scale(table.range(range_key(name, operand)), inner, qdq=form == "qdq")
@@ -131,6 +128,14 @@ def _layer(
     quantised = Quantised(form, numbers.grid(target), scales)
     around = f"; {problem}, so FP32 around it" if problem else ""
     return LayerNumbers("int8", f"asked for{around}", Arithmetic(inner, quantised))
+
+
+def no_ranges() -> UsageError:
+    """Returns the error for INT8 without a table and without inputs to make one from."""
+    return UsageError(
+        "--precision int8: ranges come from real inputs, and there are none",
+        hint="give a feed with --data, or a table with --calibration",
+    )
 
 
 def _overflow(

@@ -9,13 +9,14 @@ from pathlib import Path
 from ..calibration.feeds import Feed
 from ..calibration.methods import DEFAULT_METHOD
 from ..calibration.table import CalibrationTable, Method, Origin
-from ..errors import CalibrationError, UsageError
+from ..errors import CalibrationError
 from ..writing import check_file, make_folder
 from .calibrate import CalibrationOptions, calibrate, feed_fingerprint, kept_experts
 from .edited import edited
 from .fingerprint import fingerprint
 from .model import Model
 from .options import ExportOptions
+from .precision import no_ranges
 from .progress import Progress, Silent
 
 PEAK_SAMPLES = 64
@@ -79,13 +80,9 @@ def table_for_export(
         check_table(table, model, options, where=str(path))
         return table
     if data is None:
-        raise UsageError(
-            "--precision int8: ranges come from real inputs, and there are none",
-            hint="give a feed with --data, or a table with --calibration",
-        )
-    chosen = replace(
-        calibration or CalibrationOptions(), k=options.k, renormalize=options.renormalize
-    )
+        raise no_ranges()
+    k = "n" if options.k == "input" else options.k  # any may be kept, so all are observed
+    chosen = replace(calibration or CalibrationOptions(), k=k, renormalize=options.renormalize)
     return calibrate(model, data, chosen, workspace=workspace, progress=progress)
 
 

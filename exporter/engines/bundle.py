@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ...errors import EngineError, MissingExtraError, UsageError
 from ..hashing import sha256
-from ..manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest
+from ..manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, PortRecord
 from ..progress import Progress, Silent
 from ..ranges import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
@@ -68,7 +68,7 @@ def plan_engines(
     port = manifest.inputs[0]
     experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
     asked = options.profiles or ({},)
-    _check_no_axis_twice(asked, ranges or {})
+    _check_axes(port, asked, ranges or {})
     profiles = tuple(profile(port, each, defaults, experts) for each in asked)
     if len(set(profiles)) < len(profiles):
         again = next(each for each in profiles if profiles.count(each) > 1)
@@ -83,9 +83,15 @@ def plan_engines(
     ]
 
 
-def _check_no_axis_twice(asked: Sequence[Asked], ranges: Asked) -> None:
-    """An axis that every profile names has no use for a range of its own."""
+def _check_axes(port: PortRecord, asked: Sequence[Asked], ranges: Asked) -> None:
+    """Raises `UsageError` for a range that no profile makes use of."""
     for axis, wanted in ranges.items():
+        if axis not in port.shape and not (axis == "tokens" and "height" in port.shape):
+            dynamic = ", ".join(size for size in port.shape if isinstance(size, str))
+            raise UsageError(
+                f"--{axis} {wanted}: the graph's input '{port.name}' has no axis {axis}",
+                hint=f"its dynamic axes are {dynamic or 'none'}; export again for others",
+            )
         if all(axis in each for each in asked):
             raise UsageError(
                 f"--{axis} {wanted}: every --profile names {axis} itself",

@@ -80,6 +80,17 @@ def test_unusable_files_are_refused(
     assert "d.npz" in caught.value.message
 
 
+@pytest.mark.parametrize("name", ["input", "label"])
+def test_an_array_of_objects_is_told_how_to_be_saved(tmp_path: Path, name: str) -> None:
+    arrays = {"input": X, "label": np.arange(4)}
+    arrays[name] = arrays[name].astype(object)
+    np.savez(tmp_path / "d.npz", allow_pickle=True, **arrays)
+    with pytest.raises(FeedError, match="Python objects") as caught:
+        open_labelled(str(tmp_path / "d.npz"), SPEC).head(4)
+    assert "d.npz" in caught.value.message
+    assert "np.array(x.tolist())" in str(caught.value.hint)
+
+
 @pytest.mark.parametrize(
     ("labels", "hint"), [(np.arange(4)[:, None], "ravel"), (np.eye(4), "argmax")]
 )

@@ -98,6 +98,7 @@ def test_force_replaces_it(table: Path, feed: Path, tmp_path: Path) -> None:
         (("--samples", "0"), "--samples 0: at least 1"),
         (("--batch", "0"), "--batch 0: at least 1"),
         (("--k", "99"), "has 4 experts"),
+        (("--k", "input"), "--k input: ranges are those of the experts that are kept"),
     ],
 )
 def test_options_that_cannot_be_meant_are_refused(
@@ -117,6 +118,20 @@ def test_an_export_takes_a_table_of_as_many_experts_or_more(table: Path) -> None
     for k in ("3", "n", "input"):
         with pytest.raises(CalibrationError, match="observed with k = 2 and the export keeps"):
             table_for_export(model, ExportOptions(k=parse_k(k)), path=table)
+
+
+def test_ranges_for_a_k_chosen_per_run_are_those_of_all_experts(feed: Path) -> None:
+    made = table_for_export(moexport.load(WEIGHTS), ExportOptions(k="input"), data=feed)
+    assert made.origin.k == {"layer": 4}
+
+
+def test_inputs_without_tokens_give_no_ranges(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", input=X[:, :0])
+    files = ("--data", tmp_path / "x.npz", "-o", tmp_path / "t.json")
+    outcome = run("calibrate", WEIGHTS, *files)
+    assert (outcome.code, outcome.out) == (1, "")
+    assert "input 'input' has no tokens: (12, 0, 32)" in outcome.error
+    assert "leave such inputs out" in outcome.hint
 
 
 def test_an_export_refuses_a_table_of_other_weights(table: Path) -> None:
