@@ -9,6 +9,7 @@ from ..exporter.bundle import Bundle
 from ..exporter.engines.additions import engines_of
 from ..exporter.engines.bundle import add_engines, plan_engines
 from ..exporter.engines.options import EngineOptions
+from ..exporter.engines.profiles import check_k
 from ..exporter.engines.session import EngineSession
 from .data import Array, in_batches
 
@@ -41,8 +42,13 @@ class BundleEngine:
     k: int | None = None
 
     def __call__(self) -> EngineRunner:
-        """Opens the engine; `EngineError` where the bundle has none."""
-        session = Bundle.open(self.bundle).engine(self.flavour, self.graph, eager=True)
+        """Opens the engine; `EngineError` where the bundle has none.
+
+        A k outside its profiles is a `UsageError` before it is loaded.
+        """
+        opened = Bundle.open(self.bundle)
+        check_k(opened.engine_record(self.flavour, self.graph).ranges, self.k)
+        session = opened.engine(self.flavour, self.graph, eager=True)
         return EngineRunner(session, self.k)
 
 

@@ -21,6 +21,7 @@ from .tolerance import Tolerance, recorded
 from .trace import TRACED_BATCH
 
 if TYPE_CHECKING:
+    from .engines.record import EngineRecord
     from .engines.session import EngineSession
 
 AS_RECORDED = "SHA-256 as recorded"
@@ -75,17 +76,24 @@ class Bundle:
     ) -> EngineSession:
         """Returns an engine of the bundle, ready to run on the GPU; `eager` as in `EngineSession`.
 
-        Raises `EngineError` where the bundle has none of that flavour for the graph, and what
-        loading one raises.
+        Raises what `engine_record` and loading it raise.
         """
-        from .engines.additions import engines_of
         from .engines.session import EngineSession
 
+        record = self.engine_record(flavour, graph)
+        return EngineSession(self.path / record.file, trust=trust, eager=eager)
+
+    def engine_record(self, flavour: str, graph: str | None = None) -> EngineRecord:
+        """Returns what the manifest says of an engine; nothing is loaded.
+
+        Raises `EngineError` where the bundle has none of that flavour for the graph.
+        """
+        from .engines.additions import engines_of
+
         wanted = self.graph(graph).file
-        there = engines_of(self.manifest)
-        for record in there:
+        for record in engines_of(self.manifest):
             if record.flavour == flavour and record.graph == wanted:
-                return EngineSession(self.path / record.file, trust=trust, eager=eager)
+                return record
         raise EngineError(
             f"{self.path}: holds no {flavour} engine of {wanted}",
             hint=f"`moexport build {self.path} --target {flavour}` makes one",

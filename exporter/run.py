@@ -11,8 +11,9 @@ from ..calibration.feeds import batches
 from ..errors import FeedError, UsageError
 from ..writing import check_file, whole_file
 from .bundle import Bundle
+from .inputs import with_axes
 from .manifest import PortRecord
-from .session import PROVIDERS, Runner, SessionOptions
+from .session import PROVIDERS, Runner, SessionOptions, check_array
 
 ONNXRUNTIME = "onnxruntime"
 
@@ -41,7 +42,7 @@ def run_file(
 
     `engine` is who runs it: `onnxruntime` on a `provider`, or an engine that was built.
     Raises `UsageError` for a k outside 1 … n and an output file of another kind, `FeedError` for
-    inputs that do not fit.
+    inputs that do not fit; and what an engine's profiles do not contain before it is loaded.
     """
     check_file(output_file)
     if output_file.suffix != ".npz":
@@ -54,12 +55,17 @@ def run_file(
     fewest = min(layer.experts for layer in record.layers)
     if k is not None and not 1 <= k <= fewest:
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
-    x = _fitted(_inputs(input_file, record.inputs[0].name), record.inputs[0])
+    port = record.inputs[0]
+    x = _fitted(_inputs(input_file, port.name), port)
     session: Runner
     if engine == ONNXRUNTIME:
         chosen = SessionOptions(PROVIDERS[provider], threads=threads)
         session = bundle.session(graph, chosen)
     else:
+        # What cannot run is refused before anything is loaded, on a machine without a GPU too.
+        found = bundle.engine_record(engine, graph)
+        check_array(x, port.name, port.dtype, port.shape)
+        found.check_fits(x.shape, k)
         session = bundle.engine(engine, graph, trust=trust_engine)
     y = session(x, k)
     _write(output_file, record.outputs[0].name, y)
@@ -81,8 +87,7 @@ def _inputs(path: Path, name: str) -> np.ndarray:
 
 def _fitted(x: np.ndarray, port: PortRecord) -> np.ndarray:
     """The inputs with the axis that may be left out; FeedError where they go too far."""
-    if port.implied is not None and x.ndim == len(port.shape) - 1:
-        x = np.expand_dims(x, port.shape.index(port.implied))
+    x = with_axes(x, port)
     if x.ndim == len(port.shape):
         for axis, most in port.limits.items():
             size = x.shape[port.shape.index(axis)] if axis in port.shape else 0

@@ -16,6 +16,7 @@ import onnxruntime as ort
 from ..errors import BundleError, EngineError, FeedError, UsageError
 from ..graphs.names import K_INPUT
 from .engines.device import first_gpu
+from .engines.profiles import check_given
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -139,38 +140,16 @@ class Session:
         return Path(self._session.end_profiling())
 
     def _feeds(self, x: np.ndarray, k: int | None) -> dict[str, np.ndarray]:
-        if self.takes_k != (k is not None):
-            raise UsageError(
-                "this graph takes k as an input, and none was given"
-                if self.takes_k
-                else f"k = {k} was given, but the graph's k is baked in",
-                hint="pass --k K" if self.takes_k else "export with --k input to choose k per run",
-            )
+        check_given(k, takes_k=self.takes_k, what="graph")
         # The runtime takes 0 for an answer of zeros, and logs what else it does not take.
         if k is not None and self._experts and not (k == int(k) and 1 <= k <= self._experts):
             raise UsageError(
                 f"k = {k}: the model has {self._experts} experts",
                 hint=f"use 1 ≤ k ≤ {self._experts}",
             )
-        expected = self._input.shape
         dtype = _NUMPY_TYPES[self._input.type]
-        x = np.asarray(x, dtype=dtype, order="C") if x.dtype.kind == dtype.kind else x
-        fits = len(expected) == x.ndim and all(
-            not isinstance(size, int) or size == actual
-            for size, actual in zip(expected, x.shape, strict=True)
-        )
-        if not fits or x.dtype != dtype:
-            raise FeedError(
-                f"input '{self._input.name}' takes {dtype.name} {_shape(expected)}, "
-                f"not {x.dtype.name} {_shape(x.shape)}",
-                hint="reshape or cast the array; `moexport inspect` shows what a model takes",
-            )
-        if not x.size:  # some kernels of the runtime divide by it, which ends the process
-            raise FeedError(
-                f"input '{self._input.name}' is empty: {_shape(x.shape)}",
-                hint="give at least one input",
-            )
-        feeds = {self._input.name: x}
+        check_array(x, self._input.name, dtype.name, self._input.shape)
+        feeds = {self._input.name: np.asarray(x, dtype=dtype, order="C")}
         if k is not None:
             feeds[K_INPUT] = np.array([k], dtype=np.int64)
         return feeds
@@ -189,6 +168,29 @@ def _fewest_experts(session: ort.InferenceSession) -> int | None:
     if record is None:
         return None
     return min(int(layer["n"]) for layer in json.loads(record)["layers"].values())
+
+
+def check_array(x: np.ndarray, name: str, dtype: str, shape: Sequence[object]) -> None:
+    """Raises `FeedError` for an array that a graph's input cannot take.
+
+    `dtype` and `shape` are the input's; what is no integer in the shape is a dynamic axis. Whole
+    numbers are cast to whole numbers and others to others, so widths need not agree.
+    """
+    fits = len(shape) == x.ndim and all(
+        not isinstance(size, int) or size == actual
+        for size, actual in zip(shape, x.shape, strict=True)
+    )
+    if not fits or x.dtype.kind not in ("iu" if dtype.startswith("int") else "f"):
+        raise FeedError(
+            f"input '{name}' takes {dtype} {_shape(shape)}, not {x.dtype.name} {_shape(x.shape)}",
+            hint="reshape or cast the array; `moexport inspect` shows what a model takes",
+        )
+    if not x.size:  # some kernels of ONNX Runtime divide by it, which ends the process
+        axis = x.shape.index(0)
+        raise FeedError(
+            f"input '{name}' is empty: {_shape(x.shape)}",
+            hint=f"its axis {shape[axis]} is 1 at least" if axis else "give at least one input",
+        )
 
 
 def _shape(sizes: Sequence[object]) -> str:

@@ -148,6 +148,24 @@ def _k_range(asked: Asked, experts: int | None) -> AxisRange | None:
     return wanted
 
 
+def check_k(profiles: Sequence[Profile], k: int | None) -> None:
+    """Raises `UsageError` for a k that no profile of an engine contains, whatever the inputs."""
+    check_given(k, takes_k=profiles[0].k is not None, what="engine")
+    if k is not None and not any(each.k and each.k.min <= k <= each.k.max for each in profiles):
+        raise _k_outside(profiles, k)
+
+
+def check_given(k: int | None, *, takes_k: bool, what: str) -> None:
+    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or lacks."""
+    if takes_k and k is None:
+        raise UsageError(f"this {what} takes k as an input, and none was given", hint="pass --k K")
+    if k is not None and not takes_k:
+        raise UsageError(
+            f"k = {k} was given, but the {what}'s k is baked in",
+            hint="export with --k input to choose k per run",
+        )
+
+
 def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> int:
     """Returns the index of the profile for a run: of those that contain it, the nearest in size.
 
@@ -156,16 +174,23 @@ def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> 
     fitting = [i for i, each in enumerate(profiles) if each.contains(shape, k)]
     if fitting:
         return min(fitting, key=lambda i: _distance(profiles[i], shape, k))
-    listed = "; ".join(str(each) for each in profiles)
     if k is not None and any(replace_k(each).contains(shape, None) for each in profiles):
-        raise UsageError(
-            f"k = {k}: outside the engine's profile ({listed})",
-            hint="choose a k inside it, or build the engine again with --profile k=MIN:OPT:MAX",
-        )
+        raise _k_outside(profiles, k)
     raise FeedError(
-        f"inputs of shape {tuple(shape)} are outside the engine's profile ({listed})",
+        f"inputs of shape {tuple(shape)} are outside the engine's profile ({_listed(profiles)})",
         hint="run smaller batches, or build the engine again with a --profile that contains them",
     )
+
+
+def _k_outside(profiles: Sequence[Profile], k: int) -> UsageError:
+    return UsageError(
+        f"k = {k}: outside the engine's profile ({_listed(profiles)})",
+        hint="choose a k inside it, or build the engine again with --profile k=MIN:OPT:MAX",
+    )
+
+
+def _listed(profiles: Sequence[Profile]) -> str:
+    return "; ".join(str(each) for each in profiles)
 
 
 def replace_k(each: Profile) -> Profile:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from .profiles import Profile
+from .profiles import Profile, check_k, choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,14 @@ class EngineRecord:
         """Reads what `as_json` wrote; TypeError where something is missing."""
         known = EngineRecord.__slots__
         return EngineRecord(**{key: value for key, value in content.items() if key in known})
+
+    def check_fits(self, shape: Sequence[int], k: int | None) -> None:
+        """Raises, without the engine, what a run of inputs of this shape with this k would raise.
+
+        That is `FeedError` for a shape and `UsageError` for a k that no profile contains.
+        """
+        check_k(self.ranges, k)
+        choose(self.ranges, shape, k)
 
     @property
     def ranges(self) -> list[Profile]:

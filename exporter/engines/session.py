@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...errors import EngineError, FeedError, UsageError
+from ...errors import EngineError, FeedError
 from . import cuda
 from .context import Context
 from .planfile import find_plan
-from .profiles import choose
+from .profiles import check_given, choose
 
 Key = tuple[tuple[int, ...], int | None]
 
@@ -141,13 +141,7 @@ class EngineSession:
     def _prepare(self, key: Key) -> None:
         """Sets what a run of these shapes needs, unless it is set already."""
         shape, k = key
-        if self.takes_k != (k is not None):
-            raise UsageError(
-                "this engine takes k as an input, and none was given"
-                if self.takes_k
-                else f"k = {k} was given, but the engine's k is baked in",
-                hint="pass --k K" if self.takes_k else "export with --k input to choose k per run",
-            )
+        check_given(k, takes_k=self.takes_k, what="engine")
         if key == self._ready:
             return
         index = choose(self.profiles, shape, k)

@@ -12,7 +12,6 @@ from moexport.exporter.doctor import abilities
 from moexport.exporter.engines.device import Gpu, first_gpu
 from moexport.exporter.engines.flavours import TENSORRT, TENSORRT_RTX, Flavour
 from moexport.tests.command import Outcome, run, run_program
-from moexport.tests.recorded import read_case
 from moexport.tests.targets.engines import build, export, needs_rtx
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", "9.0", "580.65.06")
@@ -115,7 +114,7 @@ def test_a_build_for_a_gpu_that_is_not_served_is_refused(bundle: Path, tmp_path:
 def test_an_engine_is_not_run_on_another_gpu(
     gpu: Gpu, message: str, hint: str, bundle: Path, tmp_path: Path
 ) -> None:
-    np.savez(tmp_path / "x.npz", input=read_case("soft_moe_fkodom").x)
+    np.savez(tmp_path / "x.npz", input=np.zeros((1, 4, 24), np.float32))
     files = ("-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
     outcome = on(gpu, tmp_path, "run", bundle, *files, "--engine", "tensorrt-rtx")
     assert outcome.code == 1
