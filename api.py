@@ -180,8 +180,8 @@ def build(
     wanted = options or EngineOptions(cache=default_cache())
     name = target or bundle.manifest.target
     plans = plan_engines(bundle.manifest, name, wanted, graph=graph)
-    manifest = add_engines(bundle.path, bundle.manifest, plans, progress, rebuild=rebuild)
-    return Bundle(bundle.path, manifest)
+    add_engines(bundle.path, bundle.manifest, plans, progress, rebuild=rebuild)
+    return Bundle.open(bundle.path)
 
 
 def bench(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -9,33 +10,29 @@ from typing import Annotated
 import typer
 
 from .cli_bench import bench, demo, report, specialise
-from .cli_engines import (
-    Engine,
-    Provider,
-    RunEngine,
-    RunProvider,
-    TrustEngine,
-    build,
-    check_runner,
-    inspect_engine,
-)
+from .cli_engines import RunnerFlags, TrustEngine, build
 from .cli_export import calibrate, export
+from .cli_groups import flattened
 from .cli_options import (
     AsJson,
     BundleArgument,
-    Config,
     Data,
-    Family,
     ModelArgument,
-    Quiet,
-    Sets,
-    Verbose,
-    Weights,
-    load_model,
+    ModelFlags,
+    Verbosity,
+    output_option,
 )
-from .console import Console
 from .errors import MoexportError
-from .printing import bundle_text, check_text, diagnosis_text, json_text, model_text
+from .printing import (
+    bundle_text,
+    check_text,
+    diagnosis_text,
+    engine_text,
+    json_text,
+    model_text,
+)
+
+Command = Callable[..., None]
 
 app = typer.Typer(
     name="moexport",
@@ -47,25 +44,35 @@ app = typer.Typer(
 )
 
 
-@app.command(epilog="Example: moexport inspect vit.pt --set num_heads=12")
+def command(example: str) -> Callable[[Command], Command]:
+    """Adds a function to the program; its help ends with the example."""
+
+    def add(function: Command) -> Command:
+        app.command(epilog=f"Example: moexport {example}")(flattened(function))
+        return function
+
+    return add
+
+
+@command("inspect vit.pt --set num_heads=12")
 def inspect(
+    *,
     model: ModelArgument,
-    family: Family = None,
-    config: Config = None,
-    sets: Sets = None,
-    weights: Weights = None,
+    reading: ModelFlags,
     data: Data = None,
     trust_engine: TrustEngine = False,
     as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    verbosity: Verbosity,
 ) -> None:
     """Show a model's family, MoE layers and parameters, and what each k costs.
 
     Of a bundle its layers and files, of an engine its layers, precisions and profiles.
     """
     if model.endswith(".plan"):
-        print(inspect_engine(Path(model), trust=trust_engine, as_json=as_json))
+        from .exporter.engines.inspect import engine_facts
+
+        facts = engine_facts(Path(model), trust=trust_engine)
+        print(json_text(facts) if as_json else engine_text(facts))
         return
     if (Path(model) / "manifest.json").is_file():
         from .exporter.manifest import Manifest
@@ -75,31 +82,21 @@ def inspect(
         return
     from .exporter.inspect import inspect as inspect_model
 
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with verbosity.console() as console:
         # Only coefficients that are to be counted need the weights: shapes tell the rest.
-        shapes = load_model(console, model, family, config, sets, weights, values=data is not None)
+        shapes = reading.load(model, console, values=data is not None)
         found = inspect_model(shapes, data)
     print(json_text(found.as_json()) if as_json else model_text(found))
 
 
-app.command(epilog="Example: moexport export vit.pt -o out --set num_heads=12 --k 0.25")(export)
-app.command(epilog="Example: moexport build out --compute-capability 8.9 --profile batch=1:8:32")(
-    build
-)
-app.command(epilog="Example: moexport calibrate vit.pt --data train.npz -o table.json --k 0.25")(
-    calibrate
-)
+command("export vit.pt -o out --set num_heads=12 --k 0.25")(export)
+command("build out --compute-capability 8.9 --profile batch=1:8:32")(build)
+command("calibrate vit.pt --data train.npz -o table.json --k 0.25")(calibrate)
 
 
-@app.command(epilog="Example: moexport verify out")
-def verify(
-    bundle: BundleArgument,
-    as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
-) -> None:
+@command("verify out")
+def verify(*, bundle: BundleArgument, as_json: AsJson = False, verbosity: Verbosity) -> None:
     """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
-    del verbose
     from .exporter.atomic import others_in
     from .exporter.bundle import Bundle
 
@@ -107,11 +104,11 @@ def verify(
     checks = []
     for check in opened.verify():
         checks.append(check)
-        if not as_json and not quiet:
+        if not as_json and not verbosity.quiet:
             print(check_text(check))
     others = others_in(bundle, opened.manifest.files)
     if others:
-        Console(quiet=quiet).note(f"not of the bundle, and not checked: {', '.join(others[:6])}")
+        verbosity.console().note(f"not of the bundle, and not checked: {', '.join(others[:6])}")
     passed = all(check.passed for check in checks)
     if as_json:
         print(json_text({"passed": passed, "checks": [asdict(check) for check in checks]}))
@@ -124,45 +121,38 @@ def verify(
         )
 
 
-@app.command(epilog="Example: moexport run out -i x.npz -o y.npz --k 16")
+@command("run out -i x.npz -o y.npz --k 16")
 def run(
+    *,
     bundle: BundleArgument,
     input_file: Annotated[
         Path, typer.Option("--input", "-i", metavar="X.NPZ", help="The inputs, [b, …].")
     ],
-    output_file: Annotated[
-        Path, typer.Option("--output", "-o", metavar="Y.NPZ", help="Where to write the outputs.")
-    ],
+    output: Annotated[Path, output_option("Y.NPZ", "Where to write the outputs.")],
     k: Annotated[int | None, typer.Option(help="k, where it is a graph input.")] = None,
     graph: Annotated[
         str | None, typer.Option(help="A file or lowering, where the bundle holds several.")
     ] = None,
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads; the runtime chooses.")
-    ] = None,
-    engine: RunEngine = Engine.ONNXRUNTIME,
-    provider: RunProvider = Provider.CPU,
-    trust_engine: TrustEngine = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    runner: RunnerFlags,
+    verbosity: Verbosity,
 ) -> None:
     """Run a bundle on inputs from an .npz file, in ONNX Runtime or as an engine."""
-    check_runner(engine, provider, trust_engine, threads)
+    runner.check()
     from .exporter.run import run_file
 
     written = run_file(
         bundle,
         input_file,
-        output_file,
+        output,
         k=k,
         graph=graph,
-        threads=threads,
-        engine=engine.value,
-        provider=provider.value,
-        trust_engine=trust_engine,
+        threads=runner.threads,
+        engine=runner.engine.value,
+        provider=runner.provider.value,
+        trust_engine=runner.trust_engine,
     )
-    console = Console(verbose=verbose, quiet=quiet)
-    console.note(f"{output_file}: output of shape {written.shape}")
+    console = verbosity.console()
+    console.note(f"{output}: output of shape {written.shape}")
     if written.not_finite:
         console.note(
             f"{written.not_finite} values of the output are NaN or infinite: look at the inputs; "
@@ -170,18 +160,16 @@ def run(
         )
 
 
-app.command(
-    epilog="Example: moexport bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz"
-)(bench)
-app.command(epilog="Example: moexport specialise digits.pt --data test.npz -o experts")(specialise)
-app.command(epilog="Example: moexport report results.json -o report.html")(report)
-app.command(epilog="Example: moexport demo -o demo")(demo)
+command("bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz")(bench)
+command("specialise digits.pt --data test.npz -o experts")(specialise)
+command("report results.json -o report.html")(report)
+command("demo -o demo")(demo)
 
 
-@app.command(epilog="Example: moexport doctor --json")
-def doctor(as_json: AsJson = False, verbose: Verbose = False, quiet: Quiet = False) -> None:
+@command("doctor --json")
+def doctor(*, as_json: AsJson = False, verbosity: Verbosity) -> None:
     """Say what this machine can build and run, and why not the rest."""
-    del verbose, quiet
+    del verbosity
     from .exporter.doctor import diagnose
 
     diagnosis = diagnose()

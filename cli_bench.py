@@ -3,27 +3,29 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from .cli_options import (
     AsJson,
-    Config,
-    Family,
     Kind,
     ModelArgument,
-    Quiet,
-    Sets,
-    Verbose,
-    Weights,
-    load_model,
+    ModelFlags,
+    Verbosity,
+    output_option,
+    typed_source,
 )
 from .console import Console
 from .errors import UsageError
 from .writing import check_folder
+
+if TYPE_CHECKING:
+    from .bench.results import Results
 
 
 class Paper(StrEnum):
@@ -35,69 +37,77 @@ class Paper(StrEnum):
     MUMOE = "mumoe"
 
 
-def bench(
-    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="Where to write.")],
-    models: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="MODEL|BUNDLE…", help="A model, or a model and its bundles."),
-    ] = None,
-    family: Family = None,
-    config: Config = None,
-    sets: Sets = None,
-    weights: Weights = None,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchFlags:
+    """What is measured, and over which settings."""
+
     k: Annotated[str, typer.Option(help="Experts kept, a list: n,0.5,0.25 or 16,8,4.")] = (
         "n,0.5,0.25,0.125"
-    ),
-    lowering: Annotated[str, typer.Option(help="A list of lowerings, or auto.")] = "auto",
+    )
+    lowering: Annotated[str, typer.Option(help="A list of lowerings, or auto.")] = "auto"
     precision: Annotated[
         str, typer.Option(help="A list: fp32,fp16,bf16,int8 (ranges from --data).")
-    ] = "fp32",
+    ] = "fp32"
     engine: Annotated[
         str, typer.Option(help="pytorch-compile, onnxruntime, tensorrt-rtx, …, a list; all.")
-    ] = "all",
-    batch: Annotated[str, typer.Option(help="Batch sizes, a list.")] = "1",
+    ] = "all"
+    batch: Annotated[str, typer.Option(help="Batch sizes, a list.")] = "1"
     data: Annotated[
         str | None,
         typer.Option(
             metavar="DATA",
             help="Labelled: an .npz, a folder of images by class, package.module:iterable.",
         ),
-    ] = None,
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=5)] = 5,
-    samples: Annotated[int | None, typer.Option(help="Inputs for accuracy; all.", min=1)] = None,
-    threads: Annotated[int | None, typer.Option(help="Threads of every engine.", min=1)] = None,
-    memory: Annotated[
-        bool, typer.Option(help="Measure peak memory, in a process per engine.")
-    ] = True,
+    ] = None
+    rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=5)] = 5
+    samples: Annotated[int | None, typer.Option(help="Inputs for accuracy; all.", min=1)] = None
+    threads: Annotated[int | None, typer.Option(help="Threads of every engine.", min=1)] = None
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, in a process per engine.")] = (
+        True
+    )
     pixels: Annotated[
         str | None, typer.Option(help="Scale of images: unit, symmetric or imagenet.")
-    ] = None,
+    ] = None
     compare: Annotated[
         Path | None,
         typer.Option(metavar="OLD.JSON", help="Earlier results; those of -o if it has any."),
-    ] = None,
+    ] = None
     fail_if_slower: Annotated[
         str | None,
         typer.Option(metavar="5%", help="Exit 1 if a row is slower than before by more."),
-    ] = None,
+    ] = None
     analysis: Annotated[
         str, typer.Option(help="retention, random, subsets, shares, a list; all. Needs labels.")
-    ] = "",
+    ] = ""
     max_subsets: Annotated[
         int | None, typer.Option(help="The most sets of experts to try all of.", min=1)
+    ] = None
+
+
+def bench(
+    *,
+    output: Annotated[Path, output_option("DIR", "Where to write.")],
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL|BUNDLE…",
+            parser=typed_source,
+            help="A model, or a model and its bundles.",
+        ),
     ] = None,
+    reading: ModelFlags,
+    flags: BenchFlags,
     paper: Annotated[
         Paper | None, typer.Option(help="Run the papers' own experiment instead of a model.")
     ] = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    verbosity: Verbosity,
 ) -> None:
     """Measure accuracy, routing and latency for every k against PyTorch; write a report.
 
     Run again after an interruption, it goes on where it stopped.
     """
-    console = Console(verbose=verbose, quiet=quiet)
+    console = verbosity.console()
     check_folder(output)
     if paper is not None:
         if models:
@@ -105,49 +115,20 @@ def bench(
                 f"--paper {paper.value} makes its own models, and {models[0]} was named too",
                 hint="leave the model or --paper out",
             )
-        _paper(console, paper, output, threads, as_json=as_json)
+        _paper(console, paper, output, flags.threads, as_json=as_json)
         return
     if not models:
         raise UsageError(
             "bench: no model to measure", hint="moexport bench vit.pt -o report, or --paper mnist"
         )
-    ks = [part.strip() for part in k.split(",") if part.strip()]
-    batches = _sizes(batch, "--batch")
     from .bench.guard import earlier, fail_if, parse_share
+    from .bench.summary import rows_table
 
-    share = None if fail_if_slower is None else parse_share(fail_if_slower)
-    before = earlier(output, compare, wanted=share is not None)
-    from .api import bench as run_bench
-    from .exporter.bundle import Bundle
-
-    listed = [
-        Bundle.open(name)
-        if (Path(name) / "manifest.json").is_file()
-        else load_model(console, name, family, config, sets, weights)
-        for name in models
-    ]
-    results = run_bench(
-        listed,
-        data=data,
-        k=ks,
-        lowering=lowering,
-        precision=precision,
-        engine=engine,
-        batch=batches,
-        out=output,
-        rounds=rounds,
-        samples=samples,
-        threads=threads,
-        memory=memory,
-        pixels=pixels,
-        before=before,
-        analysis=analysis,
-        max_subsets=max_subsets,
-        command=_command(),
-        progress=console,
-    )
+    share = None if flags.fail_if_slower is None else parse_share(flags.fail_if_slower)
+    before = earlier(output, flags.compare, wanted=share is not None)
+    results = _measure(models, output, reading, flags, before, console)
     console.finish()
-    _print_results(results, output, as_json=as_json)
+    _print_results(results, rows_table(results), output, as_json=as_json)
     if before is not None:
         for line in fail_if(before, results, share):
             console.note(line)
@@ -155,39 +136,71 @@ def bench(
         console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
 
 
+def _measure(
+    models: Sequence[str],
+    output: Path,
+    reading: ModelFlags,
+    flags: BenchFlags,
+    before: Results | None,
+    console: Console,
+) -> Results:
+    """Loads the models and bundles and returns their rows."""
+    batches = _sizes(flags.batch, "--batch")
+    from .api import bench as run_bench
+    from .exporter.bundle import Bundle
+
+    listed = [
+        Bundle.open(name)
+        if (Path(name) / "manifest.json").is_file()
+        else reading.load(name, console)
+        for name in models
+    ]
+    return run_bench(
+        listed,
+        data=flags.data,
+        k=[part.strip() for part in flags.k.split(",") if part.strip()],
+        lowering=flags.lowering,
+        precision=flags.precision,
+        engine=flags.engine,
+        batch=batches,
+        out=output,
+        rounds=flags.rounds,
+        samples=flags.samples,
+        threads=flags.threads,
+        memory=flags.memory,
+        pixels=flags.pixels,
+        before=before,
+        analysis=flags.analysis,
+        max_subsets=flags.max_subsets,
+        command=_command(),
+        progress=console,
+    )
+
+
 def _paper(
     console: Console, paper: Paper, output: Path, threads: int | None, *, as_json: bool
 ) -> None:
     from .bench.paper import run_paper
-    from .bench.results import to_json
 
     with console:
         results, text = run_paper(paper.value, output, console, threads=threads, command=_command())
+    _print_results(results, text, output, as_json=as_json)
+
+
+def _print_results(results: Results, text: str, output: Path, *, as_json: bool) -> None:
+    from .bench.results import to_json
+
     print(to_json(results) if as_json else f"{text}\n\nreport: {output / 'report.html'}")
 
 
-def _print_results(results: Any, output: Path, *, as_json: bool) -> None:
-    from .bench.results import to_json
-    from .bench.summary import rows_table
-
-    print(to_json(results) if as_json else rows_table(results))
-    if not as_json:
-        print(f"\nreport: {output / 'report.html'}")
-
-
 def specialise(
+    *,
     model: ModelArgument,
     data: Annotated[
         Path, typer.Option(metavar="X.NPZ", help="input and label: accuracy is taken by class.")
     ],
-    output: Annotated[
-        Path | None,
-        typer.Option("--output", "-o", metavar="DIR", help="Where to write JSON and figure."),
-    ] = None,
-    family: Family = None,
-    config: Config = None,
-    sets: Sets = None,
-    weights: Weights = None,
+    output: Annotated[Path | None, output_option("DIR", "Where to write JSON and figure.")] = None,
+    reading: ModelFlags,
     layer: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The layer whose experts are removed; the last."),
@@ -197,8 +210,7 @@ def specialise(
         typer.Option(metavar="ARRAY", help="Subgroups for mean coefficients; the labels."),
     ] = None,
     as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    verbosity: Verbosity,
 ) -> None:
     """Say what each expert is for: how its removal changes the accuracy of every class."""
     from .api import specialise as run_specialise
@@ -206,8 +218,8 @@ def specialise(
 
     if output is not None:
         check_folder(output)
-    with Console(verbose=verbose, quiet=quiet) as console:
-        loaded = load_model(console, model, family, config, sets, weights)
+    with verbosity.console() as console:
+        loaded = reading.load(model, console)
         found = run_specialise(loaded, data, layer=layer, group_by=group_by, progress=console)
     written = () if output is None else write(found, output)
     print(to_json(found) if as_json else text(found), end="" if as_json else "\n")
@@ -216,24 +228,23 @@ def specialise(
 
 
 def report(
+    *,
     results: Annotated[Path, typer.Argument(metavar="RESULTS.JSON", help="What bench wrote.")],
     output: Annotated[
-        Path,
-        typer.Option("--output", "-o", help="The page; Markdown, CSV and figures go beside it."),
+        Path, output_option("REPORT.HTML", "The page; Markdown, CSV and figures go beside it.")
     ],
     compare: Annotated[
         Path | None,
         typer.Option(metavar="OLD.JSON", help="Tell what changed beyond the spread since then."),
     ] = None,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    verbosity: Verbosity,
 ) -> None:
     """Make the report again from a results file."""
     from .bench.compare import compare as compare_results
     from .bench.results import read
     from .bench.run import write_views
 
-    console = Console(verbose=verbose, quiet=quiet)
+    console = verbosity.console()
     now = read(results)
     comparison = None if compare is None else compare_results(read(compare), now)
     paths = write_views(now, output, comparison)
@@ -245,15 +256,13 @@ def report(
 
 
 def demo(
-    output: Annotated[
-        Path, typer.Option("--output", "-o", metavar="DIR", help="Where everything goes.")
-    ] = Path("demo"),
+    *,
+    output: Annotated[Path, output_option("DIR", "Where everything goes.")] = Path("demo"),
     family: Annotated[
         Kind, typer.Option(help="The kind of networks that are trained.")
     ] = Kind.SOFT_MOE,
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier demo.")] = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    verbosity: Verbosity,
 ) -> None:
     """Train Soft MoEs or muMoEs on handwritten digits, export, verify and measure them."""
     if family is Kind.MUMOE:
@@ -261,7 +270,7 @@ def demo(
     else:
         from .bench.demo import run_demo as run
 
-    with Console(verbose=verbose, quiet=quiet) as console:
+    with verbosity.console() as console:
         outcome = run(output, console, force=force)
     print(outcome.text)
 

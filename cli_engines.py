@@ -2,64 +2,101 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .cli_options import AsJson, BundleArgument, Quiet, Verbose
-from .console import Console, size
-from .printing import json_text
+from .cli_options import AsJson, BundleArgument, Verbosity
+from .errors import UsageError
+from .printing import engine_plan_json, engine_plans_text, json_text, made_text
 
 if TYPE_CHECKING:
-    from .exporter.engines.additions import Made
-    from .exporter.engines.bundle import EnginePlan
     from .exporter.engines.options import EngineOptions
 
-Profiles = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--profile",
-        metavar="AXIS=MIN:OPT:MAX,…",
-        help="An engine profile: batch=1:8:32,k=1:4:16; may be given several times.",
-    ),
-]
-Capabilities = Annotated[
-    str | None,
-    typer.Option(
-        "--compute-capability",
-        metavar="8.9,12.0",
-        help="Cards that a TensorRT-RTX engine is for, or current; 8.0,8.6,8.9,12.0.",
-    ),
-]
-TimingCache = Annotated[
-    Path | None,
-    typer.Option(metavar="FILE", help="Kernel timings of TensorRT, shared between builds."),
-]
-Workspace = Annotated[
-    str | None,
-    typer.Option(metavar="BYTES", help="Scratch memory of a kernel on the GPU: 2GiB."),
-]
-Level = Annotated[int | None, typer.Option(help="How long to search for kernels: 0 to 5; 3.")]
-VersionCompatible = Annotated[
-    bool, typer.Option("--version-compatible", help="Runs in later versions of TensorRT, too.")
-]
-HardwareCompatible = Annotated[
-    str | None,
-    typer.Option(metavar="LEVEL", help="ampere-plus or same-compute-capability: runs there, too."),
-]
-StripPlan = Annotated[
-    bool, typer.Option("--strip-plan", help="Leaves the weights out; loading takes the bundle's.")
-]
-Refit = Annotated[bool, typer.Option("--refit", help="Weights can be exchanged after the build.")]
-Tf32 = Annotated[
-    bool, typer.Option("--tf32", help="FP32 products in TF32: faster, 10 bits of mantissa.")
-]
-EngineCache = Annotated[
-    str | None,
-    typer.Option(metavar="DIR", help="Where engines are kept for the next time; off for nowhere."),
-]
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildFlags:
+    """How engines are built."""
+
+    profiles: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--profile",
+            metavar="AXIS=MIN:OPT:MAX,…",
+            help="An engine profile: batch=1:8:32,k=1:4:16; may be given several times.",
+        ),
+    ] = None
+    compute_capability: Annotated[
+        str | None,
+        typer.Option(
+            metavar="8.9,12.0",
+            help="Cards that a TensorRT-RTX engine is for, or current; 8.0,8.6,8.9,12.0.",
+        ),
+    ] = None
+    timing_cache: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Kernel timings of TensorRT, shared between builds."),
+    ] = None
+    workspace: Annotated[
+        str | None,
+        typer.Option(metavar="BYTES", help="Scratch memory of a kernel on the GPU: 2GiB."),
+    ] = None
+    optimization_level: Annotated[
+        int | None, typer.Option(help="How long to search for kernels: 0 to 5; 3.")
+    ] = None
+    version_compatible: Annotated[
+        bool, typer.Option("--version-compatible", help="Runs in later versions of TensorRT, too.")
+    ] = False
+    hardware_compatible: Annotated[
+        str | None,
+        typer.Option(
+            metavar="LEVEL", help="ampere-plus or same-compute-capability: runs there, too."
+        ),
+    ] = None
+    strip_plan: Annotated[
+        bool,
+        typer.Option("--strip-plan", help="Leaves the weights out; loading takes the bundle's."),
+    ] = False
+    refit: Annotated[
+        bool, typer.Option("--refit", help="Weights can be exchanged after the build.")
+    ] = False
+    tf32: Annotated[
+        bool, typer.Option("--tf32", help="FP32 products in TF32: faster, 10 bits of mantissa.")
+    ] = False
+    engine_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Where engines are kept for the next time; off for nowhere."
+        ),
+    ] = None
+
+    def options(self) -> EngineOptions:
+        """Returns them parsed; `UsageError` for one that cannot be meant."""
+        from .exporter.engines.cache import default_cache
+        from .exporter.engines.options import EngineOptions, parse_bytes, parse_capabilities
+        from .exporter.engines.profiles import parse_profile
+        from .writing import check_folder
+
+        workspace, asked = self.workspace, self.engine_cache
+        cache = default_cache() if asked is None else None if asked == "off" else Path(asked)
+        if asked is not None and cache is not None:  # the default keeps nothing where it cannot
+            check_folder(cache)
+        return EngineOptions(
+            profiles=tuple(parse_profile(each) for each in self.profiles or ()),
+            compute_capabilities=parse_capabilities(self.compute_capability or ""),
+            timing_cache=self.timing_cache,
+            workspace=None if workspace is None else parse_bytes(workspace, "--workspace"),
+            optimization_level=self.optimization_level,
+            version_compatible=self.version_compatible,
+            hardware_compatible=self.hardware_compatible,  # type: ignore[arg-type]  # flavour checks
+            strip_plan=self.strip_plan,
+            refit=self.refit,
+            tf32=self.tf32,
+            cache=cache,
+        )
 
 
 class Engine(StrEnum):
@@ -78,10 +115,6 @@ class Provider(StrEnum):
     TENSORRT = "tensorrt"
 
 
-RunEngine = Annotated[
-    Engine, typer.Option(help="ONNX Runtime, or an engine that was built into the bundle.")
-]
-RunProvider = Annotated[Provider, typer.Option(help="Where ONNX Runtime runs the graph.")]
 TrustEngine = Annotated[
     bool,
     typer.Option(
@@ -90,68 +123,34 @@ TrustEngine = Annotated[
 ]
 
 
-def check_runner(engine: Engine, provider: Provider, trust: bool, threads: int | None) -> None:
-    """Raises `UsageError` for options that the chosen runner does not have."""
-    from .errors import UsageError
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerFlags:
+    """Who runs a graph of a bundle, and how."""
 
-    if engine is Engine.ONNXRUNTIME:
-        if trust:
-            raise UsageError(
-                "--trust-engine: no engine is loaded with --engine onnxruntime",
-                hint="name one: --engine tensorrt-rtx",
-            )
-        return
-    if provider is not Provider.CPU or threads is not None:
-        option = "--threads" if threads is not None else "--provider"
-        raise UsageError(
-            f"{option}: it is ONNX Runtime's, and {engine.value} runs the engine",
-            hint=f"leave {option} out, or choose --engine onnxruntime",
-        )
-
-
-def inspect_engine(path: Path, *, trust: bool, as_json: bool) -> str:
-    """Returns what `inspect` says of an engine: layers, precisions, sizes and profiles."""
-    from .exporter.engines.inspect import engine_facts, engine_text
-
-    facts = engine_facts(path, trust=trust)
-    return json_text(facts) if as_json else engine_text(facts)
-
-
-def engine_options(
-    profiles: list[str] | None,
-    capabilities: str | None,
-    timing_cache: Path | None,
-    workspace: str | None,
-    level: int | None,
-    version_compatible: bool,
-    hardware_compatible: str | None,
-    strip_plan: bool,
-    refit: bool,
-    tf32: bool,
-    cache: str | None,
-) -> EngineOptions:
-    """Returns the options as typed; `UsageError` for one that cannot be meant."""
-    from .exporter.engines.cache import default_cache
-    from .exporter.engines.options import EngineOptions, parse_bytes, parse_capabilities
-    from .exporter.engines.profiles import parse_profile
-    from .writing import check_folder
-
-    place = default_cache() if cache is None else None if cache == "off" else Path(cache)
-    if place is not None and cache is not None:  # one's own that cannot be written keeps nothing
-        check_folder(place)
-    return EngineOptions(
-        profiles=tuple(parse_profile(each) for each in profiles or ()),
-        compute_capabilities=parse_capabilities(capabilities or ""),
-        timing_cache=timing_cache,
-        workspace=None if workspace is None else parse_bytes(workspace, "--workspace"),
-        optimization_level=level,
-        version_compatible=version_compatible,
-        hardware_compatible=hardware_compatible,  # type: ignore[arg-type]  # checked with the flavour
-        strip_plan=strip_plan,
-        refit=refit,
-        tf32=tf32,
-        cache=place,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads; the runtime chooses.")] = None
+    engine: Annotated[
+        Engine, typer.Option(help="ONNX Runtime, or an engine that was built into the bundle.")
+    ] = Engine.ONNXRUNTIME
+    provider: Annotated[Provider, typer.Option(help="Where ONNX Runtime runs the graph.")] = (
+        Provider.CPU
     )
+    trust_engine: TrustEngine = False
+
+    def check(self) -> None:
+        """Raises `UsageError` for options that the chosen runner does not have."""
+        if self.engine is Engine.ONNXRUNTIME:
+            if self.trust_engine:
+                raise UsageError(
+                    "--trust-engine: no engine is loaded with --engine onnxruntime",
+                    hint="name one: --engine tensorrt-rtx",
+                )
+            return
+        if self.provider is not Provider.CPU or self.threads is not None:
+            option = "--threads" if self.threads is not None else "--provider"
+            raise UsageError(
+                f"{option}: it is ONNX Runtime's, and {self.engine.value} runs the engine",
+                hint=f"leave {option} out, or choose --engine onnxruntime",
+            )
 
 
 def wished(engine: bool | None, options: EngineOptions, target: str) -> EngineOptions | bool | None:
@@ -159,7 +158,6 @@ def wished(engine: bool | None, options: EngineOptions, target: str) -> EngineOp
 
     Raises `UsageError` for an option that the target's engines do not have.
     """
-    from .errors import UsageError
     from .exporter.engines.flavours import FLAVOURS, flavour
     from .exporter.engines.options import option_name
 
@@ -180,6 +178,7 @@ def wished(engine: bool | None, options: EngineOptions, target: str) -> EngineOp
 
 
 def build(
+    *,
     bundle: BundleArgument,
     target: Annotated[
         str | None,
@@ -194,97 +193,36 @@ def build(
     tokens: Annotated[
         str | None, typer.Option(metavar="MIN:OPT:MAX", help="The token axis; as exported.")
     ] = None,
-    profiles: Profiles = None,
-    compute_capability: Capabilities = None,
-    timing_cache: TimingCache = None,
-    workspace: Workspace = None,
-    optimization_level: Level = None,
-    version_compatible: VersionCompatible = False,
-    hardware_compatible: HardwareCompatible = None,
-    strip_plan: StripPlan = False,
-    refit: Refit = False,
-    tf32: Tf32 = False,
-    engine_cache: EngineCache = None,
+    flags: BuildFlags,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be built and build nothing.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Build what is there already.")] = False,
     as_json: AsJson = False,
-    verbose: Verbose = False,
-    quiet: Quiet = False,
+    verbosity: Verbosity,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs, into the bundle."""
     from .exporter.ranges import parse_range
 
-    options = engine_options(
-        profiles,
-        compute_capability,
-        timing_cache,
-        workspace,
-        optimization_level,
-        version_compatible,
-        hardware_compatible,
-        strip_plan,
-        refit,
-        tf32,
-        engine_cache,
-    )
+    options = flags.options()
     ranges = {
         axis: parse_range(text, f"--{axis}")
         for axis, text in (("batch", batch), ("tokens", tokens))
         if text is not None
     }
-    from .exporter.engines.additions import add_to_bundle, staging
-    from .exporter.engines.bundle import make_engines, plan_engines
+    from .exporter.engines.bundle import add_engines, plan_engines
     from .exporter.manifest import Manifest
 
     manifest = Manifest.read(bundle)
     plans = plan_engines(manifest, target or manifest.target, options, graph=graph, ranges=ranges)
     if dry_run:
-        print(json_text([_plan_json(each) for each in plans]) if as_json else _plan_text(plans))
+        shown = [engine_plan_json(each) for each in plans]
+        print(json_text(shown) if as_json else engine_plans_text(plans))
         return
-    with Console(verbose=verbose, quiet=quiet) as console, staging(bundle) as staged:
-        made = list(make_engines(bundle, manifest, plans, staged, console, rebuild=force))
-        add_to_bundle(bundle, made, staged)
+    with verbosity.console() as console:
+        made = add_engines(bundle, manifest, plans, console, rebuild=force)
     if as_json:
         print(json_text([each.record.as_json() for each in made]))
         return
     for each in made:
-        print(_made_text(bundle, each))
-
-
-def _plan_json(plan: EnginePlan) -> dict[str, object]:
-    return {
-        "file": plan.file,
-        "graph": plan.graph.file,
-        "flavour": plan.flavour.name,
-        "version": plan.flavour.version(),
-        "compute_capabilities": list(plan.cards),
-        "profiles": [each.as_json() for each in plan.profiles],
-        "options": plan.options.as_json(),
-    }
-
-
-def _plan_text(plans: list[EnginePlan]) -> str:
-    lines = []
-    for plan in plans:
-        lines.append(
-            f"{plan.file} from {plan.graph.file}, {plan.flavour.title} {plan.flavour.version()}"
-        )
-        if plan.cards:
-            lines.append(f"  compute capability {', '.join(plan.cards)}")
-        lines += [f"  profile {each}" for each in plan.profiles]
-    lines.append("nothing was built (--dry-run)")
-    return "\n".join(lines)
-
-
-def _made_text(bundle: Path, made: Made) -> str:
-    record = made.record
-    counts = ", ".join(f"{count} in {name}" for name, count in record.precision.items())
-    how = {
-        "bundle": "there already",
-        "cache": "taken from the cache",
-        None: f"built in {record.seconds:.1f} s, {size(record.peak_memory_bytes)} at the most",
-    }[made.reused]
-    place = bundle / record.file
-    return f"{place}: {size(place.stat().st_size)}, {counts} products, {how}"
+        print(made_text(bundle, each))

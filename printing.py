@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from .calibration.table import CalibrationTable
     from .exporter.bundle import Check
     from .exporter.doctor import Diagnosis
+    from .exporter.engines.additions import Made
+    from .exporter.engines.bundle import EnginePlan
     from .exporter.export import Prepared
     from .exporter.inspect import ModelReport
     from .exporter.manifest import Manifest
@@ -223,6 +225,77 @@ def plan_json(prepared: Prepared, output: Path) -> dict[str, Any]:
             for graph in plan.graphs
         },
     } | more
+
+
+def engine_plans_text(plans: Sequence[EnginePlan]) -> str:
+    """What `build --dry-run` says."""
+    lines = []
+    for plan in plans:
+        version = plan.flavour.version()
+        lines.append(f"{plan.file} from {plan.graph.file}, {plan.flavour.title} {version}")
+        if plan.cards:
+            lines.append(f"  compute capability {', '.join(plan.cards)}")
+        lines += [f"  profile {each}" for each in plan.profiles]
+    lines.append("nothing was built (--dry-run)")
+    return "\n".join(lines)
+
+
+def engine_plan_json(plan: EnginePlan) -> dict[str, Any]:
+    """An engine that is to be built as plain data."""
+    return {
+        "file": plan.file,
+        "graph": plan.graph.file,
+        "flavour": plan.flavour.name,
+        "version": plan.flavour.version(),
+        "compute_capabilities": list(plan.cards),
+        "profiles": [each.as_json() for each in plan.profiles],
+        "options": plan.options.as_json(),
+    }
+
+
+def made_text(bundle: Path, made: Made) -> str:
+    """One line about an engine that `build` has put into a bundle, or found there."""
+    record = made.record
+    counts = ", ".join(f"{number} in {name}" for name, number in record.precision.items())
+    how = {
+        "bundle": "there already",
+        "cache": "taken from the cache",
+        None: f"built in {record.seconds:.1f} s, {size(record.peak_memory_bytes)} at the most",
+    }[made.reused]
+    place = bundle / record.file
+    return f"{place}: {size(place.stat().st_size)}, {counts} products, {how}"
+
+
+def engine_text(facts: Mapping[str, Any]) -> str:
+    """What `inspect` says of an engine (`exporter.engines.inspect.engine_facts`)."""
+    lines = [
+        f"engine      {facts['file']} ({size(facts['bytes'])})",
+        f"built by    {facts['flavour']} {facts['version'] or '(its version is not known)'}",
+    ]
+    if "graph" in facts:
+        from .exporter.engines.profiles import Profile
+
+        cards = ", ".join(facts["compute_capabilities"])
+        lines += [
+            f"from        {facts['graph']}",
+            f"runs on     {facts['device'] or 'compute capability'} {cards}",
+            f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at the most",
+            *(f"profile     {Profile.from_json(each)}" for each in facts["profiles"]),
+            f"settings    {', '.join(f'{k}={v}' for k, v in facts['settings'].items())}",
+            "products    " + ", ".join(f"{n} in {name}" for name, n in facts["precision"].items()),
+            "",
+            table(
+                ("layer", "kind", "precision"),
+                [(each["name"], each["kind"], each["precision"]) for each in facts["layers"]],
+            ),
+        ]
+    source = {
+        "header": "Read from the file's first bytes; more needs its manifest or an NVIDIA GPU.",
+        "record": "Written down when it was built; the engine itself is read on an NVIDIA GPU.",
+        "engine": "The engine was loaded; --json has what TensorRT's inspector says.",
+    }[facts["read_from"]]
+    not_loaded = facts.get("not_loaded")
+    return "\n".join((*lines, "", source, *([f"Not loaded: {not_loaded}."] if not_loaded else [])))
 
 
 def check_text(check: Check) -> str:

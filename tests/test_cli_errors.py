@@ -311,7 +311,47 @@ def test_the_lowering_that_is_not_exact_misses_tight_bounds(tmp_path: Path) -> N
 
 
 def test_an_empty_model_is_not_the_current_folder() -> None:
-    assert_refused(run("inspect", ""), "MODEL is empty", "give a checkpoint")
+    for command in (("inspect", ""), ("bench", "", "-o", "report"), ("export", "", "-o", "out")):
+        assert_refused(run(*command), "MODEL is empty", "give a checkpoint")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("export", LAYER, "-o", ""),
+        ("calibrate", LAYER, "--data", "x.npz", "-o", ""),
+        ("run", "out", "-i", "x.npz", "-o", ""),
+        ("bench", LAYER, "-o", ""),
+        ("specialise", LAYER, "--data", "x.npz", "-o", ""),
+        ("report", "results.json", "-o", ""),
+        ("demo", "-o", ""),
+        ("verify", ""),
+        ("build", ""),
+        ("run", "", "-i", "x.npz", "-o", "y.npz"),
+    ],
+)
+def test_an_empty_name_is_not_the_current_folder(
+    command: tuple[str | Path, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    outcome = run(*command)
+    named = "'BUNDLE'" if command[1] == "" else "'--output' / '-o'"
+    assert_refused(outcome, f"Invalid value for {named}: ", f"{command[0]} --help")
+    assert "it is empty: name a file or folder" in outcome.error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_sizes_of_an_axis_that_is_not_there_are_refused(tmp_path: Path, exported: Path) -> None:
+    outcome = refuse(tmp_path, "--set", "num_heads=4", "--tokens", "1:8:64", weights=VIT)
+    message = (
+        "--tokens 1:8:64: the model has no token axis: its input 'input' is (batch, 3, 32, 32)"
+    )
+    assert_refused(outcome, message, "leave --tokens out")
+    assert "tracing" not in outcome.err
+    pytest.importorskip("tensorrt_rtx")
+    outcome = run("build", exported, "--target", "tensorrt-rtx", "--tokens", "8", "--dry-run")
+    message = "--tokens 8: the graph's input 'input' has no axis tokens"
+    assert_refused(outcome, message, "its dynamic axes are batch")
 
 
 def test_k_may_be_written_as_inspect_shows_it(tmp_path: Path) -> None:

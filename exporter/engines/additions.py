@@ -53,8 +53,8 @@ def without_files(manifest: Manifest, names: set[str]) -> Manifest:
     )
 
 
-def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> Manifest:
-    """Moves built engines into a bundle and returns its new manifest.
+def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> None:
+    """Moves built engines into a bundle and lists them in its manifest.
 
     The bundle is whole at every moment: an engine that is replaced is first struck from the
     manifest, and the new one is listed when its files are there. Two builds take turns, and each
@@ -74,7 +74,6 @@ def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> Manife
             f"{directory}: cannot be written: {error.strerror}",
             hint="free some space, or copy the bundle to a folder that you may write to",
         ) from error
-    return manifest
 
 
 @contextmanager

@@ -146,14 +146,15 @@ def add_engines(
     progress: Progress | None = None,
     *,
     rebuild: bool = False,
-) -> Manifest:
-    """Makes engines, puts them into a bundle and returns its new manifest.
+) -> list[Made]:
+    """Makes engines, puts them into a bundle and returns them.
 
     Raises what `make_engines` raises, and `BundleError` for a folder that cannot be written.
     """
     with staging(directory) as staged:
         made = list(make_engines(directory, manifest, plans, staged, progress, rebuild=rebuild))
-        return add_to_bundle(directory, made, staged)
+        add_to_bundle(directory, made, staged)
+    return made
 
 
 def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ...console import size, table
 from ...errors import BundleError, ForeignEngineError, MissingExtraError
 from .device import first_gpu
 from .loading import load_engine
@@ -57,44 +55,3 @@ def _inspected(plan: Plan) -> Any:
     trt, _runtime, engine = load_engine(plan)
     inspector = engine.create_engine_inspector()
     return json.loads(inspector.get_engine_information(trt.LayerInformationFormat.JSON))
-
-
-def engine_text(facts: Mapping[str, Any]) -> str:
-    """What `inspect` prints."""
-    lines = [
-        f"engine      {facts['file']} ({size(facts['bytes'])})",
-        f"built by    {facts['flavour']} {facts['version'] or '(its version is not known)'}",
-    ]
-    if "graph" in facts:
-        cards = ", ".join(facts["compute_capabilities"])
-        lines += [
-            f"from        {facts['graph']}",
-            f"runs on     {facts['device'] or 'compute capability'} {cards}",
-            f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at the most",
-            *(f"profile     {_profile(each)}" for each in facts["profiles"]),
-            f"settings    {', '.join(f'{k}={v}' for k, v in facts['settings'].items())}",
-            "products    " + ", ".join(f"{n} in {name}" for name, n in facts["precision"].items()),
-            "",
-            table(
-                ("layer", "kind", "precision"),
-                [(each["name"], each["kind"], each["precision"]) for each in facts["layers"]],
-            ),
-        ]
-    lines += ["", _source(facts)]
-    return "\n".join(lines)
-
-
-def _profile(record: Mapping[str, Any]) -> str:
-    from .profiles import Profile
-
-    return str(Profile.from_json(record))
-
-
-def _source(facts: Mapping[str, Any]) -> str:
-    said = {
-        "header": "Read from the file's first bytes; more needs its manifest or an NVIDIA GPU.",
-        "record": "Written down when it was built; the engine itself is read on an NVIDIA GPU.",
-        "engine": "The engine was loaded; --json has what TensorRT's inspector says.",
-    }
-    not_loaded = facts.get("not_loaded")
-    return said[facts["read_from"]] + (f"\nNot loaded: {not_loaded}." if not_loaded else "")
