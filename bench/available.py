@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib.util
 import shutil
 import sys
 from collections.abc import Callable, Iterable
@@ -17,6 +18,7 @@ from .results import (
     PYTORCH_ALGORITHM_2,
     PYTORCH_COMPILE,
     PYTORCH_EAGER,
+    PYTORCH_EAGER_CUDA,
     TENSORRT,
     TENSORRT_RTX,
     Absent,
@@ -56,6 +58,28 @@ def _compiler() -> str | None:
     return f"no C++ compiler ({', '.join(COMPILERS)}): install one, for example g++"
 
 
+def _torch_cuda() -> str | None:
+    """What PyTorch needs to run on a GPU."""
+    import torch
+
+    if torch.version.cuda is None:
+        return "this PyTorch was built without CUDA: install a build with it (pytorch.org says how)"
+    if not torch.cuda.is_available():
+        return (
+            f"PyTorch is built for CUDA {torch.version.cuda}, but there is no NVIDIA GPU, or no "
+            "driver that serves it"
+        )
+    return None
+
+
+def _triton() -> str | None:
+    """`torch.compile` writes Triton for a GPU."""
+    reason = _torch_cuda()
+    if reason is None and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs Triton on a GPU: pip install triton"
+    return reason
+
+
 def _able(*names: str) -> Callable[[], str | None]:
     """What `moexport doctor` says against the first of these abilities that is not there."""
 
@@ -82,6 +106,9 @@ KINDS = {
         EngineKind(PYTORCH_EAGER, PYTORCH_EAGER, "cpu", _nothing),
         EngineKind(PYTORCH_COMPILE, PYTORCH_COMPILE, "cpu", _compiler),
         EngineKind(PYTORCH_ALGORITHM_2, PYTORCH_ALGORITHM_2, "cpu", _nothing),
+        EngineKind(PYTORCH_EAGER_CUDA, PYTORCH_EAGER, "cuda", _torch_cuda),
+        EngineKind(f"{PYTORCH_COMPILE}-cuda", PYTORCH_COMPILE, "cuda", _triton),
+        EngineKind(f"{PYTORCH_ALGORITHM_2}-cuda", PYTORCH_ALGORITHM_2, "cuda", _torch_cuda),
         EngineKind(ONNXRUNTIME, ONNXRUNTIME, "cpu", _able("run on CPU"), "ort-cpu"),
         EngineKind(f"{ONNXRUNTIME}-cuda", ONNXRUNTIME, "cuda", _able("run on CUDA"), "ort-cuda"),
         EngineKind(
@@ -97,7 +124,11 @@ KINDS = {
         ),
     )
 }
-"""Every engine, by its name; the untouched model (`pytorch-eager`) is always measured."""
+"""Every engine, by its name.
+
+The untouched model (`pytorch-eager`) is always measured, and on the GPU (`pytorch-eager-cuda`)
+beside whatever runs there.
+"""
 
 ALL = "all"
 
@@ -139,8 +170,14 @@ def parse_engines(text: str) -> tuple[str, ...]:
 
 
 def select(names: Iterable[str]) -> Selection:
-    """Returns which of the named engines can run here, and why each other known one is left out."""
+    """Returns which of the named engines can run here, and why each other known one is left out.
+
+    The untouched model takes part wherever another engine runs: on the CPU always, on the GPU with
+    the first engine there.
+    """
     asked = set(names) | {PYTORCH_EAGER}
+    if any(KINDS[name].provider != "cpu" and KINDS[name].missing() is None for name in asked):
+        asked.add(PYTORCH_EAGER_CUDA)
     present, absent = [], []
     for kind in KINDS.values():
         reason = kind.missing()

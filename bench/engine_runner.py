@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,9 +24,23 @@ class EngineRunner:
 
     def __call__(self, x: Array) -> Array:
         """Maps inputs [b, …] to outputs [b, …], in batches of sizes that its profiles take."""
+        return self._in_batches(lambda part: self.session(part, self.k), x)
+
+    def device_ms(self, x: Array) -> float:
+        """Returns the GPU's time for inputs [b, …], in the same batches; copies are not in it."""
+        found: list[float] = []
+
+        def timed(part: Array) -> Array:
+            found.append(self.session.gpu_ms(part, self.k))
+            return part
+
+        self._in_batches(timed, x)
+        return sum(found)
+
+    def _in_batches(self, run: Callable[[Array], Array], x: Array) -> Array:
         sizes = [(each.min[0], each.max[0]) for each in self.session.profiles]
         return in_batches(
-            lambda part: self.session(part, self.k),
+            run,
             x,
             most=max(high for _, high in sizes),
             takes=lambda size: any(low <= size <= high for low, high in sizes),

@@ -1,8 +1,9 @@
-"""What takes part in a benchmark: PyTorch in three forms, and exported graphs."""
+"""What takes part in a benchmark: PyTorch in three forms, on CPU and GPU, and exported graphs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -15,12 +16,17 @@ from ..exporter.model import Model
 from ..graphs.layers import Algorithm, recorded_routing
 from ..graphs.moe import moe_layers, sharing_weights
 from ..user_code import names_code
+from .available import KINDS, EngineKind
 from .data import Array, in_batches
 from .int8_host import IntegerLinear
 from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_COMPILE, PYTORCH_EAGER
+from .torch_gpu import CUDA, PyTorchOnGpu, on_device
 
 Runner = Callable[[Array], Array]
-"""Anything that maps inputs [b, ...] to outputs [b, ...]."""
+"""Anything that maps inputs [b, ...] to outputs [b, ...].
+
+One with a method `device_ms` returns by it the milliseconds that its device takes for inputs.
+"""
 
 
 @runtime_checkable
@@ -69,7 +75,8 @@ class Subject:
     """A model to measure, with the graphs that were made from it.
 
     `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
-    PyTorch engines to measure beside the untouched model, which always takes part.
+    PyTorch engines to measure, by their names in `available.KINDS`, beside the untouched model,
+    which always takes part.
     """
 
     name: str
@@ -149,10 +156,16 @@ class CompiledPyTorch:
     to a minute, and its kernels would not be those that are timed.
     """
 
-    def __init__(self, module: nn.Module, sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        sizes: Sequence[int],
+        run: Callable[[nn.Module], Runner] = PyTorch,
+    ) -> None:
         compiled = torch.compile(module, dynamic=False)
         assert isinstance(compiled, nn.Module)  # a module's compilation is one; its type says less
-        self._run = PyTorch(compiled)
+        self._run = run(compiled)
+        self.device_ms: Callable[[Array], float] | None = getattr(self._run, "device_ms", None)
         self._sizes = frozenset(sizes)
         self._largest = max(sizes)
 
@@ -180,21 +193,24 @@ def with_algorithm_1(
 
 @dataclass(frozen=True, slots=True)
 class TorchForm:
-    """One form in which PyTorch runs a model."""
+    """One form in which PyTorch runs a model: on the CPU or, by the provider `cuda`, on a GPU."""
 
     engine: str
     k: int
     batches: tuple[int, ...]
     renormalize: bool = False
+    provider: str = "cpu"
 
     def of(self, model: Model) -> Runner:
-        """Returns the model in this form."""
+        """Returns the model, which lies where the form runs it, in this form."""
+        run: Callable[[nn.Module], Runner] = PyTorchOnGpu if self.provider == CUDA else PyTorch
         if self.engine == PYTORCH_ALGORITHM_2:
-            return with_algorithm_1(model, self.k, "selected", renormalize=self.renormalize)
-        plain = untouched(model)
+            selecting = with_algorithm_1(model, self.k, "selected", renormalize=self.renormalize)
+            return run(selecting.module)
+        module = untouched(model).module
         if self.engine == PYTORCH_COMPILE:
-            return CompiledPyTorch(plain.module, self.batches)
-        return plain
+            return CompiledPyTorch(module, self.batches, run)
+        return run(module)
 
 
 @dataclass(frozen=True)
@@ -210,27 +226,26 @@ class TorchRecipe:
 
     def __call__(self) -> Runner:
         """Loads the model."""
-        return self.form.of(
-            load(
-                self.source,
-                family=self.family,
-                config=self.config,
-                weights=self.weights,
-                example=self.example,
-            )
+        model = load(
+            self.source,
+            family=self.family,
+            config=self.config,
+            weights=self.weights,
+            example=self.example,
         )
+        return self.form.of(on_device(model, CUDA) if self.form.provider == CUDA else model)
 
 
 @dataclass(frozen=True)
 class Held:
-    """A model that exists in this process alone."""
+    """A model that exists in this process alone; `place` returns it where the form runs it."""
 
-    model: Model
+    place: Callable[[], Model]
     form: TorchForm
 
     def __call__(self) -> Runner:
         """Returns the model in its form."""
-        return self.form.of(self.model)
+        return self.form.of(self.place())
 
     def __reduce__(self) -> str:
         raise TypeError("a model without a source cannot be opened by another process")
@@ -243,21 +258,19 @@ def contestants(subject: Subject, batches: Sequence[int] = (1,)) -> dict[Contest
     where it is the model itself. Raises UsageError for two graphs that no row could tell apart.
     """
     n = subject.experts
-    sizes = tuple(batches)
-    forms = [TorchForm(PYTORCH_EAGER, n, sizes)]
-    if PYTORCH_COMPILE in subject.engines:
-        forms.append(TorchForm(PYTORCH_COMPILE, n, sizes))
-    # Algorithm 2 is a loop over a Soft MoE layer's experts: a muMoE layer has nothing to loop over.
-    loops = any(m.spec.kind == "soft-moe" for m in subject.model.layers.values())
-    if loops and PYTORCH_ALGORITHM_2 in subject.engines:
-        forms += [
-            TorchForm(PYTORCH_ALGORITHM_2, k, sizes, subject.renormalize)
-            for k in subject.ks
-            if k < n
-        ]
+    places: dict[str, Callable[[], Model]] = {
+        "cpu": lambda: subject.model,
+        # One copy on the GPU, made when it is first needed, for all who run it there.
+        CUDA: functools.cache(lambda: on_device(subject.model, CUDA)),
+    }
+    asked = {PYTORCH_EAGER, *subject.engines}
     found = {
-        Contestant(subject.name, form.engine, form.k, n): _torch_entry(subject.model, form)
-        for form in forms
+        Contestant(subject.name, form.engine, form.k, n, form.provider): _torch_entry(
+            subject.model, places[form.provider], form
+        )
+        for kind in KINDS.values()
+        if kind.name in asked
+        for form in _torch_forms(subject, kind, tuple(batches))
     }
     for graph in subject.graphs:
         spec = Contestant(
@@ -273,8 +286,23 @@ def contestants(subject: Subject, batches: Sequence[int] = (1,)) -> dict[Contest
     return found
 
 
-def _torch_entry(model: Model, form: TorchForm) -> Entry:
-    here = Held(model, form)
+def _torch_forms(
+    subject: Subject, kind: EngineKind, batches: tuple[int, ...]
+) -> Iterator[TorchForm]:
+    """The rows of an engine; none for one that runs graphs."""
+    n = subject.experts
+    if kind.engine in (PYTORCH_EAGER, PYTORCH_COMPILE):
+        yield TorchForm(kind.engine, n, batches, provider=kind.provider)
+    # Algorithm 2 is a loop over a Soft MoE layer's experts: a muMoE layer has nothing to loop over.
+    loops = any(m.spec.kind == "soft-moe" for m in subject.model.layers.values())
+    if loops and kind.engine == PYTORCH_ALGORITHM_2:
+        for k in subject.ks:
+            if k < n:
+                yield TorchForm(kind.engine, k, batches, subject.renormalize, kind.provider)
+
+
+def _torch_entry(model: Model, place: Callable[[], Model], form: TorchForm) -> Entry:
+    here = Held(place, form)
     source = model.source
     factory = names_code(source.path)
     if not factory and not source.files:

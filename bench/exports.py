@@ -5,24 +5,27 @@ from __future__ import annotations
 import csv
 import io
 
+from ..exporter.timing import Latency
 from .compare import Comparison
 from .disturbance import disturbance
 from .report_method import method_lines
 from .results import Results, Row
-from .views import caveat, line_name, milliseconds, over, panels, summary, times
+from .views import GPU_MS, caveat, line_name, milliseconds, over, panels, summary, times
 
+LATENCY = (
+    *("median_ms", "spread", "p90_ms", "p95_ms", "p99_ms", "min_ms", "max_ms", "mean_ms"),
+    "std_ms",
+)
 COLUMNS = (
     *("model", "engine", "provider", "precision", "lowering", "k", "experts", "batch", "scope"),
-    *("median_ms", "spread", "p90_ms", "p95_ms", "p99_ms", "min_ms", "max_ms", "mean_ms", "std_ms"),
+    *(*LATENCY, *(f"device_{name}" for name in LATENCY)),
     *("calls", "inputs_per_s", "speedup", "top1", "top1_low", "top1_high", "top5", "perplexity"),
     *("kept", "same_experts", "jaccard", "max_abs", "cosine", "peak_memory_mb"),
     *("operations", "int8_operations", "bytes", "limit_ms", "over_limit", "no_limit", "error"),
 )
 
-HEADER = (
-    *("engine", "k", "median, ms", "vs PyTorch", "× limit", "spread", "quality", "kept"),
-    "same experts",
-)
+LEAD = ("engine", "k", "median, ms")
+REST = ("vs PyTorch", "× limit", "spread", "quality", "kept", "same experts")
 
 
 def to_csv(results: Results) -> str:
@@ -43,14 +46,11 @@ def to_csv(results: Results) -> str:
 
 def _values(row: Row, speedup: float | None) -> list[object]:
     t, a, interval = row.latency_ms, row.accuracy, None
-    times_: list[object] = [None] * 9
-    if t is not None:
-        times_ = [t.median, t.spread, t.p90, t.p95, t.p99, t.min, t.max, t.mean, t.std]
     if a is not None:
         interval = a.top1_interval
     return [
         *(row.model, row.engine, row.provider, row.precision, row.lowering, row.k, row.experts),
-        *(row.batch, row.scope, *times_),
+        *(row.batch, row.scope, *_times(t), *_times(row.device_ms)),
         *(t and t.n, row.throughput, speedup, a and a.top1),
         *(interval and interval.low, interval and interval.high, a and a.top5),
         *(row.perplexity and row.perplexity.value, row.kept),
@@ -62,17 +62,25 @@ def _values(row: Row, speedup: float | None) -> list[object]:
     ]
 
 
+def _times(t: Latency | None) -> list[object]:
+    if t is None:
+        return [None] * len(LATENCY)
+    return [t.median, t.spread, t.p90, t.p95, t.p99, t.min, t.max, t.mean, t.std]
+
+
 def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
     """Returns the summary of each model and batch size, its rows, and how they were measured."""
     lines = []
+    device = any(row.device_ms is not None for row in results.rows)
+    header = (*LEAD, *((GPU_MS,) if device else ()), *REST)
     for panel in panels(results):
         lines += [f"## {panel.model}, batch {panel.batch}", "", summary(panel), ""]
         if caveat(panel):
             lines += [caveat(panel), ""]
-        lines.append(f"| {' | '.join(HEADER)} |")
-        lines.append("|---" + "|--:" * (len(HEADER) - 1) + "|")
+        lines.append(f"| {' | '.join(header)} |")
+        lines.append("|---" + "|--:" * (len(header) - 1) + "|")
         here = [r for r in results.of_model(panel.model) if r.batch == panel.batch]
-        lines += [_line(row, panel.speedup(row)) for row in here]
+        lines += [_line(row, panel.speedup(row), device=device) for row in here]
         lines.append("")
     if comparison is not None:
         lines += ["## What changed", "", comparison.sentence, ""]
@@ -88,11 +96,13 @@ def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _line(row: Row, speedup: float | None) -> str:
+def _line(row: Row, speedup: float | None, *, device: bool) -> str:
     name = "PyTorch, untouched" if row.is_reference else line_name(row)
     k = f"{row.k}/{row.experts}"
     if row.error is not None:
-        return f"| {name} | {k} | failed: {row.error.replace('|', '/')} |{' |' * (len(HEADER) - 3)}"
+        return (
+            f"| {name} | {k} | failed: {row.error.replace('|', '/')} |{' |' * (len(REST) + device)}"
+        )
     quality = ""
     if row.accuracy is not None:
         quality = f"{row.accuracy.top1:.2%}"
@@ -103,6 +113,7 @@ def _line(row: Row, speedup: float | None) -> str:
         name,
         k,
         "" if t is None else milliseconds(t.median),
+        *(("" if row.device_ms is None else milliseconds(row.device_ms.median),) if device else ()),
         "" if speedup is None else times(speedup),
         "" if row.over_limit is None else over(row.over_limit),
         "" if t is None else f"{t.spread:.0%}",

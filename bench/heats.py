@@ -12,22 +12,47 @@ from .engines import Contestant, Runner
 from .plan import Heat
 
 
+class Turns:
+    """A contestant that runs the batches of a heat in turn."""
+
+    def __init__(self, runner: Runner, batches: Sequence[Array]) -> None:
+        self._runner, self._batches = runner, batches
+
+    def __call__(self, index: int) -> object:
+        """Runs one of the batches."""
+        return self._runner(self._batch(index))
+
+    @property
+    def device_ms(self) -> Callable[[int], float] | None:
+        """Runs one of the batches and returns its time on the device; None if nobody can tell."""
+        tell: Callable[[Array], float] | None = getattr(self._runner, "device_ms", None)
+        return None if tell is None else lambda index: tell(self._batch(index))
+
+    def _batch(self, index: int) -> Array:
+        return self._batches[index % len(self._batches)]
+
+
 class Reopened:
     """A contestant that is opened for its part of each round and closed after: it saves memory."""
 
     def __init__(self, open_it: Callable[[], Runner], batches: Sequence[Array]) -> None:
         self._open, self._batches = open_it, batches
-        self._runner: Runner | None = None
+        self._turns: Turns | None = None
 
     def __call__(self, index: int) -> object:
         """Runs one of the batches."""
-        if self._runner is None:
-            self._runner = self._open()
-        return self._runner(self._batches[index % len(self._batches)])
+        if self._turns is None:
+            self._turns = Turns(self._open(), self._batches)
+        return self._turns(index)
+
+    @property
+    def device_ms(self) -> Callable[[int], float] | None:
+        """As of `Turns`, while the engine is open."""
+        return None if self._turns is None else self._turns.device_ms
 
     def rest(self) -> None:
         """Closes the engine."""
-        self._runner = None
+        self._turns = None
 
 
 def measure_heat(
@@ -49,11 +74,7 @@ def measure_heat(
     """
     batches = heat_batches(heat, data)
     protocol = replace(heat.protocol, inputs=len(batches))
-
-    def timed(runner: Runner) -> timing.Contestant:
-        return lambda index: runner(batches[index % len(batches)])
-
-    calls: dict[str, timing.Contestant] = {c.label: timed(r) for c, r in runners.items()}
+    calls: dict[str, timing.Contestant] = {c.label: Turns(r, batches) for c, r in runners.items()}
     for contestant, opener in (openers or {}).items():
         calls[contestant.label] = Reopened(opener, batches)
     ordered = {c.label: calls[c.label] for c in heat.contestants if c.label in calls}

@@ -140,7 +140,7 @@ class Measurement:
     ) -> timing.Measured:
         keys = {"model": self.subject.name, "batch": heat.batch}
         done = [
-            timing.Round(entry["ms"], entry["failures"])
+            timing.Round(entry["ms"], entry["failures"], entry.get("device_ms", {}))
             for entry in self.journal.found("round", **keys)
         ]
         before = Scheduled.now()
@@ -242,6 +242,7 @@ class Measurement:
         return Row(
             **identity,
             latency_ms=latency,
+            device_ms=measured.device.get(contestant.label),
             throughput=1000 * heat.batch / latency.median if latency.median > 0 else None,
             accuracy=quality.accuracy,
             perplexity=quality.perplexity,

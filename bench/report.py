@@ -48,7 +48,7 @@ RULE = (
 CHART_NOTE = (
     "Latency bars reach from the fastest to the slowest round (medians); differences smaller than "
     "the bars are no difference. Accuracy bars are 95% confidence intervals. The dashed line is "
-    "the untouched PyTorch model with all experts, the band around it its rounds. An arrow at the "
+    "the untouched PyTorch model on the CPU with all experts, the band around it its rounds. An arrow at the "
     "upper edge ends a bar that goes on: one round was much slower. The thin line is the least "
     "time that this machine needs for the work, by its own bandwidth and matmul rate."
 )
@@ -71,7 +71,8 @@ MEMORY_NOTE = (
     "what the process held before it opened the model."
 )
 ROWS_NOTE = (
-    "A click on a heading sorts. Grey “≈” speeds are within the spread: no difference. “× limit” "
+    "A click on a heading sorts. Grey “≈” speeds are within the spread: no difference. Rows on a "
+    "GPU are compared with PyTorch there, where it was measured. “× limit” "
     "is the time over the least time that this machine needs; rest the pointer on it for the work."
 )
 UNTOUCHED = "PyTorch, untouched"
@@ -182,13 +183,15 @@ def _latency(panel: Panel, row: Row) -> dict[str, Any]:
     if latency is None:
         return {"median": None, "above": 0, "below": 0, "cut": False, "latency": ""}
     ratio = panel.speedup(row)
-    speed = "" if ratio is None or row.is_reference else f", {times(ratio)}"
+    speed = "" if ratio is None or panel.base(row) is row else f", {times(ratio)}"
+    device = "" if row.device_ms is None else f", on the GPU {milliseconds(row.device_ms.median)}"
     return {
         "median": latency.median,
         "above": max(0.0, max(latency.rounds) - latency.median),
         "below": max(0.0, latency.median - min(latency.rounds)),
         "cut": panel.bar(latency).cut,
-        "latency": f"{milliseconds(latency.median)} ms{speed} (p90 {milliseconds(latency.p90)})",
+        "latency": f"{milliseconds(latency.median)} ms{speed} (p90 {milliseconds(latency.p90)}"
+        f"{device})",
     }
 
 
@@ -248,7 +251,7 @@ def tiles(panel: Panel) -> str:
         (
             "Speed",
             "–" if ratio is None else about + times(ratio),
-            "against the untouched PyTorch model",
+            f"against the untouched PyTorch model{panel.place(row)}",
         ),
         (
             "Perplexity kept" if row.perplexity is not None else "Accuracy kept",

@@ -6,7 +6,20 @@ from collections.abc import Sequence
 from html import escape
 from typing import Any
 
-from .results import Results
+from .results import PYTORCH_EAGER, Results
+from .views import GPU_MS, NAMES
+
+GPU_CLOCK = (
+    "On a GPU the wall clock holds the copies to it and back and the wait for it; the host waits "
+    "as CUDA does by default, which on most machines is by spinning. Engines of TensorRT are "
+    "recorded and replayed as CUDA graphs where they can be; PyTorch and ONNX Runtime launch "
+    "kernel by kernel. FP32 products are not rounded to TF32, unless an engine was built so."
+)
+GPU_EVENTS = (
+    f"{GPU_MS} are between two CUDA events, one pair per call, around the computation on a stream "
+    "of its own; the copies are outside, gaps between kernels inside. They are taken in the same "
+    "rounds, by calls of their own, in buffers that the calls before have allocated."
+)
 
 
 def environment_list(results: Results) -> str:
@@ -65,6 +78,7 @@ def method_lines(results: Results) -> list[str]:
         lines.append("Latencies of scope gpu are device time, the others from array to array.")
     else:
         lines.append("Latency is wall clock from host array to host array, on real inputs in turn.")
+    lines += _on_gpu(results)
     if "samples" in p:
         labelled = "labelled" if p.get("labelled") else "unlabelled"
         lines.append(f"Accuracy, routing and parity on {p['samples']:,} {labelled} samples.")
@@ -76,6 +90,32 @@ def method_lines(results: Results) -> list[str]:
     for model in results.models:
         size = "" if model.parameters is None else f", {model.parameters:,} parameters"
         lines.append(f"{model.name}: {model.family or 'model'}{size}, from {model.source or '–'}.")
+    return lines
+
+
+def _on_gpu(results: Results) -> list[str]:
+    """What the times of rows on a GPU hold, and what their speed is against; empty without any."""
+    rows = [row for row in results.rows if row.on_gpu and row.latency_ms is not None]
+    if not rows:
+        return []
+    lines = [GPU_CLOCK]
+    if any(row.device_ms is not None for row in rows):
+        lines.append(GPU_EVENTS)
+    silent = dict.fromkeys(
+        f"{NAMES.get(row.engine, row.engine)} ({row.provider})"
+        for row in rows
+        if row.device_ms is None
+    )
+    if silent:
+        lines.append(f"There are no {GPU_MS} of {', '.join(silent)}, only the wall clock.")
+    there = any(row.engine == PYTORCH_EAGER for row in rows)
+    lines.append(
+        "Rows on a GPU are compared with the untouched PyTorch model on the GPU, the others with "
+        "it on the CPU."
+        if there
+        else "Rows on a GPU are compared with the untouched PyTorch model on the CPU: on the GPU "
+        "it was not measured."
+    )
     return lines
 
 

@@ -8,7 +8,7 @@ from html import escape
 from ..console import count, size
 from .compare import Change, Comparison
 from .results import Results, Row
-from .views import Panel, line_name, milliseconds, over, percent, times
+from .views import GPU_MS, Panel, line_name, milliseconds, over, percent, times
 
 UNTOUCHED = "PyTorch, untouched"
 DASH = '<span class="quiet">–</span>'
@@ -26,7 +26,9 @@ NONE: Cell = (DASH, None)
 
 def rows_table(shown: Sequence[Panel], results: Results) -> str:
     """Returns every row of the results, failed ones too; the page's script sorts and filters it."""
-    heads = ["Engine", "k", "Median ms", "Speed", "× limit", "Spread"]
+    device = any(row.device_ms is not None for row in results.rows)
+    heads = ["Engine", "k", "Median ms", *([GPU_MS] if device else [])]
+    heads += ["Speed", "× limit", "Spread"]
     text = 1
     several = len({row.model for row in results.rows}) > 1
     batches = len({row.batch for row in results.rows}) > 1
@@ -49,7 +51,7 @@ def rows_table(shown: Sequence[Panel], results: Results) -> str:
         lead += [(str(row.batch), row.batch)] if batches else []
         name = UNTOUCHED if row.is_reference else line_name(row)
         lead += [(escape(name), name), (f"{row.k}/{row.experts}", row.k)]
-        body.append(_result_row(panel, row, lead, len(heads), token=token))
+        body.append(_result_row(panel, row, lead, len(heads), token=token, device=device))
     head = "".join(
         f'<th scope="col"{_text_class(index, text)}>{escape(name)}</th>'
         for index, name in enumerate(heads)
@@ -64,7 +66,9 @@ def _text_class(index: int, text: int) -> str:
     return ' class="text"' if index < text else ""
 
 
-def _result_row(panel: Panel, row: Row, lead: Sequence[Cell], columns: int, *, token: bool) -> str:
+def _result_row(
+    panel: Panel, row: Row, lead: Sequence[Cell], columns: int, *, token: bool, device: bool
+) -> str:
     data = {
         "model": row.model,
         "batch": row.batch,
@@ -79,7 +83,10 @@ def _result_row(panel: Panel, row: Row, lead: Sequence[Cell], columns: int, *, t
         cells = _cells(lead, text)
         wide = f'<td class="error" colspan="{columns - len(lead)}">{escape(row.error)}</td>'
         return f"<tr{kind}{attributes}>{cells}{wide}</tr>"
-    found = [*lead, *_speed(panel, row), *_quality(row, token=token), *_latencies(row)]
+    speed = _speed(panel, row)
+    if device:
+        speed.insert(1, _device(row))
+    found = [*lead, *speed, *_quality(row, token=token), *_latencies(row)]
     return f"<tr{kind}{attributes}>{_cells(found, text)}</tr>"
 
 
@@ -98,8 +105,9 @@ def _speed(panel: Panel, row: Row) -> list[Cell]:
     ratio = panel.speedup(row)
     speed: Cell = NONE
     if ratio is not None:
-        shown = "1×" if row.is_reference else times(ratio)
-        if not row.is_reference and not panel.faster_or_slower(row):
+        itself = panel.base(row) is row
+        shown = "1×" if itself else times(ratio)
+        if not itself and not panel.faster_or_slower(row):
             title = "within the spread: no difference"
             shown = f'<span class="quiet" title="{title}">≈ {shown}</span>'
         speed = (shown, ratio)
@@ -109,6 +117,17 @@ def _speed(panel: Panel, row: Row) -> list[Cell]:
         _limit(row),
         (f"{latency.spread:.0%}", latency.spread),
     ]
+
+
+def _device(row: Row) -> Cell:
+    """The time on the GPU, with how it spreads where the pointer rests on it."""
+    found = row.device_ms
+    if found is None:
+        return NONE
+    told = (
+        f"p90 {milliseconds(found.p90)}, p99 {milliseconds(found.p99)}, spread {found.spread:.0%}"
+    )
+    return f'<span title="{told}">{milliseconds(found.median)}</span>', found.median
 
 
 def _limit(row: Row) -> Cell:

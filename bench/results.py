@@ -16,6 +16,7 @@ from .reading import Reader
 SCHEMA = 1
 
 PYTORCH_EAGER = "pytorch-eager"
+PYTORCH_EAGER_CUDA = f"{PYTORCH_EAGER}-cuda"
 PYTORCH_COMPILE = "pytorch-compile"
 PYTORCH_ALGORITHM_2 = "pytorch-algorithm-2"
 ONNXRUNTIME = "onnxruntime"
@@ -112,7 +113,8 @@ class Row:
     """One engine with one k at one batch size.
 
     `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (host array to host
-    array); `limit_ms` is the least time that the machine needs for its `work` (`bench.roofline`),
+    array); `device_ms` is the GPU's own time for a call by CUDA events around the computation, for
+    engines that tell it. `limit_ms` is the least time that the machine needs for its `work` (`bench.roofline`),
     and `no_limit` says why that is not known. `throughput` is inputs per second. `peak_memory_mb`
     is the largest resident set of a process that opens the engine and runs batches of this size,
     `runtime_memory_mb` what that process held before it opened anything. A row that failed has
@@ -129,6 +131,7 @@ class Row:
     lowering: str | None = None
     scope: str = "end-to-end"
     latency_ms: Latency | None = None
+    device_ms: Latency | None = None
     work: Work | None = None
     limit_ms: float | None = None
     no_limit: str | None = None
@@ -144,8 +147,13 @@ class Row:
 
     @property
     def is_reference(self) -> bool:
-        """Whether this is the untouched PyTorch model."""
-        return self.engine == PYTORCH_EAGER
+        """Whether this is the untouched PyTorch model on the CPU, which every file has."""
+        return self.engine == PYTORCH_EAGER and not self.on_gpu
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether it ran on a GPU."""
+        return self.provider not in (None, "cpu")
 
     @property
     def over_limit(self) -> float | None:

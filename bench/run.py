@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
@@ -33,6 +33,7 @@ from .measurement import Measurement, weights_bytes
 from .peaks import worker_count
 from .plan import Estimate, Heat, Probe, Settings, describe, estimate, plan
 from .results import Absent, ModelInfo, Results, Row, write
+from .torch_gpu import CUDA, without_tf32
 
 PROBE_CALLS = 3
 """Calls of which the fastest foretells the others: the first one allocates."""
@@ -67,7 +68,8 @@ def bench(
     head = data.head(max(settings.batches) * settings.protocol.inputs)
     for subject in subjects:
         check_inputs(subject.model.input, head, subject.name)
-    with with_threads(settings.threads):
+    on_gpu = any(c.provider == CUDA for heat in heats for c in heat.contestants)
+    with with_threads(settings.threads), without_tf32() if on_gpu else nullcontext():
         facts = environment() | {"threads": torch.get_num_threads()}
         progress.step(describe(heats, foretell(subjects, heats, head, data.samples, settings)))
         models = tuple(model_info(subject) for subject in subjects)

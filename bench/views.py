@@ -7,12 +7,14 @@ from dataclasses import dataclass
 
 from ..exporter import timing
 from ..exporter.timing import Latency
-from .results import Interval, Results, Row
+from .results import PYTORCH_EAGER, Interval, Results, Row
 
 KEPT = 0.99
 """The summary's bar: the share of the untouched model's accuracy that a row must keep."""
 
 LIMIT = "limit of the machine"
+GPU_MS = "GPU ms"
+"""The heading of the times by CUDA events, in every table that has them."""
 
 NAMES = {
     "pytorch-eager": "PyTorch",
@@ -55,13 +57,17 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One model at one batch size: its lines over k and the untouched model beside them."""
+    """One model at one batch size: its lines over k and the untouched model beside them.
+
+    `reference` is the untouched model on the CPU, `gpu_reference` on the GPU: one of the lines.
+    """
 
     model: str
     batch: int
     experts: int
     reference: Row | None
     lines: tuple[Line, ...]
+    gpu_reference: Row | None = None
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -98,17 +104,32 @@ class Panel:
         room = self.top_ms - latency.median
         return Bar(latency.median, below, min(above, room), cut=above > room)
 
+    def base(self, row: Row) -> Row | None:
+        """The untouched model that a row's speed is against: on a GPU the GPU's, if measured."""
+        if row.on_gpu and self.gpu_reference is not None:
+            return self.gpu_reference
+        return self.reference
+
+    def place(self, row: Row) -> str:
+        """Where the base of a row ran, to end a sentence; empty where no row ran on a GPU."""
+        base = self.base(row)
+        if base is None or not any(each.on_gpu for line in self.lines for each in line.rows):
+            return ""
+        return f" on the {'GPU' if base.on_gpu else 'CPU'}"
+
     def speedup(self, row: Row) -> float | None:
-        """How many times faster than the untouched model a row is, by medians."""
-        if self.reference is None or self.reference.latency_ms is None or row.latency_ms is None:
+        """How many times faster than its base a row is, by medians of the wall clock."""
+        base = self.base(row)
+        if base is None or base.latency_ms is None or row.latency_ms is None:
             return None
-        return self.reference.latency_ms.median / row.latency_ms.median
+        return base.latency_ms.median / row.latency_ms.median
 
     def faster_or_slower(self, row: Row) -> bool:
-        """Whether a row's speed can be told from the untouched model's."""
-        if self.reference is None or self.reference.latency_ms is None or row.latency_ms is None:
+        """Whether a row's speed can be told from its base's."""
+        base = self.base(row)
+        if base is None or base.latency_ms is None or row.latency_ms is None:
             return False
-        return timing.differs(row.latency_ms, self.reference.latency_ms)
+        return timing.differs(row.latency_ms, base.latency_ms)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +212,9 @@ def panels(results: Results) -> tuple[Panel, ...]:
                     experts=max(row.experts for row in rows),
                     reference=next((r for r in here if r.is_reference), None),
                     lines=tuple(line for line in lines if line.rows),
+                    gpu_reference=next(
+                        (r for r in here if r.engine == PYTORCH_EAGER and r.on_gpu), None
+                    ),
                 )
             )
     return tuple(found)
@@ -204,9 +228,14 @@ def choice(panel: Panel) -> Row | None:
     """Returns the row that a panel's summary is about.
 
     The rule: the fastest row that keeps at least 99% of the untouched model's accuracy; where none
-    does, the one that keeps most. Without labels, the fastest.
+    does, the one that keeps most. Without labels, the fastest. Never the untouched model itself.
     """
-    timed = [row for line in panel.lines for row in line.rows if row.latency_ms is not None]
+    timed = [
+        row
+        for line in panel.lines
+        for row in line.rows
+        if row.latency_ms is not None and row is not panel.gpu_reference
+    ]
     if not timed:
         return None
     judged = [(row, kept) for row in timed if (kept := row.kept) is not None]
@@ -317,8 +346,8 @@ def _speed(panel: Panel, row: Row) -> str:
     if ratio is None:
         return ""
     if not panel.faster_or_slower(row):
-        return " at the speed of the PyTorch model, within the spread"
-    return f" at {times(ratio)} the speed of the PyTorch model"
+        return f" at the speed of the PyTorch model{panel.place(row)}, within the spread"
+    return f" at {times(ratio)} the speed of the PyTorch model{panel.place(row)}"
 
 
 def _next_below(panel: Panel, row: Row) -> Row | None:

@@ -26,7 +26,7 @@ Contestant = Callable[[int], object]
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """Wall-clock milliseconds of single calls, over all rounds together.
+    """Milliseconds of single calls, over all rounds together.
 
     `n` calls were timed. `rounds` holds the median of each round and `spread` their relative range,
     (max − min) / median: two latencies that differ by less are not told apart.
@@ -75,18 +75,26 @@ class Protocol:
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """What one round found: milliseconds of every call, or in words what ended it."""
+    """What one round found: milliseconds of every call, or in words what ended it.
+
+    `ms` are by the wall clock; `device_ms` those of the device, for contestants that tell them.
+    """
 
     ms: dict[str, list[float]] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
+    device_ms: dict[str, list[float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What came of a measurement: a latency or in words what ended it, per contestant."""
+    """What came of a measurement: a latency or in words what ended it, per contestant.
+
+    `device` is the time on the device, of contestants that tell it.
+    """
 
     latencies: dict[str, Latency]
     failures: dict[str, str]
+    device: dict[str, Latency] = field(default_factory=dict)
 
 
 def measure(
@@ -104,7 +112,8 @@ def measure(
     A contestant that raises is left out from then on, and what it said kept in `failures`. Rounds
     that an interrupted run has `done` count; each new one is handed to `keep`. A contestant that
     has a method `rest` is told when its part of a round is over; one that has `inputs` takes so
-    many in turn instead of the protocol's.
+    many in turn instead of the protocol's. One that has `device_ms` is called by it, too, as often
+    and in turn with the timed passes: it returns the milliseconds that its device took.
     """
     progress = progress or Silent()
     rounds = list(done)
@@ -124,7 +133,10 @@ def measure(
                         _warm_up(call, protocol.warmup)
                     warm.add(name)
                     inputs = getattr(call, "inputs", protocol.inputs)
-                    found.ms[name] = _round_ms(call, replace(protocol, inputs=inputs), clock_ns)
+                    ms, device_ms = _round_ms(call, replace(protocol, inputs=inputs), clock_ns)
+                    found.ms[name] = ms
+                    if device_ms:
+                        found.device_ms[name] = device_ms
                     rest = getattr(call, "rest", None)
                     if rest is not None:
                         rest()
@@ -138,7 +150,11 @@ def measure(
         for name in contestants
         if name not in failures
     }
-    return Measured(latencies, failures)
+    told = {
+        name: [each.device_ms[name] for each in rounds if name in each.device_ms]
+        for name in latencies
+    }
+    return Measured(latencies, failures, {name: summarise(ms) for name, ms in told.items() if ms})
 
 
 def _order(contestants: Mapping[str, Contestant], seed: int, number: int) -> list[str]:
@@ -159,18 +175,24 @@ def _warm_up(call: Contestant, calls: int) -> None:
         call(index)
 
 
-def _round_ms(call: Contestant, protocol: Protocol, clock_ns: Callable[[], int]) -> list[float]:
-    """Times whole passes over the inputs; returns milliseconds per call."""
+def _round_ms(
+    call: Contestant, protocol: Protocol, clock_ns: Callable[[], int]
+) -> tuple[list[float], list[float]]:
+    """Times whole passes over the inputs; returns milliseconds per call, and the device's."""
     # Brings the weights back into the caches, which the contestant before has filled with its own.
     call(protocol.inputs - 1)
+    device_call: Callable[[int], float] | None = getattr(call, "device_ms", None)
     times_ms: list[float] = []
+    device_ms: list[float] = []
     deadline_ns = clock_ns() + protocol.round_s * 1e9
     while not times_ms or clock_ns() < deadline_ns:
         for index in range(protocol.inputs):
             start_ns = clock_ns()
             call(index)
             times_ms.append((clock_ns() - start_ns) / NS_PER_MS)
-    return times_ms
+        if device_call is not None:
+            device_ms += [device_call(index) for index in range(protocol.inputs)]
+    return times_ms, device_ms
 
 
 def summarise(rounds_ms: list[list[float]]) -> Latency:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 from moexport.errors import UsageError
-from moexport.exporter.timing import Latency, Protocol, differs, measure, summarise
+from moexport.exporter.timing import Latency, Protocol, Round, differs, measure, summarise
 
 
 def ticking(step_ns: int = 1_000_000) -> Callable[[], int]:
@@ -67,6 +69,40 @@ def test_rounds_interleave_in_an_order_that_the_seed_decides() -> None:
     assert len(rounds) == 5
     assert all(sorted(each) == list("abcd") for each in rounds)
     assert len({tuple(each) for each in rounds}) > 1
+
+
+class Waiting:
+    """Waits two milliseconds before it computes, and tells the processor's time as a device's."""
+
+    def __init__(self) -> None:
+        self.square = np.ones((40, 40))
+
+    def __call__(self, index: int) -> object:
+        time.sleep(0.002)
+        return self.square @ self.square
+
+    def device_ms(self, index: int) -> float:
+        begun = time.thread_time_ns()
+        self(index)
+        return (time.thread_time_ns() - begun) / 1e6
+
+
+def test_a_device_that_tells_its_time_is_asked_as_often_in_the_same_rounds() -> None:
+    kept: list[Round] = []
+    done = [Round({"gpu": [3.0], "cpu": [1.0]}, {}, {"gpu": [0.5]})]
+    measured = measure(
+        {"gpu": Waiting(), "cpu": lambda index: None},
+        Protocol(warmup=0, round_s=0.0, inputs=3),
+        done=done,
+        keep=kept.append,
+    )
+    assert set(measured.device) == {"gpu"}
+    device, clock = measured.device["gpu"], measured.latencies["gpu"]
+    assert device.n == clock.n == 1 + 4 * 3
+    assert device.rounds[0] == 0.5
+    assert all(set(each.device_ms) == {"gpu"} for each in kept)
+    assert clock.min >= 2.0
+    assert 0 < device.median < clock.median
 
 
 @pytest.mark.parametrize("fails_at", [0, 4])
