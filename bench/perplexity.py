@@ -15,22 +15,14 @@ from .statistics import Z
 
 
 @dataclass(frozen=True, slots=True)
-class Surprise:
-    """Summed negative log-likelihood (nats) of the tokens of some sequences.
+class Sequences:
+    """The summed negative log-likelihood [b], in nats, and the tokens [b] of each sequence."""
 
-    `squares`, `cross` and `lengths` are Σ nll², Σ nll · tokens and Σ tokens² over the sequences,
-    from which the spread between sequences follows.
-    """
-
-    nll: float = 0.0
-    tokens: int = 0
-    sequences: int = 0
-    squares: float = 0.0
-    cross: float = 0.0
-    lengths: int = 0
+    nll: Array
+    tokens: Labels
 
     @staticmethod
-    def of(logits: Array, ids: Labels, targets: Labels | None = None) -> Surprise:
+    def of(logits: Array, ids: Labels, targets: Labels | None = None) -> Sequences:
         """Sums over logits [b, m, v] of token ids [b, m].
 
         Without `targets` [b, m] the target at a position is the next id, and the last position has
@@ -44,10 +36,43 @@ class Surprise:
         if targets is None:
             targets = np.full_like(ids, IGNORED)
             targets[:, :-1] = ids[:, 1:]
-        total = Surprise()
-        for each, wanted in zip(logits, targets, strict=True):
-            total += _of_sequence(each, wanted)
-        return total
+        nll = [_nll(each, wanted) for each, wanted in zip(logits, targets, strict=True)]
+        return Sequences(np.array(nll), (targets != IGNORED).sum(axis=1))
+
+
+@dataclass(frozen=True, slots=True)
+class Surprise:
+    """Summed negative log-likelihood (nats) of the tokens of some sequences.
+
+    `squares`, `cross` and `lengths` are Σ nll², Σ nll · tokens and Σ tokens² over the sequences,
+    from which the spread between sequences follows. `apart_squares` and `apart_cross` are Σ d² and
+    Σ d · tokens of what each sequence has more of it in the untouched model, d.
+    """
+
+    nll: float = 0.0
+    tokens: int = 0
+    sequences: int = 0
+    squares: float = 0.0
+    cross: float = 0.0
+    lengths: int = 0
+    apart_squares: float = 0.0
+    apart_cross: float = 0.0
+
+    @staticmethod
+    def of(found: Sequences, untouched: Sequences) -> Surprise:
+        """Sums over sequences, beside the same sequences in the untouched model."""
+        nll, tokens = found.nll, found.tokens
+        apart = untouched.nll - nll
+        return Surprise(
+            nll=float(nll.sum()),
+            tokens=int(tokens.sum()),
+            sequences=int((tokens > 0).sum()),
+            squares=float(nll @ nll),
+            cross=float(nll @ tokens),
+            lengths=int(tokens @ tokens),
+            apart_squares=float(apart @ apart),
+            apart_cross=float(apart @ tokens),
+        )
 
     def __add__(self, other: Surprise) -> Surprise:
         return Surprise(
@@ -57,6 +82,8 @@ class Surprise:
             self.squares + other.squares,
             self.cross + other.cross,
             self.lengths + other.lengths,
+            self.apart_squares + other.apart_squares,
+            self.apart_cross + other.apart_cross,
         )
 
     @property
@@ -65,30 +92,40 @@ class Surprise:
         return self.nll / self.tokens
 
     def perplexity(self, untouched: Surprise) -> Perplexity:
-        """exp(mean nll), and what is kept of the untouched model's on the same tokens."""
-        value = math.exp(self.mean)
-        return Perplexity(value, math.exp(untouched.mean) / value, self.tokens, self._interval())
+        """exp(mean nll), and what is kept of the untouched model's on the same tokens.
 
-    def _interval(self) -> Interval | None:
-        """The 95% interval over sequences; None for fewer than two."""
+        What is kept is exp(mean d): its interval is that of the mean of the differences, so that
+        what makes a sequence hard for both models does not widen it.
+        """
+        apart = untouched.mean - self.mean
+        return Perplexity(
+            math.exp(self.mean),
+            math.exp(apart),
+            self.tokens,
+            self._interval(self.mean, self.squares, self.cross),
+            self._interval(apart, self.apart_squares, self.apart_cross),
+        )
+
+    def _interval(self, mean: float, squares: float, cross: float) -> Interval | None:
+        """The 95% interval of exp(Σ x / Σ tokens) over sequences; None for fewer than two.
+
+        `squares` and `cross` are Σ x² and Σ x · tokens.
+        """
         if self.sequences < 2:
             return None
         # The variance of a ratio of two sums over sequences.
-        mean = self.mean
-        residual = self.squares - 2 * mean * self.cross + mean * mean * self.lengths
+        residual = squares - 2 * mean * cross + mean * mean * self.lengths
         scale = self.sequences / (self.sequences - 1)
         half = Z * math.sqrt(max(0.0, residual * scale)) / self.tokens
         return Interval(math.exp(mean - half), math.exp(mean + half))
 
 
-def _of_sequence(logits: Array, targets: Labels) -> Surprise:
-    """One sequence at a time: logits in double precision take twice their room."""
+def _nll(logits: Array, targets: Labels) -> float:
+    """Of one sequence at a time: logits in double precision take twice their room."""
     places = np.flatnonzero(targets != IGNORED)
     if not places.size:
-        return Surprise()
+        return 0.0
     values = logits[places].astype(np.float64)
     top = values.max(axis=1)
     log_sum = top + np.log(np.exp(values - top[:, None]).sum(axis=1))
-    nll = float((log_sum - values[np.arange(places.size), targets[places]]).sum())
-    count = int(places.size)
-    return Surprise(nll, count, 1, nll * nll, nll * count, count * count)
+    return float((log_sum - values[np.arange(places.size), targets[places]]).sum())

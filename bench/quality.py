@@ -17,7 +17,7 @@ from ..graphs.layers import soft_moe_layers
 from .data import Array, Labelled, Labels
 from .engines import Contestant, Graph, PyTorch, Runner, Subject, untouched, with_algorithm_1
 from .evaluate import Closeness, Hits, Overlap
-from .perplexity import Surprise
+from .perplexity import Sequences, Surprise
 from .results import (
     PYTORCH_COMPILE,
     PYTORCH_EAGER,
@@ -181,6 +181,7 @@ def _add(
     dense = _outputs(base, x, name)
     if labels is not None and labels.ndim == 1:
         check_classes(labels, dense.shape[-1], "the data", first=state.seen)
+    scores = _scored(dense, x, labels)
     expected = {k: _expected(reference, x) for k, reference in references.items()}
     sums, failures = dict(state.sums), dict(state.failures)
     for contestant, runner in runners.items():
@@ -191,12 +192,12 @@ def _add(
         reference = None if contestant.engine in UNTOUCHED else expected.get(contestant.k)
         outputs, chosen = reference or (dense, {})
         try:
-            found = _sums(runner, x, labels, dense, outputs, chosen)
+            found = _sums(runner, x, labels, scores, outputs, chosen)
         except Exception as error:  # noqa: BLE001  the row says what failed; the others go on
             failures[label] = in_one_line(error)
         else:
             sums[label] = sums.get(label, Sums()) + found
-    untouched_sums = state.dense + _score(dense, x, labels, dense)
+    untouched_sums = state.dense + _score(scores, labels, scores)
     return replace(
         state, seen=state.seen + len(x), dense=untouched_sums, sums=sums, failures=failures
     )
@@ -206,12 +207,13 @@ def _sums(
     runner: Runner,
     x: Array,
     labels: Labels | None,
-    dense: Array,
+    untouched: Array | Sequences,
     expected: Array,
     chosen: Mapping[str, Array],
 ) -> Sums:
     outputs = runner(x)
-    found = replace(_score(outputs, x, labels, dense), closeness=Closeness.of(outputs, expected))
+    score = _score(_scored(outputs, x, labels), labels, untouched)
+    found = replace(score, closeness=Closeness.of(outputs, expected))
     if not (chosen and isinstance(runner, Graph)):
         return found
     selected = runner.selected(x)
@@ -219,14 +221,19 @@ def _sums(
     return replace(found, overlap=Overlap.of(choosing, chosen))
 
 
-def _score(outputs: Array, x: Array, labels: Labels | None, dense: Array) -> Sums:
-    """Accuracy where there are classes, perplexity where outputs and inputs are tokens."""
+def _scored(outputs: Array, x: Array, labels: Labels | None) -> Array | Sequences:
+    """What outputs are judged by: themselves, or how they foretell tokens where both are tokens."""
     tokens = x.dtype.kind in "iu" and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
-    if tokens:
-        return Sums(surprise=Surprise.of(outputs, x, labels))
-    if labels is None:
+    return Sequences.of(outputs, x, labels) if tokens else outputs
+
+
+def _score(found: Array | Sequences, labels: Labels | None, untouched: Array | Sequences) -> Sums:
+    """Accuracy where there are classes, perplexity of tokens; beside the untouched model's."""
+    if isinstance(found, Sequences) and isinstance(untouched, Sequences):
+        return Sums(surprise=Surprise.of(found, untouched))
+    if labels is None or isinstance(found, Sequences) or isinstance(untouched, Sequences):
         return Sums()
-    return Sums(hits=Hits.of(outputs, labels, dense))
+    return Sums(hits=Hits.of(found, labels, untouched))
 
 
 def _references(subject: Subject, ks: Iterable[int]) -> dict[int, PyTorch]:

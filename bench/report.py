@@ -48,9 +48,9 @@ RULE = (
 CHART_NOTE = (
     "Latency bars reach from the fastest to the slowest round (medians); differences smaller than "
     "the bars are no difference. Accuracy bars are 95% confidence intervals. The dashed line is "
-    "the untouched PyTorch model on the CPU with all experts, the band around it its rounds. An arrow at the "
-    "upper edge ends a bar that goes on: one round was much slower. The thin line is the least "
-    "time that this machine needs for the work, by its own bandwidth and matmul rate."
+    "the untouched PyTorch model on the CPU with all experts, the band around it its rounds. An "
+    "arrow at the upper edge ends a bar that goes on: one round was much slower. The thin line is "
+    "the least time that this machine needs for the work, by its own bandwidth and matmul rate."
 )
 PARETO_NOTE = (
     "What speed costs: every row by its latency and by what it keeps of the untouched model; those "
@@ -280,14 +280,12 @@ def tiles(panel: Panel) -> str:
 
 
 def _kept_detail(row: Row) -> str:
+    interval = row.kept_interval
+    if interval is not None:
+        return f"{percent(interval.low)} to {percent(interval.high)} (95%)"
     if row.perplexity is not None:
         return f"perplexity {row.perplexity.value:.4g}"
-    if row.accuracy is None:
-        return "no labels"
-    interval = row.kept_interval
-    if interval is None:
-        return f"top-1 {row.accuracy.top1:.2%}"
-    return f"{percent(interval.low)} to {percent(interval.high)} (95%)"
+    return "no labels" if row.accuracy is None else f"top-1 {row.accuracy.top1:.2%}"
 
 
 def _why_no_routing(row: Row) -> str:

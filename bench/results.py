@@ -54,13 +54,14 @@ class Perplexity:
     """exp of the mean negative log-likelihood of the next token, over `tokens` tokens.
 
     `retention` is the untouched PyTorch model's perplexity divided by this one: 1 keeps all, less
-    is worse. `interval` is over sequences.
+    is worse. Both intervals are over sequences, the second over their differences.
     """
 
     value: float
     retention: float
     tokens: int
     interval: Interval | None = None
+    retention_interval: Interval | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,11 +115,11 @@ class Row:
 
     `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (host array to host
     array); `device_ms` is the GPU's own time for a call by CUDA events around the computation, for
-    engines that tell it. `limit_ms` is the least time that the machine needs for its `work` (`bench.roofline`),
-    and `no_limit` says why that is not known. `throughput` is inputs per second. `peak_memory_mb`
-    is the largest resident set of a process that opens the engine and runs batches of this size,
-    `runtime_memory_mb` what that process held before it opened anything. A row that failed has
-    `error` and no numbers.
+    engines that tell it. `limit_ms` is the least time that the machine needs for its `work`
+    (`bench.roofline`), and `no_limit` says why that is not known. `throughput` is inputs per
+    second. `peak_memory_mb` is the largest resident set of a process that opens the engine and runs
+    batches of this size, `runtime_memory_mb` what that process held before it opened anything. A
+    row that failed has `error` and no numbers.
     """
 
     engine: str
@@ -172,7 +173,9 @@ class Row:
     @property
     def kept_interval(self) -> Interval | None:
         """Where `kept` lies with 95% confidence."""
-        return None if self.accuracy is None else self.accuracy.retention_interval
+        if self.accuracy is not None:
+            return self.accuracy.retention_interval
+        return None if self.perplexity is None else self.perplexity.retention_interval
 
     @property
     def identity(self) -> tuple[object, ...]:
