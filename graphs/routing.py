@@ -155,8 +155,10 @@ def _normalise(b: Builder, layer: Layer, x: ir.Value) -> tuple[ir.Value, ir.Valu
         )
         norm = b.op("Sqrt", shifted, name="router/norm")
     else:
-        guard = "Max" if spec.norm == "l2" else "Add"
-        norm = b.op(guard, _lengths(b, layer, x), b.number(spec.norm_eps), name="router/norm")
+        # ONNX Runtime's Max of a tensor and a scalar takes twenty times as long as Clip.
+        guard = "Clip" if spec.norm == "l2" else "Add"
+        length = _lengths(b, layer, x)
+        norm = b.op(guard, length, b.number(spec.norm_eps), name="router/norm")
     return x, b.op("Reciprocal", norm, name="router/scale")
 
 

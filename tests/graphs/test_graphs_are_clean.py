@@ -102,7 +102,7 @@ def test_the_standard_lowerings_use_standard_ops_alone() -> None:
         assert domains == ({""} if "onnx" in record.targets else {"", "com.microsoft"})
 
 
-ROUTER = {"ReduceL2": 1, "Max": 1, "Reciprocal": 1, "MatMul": 1, "Mul": 1, "Softmax": 1}
+ROUTER = {"ReduceL2": 1, "Clip": 1, "Reciprocal": 1, "MatMul": 1, "Mul": 1, "Softmax": 1}
 CHOICE = {"ReduceSum": 1, "TopK": 1}
 DISPATCH = {"Transpose": 2, "Softmax": 1, "Mul": 1, "MatMul": 1}  # of L and of 1/|x|
 COMBINE = {"MatMul": 1}
