@@ -135,10 +135,10 @@ def departures(manifest: Manifest) -> list[str]:
 
 def _host_departures(manifest: Manifest) -> list[str]:
     numbers = manifest.numbers
-    islands = numbers.get("islands", ())
+    fp32_nodes = numbers.get("fp32_nodes", ())
     linears = numbers.get("linears", {})
     return [
-        *(f"{island['node']} ({island['op_type']}): {island['reason']}" for island in islands),
+        *(f"{node['node']} ({node['op_type']}): {node['reason']}" for node in fp32_nodes),
         *(f"{node}: not in INT8: {reason}" for node, reason in linears.items() if reason),
     ]
 

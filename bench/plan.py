@@ -149,7 +149,7 @@ def describe(heats: Sequence[Heat], expected: Estimate | None = None) -> str:
     rows = sum(len(heat.contestants) for heat in heats)
     least = math.ceil(sum(heat.seconds(0.0) for heat in heats))
     takes = f"the timing takes at least {least} s" if expected is None else str(expected)
-    lines = [f"{rows} rows in {len(heats)} heats; {takes}"]
+    lines = [f"{rows} rows; {takes}"]
     for heat in heats:
         first = heat.contestants[0]
         kinds: dict[str, list[str]] = {}

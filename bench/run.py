@@ -222,7 +222,7 @@ def _graph_hash(opener: object) -> str:
 
 def _tell(journal: Journal, progress: Progress) -> None:
     if journal.resumed:
-        progress.step(f"going on with an unfinished run: {journal.resumed} pieces are done")
+        progress.step(f"going on with an unfinished run: {journal.resumed} measurements are done")
     elif journal.discarded:
         changed = ", ".join(journal.discarded)
         progress.step(f"an unfinished run of something else was discarded (changed: {changed})")

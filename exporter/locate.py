@@ -31,7 +31,7 @@ def first_different_layer(
     rtol: float,
     batch: int,
 ) -> str:
-    """Returns where the first difference appears, in words: a layer, or the host around it.
+    """Returns where the first difference appears, in words: a layer, or the network around it.
 
     The inputs and outputs of every MoE layer are compared in order, on the first `batch` inputs.
     """
@@ -41,14 +41,14 @@ def first_different_layer(
     session = Session(path, SessionOptions(plan_memory=False, observe=observe, rounded=True))
     actual = session.run(x, next(iter(expected.kept.values())) if session.takes_k else None)
     seen = _layer_values(model, x, expected.kept, renormalize=renormalize)
-    before = "the host before it"
+    before = "the network before it"
     for name, layer in values.items():
         wanted_input, wanted_output = seen[name]
         if _differs(actual[layer.input], wanted_input, rtol):
             return f"{before}, at the input of layer {name}"
         if _differs(actual[layer.output], wanted_output, rtol):
             return f"layer {name}"
-        before = f"the host after layer {name}"
+        before = f"the network after layer {name}"
     return f"{before.replace('before it', 'before the layers')}, at the output"
 
 

@@ -12,25 +12,25 @@ from .precision import NumbersPlan
 def numbers_record(plan: NumbersPlan, options: ExportOptions) -> dict[str, Any]:
     """Returns the record as plain data: empty for a model in FP32 throughout.
 
-    `rest` is the float type of what is not quantised, `router` that of routers and gates; `islands`
-    are the nodes that stayed in FP32 for this model's weights or values, `usual_islands` counts the
-    others by op type. With INT8: how weights and activations are written, and `linears`, the
-    host's, null where they are INT8 and the reason where not; `retention` (`retained.Retention`)
+    `rest` is the float type of what is not quantised, `router` that of routers and gates;
+    `fp32_nodes` are the nodes that stayed in FP32 for this model's weights or values,
+    `usual_fp32_nodes` counts the others by op type. With INT8: how weights and activations are
+    written, and `linears`, the host's, null where they are INT8 and the reason where not; `retention` (`retained.Retention`)
     where `--min-retention` was asked for.
     """
     numbers, target = options.numbers, options.target
     if numbers.precision == "fp32":
         return {}
     usual: dict[str, int] = {}
-    for island in plan.islands:
-        if island.usual:
-            usual[island.op_type] = usual.get(island.op_type, 0) + 1
+    for node in plan.fp32_nodes:
+        if node.usual:
+            usual[node.op_type] = usual.get(node.op_type, 0) + 1
     record: dict[str, Any] = {
         "rest": numbers.float_name(target),
         "router": "fp32",
         "io": numbers.io,
-        "islands": [asdict(island) for island in plan.islands if not island.usual],
-        "usual_islands": usual,
+        "fp32_nodes": [asdict(node) for node in plan.fp32_nodes if not node.usual],
+        "usual_fp32_nodes": usual,
     }
     if numbers.precision == "int8":
         grid, form = numbers.grid(target), numbers.form(target)

@@ -21,7 +21,7 @@ from ..graphs.arithmetic import (
     Precision,
     Quantised,
 )
-from ..graphs.half import Island, beyond, misfit, narrow_host
+from ..graphs.half import Fp32Node, beyond, misfit, narrow_host
 from ..graphs.linears import host_linears
 from ..graphs.moe import MoELayer
 from ..graphs.narrowing import NARROWED, activation_scale
@@ -53,7 +53,7 @@ class NumbersPlan:
     """In what every part of a model computes."""
 
     layers: Mapping[str, LayerNumbers]
-    islands: tuple[Island, ...] = ()
+    fp32_nodes: tuple[Fp32Node, ...] = ()
     linears: tuple[QuantisedLinear, ...] = ()
 
 
@@ -86,13 +86,13 @@ def narrow(
             FLOAT_TYPES[numbers.float_name(target)],
         )
     dtype = FLOAT_TYPES[numbers.float_name(target)]
-    islands: list[Island] = []
+    fp32_nodes: list[Fp32Node] = []
     if dtype in HALF_TYPES:
         peaks = {} if table is None else table.peaks
-        islands = narrow_host(portable, dtype, peaks=peaks, io=FLOAT_TYPES[numbers.io])
-    if linears or islands or dtype in HALF_TYPES:
+        fp32_nodes = narrow_host(portable, dtype, peaks=peaks, io=FLOAT_TYPES[numbers.io])
+    if linears or fp32_nodes or dtype in HALF_TYPES:
         simplify(portable)
-    return NumbersPlan(layers, tuple(islands), tuple(linears))
+    return NumbersPlan(layers, tuple(fp32_nodes), tuple(linears))
 
 
 def _layer(

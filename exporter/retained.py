@@ -9,7 +9,7 @@ from ..graphs.arithmetic import FloatName
 
 Measure = Literal["accuracy", "agreement", "cosine"]
 
-HOST = "the host's linear layers"
+HOST = "the linear layers outside the MoE layers"
 """The part of a model that `--quantize all` adds to its MoE layers, all together."""
 
 _MEASURES: dict[Measure, str] = {

@@ -120,7 +120,7 @@ def measure(
     failures = {name: text for each in done for name, text in each.failures.items()}
     left = protocol.rounds - len(rounds)
     progress.step(
-        f"{title}: {left} rounds of {len(contestants)} contestants", total=left * len(contestants)
+        f"{title}: {left} rounds, {len(contestants)} in turn", total=left * len(contestants)
     )
     warm: set[str] = set()
     for number in range(len(rounds), protocol.rounds):

@@ -85,7 +85,7 @@ def trace(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None)
         except torch.onnx.errors.OnnxExporterError as error:
             raise TraceError(
                 f"PyTorch cannot trace this {model.family} model: {_first_line(error)}",
-                hint="the host's forward must not depend on the values of its inputs; "
+                hint="the network's forward must not depend on the values of its inputs; "
                 "--verbose shows PyTorch's own report",
             ) from error
     assert program is not None

@@ -1,4 +1,4 @@
-"""Narrows a traced host to 16-bit floats, with islands of FP32.
+"""Narrows a traced host to 16-bit floats, with nodes that stay in FP32.
 
 Every node either computes in 16 bits or stays as it is, for a reason that is kept; casts stand
 where the two meet. MoE layers are nodes here, whose insides are the lowering's
@@ -70,7 +70,7 @@ ORDINARY = 1e-4
 
 
 @dataclass(frozen=True, slots=True)
-class Island:
+class Fp32Node:
     """A node that stays in FP32, and why. `usual` where every network's node of its kind does."""
 
     node: str
@@ -85,7 +85,7 @@ def narrow_host(
     *,
     peaks: Mapping[str, float] = MappingProxyType({}),
     io: ir.DataType = FLOAT,
-) -> list[Island]:
+) -> list[Fp32Node]:
     """Narrows a traced model's host to `dtype`, in place, and returns what stayed in FP32.
 
     `peaks` are max|x| of values by name, where they were observed. Float inputs and outputs of the
@@ -99,7 +99,7 @@ def narrow_host(
     for node in list(model.graph):
         work.node(node)
     work.finish(io)
-    return work.islands
+    return work.fp32_nodes
 
 
 def misfit(array: np.ndarray, dtype: ir.DataType) -> str | None:
@@ -138,7 +138,7 @@ class _Narrowing:
     dtype: ir.DataType
     peaks: Mapping[str, float]
     types: dict[ir.Value, ir.DataType] = field(default_factory=dict)
-    islands: list[Island] = field(default_factory=list)
+    fp32_nodes: list[Fp32Node] = field(default_factory=list)
     _casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = field(default_factory=dict)
     _misfits: dict[ir.Value, str | None] = field(default_factory=dict)
 
@@ -152,7 +152,7 @@ class _Narrowing:
         target = self.dtype if reason is None else FLOAT
         if reason is not None:
             assert node.name is not None
-            self.islands.append(Island(node.name, node.op_type, reason, usual))
+            self.fp32_nodes.append(Fp32Node(node.name, node.op_type, reason, usual))
         if node.op_type == "Cast" and made and reason is None:
             node.attributes["to"] = ir.AttrInt64("to", target.value)
         for index, value in enumerate(node.inputs):

@@ -93,11 +93,11 @@ def test_a_killed_sweep_goes_on_where_it_stopped(
     again = bench([subject(model, graph)], digits.test, settings, out=tmp_path, progress=steps)
     # One evaluation, five rounds of batch 1 and, where the system tells, how long they waited.
     pieces = 6 + any(TASKS.glob("*/schedstat"))
-    assert f"going on with an unfinished run: {pieces} pieces are done" in steps.lines
+    assert f"going on with an unfinished run: {pieces} measurements are done" in steps.lines
     batches = [each["batch"] for each in again.protocol.get("waited", [])]
     assert batches == ([1, 3] if pieces > 6 else [])
     # PyTorch, the graph and three probes of the machine.
-    assert "digits, batch 1: timing: 0 rounds of 5 contestants" in steps.lines
+    assert "digits, batch 1: timing: 0 rounds, 5 in turn" in steps.lines
     assert all(row.limit_ms is not None for row in again.rows)
     # Five rounds of two inputs and one more, and one call of warm-up, in batches of three.
     assert graph.inputs == 3 * (5 * 3 + 1)

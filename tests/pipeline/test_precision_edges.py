@@ -103,10 +103,10 @@ def test_a_host_s_weights_beyond_fp16_keep_their_node_in_fp32(tmp_path: Path) ->
     outcome = export(tmp_path, checkpoint)
     assert outcome.code == 0, outcome.err
     bundle = Bundle.open(tmp_path / "out")
-    (island,) = bundle.manifest.numbers["islands"]
-    assert "a weight of 1e+05 is more than FLOAT16 holds" in island["reason"]
-    assert island["reason"] in outcome.err
-    assert island["reason"] in run("inspect", tmp_path / "out").out
+    (node,) = bundle.manifest.numbers["fp32_nodes"]
+    assert "a weight of 1e+05 is more than FLOAT16 holds" in node["reason"]
+    assert node["reason"] in outcome.err
+    assert node["reason"] in run("inspect", tmp_path / "out").out
     assert bundle.manifest.layers[0].precision == "fp16"
     y = bundle.session(options=SessionOptions(rounded=True))(CASE.x)
     assert_close(y, in_pytorch(checkpoint, CASE.x))

@@ -85,7 +85,7 @@ def test_16_bits_halve_the_file_and_keep_the_routing(
     assert (tmp_path / "out" / "weights.bin").stat().st_size < 0.58 * single
     assert layer(bundle).precision == precision
     assert bundle.manifest.numbers["router"] == "fp32"
-    assert bundle.manifest.numbers["usual_islands"]["LayerNormalization"] > 0
+    assert bundle.manifest.numbers["usual_fp32_nodes"]["LayerNormalization"] > 0
     assert bundle.manifest.inputs[0].dtype == bundle.manifest.outputs[0].dtype == "float32"
     assert bundle.manifest.parity is not None
     assert bundle.manifest.parity["routing_agreement"] == 1.0

@@ -1,0 +1,82 @@
+"""The page on running an exported model: its blocks run, and what it says of ports is so."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import moexport
+import numpy as np
+import onnxruntime
+import pytest
+from moexport.exporter.bundle import Bundle
+from moexport.exporter.families import FAMILIES
+from moexport.exporter.model import TensorSpec
+from moexport.tests.docs.documents import ROOT, blocks
+from moexport.tests.docs.test_engine_pages import outcomes
+from moexport.tests.recorded import DATA, MUMOE, SOFT_MOE, read_case
+
+PAGE = ROOT / "docs" / "deploy.md"
+ROW = re.compile(r"\| `([\w-]+)` \| `(\w+)` (\w+) \(([^)]*)\) \| `(\w+)` (\w+) \(([^)]*)\) \|")
+TRITON = {"float32": "TYPE_FP32", "int64": "TYPE_INT64"}
+
+
+@pytest.mark.usefixtures("traced_once")
+def test_the_page_runs_and_its_triton_configuration_is_that_of_the_graph(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = DATA / "soft_moe_vit"  # a ViT of width 48, which 12 heads divide
+    shutil.copy(case / "weights.pt", tmp_path / "vit.pt")
+    x = np.load(case / "io.npz")["x"]
+    np.savez(tmp_path / "test.npz", input=x)
+    monkeypatch.chdir(tmp_path)
+    configuration = ""
+    for block in blocks(PAGE):
+        if block.language == "bash":
+            done = outcomes(block)
+            assert [outcome.code for outcome in done] == [0] * len(done), f"{block}: {done}"
+            rest = [line for line in block.text.splitlines() if re.match("mkdir |cp ", line)]
+            subprocess.run(["bash", "-euc", "\n".join(rest)], check=True)
+        elif block.language == "python":
+            code = f"{block.text}\nnp.save('scores.npy', scores)\n"
+            subprocess.run([sys.executable, "-c", code], check=True)
+        elif block.language == "protobuf":
+            configuration = block.text
+    any_k = Bundle.open("vit-any").session()(x, 4)
+    np.testing.assert_allclose(np.load("scores.npy"), any_k, rtol=1e-5, atol=1e-6)
+    bundle = Bundle.open("vit-k4")
+    served = onnxruntime.InferenceSession("models/vit/1/model.onnx/model.onnx")
+    np.testing.assert_allclose(served.run(None, {"input": x})[0], any_k, rtol=1e-4, atol=1e-5)
+    ports = {"input": bundle.manifest.inputs, "output": bundle.manifest.outputs}
+    for kind, records in ports.items():
+        for port in records:
+            dims = ", ".join(map(str, port.shape[1:]))
+            wanted = f'name: "{port.name}" data_type: {TRITON[port.dtype]} dims: [ {dims} ]'
+            assert f"{kind} {{ {wanted} }}" in configuration
+
+
+def listed_ports() -> dict[str, tuple[TensorSpec, TensorSpec]]:
+    """The table's inputs and outputs by family: axes in italics by name, the others as 0."""
+
+    def spec(name: str, dtype: str, axes: str) -> TensorSpec:
+        named = (axis.strip() for axis in axes.split(","))
+        return TensorSpec(name, dtype, tuple(a[1:-1] if a[0] == "*" else 0 for a in named))
+
+    text = PAGE.read_text(encoding="utf-8")
+    return {row[0]: (spec(*row[1:4]), spec(*row[4:7])) for row in ROW.findall(text)}
+
+
+def test_the_table_of_inputs_and_outputs_lists_every_family() -> None:
+    assert listed_ports().keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("name", [*SOFT_MOE, *MUMOE])
+def test_the_table_of_inputs_and_outputs_is_right(name: str) -> None:
+    case = read_case(name)
+    model = moexport.load(case.weights, config=case.config)
+    for told, spec in zip(listed_ports()[case.family], (model.input, model.output), strict=True):
+        axes = tuple(axis if isinstance(axis, str) else 0 for axis in spec.shape)
+        assert (told.name, told.dtype, told.shape) == (spec.name, spec.dtype, axes)
