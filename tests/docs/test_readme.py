@@ -22,7 +22,8 @@ COMMANDS = [
     for line in block.text.replace("\\\n", " ").splitlines()
     if line.startswith("moexport ")
 ]
-LINK = re.compile(r"\]\((?!https?:)([^)#]+)\)")
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
+HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 
 @pytest.mark.parametrize(("block", "line"), COMMANDS, ids=[line for _, line in COMMANDS])
@@ -44,9 +45,18 @@ def test_shown_commands_and_their_options_exist(block: Block, line: str) -> None
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_links_lead_to_files(page: Path) -> None:
-    for target in LINK.findall(page.read_text(encoding="utf-8")):
-        assert (page.parent / target).exists(), f"{page.name}: {target}"
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    for target, heading in LINK.findall(page.read_text(encoding="utf-8")):
+        place = page.parent / target if target else page
+        assert place.exists(), f"{page.name}: {target}"
+        if heading:
+            assert heading in anchors(place), f"{page.name}: {target}#{heading}"
+
+
+def anchors(page: Path) -> set[str]:
+    """What a page's headings are called in links."""
+    headings = HEADING.findall(page.read_text(encoding="utf-8"))
+    return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
 def test_the_readme_s_use_section_runs(tmp_path: Path) -> None:
