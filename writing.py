@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ HINTS = {
     errno.EACCES: "choose a folder that you may write to",
     errno.EPERM: "choose a folder that you may write to",
     errno.EROFS: "the file system is read-only: choose another -o",
+    errno.ELOOP: "the link leads to itself: choose another -o",
     errno.EBUSY: "a folder that is in use cannot be replaced: choose one inside it with -o",
     errno.ENAMETOOLONG: "choose a shorter -o",
     errno.EFBIG: "the file system takes no file of that size: choose another -o",
@@ -37,12 +39,27 @@ def check_folder(place: Path) -> None:
 
 
 def check_file(place: Path) -> None:
-    """Raises OutputError, before any work, where a file cannot be written."""
-    if place.is_dir():
+    """Raises OutputError, before any work, where a file cannot be written.
+
+    What is no file (a device, a pipe) is refused: a renamed file would take its place.
+    """
+    with told(place):
+        mode = _mode(place)
+    if mode is not None and not stat.S_ISREG(mode):
+        folder = stat.S_ISDIR(mode)
         raise OutputError(
-            f"{place}: cannot be written: it is a folder", hint="name a file in it with -o"
+            f"{place}: cannot be written: it is {'a folder' if folder else 'no regular file'}",
+            hint=f"name a file {'in it ' if folder else ''}with -o",
         )
-    _check(nearest(place.absolute().parent), place)
+    _check(nearest(place.resolve().parent), place)
+
+
+def _mode(place: Path) -> int | None:
+    """What a path leads to, links followed; None where there is nothing yet."""
+    try:
+        return place.stat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return None
 
 
 def _check(folder: Path, place: Path) -> None:
@@ -78,16 +95,17 @@ def told(place: Path) -> Iterator[None]:
 def whole_file(place: Path) -> Iterator[Path]:
     """Yields a temporary file's path beside `place` and renames it there when all went well.
 
-    It ends as `place` does. On any failure what was at `place` stays; OutputError tells of one in
-    writing.
+    It ends as `place` does. A link stays one: what it points to is replaced. On any failure what
+    was there stays; OutputError tells of one in writing.
     """
     check_file(place)
-    make_folder(place.absolute().parent)
-    partial = place.with_name(f".{place.stem}.{os.getpid()}.partial{place.suffix}")
+    target = place.resolve()
+    make_folder(target.parent)
+    partial = target.with_name(f".{place.stem}.{os.getpid()}.partial{place.suffix}")
     try:
         with told(place):
             yield partial
-            partial.replace(place)
+            partial.replace(target)
     finally:
         with told(place):
             partial.unlink(missing_ok=True)

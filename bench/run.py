@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..errors import FeedError
+from ..errors import FeedError, UsageError
 from ..exporter.environment import environment
 from ..exporter.hashing import hash_files, sha256
 from ..exporter.model import Model, TensorSpec
@@ -129,7 +129,14 @@ def write_all(
 def write_views(
     results: Results, page: Path, comparison: Comparison | None = None
 ) -> tuple[Path, ...]:
-    """Writes the page, and beside it the rows as Markdown and CSV and the figures."""
+    """Writes the page, and beside it the rows as Markdown and CSV and the figures.
+
+    Raises UsageError for a page that one of the others would take the place of.
+    """
+    if page.suffix not in (".html", ".htm"):
+        raise UsageError(
+            f"--output {page}: the page is HTML", hint=f"for example -o {page.stem or 'report'}.html"
+        )
     from .analyses.figures import figures as charts
     from .analyses.findings import studies_in
     from .exports import to_csv, to_markdown

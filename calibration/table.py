@@ -19,6 +19,8 @@ SCHEMA = 1
 Method = Literal["minmax", "percentile", "entropy", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
+_WRITES = "`moexport calibrate MODEL --data FEED -o table.json` writes one"
+
 
 @dataclass(frozen=True, slots=True)
 class Origin:
@@ -77,11 +79,12 @@ class CalibrationTable:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
             raise CalibrationError(
-                f"{path}: no such calibration table",
-                hint="`moexport calibrate MODEL --data FEED -o table.json` writes one",
+                f"{path}: no such calibration table", hint=_WRITES
             ) from error
         except (OSError, ValueError) as error:
-            raise CalibrationError(f"{path}: not readable as JSON ({error})") from error
+            raise CalibrationError(
+                f"{path}: not readable as JSON ({error})", hint=_WRITES
+            ) from error
         found = content.get("schema") if isinstance(content, dict) else None
         if found != SCHEMA:
             raise CalibrationError(
@@ -97,8 +100,19 @@ class CalibrationTable:
             )
             _check(path, table)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CalibrationError(f"{path}: not a whole calibration table ({error})") from error
+            raise CalibrationError(
+                f"{path}: not a whole calibration table ({error})", hint=_WRITES
+            ) from error
         return table
+
+
+def is_table(path: Path) -> bool:
+    """Whether a file is a calibration table of any version, as far as its keys tell."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(content, dict) and {"schema", "moexport", "ranges"} <= content.keys()
 
 
 def _known(record: type, content: Mapping[str, Any]) -> dict[str, Any]:

@@ -41,14 +41,20 @@ def run_file(
     """Writes a bundle's output for the inputs of an `.npz` to another one; tells what it wrote.
 
     `engine` is who runs it: `onnxruntime` on a `provider`, or an engine that was built.
-    Raises `UsageError` for a k outside 1 … n and an output file of another kind, `FeedError` for
-    inputs that do not fit; and what an engine's profiles do not contain before it is loaded.
+    Raises `UsageError` for a k outside 1 … n and an output file of another kind or that is the
+    input, `FeedError` for inputs that do not fit; and what an engine's profiles do not contain
+    before it is loaded.
     """
     check_file(output_file)
     if output_file.suffix != ".npz":
         raise UsageError(
             f"--output {output_file}: outputs are written as an .npz archive",
             hint=f"for example -o {output_file.stem.lstrip('-') or 'y'}.npz",
+        )
+    if output_file.exists() and input_file.exists() and output_file.samefile(input_file):
+        raise UsageError(
+            f"--output {output_file}: that is the input, which would be lost",
+            hint="choose another -o",
         )
     bundle = Bundle.open(bundle_path)
     record = bundle.manifest

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..calibration.feeds import Feed
 from ..calibration.methods import DEFAULT_METHOD
-from ..calibration.table import CalibrationTable, Method, Origin
+from ..calibration.table import CalibrationTable, Method, Origin, is_table
 from ..errors import CalibrationError
 from ..writing import check_file, make_folder
 from .calibrate import CalibrationOptions, calibrate, feed_fingerprint, kept_experts
@@ -37,10 +37,16 @@ def calibrate_to(
     """Returns the table at `path`, made now unless it is there already, and whether it was made.
 
     A table that is there is used where it has the same origin: model, feed, k and method. Raises
-    `CalibrationError` that says what differs otherwise, unless `force` replaces it.
+    `CalibrationError` that says what differs otherwise, unless `force` replaces it; what is no
+    table is never replaced.
     """
     progress = progress or Silent()
     check_file(path)
+    if path.exists() and not is_table(path):
+        raise CalibrationError(
+            f"{path}: the file exists and is not a calibration table; it is left untouched",
+            hint="choose another -o",
+        )
     if path.exists() and not force:
         table = CalibrationTable.read(path)
         progress.step("comparing with the table that is there")

@@ -253,6 +253,16 @@ def test_run_writes_nothing_but_archives(name: str, exported: Path, tmp_path: Pa
     assert [p.name for p in tmp_path.iterdir()] == ["x.npz"]
 
 
+def test_run_does_not_write_over_its_input(exported: Path, tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", input=np.zeros((1, 3, 32, 32), np.float32))
+    (tmp_path / "same.npz").symlink_to("x.npz")
+    before = (tmp_path / "x.npz").read_bytes()
+    for name in ("x.npz", "same.npz"):
+        outcome = run("run", exported, "-i", tmp_path / "x.npz", "-o", tmp_path / name)
+        assert_refused(outcome, "that is the input, which would be lost", "choose another -o")
+    assert (tmp_path / "x.npz").read_bytes() == before
+
+
 def test_run_says_when_outputs_are_not_numbers(exported: Path, tmp_path: Path) -> None:
     x = np.zeros((2, 3, 32, 32), np.float32)
     assert "NaN" not in run_layer(exported, tmp_path, x=x).err

@@ -260,6 +260,53 @@ def test_a_place_that_cannot_be_written_is_refused_before_any_work(
     assert contents(tmp_path) == before
 
 
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_a_link_to_a_file_stays_a_link(
+    writers: dict[str, tuple[str | Path, ...]], tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "store").mkdir()
+    link = tmp_path / f"link.{name.split('.')[1]}"
+    link.symlink_to(f"store/{name}")
+    outcome = run(*writers[name], "-o", link)
+    assert outcome.code == 0, outcome.err
+    assert link.is_symlink()
+    assert (tmp_path / "store" / name).stat().st_size > 0
+    link.unlink()
+    link.symlink_to(link.name)
+    assert_refused(run(*writers[name], "-o", link), "Too many levels of symbolic links")
+
+
+@pytest.mark.parametrize("name", NAMES[:3])
+def test_what_is_no_file_is_never_replaced_by_one(
+    writers: dict[str, tuple[str | Path, ...]], tmp_path: Path, name: str
+) -> None:
+    place = tmp_path / f"pipe.{name.split('.')[1]}"
+    os.mkfifo(place)
+    assert_refused(run(*writers[name], "-o", place), "cannot be written: it is no regular file")
+    assert place.is_fifo()
+
+
+def test_a_table_replaces_nothing_but_a_table(
+    writers: dict[str, tuple[str | Path, ...]], tmp_path: Path
+) -> None:
+    before = contents(tmp_path)
+    for name in ("x.npz", "results.json"):
+        outcome = run(*writers["table.json"], "-o", tmp_path / name, "--force")
+        assert_refused(outcome, "is not a calibration table; it is left untouched")
+    assert contents(tmp_path) == before
+
+
+def test_a_report_does_not_take_the_place_of_its_results(
+    writers: dict[str, tuple[str | Path, ...]], tmp_path: Path
+) -> None:
+    before = contents(tmp_path)
+    for name in ("results.json", "page.md", "page.csv", "page"):
+        outcome = run(*writers["report.html"], "-o", tmp_path / name)
+        assert (outcome.code, outcome.out) == (2, "")
+        assert "the page is HTML" in outcome.error
+    assert contents(tmp_path) == before
+
+
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
