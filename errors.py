@@ -2,29 +2,40 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 
 class MoexportError(Exception):
     """Root of every error that moexport raises on purpose.
 
-    `message` says what is wrong and where (the file, layer or option); `hint` says what to do.
+    `message` says what is wrong and where (the file, layer or option); `hint` says what to do,
+    in the words of the class (`HINT`) where nothing more exact is given.
     """
+
+    HINT: ClassVar[str | None] = None
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = hint or self.HINT
 
 
 class UsageError(MoexportError):
     """An option or argument that cannot be meant: exit code 2."""
 
+    HINT = "`moexport COMMAND --help` says what can be given"
+
 
 class CheckpointError(MoexportError):
     """A checkpoint that cannot be read, or that is not the model it claims to be."""
 
+    HINT = "give the file that the training code saved; docs/families.md lists what is read of it"
+
 
 class FamilyError(MoexportError):
     """The family of a checkpoint is unknown, ambiguous or lacks configuration."""
+
+    HINT = "docs/families.md says what each family needs; --set and --config give it"
 
 
 class TraceError(MoexportError):
@@ -42,9 +53,13 @@ class ParityError(MoexportError):
 class BundleError(MoexportError):
     """A bundle that is damaged, incomplete or cannot be written."""
 
+    HINT = "export the bundle again, or copy it again from where it is whole"
+
 
 class FeedError(MoexportError):
     """Input data that does not fit the model."""
+
+    HINT = "`moexport inspect` shows what the model takes"
 
 
 class CalibrationError(MoexportError):
@@ -61,6 +76,8 @@ class ForeignEngineError(EngineError):
 
 class ResultsError(MoexportError):
     """A results file that cannot be read, or that is not one."""
+
+    HINT = "give a results.json that `moexport bench` wrote"
 
 
 class OutputError(MoexportError):

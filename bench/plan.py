@@ -111,11 +111,17 @@ def plan(subjects: Sequence[Subject], settings: Settings) -> tuple[Heat, ...]:
         raise UsageError("no model to measure")
     names = [subject.name for subject in subjects]
     if len(set(names)) < len(names):
-        raise UsageError(f"two models have the same name: {', '.join(names)}")
+        raise UsageError(
+            f"two models have the same name: {', '.join(names)}",
+            hint="rename one of the files or folders: results are told apart by it",
+        )
     for subject in subjects:
         for k in (*subject.ks, *(graph.k for graph in subject.graphs)):
             if not 1 <= k <= subject.experts:
-                raise UsageError(f"k = {k}, and {subject.name} has {subject.experts} experts")
+                raise UsageError(
+                    f"k = {k}, and {subject.name} has {subject.experts} experts",
+                    hint=f"use 1 ≤ k ≤ {subject.experts}",
+                )
     return tuple(
         Heat(tuple(contestants(subject, settings.batches)), batch, settings.protocol)
         for subject in subjects

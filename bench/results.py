@@ -258,9 +258,8 @@ def read(path: Path) -> Results:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ResultsError(
-            f"{path}: cannot be read ({error})", hint="give a results.json that `bench` wrote"
-        ) from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ResultsError(f"{path}: cannot be read ({why})") from error
     return from_json(text, name=str(path))
 
 

@@ -320,6 +320,32 @@ def test_the_lowering_that_is_not_exact_misses_tight_bounds(tmp_path: Path) -> N
     assert_refused(outcome, "model-fused.onnx differs from PyTorch, starting in layer", "", code=1)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "name", "content", "message", "hint"),
+    [
+        (("report", "-o", "page.html"), "r.json", "{}", "field schema is missing", "bench"),
+        (("report", "-o", "page.html"), "r.json", "{", "not JSON", "give a results.json"),
+        (("inspect",), "vit.xyz", "", "weights are read from .pt", "training code saved"),
+        (("verify",), "manifest.json", '{"schema": 1}', "not a complete manifest", "copy it again"),
+        (("verify",), "manifest.json", "{", "not readable as JSON", "export the bundle again"),
+    ],
+)
+def test_an_error_without_words_of_its_own_says_what_to_do_by_its_kind(
+    arguments: tuple[str, ...],
+    name: str,
+    content: str,
+    message: str,
+    hint: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path(name).write_text(content)
+    outcome = run(*arguments, "." if arguments[0] == "verify" else name)
+    assert_refused(outcome, message, hint, code=1)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
 def test_an_empty_model_is_not_the_current_folder() -> None:
     for command in (("inspect", ""), ("bench", "", "-o", "report"), ("export", "", "-o", "out")):
         assert_refused(run(*command), "MODEL is empty", "give a checkpoint")
