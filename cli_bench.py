@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -286,4 +287,4 @@ def _sizes(text: str, option: str) -> list[int]:
 
 
 def _command() -> str:
-    return " ".join(["moexport", *sys.argv[1:]])
+    return shlex.join(["moexport", *sys.argv[1:]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import resource
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -182,3 +183,13 @@ def test_an_interrupt_while_the_parser_loads_is_no_traceback() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 130
     assert done.stderr == "error: interrupted; nothing half-written was left behind\n"
+
+
+def test_the_command_that_a_report_shows_can_be_typed_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    typed = ["moexport", "bench", "my models/vit.pt", "--k", "n,0.5", "--data", "größe.npz"]
+    monkeypatch.setattr(sys, "argv", typed)
+    from moexport.cli_bench import _command
+
+    assert shlex.split(_command()) == typed
