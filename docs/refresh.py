@@ -1,7 +1,7 @@
 """Writes into the documents what was measured or exported: run from a checkout.
 
 python docs/refresh.py demo DIR     the README's table and figure, from `moexport demo -o DIR`
-python docs/refresh.py mumoe DIR    the same of `moexport demo --family mumoe -o DIR`
+python docs/refresh.py mumoe DIR    the table of docs/mumoe.md, from `moexport demo --family mumoe`
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
 python docs/refresh.py paper        the tables and figures of docs/paper.md, from benchmarks/results
@@ -167,10 +167,8 @@ def refresh_demo(directory: Path) -> None:
 
 
 def refresh_mumoe(directory: Path) -> None:
-    """Puts a muMoE demo's table into the README and the page on muMoE."""
-    table = mumoe_demo_table(directory)
-    for page in (ROOT / "README.md", ROOT / "docs" / "mumoe.md"):
-        replace_marked(page, "mumoe-table", table)
+    """Puts a muMoE demo's table into the page on muMoE."""
+    replace_marked(ROOT / "docs" / "mumoe.md", "mumoe-table", mumoe_demo_table(directory))
 
 
 def refresh_lowerings() -> None:
