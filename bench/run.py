@@ -22,7 +22,7 @@ from ..exporter.environment import environment
 from ..exporter.hashing import hash_files, sha256
 from ..exporter.model import Model, TensorSpec
 from ..exporter.progress import Progress, Silent
-from ..writing import check_folder, make_folder, told, write_text
+from ..writing import check_file, check_folder, make_folder, told, write_text
 from .compare import Comparison, compare
 from .data import Array, Labelled, LabelledData, fingerprint
 from .disturbance import disturbance
@@ -133,6 +133,7 @@ def write_views(
 
     Raises UsageError for a page that one of the others would take the place of.
     """
+    check_file(page)
     if page.suffix not in (".html", ".htm"):
         raise UsageError(
             f"--output {page}: the page is HTML", hint=f"for example -o {page.stem or 'report'}.html"
