@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import os
 import re
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from typer.exceptions import TyperException
 
 INTERRUPTED = 130
+
+UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
+"""The system's errors about a path that a user gave, wherever it is first looked at."""
 
 
 def _interrupted(signum: int, _frame: object) -> NoReturn:
@@ -73,6 +77,10 @@ def _run(console: Console) -> None:
                 f"{error.filename or 'a file'}: cannot be written: {error.strerror}",
                 "free some space beside -o and for temporary files, whose folder TMPDIR names",
             )
+            sys.exit(1)
+        if isinstance(error, OSError) and error.errno in UNREADABLE:
+            message = f"{error.filename}: {error.strerror}"
+            console.error(message, "check the path and its permissions")
             sys.exit(1)
         console.error(
             f"{type(error).__name__}: {error}",

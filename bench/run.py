@@ -136,7 +136,8 @@ def write_views(
     check_file(page)
     if page.suffix not in (".html", ".htm"):
         raise UsageError(
-            f"--output {page}: the page is HTML", hint=f"for example -o {page.stem or 'report'}.html"
+            f"--output {page}: the page is HTML",
+            hint=f"for example -o {page.stem or 'report'}.html",
         )
     from .analyses.figures import figures as charts
     from .analyses.findings import studies_in

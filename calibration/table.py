@@ -78,9 +78,7 @@ class CalibrationTable:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError as error:
-            raise CalibrationError(
-                f"{path}: no such calibration table", hint=_WRITES
-            ) from error
+            raise CalibrationError(f"{path}: no such calibration table", hint=_WRITES) from error
         except (OSError, ValueError) as error:
             raise CalibrationError(
                 f"{path}: not readable as JSON ({error})", hint=_WRITES
@@ -88,7 +86,7 @@ class CalibrationTable:
         found = content.get("schema") if isinstance(content, dict) else None
         if found != SCHEMA:
             raise CalibrationError(
-                f"{path}: schema {found}, but this version reads schema {SCHEMA}",
+                f"{path}: schema {found!r}, but this version reads schema {SCHEMA}",
                 hint="calibrate again with this version of moexport",
             )
         try:

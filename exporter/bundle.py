@@ -203,5 +203,8 @@ def _onnx_check(path: Path) -> Check:
         onnx.checker.check_model(str(path))
         nodes = len(onnx.load(path, load_external_data=False).graph.node)
     except (onnx.checker.ValidationError, DecodeError) as error:
-        return Check(name, False, str(error).strip().splitlines()[0])
+        detail = str(error).strip().splitlines()[0]
+        if "symbolic link" in detail:
+            detail += " Copy the bundle with links followed: cp -rL"
+        return Check(name, False, detail)
     return Check(name, True, f"valid, {nodes} nodes")

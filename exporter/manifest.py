@@ -146,7 +146,7 @@ class Manifest:
         found = content.get("schema") if isinstance(content, dict) else None
         if found != SCHEMA:
             raise BundleError(
-                f"{path}: schema {found}, but this version reads schema {SCHEMA}",
+                f"{path}: schema {found!r}, but this version reads schema {SCHEMA}",
                 hint="use the version of moexport that wrote the bundle, or export again",
             )
         known = {entry.name for entry in fields(Manifest)}

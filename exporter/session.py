@@ -214,7 +214,9 @@ def check_provider(provider: str) -> None:
 
 def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     settings = ort.SessionOptions()
-    settings.log_severity_level = 3  # errors are raised; warnings about folding are noise here
+    # Errors are raised, and warnings about folding are noise; only why a GPU's libraries cannot be
+    # loaded is told by the log alone.
+    settings.log_severity_level = 4 if options.provider == CPU else 3
     # Graphs in Q/DQ form are TensorRT's. ONNX Runtime runs them as written, but what it fuses them
     # to is wrong for stacked weights and saturates in 16 bits on CPUs without VNNI.
     settings.add_session_config_entry("session.disable_quant_qdq", "1")

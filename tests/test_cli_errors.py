@@ -346,6 +346,13 @@ def test_an_error_without_words_of_its_own_says_what_to_do_by_its_kind(
     assert [path.name for path in tmp_path.iterdir()] == [name]
 
 
+def test_a_path_that_the_system_refuses_is_no_defect(tmp_path: Path) -> None:
+    for command in (("inspect",), ("export", "-o", tmp_path / "out"), ("verify",)):
+        outcome = run(*command, "x" * 300)
+        assert_refused(outcome, "File name too long", "check the path", code=1)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_empty_model_is_not_the_current_folder() -> None:
     for command in (("inspect", ""), ("bench", "", "-o", "report"), ("export", "", "-o", "out")):
         assert_refused(run(*command), "MODEL is empty", "give a checkpoint")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -323,12 +324,29 @@ def test_a_reference_of_another_model_is_an_error(bundle: Path) -> None:
     assert "defect" not in outcome.err
 
 
+def test_weights_behind_a_link_run_and_verify_says_how_to_copy_them(
+    bundle: Path, tmp_path: Path
+) -> None:
+    store = tmp_path / "store.bin"
+    (bundle / "weights.bin").rename(store)
+    (bundle / "weights.bin").symlink_to(store)
+    x = np.zeros((1, 3, 32, 32), np.float32)
+    assert Bundle.open(bundle).session()(x).shape == (1, 10)
+    outcome = run("verify", bundle)
+    assert outcome.code == 1
+    assert "is a symbolic link. Copy the bundle with links followed: cp -rL" in outcome.error
+    copied = tmp_path / "copied"
+    shutil.copytree(bundle, copied)
+    assert run("verify", copied, "-q").code == 0
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [
         ("{", "not readable as JSON"),
         ("[]", "schema None, but this version reads schema 1"),
         ('{"schema": 2}', "schema 2, but this version reads schema 1"),
+        ('{"schema": "1"}', "schema '1', but this version reads schema 1"),
         ('{"schema": 1}', "not a complete manifest"),
         ('{"schema": 1, "layers": 5, "source": {}, "graphs": []}', "not a complete manifest"),
     ],
