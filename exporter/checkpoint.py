@@ -66,7 +66,10 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
         found = find_files(source)
         saved = read_files(found)
     except OSError as error:
-        raise CheckpointError(f"{source}: cannot be read: {error.strerror or error}") from error
+        raise CheckpointError(
+            f"{source}: cannot be read: {error.strerror or error}",
+            hint="check the path and its permissions",
+        ) from error
     notes: list[str] = []
     content = _unwrap(saved, notes)
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}

@@ -15,8 +15,8 @@ def numbers_record(plan: NumbersPlan, options: ExportOptions) -> dict[str, Any]:
     `rest` is the float type of what is not quantised, `router` that of routers and gates;
     `fp32_nodes` are the nodes that stayed in FP32 for this model's weights or values,
     `usual_fp32_nodes` counts the others by op type. With INT8: how weights and activations are
-    written, and `linears`, the host's, null where they are INT8 and the reason where not; `retention` (`retained.Retention`)
-    where `--min-retention` was asked for.
+    written, and `linears`, the host's, null where they are INT8 and the reason where not;
+    `retention` (`retained.Retention`) where `--min-retention` was asked for.
     """
     numbers, target = options.numbers, options.target
     if numbers.precision == "fp32":
