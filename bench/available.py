@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from ..errors import UsageError
 from ..exporter.doctor import Ability, diagnose
+from ..exporter.engines.device import first_gpu
 from ..exporter.engines.flavours import FLAVOURS
 from ..graphs.target import Target
 from .results import (
@@ -62,13 +63,12 @@ def _torch_cuda() -> str | None:
     """What PyTorch needs to run on a GPU."""
     import torch
 
+    if first_gpu() is None:
+        return "there is no NVIDIA GPU, or no driver for it"
     if torch.version.cuda is None:
         return "this PyTorch was built without CUDA: install a build with it (pytorch.org says how)"
     if not torch.cuda.is_available():
-        return (
-            f"PyTorch is built for CUDA {torch.version.cuda}, but there is no NVIDIA GPU, or no "
-            "driver that serves it"
-        )
+        return f"the driver does not serve PyTorch, which is built for CUDA {torch.version.cuda}"
     return None
 
 

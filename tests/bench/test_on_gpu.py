@@ -41,6 +41,7 @@ from moexport.bench.schema import kept_schema
 from moexport.bench.summary import rows_table
 from moexport.bench.torch_gpu import on_device, without_tf32
 from moexport.bench.views import choice, panels, summary
+from moexport.exporter.engines.device import first_gpu
 from moexport.exporter.model import Model
 from moexport.exporter.progress import Silent
 from moexport.exporter.timing import Protocol, summarise
@@ -146,7 +147,9 @@ def test_the_engines_of_a_gpu_are_absent_with_the_reason() -> None:
     for name in (*ON_GPU, "pytorch-compile-cuda"):
         assert KINDS[name].provider == "cuda"
         assert (name in chosen.names) == (name not in absent)
-    if torch.version.cuda is None:
+    if first_gpu() is None:
+        assert absent["pytorch-eager-cuda"] == "there is no NVIDIA GPU, or no driver for it"
+    elif torch.version.cuda is None:
         assert absent["pytorch-eager-cuda"].startswith("this PyTorch was built without CUDA")
     # Asked for or not, PyTorch is measured on the GPU beside what is measured there.
     beside = select(("onnxruntime-cuda",)).names
