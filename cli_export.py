@@ -23,9 +23,10 @@ from .cli_options import (
     Verbosity,
     output_option,
 )
-from .console import Console, size
+from .console import Console
 from .errors import UsageError
 from .printing import departures, harms_text, json_text, plan_json, plan_text, table_text
+from .text import size
 
 if TYPE_CHECKING:
     from .exporter.calibrate import CalibrationOptions

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -145,43 +144,3 @@ def _new_bar() -> rich.progress.Progress:
         RateColumn(),
         console=console.Console(stderr=True),
     )
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """Returns rows under a header in aligned columns; numbers to the right, words to the left."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    right = [
-        bool(rows) and all(_is_number(row[column]) for row in cells[1:])
-        for column in range(len(header))
-    ]
-    lines = []
-    for row in cells:
-        parts = [
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(row, widths, right, strict=True)
-        ]
-        lines.append("  ".join(parts).rstrip())
-    return "\n".join(lines)
-
-
-def count(number: float) -> str:
-    """Returns a number with its magnitude: 318.2K, 513.0M, 2.3B."""
-    return _scaled(number, ("", "K", "M", "B"))
-
-
-def size(nbytes: float) -> str:
-    """Returns bytes in a unit that reads well: 12.3 MB."""
-    return _scaled(nbytes, (" B", " kB", " MB", " GB"))
-
-
-def _scaled(number: float, units: tuple[str, ...]) -> str:
-    step = 0
-    while abs(number) >= 1000 and step < len(units) - 1:
-        number /= 1000
-        step += 1
-    return f"{number:.{1 if step else 0}f}{units[step]}"
-
-
-def _is_number(cell: str) -> bool:
-    return bool(cell) and (cell[0].isdigit() or cell[0] in "-–.") and not cell[-1].isspace()

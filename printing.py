@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .console import count, size, table
+from .text import count, size, table
 
 if TYPE_CHECKING:
     from .calibration.table import CalibrationTable

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from ..console import table
 from ..errors import BundleError, MoexportError
 from ..exporter.bundle import Bundle
 from ..exporter.export import export
@@ -18,6 +17,7 @@ from ..exporter.load import load
 from ..exporter.options import ExportOptions, parse_k
 from ..exporter.progress import Progress
 from ..exporter.timing import Protocol
+from ..text import table
 from ..writing import check_folder, write_text
 from . import digits
 from .engines import Subject

@@ -12,7 +12,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..console import table
 from ..exporter.bundle import Bundle
 from ..exporter.hosts.gpt2 import GPT2Spec
 from ..exporter.hosts.mixer import MixerSpec
@@ -22,6 +21,7 @@ from ..exporter.progress import Progress
 from ..exporter.support import support
 from ..exporter.timing import Protocol
 from ..graphs.mumoe_spec import Form
+from ..text import table
 from . import digits, mumoe_training, topics
 from .data import LabelledData
 from .demo import THREADS, VERIFIED_HEADER, Outcome, claim, exported, verified

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from html import escape
 
-from ..console import count, size
+from ..text import count, size
 from .compare import Change, Comparison
 from .results import Results, Row
 from .views import GPU_MS, Panel, line_name, milliseconds, over, percent, times

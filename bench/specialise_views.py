@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ..console import table
+from ..text import table
 from ..writing import whole_file, write_text
 from .specialise import ExpertEffect, Specialisation
 

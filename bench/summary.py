@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from ..console import table
+from ..text import table
 from .analyses.findings import studies_in
 from .analyses.tables import text
 from .results import Results, Row

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results
 from moexport.bench.roofline import Rates, layer_parts, limit_ms
-from moexport.console import count, size
 from moexport.exporter.timing import Latency
 from moexport.graphs.arithmetic import Precision
 from moexport.graphs.lowerings.base import Work, WorkOf
+from moexport.text import count, size
 
 from .layers import (
     ALGORITHM_2,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from moexport.console import Console, count, size, table
+from moexport.console import Console
+from moexport.text import count, size, table
 
 
 @pytest.mark.parametrize(

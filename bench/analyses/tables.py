@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from ...console import table
+from ...text import table
 from .findings import ExpertStudy
 
 FRACTIONS = (2, 4, 8)

@@ -16,13 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...console import count, table
 from ...exporter.environment import memory_bytes
 from ...exporter.model import Model, Source, TensorSpec
 from ...exporter.progress import Progress
 from ...exporter.timing import MIN_ROUNDS, Protocol
 from ...graphs.layers import SoftMoE, SoftMoEWeights
 from ...graphs.spec import SoftMoESpec
+from ...text import count, table
 from ..data import LabelledData
 from ..engines import untouched
 from ..plan import Settings

@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...console import count, table
 from ...exporter import timing
 from ...exporter.environment import environment
 from ...exporter.hosts.layer import TokenHost
@@ -27,6 +26,7 @@ from ...exporter.model import Model, Source, TensorSpec
 from ...exporter.progress import Progress
 from ...graphs.mumoe import MuMoE, MuMoEWeights, activate
 from ...graphs.mumoe_spec import FactorisedSpec, Form, MuMoESpec
+from ...text import count, table
 from ..engines import PyTorch, Runner
 from ..memory import measure_memory, portable
 from ..results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row

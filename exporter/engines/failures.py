@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...console import size
 from ...errors import EngineError
+from ...text import size
 from ..environment import memory_bytes
 from .flavours import Flavour
 from .options import EngineOptions
