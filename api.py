@@ -45,6 +45,7 @@ from .exporter.options import (
     DEFAULT_BATCH,
     DEFAULT_TOKENS,
     ExportOptions,
+    Kept,
     parse_k,
     parse_lowerings,
     parse_range,
@@ -228,7 +229,7 @@ def bench(
     # The same threads for every engine: PyTorch's own choice, unless told.
     threads = threads or torch.get_num_threads()
     asked = Asked(
-        ks=tuple(parse_k(_k_text(each)) for each in k),
+        ks=_swept(k),
         lowerings=parse_lowerings(lowering),
         batches=tuple(batch),
         engines=selection.names,
@@ -332,6 +333,17 @@ def _labelled(
     if isinstance(data, np.ndarray):
         return LabelledData(data, None, model.input.name)
     return data
+
+
+def _swept(k: Sequence[int | float | str]) -> tuple[Kept, ...]:
+    """The k of a sweep: at least one, and none left to the run."""
+    ks = tuple(parse_k(_k_text(each)) for each in k)
+    if not ks or "input" in ks:
+        raise UsageError(
+            "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
+            hint="for example --k n,0.5,0.25; a bundle whose k is an input is measured at each",
+        )
+    return ks
 
 
 def _k_text(k: int | float | str | Sequence[int]) -> str:

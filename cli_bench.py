@@ -50,7 +50,7 @@ class BenchFlags:
         str, typer.Option(help="A list: fp32,fp16,bf16,int8 (ranges from --data).")
     ] = "fp32"
     engine: Annotated[
-        str, typer.Option(help="pytorch-compile, onnxruntime, tensorrt-rtx, …, a list; all.")
+        str, typer.Option(help="A list: pytorch-compile, onnxruntime, tensorrt-rtx, …, or all.")
     ] = "all"
     batch: Annotated[str, typer.Option(help="Batch sizes, a list.")] = "1"
     data: Annotated[
@@ -60,8 +60,10 @@ class BenchFlags:
             help="Labelled: an .npz, a folder of images by class, package.module:iterable.",
         ),
     ] = None
-    rounds: Annotated[int, typer.Option(help="Interleaved rounds.", min=5)] = 5
-    samples: Annotated[int | None, typer.Option(help="Inputs for accuracy; all.", min=1)] = None
+    rounds: Annotated[int, typer.Option(help="Rounds in which all engines take turns.", min=5)] = 5
+    samples: Annotated[
+        int | None, typer.Option(help="Inputs for accuracy [default: all].", min=1)
+    ] = None
     threads: Annotated[int | None, typer.Option(help="Threads of every engine.", min=1)] = None
     memory: Annotated[bool, typer.Option(help="Measure peak memory, in a process per engine.")] = (
         True
@@ -71,14 +73,14 @@ class BenchFlags:
     ] = None
     compare: Annotated[
         Path | None,
-        typer.Option(metavar="OLD.JSON", help="Earlier results; those of -o if it has any."),
+        typer.Option(metavar="OLD.JSON", help="Earlier results [default: those in -o]."),
     ] = None
     fail_if_slower: Annotated[
         str | None,
         typer.Option(metavar="5%", help="Exit 1 if a row is slower than before by more."),
     ] = None
     analysis: Annotated[
-        str, typer.Option(help="retention, random, subsets, shares, a list; all. Needs labels.")
+        str, typer.Option(help="A list: retention, random, subsets, shares, or all. Needs labels.")
     ] = ""
     max_subsets: Annotated[
         int | None, typer.Option(help="The most sets of experts to try all of.", min=1)
@@ -204,11 +206,15 @@ def specialise(
     reading: ModelFlags,
     layer: Annotated[
         str | None,
-        typer.Option(metavar="NAME", help="The layer whose experts are removed; the last."),
+        typer.Option(
+            metavar="NAME", help="The layer whose experts are removed [default: the last]."
+        ),
     ] = None,
     group_by: Annotated[
         str | None,
-        typer.Option(metavar="ARRAY", help="Subgroups for mean coefficients; the labels."),
+        typer.Option(
+            metavar="ARRAY", help="Subgroups for mean coefficients [default: the labels]."
+        ),
     ] = None,
     as_json: AsJson = False,
     verbosity: Verbosity,

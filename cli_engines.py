@@ -33,7 +33,7 @@ class BuildFlags:
         str | None,
         typer.Option(
             metavar="8.9,12.0",
-            help="Cards that a TensorRT-RTX engine is for, or current; 8.0,8.6,8.9,12.0.",
+            help="Cards that a TensorRT-RTX engine is for, or current [default: 8.0,8.6,8.9,12.0].",
         ),
     ] = None
     timing_cache: Annotated[
@@ -45,7 +45,7 @@ class BuildFlags:
         typer.Option(metavar="BYTES", help="Scratch memory of a kernel on the GPU: 2GiB."),
     ] = None
     optimization_level: Annotated[
-        int | None, typer.Option(help="How long to search for kernels: 0 to 5; 3.")
+        int | None, typer.Option(help="How long to search for kernels: 0 to 5 [default: 3].")
     ] = None
     version_compatible: Annotated[
         bool, typer.Option("--version-compatible", help="Runs in later versions of TensorRT, too.")
@@ -127,7 +127,9 @@ TrustEngine = Annotated[
 class RunnerFlags:
     """Who runs a graph of a bundle, and how."""
 
-    threads: Annotated[int | None, typer.Option(min=1, help="Threads; the runtime chooses.")] = None
+    threads: Annotated[
+        int | None, typer.Option(min=1, help="Threads [default: the runtime chooses].")
+    ] = None
     engine: Annotated[
         Engine, typer.Option(help="ONNX Runtime, or an engine that was built into the bundle.")
     ] = Engine.ONNXRUNTIME
@@ -182,16 +184,19 @@ def build(
     bundle: BundleArgument,
     target: Annotated[
         str | None,
-        typer.Option(help="tensorrt or tensorrt-rtx; that of the bundle."),
+        typer.Option(help="tensorrt or tensorrt-rtx [default: that of the bundle]."),
     ] = None,
     graph: Annotated[
-        str | None, typer.Option(help="A file or lowering, where the bundle holds several; all.")
+        str | None,
+        typer.Option(help="A file or lowering, where the bundle holds several [default: all]."),
     ] = None,
     batch: Annotated[
-        str | None, typer.Option(metavar="MIN:OPT:MAX", help="The batch axis; as exported.")
+        str | None,
+        typer.Option(metavar="MIN:OPT:MAX", help="The batch axis [default: as exported]."),
     ] = None,
     tokens: Annotated[
-        str | None, typer.Option(metavar="MIN:OPT:MAX", help="The token axis; as exported.")
+        str | None,
+        typer.Option(metavar="MIN:OPT:MAX", help="The token axis [default: as exported]."),
     ] = None,
     flags: BuildFlags,
     dry_run: Annotated[

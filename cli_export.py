@@ -47,7 +47,7 @@ class GraphFlags:
     lowering: Annotated[
         str,
         typer.Option(
-            help="auto predicts, tune measures here; or dense, gather, grouped, …; a,b for more."
+            help="auto predicts, tune measures; or dense, gather, grouped, …; a,b writes both."
         ),
     ] = "auto"
     data: Data = None
@@ -68,7 +68,8 @@ class GraphFlags:
         Quantize.EXPERTS
     )
     rest: Annotated[
-        FloatType | None, typer.Option(help="int8: the type around it; fp16 for TensorRT.")
+        FloatType | None,
+        typer.Option(help="int8: the float type of the rest [default: fp32; for TensorRT fp16]."),
     ] = None
     weight_bits: Annotated[
         int | None, typer.Option(help="int8 on CPUs: 7, or 8, slower on those without VNNI.")
@@ -81,18 +82,21 @@ class GraphFlags:
         typer.Option(metavar="SHARE", help="int8: keeps layers in floats until 0.99 is kept."),
     ] = None
     method: Annotated[
-        Method | None, typer.Option(help="int8: how ranges are chosen from --data; percentile.")
+        Method | None,
+        typer.Option(help="int8: how ranges are chosen from --data [default: percentile]."),
     ] = None
     calibration: Annotated[
         Path | None,
         typer.Option(metavar="TABLE.JSON", help="int8: ranges that `calibrate` wrote."),
     ] = None
     atol: Annotated[
-        float | None, typer.Option(help="Parity: absolute difference allowed; 1e-6.")
+        float | None, typer.Option(help="Parity: absolute difference allowed [default: 1e-6].")
     ] = None
     rtol: Annotated[
         float | None,
-        typer.Option(help="Parity: difference allowed, of max|y|; 1e-4 in FP32, 0.1 in INT8."),
+        typer.Option(
+            help="Parity: difference allowed, of max|y| [default: FP32 1e-4, FP16 0.01, INT8 0.1]."
+        ),
     ] = None
     ablate: Annotated[
         list[str] | None,
@@ -250,9 +254,9 @@ class CalibrationFlags:
     )
     percentile: Annotated[
         float | None,
-        typer.Option(help="The share of values in range, in %, of that method; 99.99."),
+        typer.Option(help="percentile: the share of values in range, in % [default: 99.99]."),
     ] = None
-    samples: Annotated[int | None, typer.Option(help="Inputs to take; all.")] = None
+    samples: Annotated[int | None, typer.Option(help="Inputs to take [default: all].")] = None
     batch: Annotated[int, typer.Option(help="Inputs that are run at once.")] = 16
     renormalize: Annotated[bool, typer.Option("--renormalize", help="As the export will be.")] = (
         False

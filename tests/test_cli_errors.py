@@ -153,6 +153,16 @@ def test_bad_usage_of_any_command_exits_with_2(arguments: tuple[str, ...], messa
     assert outcome.hint
 
 
+@pytest.mark.parametrize(
+    ("k", "message"),
+    [("input", "--k input: a benchmark measures numbers"), ("", "--k is empty"), ("n,9", "--k 9")],
+)
+def test_a_benchmark_of_no_number_of_experts(k: str, message: str, tmp_path: Path) -> None:
+    outcome = run("bench", LAYER, "-o", tmp_path / "out", "--k", k, "--engine", "onnxruntime", "-q")
+    assert_refused(outcome, message, "")
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("command", ["inspect", "export"])
 def test_a_model_that_is_not_there(command: str, tmp_path: Path) -> None:
     options = ("-o", tmp_path / "out") if command == "export" else ()
