@@ -10,6 +10,12 @@ if TYPE_CHECKING:
     import rich.progress
 
 
+_NAME = "moexport: "
+
+NARROW = 60
+"""Columns of a terminal below which the bar is short and alone with the time that is left."""
+
+
 class Console:
     """Says what is going on, as much as the user asked for (`exporter.progress.Progress`).
 
@@ -36,12 +42,18 @@ class Console:
             return
         if not sys.stderr.isatty():
             self._end_step()
-            print(f"moexport: {text}", file=sys.stderr, flush=True)
+            print(f"{_NAME}{text}", file=sys.stderr, flush=True)
             self._rate = None if unit is None else _Rate(text, total, unit)
             return
         if self._bar is None:
             self._bar = _new_bar()
             self._bar.start()
+        if "\n" in text or (total is None and len(text) > self._bar.console.width - len(_NAME)):
+            # A plan, or a sentence: a line of the bar would cut it.
+            self._end_step()
+            self._task = None
+            self._bar.console.print(f"{_NAME}{text}", markup=False, emoji=False, highlight=False)
+            return
         if self._task is not None:
             if total is None and self._bar.tasks[self._task].total is None:
                 # Many short steps of unknown work (a sweep) take turns in one line.
@@ -117,7 +129,7 @@ class _Rate:
         self._say(f"{self._done:,} {self._unit} in {took:.1f} s, {rate}")
 
     def _say(self, text: str) -> None:
-        print(f"moexport: {self._text}: {text}", file=sys.stderr, flush=True)
+        print(f"{_NAME}{self._text}: {text}", file=sys.stderr, flush=True)
 
 
 def _per_second(rate: float, unit: str) -> str:
@@ -126,6 +138,7 @@ def _per_second(rate: float, unit: str) -> str:
 
 def _new_bar() -> rich.progress.Progress:
     from rich import console, progress, text
+    from rich.table import Column
 
     class RateColumn(progress.ProgressColumn):
         """Units a second, of the steps that have a unit."""
@@ -136,11 +149,16 @@ def _new_bar() -> rich.progress.Progress:
                 return text.Text("")
             return text.Text(_per_second(task.speed, unit))
 
+    screen = console.Console(stderr=True)
+    narrow = screen.width < NARROW
+    # What a step is called gives way to the bar: without it a long name would push it off the line.
+    name = Column(ratio=1, no_wrap=True, overflow="ellipsis")
     return progress.Progress(
-        progress.TextColumn("moexport: {task.description}"),
-        progress.BarColumn(),
-        progress.TimeElapsedColumn(),
+        progress.TextColumn(f"{_NAME}{{task.description}}", markup=False, table_column=name),
+        progress.BarColumn(6 if narrow else 20),
+        *(() if narrow else (progress.TimeElapsedColumn(),)),
         progress.TimeRemainingColumn(),
-        RateColumn(),
-        console=console.Console(stderr=True),
+        *(() if narrow else (RateColumn(),)),
+        console=screen,
+        expand=True,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 from moexport.console import Console
 from moexport.text import count, size, table
@@ -82,3 +85,32 @@ def test_a_terminal_gets_a_bar(
     shown = capsys.readouterr().err
     assert "moexport: tracing" in shown
     assert "━" in shown
+
+
+PLAN = "3 rows; about 8 s\n  vit, n=8, batch 1: pytorch-eager k=8; onnxruntime dense,gather k=8,2"
+SENTENCE = "Other work on the machine disturbed these times: threads waited. Measure again."
+NAME = "vit of a long name, [batch] 1, [/runs/a]: timing: 5 rounds, 14 in turn"
+
+
+@pytest.mark.parametrize("columns", [40, 80])
+def test_a_narrow_terminal_cuts_neither_plans_nor_sentences_nor_the_bar(
+    columns: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for name, value in {"TERM": "xterm", "FORCE_COLOR": "1", "COLUMNS": str(columns)}.items():
+        monkeypatch.setenv(name, value)
+    with Console() as console:
+        console.step(PLAN)
+        console.step(NAME, total=10)
+        console.advance(5)
+        console.step(SENTENCE)
+        console.step("a step with no total")
+    shown = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", capsys.readouterr().err)
+    lines = [line for part in shown.split("\n") for line in part.split("\r")]
+    assert max(map(len, lines)) <= columns
+    words = " ".join(shown.split())
+    assert " ".join(PLAN.split()) in words
+    assert SENTENCE in words
+    bars = [line for line in lines if "━" in line and "vit" in line]
+    assert bars
+    assert all("…" in line for line in bars)
