@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -113,61 +114,40 @@ class Numbers:
             return ("ONNX Runtime's CPU provider has no BF16 kernels: `run` emulates them",)
         return ()
 
-    def _problems(self, target: Target) -> list[tuple[str, str, str]]:
-        found = []
+    def _problems(self, target: Target) -> Iterator[tuple[str, str, str]]:
+        """Yields what a target cannot take: the option, the reason and what to do."""
         if self.precision == "bf16" and target == "ort-cpu":
-            found.append(
-                (
-                    "--precision bf16",
-                    "ONNX Runtime's CPU provider has no BF16 kernels",
-                    "int8 is what is fast there; bf16 is for tensorrt and tensorrt-rtx",
-                )
+            yield (
+                "--precision bf16",
+                "ONNX Runtime's CPU provider has no BF16 kernels",
+                "int8 is what is fast there; bf16 is for tensorrt and tensorrt-rtx",
             )
         if self.precision == "int8" and target == "ort-cuda":
-            found.append(
-                (
-                    "--precision int8",
-                    "ONNX Runtime's CUDA provider computes quantised graphs in floats, slower than "
-                    "without",
-                    "use --precision fp16, or --target tensorrt",
-                )
+            yield (
+                "--precision int8",
+                "ONNX Runtime's CUDA provider computes quantised graphs in floats, slower than "
+                "without",
+                "use --precision fp16, or --target tensorrt",
             )
         if self.precision == "int8" and target not in TENSORRT:
             if self.rest not in (None, "fp32"):
-                found.append(
-                    (
-                        f"--rest {self.rest}",
-                        "ONNX Runtime's integer products give FP32",
-                        "leave --rest out",
-                    )
-                )
+                reason = "ONNX Runtime's integer products give FP32"
+                yield f"--rest {self.rest}", reason, "leave --rest out"
             if self.io != "fp32":
-                found.append(
-                    (
-                        f"--io-precision {self.io}",
-                        "the graph around the integer products is FP32",
-                        "leave --io-precision out",
-                    )
-                )
+                reason = "the graph around the integer products is FP32"
+                yield f"--io-precision {self.io}", reason, "leave --io-precision out"
         if self.weight_bits == WEIGHT_BITS[0] and target in TENSORRT:
-            found.append(
-                (
-                    "--weight-bits 7",
-                    "its INT8 products are exact with all 8 bits",
-                    "leave --weight-bits out",
-                )
+            reason = "its INT8 products are exact with all 8 bits"
+            yield "--weight-bits 7", reason, "leave --weight-bits out"
+        floats = self.float_name(target)
+        if self.io not in ("fp32", floats):
+            yield (
+                f"--io-precision {self.io}",
+                f"the graph computes in {floats}",
+                "leave --io-precision out"
+                if floats == "fp32"
+                else f"use --io-precision fp32 or {floats}",
             )
-        if self.io != "fp32" and self.io != self.float_name(target):
-            found.append(
-                (
-                    f"--io-precision {self.io}",
-                    f"the graph computes in {self.float_name(target)}",
-                    "leave --io-precision out"
-                    if self.float_name(target) == "fp32"
-                    else f"use --io-precision fp32 or {self.float_name(target)}",
-                )
-            )
-        return found
 
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
