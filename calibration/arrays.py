@@ -222,8 +222,14 @@ def check_inputs(
 def _unreadable(path: Path, kind: str, error: Exception) -> FeedError:
     other = ".npz" if kind == ".npy" else ".npy"
     if _is(path, other):
-        return FeedError(f"{path}: not a readable {kind} file (it is an {other})", hint="rename it")
-    return FeedError(f"{path}: not a readable {kind} file ({error})")
+        return FeedError(
+            f"{path}: not a readable {kind} file (it is an {other})",
+            hint="rename it, if it holds inputs",
+        )
+    return FeedError(
+        f"{path}: not a readable {kind} file ({error})",
+        hint="inputs are an .npz file, a folder of .npy files or package.module:iterable",
+    )
 
 
 def _is(path: Path, kind: str) -> bool:

@@ -22,6 +22,7 @@ from ..graphs.lower import LayerChoice
 from ..graphs.lowerings.base import AnyLowering
 from ..graphs.lowerings.registry import lowerings_of
 from ..graphs.moe import MoESpec
+from ..writing import told
 from .fingerprint import fingerprint
 from .inputs import feed_batches
 from .model import Model
@@ -143,7 +144,9 @@ def observe_model(
     progress.step("tracing")
     portable = trace(model)
     feed_hash = FeedHash()
-    with tempfile.TemporaryDirectory(prefix=".moexport-calibration-", dir=workspace) as folder:
+    with told(workspace or Path(tempfile.gettempdir())):
+        made = tempfile.TemporaryDirectory(prefix=".moexport-calibration-", dir=workspace)
+    with made as folder:
         path = Path(folder) / GRAPH_FILE
         progress.step("writing the observing graph")
         graph = _write(model, portable, kept, path, renormalize=options.renormalize)

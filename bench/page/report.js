@@ -217,10 +217,14 @@ function pareto() {
     .filter(p => known(p) && p.front).sort((a, b) => a.median - b.median);
   traces.unshift({ x: front.map(p => p.median), y: front.map(p => p.kept), mode: "lines",
     line: { color: colour("--soft"), width: 1.5, dash: "dot", shape: "hv" }, hoverinfo: "skip" });
+  const kept = traces.flatMap(t => t.y);
+  const [low, high] = [Math.min(...kept), Math.max(...kept)];
+  const room = Math.max(0.06 * (high - low), 0.01);
   Plotly.react("pareto", traces, frame({ hovermode: "closest",
     xaxis: axis(Object.assign({ type: "log", title: { text: "median, ms: faster to the left" } },
       steps(traces.flatMap(t => t.x)))),
-    yaxis: axis({ tickformat: ".0%", title: { text: "kept of the untouched model" } }) }), config);
+    yaxis: axis({ tickformat: ".0%", range: [Math.max(0, low - room), high + room],
+      title: { text: "kept of the untouched model" } }) }), config);
 }
 
 // 1, 2, 5, 10, …: ticks of a logarithmic axis that read as numbers.

@@ -98,6 +98,18 @@ def test_charts_are_drawn_and_the_console_is_clean(
     assert (picture[5, 5, :3].mean() < 0.5) == (scheme == "dark")
 
 
+def test_what_is_kept_fills_its_axis(window: Browser, page: Path) -> None:
+    window.resize(*WIDTHS["desktop"])
+    window.open(page)
+    window.wait("return document.querySelector('#pareto .scatterlayer .point') !== null")
+    (low, high), kept = window.run(
+        "const p = document.getElementById('pareto');"
+        "return [p.layout.yaxis.range, p.data.flatMap(t => [...t.y])];"
+    )
+    assert low <= min(kept) <= max(kept) <= high
+    assert high - low <= 1.12 * (max(kept) - min(kept)) + 0.02 + 1e-9
+
+
 def test_rows_are_filtered_and_sorted(window: Browser, page: Path) -> None:
     window.resize(*WIDTHS["desktop"])
     window.open(page)

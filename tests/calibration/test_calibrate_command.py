@@ -12,7 +12,7 @@ from typing import Any
 import moexport
 import numpy as np
 import pytest
-from moexport.errors import CalibrationError, UsageError
+from moexport.errors import CalibrationError, OutputError, UsageError
 from moexport.exporter.options import ExportOptions, parse_k
 from moexport.exporter.tables import check_table, table_for_export
 from moexport.tests.command import run
@@ -196,3 +196,9 @@ def _python(code: str, *arguments: object) -> str:
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_a_workspace_that_is_not_there_is_named(feed: Path, tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="none: cannot be written: No such file"):
+        moexport.calibrate(moexport.load(WEIGHTS), feed, workspace=tmp_path / "none")
+    assert not (tmp_path / "none").exists()
