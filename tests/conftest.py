@@ -59,18 +59,13 @@ def translations_read_once() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="session")
-def traces() -> dict[str, ir.Model]:
-    """What `traced_once` keeps."""
-    return {}
-
-
-@pytest.fixture(scope="module")
-def traced_once(traces: dict[str, ir.Model]) -> Iterator[None]:
-    """A checkpoint is traced once for the exports of all modules that use this.
+@pytest.fixture(autouse=True, scope="session")
+def traced_once() -> Iterator[None]:
+    """A checkpoint is traced once for the exports of all tests.
 
     A trace knows no k, lowering, precision or target.
     """
+    traces: dict[str, ir.Model] = {}
 
     def memo(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None) -> ir.Model:
         if not model.source.files or model.family == "factory":  # code, which no hash tells

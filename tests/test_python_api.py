@@ -13,8 +13,6 @@ import pytest
 from moexport.errors import UsageError
 from moexport.tests.recorded import DATA
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 CONFIG = {"num_heads": 4}
 CHECKPOINT = DATA / "soft_moe_vit" / "weights.pt"
 

@@ -28,8 +28,6 @@ from moexport.exporter.model import Model
 from moexport.tests.recorded import read_case
 from moexport.tests.targets.engines import needs_rtx
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 FLAVOUR = "tensorrt-rtx"
 ASKED = Asked(ks=(2,), lowerings=("gather",), batches=(1, 4), engines=(FLAVOUR,))
 

@@ -13,8 +13,6 @@ from moexport.errors import LoweringError
 from moexport.exporter.model import Model
 from moexport.tests.recorded import read_case
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 ASKED = Asked(ks=(2,), lowerings=("gather", "fused"), engines=("onnxruntime",))
 
 

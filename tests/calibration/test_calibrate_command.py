@@ -18,8 +18,6 @@ from moexport.exporter.tables import check_table, table_for_export
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
 X = np.random.default_rng(0).standard_normal((12, 5, 32)).astype(np.float32)
 

@@ -19,8 +19,6 @@ from moexport.graphs.moe import algorithm_1
 from moexport.graphs.mumoe import mumoe_layers
 from moexport.tests.recorded import SOFT_MOE, read_case
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 
 def loaded(name: str) -> Model:
     case = read_case(name)

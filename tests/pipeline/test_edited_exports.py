@@ -20,8 +20,6 @@ from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tests.test_cli_errors import assert_refused
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 VIT = DATA / "soft_moe_vit" / "weights.pt"  # blocks.2.mlp and blocks.3.mlp, 8 experts each
 TWO_LEVELS = DATA / "mumoe_tr_2level" / "weights.pt"  # 16 and 4 experts, 24 wide, 10 outputs
 

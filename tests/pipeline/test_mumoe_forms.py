@@ -18,8 +18,6 @@ from moexport.tests.command import Outcome, run
 from moexport.tests.graphs.mumoe_layers import formula, random_layer, state_of
 from moexport.tests.graphs.test_mumoe import spec_of
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 RTOL = 1e-4  # of max|y|
 
 SPECS = [

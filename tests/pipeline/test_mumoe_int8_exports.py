@@ -21,8 +21,6 @@ from moexport.tests.graphs.test_mumoe import spec_of
 from moexport.tests.pipeline.test_precisions import stored_types
 from moexport.tests.recorded import RecordedCase, read_case
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 INT8 = ("--precision", "int8", "--method", "minmax")
 
 

@@ -16,8 +16,6 @@ from moexport.exporter.session import SessionOptions
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import read_case
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 CASE = read_case("soft_moe_mnist")
 K = "4"
 State = dict[str, torch.Tensor]

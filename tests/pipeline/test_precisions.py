@@ -13,8 +13,6 @@ from moexport.exporter.bundle import Bundle
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import RecordedCase, read_case
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 LOWERINGS = "dense,gather,grouped,conditional"
 
 

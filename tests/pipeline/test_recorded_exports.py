@@ -14,8 +14,6 @@ from moexport.exporter.trace import TRACED_BATCH
 from moexport.tests.command import Outcome, run, run_program
 from moexport.tests.recorded import RecordedCase, read_case
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 RTOL = 1e-4  # of max|y|, as the recorded cases promise
 EXACT = "dense,gather,grouped,conditional"
 

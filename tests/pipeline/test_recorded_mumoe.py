@@ -16,8 +16,6 @@ from moexport.tests.recorded import MUMOE, RecordedCase, read_case
 
 Part = tuple[slice, ...]
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 RTOL = 1e-4  # of max|y|, as the recorded cases promise
 FORBIDDEN = {"Einsum", "CumSum", "NonZero", "Loop", "If", "Unique", "Compress"}
 

@@ -25,8 +25,6 @@ from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import DATA
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 EXPERTS, DIM, HIDDEN, TOKENS, CLASSES = 8, 16, 24, 6, 5
 K = 2
 INPUTS = 300

@@ -15,7 +15,7 @@ from moexport.exporter.bundle import Bundle
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import RecordedCase, read_case
 
-pytestmark = pytest.mark.usefixtures("traced_once", "briefly")
+pytestmark = pytest.mark.usefixtures("briefly")
 
 LAYERS = ["blocks.2.mlp", "blocks.3.mlp"]
 STANDARD = {"dense", "gather", "grouped", "conditional"}

@@ -27,8 +27,6 @@ from moexport.tests.command import PROGRAM, run, start
 from moexport.tests.recorded import DATA, read_case
 from moexport.tests.targets.engines import CARD, build, export, leftovers, needs_rtx, refused
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 LAYER = "soft_moe_fkodom"  # one MoE layer of 6 experts: the fastest to compile
 SIZES = ("--profile", "batch=1:2:4,tokens=4:8:16")
 

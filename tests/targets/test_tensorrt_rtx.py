@@ -12,8 +12,6 @@ from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tests.targets.engines import build, export, needs_rtx, refused
 
-pytestmark = pytest.mark.usefixtures("traced_once")
-
 ABLE = ("dense", "gather", "conditional")
 
 PROFILES: Mapping[str, str] = {

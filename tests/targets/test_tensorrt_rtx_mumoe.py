@@ -20,7 +20,7 @@ from moexport.tests.graphs.test_mumoe import spec_of
 from moexport.tests.recorded import read_case
 from moexport.tests.targets.engines import build, export, needs_rtx
 
-pytestmark = [needs_rtx, pytest.mark.usefixtures("traced_once")]
+pytestmark = needs_rtx
 
 PROFILES: Mapping[str, str] = {
     "mumoe_cp": "batch=1:4:8,tokens=1:2:8",
