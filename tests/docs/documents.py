@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import itertools
 import os
 import re
+import shlex
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+
+from moexport.tests.command import run
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+PLAIN = re.compile(r"moexport [^|&;<>$`*?~#]*")
+"""A command that means the same without a shell."""
+
 LOWERING = re.compile(r"\b(dense|gather|grouped|conditional|fused)\b")
 
 
@@ -37,8 +46,42 @@ def blocks(page: Path) -> list[Block]:
     ]
 
 
+def lines(block: Block) -> list[str]:
+    """The lines of a shell block, each with what continues it."""
+    return block.text.replace("\\\n", " ").splitlines()
+
+
+def type_block(block: Block, folder: Path) -> str:
+    """Runs a block where moexport is loaded already, and returns what it printed to stdout.
+
+    Python and plain commands run in this process, each a program's start cheaper; what needs a
+    shell gets one.
+    """
+    if block.language == "python":
+        with contextlib.chdir(folder):
+            return run_python(block)
+    printed = ""
+    for plain, typed in itertools.groupby(lines(block), lambda line: bool(PLAIN.fullmatch(line))):
+        if not plain:
+            printed += run_block(replace(block, text="\n".join(typed)), folder)
+            continue
+        for line in typed:
+            with contextlib.chdir(folder):
+                done = run(*shlex.split(line)[1:])
+            assert done.code == 0, f"{block} failed:\n{line}\n{done.out}{done.err}"
+            printed += done.out
+    return printed
+
+
+def run_python(block: Block) -> str:
+    """Runs a Python block in this process and the current folder, and returns its stdout."""
+    with contextlib.redirect_stdout(io.StringIO()) as stdout:
+        exec(compile(block.text, str(block), "exec"), {"__name__": "__main__"})
+    return stdout.getvalue()
+
+
 def run_block(block: Block, folder: Path) -> str:
-    """Runs a bash or Python block as a reader would, and returns what it printed to stdout."""
+    """Runs a block in a program of its own, as a reader would, and returns its stdout."""
     program = {
         "bash": ["bash", "-euo", "pipefail", "-c"],
         "sh": ["bash", "-euo", "pipefail", "-c"],

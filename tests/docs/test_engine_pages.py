@@ -8,15 +8,14 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from moexport.errors import MoexportError
 from moexport.exporter.engines.device import first_gpu
 from moexport.tests.command import Outcome, run
-from moexport.tests.docs.documents import ROOT, Block, assert_printed, blocks
+from moexport.tests.docs.documents import ROOT, Block, assert_printed, blocks, lines, run_python
 from moexport.tests.recorded import DATA
 from moexport.tests.targets.engines import needs_rtx
 
@@ -59,10 +58,9 @@ def test_the_page_runs_as_far_as_it_needs_no_gpu(
 def outcomes(block: Block) -> list[Outcome]:
     """How the commands of a block end here, but for what installs and what measures (minutes)."""
     if block.language == "python":
-        done = subprocess.run(
-            [sys.executable, "-c", block.text], capture_output=True, text=True, check=False
-        )
-        return [Outcome(done.returncode, done.stdout, done.stderr)]
-    lines = block.text.replace("\\\n", " ").splitlines()
-    typed = [shlex.split(line) for line in lines if re.match("moexport (?!bench)", line)]
+        try:
+            return [Outcome(0, run_python(block), "")]
+        except MoexportError as error:
+            return [Outcome(1, "", error.message)]
+    typed = [shlex.split(line) for line in lines(block) if re.match("moexport (?!bench)", line)]
     return [run(*words[1:]) for words in typed]

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 from moexport.exporter.bundle import Bundle
 from moexport.tests.bench.heads import trained_head
-from moexport.tests.docs.documents import ROOT, assert_printed, blocks, run_block
+from moexport.tests.docs.documents import ROOT, assert_printed, blocks, type_block
 from moexport.tests.docs.outliers import vit_with_outliers
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def follow(page: str, folder: Path, heading: str | None = None) -> int:
@@ -26,7 +30,7 @@ def follow(page: str, folder: Path, heading: str | None = None) -> int:
         if block.language == "text":
             assert_printed(block, printed)
         else:
-            printed = run_block(block, folder)
+            printed = type_block(block, folder)
             count += 1
     return count
 
@@ -35,9 +39,14 @@ def test_the_guide_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     assert follow("docs/guide.md", tmp_path) > 8
 
 
-def test_a_network_of_ones_own_is_exported_as_the_families_page_shows(tmp_path: Path) -> None:
+def test_a_network_of_ones_own_is_exported_as_the_families_page_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
+    monkeypatch.setattr(sys, "path", list(sys.path))
     assert follow("docs/families.md", tmp_path) == 1
+    for name in ("examples", "examples.custom_host"):
+        del sys.modules[name]
 
 
 def test_a_layer_that_int8_harms_stays_in_floats_as_the_calibration_page_shows(

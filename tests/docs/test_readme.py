@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import typer
 from moexport.cli import app
-from moexport.tests.docs.documents import PAGES, ROOT, Block, blocks, run_block
+from moexport.tests.docs.documents import PAGES, ROOT, Block, blocks, lines, run_block
 from moexport.tests.recorded import DATA
 
 COMMANDS = [
@@ -19,7 +19,7 @@ COMMANDS = [
     for page in PAGES
     for block in blocks(page)
     if block.language in ("sh", "bash")
-    for line in block.text.replace("\\\n", " ").splitlines()
+    for line in lines(block)
     if line.startswith("moexport ")
 ]
 LINK = re.compile(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)")
