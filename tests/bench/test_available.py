@@ -1,0 +1,30 @@
+"""Engines that are here compute; those that are not are named with the reason."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from moexport.bench.available import KINDS, parse_engines, select
+from moexport.bench.engines import CompiledPyTorch, PyTorch
+from moexport.errors import UsageError
+
+
+@pytest.mark.skipif(KINDS["pytorch-compile"].missing() is not None, reason="no C++ compiler")
+def test_a_compiled_model_computes_batches_of_any_size() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(6, 4), torch.nn.ReLU()).requires_grad_(False)
+    x = np.random.default_rng(0).standard_normal((5, 6)).astype(np.float32)
+    compiled = CompiledPyTorch(module, (2,))
+    np.testing.assert_allclose(compiled(x), PyTorch(module)(x), rtol=1e-5, atol=1e-6)
+
+
+def test_engines_that_are_not_there_are_named_with_the_reason() -> None:
+    selection = select(parse_engines("onnxruntime"))
+    assert [kind.name for kind in selection.present] == ["pytorch-eager", "onnxruntime"]
+    reasons = {each.engine: each.reason for each in selection.absent}
+    assert reasons["pytorch-algorithm-2"] == "not asked for: --engine pytorch-algorithm-2"
+    assert set(reasons) | {"pytorch-eager", "onnxruntime"} == set(KINDS)
+    assert "tensorrt" in reasons
+    with pytest.raises(UsageError, match="--engine tvm: there is no such engine"):
+        parse_engines("onnxruntime,tvm")
+    assert parse_engines("all") == tuple(KINDS)

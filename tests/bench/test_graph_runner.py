@@ -1,0 +1,85 @@
+"""What a graph takes in ONNX Runtime: memory without PyTorch beside it, and the time of parts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moexport.bench.graph_runner import OnnxOpener
+from moexport.bench.memory import measure_memory, portable
+from moexport.bench.parts import parts_of, parts_of_profile, place
+from moexport.exporter.bundle import Bundle
+
+
+def opener(exported: Path, lowering: str = "grouped") -> OnnxOpener:
+    return OnnxOpener(exported / Bundle.open(exported).graph(lowering).file, threads=1)
+
+
+@pytest.fixture
+def images() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((4, 3, 32, 32)).astype(np.float32)
+
+
+def test_a_graph_is_measured_in_a_process_without_pytorch(
+    exported: Path, images: np.ndarray
+) -> None:
+    recipe = portable(opener(exported))
+    assert recipe is not None
+    found = measure_memory(recipe, {1: images[:1], 4: images}, threads=1)
+    # PyTorch alone would be 200 MB more.
+    assert 20 < found.runtime_mb < 180
+    assert found.runtime_mb < found.peak_mb[1] <= found.peak_mb[4]
+
+
+def test_what_fails_in_the_other_process_is_told(exported: Path, images: np.ndarray) -> None:
+    recipe = portable(OnnxOpener(exported / "gone.onnx"))
+    assert recipe is not None
+    with pytest.raises(RuntimeError, match=r"gone\.onnx"):
+        measure_memory(recipe, {1: images[:1]})
+    assert portable(lambda: None) is None
+
+
+@pytest.mark.parametrize("lowering", ["grouped", "gather"])
+def test_every_layer_has_its_parts(exported: Path, images: np.ndarray, lowering: str) -> None:
+    layers = ("blocks.2.mlp", "blocks.3.mlp")
+    found = parts_of(opener(exported, lowering), [images[:1], images[1:2]], layers)
+    for layer in layers:
+        named = {part.part for part in found if part.layer == layer}
+        assert named == {"router", "dispatch", "experts", "combine"}
+    assert {part.part for part in found if part.layer is None} == {"host", "runtime"}
+    assert all(part.ms >= 0 for part in found)
+
+
+def event(name: str, start: float, end: float, category: str = "Node") -> dict[str, object]:
+    return {"name": name, "cat": category, "ts": start, "dur": end - start, "tid": 1}
+
+
+def test_a_branch_is_not_counted_twice() -> None:
+    profile = [
+        event("model_run", 0, 100, "Session"),
+        event("m/router/top_kernel_time", 0, 100),
+        event("model_run", 1000, 2000, "Session"),
+        event("m/router/top_kernel_time", 1000, 1100),
+        event("m/experts/0_kernel_time", 1100, 1500),
+        event("m/experts/0/products_kernel_time", 1150, 1450),
+        event("m/combine/C_kernel_time", 1500, 1600),
+        event("head_kernel_time", 1600, 1900),
+    ]
+    found = {(p.layer, p.part): p.ms for p in parts_of_profile(profile, ["m"], skip=1)}
+    assert found == pytest.approx(
+        {
+            ("m", "router"): 0.1,
+            ("m", "experts"): 0.4,
+            ("m", "combine"): 0.1,
+            (None, "host"): 0.3,
+            (None, "runtime"): 0.1,
+        }
+    )
+
+
+def test_nodes_are_placed_by_their_names() -> None:
+    assert place("m/gate.0/products", ["m"]) == ("m", "router")
+    assert place("m/group/sorted", ["m"]) == ("m", "experts")
+    assert place("m/output", ["m"]) == ("m", "combine")
+    assert place("m2/output", ["m"]) == (None, "host")
