@@ -19,6 +19,8 @@ from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model
 from moexport.exporter.progress import Silent
 from moexport.exporter.timing import Protocol
+from moexport.tests.command import run_program
+from moexport.tests.recorded import DATA
 
 QUICK = Settings(batches=(1, 3), protocol=Protocol(warmup=1, round_s=0.0, inputs=2), samples=100)
 
@@ -209,6 +211,19 @@ def test_threads_are_set_for_the_run_and_put_back(model: Model, digits: Digits) 
     results = bench([Subject("d", model)], digits.test, settings)
     assert results.environment["threads"] == 1
     assert torch.get_num_threads() == before
+
+
+def test_the_program_itself_measures(tmp_path: Path) -> None:
+    outcome = run_program(
+        *("bench", DATA / "soft_moe_lucidrains" / "weights.pt", "-o", "report", "--k", "2"),
+        *("--engine", "onnxruntime", "--no-memory", "--threads", "1"),
+        cwd=tmp_path,
+    )
+    assert outcome.code == 0, outcome.err
+    assert "report: report/report.html" in outcome.out
+    rows = read(tmp_path / "report" / "results.json").rows
+    assert [(row.engine, row.k) for row in rows] == [("pytorch-eager", 4), ("onnxruntime", 2)]
+    assert [row.error for row in rows] == [None, None]
 
 
 def test_the_plan_says_what_and_how_long(model: Model) -> None:

@@ -16,7 +16,7 @@ from moexport.bench.digits import SoftMoEMnist, load_digits, save
 from moexport.bench.specialise import ExpertEffect, Specialisation, polysemanticity
 from moexport.graphs.mumoe import mumoe_layers
 from moexport.tests.bench.heads import trained_head
-from moexport.tests.command import run
+from moexport.tests.command import run, run_program
 from moexport.tests.recorded import DATA
 
 CONFIG = {"input_rank": 2}
@@ -136,8 +136,8 @@ def test_the_command_writes_json_and_a_figure(head: tuple[Path, Path], tmp_path:
     assert (written["schema"], written["kind"], written["levels"]) == (1, "mumoe", [12])
     assert [group["group"] for group in written["groups"]] == list(range(10))
     assert len(imread(tmp_path / "experts" / "specialise.png")) > 500
-    printed = json.loads(run("specialise", checkpoint, "--data", data, "--json").out)
-    assert printed == written
+    program = run_program("specialise", checkpoint, "--data", data, "--json")
+    assert json.loads(program.out) == written
 
 
 def test_a_layer_whose_experts_change_nothing_is_drawn_too(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import typer
 from moexport.cli import app
-from moexport.tests.docs.documents import PAGES, ROOT, Block, blocks, lines, run_block
+from moexport.tests.docs.documents import PAGES, ROOT, Block, blocks, lines, type_block
 from moexport.tests.recorded import DATA
 
 COMMANDS = [
@@ -59,6 +59,7 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", text.lower()).replace(" ", "-") for text in headings}
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_the_readme_s_use_section_runs(tmp_path: Path) -> None:
     case = DATA / "soft_moe_vit"  # a ViT of width 48, which 12 heads divide
     shutil.copy(case / "weights.pt", tmp_path / "vit.pt")
@@ -67,7 +68,7 @@ def test_the_readme_s_use_section_runs(tmp_path: Path) -> None:
     used = [block for block in blocks(ROOT / "README.md") if "vit.pt" in block.text]
     assert {block.language for block in used} == {"sh", "python"}
     for block in used:
-        run_block(block, tmp_path)
+        type_block(block, tmp_path)
     written = ("vit-k4/manifest.json", "scores.npz", "report/report.html", "vit-quarter/model.onnx")
     for name in written:
         assert (tmp_path / name).is_file(), name

@@ -226,7 +226,7 @@ def test_the_program_itself_exports(name: str, lowering: str, tmp_path: Path) ->
     assert_recorded(case, Bundle.open(tmp_path / "made" / "out"), "model.onnx", k)
 
 
-def test_the_program_itself_runs_and_verifies(tmp_path: Path) -> None:
+def test_the_program_itself_runs_verifies_and_inspects(tmp_path: Path) -> None:
     case = read_case("soft_moe_lucidrains")
     assert export(case, tmp_path, "--k", "1").code == 0
     ran = run_program(
@@ -241,3 +241,6 @@ def test_the_program_itself_runs_and_verifies(tmp_path: Path) -> None:
     verified = run_program("verify", "out", cwd=tmp_path)
     assert (verified.code, verified.err) == (0, "")
     assert [line.split()[0] for line in verified.out.splitlines()] == ["ok"] * 6
+    inspected = run_program("inspect", "out", cwd=tmp_path)
+    assert (inspected.code, inspected.err) == (0, "")
+    assert "soft-moe-pytorch" in inspected.out
