@@ -26,17 +26,9 @@ def soft_moe_case(request: pytest.FixtureRequest) -> RecordedCase:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def few_threads() -> None:
-    torch.set_num_threads(2)
-
-
-@pytest.fixture
-def one_thread() -> Iterator[None]:
+def one_thread() -> None:
     """Networks this small train no faster with more, and wait for them on a busy machine."""
-    before = torch.get_num_threads()
     torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -13,8 +13,6 @@ from moexport.tests.bench.heads import trained_head
 from moexport.tests.docs.documents import ROOT, assert_printed, blocks, type_block
 from moexport.tests.docs.outliers import vit_with_outliers
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def follow(page: str, folder: Path, heading: str | None = None) -> int:
     """Runs a page's blocks in one folder and compares its excerpts; returns how many ran.
