@@ -15,7 +15,7 @@ from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import read_case
 from moexport.tests.targets.engines import build, export, needs_rtx
 
-pytestmark = [needs_rtx, pytest.mark.usefixtures("traced_once")]
+pytestmark = needs_rtx
 
 CASE = "soft_moe_fkodom"  # a layer of 6 experts and width 24
 PROFILES = ("--profile", "batch=1:2:4,tokens=4:8:16,k=2:2:3", "--profile", "batch=8,tokens=5,k=4")
