@@ -8,6 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from moexport.exporter.bundle import Bundle
 from moexport.exporter.engines.build import build_engine
 from moexport.exporter.engines.flavours import TENSORRT_RTX
 from moexport.exporter.engines.options import EngineOptions
@@ -15,6 +17,7 @@ from moexport.exporter.engines.profiles import Profile
 from moexport.exporter.progress import Silent
 from moexport.graphs.edits import LayerEdits, Rewrite
 from moexport.graphs.mumoe_spec import Form
+from moexport.tests.command import run
 from moexport.tests.graphs.mumoe_layers import graph, random_layer, saved
 from moexport.tests.graphs.test_mumoe import spec_of
 from moexport.tests.recorded import read_case
@@ -44,6 +47,19 @@ def compiled(path: Path) -> int:
 @pytest.mark.parametrize("name", PROFILES)
 def test_every_family_compiles_with_a_baked_k(name: str, tmp_path: Path) -> None:
     (record,) = build(export(name, tmp_path, "--k", "2"), "--profile", PROFILES[name])
+    assert set(record["precision"]) == {"fp32"}
+
+
+def test_a_head_that_lies_beside_its_backbone_compiles(tmp_path: Path) -> None:
+    state = torch.load(read_case("mumoe_cp").weights, weights_only=True)
+    head = {f"1.{key}": tensor for key, tensor in state.items()}
+    torch.save({"0.patch_embed.proj.weight": torch.ones(8, 3, 2, 2), **head}, tmp_path / "clip.pt")
+    options = ("--k", "2", "--target", "tensorrt-rtx", "--no-engine", "--no-verify")
+    outcome = run("export", tmp_path / "clip.pt", "-o", tmp_path / "out", *options)
+    assert outcome.code == 0, outcome.err
+    bundle = tmp_path / "out"
+    assert Bundle.open(bundle).manifest.source.family == "mumoe-clip"
+    (record,) = build(bundle, "--profile", "batch=1:4:8")
     assert set(record["precision"]) == {"fp32"}
 
 
