@@ -328,6 +328,10 @@ def _labelled(
 ) -> Labelled:
     if isinstance(data, str | Path):
         return open_labelled(str(data), model.input, pixels)
+    if pixels is not None:
+        raise UsageError(
+            f"--pixels {pixels}: there is no folder of images", hint="give one with --data"
+        )
     if data is None:
         data = random_inputs(model, max(batch, RANDOM_INPUTS))
     if isinstance(data, np.ndarray):

@@ -62,20 +62,25 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
     An `.npz` holds inputs and labels; a folder holds a folder of images per class, in the order of
     their names, or `.npy` batches without labels; `package.module:iterable` yields (inputs, labels)
     or a dict with both. Raises FeedError for what is none of these, UsageError where `pixels` is
-    missing for images.
+    missing for images, or given for anything else.
     """
     path = Path(where)
-    if path.is_dir():
-        if any(path.glob("*.npy")):
-            first = next(batches(where, spec.name))
-            return Streamed(
-                partial(_pairs, where, spec.name),
-                None,
-                labelled=False,
-                fingerprint=f"{where} {fingerprint(first)}",
-                input_name=spec.name,
-            )
+    if path.is_dir() and not any(path.glob("*.npy")):
         return image_folder(path, spec, pixels)
+    if pixels is not None:
+        raise UsageError(
+            f"--pixels {pixels}: {where} is no folder of images",
+            hint="leave it out: other inputs are taken as they are",
+        )
+    if path.is_dir():
+        first = next(batches(where, spec.name))
+        return Streamed(
+            partial(_pairs, where, spec.name),
+            None,
+            labelled=False,
+            fingerprint=f"{where} {fingerprint(first)}",
+            input_name=spec.name,
+        )
     if names_code(where):
         return _iterable(where, spec)
     if not path.is_file():

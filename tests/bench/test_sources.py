@@ -54,6 +54,9 @@ def test_other_images_are_other_data(tmp_path: Path) -> None:
 def test_the_scale_of_pixels_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="cannot be told from its weights"):
         open_labelled(str(images(tmp_path)), SPEC)
+    np.savez(tmp_path / "x.npz", input=np.zeros((2, *SPEC.shape[1:]), np.float32))
+    with pytest.raises(UsageError, match=r"--pixels unit: .*x\.npz is no folder of images"):
+        open_labelled(str(tmp_path / "x.npz"), SPEC, "unit")
     with pytest.raises(UsageError, match="--pixels percent"):
         open_labelled(str(tmp_path), SPEC, "percent")
     with pytest.raises(UsageError, match="folder of images"):
