@@ -310,8 +310,11 @@ def mumoe_table(results: Results) -> str:
     return "\n".join(lines)
 
 
-def model_table(results: Results) -> str:
-    """Returns whole models as Markdown: medians in ms for every k, beside their limits."""
+def model_table(results: Results, batch: int | None = None) -> str:
+    """Returns whole models as Markdown: medians in ms for every k, beside their limits.
+
+    Only one batch size where that is given.
+    """
     lines = [
         "| model | batch | k | PyTorch eager | `torch.compile` | `torch.onnx` | exported, `auto` | "
         "limit | over limit | vs eager | vs compile | vs `torch.onnx` | INT8 | limit | "
@@ -327,7 +330,7 @@ def model_table(results: Results) -> str:
         }
         limits = {(row.batch, str(row.lowering), row.k): row.limit_ms for row in rows}
         for row in rows:
-            if row.lowering != AUTO:
+            if row.lowering != AUTO or batch not in (None, row.batch):
                 continue
             n, ours = row.experts, medians[row.batch, AUTO, row.k]
             whole = [medians.get((row.batch, name, n)) for name in (EAGER, COMPILED, PLAIN)]

@@ -204,8 +204,13 @@ def refresh_performance() -> None:
     replace_marked(page, "layers", layer_table(results) + "\n")
     replace_marked(page, "integer-targets", integer_targets_table(results) + "\n")
     replace_marked(page, "integers", integer_table(results) + "\n")
-    replace_marked(page, "models", model_table(read(RESULTS / "models-cpu.json")) + "\n")
-    replace_marked(page, "models-8", model_table(read(RESULTS / "models-n8-cpu.json")) + "\n")
+    for marker, file, batch in (
+        ("models", "models-cpu", 1),
+        ("models-vnni", "models-vnni-cpu", 16),
+        ("models-8", "models-n8-cpu", 16),
+    ):
+        table = model_table(read(RESULTS / f"{file}.json"), batch)
+        replace_marked(page, marker, f"{table}\n")
     replace_marked(page, "mumoe", mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n")
     replace_marked(page, "scale", f"{where}\n\n{scale_table(from_json(scales))}\n")
 
