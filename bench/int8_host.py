@@ -29,10 +29,11 @@ class IntegerLinear:
         """Multiply-adds for the named axes' `sizes`, or None where these do not tell."""
         if self.rows is None:
             return None
-        known = [sizes.get(size) if isinstance(size, str) else size for size in self.rows]
-        if None in known:
+        try:
+            rows = prod(sizes[size] if isinstance(size, str) else size for size in self.rows)
+        except KeyError:
             return None
-        return prod(size for size in known if size is not None) * prod(self.weights)
+        return rows * prod(self.weights)
 
 
 def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, ...]:

@@ -154,7 +154,7 @@ def _sources(
     if precision == "int8":
         table = table_for_export(model, options, data=asked.calibration)
     prepared = prepare(model, options, table)
-    integers = [linear.node for linear in prepared.numbers.linears if linear.reason is None]
+    integers = _integers({each.node: each.reason for each in prepared.numbers.linears})
     specs = {layer: module.spec for layer, module in model.layers.items()}
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
@@ -256,6 +256,10 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
         ks = [_largest(resolve_k(each, specs)) for each in asked.ks]
     else:
         ks = [max(layer.k for layer in record.layers if layer.k is not None)]
+    linears = _integers(record.numbers.get("linears", {}))
+    integers = {
+        graph.file: integer_linears(bundle.path / graph.file, linears) for graph in record.graphs
+    }
     return Subject(
         name=bundle.path.name,
         model=model,
@@ -279,9 +283,7 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
                 engine=runtime.engine,
                 kept={layer.name: layer.k for layer in record.layers if layer.k is not None},
                 floating=frozenset(n for n, each in numbers.items() if each != "int8"),
-                integers=integer_linears(
-                    bundle.path / graph.file, _integers(record.numbers.get("linears", {}))
-                ),
+                integers=integers[graph.file],
             )
             for graph in record.graphs
             for k in ks

@@ -197,9 +197,8 @@ def _grouped_us(work: Work, machine: Machine) -> float:
     n = work.spec.experts
     sorting = 12 if work.kept < n else 3
     nodes = (_chain(work) + machine.integer_nodes) * n + sorting
-    if (
-        work.spec.expert != "linear" and n >= MANY_EXPERTS
-    ):  # what lies between the matmuls is shared
+    if n >= MANY_EXPERTS and work.spec.expert != "linear":
+        # What lies between the matmuls is there once for all experts.
         nodes -= n if machine.integer_nodes == 0 else 2 * n
     return (
         _expert_bytes(work, work.expected_active) / machine.bytes_per_us
