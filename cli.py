@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -12,7 +11,6 @@ import typer
 from .cli_bench import bench, demo, report, specialise
 from .cli_engines import RunnerFlags, TrustEngine, build
 from .cli_export import calibrate, export
-from .cli_groups import flattened
 from .cli_options import (
     AsJson,
     BundleArgument,
@@ -22,6 +20,7 @@ from .cli_options import (
     Verbosity,
     output_option,
 )
+from .cli_program import program
 from .errors import MoexportError
 from .printing import (
     bundle_text,
@@ -32,29 +31,7 @@ from .printing import (
     model_text,
 )
 
-Command = Callable[..., None]
 
-app = typer.Typer(
-    name="moexport",
-    help="Deploy trained Soft MoE and muMoE models: k of n experts chosen inside the ONNX graph.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
-    context_settings={"help_option_names": ["-h", "--help"]},
-)
-
-
-def command(example: str) -> Callable[[Command], Command]:
-    """Adds a function to the program; its help ends with the example."""
-
-    def add(function: Command) -> Command:
-        app.command(epilog=f"Example: moexport {example}")(flattened(function))
-        return function
-
-    return add
-
-
-@command("inspect vit.pt --set num_heads=12")
 def inspect(
     *,
     model: ModelArgument,
@@ -89,12 +66,6 @@ def inspect(
     print(json_text(found.as_json()) if as_json else model_text(found))
 
 
-command("export vit.pt -o out --set num_heads=12 --k 0.25")(export)
-command("build out --compute-capability 8.9 --profile batch=1:8:32")(build)
-command("calibrate vit.pt --data train.npz -o table.json --k 0.25")(calibrate)
-
-
-@command("verify out")
 def verify(*, bundle: BundleArgument, as_json: AsJson = False, verbosity: Verbosity) -> None:
     """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
     from .exporter.atomic import others_in
@@ -121,7 +92,6 @@ def verify(*, bundle: BundleArgument, as_json: AsJson = False, verbosity: Verbos
         )
 
 
-@command("run out -i x.npz -o y.npz --k 16")
 def run(
     *,
     bundle: BundleArgument,
@@ -160,13 +130,6 @@ def run(
         )
 
 
-command("bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz")(bench)
-command("specialise digits.pt --data test.npz -o experts")(specialise)
-command("report results.json -o report.html")(report)
-command("demo -o demo")(demo)
-
-
-@command("doctor --json")
 def doctor(*, as_json: AsJson = False, verbosity: Verbosity) -> None:
     """Say what this machine can build and run, and why not the rest."""
     del verbosity
@@ -174,3 +137,22 @@ def doctor(*, as_json: AsJson = False, verbosity: Verbosity) -> None:
 
     diagnosis = diagnose()
     print(json_text(diagnosis.as_json()) if as_json else diagnosis_text(diagnosis))
+
+
+app = program(
+    "moexport",
+    "Deploy trained Soft MoE and muMoE models: k of n experts chosen inside the ONNX graph.",
+    {
+        "moexport inspect vit.pt --set num_heads=12": inspect,
+        "moexport export vit.pt -o out --set num_heads=12 --k 0.25": export,
+        "moexport build out --compute-capability 8.9 --profile batch=1:8:32": build,
+        "moexport calibrate vit.pt --data train.npz -o table.json --k 0.25": calibrate,
+        "moexport verify out": verify,
+        "moexport run out -i x.npz -o y.npz --k 16": run,
+        "moexport bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz": bench,
+        "moexport specialise digits.pt --data test.npz -o experts": specialise,
+        "moexport report results.json -o report.html": report,
+        "moexport demo -o demo": demo,
+        "moexport doctor --json": doctor,
+    },
+)

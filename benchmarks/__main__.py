@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moexport.bench.results import read, write
 
-from . import calibration, engine_scale, fit, layers, models, mumoe, scale
+from . import calibration, engine_scale, fit, layers, models, mumoe, scale, startup
 from .tables import (
     integer_table,
     integer_targets_table,
@@ -105,6 +105,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "engine-scale": Benchmark(
         RESULTS / "engine-scale.json", engine_scale.measure, engine_scale.table
     ),
+    "startup": Benchmark(RESULTS / "startup-cpu.json", startup.measure, startup.table),
     "calibration": Benchmark(RESULTS / "calibration-cpu.json", _calibration, _calibration_tables),
 }
 

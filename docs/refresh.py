@@ -32,7 +32,7 @@ from moexport.bench.paper import published
 from moexport.bench.results import Results, read
 from moexport.bench.schema import FILE as SCHEMA_FILE
 from moexport.bench.schema import schema_text
-from moexport.benchmarks import calibration
+from moexport.benchmarks import calibration, startup
 from moexport.benchmarks.scale import from_json, measured_on
 from moexport.benchmarks.tables import (
     integer_table,
@@ -213,6 +213,7 @@ def refresh_performance() -> None:
         replace_marked(page, marker, f"{table}\n")
     replace_marked(page, "mumoe", mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n")
     replace_marked(page, "scale", f"{where}\n\n{scale_table(from_json(scales))}\n")
+    replace_marked(page, "startup", startup.table(RESULTS / "startup-cpu.json") + "\n")
 
 
 def refresh_calibration() -> None:

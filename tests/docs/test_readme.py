@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -28,14 +29,13 @@ HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 
 @pytest.mark.parametrize(("block", "line"), COMMANDS, ids=[line for _, line in COMMANDS])
 def test_shown_commands_and_their_options_exist(block: Block, line: str) -> None:
-    known = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+    program: Any = typer.main.get_command(app)
     words = shlex.split(line, comments=True)
     command = words[1]
-    assert command in known, block
+    assert command in program.commands, block
+    _, called, _ = program.resolve_command(typer.Context(program), [command])
     options = {
-        name
-        for parameter in known[command].params
-        for name in (*parameter.opts, *parameter.secondary_opts)
+        name for parameter in called.params for name in (*parameter.opts, *parameter.secondary_opts)
     }
     for word in words[2:]:
         if word in ("||", "&&", "|"):
