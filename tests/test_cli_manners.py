@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.tests.command import PROGRAM, run, run_program
+from moexport.tests.command import run, run_program
 from moexport.tests.recorded import DATA
 
 COMMANDS = [
