@@ -24,7 +24,7 @@ from .bench.run import check_inputs
 from .bench.sources import open_labelled
 from .bench.specialise import Specialisation
 from .bench.specialise import specialise as run_specialise
-from .bench.subjects import Asked, exported, from_bundle, parse_precisions
+from .bench.subjects import Asked, exported, from_bundle, parse_precisions, told_apart
 from .calibration.feeds import Feed
 from .calibration.methods import DEFAULT_METHOD, DEFAULT_PERCENTILE
 from .calibration.table import CalibrationTable, Method
@@ -303,16 +303,19 @@ def _subjects(
 ) -> list[Subject]:
     """A subject per model; the bundles that follow a model are measured beside it."""
     subjects: list[Subject] = []
+    places: list[Path] = []
     model: Model | None = None
     for index, item in enumerate(listed):
         if isinstance(item, Bundle):
             subjects.append(from_bundle(item, asked, model=model))
+            places.append(item.path)
             continue
         model = item
         followed = index + 1 < len(listed) and isinstance(listed[index + 1], Bundle)
         if not followed:
             subjects.append(stack.enter_context(exported(model, asked, progress=progress)))
-    return subjects
+            places.append(Path(model.source.path))
+    return told_apart(subjects, places)
 
 
 RANDOM_INPUTS = 16

@@ -83,7 +83,7 @@ class BuildFlags:
         workspace, asked = self.workspace, self.engine_cache
         cache = default_cache() if asked is None else None if asked == "off" else Path(asked)
         if asked is not None and cache is not None:  # the default keeps nothing where it cannot
-            check_folder(cache)
+            check_folder(cache, "--engine-cache")
         return EngineOptions(
             profiles=tuple(parse_profile(each) for each in self.profiles or ()),
             compute_capabilities=parse_capabilities(self.compute_capability or ""),

@@ -33,9 +33,9 @@ def hint(error: OSError) -> str:
     return HINTS.get(error.errno or 0, "choose another -o")
 
 
-def check_folder(place: Path) -> None:
+def check_folder(place: Path, option: str = "-o") -> None:
     """Raises OutputError, before any work, where a folder cannot be made or written to."""
-    _check(nearest(place), place)
+    _check(nearest(place), place, option)
 
 
 def check_file(place: Path) -> None:
@@ -62,11 +62,14 @@ def _mode(place: Path) -> int | None:
         return None
 
 
-def _check(folder: Path, place: Path) -> None:
-    """Refuses a place that is to lie in a folder, or to be it, where that is no folder for it."""
+def _check(folder: Path, place: Path, option: str = "-o") -> None:
+    """Refuses a place that is to lie in a folder, or to be it, where that is no folder for it.
+
+    `option` is the one that named it.
+    """
     if not folder.is_dir():
         inside = "" if folder == place.absolute() else f", so {place.name} cannot lie in it"
-        raise OutputError(f"{folder}: not a folder{inside}", hint="choose another -o")
+        raise OutputError(f"{folder}: not a folder{inside}", hint=f"choose another {option}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise OutputError(
             f"{place}: cannot be written: no permission in {folder}", hint=HINTS[errno.EACCES]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
@@ -108,7 +108,7 @@ def exported(
         if graphs and len(said) == len(graphs):
             raise said[0]
         yield Subject(
-            name=name or Path(model.source.path).stem,
+            name=name or _named(model.source.path),
             model=model,
             ks=tuple(sorted({_largest(resolve_k(k, specs)) for k in asked.ks}, reverse=True)),
             graphs=tuple(graphs),
@@ -292,6 +292,32 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
         renormalize=record.renormalize,
         engines=asked.engines,
     )
+
+
+def _named(source: str) -> str:
+    """What a model is called in results: its file without the ending, or the code that makes it."""
+    return source if names_code(source) else Path(source).stem
+
+
+def told_apart(subjects: Sequence[Subject], places: Sequence[Path]) -> list[Subject]:
+    """Returns subjects of one name with the folders before it that tell them apart.
+
+    `places` are where they come from: `a/vit.pt` and `b/vit.pt` become `a/vit` and `b/vit`. One
+    place named twice keeps its name, which a benchmark's plan refuses.
+    """
+    names = [subject.name for subject in subjects]
+    folders = [place.absolute().parts[-2::-1] for place in places]  # from the last one upwards
+    for depth in range(max(map(len, folders), default=0) + 1):
+        repeated = {name for name in names if names.count(name) > 1}
+        if not repeated:
+            break
+        names = [
+            f"{above[depth]}/{name}" if name in repeated and depth < len(above) else name
+            for name, above in zip(names, folders, strict=True)
+        ]
+    else:
+        names = [subject.name for subject in subjects]
+    return [replace(subject, name=name) for subject, name in zip(subjects, names, strict=True)]
 
 
 def _source_of(bundle: Bundle) -> Model:

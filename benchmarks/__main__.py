@@ -75,7 +75,11 @@ def _mumoe(file: Path) -> None:
 
 def _scale(file: Path) -> None:
     """Exports ViT-B/16 with small experts (513 M parameters) and with Table 3's (2.3 B)."""
-    measured = [scale.export_scale(128, 384), scale.export_scale(8, 30720)]
+    measured = [
+        scale.export_scale(128, 384),
+        scale.export_scale(128, 384, "bfloat16"),
+        scale.export_scale(8, 30720),
+    ]
     file.write_text(scale.to_json(measured), encoding="utf-8")
 
 

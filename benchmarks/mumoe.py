@@ -1,7 +1,9 @@
 """muMoE layers and blocks at the papers' shapes: the exported graph against published PyTorch.
 
-PyTorch runs the published formulation: einsum over the factors, entmax15 by sorting. One input per
-call: a vector for the heads, 1024 tokens for the GPT-2 block, 196 for the Mixer's channel block.
+PyTorch runs the published formulation, einsum over the factors and entmax15 by sorting, in two
+forms: by the calls of the authors' code (`published`), and as moexport's own reference does, with
+`torch.einsum` of two operands and nothing around it. One input per call: a vector for the heads,
+1024 tokens for the GPT-2 block, 196 for the Mixer's channel block.
 """
 
 from __future__ import annotations
@@ -22,8 +24,10 @@ from moexport.exporter.environment import environment, usable_cores
 from moexport.exporter.hosts.layer import TokenHost
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.lowerings.base import WorkOf
-from moexport.graphs.mumoe import MuMoE, MuMoEWeights
+from moexport.graphs.mumoe import MuMoE, MuMoEWeights, mumoe_layers
 from moexport.graphs.mumoe_spec import FactorisedSpec, GateNorm, MuMoESpec
+
+from .published import PublishedMuMoE
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +58,9 @@ SUBJECTS = (
     Subject("GPT-2 CP block (d=768, n=256, R=556)", _block(768, 3072, 256, 556, "ln"), 1024, 2.0),
     Subject("Mixer S/16 CP channel block (n=64, R=384)", MIXER, 196, 2.0),
 )
+
+REFERENCE = "pytorch-einsum"
+"""The engine of rows of moexport's own reference in PyTorch."""
 
 CALIBRATION_TOKENS = 256
 """Tokens that give INT8 its ranges, in inputs of a subject's size."""
@@ -97,7 +104,10 @@ def run(
     round_s: float = 0.5,
     progress: Callable[[str], None] = print,
 ) -> Results:
-    """Returns three rows per subject, PyTorch and the graphs in FP32 and INT8: batch 1, k = n."""
+    """Returns four rows per subject, both in PyTorch and the graphs in FP32 and INT8: b = 1, k = n.
+
+    Raises AssertionError where the two in PyTorch differ.
+    """
     threads = usable_cores()
     torch.set_num_threads(threads)
     rates = machine_rates(threads)
@@ -115,8 +125,15 @@ def run(
                 calibration=seen.astype(np.float32),
                 threads=threads,
             )
+            host, example = model.module, torch.from_numpy(x)
+            (layer,) = mumoe_layers(host).values()
+            published = PublishedMuMoE(layer).eval()
+            with torch.inference_mode():
+                expected = host(example)
+                assert (published(example) - expected).abs().max() < 1e-4 * expected.abs().max()
             calls: dict[tuple[str, str], Callable[[], object]] = {
-                (PYTORCH_EAGER, "fp32"): partial(model.module, torch.from_numpy(x))
+                (PYTORCH_EAGER, "fp32"): partial(published, example),
+                (REFERENCE, "fp32"): partial(host, example),
             }
             lowerings: dict[tuple[str, str], str] = {}
             for graph in stack.enter_context(exported(model, asked)).graphs:

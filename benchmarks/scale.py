@@ -28,7 +28,8 @@ START = "start"
 class Scale:
     """What one export took: `seconds` in all, `steps` by the first word of what it said it did.
 
-    `peak_bytes` is the process's largest resident set, pages of mapped files included.
+    `weights_bytes` are those of the FP32 weights that are written, whatever type the checkpoint has
+    (`stored`). `peak_bytes` is the process's largest resident set, pages of mapped files included.
     """
 
     experts: int
@@ -38,6 +39,7 @@ class Scale:
     seconds: float
     steps: Mapping[str, float]
     peak_bytes: int
+    stored: str = "float32"
 
 
 def vit_checkpoint(
@@ -49,15 +51,17 @@ def vit_checkpoint(
     depth: int = 12,
     moe_from: int = 6,
     stacked: bool = False,
+    stored: str = "float32",
 ) -> int:
     """Writes a Soft MoE ViT-B/16 with random weights; returns its parameter count.
 
-    Its experts are modules of their own, or `stacked` in one tensor.
+    Its experts are modules of their own, or `stacked` in one tensor; `stored` is the weights' type.
     """
     random = torch.Generator().manual_seed(0)
+    dtype = getattr(torch, stored)
 
     def draw(*size: int) -> torch.Tensor:
-        return torch.randn(*size, generator=random) * 0.02
+        return (torch.randn(*size, generator=random) * 0.02).to(dtype)
 
     state = {
         "cls_token": draw(1, 1, dim),
@@ -99,11 +103,11 @@ def vit_checkpoint(
     return sum(tensor.numel() for tensor in state.values())
 
 
-def export_scale(experts: int, hidden: int) -> Scale:
+def export_scale(experts: int, hidden: int, stored: str = "float32") -> Scale:
     """Exports a ViT-B/16 with such experts through the command line and returns what it took."""
     with tempfile.TemporaryDirectory(prefix="moexport-scale-") as folder:
         checkpoint = Path(folder) / "vit.pt"
-        parameters = vit_checkpoint(checkpoint, experts=experts, hidden=hidden)
+        parameters = vit_checkpoint(checkpoint, experts=experts, hidden=hidden, stored=stored)
         command = [
             "export",
             str(checkpoint),
@@ -135,6 +139,7 @@ def export_scale(experts: int, hidden: int) -> Scale:
             sum(steps.values()),
             steps,
             report["peak_bytes"],
+            stored,
         )
 
 

@@ -183,7 +183,7 @@ def feed_fingerprint(model: Model, data: Feed, samples: int | None) -> tuple[str
 def _write(
     model: Model, portable: ir.Model, kept: dict[str, int], path: Path, *, renormalize: bool
 ) -> ObservingGraph:
-    with WeightsWriter(path.parent, sources=model.source.files) as writer:
+    with WeightsWriter(path.parent, sources=model.source.mapped) as writer:
         write_host(writer, portable)
         choices = {
             name: LayerChoice(

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..errors import CheckpointError
 from .files import find_files, read_files
 from .pages import Reading
+from .widened import widened
 
 ARGUMENTS = ("model_args", "hyper_parameters")
 """Where nanoGPT with its descendants, and Lightning, keep the constructor's arguments beside the
@@ -43,7 +44,8 @@ class Checkpoint:
     held float32; of a checkpoint read without `values`, they are as in the file. `prefixes` were
     removed from every key, outermost first. `config` is the path of a `config.json` found beside
     the weights; `arguments` are the constructor's, where the training code saved them in the file,
-    and `arguments_key` is where.
+    and `arguments_key` is where. `mapped` are the files that `tensors` are mapped from:
+    `files`, and a temporary one of weights that were converted.
     """
 
     tensors: dict[str, Tensor]
@@ -53,6 +55,7 @@ class Checkpoint:
     config: Path | None = field(default=None)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     arguments_key: str = ""
+    mapped: tuple[Path, ...] = ()
 
 
 def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
@@ -85,9 +88,11 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
     tensors, prefixes = _without_prefixes(_network_alone(tensors, notes))
     if prefixes:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
+    mapped = found.files
     if values:
-        tensors = _as_float32(tensors, notes)
-        _check_finite(source, tensors, Reading(found.files))
+        tensors, converted = _as_float32(tensors, notes, found.files)
+        mapped += converted
+        _check_finite(source, tensors, Reading(mapped))
     arguments_key = next((k for k in ARGUMENTS if isinstance(saved.get(k), Mapping)), "")
     return Checkpoint(
         tensors,
@@ -97,6 +102,7 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
         found.config,
         dict(saved[arguments_key]) if arguments_key else {},
         arguments_key,
+        mapped,
     )
 
 
@@ -151,19 +157,24 @@ def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tu
         removed.append(shared)
 
 
-def _as_float32(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
-    """Floating-point tensors as float32; those that are float32 already are passed on uncopied."""
-    others = sorted(
-        {
-            str(t.dtype).removeprefix("torch.")
-            for t in tensors.values()
-            if t.is_floating_point() and t.dtype != torch.float32
-        }
-    )
+def _as_float32(
+    tensors: dict[str, Tensor], notes: list[str], files: tuple[Path, ...]
+) -> tuple[dict[str, Tensor], tuple[Path, ...]]:
+    """Floating-point tensors as float32; those that are float32 already are passed on uncopied.
+
+    Also returns the file that the converted ones are mapped from, if any.
+    """
+    others = {
+        key: tensor
+        for key, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.dtype != torch.float32
+    }
     if not others:
-        return tensors
-    notes.append(f"converted {', '.join(others)} weights to float32")
-    return {k: t.float() if t.is_floating_point() else t for k, t in tensors.items()}
+        return tensors, ()
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in others.values()})
+    notes.append(f"converted {', '.join(dtypes)} weights to float32")
+    converted, file = widened(others, files)
+    return {**tensors, **converted}, () if file is None else (file,)
 
 
 def _check_finite(source: Path, tensors: dict[str, Tensor], reading: Reading) -> None:

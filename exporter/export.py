@@ -148,7 +148,7 @@ def write_graphs(
     """Writes the weights file and every graph of the plan; returns the graphs by file."""
     portable = prepared.portable.clone()
     model = prepared.model
-    with WeightsWriter(directory, progress, model.source.files) as writer:
+    with WeightsWriter(directory, progress, model.source.mapped) as writer:
         write_host(writer, portable)
         stored = {
             name: write_layer(writer, name, layer, prepared.numbers.layers[name].arithmetic)
@@ -206,7 +206,7 @@ def expect(prepared: Prepared, x: np.ndarray) -> Reference:
     shared = min(max(1, layer.work.spec.experts // 4) for layer in layers)
     kept = {layer.name: shared if layer.kept is None else layer.kept for layer in layers}
     batch = prepared.options.batch
-    with _pages_given_back(prepared.model.source.files):
+    with _pages_given_back(prepared.model.source.mapped):
         return reference(
             prepared.model,
             x,

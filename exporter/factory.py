@@ -34,11 +34,12 @@ def load_factory(
     module = _built(source, _find(source), arguments)
     notes: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
+    mapped: tuple[Path, ...] = ()
     if weights is not None:
         checkpoint = read_checkpoint(weights)
         notes += checkpoint.notes
         _fill(module, checkpoint, source)
-        files = checkpoint.files
+        files, mapped = checkpoint.files, checkpoint.mapped
     else:
         notes += (f"no --weights: the weights are those that {source} gave the network",)
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters()):
@@ -58,7 +59,7 @@ def load_factory(
         module=twin,
         family="factory",
         config=dict(config),
-        source=Source(source, files, None if weights is None else str(weights)),
+        source=Source(source, files, None if weights is None else str(weights), mapped),
         input=TensorSpec("input", array.dtype.name, ("batch", *array.shape[1:])),
         output=TensorSpec("output", result.dtype.name, ("batch", *result.shape[1:])),
         notes=(*notes, *note, *replaced),

@@ -13,7 +13,7 @@ from .pages import Reading
 
 def fingerprint(model: Model) -> str:
     """Returns the SHA-256 of a model's family, configuration, edits and every weight."""
-    digest, reading = hashlib.sha256(), Reading(model.source.files)
+    digest, reading = hashlib.sha256(), Reading(model.source.mapped)
     known = {"family": model.family, "config": model.config, "edits": model.edits.texts()}
     digest.update(json.dumps(known, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.module.state_dict().items()):

@@ -152,12 +152,12 @@ class _NoProducts(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, _: Any, arguments: tuple[Any, ...] = (), given: Any = None
     ) -> Any:
-        if function is nn.functional.linear:
+        if function is nn.functional.linear and len(arguments) > 1:
             x, weight, *_ = arguments
-            return x.new_zeros(()).expand(*x.shape[:-1], weight.shape[0])
-        if function is nn.functional.scaled_dot_product_attention:
-            query, _, value = arguments[:3]
-            return query.new_zeros(()).expand(*query.shape[:-1], value.shape[-1])
+            return x.new_zeros(*x.shape[:-1], *weight.shape[:-1])
+        if function is nn.functional.scaled_dot_product_attention and len(arguments) > 2:
+            query, _, value, *_ = arguments
+            return query.new_zeros(*query.shape[:-1], value.shape[-1])
         return function(*arguments, **(given or {}))
 
 

@@ -76,7 +76,7 @@ def _load_checkpoint(
         module=built.module,
         family=family.name,
         config={key: built.config[key] for key in family.options if key in built.config},
-        source=Source(str(path), checkpoint.files),
+        source=Source(str(path), checkpoint.files, mapped=checkpoint.mapped),
         input=built.input,
         output=built.output,
         notes=(*checkpoint.notes, *notes, *built.notes),

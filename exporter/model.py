@@ -43,11 +43,15 @@ class TensorSpec:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """Where a model came from: its files, or the factory that built it and its `weights`."""
+    """Where a model came from: its files, or the factory that built it and its `weights`.
+
+    `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
+    """
 
     path: str
     files: tuple[Path, ...]
     weights: str | None = None
+    mapped: tuple[Path, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,9 @@ class _Mapping:
 def release(files: Iterable[Path]) -> None:
     """Drops the resident pages of this process's mappings of `files`; a no-op outside Linux.
 
-    The pages stay in the system's cache and come back when they are next touched. A mapping with
-    pages that were changed in memory is left alone, since those would be lost.
+    The pages stay in the system's cache and come back when they are next touched. A private mapping
+    with pages that were changed in memory is left alone, since those would be lost. A file may have
+    been removed meanwhile.
     """
     if not sys.platform.startswith("linux") or not _SMAPS.exists():
         return
@@ -79,7 +80,7 @@ def _mappings(smaps: str) -> Iterator[_Mapping]:
             low, _, high = head.partition("-")
             start, end = int(low, 16), int(high, 16)
             fields = rest.split(maxsplit=4)
-            file = fields[4] if len(fields) > 4 else ""
+            file = fields[4].removesuffix(" (deleted)") if len(fields) > 4 else ""
         elif head == "Anonymous:" and file.startswith("/"):
             changed = int(rest.split()[0]) > 0  # copies made when a private mapping is written to
             yield _Mapping(start, end - start, file, changed)

@@ -178,7 +178,7 @@ def _write(
             f"{name} take {needed / 1e6:.0f} MB",
             hint="free some space there, or set TMPDIR to a folder elsewhere",
         )
-    with WeightsWriter(folder, sources=model.source.files) as writer:
+    with WeightsWriter(folder, sources=model.source.mapped) as writer:
         tensors = write_layer(writer, name, layer, arithmetic)
     portable = _alone(group.node, options.opset)
     paths = {}

@@ -15,6 +15,7 @@ from moexport.bench.engines import GraphSource, Subject, with_algorithm_1
 from moexport.bench.plan import Settings, describe, plan
 from moexport.bench.results import Results, Row, read
 from moexport.bench.run import bench
+from moexport.bench.subjects import told_apart
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model
 from moexport.exporter.progress import Silent
@@ -224,6 +225,16 @@ def test_the_program_itself_measures(tmp_path: Path) -> None:
     rows = read(tmp_path / "report" / "results.json").rows
     assert [(row.engine, row.k) for row in rows] == [("pytorch-eager", 4), ("onnxruntime", 2)]
     assert [row.error for row in rows] == [None, None]
+
+
+def test_models_of_one_name_are_told_apart_by_their_folders(model: Model) -> None:
+    places = [Path(*parts) for parts in (("a", "x", "m.pt"), ("b", "x", "m.pt"), ("c", "n.pt"))]
+    subjects = [Subject(place.stem, model) for place in places]
+    named = told_apart(subjects, places)
+    assert [subject.name for subject in named] == ["a/x/m", "b/x/m", "n"]
+    assert len(plan(named, QUICK)) == len(plan([Subject("d", model)], QUICK)) * 3
+    twice = told_apart(subjects[:1] * 2, places[:1] * 2)
+    assert [subject.name for subject in twice] == ["m", "m"]
 
 
 def test_the_plan_says_what_and_how_long(model: Model) -> None:

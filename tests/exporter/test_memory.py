@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 import torch
+from moexport.exporter import widened as widening
+from moexport.exporter.pages import release
 from moexport.tests.exporter.states import State, vit_state
 from safetensors.torch import save_file
 
@@ -85,17 +90,52 @@ def test_inspecting_two_hundred_megabytes_reads_the_headers(tmp_path: Path, suff
 
 
 @pytest.mark.skipif(not STATUS.exists(), reason="reads /proc/self/status")
-@pytest.mark.parametrize("kind", ["separate.pt", "stacked.pt", "separate.safetensors"])
+@pytest.mark.parametrize(
+    "kind",
+    ["separate.pt", "stacked.pt", "separate.safetensors", "half.pt", "half.safetensors"],
+)
 def test_loading_two_hundred_megabytes_allocates_a_few(tmp_path: Path, kind: str) -> None:
     small, large = tmp_path / f"small-{kind}", tmp_path / f"large-{kind}"
-    for path, state in ((small, vit_state(d=16, heads=4)), (large, large_state())):
-        if kind == "stacked.pt" and path == large:
-            state = stacked(state)  # noqa: PLW2901
+    half = kind.startswith("half")
+    for path, whole in ((small, vit_state(d=16, heads=4)), (large, large_state())):
+        state = stacked(whole) if kind == "stacked.pt" and path == large else whole
+        if half:
+            state = {key: tensor.bfloat16() for key, tensor in state.items()}
         if path.suffix == ".pt":
             torch.save(state, path)
         else:
             save_file(state, path)
-    assert large.stat().st_size > 195 * MEGABYTE
+    assert large.stat().st_size > 195 * MEGABYTE / (1 + half)
     command = [sys.executable, "-c", MEASURE, str(small), str(large)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert int(done.stdout) < 20 * MEGABYTE
+
+
+def test_weights_of_sixteen_bits_are_widened_in_a_file_that_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    source = {
+        "a": torch.randn(5, 3, generator=random).half(),
+        "b": torch.randn(7, 4, generator=random).bfloat16().t(),
+        "c": torch.tensor(2.5, dtype=torch.float64),
+        "d": torch.zeros(0, 3, dtype=torch.float16),
+    }
+    monkeypatch.setattr(widening, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found, file = widening.widened(source, ())
+    assert file is not None
+    assert file.parent == tmp_path
+    assert not list(tmp_path.iterdir())
+    release([file])  # its pages are read again from a file without a name
+    in_memory = {key: tensor.float() for key, tensor in source.items()}
+    torch.testing.assert_close(found, in_memory, rtol=0, atol=0)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    found, file = widening.widened(source, ())
+    assert file is None
+    assert not list(tmp_path.iterdir())
+    torch.testing.assert_close(found, in_memory, rtol=0, atol=0)

@@ -213,6 +213,7 @@ def test_requests_that_cannot_be_honoured_are_refused_before_the_build(
 def test_an_engine_cache_that_cannot_be_made_is_refused(bundle: Path) -> None:
     outcome = refused(bundle, *CARD, "--engine-cache", bundle / "model.onnx" / "engines")
     assert "not a folder" in outcome.error
+    assert outcome.hint == "choose another --engine-cache"
     assert "compiling" not in outcome.err
 
 
