@@ -206,6 +206,7 @@ def refresh_performance() -> None:
     replace_marked(page, "integers", integer_table(results) + "\n")
     for marker, file, batch in (
         ("models", "models-cpu", 1),
+        ("models-16", "models-b16-cpu", 16),
         ("models-vnni", "models-vnni-cpu", 16),
         ("models-8", "models-n8-cpu", 16),
     ):
