@@ -207,8 +207,6 @@ def refresh_performance() -> None:
     for marker, file, batch in (
         ("models", "models-cpu", 1),
         ("models-16", "models-b16-cpu", 16),
-        ("models-vnni", "models-vnni-cpu", 16),
-        ("models-8", "models-n8-cpu", 16),
     ):
         table = model_table(read(RESULTS / f"{file}.json"), batch)
         replace_marked(page, marker, f"{table}\n")
