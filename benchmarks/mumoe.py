@@ -9,7 +9,6 @@ forms: by the calls of the authors' code (`published`), and as moexport's own re
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -17,7 +16,7 @@ from functools import partial
 import numpy as np
 import torch
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
-from moexport.bench.roofline import layer_parts, limit_ms, machine_rates
+from moexport.bench.roofline import Rates, layer_parts, limit_ms, machine_rates
 from moexport.bench.subjects import Asked, exported
 from moexport.exporter import timing
 from moexport.exporter.environment import environment, usable_cores
@@ -114,59 +113,7 @@ def run(
     rows: list[Row] = []
     for subject in subjects:
         progress(subject.name)
-        with ExitStack() as stack:
-            model = layer_model(subject)
-            random = np.random.default_rng(1)
-            x = random.standard_normal((1, subject.tokens, subject.spec.dim)).astype(np.float32)
-            seen = random.standard_normal((CALIBRATION_TOKENS // subject.tokens or 1, *x.shape[1:]))
-            asked = Asked(
-                ks=("n",),
-                precisions=("fp32", "int8"),
-                calibration=seen.astype(np.float32),
-                threads=threads,
-            )
-            host, example = model.module, torch.from_numpy(x)
-            (layer,) = mumoe_layers(host).values()
-            published = PublishedMuMoE(layer).eval()
-            with torch.inference_mode():
-                expected = host(example)
-                assert (published(example) - expected).abs().max() < 1e-4 * expected.abs().max()
-            calls: dict[tuple[str, str], Callable[[], object]] = {
-                (PYTORCH_EAGER, "fp32"): partial(published, example),
-                (REFERENCE, "fp32"): partial(host, example),
-            }
-            lowerings: dict[tuple[str, str], str] = {}
-            for graph in stack.enter_context(exported(model, asked)).graphs:
-                key = (ONNXRUNTIME, graph.precision)
-                calls[key], lowerings[key] = partial(graph.open(), x), graph.lowering
-            contestants = {
-                " ".join(key): (lambda _, call=call: call()) for key, call in calls.items()
-            }
-            with torch.inference_mode():
-                measured = timing.measure(contestants, timing.Protocol(round_s=round_s))
-            for name, error in measured.failures.items():
-                progress(f"failed: {name}: {error}")
-            n = subject.spec.experts
-            work = WorkOf(subject.spec, n, 1, subject.tokens)
-            rows += [
-                Row(
-                    engine=engine,
-                    precision=precision,
-                    k=n,
-                    experts=n,
-                    batch=1,
-                    model=subject.name,
-                    provider="cpu",
-                    lowering=lowerings.get((engine, precision)),
-                    latency_ms=latency,
-                    limit_ms=limit_ms(
-                        tuple(layer_parts(work, int8_experts=precision == "int8")), rates
-                    ),
-                    throughput=1000 / latency.median,
-                )
-                for engine, precision in calls
-                if (latency := measured.latencies.get(f"{engine} {precision}")) is not None
-            ]
+        rows += _rows(subject, threads, round_s, rates, progress)
     return Results(
         tuple(ModelInfo(s.name, "mumoe", "random weights", s.spec.parameters) for s in subjects),
         tuple(rows),
@@ -175,3 +122,64 @@ def run(
         command="python -m benchmarks mumoe",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
+
+
+def _rows(
+    subject: Subject,
+    threads: int,
+    round_s: float,
+    rates: Rates,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    model = layer_model(subject)
+    random = np.random.default_rng(1)
+    x = random.standard_normal((1, subject.tokens, subject.spec.dim)).astype(np.float32)
+    seen = random.standard_normal((CALIBRATION_TOKENS // subject.tokens or 1, *x.shape[1:]))
+    asked = Asked(
+        ks=("n",),
+        precisions=("fp32", "int8"),
+        calibration=seen.astype(np.float32),
+        threads=threads,
+    )
+    calls = _in_pytorch(model, torch.from_numpy(x))
+    lowerings: dict[tuple[str, str], str] = {}
+    with exported(model, asked) as exports, torch.inference_mode():
+        for graph in exports.graphs:
+            key = (ONNXRUNTIME, graph.precision)
+            calls[key], lowerings[key] = partial(graph.open(), x), graph.lowering
+        contestants = {" ".join(key): (lambda _, call=call: call()) for key, call in calls.items()}
+        measured = timing.measure(contestants, timing.Protocol(round_s=round_s))
+    for name, error in measured.failures.items():
+        progress(f"failed: {name}: {error}")
+    n = subject.spec.experts
+    work = WorkOf(subject.spec, n, 1, subject.tokens)
+    return [
+        Row(
+            engine=engine,
+            precision=precision,
+            k=n,
+            experts=n,
+            batch=1,
+            model=subject.name,
+            provider="cpu",
+            lowering=lowerings.get((engine, precision)),
+            latency_ms=latency,
+            limit_ms=limit_ms(tuple(layer_parts(work, int8_experts=precision == "int8")), rates),
+            throughput=1000 / latency.median,
+        )
+        for engine, precision in calls
+        if (latency := measured.latencies.get(f"{engine} {precision}")) is not None
+    ]
+
+
+def _in_pytorch(model: Model, x: torch.Tensor) -> dict[tuple[str, str], Callable[[], object]]:
+    """The model in both of PyTorch's forms, which agree on x [1, m, d]."""
+    (layer,) = mumoe_layers(model.module).values()
+    published = PublishedMuMoE(layer).eval()
+    with torch.inference_mode():
+        expected = model.module(x)
+        assert (published(x) - expected).abs().max() < 1e-4 * expected.abs().max()
+    return {
+        (PYTORCH_EAGER, "fp32"): partial(published, x),
+        (REFERENCE, "fp32"): partial(model.module, x),
+    }
