@@ -35,24 +35,28 @@ def widened(
     for key, tensor in sorted(tensors.items(), key=lambda item: item[1].numel()):
         starts[key] = size
         size += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
-    if 4 * size <= IN_MEMORY_BYTES or not hasattr(os, "posix_fallocate"):
-        return _in_memory(tensors), None
-    with NamedTemporaryFile(prefix="moexport-float32-") as file:
-        try:
-            os.posix_fallocate(file.fileno(), 0, 4 * size)
-        except OSError:
-            return _in_memory(tensors), None
-        place = Path(file.name)
-        numbers = torch.from_numpy(np.memmap(file, dtype=np.float32, mode="r+", shape=(size,)))
-        reading, found = Reading((*files, place)), {}
-        for key, tensor in tensors.items():
-            start = starts[key]
-            found[key] = numbers[start : start + tensor.numel()].view(tensor.shape)
-            found[key].copy_(tensor)
-            reading.advance(tensor.nbytes + found[key].nbytes)
-        reading.end()
+    mapped = _temporary(size) if 4 * size > IN_MEMORY_BYTES else None
+    if mapped is None:
+        return {key: tensor.float() for key, tensor in tensors.items()}, None
+    numbers, place = mapped
+    reading, found = Reading((*files, place)), {}
+    for key, tensor in tensors.items():
+        start = starts[key]
+        found[key] = numbers[start : start + tensor.numel()].view(tensor.shape)
+        found[key].copy_(tensor)
+        reading.advance(tensor.nbytes + found[key].nbytes)
+    reading.end()
     return found, place
 
 
-def _in_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {key: tensor.float() for key, tensor in tensors.items()}
+def _temporary(size: int) -> tuple[Tensor, Path] | None:
+    """So many numbers in a file that has no name any more, and the one it had; None without one."""
+    if not hasattr(os, "posix_fallocate"):
+        return None
+    try:
+        with NamedTemporaryFile(prefix="moexport-float32-") as file:
+            os.posix_fallocate(file.fileno(), 0, 4 * size)  # so that no write finds the disk full
+            numbers = np.memmap(file, dtype=np.float32, mode="r+", shape=(size,))
+    except OSError:
+        return None
+    return torch.from_numpy(numbers), Path(file.name)

@@ -139,3 +139,7 @@ def test_weights_of_sixteen_bits_are_widened_in_a_file_that_leaves_nothing_behin
     assert file is None
     assert not list(tmp_path.iterdir())
     torch.testing.assert_close(found, in_memory, rtol=0, atol=0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    found, file = widening.widened(source, ())
+    assert file is None
+    torch.testing.assert_close(found, in_memory, rtol=0, atol=0)
