@@ -9,7 +9,7 @@ from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results
 from moexport.bench.roofline import Rates, layer_parts, limit_ms
 from moexport.exporter.timing import Latency
 from moexport.graphs.arithmetic import Precision
-from moexport.graphs.lowerings.base import Work, WorkOf
+from moexport.graphs.lowerings.base import WorkOf
 from moexport.text import count, size
 
 from .layers import (
@@ -22,10 +22,8 @@ from .layers import (
     PLAIN,
     SHAPES,
     STACKED,
-    TOKENS,
     Shape,
     chosen,
-    spec_of,
 )
 from .models import AUTO, EAGER, INT8
 from .mumoe import REFERENCE, SUBJECTS
@@ -46,7 +44,7 @@ class Cell:
     """One shape, batch and k: medians in milliseconds, by what was measured.
 
     The untouched layer is among them, measured in the same rounds. `limit` is the least time that
-    the machine needs for k experts.
+    the machine needs for k experts, at the rates that it had in those rounds.
     """
 
     shape: Shape
@@ -112,7 +110,8 @@ def cells(
         ]
         for batch in sorted({row.batch for row in rows}):
             lowered = [row for row in rows if row.batch == batch and row.lowering in LOWERINGS]
-            for k in sorted({row.k for row in lowered}, reverse=True):
+            limits = {row.k: row.limit_ms for row in reversed(lowered) if row.limit_ms is not None}
+            for k in sorted(limits, reverse=True):
                 found: dict[str, Latency] = {}
                 # The untouched layer as measured beside this k, where it was measured again.
                 for row in sorted(rows, key=lambda row: row.k != k):
@@ -122,10 +121,7 @@ def cells(
                         found.setdefault(str(name), row.latency_ms)
                 medians = {name: latency.median for name, latency in found.items()}
                 spreads = {name: latency.spread for name, latency in found.items()}
-                work = Work(spec_of(shape), k, batch, TOKENS, precision)
-                parts = layer_parts(work, int8_experts=precision == "int8")
-                limit = limit_ms(tuple(parts), rates_of(results))
-                cell = Cell(shape, batch, k, limit, medians, spreads, precision)
+                cell = Cell(shape, batch, k, limits[k], medians, spreads, precision)
                 # Of the largest layer one lowering was measured; `auto` may choose another today.
                 if cell.auto in medians:
                     yield cell

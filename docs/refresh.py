@@ -6,7 +6,8 @@ python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from e
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
 python docs/refresh.py paper        the tables and figures of docs/paper.md, from benchmarks/results
 python docs/refresh.py calibration  the tables of docs/calibration.md, from the same
-python docs/refresh.py performance  the tables of docs/performance.md, from the same
+python docs/refresh.py performance  the tables of docs/performance.md, and those of docs/one-run.md
+                                    as `make bench` printed them, from the same
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from moexport.bench.results import Results, read
 from moexport.bench.schema import FILE as SCHEMA_FILE
 from moexport.bench.schema import schema_text
 from moexport.benchmarks import calibration, startup
+from moexport.benchmarks.__main__ import BENCHMARKS
 from moexport.benchmarks.scale import from_json, measured_on
 from moexport.benchmarks.tables import (
     integer_table,
@@ -187,32 +189,52 @@ def refresh_schema() -> None:
 
 
 def refresh_performance() -> None:
-    """Puts the kept measurements into docs/performance.md."""
-    page = ROOT / "docs" / "performance.md"
+    """Puts the kept measurements into docs/performance.md, and a whole run into docs/one-run.md."""
+    for page, tables in (
+        ("performance.md", performance_tables()),
+        ("one-run.md", one_run_tables(RESULTS / "one-run")),
+    ):
+        for name, content in tables.items():
+            replace_marked(ROOT / "docs" / page, name, content)
+
+
+def performance_tables() -> dict[str, str]:
+    """Returns what docs/performance.md shows of the kept results, by its markers."""
     results = read(RESULTS / "layers-cpu.json")
+    scales = (RESULTS / "scale-cpu.json").read_text(encoding="utf-8")
+    where = textwrap.fill(f"Measured on {measured_on(scales)}.", 100)
+    return {
+        "machine": measured_by(results),
+        "targets": targets_table(results) + "\n",
+        "layers": layer_table(results) + "\n",
+        "integer-targets": integer_targets_table(results) + "\n",
+        "integers": integer_table(results) + "\n",
+        "models": model_table(read(RESULTS / "models-cpu.json"), 1) + "\n",
+        "models-16": model_table(read(RESULTS / "models-b16-cpu.json"), 16) + "\n",
+        "mumoe": mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n",
+        "scale": f"{where}\n\n{scale_table(from_json(scales))}\n",
+        "startup": startup.table(RESULTS / "startup-cpu.json") + "\n",
+    }
+
+
+def one_run_tables(folder: Path) -> dict[str, str]:
+    """Returns the tables of all benchmarks, by their names, from the results in a folder."""
+    return {"machine": measured_by(read(folder / "layers-cpu.json"))} | {
+        name: benchmark.tables(folder / benchmark.file.name) + "\n"
+        for name, benchmark in BENCHMARKS.items()
+    }
+
+
+def measured_by(results: Results) -> str:
+    """Returns when and on what layers were measured, and how fast the machine was: its medians."""
     facts, rates = results.environment, results.protocol
     packages = facts["packages"]
     machine = (
         f"Measured on {results.created[:10]}: {facts['cpu']['model']}, {facts['threads']} threads, "
         f"streaming {rates['stream_gb_s']:.0f} GB/s, matmul {rates['matmul_gflop_s']:.0f} GFLOP/s; "
-        f"ONNX Runtime {packages['onnxruntime-gpu']} (CPU), torch {packages['torch']}.\n"
+        f"ONNX Runtime {packages['onnxruntime-gpu']} (CPU), torch {packages['torch']}."
     )
-    scales = (RESULTS / "scale-cpu.json").read_text(encoding="utf-8")
-    where = textwrap.fill(f"Measured on {measured_on(scales)}.", 100)
-    replace_marked(page, "machine", textwrap.fill(machine, 100) + "\n")
-    replace_marked(page, "targets", targets_table(results) + "\n")
-    replace_marked(page, "layers", layer_table(results) + "\n")
-    replace_marked(page, "integer-targets", integer_targets_table(results) + "\n")
-    replace_marked(page, "integers", integer_table(results) + "\n")
-    for marker, file, batch in (
-        ("models", "models-cpu", 1),
-        ("models-16", "models-b16-cpu", 16),
-    ):
-        table = model_table(read(RESULTS / f"{file}.json"), batch)
-        replace_marked(page, marker, f"{table}\n")
-    replace_marked(page, "mumoe", mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n")
-    replace_marked(page, "scale", f"{where}\n\n{scale_table(from_json(scales))}\n")
-    replace_marked(page, "startup", startup.table(RESULTS / "startup-cpu.json") + "\n")
+    return textwrap.fill(machine, 100) + "\n"
 
 
 def refresh_calibration() -> None:
