@@ -272,7 +272,7 @@ def test_without_a_gpu_the_binding_takes_our_arguments_and_says_so() -> None:
         (TENSORRT_RTX, "1.7.1.116", True),
         (TENSORRT_RTX, "1.6.1.120", False),
     ],
-    ids=str,
+    ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_another_version_is_refused_with_the_versions_that_work(
     flavour: Any, version: str, works: bool

@@ -30,6 +30,18 @@ def tensor(form: Form, levels: tuple[int, ...], d: int, o: int, *, bias: bool) -
     return FactorisedSpec(form, levels, d, o, ranks[form], bias)
 
 
+def name_of(spec: MuMoESpec) -> str:
+    """What pytest calls a layer: its form, its levels, its gate, and what else it has."""
+    marks = {
+        "block": len(spec.tensors) > 1,
+        "no-bias": not spec.tensors[0].bias,
+        "input-norm": spec.input_norm,
+    }
+    levels = "x".join(map(str, spec.levels))
+    more = (mark for mark, holds in marks.items() if holds)
+    return "-".join((spec.form, levels, spec.norm, spec.activation, *more))
+
+
 def random_layer(spec: MuMoESpec, seed: int = 0) -> MuMoE:
     generator = torch.Generator().manual_seed(seed)
 

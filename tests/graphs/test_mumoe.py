@@ -18,6 +18,7 @@ from moexport.graphs.mumoe_spec import FactorisedSpec, Form, GateActivation, Gat
 from moexport.tests.graphs.mumoe_layers import (
     formula,
     graph,
+    name_of,
     random_layer,
     run,
     simplex,
@@ -54,7 +55,7 @@ SPECS = [
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
 @pytest.mark.parametrize("keep", [None, 2])
 def test_graph_and_module_compute_the_formula_of_the_whole_tensor(
     spec: MuMoESpec, keep: int | None
@@ -68,7 +69,7 @@ def test_graph_and_module_compute_the_formula_of_the_whole_tensor(
         assert np.abs(y - expected).max() <= 1e-5 * np.abs(expected).max()
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
 def test_of_one_token_the_gates_and_the_factors_biases_cost_no_node(spec: MuMoESpec) -> None:
     layer = random_layer(spec)
     x = np.random.default_rng(1).standard_normal((4, 1, spec.dim))
@@ -84,7 +85,7 @@ def test_of_one_token_the_gates_and_the_factors_biases_cost_no_node(spec: MuMoES
 WHOLE = [spec for spec in SPECS if spec.form == "full"]
 
 
-@pytest.mark.parametrize("spec", WHOLE, ids=str)
+@pytest.mark.parametrize("spec", WHOLE, ids=name_of)
 @pytest.mark.parametrize("keep", [1, 3, 8])
 def test_gathering_the_kept_experts_is_the_same_layer(spec: MuMoESpec, keep: int) -> None:
     layer = random_layer(spec)
@@ -188,13 +189,13 @@ def counted_macs(model: ir.Model, tokens: int) -> int:
     return counted
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
 def test_multiply_adds_of_the_graph_are_those_of_the_formula(spec: MuMoESpec) -> None:
     counted = counted_macs(graph(random_layer(spec)), 5)
     assert counted == sum(spec.macs(5, spec.experts).values())
 
 
-@pytest.mark.parametrize("spec", WHOLE, ids=str)
+@pytest.mark.parametrize("spec", WHOLE, ids=name_of)
 def test_gathering_costs_what_the_kept_experts_cost(spec: MuMoESpec) -> None:
     for k in (1, 2):
         counted = counted_macs(graph(random_layer(spec), k, "gathered"), 5)

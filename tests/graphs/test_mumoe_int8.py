@@ -14,7 +14,14 @@ from moexport.graphs.mumoe_spec import Form, MuMoESpec
 from moexport.graphs.narrowing import quantise
 from moexport.graphs.ranges import Range, Scale, operand_of
 from moexport.tests.exporter.reference import Array, gelu, layer_norm
-from moexport.tests.graphs.mumoe_layers import arrays_of, formula, graph, random_layer, run
+from moexport.tests.graphs.mumoe_layers import (
+    arrays_of,
+    formula,
+    graph,
+    name_of,
+    random_layer,
+    run,
+)
 from moexport.tests.graphs.test_int8 import FORMS, rounded
 from moexport.tests.graphs.test_mumoe import spec_of
 
@@ -91,7 +98,7 @@ def int8(layer: MuMoE, x: Array, form: IntegerForm, grid: Grid) -> Arithmetic:
     return Arithmetic(quantised=Quantised(form, grid, scales))
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
 @pytest.mark.parametrize(("form", "grid"), FORMS)
 def test_every_form_rounds_as_written_down(spec: MuMoESpec, form: IntegerForm, grid: Grid) -> None:
     layer = random_layer(spec)
@@ -105,7 +112,7 @@ def test_every_form_rounds_as_written_down(spec: MuMoESpec, form: IntegerForm, g
     assert off.max() <= 0.02 * np.abs(wanted).max()
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
 @pytest.mark.parametrize("keep", [None, 2])
 def test_int8_is_close_to_the_whole_tensor(spec: MuMoESpec, keep: int | None) -> None:
     layer = random_layer(spec)
@@ -119,7 +126,7 @@ def test_int8_is_close_to_the_whole_tensor(spec: MuMoESpec, keep: int | None) ->
         assert 1e-5 < np.abs(y - exact).max() / np.abs(exact).max() < 0.05
 
 
-@pytest.mark.parametrize("spec", SPECS, ids=str)
+@pytest.mark.parametrize("spec", SPECS, ids=name_of)
 def test_large_factors_are_bytes_and_the_gate_is_not_rounded(spec: MuMoESpec) -> None:
     layer = random_layer(spec)
     x = np.random.default_rng(1).standard_normal((3, 5, spec.dim))
