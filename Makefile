@@ -26,7 +26,8 @@ demo-mumoe: $(VENV)/ready
 	$(BIN)/moexport demo --family mumoe -o $(DEMO_DIR)-mumoe --force
 
 test: $(VENV)/ready
-	$(BIN)/python -m pytest -q
+	# A process per core: most of a test's time is one program on one core.
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 lint: $(VENV)/ready
 	$(BIN)/ruff check .
