@@ -6,10 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results
-from moexport.bench.roofline import Rates, layer_parts, limit_ms
 from moexport.exporter.timing import Latency
 from moexport.graphs.arithmetic import Precision
-from moexport.graphs.lowerings.base import WorkOf
 from moexport.text import count, size
 
 from .layers import (
@@ -125,16 +123,6 @@ def cells(
                 # Of the largest layer one lowering was measured; `auto` may choose another today.
                 if cell.auto in medians:
                     yield cell
-
-
-def rates_of(results: Results) -> Rates:
-    """Returns the machine's rates that a benchmark measured beside its rows."""
-    measured = results.protocol
-    return Rates(
-        float(measured["stream_gb_s"]),
-        float(measured["matmul_gflop_s"]),
-        float(measured.get("int8_gop_s", measured["matmul_gflop_s"])),
-    )
 
 
 def layer_table(results: Results) -> str:
@@ -285,26 +273,22 @@ def mumoe_table(results: Results) -> str:
         "|" + "---|" * 17,
     ]
     for subject in SUBJECTS:
+        rows = {(row.engine, row.precision): row for row in results.of_model(subject.name)}
         medians = {
-            (row.engine, row.precision): row.latency_ms.median
-            for row in results.of_model(subject.name)
-            if row.latency_ms is not None
+            key: row.latency_ms.median for key, row in rows.items() if row.latency_ms is not None
         }
         published, einsum = medians[PYTORCH_EAGER, "fp32"], medians[REFERENCE, "fp32"]
         single = medians[ONNXRUNTIME, "fp32"]
         integers = medians[ONNXRUNTIME, "int8"]
-        work = WorkOf(subject.spec, subject.spec.experts, 1, subject.tokens)
-        limits = [
-            limit_ms(tuple(layer_parts(work, int8_experts=int8)), rates_of(results))
-            for int8 in (False, True)
-        ]
+        _, *beside_single = _beside_limit(single, rows[ONNXRUNTIME, "fp32"].limit_ms)
+        _, *beside_integers = _beside_limit(integers, rows[ONNXRUNTIME, "int8"].limit_ms)
         macs = sum(subject.spec.macs(subject.tokens, subject.spec.experts).values())
         lines.append(
             f"| {subject.name} | {subject.tokens} | {count(macs)} | {subject.asked:g}× | "
             f"{_ms(published)} | {_ms(einsum)} | {_ms(single)} | {_times(published, single)} | "
-            f"{_times(einsum, single)} | {_ms(limits[0])} | {single / limits[0]:.2f} | "
+            f"{_times(einsum, single)} | {' | '.join(beside_single)} | "
             f"{_ms(integers)} | {_times(published, integers)} | {_times(einsum, integers)} | "
-            f"{_times(single, integers)} | {_ms(limits[1])} | {integers / limits[1]:.2f} |"
+            f"{_times(single, integers)} | {' | '.join(beside_integers)} |"
         )
     return "\n".join(lines)
 

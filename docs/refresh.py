@@ -7,7 +7,7 @@ python docs/refresh.py schema       bench/results.schema.json, from the dataclas
 python docs/refresh.py paper        the tables and figures of docs/paper.md, from benchmarks/results
 python docs/refresh.py calibration  the tables of docs/calibration.md, from the same
 python docs/refresh.py performance  the tables of docs/performance.md, and those of docs/one-run.md
-                                    as `make bench` printed them, from the same
+                                    from those of a whole `make bench`
 """
 
 from __future__ import annotations
