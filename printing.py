@@ -11,7 +11,7 @@ from .text import count, size, table
 
 if TYPE_CHECKING:
     from .calibration.table import CalibrationTable
-    from .exporter.bundle import Check
+    from .exporter.manifest import Check
     from .exporter.doctor import Diagnosis
     from .exporter.engines.additions import Made
     from .exporter.engines.bundle import EnginePlan

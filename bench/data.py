@@ -11,7 +11,7 @@ from typing import Protocol
 import numpy as np
 
 from ..calibration.arrays import npz_array, npz_names
-from ..calibration.labels import Array, Labels, Pair, check_classes
+from ..calibration.labels import Array, Labels, LabelledBatch, check_classes
 from ..errors import FeedError
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "Labelled",
     "LabelledData",
     "Labels",
-    "Pair",
+    "LabelledBatch",
     "fingerprint",
     "in_batches",
     "load_groups",
@@ -48,7 +48,7 @@ class Labelled(Protocol):
         """Returns the first `count` samples, fewer where there are fewer."""
         ...
 
-    def stream(self, size: int, limit: int | None = None) -> Iterator[Pair]:
+    def stream(self, size: int, limit: int | None = None) -> Iterator[LabelledBatch]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
         ...
 
@@ -88,7 +88,7 @@ class LabelledData:
         labels = None if self.labels is None else self.labels[:count]
         return LabelledData(self.inputs[:count], labels, self.input_name, self.label_name)
 
-    def stream(self, size: int, limit: int | None = None) -> Iterator[Pair]:
+    def stream(self, size: int, limit: int | None = None) -> Iterator[LabelledBatch]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
         data = self if limit is None else self.head(limit)
         for rows in data.batches(size):

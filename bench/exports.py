@@ -24,8 +24,8 @@ COLUMNS = (
     *("operations", "int8_operations", "bytes", "limit_ms", "over_limit", "no_limit", "error"),
 )
 
-LEAD = ("engine", "k", "median, ms")
-REST = ("vs PyTorch", "× limit", "spread", "quality", "kept", "same experts")
+MARKDOWN_LEAD = ("engine", "k", "median, ms")
+MARKDOWN_REST = ("vs PyTorch", "× limit", "spread", "quality", "kept", "same experts")
 
 
 def to_csv(results: Results) -> str:
@@ -72,7 +72,7 @@ def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
     """Returns the summary of each model and batch size, its rows, and how they were measured."""
     lines = []
     device = any(row.device_ms is not None for row in results.rows)
-    header = (*LEAD, *((GPU_MS,) if device else ()), *REST)
+    header = (*MARKDOWN_LEAD, *((GPU_MS,) if device else ()), *MARKDOWN_REST)
     for panel in panels(results):
         lines += [f"## {panel.model}, batch {panel.batch}", "", summary(panel), ""]
         if caveat(panel):
@@ -100,9 +100,7 @@ def _line(row: Row, speedup: float | None, *, device: bool) -> str:
     name = "PyTorch, untouched" if row.is_reference else line_name(row)
     k = f"{row.k}/{row.experts}"
     if row.error is not None:
-        return (
-            f"| {name} | {k} | failed: {row.error.replace('|', '/')} |{' |' * (len(REST) + device)}"
-        )
+        return f"| {name} | {k} | failed: {row.error.replace('|', '/')} |{' |' * (len(MARKDOWN_REST) + device)}"
     quality = ""
     if row.accuracy is not None:
         quality = f"{row.accuracy.top1:.2%}"

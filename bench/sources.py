@@ -13,7 +13,7 @@ import numpy as np
 
 from ..calibration.arrays import npz_archive
 from ..calibration.feeds import batches
-from ..calibration.labels import Array, Pair, labelled_batches
+from ..calibration.labels import Array, LabelledBatch, labelled_batches
 from ..calibration.stream import limited_pairs, rebatched_pairs
 from ..errors import FeedError, UsageError
 from ..exporter.model import TensorSpec
@@ -39,7 +39,7 @@ BATCH = 32
 class Streamed:
     """Labelled data that are read anew for every pass, and never held whole."""
 
-    pairs: Callable[[], Iterator[Pair]]
+    pairs: Callable[[], Iterator[LabelledBatch]]
     samples: int | None
     labelled: bool
     fingerprint: str
@@ -51,7 +51,7 @@ class Streamed:
             return LabelledData(inputs, labels, self.input_name, "label")
         raise FeedError("the data hold no samples", hint="give at least one input")
 
-    def stream(self, size: int, limit: int | None = None) -> Iterator[Pair]:
+    def stream(self, size: int, limit: int | None = None) -> Iterator[LabelledBatch]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
         return rebatched_pairs(limited_pairs(self.pairs(), limit), size)
 
@@ -97,7 +97,7 @@ def _archive(path: Path, spec: TensorSpec) -> Streamed:
     return Streamed(pairs, held.header.shape[0], held.label is not None, held.digest, held.inputs)
 
 
-def _pairs(where: str, name: str) -> Iterator[Pair]:
+def _pairs(where: str, name: str) -> Iterator[LabelledBatch]:
     """The inputs called `name`, floats as FP32, and their labels."""
     for inputs, labels in labelled_batches(where, name):
         if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
@@ -145,7 +145,7 @@ def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed
         )
     scale: Pixels = pixels  # type: ignore[assignment]  # it is one of them
 
-    def pairs() -> Iterator[Pair]:
+    def pairs() -> Iterator[LabelledBatch]:
         for start in range(0, len(files), BATCH):
             part = files[start : start + BATCH]
             images = np.stack([read_image(file, spec, scale) for file, _ in part])

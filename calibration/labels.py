@@ -19,11 +19,11 @@ IGNORED = -1
 
 Array = NDArray[Any]
 Labels = NDArray[np.int64]
-Pair = tuple[Array, Labels | None]
+LabelledBatch = tuple[Array, Labels | None]
 """Inputs [b, …] and their labels: classes [b], or target tokens [b, m]."""
 
 
-def labelled_batches(feed: Feed, name: str) -> Iterator[Pair]:
+def labelled_batches(feed: Feed, name: str) -> Iterator[LabelledBatch]:
     """Yields batches [b, …] of the input called `name` with their labels, None where it has none.
 
     Labels are the array `label`, `labels` or `y` of an `.npz` or of a dict that code yields, and
@@ -47,7 +47,7 @@ def labelled_batches(feed: Feed, name: str) -> Iterator[Pair]:
         yield inputs, _labels_of(item, inputs, where)
 
 
-def _archive(path: Path, name: str) -> Iterator[Pair]:
+def _archive(path: Path, name: str) -> Iterator[LabelledBatch]:
     """The batches of an `.npz`; its labels, a number an input, are read whole."""
     held = npz_archive(path, name)
     labels: Labels | None = None

@@ -14,7 +14,7 @@ from ..errors import BundleError, EngineError, MoexportError, UsageError
 from ..graphs.lower import LayerValues
 from .engines.planfile import TRUST
 from .hashing import sha256
-from .manifest import MANIFEST_FILE, GraphRecord, Manifest, is_as_written
+from .manifest import MANIFEST_FILE, Check, GraphRecord, Manifest, is_as_written
 from .parity import PARITY_FILE, Parity, Reference, compare, describe
 from .session import Session, SessionOptions
 from .tolerance import Tolerance, recorded
@@ -29,15 +29,6 @@ CHANGED = "the content has changed"
 
 LARGE_WEIGHTS_BYTES = 1 << 30
 """Beyond this a check runs without pre-packed weights: slower, at half the memory."""
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """One thing that `verify` looked at."""
-
-    name: str
-    passed: bool
-    detail: str
 
 
 @dataclass(frozen=True)

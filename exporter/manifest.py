@@ -24,6 +24,15 @@ OPTIONAL = ("levels", "limits", "implied", "below")
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """One thing that `verify` looked at."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class SourceRecord:
     """Where the model came from: path, SHA-256 of its weights, family and configuration."""
 

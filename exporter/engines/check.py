@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ...errors import (
     FeedError,
@@ -14,7 +13,7 @@ from ...errors import (
     MoexportError,
     UsageError,
 )
-from ..manifest import Manifest
+from ..manifest import Check, Manifest
 from ..parity import Parity, Reference, compare, settled
 from ..tolerance import recorded
 from .additions import engines_of
@@ -23,16 +22,11 @@ from .flavours import flavour
 from .record import EngineRecord
 from .session import EngineSession
 
-if TYPE_CHECKING:
-    from ..bundle import Check
-
 
 def engine_checks(
     directory: Path, manifest: Manifest, expected: Reference | None
 ) -> Iterator[Check]:
     """Yields a check for every engine: parity where it can run here, else why it was not run."""
-    from ..bundle import Check
-
     for record in engines_of(manifest):
         why_not = _why_not_run(manifest, record, expected)
         if why_not is not None:
