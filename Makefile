@@ -36,13 +36,13 @@ lint: $(VENV)/ready
 	MYPYPATH=$(VENV)/src $(BIN)/mypy -p moexport
 
 bench: $(VENV)/ready
-	$(BIN)/python -m benchmarks
+	$(BIN)/python -m perf
 
 # On a machine with an NVIDIA GPU: engines built, compared and timed; results in gpu-check.json.
 # Both parts run, and it fails if either does.
 gpu-check: $(VENV)/ready
 	failed=0; \
-	$(BIN)/python -m benchmarks.gpu_check -o gpu-check.json || failed=1; \
+	$(BIN)/python -m perf.gpu_check -o gpu-check.json || failed=1; \
 	$(BIN)/python -m pytest -q -m gpu || failed=1; \
 	exit $$failed
 

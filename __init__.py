@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import bench, build, calibrate, export, load, specialise
-    from .exporter.bundle import Bundle
-    from .exporter.engines.options import EngineOptions
+    from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
     from .exporter.session import Session
+    from .exporter.tensorrt.options import EngineOptions
 
 __all__ = [
     "Bundle",

@@ -13,9 +13,9 @@ import traceback
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from .console import Console
+from .common.console import Console
+from .common.writing import FULL
 from .errors import MoexportError, UsageError
-from .writing import FULL
 
 if TYPE_CHECKING:
     from typer.exceptions import TyperException

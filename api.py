@@ -13,32 +13,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from .bench.analyses.experts import Wanted, parse_analyses, studied
-from .bench.available import parse_engines, select
-from .bench.data import Labelled, LabelledData, load_groups
-from .bench.engines import Subject
+from .bench.analyses.analyses_experts import Wanted, parse_analyses, studied
+from .bench.bench_data import Labelled, LabelledData, load_groups
+from .bench.data import open_labelled
 from .bench.plan import Settings
 from .bench.results import Results
 from .bench.run import bench as run_bench
 from .bench.run import check_inputs
-from .bench.sources import open_labelled
+from .bench.runners.available import parse_engines, select
+from .bench.runners.candidates import Asked, exported, from_bundle, parse_precisions, told_apart
+from .bench.runners.pytorch import Subject
 from .bench.specialise import Specialisation
 from .bench.specialise import specialise as run_specialise
-from .bench.subjects import Asked, exported, from_bundle, parse_precisions, told_apart
 from .calibration.feeds import Feed
 from .calibration.methods import DEFAULT_METHOD, DEFAULT_PERCENTILE
 from .calibration.table import CalibrationTable, Method
+from .common.progress import Progress, Silent
+from .common.timing import Protocol
 from .errors import UsageError
-from .exporter.bundle import Bundle
-from .exporter.calibrate import CalibrationOptions
-from .exporter.calibrate import calibrate as run_calibration
+from .exporter.bundle.bundle import Bundle
+from .exporter.checkpoints.load import load
 from .exporter.edits import read_edits
-from .exporter.engines.bundle import add_engines, plan_engines
-from .exporter.engines.cache import default_cache
-from .exporter.engines.options import EngineOptions
 from .exporter.export import export as export_bundle
 from .exporter.inputs import random_inputs, with_axes
-from .exporter.load import load
 from .exporter.model import Model
 from .exporter.numbers import Numbers, Scope
 from .exporter.options import (
@@ -50,12 +47,15 @@ from .exporter.options import (
     parse_lowerings,
     parse_range,
 )
-from .exporter.progress import Progress, Silent
-from .exporter.retention import with_retention
-from .exporter.tables import ranges_for_export
-from .exporter.timing import Protocol
-from .graphs.arithmetic import FloatName, Precision
-from .graphs.target import Target
+from .exporter.quantization.accuracy_search import with_retention
+from .exporter.quantization.calibrate import CalibrationOptions
+from .exporter.quantization.calibrate import calibrate as run_calibration
+from .exporter.quantization.tables import ranges_for_export
+from .exporter.tensorrt.cache import default_cache
+from .exporter.tensorrt.engines import add_engines, plan_engines
+from .exporter.tensorrt.options import EngineOptions
+from .graphs.precision.types import FloatName, Precision
+from .graphs.targets import Target
 
 __all__ = ["bench", "build", "calibrate", "export", "load", "specialise"]
 

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
-from .cli_bench import bench, demo, report, specialise
-from .cli_engines import RunnerFlags, TrustEngine, build
-from .cli_export import calibrate, export
-from .cli_options import (
+from .commands.bench import bench, demo, report, specialise
+from .commands.build import RunnerFlags, TrustEngine, build
+from .commands.cli_program import program
+from .commands.export import calibrate, export
+from .commands.options import (
     AsJson,
     BundleArgument,
     Data,
@@ -20,9 +21,7 @@ from .cli_options import (
     Verbosity,
     output_option,
 )
-from .cli_program import program
-from .errors import MoexportError
-from .printing import (
+from .commands.printing import (
     bundle_text,
     check_text,
     diagnosis_text,
@@ -30,6 +29,7 @@ from .printing import (
     json_text,
     model_text,
 )
+from .errors import MoexportError
 
 
 def inspect(
@@ -46,13 +46,13 @@ def inspect(
     Of a bundle its layers and files, of an engine its layers, precisions and profiles.
     """
     if model.endswith(".plan"):
-        from .exporter.engines.inspect import engine_facts
+        from .exporter.tensorrt.inspect import engine_facts
 
         facts = engine_facts(Path(model), trust=trust_engine)
         print(json_text(facts) if as_json else engine_text(facts))
         return
     if (Path(model) / "manifest.json").is_file():
-        from .exporter.manifest import Manifest
+        from .exporter.bundle.manifest import Manifest
 
         manifest = Manifest.read(Path(model))
         print(manifest.to_json() if as_json else bundle_text(Path(model), manifest))
@@ -68,8 +68,8 @@ def inspect(
 
 def verify(*, bundle: BundleArgument, as_json: AsJson = False, verbosity: Verbosity) -> None:
     """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
-    from .exporter.atomic import others_in
-    from .exporter.bundle import Bundle
+    from .common.atomic import others_in
+    from .exporter.bundle.bundle import Bundle
 
     opened = Bundle.open(bundle)
     checks = []
@@ -108,7 +108,7 @@ def run(
 ) -> None:
     """Run a bundle on inputs from an .npz file, in ONNX Runtime or as an engine."""
     runner.check()
-    from .exporter.run import run_file
+    from .exporter.bundle.run import run_file
 
     written = run_file(
         bundle,

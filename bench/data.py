@@ -1,160 +1,196 @@
-"""Labelled data for a benchmark: inputs as the model takes them, and the class of each."""
+"""Labelled data from where a user names them: a file, a folder of images, or code."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Protocol
+from typing import Literal, get_args
 
 import numpy as np
 
-from ..calibration.arrays import npz_array, npz_names
-from ..calibration.labels import Array, Labels, LabelledBatch, check_classes
-from ..errors import FeedError
+from ..calibration.arrays import npz_archive
+from ..calibration.feeds import batches
+from ..calibration.labels import Array, LabelledBatch, labelled_batches
+from ..calibration.stream import limited_pairs, rebatched_pairs
+from ..common.user_code import names_code
+from ..errors import FeedError, UsageError
+from ..exporter.model import TensorSpec
+from .bench_data import Labelled, LabelledData, fingerprint
 
-__all__ = [
-    "Array",
-    "Labelled",
-    "LabelledData",
-    "Labels",
-    "LabelledBatch",
-    "fingerprint",
-    "in_batches",
-    "load_groups",
-]
+Pixels = Literal["unit", "symmetric", "imagenet"]
+"""What an image's values become: 0..1, −1..1, or standardised as ImageNet models are trained."""
 
+MEANS: dict[Pixels, tuple[Sequence[float], Sequence[float]]] = {
+    "unit": ((0.0, 0.0, 0.0), (1.0, 1.0, 1.0)),
+    "symmetric": ((0.5, 0.5, 0.5), (0.5, 0.5, 0.5)),
+    "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
+}
+IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"})
+CROP = 0.875
+"""The share of the shorter side that the middle of an image takes: 224 of 256."""
 
-class Labelled(Protocol):
-    """Where labelled inputs come from; they need not fit in memory."""
-
-    @property
-    def samples(self) -> int | None:
-        """How many there are, None where that is known at the end only."""
-        ...
-
-    @property
-    def labelled(self) -> bool:
-        """Whether the inputs have labels."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """What tells these data from others; a sweep goes on only over the same."""
-        ...
-
-    def head(self, count: int) -> LabelledData:
-        """Returns the first `count` samples, fewer where there are fewer."""
-        ...
-
-    def stream(self, size: int, limit: int | None = None) -> Iterator[LabelledBatch]:
-        """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
-        ...
+BATCH = 32
 
 
-@dataclass(frozen=True, slots=True)
-class LabelledData:
-    """Inputs [samples, ...] and, where they are known, class labels [samples].
+@dataclass(frozen=True)
+class Streamed:
+    """Labelled data that are read anew for every pass, and never held whole."""
 
-    Without labels it serves for latency, routing and parity, not for accuracy.
-    """
-
-    inputs: Array
-    labels: Labels | None
+    pairs: Callable[[], Iterator[LabelledBatch]]
+    samples: int | None
+    labelled: bool
+    fingerprint: str
     input_name: str = "input"
-    label_name: str | None = None
-
-    def __len__(self) -> int:
-        return len(self.inputs)
-
-    @property
-    def samples(self) -> int:
-        """How many there are."""
-        return len(self)
-
-    @property
-    def labelled(self) -> bool:
-        """Whether the inputs have labels."""
-        return self.labels is not None
-
-    @property
-    def fingerprint(self) -> str:
-        """SHA-256 of inputs and labels."""
-        return fingerprint(self.inputs, self.labels)
 
     def head(self, count: int) -> LabelledData:
         """Returns the first `count` samples, fewer where there are fewer."""
-        labels = None if self.labels is None else self.labels[:count]
-        return LabelledData(self.inputs[:count], labels, self.input_name, self.label_name)
+        for inputs, labels in self.stream(count, count):
+            return LabelledData(inputs, labels, self.input_name, "label")
+        raise FeedError("the data hold no samples", hint="give at least one input")
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[LabelledBatch]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
-        data = self if limit is None else self.head(limit)
-        for rows in data.batches(size):
-            yield data.inputs[rows], None if data.labels is None else data.labels[rows]
-
-    def batches(self, size: int) -> Iterator[slice]:
-        """Yields slices of `size` samples that cover the data; the last one may be shorter."""
-        for start in range(0, len(self), size):
-            yield slice(start, min(start + size, len(self)))
-
-    def batch(self, index: int, size: int) -> Array:
-        """Returns the `index`-th batch of exactly `size` inputs, going round the data."""
-        rows = np.arange(index * size, (index + 1) * size) % len(self)
-        return np.ascontiguousarray(self.inputs[rows])
-
-    def check_classes(self, classes: int) -> None:
-        """Raises FeedError unless every label is a class of a model with `classes` outputs."""
-        if self.labels is not None:
-            check_classes(self.labels, classes, f"array '{self.label_name}'")
+        return rebatched_pairs(limited_pairs(self.pairs(), limit), size)
 
 
-def fingerprint(*arrays: Array | None) -> str:
-    """Returns the SHA-256 of some arrays: their kinds, shapes and values."""
-    digest = hashlib.sha256()
-    for array in arrays:
-        if array is not None:
-            digest.update(f"{array.dtype.str}{array.shape}".encode())
-            digest.update(np.ascontiguousarray(array).data)
-    return digest.hexdigest()
+def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> Labelled:
+    """Returns the labelled data that `where` names, for a model that takes `spec`.
 
-
-def in_batches(
-    run: Callable[[Array], Array], x: Array, *, most: int, takes: Callable[[int], bool]
-) -> Array:
-    """Maps inputs [b, …] to outputs [b, …] where only some batch sizes can run.
-
-    What is more than `most` runs in several batches; one of a size that nothing `takes` is filled
-    up to `most` with its last input, whose further outputs are dropped.
+    An `.npz` holds inputs and labels; a folder holds a folder of images per class, in the order of
+    their names, or `.npy` batches without labels; `package.module:iterable` yields (inputs, labels)
+    or a dict with both. Raises FeedError for what is none of these, UsageError where `pixels` is
+    missing for images, or given for anything else.
     """
-    parts = []
-    for start in range(0, len(x), most):
-        part = x[start : start + most]
-        full = part
-        if not takes(len(part)):
-            full = np.ascontiguousarray(part[np.arange(most).clip(max=len(part) - 1)])
-        parts.append(run(full)[: len(part)])
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+    path = Path(where)
+    if path.is_dir() and not any(path.glob("*.npy")):
+        return image_folder(path, spec, pixels)
+    if pixels is not None:
+        raise UsageError(
+            f"--pixels {pixels}: {where} is no folder of images",
+            hint="leave it out: other inputs are taken as they are",
+        )
+    if path.is_dir():
+        first = next(batches(where, spec.name))
+        return Streamed(
+            partial(_pairs, where, spec.name),
+            None,
+            labelled=False,
+            fingerprint=f"{where} {fingerprint(first)}",
+            input_name=spec.name,
+        )
+    if names_code(where):
+        return _iterable(where, spec)
+    if not path.is_file():
+        raise FeedError(f"{path}: no such file", hint="give an .npz file with inputs and labels")
+    return _archive(path, spec)
 
 
-def load_groups(path: Path, name: str, samples: int) -> Array:
-    """Returns the array `name` of an `.npz` file: the subgroup [samples] of each input.
+def _archive(path: Path, spec: TensorSpec) -> Streamed:
+    """The inputs of an `.npz` file, a few at a time, and its labels, which are read whole."""
+    held = npz_archive(path, spec.name)
+    pairs = partial(_pairs, str(path), held.inputs)
+    if held.header.shape[0] == 0 or next(pairs(), None) is None:
+        raise FeedError(f"{path}: array '{held.inputs}' holds no samples")
+    return Streamed(pairs, held.header.shape[0], held.label is not None, held.digest, held.inputs)
 
-    Subgroups are whole numbers, true and false, or texts. Raises FeedError, naming file and array,
-    for what cannot be used.
+
+def _pairs(where: str, name: str) -> Iterator[LabelledBatch]:
+    """The inputs called `name`, floats as FP32, and their labels."""
+    for inputs, labels in labelled_batches(where, name):
+        if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
+            raise FeedError(f"{where}: input '{name}' holds NaN or infinite values")
+        yield _floats(inputs), labels
+
+
+def _floats(x: Array) -> Array:
+    return x.astype(np.float32, copy=False) if x.dtype.kind == "f" else x
+
+
+def _iterable(where: str, spec: TensorSpec) -> Streamed:
+    pairs = partial(_pairs, where, spec.name)
+    first = next(pairs(), None)
+    if first is None:
+        raise FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
+    # What code yields can only be told from what it yields first.
+    return Streamed(
+        pairs,
+        None,
+        labelled=first[1] is not None,
+        fingerprint=f"{where} {fingerprint(*first)}",
+        input_name=spec.name,
+    )
+
+
+def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed:
+    """Returns the images of a folder per class; class i is the i-th folder by name.
+
+    An image of the model's own size is taken as it is. Every other one is resized with its shorter
+    side to what CROP makes the model's size, and cut to its middle. All are scaled as `pixels`
+    says. Raises FeedError that names a file which is no image.
     """
-    names = npz_names(path)
-    if name not in names:
-        raise FeedError(
-            f"{path}: no array '{name}' to group the inputs by",
-            hint=f"it holds {', '.join(names)}",
+    files = _image_files(folder)
+    if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
+        raise UsageError(
+            f"{folder}: is a folder of images, and the model takes {spec.shape}",
+            hint="images need a model of (batch, channels, height, width); use an .npz",
         )
-    groups = npz_array(path, name)
-    if groups.shape != (samples,) or groups.dtype.kind not in "biuU":
-        raise FeedError(
-            f"{path}: array '{name}' is {groups.dtype} of shape {groups.shape}; subgroups are a "
-            f"number or a text for each of the {samples} inputs",
-            hint="for one group and the rest, save True for its inputs and False for the others",
+    if pixels not in get_args(Pixels):
+        given = f"--pixels {pixels}: there is no such scale" if pixels else f"{folder}: --pixels"
+        raise UsageError(
+            f"{given}; how the model was trained to see images cannot be told from its weights",
+            hint="--pixels unit (0 to 1), symmetric (−1 to 1) or imagenet (mean and deviation)",
         )
-    return groups
+    scale: Pixels = pixels  # type: ignore[assignment]  # it is one of them
+
+    def pairs() -> Iterator[LabelledBatch]:
+        for start in range(0, len(files), BATCH):
+            part = files[start : start + BATCH]
+            images = np.stack([read_image(file, spec, scale) for file, _ in part])
+            yield images, np.array([label for _, label in part], np.int64)
+
+    digest = hashlib.sha256(f"{pixels} {spec.shape}".encode())
+    for file, label in files:
+        facts = file.stat()
+        digest.update(f"{file} {label} {facts.st_size} {facts.st_mtime_ns}".encode())
+    return Streamed(pairs, len(files), labelled=True, fingerprint=digest.hexdigest())
+
+
+def _image_files(folder: Path) -> list[tuple[Path, int]]:
+    """Every image and its class, classes mixed: the first samples should not be all of one."""
+    classes = sorted(each for each in folder.iterdir() if each.is_dir())
+    found: list[tuple[int, int, Path]] = []
+    for label, each in enumerate(classes):
+        images = sorted(f for f in each.rglob("*") if f.suffix.lower() in IMAGES)
+        found += [(place, label, file) for place, file in enumerate(images)]
+    if not found:
+        raise FeedError(
+            f"{folder}: holds no images in a folder per class, and no .npy files",
+            hint="folder/CLASS/image.png, classes in the order of their names; or an .npz",
+        )
+    return [(file, label) for _, label, file in sorted(found)]
+
+
+def read_image(file: Path, spec: TensorSpec, pixels: Pixels) -> Array:
+    """Returns one image as float32 [channels, height, width]."""
+    from PIL import Image, UnidentifiedImageError
+
+    _, channels, height, width = spec.shape
+    assert isinstance(channels, int) and isinstance(height, int) and isinstance(width, int)
+    try:
+        with Image.open(file) as opened:
+            image = opened.convert("L" if channels == 1 else "RGB")
+    except (OSError, UnidentifiedImageError) as error:
+        raise FeedError(f"{file}: is not an image that can be read ({error})") from error
+    if image.size != (width, height):
+        ratio = max(height, width) / CROP / min(image.size)
+        size = (max(width, round(image.width * ratio)), max(height, round(image.height * ratio)))
+        image = image.resize(size, Image.Resampling.BICUBIC)
+        left, top = (image.width - width) // 2, (image.height - height) // 2
+        image = image.crop((left, top, left + width, top + height))
+    values = np.asarray(image, np.float32).reshape(height, width, channels) / 255
+    mean, deviation = (np.asarray(each[:channels], np.float32) for each in MEANS[pixels])
+    found: Array = ((values - mean) / deviation).transpose(2, 0, 1).astype(np.float32)
+    return found

@@ -1,183 +1,261 @@
-"""How good a contestant is: accuracy, routing agreement and parity, as sums over batches.
-
-Each sum is a frozen value that adds up, so an evaluation streams over its data, and parts of one
-may be computed apart and added. Nothing here knows an engine.
-"""
+"""One pass over the data: accuracy or perplexity, routing and parity of every contestant."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Self
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from ..errors import FeedError, ParityError
-from .data import Array, Labels
-from .results import Accuracy, Parity, RoutingAgreement
-from .statistics import paired_ratio, wilson
+from ..calibration.labels import check_classes
+from ..common.progress import Progress, Silent
+from ..common.timing import in_one_line
+from ..errors import FeedError
+from ..graphs.layers.soft_moe import soft_moe_layers
+from .bench_data import Array, Labelled, Labels
+from .metrics import Closeness, Hits, Overlap
+from .perplexity import Sequences, Surprise
+from .results import PYTORCH_COMPILE, PYTORCH_EAGER, Accuracy, Parity, Perplexity, RoutingAgreement
+from .runners.pytorch import (
+    Contestant,
+    Graph,
+    PyTorch,
+    Runner,
+    Subject,
+    untouched,
+    with_algorithm_1,
+)
 
-TOP = 5
+SAVE_S = 10.0
+"""How often the sums so far are kept for a run that goes on after a kill."""
+
+UNTOUCHED = (PYTORCH_EAGER, PYTORCH_COMPILE)
+"""Engines that run the model as it was trained."""
+
+OUTPUT_BYTES = 256 << 20
+"""Outputs of one batch may take this much; token models give a vocabulary per token."""
 
 
 @dataclass(frozen=True, slots=True)
-class Hits:
-    """Samples classified right, of those seen.
+class Quality:
+    """How good a contestant is, whatever the batch size it is timed at.
 
-    `among` counts those whose class is among the five best scores, None for five classes or fewer;
-    `both` those that the untouched model has right too, None where it was not asked.
+    `routing` is None where there is nothing to compare: in PyTorch, and where all experts are kept.
     """
 
-    right: int = 0
+    accuracy: Accuracy | None
+    perplexity: Perplexity | None
+    routing: RoutingAgreement | None
+    parity: Parity
+
+
+@dataclass(frozen=True, slots=True)
+class Sums:
+    """The running sums of one contestant."""
+
+    hits: Hits = field(default_factory=Hits)
+    surprise: Surprise = field(default_factory=Surprise)
+    overlap: Overlap = field(default_factory=Overlap)
+    closeness: Closeness = field(default_factory=Closeness)
+
+    def __add__(self, other: Sums) -> Sums:
+        return Sums(
+            self.hits + other.hits,
+            self.surprise + other.surprise,
+            self.overlap + other.overlap,
+            self.closeness + other.closeness,
+        )
+
+    @classmethod
+    def from_json(cls, body: Mapping[str, Any]) -> Sums:
+        """Returns the sums that `asdict` made plain."""
+        return cls(
+            Hits(**body["hits"]),
+            Surprise(**body["surprise"]),
+            Overlap(**body["overlap"]),
+            Closeness(**body["closeness"]),
+        )
+
+    def quality(self, dense: Sums) -> Quality:
+        """Returns what the sums say beside those of the untouched model."""
+        return Quality(
+            self.hits.accuracy(dense.hits) if self.hits.seen else None,
+            self.surprise.perplexity(dense.surprise) if self.surprise.tokens else None,
+            self.overlap.agreement() if self.overlap.samples else None,
+            self.closeness.parity(),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """How far an evaluation is: samples seen, the untouched model's sums, everyone's by label."""
+
     seen: int = 0
-    among: int | None = None
-    both: int | None = None
+    dense: Sums = field(default_factory=Sums)
+    sums: dict[str, Sums] = field(default_factory=dict)
+    failures: dict[str, str] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, outputs: Array, labels: Labels, untouched: Array | None = None) -> Self:
-        """Counts over class scores [b, classes] and labels [b], beside the untouched scores.
-
-        Raises FeedError for outputs that are not class scores.
-        """
-        outputs = one_per_sample(outputs)
-        if outputs.ndim != 2:
-            raise FeedError(
-                f"accuracy needs outputs of shape (batch, classes), and the model gives "
-                f"{outputs.ndim} axes: {outputs.shape}",
-                hint="leave the labels out to measure latency, routing and parity only",
-            )
-        if len(outputs) != len(labels):
-            raise FeedError(f"{len(outputs)} outputs for {len(labels)} labels")
-        right = outputs.argmax(axis=1) == labels
-        among = None
-        if outputs.shape[1] > TOP:
-            best = np.argpartition(outputs, -TOP, axis=1)[:, -TOP:]
-            among = int((best == labels[:, None]).any(axis=1).sum())
-        both = None
-        if untouched is not None:
-            both = int((right & (one_per_sample(untouched).argmax(axis=1) == labels)).sum())
-        return cls(int(right.sum()), len(labels), among, both)
-
-    def __add__(self, other: Hits) -> Hits:
-        if not (self.seen and other.seen):
-            return self if self.seen else other
-        return Hits(
-            self.right + other.right,
-            self.seen + other.seen,
-            _sum(self.among, other.among),
-            _sum(self.both, other.both),
-        )
-
-    def accuracy(self, untouched: Hits) -> Accuracy:
-        """Top-1 and top-5, and what top-1 is of the untouched model's on the same samples."""
-        top1 = self.right / self.seen
-        base = untouched.right / untouched.seen
-        among = self.among
-        return Accuracy(
-            top1,
-            top1 / base if base > 0 else None,
-            self.seen,
-            top5=None if among is None else among / self.seen,
-            top1_interval=wilson(self.right, self.seen),
-            top5_interval=None if among is None else wilson(among, self.seen),
-            retention_interval=None
-            if self.both is None
-            else paired_ratio(self.right, untouched.right, self.both),
+    def from_json(cls, body: Mapping[str, Any]) -> State:
+        """Returns the state that `asdict` made plain."""
+        return cls(
+            body["seen"],
+            Sums.from_json(body["dense"]),
+            {label: Sums.from_json(sums) for label, sums in body["sums"].items()},
+            dict(body["failures"]),
         )
 
 
-def _sum(a: int | None, b: int | None) -> int | None:
-    return None if a is None or b is None else a + b
+def evaluate(
+    runners: Mapping[Contestant, Runner],
+    subject: Subject,
+    data: Labelled,
+    batch: int,
+    *,
+    limit: int | None = None,
+    progress: Progress | None = None,
+    state: State | None = None,
+    keep: Callable[[dict[str, Any]], None] = lambda body: None,
+) -> tuple[dict[Contestant, Quality], dict[Contestant, str]]:
+    """Returns the quality of each contestant of a subject, and in words what others failed at.
+
+    One pass over the first `limit` samples, in batches of at most `batch`. The reference of a
+    contestant is PyTorch with its k: the untouched model for k = n, Algorithm 1 by masking for
+    fewer; the edited model where the graphs are edited. An interrupted pass goes on from `state`;
+    what is handed to `keep` now and then makes one. Raises FeedError when PyTorch cannot run the
+    data.
+    """
+    progress = progress or Silent()
+    state = state or State()
+    base = untouched(subject.model)
+    edited = bool(subject.model.edits)
+    references = _references(subject, {c.k for c in runners if c.k < c.experts or edited})
+    known = data.samples
+    total = known if known is None or limit is None else min(known, limit)
+    progress.step(f"{subject.name}: accuracy, routing and parity", total=total or limit)
+    progress.advance(state.seen)
+    size = min(batch, _fitting(base, data, subject.name))
+    done, saved = 0, time.monotonic()
+    for x, labels in data.stream(size, limit):
+        done += len(x)
+        if done <= state.seen:
+            continue
+        state = _add(state, runners, x, labels, base, references, subject.name)
+        progress.advance(len(x))
+        if time.monotonic() - saved > SAVE_S:
+            keep(asdict(state))
+            saved = time.monotonic()
+    if not state.seen:
+        raise FeedError("the data hold no samples", hint="give at least one input")
+    keep(asdict(state))
+    return (
+        {
+            c: state.sums[c.label].quality(state.dense)
+            for c in runners
+            if c.label not in state.failures
+        },
+        {c: state.failures[c.label] for c in runners if c.label in state.failures},
+    )
 
 
-def one_per_sample(outputs: Array) -> Array:
-    """Returns scores [b, 1, classes] as [b, classes]: a muMoE head takes a vector for a token."""
-    return outputs[:, 0] if outputs.ndim == 3 and outputs.shape[1] == 1 else outputs
+def _fitting(base: PyTorch, data: Labelled, name: str) -> int:
+    """How many samples a batch may hold so that its outputs are not too large."""
+    first = data.head(1)
+    if not len(first):
+        return 1
+    return max(1, OUTPUT_BYTES // max(1, _outputs(base, first.inputs, name).nbytes))
 
 
-@dataclass(frozen=True, slots=True)
-class Overlap:
-    """Agreement of chosen sets: summed Jaccard over samples and layers, samples equal in all."""
-
-    jaccard: float = 0.0
-    pairs: int = 0
-    exact: int = 0
-    samples: int = 0
-
-    @classmethod
-    def of(cls, chosen: Mapping[str, Array], reference: Mapping[str, Array]) -> Self:
-        """Compares the experts chosen per layer, each [b, k], with the reference's.
-
-        Raises ParityError when the layers are not the same or the sets are of different size.
-        """
-        if chosen.keys() != reference.keys():
-            raise ParityError(
-                f"routing of layers {sorted(chosen)} cannot be compared with {sorted(reference)}"
-            )
-        jaccards = []
-        for name, expected in reference.items():
-            if chosen[name].shape != expected.shape:
-                raise ParityError(
-                    f"layer {name}: chosen experts have shape {chosen[name].shape}, "
-                    f"the reference's {expected.shape}"
-                )
-            jaccards.append(jaccard(chosen[name], expected))
-        table = np.stack(jaccards)  # [layers, b]
-        samples = table.shape[1]
-        return cls(float(table.sum()), table.size, int((table == 1).all(axis=0).sum()), samples)
-
-    def __add__(self, other: Overlap) -> Overlap:
-        return Overlap(
-            self.jaccard + other.jaccard,
-            self.pairs + other.pairs,
-            self.exact + other.exact,
-            self.samples + other.samples,
-        )
-
-    def agreement(self) -> RoutingAgreement:
-        """The mean Jaccard index and the share of samples that agree in every layer."""
-        return RoutingAgreement(self.jaccard / self.pairs, self.exact / self.samples)
+def _add(
+    state: State,
+    runners: Mapping[Contestant, Runner],
+    x: Array,
+    labels: Labels | None,
+    base: PyTorch,
+    references: Mapping[int, PyTorch],
+    name: str,
+) -> State:
+    """The state after one more batch."""
+    x = np.ascontiguousarray(x)
+    dense = _outputs(base, x, name)
+    if labels is not None and labels.ndim == 1:
+        check_classes(labels, dense.shape[-1], "the data", first=state.seen)
+    scores = _scored(dense, x, labels)
+    expected = {k: _expected(reference, x) for k, reference in references.items()}
+    sums, failures = dict(state.sums), dict(state.failures)
+    for contestant, runner in runners.items():
+        label = contestant.label
+        if label in failures:
+            continue
+        # With all experts the reference is the untouched model, and nothing is chosen.
+        reference = None if contestant.engine in UNTOUCHED else expected.get(contestant.k)
+        outputs, chosen = reference or (dense, {})
+        try:
+            found = _sums(runner, x, labels, scores, outputs, chosen)
+        except Exception as error:  # noqa: BLE001  the row says what failed; the others go on
+            failures[label] = in_one_line(error)
+        else:
+            sums[label] = sums.get(label, Sums()) + found
+    untouched_sums = state.dense + _score(scores, labels, scores)
+    return replace(
+        state, seen=state.seen + len(x), dense=untouched_sums, sums=sums, failures=failures
+    )
 
 
-def jaccard(chosen: Array, reference: Array) -> Array:
-    """Returns |A∩B| / |A∪B| of the sets in each row: [b, k], [b, k] to [b]; order is ignored."""
-    common = (chosen[:, :, None] == reference[:, None, :]).any(axis=2).sum(axis=1)
-    shares: Array = common / (chosen.shape[1] + reference.shape[1] - common)
-    return shares
+def _sums(
+    runner: Runner,
+    x: Array,
+    labels: Labels | None,
+    untouched: Array | Sequences,
+    expected: Array,
+    chosen: Mapping[str, Array],
+) -> Sums:
+    outputs = runner(x)
+    score = _score(_scored(outputs, x, labels), labels, untouched)
+    found = replace(score, closeness=Closeness.of(outputs, expected))
+    if not (chosen and isinstance(runner, Graph)):
+        return found
+    selected = runner.selected(x)
+    choosing = {name: experts for name, experts in selected.items() if name in chosen}
+    return replace(found, overlap=Overlap.of(choosing, chosen))
 
 
-@dataclass(frozen=True, slots=True)
-class Closeness:
-    """Sums from which the largest difference and the cosine of all outputs follow."""
+def _scored(outputs: Array, x: Array, labels: Labels | None) -> Array | Sequences:
+    """What outputs are judged by: themselves, or how they foretell tokens where both are tokens."""
+    tokens = x.dtype.kind in "iu" and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
+    return Sequences.of(outputs, x, labels) if tokens else outputs
 
-    max_abs: float = 0.0
-    dot: float = 0.0
-    squares: float = 0.0
-    reference_squares: float = 0.0
 
-    @classmethod
-    def of(cls, outputs: Array, reference: Array) -> Self:
-        """Compares outputs of one batch. Raises ParityError for other shapes, NaN or Inf."""
-        if outputs.shape != reference.shape:
-            raise ParityError(
-                f"outputs have shape {outputs.shape}, the PyTorch reference's {reference.shape}"
-            )
-        a, b = outputs.astype(np.float64).ravel(), reference.astype(np.float64).ravel()
-        if not np.isfinite(a).all():
-            raise ParityError(f"{int((~np.isfinite(a)).sum())} of {a.size} outputs are not finite")
-        return cls(float(np.abs(a - b).max()), float(a @ b), float(a @ a), float(b @ b))
+def _score(found: Array | Sequences, labels: Labels | None, untouched: Array | Sequences) -> Sums:
+    """Accuracy where there are classes, perplexity of tokens; beside the untouched model's."""
+    if isinstance(found, Sequences) and isinstance(untouched, Sequences):
+        return Sums(surprise=Surprise.of(found, untouched))
+    if labels is None or isinstance(found, Sequences) or isinstance(untouched, Sequences):
+        return Sums()
+    return Sums(hits=Hits.of(found, labels, untouched))
 
-    def __add__(self, other: Closeness) -> Closeness:
-        return Closeness(
-            max(self.max_abs, other.max_abs),
-            self.dot + other.dot,
-            self.squares + other.squares,
-            self.reference_squares + other.reference_squares,
-        )
 
-    def parity(self) -> Parity:
-        """The largest absolute difference and the cosine; two zero outputs have cosine 1."""
-        norm = float(np.sqrt(self.squares * self.reference_squares))
-        if norm == 0:
-            return Parity(self.max_abs, 1.0 if self.max_abs == 0 else 0.0)
-        return Parity(self.max_abs, self.dot / norm)
+def _references(subject: Subject, ks: Iterable[int]) -> dict[int, PyTorch]:
+    return {
+        k: with_algorithm_1(subject.model, k, "masked", renormalize=subject.renormalize)
+        for k in sorted(ks)
+    }
+
+
+def _expected(reference: PyTorch, x: Array) -> tuple[Array, dict[str, Array]]:
+    """The outputs of a reference, and the experts of the layers that choose among theirs."""
+    outputs, chosen = reference.with_routing(x)
+    sizes = {name: m.spec.experts for name, m in soft_moe_layers(reference.module).items()}
+    return outputs, {name: s for name, s in chosen.items() if s.shape[1] < sizes[name]}
+
+
+def _outputs(base: PyTorch, x: Array, name: str) -> Array:
+    try:
+        return base(np.ascontiguousarray(x))
+    except (RuntimeError, ValueError, TypeError, IndexError) as error:
+        raise FeedError(
+            f"the PyTorch model {name} cannot run inputs of shape {x.shape}: {error}",
+            hint="the data must fit the model that is measured",
+        ) from error

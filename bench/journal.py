@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..writing import told, write_text
+from ..common.writing import told, write_text
 
 FILE = "unfinished.jsonl"
 

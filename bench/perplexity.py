@@ -9,7 +9,7 @@ import numpy as np
 
 from ..calibration.labels import IGNORED
 from ..errors import FeedError
-from .data import Array, Labels
+from .bench_data import Array, Labels
 from .results import Interval, Perplexity
 from .statistics import Z
 

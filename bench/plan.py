@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ..common import timing
 from ..errors import UsageError
-from ..exporter import timing
-from .engines import Contestant, Subject, contestants
 from .results import PYTORCH_COMPILE
+from .runners.pytorch import Contestant, Subject, contestants
 
 COMPILE_S = 30.0
 """What compiling a small network for one batch size takes."""

@@ -8,9 +8,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ..common.timing import Latency
+from ..common.writing import write_text
 from ..errors import ResultsError
-from ..exporter.timing import Latency
-from ..writing import write_text
 from .reading import Reader
 
 SCHEMA = 1

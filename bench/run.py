@@ -17,23 +17,23 @@ from typing import Any
 
 import torch
 
+from ..common.environment import environment
+from ..common.hashing import hash_files, sha256
+from ..common.progress import Progress, Silent
+from ..common.writing import check_file, check_folder, make_folder, told, write_text
 from ..errors import FeedError, UsageError
-from ..exporter.environment import environment
-from ..exporter.hashing import hash_files, sha256
 from ..exporter.model import Model, TensorSpec
-from ..exporter.progress import Progress, Silent
-from ..writing import check_file, check_folder, make_folder, told, write_text
-from .compare import Comparison, compare
-from .data import Array, Labelled, LabelledData, fingerprint
-from .disturbance import disturbance
-from .engines import Runner, Subject, untouched
+from .bench_data import Array, Labelled, LabelledData, fingerprint
 from .journal import FILE as JOURNAL_FILE
 from .journal import Journal
-from .measurement import Measurement, weights_bytes
-from .peaks import worker_count
+from .measure.disturbance import disturbance
+from .measure.peaks import worker_count
+from .measure.rows import Measurement, weights_bytes
 from .plan import Estimate, Heat, Probe, Settings, describe, estimate, plan
+from .report.compare import Comparison, compare
 from .results import Absent, ModelInfo, Results, Row, write
-from .torch_gpu import CUDA, without_tf32
+from .runners.pytorch import Runner, Subject, untouched
+from .runners.torch_gpu import CUDA, without_tf32
 
 PROBE_CALLS = 3
 """Calls of which the fastest foretells the others: the first one allocates."""
@@ -139,11 +139,11 @@ def write_views(
             f"--output {page}: the page is HTML",
             hint=f"for example -o {page.stem or 'report'}.html",
         )
-    from .analyses.figures import figures as charts
     from .analyses.findings import studies_in
-    from .exports import to_csv, to_markdown
-    from .figures import figures
-    from .report import write_report
+    from .analyses.views import figures as charts
+    from .report.figures import figures
+    from .report.page import write_report
+    from .report.text import to_csv, to_markdown
 
     write_report(results, page, comparison)
     markdown, rows = page.with_suffix(".md"), page.with_suffix(".csv")

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..common.progress import Progress, Silent
 from ..errors import FeedError, UsageError
 from ..exporter.model import Model
-from ..exporter.progress import Progress, Silent
-from ..graphs.edits import NO_EDITS, LayerEdits
-from ..graphs.moe import MoELayer, moe_layers, sharing_weights
-from ..graphs.mumoe import MuMoE
-from .data import Array, LabelledData
-from .evaluate import one_per_sample
+from ..graphs.layers.base import MoELayer, moe_layers, sharing_weights
+from ..graphs.layers.edits import NO_EDITS, LayerEdits
+from ..graphs.layers.mumoe import MuMoE
+from .bench_data import Array, LabelledData
+from .metrics import one_per_sample
 
 BATCH = 64
 

@@ -10,7 +10,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from .figures import COLOURS, INK, REFERENCE, STYLE
+from .report.figures import COLOURS, INK, REFERENCE, STYLE
 from .specialise import ExpertEffect, Specialisation
 from .specialise_views import expert_name, ranked
 

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-from ..text import table
-from ..writing import whole_file, write_text
+from ..common.text import table
+from ..common.writing import whole_file, write_text
 from .specialise import ExpertEffect, Specialisation
 
 SCHEMA = 1

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..common.user_code import attribute_of, module_of, names_code
 from ..errors import FeedError
-from ..user_code import attribute_of, module_of, names_code
 from .arrays import WANTED, check_inputs, npy_count, npy_rows, npz_count, npz_rows
 from .stream import limited
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ..common.user_code import names_code
 from ..errors import FeedError
-from ..user_code import names_code
 from .arrays import LABEL_NAMES, npz_archive, npz_array, npz_rows
 from .feeds import Feed, array_of, batches, imported_items
 

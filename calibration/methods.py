@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from ..graphs.ranges import UINT8_LEVELS, Range
+from ..graphs.precision.ranges import UINT8_LEVELS, Range
 from .histogram import HALF, Histogram
 from .table import Method
 

@@ -12,7 +12,7 @@ import onnxruntime as ort
 
 from ..errors import CalibrationError
 from .histogram import Histogram
-from .observing import Observed, ObservingGraph
+from .observers import Observed, ObservingGraph
 
 
 @dataclass(frozen=True, slots=True)

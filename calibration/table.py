@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ..common.writing import write_text
 from ..errors import CalibrationError
-from ..graphs.ranges import Range
-from ..writing import write_text
+from ..graphs.precision.ranges import Range
 
 CALIBRATION_FILE = "calibration.json"
 SCHEMA = 1

@@ -4,7 +4,7 @@ python docs/refresh.py demo DIR     the README's table and figure, from `moexpor
 python docs/refresh.py mumoe DIR    the table of docs/mumoe.md, from `moexport demo --family mumoe`
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
-python docs/refresh.py paper        the tables and figures of docs/paper.md, from benchmarks/results
+python docs/refresh.py paper        the tables and figures of docs/paper.md, from perf/results
 python docs/refresh.py calibration  the tables of docs/calibration.md, from the same
 python docs/refresh.py performance  the tables of docs/performance.md, and those of docs/one-run.md
                                     from those of a whole `make bench`
@@ -24,19 +24,19 @@ from pathlib import Path
 
 import moexport
 import onnx
-from moexport.bench.analyses.figures import figures as charts
 from moexport.bench.analyses.findings import studies_in
 from moexport.bench.analyses.tables import titled
+from moexport.bench.analyses.views import figures as charts
 from moexport.bench.paper import latency as latency_table
 from moexport.bench.paper import multilinear as tables_6_8
 from moexport.bench.paper import published
 from moexport.bench.results import Results, read
 from moexport.bench.schema import FILE as SCHEMA_FILE
 from moexport.bench.schema import schema_text
-from moexport.benchmarks import calibration, startup
-from moexport.benchmarks.__main__ import BENCHMARKS
-from moexport.benchmarks.scale import from_json, measured_on
-from moexport.benchmarks.tables import (
+from moexport.perf import calibration, startup
+from moexport.perf.__main__ import BENCHMARKS
+from moexport.perf.scale import from_json, measured_on
+from moexport.perf.tables import (
     integer_table,
     integer_targets_table,
     layer_table,
@@ -47,7 +47,7 @@ from moexport.benchmarks.tables import (
 )
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
+RESULTS = ROOT / "perf" / "results"
 LAYER = "blocks.2.mlp/"
 LOWERINGS = ("dense", "gather", "grouped", "conditional", "fused")
 CASE = ROOT / "tests" / "data" / "soft_moe_vit" / "weights.pt"

@@ -6,11 +6,11 @@ import importlib.util
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..common.environment import environment
 from ..errors import ForeignEngineError, MissingExtraError
-from .engines.cuda import runtime
-from .engines.device import Gpu, first_gpu
-from .engines.flavours import FLAVOURS, Flavour
-from .environment import environment
+from .tensorrt.backends import FLAVOURS, Flavour
+from .tensorrt.cuda import runtime
+from .tensorrt.device import Gpu, first_gpu
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..errors import UsageError
-from ..graphs.edits import LayerEdits, Rewrite
-from ..graphs.moe import MoESpec, moe_layers, sharing_weights
+from ..graphs.layers.base import MoESpec, moe_layers, sharing_weights
+from ..graphs.layers.edits import LayerEdits, Rewrite
 from .edits import Ablation, Edits, LayerRewrite
 from .model import Model
 

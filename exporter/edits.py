@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BundleError, UsageError
-from ..graphs.edits import Rewrite
+from ..graphs.layers.edits import Rewrite
 
 ABLATE, REWRITE = "ablate", "rewrite"
 _EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")

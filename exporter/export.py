@@ -17,20 +17,17 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from ..calibration.feeds import Feed
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
+from ..common.atomic import check_destination, written_whole
+from ..common.environment import environment
+from ..common.files import Reading
+from ..common.hashing import hash_files, sha256
+from ..common.progress import Progress, Silent
 from ..errors import ParityError
-from ..graphs.arithmetic import FLOAT_TYPES
 from ..graphs.lower import LayerChoice, Lowered, lower
 from ..graphs.names import K_INPUT
-from .atomic import check_destination, written_whole
-from .bundle import Bundle, graph_parity, selected_values
-from .edited import edited
-from .engines.bundle import build_for_export, check_for_export
-from .engines.options import EngineOptions
-from .environment import environment
-from .hashing import hash_files, sha256
-from .inputs import fixed_axes, parity_inputs
-from .locate import first_different_layer
-from .manifest import (
+from ..graphs.precision.types import FLOAT_TYPES
+from .bundle.bundle import Bundle, graph_parity, selected_values
+from .bundle.manifest import (
     MANIFEST_FILE,
     FileRecord,
     GraphRecord,
@@ -39,17 +36,20 @@ from .manifest import (
     PortRecord,
     SourceRecord,
 )
+from .bundle.weights import StoredLayer, WeightsWriter, write_host, write_layer
+from .edited import edited
+from .inputs import fixed_axes, parity_inputs
+from .locate import first_different_layer
+from .measured_lowerings import tune
 from .model import Model, TensorSpec
 from .numbers_record import numbers_record
 from .options import TUNE, ExportOptions
-from .pages import Reading
 from .parity import PARITY_FILE, Parity, Reference, describe, reference
 from .plan import GraphPlan, LayerPlan, Plan, check_request, plan
 from .precision import LayerNumbers, NumbersPlan, narrow
-from .progress import Progress, Silent
+from .tensorrt.engines import build_for_export, check_for_export
+from .tensorrt.options import EngineOptions
 from .trace import trace
-from .tune import tune
-from .weights import StoredLayer, WeightsWriter, write_host, write_layer
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,8 @@ import json
 
 import numpy as np
 
+from ..common.files import Reading
 from .model import Model
-from .pages import Reading
 
 
 def fingerprint(model: Model) -> str:

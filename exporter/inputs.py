@@ -8,7 +8,7 @@ import numpy as np
 
 from ..calibration.feeds import Feed, batches, samples
 from ..errors import FeedError, UsageError
-from .manifest import PortRecord
+from .bundle.manifest import PortRecord
 from .model import Model, TensorSpec
 from .options import DEFAULT_TOKENS, ExportOptions
 

@@ -11,7 +11,7 @@ from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 
 from ..calibration.feeds import Feed
-from ..graphs.moe import MoELayer, replaced_layers
+from ..graphs.layers.base import MoELayer, replaced_layers
 from .model import Model
 from .ranges import DEFAULT_TOKENS
 

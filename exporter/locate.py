@@ -13,8 +13,8 @@ import onnx
 import torch
 from torch import nn
 
+from ..graphs.layers.base import MoELayer, algorithm_1
 from ..graphs.lower import LayerValues
-from ..graphs.moe import MoELayer, algorithm_1
 from .model import Model
 from .parity import Reference
 from .session import Session, SessionOptions

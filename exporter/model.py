@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..graphs.moe import MoELayer, moe_layers
+from ..graphs.layers.base import MoELayer, moe_layers
 from .edits import NO_EDITS, Edits
 
 Dimension = int | str

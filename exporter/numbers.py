@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..errors import UsageError
-from ..graphs.arithmetic import (
+from ..graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
     PRECISIONS,
@@ -17,8 +17,8 @@ from ..graphs.arithmetic import (
     IntegerForm,
     Precision,
 )
-from ..graphs.target import Target
-from .retained import Retention
+from ..graphs.targets import Target
+from .quantization.retention import Retention
 
 Scope = Literal["experts", "all"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)

@@ -8,8 +8,8 @@ from fractions import Fraction
 from typing import Literal, get_args
 
 from ..errors import LoweringError, UsageError
-from ..graphs.lowerings.registry import lowering
-from ..graphs.target import Target
+from ..graphs.lowerings import lowering
+from ..graphs.targets import Target
 from .edits import NO_EDITS, Edits
 from .numbers import SINGLE, TENSORRT, Numbers
 from .ranges import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range

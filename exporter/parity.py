@@ -18,7 +18,7 @@ import onnx
 import torch
 
 from ..errors import BundleError, FeedError, ParityError
-from ..graphs.moe import algorithm_1, choice_key, recorded_choices
+from ..graphs.layers.base import algorithm_1, choice_key, recorded_choices
 from .model import Model
 from .session import Runner
 from .tolerance import Tolerance

@@ -9,19 +9,19 @@ from fractions import Fraction
 import onnx_ir as ir
 
 from ..errors import UsageError
-from ..graphs.choice import Choice, check, choose
+from ..graphs.layers.base import MoESpec
+from ..graphs.lowerings import lowering
 from ..graphs.lowerings.base import AnyWork, WorkOf
-from ..graphs.lowerings.registry import lowering
-from ..graphs.moe import MoESpec
+from ..graphs.lowerings.choice import Choice, check, choose
 from ..graphs.names import DOMAIN
+from .bundle.manifest import MAIN_GRAPH
+from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .edited import edited
 from .inputs import fixed_axes
-from .manifest import MAIN_GRAPH
 from .model import Model
 from .options import AUTO, CHOOSERS, TUNE, AxisRange, ExportOptions, Kept
 from .precision import NumbersPlan
 from .tuning import Tuning
-from .weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 
 
 @dataclass(frozen=True, slots=True)

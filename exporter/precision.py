@@ -13,25 +13,13 @@ import onnx_ir as ir
 
 from ..calibration.table import CalibrationTable
 from ..errors import LoweringError, UsageError
-from ..graphs.arithmetic import (
-    FLOAT_TYPES,
-    FP32,
-    HALF_TYPES,
-    Arithmetic,
-    Precision,
-    Quantised,
-)
-from ..graphs.half import Fp32Node, beyond, misfit, narrow_host
-from ..graphs.linears import host_linears
-from ..graphs.moe import MoELayer
-from ..graphs.narrowing import NARROWED, activation_scale
-from ..graphs.quantised_host import QuantisedLinear, quantise_host
-from ..graphs.ranges import (
-    EXPERT_OUTPUTS,
-    EXPERT_PRODUCTS,
-    operand_of,
-    range_key,
-)
+from ..graphs.layers.base import MoELayer
+from ..graphs.precision.backbone import QuantisedLinear, quantise_host
+from ..graphs.precision.fp16 import Fp32Node, beyond, misfit, narrow_host
+from ..graphs.precision.linears import host_linears
+from ..graphs.precision.ranges import EXPERT_OUTPUTS, EXPERT_PRODUCTS, operand_of, range_key
+from ..graphs.precision.types import FLOAT_TYPES, FP32, HALF_TYPES, Arithmetic, Precision, Quantised
+from ..graphs.precision.weights import NARROWED, activation_scale
 from ..graphs.simplify import simplify
 from .model import Model
 from .options import ExportOptions

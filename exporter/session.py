@@ -15,8 +15,8 @@ import onnxruntime as ort
 
 from ..errors import BundleError, EngineError, FeedError, UsageError
 from ..graphs.names import K_INPUT
-from .engines.device import first_gpu
-from .engines.profiles import check_given
+from .tensorrt.device import first_gpu
+from .tensorrt.profiles import check_given
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"

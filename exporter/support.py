@@ -12,7 +12,7 @@ from torch import nn
 
 from ..calibration.feeds import Feed
 from ..errors import UsageError
-from ..graphs.mumoe import MuMoE, mumoe_layers
+from ..graphs.layers.mumoe import MuMoE, mumoe_layers
 from .inputs import feed_inputs
 from .model import Model
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from ..graphs.arithmetic import Precision
+from ..graphs.precision.types import Precision
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import TraceError
-from ..graphs.moe import MoELayer, moe_layers, replaced_layers
+from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.names import DOMAIN
 from ..graphs.simplify import simplify
 from .attention import TRANSLATIONS

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from ..graphs.choice import Choice
-from ..graphs.cost import machine_for, predict_us
+from ..common.timing import Latency, differs
+from ..graphs.lowerings import lowering
 from ..graphs.lowerings.base import AnyWork
-from ..graphs.lowerings.registry import lowering
-from ..graphs.target import Target
-from .timing import Latency, differs
+from ..graphs.lowerings.choice import Choice
+from ..graphs.lowerings.cost import machine_for, predict_us
+from ..graphs.targets import Target
 
 
 @dataclass(frozen=True, slots=True)

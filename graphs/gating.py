@@ -15,10 +15,10 @@ import numpy as np
 import onnx_ir as ir
 
 from .builder import Builder
-from .folding import logit_scale
+from .layers.folding import logit_scale
+from .layers.mumoe_spec import NORM_EPS, coefficients_name
+from .layers.stored import MuMoELayer
 from .lowerings.linear import one_token
-from .mumoe_spec import NORM_EPS, coefficients_name
-from .parameters import MuMoELayer
 
 ENTMAX_STEPS = ((64, 5), (256, 6), (2048, 7))
 """Newton steps for up to so many experts: one more than brought every distribution that was tried

@@ -8,14 +8,14 @@ from dataclasses import dataclass
 import onnx_ir as ir
 
 from ..errors import LoweringError
-from .arithmetic import FP32, Arithmetic
 from .builder import Builder
+from .layers.base import MoESpec, choice_key
+from .layers.stored import LayerOf, LayerTensors
 from .lowerings.base import AnyLowering
-from .moe import MoESpec, choice_key
 from .names import DOMAIN, K_INPUT
-from .parameters import LayerOf, LayerTensors
+from .precision.types import FP32, Arithmetic
 from .simplify import simplify
-from .target import Target
+from .targets import Target
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .builder import Builder
-from .parameters import Layer
+from .layers.stored import Layer
 
 
 @dataclass(frozen=True, slots=True)

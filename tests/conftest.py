@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 import torch
-from moexport.exporter.hashing import hash_files
+from moexport.common.hashing import hash_files
 from moexport.exporter.model import Model
 from moexport.exporter.trace import trace
 from moexport.tests.command import run
@@ -70,7 +70,7 @@ def traced_once() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("moexport.exporter.export.trace", memo)
-        patch.setattr("moexport.exporter.calibrate.trace", memo)
+        patch.setattr("moexport.exporter.quantization.calibrate.trace", memo)
         yield
 
 

@@ -51,7 +51,7 @@ def test_help_does_little_beside_loading_its_parser() -> None:
         "sys.setprofile(None)\n"
         "print('calls:', len(calls))\n"
     )
-    # Counted, not timed (`python -m benchmarks startup` does that): loading Typer takes 45,000.
+    # Counted, not timed (`python -m perf startup` does that): loading Typer takes 45,000.
     assert int(printed("calls:", code)) < 10_000
 
 
@@ -205,6 +205,6 @@ def test_the_command_that_a_report_shows_can_be_typed_again(
 ) -> None:
     typed = ["moexport", "bench", "my models/vit.pt", "--k", "n,0.5", "--data", "größe.npz"]
     monkeypatch.setattr(sys, "argv", typed)
-    from moexport.cli_bench import _command
+    from moexport.commands.bench import _command
 
     assert shlex.split(_command()) == typed

@@ -6,8 +6,8 @@ import re
 import sys
 
 import pytest
-from moexport.console import Console
-from moexport.text import count, size, table
+from moexport.common.console import Console
+from moexport.common.text import count, size, table
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("bench", "calibration", "exporter", "graphs")
+FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs")
 """All that is part of the package below its root; tests, documents and benchmarks stay behind."""
 
 
@@ -44,6 +44,6 @@ def test_the_wheel_holds_every_module_and_what_they_read(tmp_path: Path) -> None
         entry = next(name for name in names if name.endswith("entry_points.txt"))
         assert "moexport = moexport.__main__:main" in archive.read(entry).decode()
     assert {name for name in names if name.startswith("moexport/")} == wanted
-    for asset in ("page/report.html", "page/report.css", "page/report.js", "results.schema.json"):
+    for asset in ("report/assets/report.html", "report/assets/report.js", "results.schema.json"):
         assert f"moexport/bench/{asset}" in names
     assert "moexport/py.typed" in names

@@ -1,241 +1,251 @@
-"""The analyses of a classifier's experts: retention, random choices, best subsets, shares."""
+"""Class scores of a Soft MoE classifier for any choice of experts.
+
+Two ways give the same scores. `Passes` runs the model for every choice. Where the model has one
+MoE layer and all that follows is affine, the scores are a sum of what each expert contributes, and
+`Sums` takes them from n + 1 passes: any number of choices is then a matter of additions.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import combinations
-from math import comb
-from typing import Any
+from typing import Protocol
 
-import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ...errors import UsageError
+from ...common.progress import Progress, Silent
+from ...errors import FeedError, UsageError
 from ...exporter.model import Model
-from ...exporter.progress import Progress, Silent
-from ..data import Labelled, LabelledData
-from ..engines import Subject, untouched
-from .classifier import Classifier, Passes, Sums, check, classifier, drawn
-from .findings import EXPERTS, PASSES, SUMS, BestSubsets, ExpertStudy, Kept, RandomChoice, Shares
+from ...graphs.layers.base import sharing_weights
+from ...graphs.layers.soft_moe import recorded_routing, soft_moe_layers
+from ..bench_data import LabelledData
+from ..runners.pytorch import untouched
 
-NAMES = ("retention", "random", "subsets", "shares")
-SUBSETS_BY_SUMS, SUBSETS_BY_PASSES = 50_000, 200
+Choice = Mapping[str, Tensor]
+"""The experts of every input in each layer, ascending: int64 [samples, k] by layer name."""
+
+SUMS_BYTES = 1 << 30
+"""The contributions of all experts to all scores may take this much."""
+
+PROBED, TRIALS = 32, 4
+TOLERANCE = 1e-4
+"""Relative to the largest score: sums in another order differ by rounding, 1e-6 or so."""
+
+BLOCK = 1 << 23
+"""Class scores that are held at once while subsets are tried."""
+
+
+class Classifier(Protocol):
+    """Class scores [samples, classes] of one model on fixed data."""
+
+    @property
+    def experts(self) -> Mapping[str, int]:
+        """The number of experts of each Soft MoE layer."""
+        ...
+
+    def algorithm_1(self, k: int) -> Tensor:
+        """Returns the scores with the k experts of the largest column sums of C."""
+        ...
+
+    def chosen(self, choice: Choice) -> Tensor:
+        """Returns the scores with the given experts of each layer."""
+        ...
+
+    def subsets(self, sets: Tensor) -> Iterator[Tensor]:
+        """Yields the scores [some sets, samples, classes] for sets [sets, k], in order.
+
+        Every input gets the same set in every layer.
+        """
+        ...
+
+
+class Passes:
+    """A classifier that is run as a whole for every choice of experts."""
+
+    def __init__(
+        self, model: Model, data: LabelledData, batch: int, *, renormalize: bool = False
+    ) -> None:
+        self.module = sharing_weights(model.module)
+        self.layers = soft_moe_layers(self.module)
+        self.data = data
+        self.batch = batch
+        for layer in self.layers.values():
+            layer.algorithm = "selected"
+            layer.renormalize = renormalize
+
+    @property
+    def experts(self) -> Mapping[str, int]:
+        """The number of experts of each Soft MoE layer."""
+        return {name: layer.spec.experts for name, layer in self.layers.items()}
+
+    def algorithm_1(self, k: int) -> Tensor:
+        """Returns the scores with the k experts of the largest column sums of C."""
+        for layer in self.layers.values():
+            layer.keep = min(k, layer.spec.experts)
+            layer.chooser = None
+        return self._scores()
+
+    def chosen(self, choice: Choice) -> Tensor:
+        """Returns the scores with the given experts of each layer."""
+        self._rows = slice(0)
+        for name, layer in self.layers.items():
+            layer.keep = choice[name].shape[1]
+            # The layer is asked once a batch, and each batch has its own rows of the choice.
+            layer.chooser = lambda scores, k, of=choice[name]: of[self._rows]
+        return self._scores()
+
+    def subsets(self, sets: Tensor) -> Iterator[Tensor]:
+        """Yields the scores [1, samples, classes] for each set."""
+        for one in sets:
+            everywhere = one.expand(len(self.data), -1)
+            yield self.chosen(dict.fromkeys(self.layers, everywhere)).unsqueeze(0)
+
+    def column_sums(self) -> dict[str, Tensor]:
+        """Returns s [samples, n] of each layer, with all experts kept."""
+        for layer in self.layers.values():
+            layer.keep, layer.chooser = None, None
+        with recorded_scores(self.module) as parts:
+            self._scores()
+        return {name: torch.cat(batches) for name, batches in parts.items()}
+
+    @torch.inference_mode()
+    def _scores(self) -> Tensor:
+        parts = []
+        for rows in self.data.batches(self.batch):
+            self._rows = rows
+            parts.append(self.module(torch.from_numpy(self.data.inputs[rows])))
+        return torch.cat(parts)
+
+
+@contextmanager
+def recorded_scores(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
+    """Within the context, each forward appends every layer's s [b, n] to the yielded lists."""
+    found: dict[str, list[Tensor]] = {name: [] for name in soft_moe_layers(module)}
+    with recorded_routing(module) as records:
+
+        def keep_scores(*_: object) -> None:
+            for name, routings in records.items():
+                found[name] += [routing.scores for routing in routings]
+                routings.clear()  # C and D of all batches would fill the memory
+
+        handle = module.register_forward_hook(keep_scores)
+        try:
+            yield found
+        finally:
+            handle.remove()
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
-    """Which analyses, and how far they go.
+class Sums:
+    """A classifier whose scores are `base` [b, c] plus the `parts` [b, n, c] of its experts.
 
-    `max_subsets` bounds C(n, k) for `subsets`; None stands for 50,000 where the scores are sums
-    over experts and for 200 where every subset is a pass over the data.
+    `column_sums` is s [b, n] of its only layer.
     """
 
-    names: tuple[str, ...] = NAMES
-    seeds: int = 10
-    max_subsets: int | None = None
+    layer: str
+    base: Tensor
+    parts: Tensor
+    column_sums: Tensor
 
-    def __post_init__(self) -> None:
-        unknown = [name for name in self.names if name not in NAMES]
-        if unknown:
-            raise UsageError(
-                f"--analysis {unknown[0]}: no such analysis",
-                hint=f"known are {', '.join(NAMES)}, and all",
-            )
-        if self.seeds < 2:
-            raise UsageError(
-                f"{self.seeds} seeds: a standard deviation takes two or more",
-                hint="the paper takes 10",
-            )
+    @property
+    def experts(self) -> Mapping[str, int]:
+        """The number of experts of the only layer."""
+        return {self.layer: self.parts.shape[1]}
+
+    def algorithm_1(self, k: int) -> Tensor:
+        """Returns the scores with the k experts of the largest column sums of C."""
+        return self.chosen({self.layer: self.column_sums.topk(k, dim=1).indices})
+
+    def chosen(self, choice: Choice) -> Tensor:
+        """Returns the scores with the given experts."""
+        mask = torch.zeros_like(self.column_sums).scatter_(1, choice[self.layer], 1.0)
+        return self.base + torch.einsum("bn,bnc->bc", mask, self.parts)
+
+    def subsets(self, sets: Tensor) -> Iterator[Tensor]:
+        """Yields the scores [some sets, samples, classes] for sets [sets, k], in order."""
+        samples, n, classes = self.parts.shape
+        by_expert = self.parts.transpose(0, 1).reshape(n, samples * classes)
+        for some in torch.split(sets, max(1, BLOCK // (samples * classes))):
+            mask = torch.zeros(len(some), n).scatter_(1, some, 1.0)
+            yield (mask @ by_expert).view(-1, samples, classes) + self.base
 
 
-def parse_analyses(text: str) -> tuple[str, ...]:
-    """Returns the analyses that `--analysis` names: a list, or `all`. Raises UsageError."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    if not names:
-        raise UsageError("--analysis: no analysis named", hint=f"known are {', '.join(NAMES)}")
-    return NAMES if names == ("all",) else Wanted(names).names
-
-
-def study(
+def classifier(
     name: str,
-    of: Model,
+    model: Model,
     data: LabelledData,
-    ks: Sequence[int],
-    wanted: Wanted,
+    batch: int,
     *,
-    batch: int = 64,
     renormalize: bool = False,
     progress: Progress | None = None,
-) -> ExpertStudy:
-    """Returns what the wanted analyses find about a model on labelled data, for the ks below n.
+) -> Sums | Passes:
+    """Returns a classifier over the data: by sums where the model's scores are sums.
 
-    Raises what `classifier` raises for a model or data that cannot be analysed.
+    That is tried, not read off the model: on a few inputs, sums over random sets must equal what
+    the model says. Raises UsageError for a model without Soft MoE layers, FeedError for data
+    without labels or a model that gives no class scores.
     """
-    watcher = progress or Silent()
-    model = classifier(name, of, data, batch, renormalize=renormalize, progress=watcher)
-    assert data.labels is not None  # which `classifier` has checked
-    labels = torch.from_numpy(data.labels)
-    top1 = _untouched_accuracy(of, data, labels, batch)
-    n = max(model.experts.values())
-    fewer = sorted({k for k in ks if k < n}, reverse=True)
-
-    def say(what: str) -> None:
-        watcher.step(f"{name}: {what}")
-
-    by_sums = isinstance(model, Sums)
-    limit = wanted.max_subsets or (SUBSETS_BY_SUMS if by_sums else SUBSETS_BY_PASSES)
-    retention: tuple[Kept, ...] = ()
-    chosen: tuple[RandomChoice, ...] = ()
-    subsets: tuple[BestSubsets, ...] = ()
-    shares: tuple[Shares, ...] = ()
-    if "retention" in wanted.names:
-        # Sums give every k for next to nothing.
-        every = range(1, n + 1) if by_sums else sorted({*fewer, n})
-        say(f"Algorithm 1 for {len(every)} values of k")
-        retention = tuple(_kept(model, labels, k, top1) for k in every)
-    if "random" in wanted.names:
-        for k in fewer:
-            say(f"k = {k} at random, {wanted.seeds} seeds")
-            chosen = (*chosen, random_choice(model, labels, k, wanted.seeds))
-    if "subsets" in wanted.names:
-        for k in fewer:
-            say(f"{comb(n, k):,} subsets of {k}")
-            subsets = (*subsets, best_subsets(model, labels, k, limit))
-    if "shares" in wanted.names:
-        say("what the top experts hold")
-        shares = tuple(shares_of(name, s) for name, s in _column_sums(model).items())
-    return ExpertStudy(
-        model=name,
-        experts=n,
-        layers=len(model.experts),
-        samples=len(data),
-        top1=top1,
-        method=SUMS if by_sums else PASSES,
-        retention=retention,
-        random=chosen,
-        subsets=subsets,
-        shares=shares,
-    )
+    check(name, model, data)
+    passes = Passes(model, data, batch, renormalize=renormalize)
+    if len(passes.experts) > 1 or renormalize:
+        return passes
+    first = Passes(model, LabelledData(data.inputs[:PROBED], None, data.input_name), batch)
+    probe = contributions(first)
+    size = 4 * len(data) * probe.parts.shape[1] * probe.parts.shape[2]
+    if size > SUMS_BYTES or not adds_up(probe, first):
+        return passes
+    (progress or Silent()).step(f"{name}: the class scores are sums; taking each expert's part")
+    return contributions(passes)
 
 
-def studied(
-    subjects: Sequence[Subject],
-    data: Labelled,
-    wanted: Wanted,
-    samples: int | None,
-    progress: Progress,
-) -> dict[str, Any]:
-    """Returns the studies of several models as the analyses of `results.json`.
-
-    They are for each one's ks below n. The first `samples` inputs are held in memory, all of
-    them for None.
-    """
-    held = data.head(sys.maxsize if samples is None else samples)
-    for subject in subjects:
-        check(subject.name, subject.model, held)
-    studies = [
-        study(
-            subject.name,
-            subject.model,
-            held,
-            subject.ks,
-            wanted,
-            renormalize=subject.renormalize,
-            progress=progress,
+def check(name: str, model: Model, data: LabelledData) -> None:
+    """Raises UsageError and FeedError for what cannot be analysed."""
+    if not soft_moe_layers(model.module):
+        raise UsageError(
+            f"{name} has no Soft MoE layer: there are no k experts to choose per input",
+            hint="leave --analysis out; it asks how Soft MoE layers choose",
         )
-        for subject in subjects
-    ]
-    return {EXPERTS: [one.as_json() for one in studies]}
+    if data.labels is None:
+        raise FeedError(
+            f"the analyses of {name} need labels, and the data have none",
+            hint="give --data an .npz with the arrays input and label",
+        )
+    output = untouched(model)(data.inputs[:1])
+    if output.ndim != 2:
+        raise FeedError(
+            f"the analyses need class scores of shape (batch, classes), and {name} gives "
+            f"{output.ndim} axes: {output.shape}",
+            hint="leave --analysis out for models that do not classify",
+        )
+    data.check_classes(output.shape[1])
 
 
-def accuracy(scores: Tensor, labels: Tensor) -> float:
-    """Returns the share of inputs whose largest score [b, c] is that of their label [b]."""
-    return float((scores.argmax(dim=-1) == labels).double().mean())
+def contributions(passes: Passes) -> Sums:
+    """Returns what each expert alone adds to the scores with none: n + 1 passes."""
+    ((layer, n),) = passes.experts.items()
+    samples = len(passes.data)
+    base = passes.chosen({layer: torch.zeros(samples, 0, dtype=torch.int64)})
+    parts = torch.empty(samples, n, base.shape[1])
+    for e in range(n):
+        parts[:, e] = passes.chosen({layer: torch.full((samples, 1), e)}) - base
+    return Sums(layer, base, parts, passes.column_sums()[layer])
 
 
-def random_choice(model: Classifier, labels: Tensor, k: int, seeds: int) -> RandomChoice:
-    """Returns Algorithm 1 beside k experts drawn per input and layer, seeds 0, 1, … (Table 2)."""
-    accuracies = []
-    for seed in range(seeds):
-        choice = {
-            # Layers draw apart: each has its own stretch of seeds.
-            name: drawn(len(labels), n, min(k, n), seed + seeds * index)
-            for index, (name, n) in enumerate(model.experts.items())
-        }
-        accuracies.append(accuracy(model.chosen(choice), labels))
-    chosen = accuracy(model.algorithm_1(k), labels)
-    mean, std = float(np.mean(accuracies)), float(np.std(accuracies, ddof=1))
-    return RandomChoice(
-        k=k,
-        algorithm_1=chosen,
-        mean=mean,
-        std=std,
-        sigmas=(chosen - mean) / std if std > 0 else None,
-        accuracies=tuple(accuracies),
-    )
+def adds_up(sums: Sums, passes: Passes) -> bool:
+    """Whether sums over random halves of the experts equal what the model computes with them."""
+    n = sums.experts[sums.layer]
+    for seed in range(TRIALS):
+        choice = {sums.layer: drawn(len(sums.base), n, max(1, n // 2), seed)}
+        scores = passes.chosen(choice)
+        difference = (sums.chosen(choice) - scores).abs().max()
+        if difference > TOLERANCE * scores.abs().max():
+            return False
+    return True
 
 
-def best_subsets(model: Classifier, labels: Tensor, k: int, limit: int) -> BestSubsets:
-    """Returns what all subsets of k experts do on every input (Table 1, Figure 5).
-
-    Only counts them where they are more than `limit`, or where layers differ in n.
-    """
-    sizes = set(model.experts.values())
-    n = max(sizes)
-    count = comb(n, k)
-    chosen = accuracy(model.algorithm_1(k), labels)
-    if count > limit or len(sizes) > 1:
-        return BestSubsets(k, count, chosen)
-    sets = torch.tensor(list(combinations(range(n), k)))
-    least = torch.full(labels.shape, torch.inf)
-    best = torch.zeros_like(labels)
-    ever_right = torch.zeros_like(labels, dtype=torch.bool)
-    rights = []  # per subset, the inputs it classifies right
-    done = 0
-    for scores in model.subsets(sets):  # [s, b, c]
-        of_label = scores.gather(2, labels.view(1, -1, 1).expand(len(scores), -1, 1)).squeeze(2)
-        loss, index = (scores.logsumexp(dim=2) - of_label).min(dim=0)
-        better = loss < least
-        least, best = torch.where(better, loss, least), torch.where(better, index + done, best)
-        right = scores.argmax(dim=2) == labels
-        ever_right |= right.any(dim=0)
-        rights.append(right.sum(dim=1))
-        done += len(scores)
-    shares = torch.cat(rights).double() / len(labels)
-    return BestSubsets(
-        k=k,
-        subsets=count,
-        algorithm_1=chosen,
-        best=float(ever_right.double().mean()),
-        fixed=float(shares.max()),
-        average=float(shares.mean()),
-        distinct=len(set(best.tolist())),
-    )
-
-
-def shares_of(layer: str, column_sums: Tensor) -> Shares:
-    """Returns how much of ΣC the largest column sums s [b, n] hold (Figure 6)."""
-    ranked = column_sums.double().sort(dim=1, descending=True).values.cumsum(dim=1)
-    held = (ranked / ranked[:, -1:]).numpy()
-    low, high = np.percentile(held, [10, 90], axis=0)
-    return Shares(
-        layer, tuple(held.mean(axis=0).tolist()), tuple(low.tolist()), tuple(high.tolist())
-    )
-
-
-def _kept(model: Classifier, labels: Tensor, k: int, top1: float) -> Kept:
-    found = accuracy(model.algorithm_1(k), labels)
-    return Kept(k, found, found / top1 if top1 > 0 else None)
-
-
-def _untouched_accuracy(of: Model, data: LabelledData, labels: Tensor, batch: int) -> float:
-    base = untouched(of)
-    scores = [torch.from_numpy(base(data.inputs[rows])) for rows in data.batches(batch)]
-    return accuracy(torch.cat(scores), labels)
-
-
-def _column_sums(model: Sums | Passes) -> dict[str, Tensor]:
-    return {model.layer: model.column_sums} if isinstance(model, Sums) else model.column_sums()
+def drawn(samples: int, n: int, k: int, seed: int) -> Tensor:
+    """Returns k of n experts for each sample, each set as likely as any: int64 [samples, k]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(samples, n, generator=generator).topk(k, dim=1).indices.sort(dim=1).values

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
-from ...text import table
+from ...common.text import table
 from .findings import ExpertStudy
 
 FRACTIONS = (2, 4, 8)

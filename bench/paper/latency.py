@@ -16,19 +16,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...exporter.environment import memory_bytes
+from ...common.environment import memory_bytes
+from ...common.progress import Progress
+from ...common.text import count, table
+from ...common.timing import MIN_ROUNDS, Protocol
 from ...exporter.model import Model, Source, TensorSpec
-from ...exporter.progress import Progress
-from ...exporter.timing import MIN_ROUNDS, Protocol
-from ...graphs.layers import SoftMoE, SoftMoEWeights
-from ...graphs.spec import SoftMoESpec
-from ...text import count, table
-from ..data import LabelledData
-from ..engines import untouched
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
+from ...graphs.layers.spec import SoftMoESpec
+from ..bench_data import LabelledData
 from ..plan import Settings
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, Results, Row
 from ..run import bench, write_all
-from ..subjects import Asked, exported
+from ..runners.candidates import Asked, exported
+from ..runners.pytorch import untouched
 from . import published
 from .published import TABLE_3, LatencyTable
 

@@ -11,19 +11,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...exporter.load import load
-from ...exporter.progress import Progress
-from ...exporter.timing import Protocol
-from ...writing import make_folder
-from .. import digits
-from ..analyses.experts import Wanted, study
+from ...common.progress import Progress
+from ...common.timing import Protocol
+from ...common.writing import make_folder
+from ...exporter.checkpoints.load import load
+from ..analyses.analyses_experts import Wanted, study
 from ..analyses.findings import EXPERTS, ExpertStudy
 from ..analyses.tables import FRACTIONS, text
-from ..engines import Subject
+from ..demo import digits
 from ..plan import Settings
 from ..results import Results
 from ..run import bench
-from ..subjects import Asked, exported
+from ..runners.candidates import Asked, exported
+from ..runners.pytorch import Subject
 from . import published
 
 NAME = "digits"

@@ -19,19 +19,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...exporter import timing
-from ...exporter.environment import environment
-from ...exporter.hosts.layer import TokenHost
+from ...common import timing
+from ...common.environment import environment
+from ...common.progress import Progress
+from ...common.text import count, table
+from ...exporter.families.layer import TokenHost
 from ...exporter.model import Model, Source, TensorSpec
-from ...exporter.progress import Progress
-from ...graphs.mumoe import MuMoE, MuMoEWeights, activate
-from ...graphs.mumoe_spec import FactorisedSpec, Form, MuMoESpec
-from ...text import count, table
-from ..engines import PyTorch, Runner
-from ..memory import measure_memory, portable
+from ...graphs.layers.mumoe import MuMoE, MuMoEWeights, activate
+from ...graphs.layers.mumoe_spec import FactorisedSpec, Form, MuMoESpec
+from ..measure.memory import measure_memory, portable
 from ..results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
 from ..run import write_all
-from ..subjects import Asked, exported
+from ..runners.candidates import Asked, exported
+from ..runners.pytorch import PyTorch, Runner
 from . import published
 
 DIM, OUT, EXPERTS, CHOSEN = 768, 1000, 128, 2

@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor, nn
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.layers import SoftMoE, SoftMoEWeights
-from ...graphs.moe import MoELayer
-from ...graphs.spec import SoftMoESpec
+from ...graphs.layers.base import MoELayer
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
+from ...graphs.layers.spec import SoftMoESpec
 from ..model import TensorSpec
 
 Tensors = Mapping[str, Tensor]

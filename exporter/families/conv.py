@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...graphs.layers import SoftMoEWeights
-from ...graphs.spec import SoftMoESpec
+from ...graphs.layers.soft_moe import SoftMoEWeights
+from ...graphs.layers.spec import SoftMoESpec
 from .base import Config, PublishedLayer, Shape, Tensors, phi_sizes
 from .experts import SeparateExperts, cosine_layer
 from .layer_only import layer_family

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...graphs.layers import Matrices, SoftMoEWeights
-from ...graphs.spec import SoftMoESpec
+from ...graphs.layers.soft_moe import Matrices, SoftMoEWeights
+from ...graphs.layers.spec import SoftMoESpec
 from .base import Shape, Tensors
 
 

@@ -9,9 +9,8 @@ from typing import Any
 from torch import nn
 
 from ...errors import FamilyError
-from ...graphs.layers import SoftMoE
-from ...graphs.spec import SoftMoESpec
-from ..hosts.layer import PixelHost, TokenHost
+from ...graphs.layers.soft_moe import SoftMoE
+from ...graphs.layers.spec import SoftMoESpec
 from ..model import Dimension, TensorSpec
 from .base import (
     Built,
@@ -24,6 +23,7 @@ from .base import (
     settle,
     under,
 )
+from .layer import PixelHost, TokenHost
 
 LAYER = "layer"
 """Option that picks one layer of a file that holds more, by its prefix."""

@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.layers import SoftMoEWeights
-from ...graphs.spec import SoftMoESpec
+from ...graphs.layers.soft_moe import SoftMoEWeights
+from ...graphs.layers.spec import SoftMoESpec
 from .base import Config, PublishedLayer, Shape, Tensors
 from .experts import SeparateExperts
 from .layer_only import layer_family

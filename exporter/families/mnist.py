@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError
-from ...graphs.layers import SoftMoE, SoftMoEWeights
-from ...graphs.spec import SoftMoESpec
-from ..hosts.mnist import PatchClassifier
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
+from ...graphs.layers.spec import SoftMoESpec
 from ..model import TensorSpec
 from .base import Built, Config, Family, PublishedLayer, Shape, Tensors, check_tensors, settle
 from .experts import SeparateExperts, unit_phi
+from .hosts_mnist import PatchClassifier
 
 NAME = "soft-moe-mnist"
 EPS = 1e-6

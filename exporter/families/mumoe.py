@@ -9,9 +9,8 @@ from typing import Any, get_args
 from torch import Tensor
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.mumoe import MuMoE, MuMoEWeights
-from ...graphs.mumoe_spec import FactorisedSpec, Form, GateActivation, MuMoESpec
-from ..hosts.layer import TokenHost
+from ...graphs.layers.mumoe import MuMoE, MuMoEWeights
+from ...graphs.layers.mumoe_spec import FactorisedSpec, Form, GateActivation, MuMoESpec
 from ..model import Dimension, TensorSpec
 from .base import (
     Built,
@@ -25,6 +24,7 @@ from .base import (
     settle,
     under,
 )
+from .layer import TokenHost
 from .layer_only import LAYER, choose_layer
 from .mumoe_tensor import CORE, FACTORS, WHOLE, numbered, read_tensor, tensor_names
 

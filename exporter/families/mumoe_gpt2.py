@@ -7,9 +7,9 @@ import re
 import torch
 
 from ...errors import CheckpointError
-from ..hosts.gpt2 import GPT2, GPT2Spec
 from ..model import TensorSpec
 from .base import Built, Config, Tensors, check_heads, settle
+from .gpt2 import GPT2, GPT2Spec
 from .mumoe import ACTIVATION, CLASS_NAMES, read_activation, read_layer
 from .mumoe_host import block_numbers, filled, host_family
 

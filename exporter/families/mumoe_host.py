@@ -9,7 +9,7 @@ from typing import TypeVar
 from torch import nn
 
 from ...errors import CheckpointError
-from ...graphs.mumoe import MuMoE
+from ...graphs.layers.mumoe import MuMoE
 from .base import Built, Config, Family, Shape, Tensors, check_tensors
 from .mumoe import ACTIVATION, LAYOUT, is_host
 

@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from ...errors import CheckpointError, FamilyError
-from ..hosts.mixer import MixerSpec, MlpMixer
 from ..model import TensorSpec
 from .base import Built, Config, Tensors, height_width, settle, whole_number
+from .mixer import MixerSpec, MlpMixer
 from .mumoe import ACTIVATION, CLASS_NAMES, read_activation, read_layer
 from .mumoe_host import block_numbers, filled, host_family
 

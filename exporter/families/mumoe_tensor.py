@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...graphs.mumoe_spec import FactorisedSpec, Form
+from ...graphs.layers.mumoe_spec import FactorisedSpec, Form
 from .base import Tensors
 
 WHOLE, CORE, FACTORS = "weight", "core", "factors"

@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ...errors import CheckpointError
-from ...graphs.layers import SoftMoE, SoftMoEWeights
-from ...graphs.spec import SoftMoESpec
-from ..hosts.vit import VisionTransformer
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
+from ...graphs.layers.spec import SoftMoESpec
 from ..model import TensorSpec
 from .base import (
     Built,
@@ -24,6 +23,7 @@ from .base import (
     under,
 )
 from .experts import SeparateExperts, cosine_layer
+from .hosts_vit import VisionTransformer
 from .vit_config import MOE_KEY, NAME, OPTIONS, configure, moe_prefix
 
 EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2")

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 from ...errors import CheckpointError, FamilyError
-from ..hosts.vit import GlobalPool, ViTSpec
 from .base import Config, Tensors, check_heads, check_options, height_width, settle
+from .hosts_vit import GlobalPool, ViTSpec
 
 NAME = "soft-moe-vit"
 MOE_KEY = re.compile(r"blocks\.(\d+)\.mlp\.(?:phi|scale|experts\.|stacked_expert_|base_expert\.)")

@@ -8,12 +8,12 @@ from typing import Any, Generic
 
 import onnx_ir as ir
 
-from ..arithmetic import Precision
 from ..builder import Builder
-from ..moe import Kind
-from ..parameters import LayerOf, S
-from ..spec import SoftMoESpec
-from ..target import Target
+from ..layers.base import Kind
+from ..layers.spec import SoftMoESpec
+from ..layers.stored import LayerOf, S
+from ..precision.types import Precision
+from ..targets import Target
 
 STANDARD: frozenset[Target] = frozenset({"onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"})
 """Targets of a lowering that uses only ops that every runtime takes."""

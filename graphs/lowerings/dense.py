@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..parameters import Layer
+from ..layers.stored import Layer
 from ..routing import combine_outputs, masked_slots, route
 from .base import STANDARD, Lowering, serves_all
 from .experts import batched_experts, expert_rows, stacked_weights

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..parameters import Layer
-from ..ranges import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
+from ..layers.stored import Layer
+from ..precision.ranges import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
 from .linear import Linear, operand, product, stacked_scale, stacked_weight
 
 

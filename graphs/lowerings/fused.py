@@ -6,9 +6,9 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..parameters import Layer
+from ..layers.spec import SoftMoESpec
+from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
-from ..spec import SoftMoESpec
 from .base import ONNX_RUNTIME, Lowering
 from .experts import expert_rows
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..parameters import Layer
+from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
 from . import dense
 from .base import STANDARD, Lowering, serves_all

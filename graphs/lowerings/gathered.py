@@ -10,8 +10,8 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..gating import KeptLevel, kept_levels
-from ..mumoe_spec import FactorisedSpec, MuMoESpec, coefficients_name
-from ..parameters import MuMoELayer
+from ..layers.mumoe_spec import FactorisedSpec, MuMoESpec, coefficients_name
+from ..layers.stored import MuMoELayer
 from . import unfactorised
 from .base import STANDARD, LoweringOf, serves_all
 from .multilinear import combined, mixed, through_tensors

@@ -11,7 +11,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..parameters import Layer
+from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
 from .base import ONNX_RUNTIME, Lowering, serves_all
 from .experts import expert_rows, first_product, hidden_rows, one_expert, second_product

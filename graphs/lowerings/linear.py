@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import onnx_ir as ir
 
-from ..arithmetic import Quantised
 from ..builder import Builder
-from ..parameters import Layer, LayerOf
+from ..layers.stored import Layer, LayerOf
+from ..precision.types import Quantised
 
 UNIT = 1.0 / 128.0
 """What a step of a stacked weight in Q/DQ form is worth until its column's scale follows: a power

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from moexport.bench.digits import Digits, SoftMoEMnist, Training, load_digits, patches, train
+from moexport.bench.demo.digits import Digits, SoftMoEMnist, Training, load_digits, patches, train
 from moexport.bench.results import (
     Accuracy,
     Interval,
@@ -17,10 +17,10 @@ from moexport.bench.results import (
     Row,
 )
 from moexport.bench.statistics import wilson
+from moexport.common.timing import Latency, summarise
 from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.exporter.timing import Latency, summarise
-from moexport.graphs.layers import SoftMoE, SoftMoEWeights
-from moexport.graphs.spec import SoftMoESpec
+from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
+from moexport.graphs.layers.spec import SoftMoESpec
 from torch import Tensor, nn
 
 

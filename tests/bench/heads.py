@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from moexport.bench.digits import load_digits
-from moexport.graphs.mumoe import MuMoE, MuMoEWeights
-from moexport.graphs.mumoe_spec import FactorisedSpec, MuMoESpec
+from moexport.bench.demo.digits import load_digits
+from moexport.graphs.layers.mumoe import MuMoE, MuMoEWeights
+from moexport.graphs.layers.mumoe_spec import FactorisedSpec, MuMoESpec
 from torch.nn import functional as F
 
 DIM, CLASSES, RANK = 49, 10, 16

@@ -9,14 +9,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from moexport.bench.compare import compare
-from moexport.bench.exports import to_csv, to_markdown
-from moexport.bench.guard import earlier, fail_if, parse_share
-from moexport.bench.report import html
+from moexport.bench.report.compare import compare
+from moexport.bench.report.guard import earlier, fail_if, parse_share
+from moexport.bench.report.page import html
+from moexport.bench.report.text import to_csv, to_markdown
+from moexport.bench.report.views import front, panels
 from moexport.bench.results import Results, Row, write
-from moexport.bench.views import front, panels
+from moexport.common.timing import summarise
 from moexport.errors import MoexportError, UsageError
-from moexport.exporter.timing import summarise
 from moexport.tests.command import run
 
 RowMaker = Callable[..., Row]

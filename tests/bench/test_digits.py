@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.bench.digits import (
+from moexport.bench.demo.digits import (
     Digits,
     SoftMoEMnist,
     Training,

@@ -8,12 +8,12 @@ import time
 from dataclasses import replace
 
 import pytest
-from moexport.bench.compare import compare
-from moexport.bench.disturbance import TASKS, Scheduled, disturbance
-from moexport.bench.exports import to_markdown
-from moexport.bench.report import html
+from moexport.bench.measure.disturbance import TASKS, Scheduled, disturbance
+from moexport.bench.report.compare import compare
+from moexport.bench.report.page import html
+from moexport.bench.report.text import to_markdown
 from moexport.bench.results import Results
-from moexport.exporter.environment import usable_cores
+from moexport.common.environment import usable_cores
 
 
 def busy(seconds: float) -> None:

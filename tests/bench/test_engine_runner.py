@@ -10,21 +10,21 @@ from pathlib import Path
 import moexport
 import numpy as np
 import pytest
-from moexport.bench.available import KINDS, select
-from moexport.bench.data import in_batches
-from moexport.bench.engine_runner import BundleEngine, GraphEngine
-from moexport.bench.engines import Subject, contestants
-from moexport.bench.graph_runner import OnnxOpener
-from moexport.bench.subjects import Asked, exported, from_bundle
+from moexport.bench.bench_data import in_batches
+from moexport.bench.runners.available import KINDS, select
+from moexport.bench.runners.candidates import Asked, exported, from_bundle
+from moexport.bench.runners.onnxruntime import OnnxOpener
+from moexport.bench.runners.pytorch import Subject, contestants
+from moexport.bench.runners.tensorrt import BundleEngine, GraphEngine
 from moexport.errors import EngineError
-from moexport.exporter.bundle import Bundle
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.manifest import Manifest
 from moexport.exporter.doctor import diagnose
-from moexport.exporter.engines.additions import engines_of
-from moexport.exporter.engines.device import first_gpu
-from moexport.exporter.engines.record import EngineRecord
 from moexport.exporter.inputs import random_inputs
-from moexport.exporter.manifest import Manifest
 from moexport.exporter.model import Model
+from moexport.exporter.tensorrt.device import first_gpu
+from moexport.exporter.tensorrt.record import EngineRecord
+from moexport.exporter.tensorrt.records import engines_of
 from moexport.tests.recorded import read_case
 from moexport.tests.targets.engines import needs_rtx
 

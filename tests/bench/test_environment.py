@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from moexport.exporter import environment as module
-from moexport.exporter.environment import cpu_model, environment, versions
+from moexport.common import environment as module
+from moexport.common.environment import cpu_model, environment, versions
 
 
 def test_the_environment_is_json_and_names_versions_and_cpu() -> None:
@@ -52,7 +52,7 @@ def test_gpus_are_what_nvidia_smi_says(
 
 def test_collecting_it_imports_nothing_heavy() -> None:
     code = (
-        "import sys, moexport.exporter.environment as e; e.environment();"
+        "import sys, moexport.common.environment as e; e.environment();"
         "print([m for m in ('torch', 'onnx', 'onnxruntime', 'numpy') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from moexport.bench.evaluate import Closeness, Hits, Overlap, jaccard
+from moexport.bench.metrics import Closeness, Hits, Overlap, jaccard
 from moexport.errors import FeedError, ParityError
 
 

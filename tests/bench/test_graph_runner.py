@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.graph_runner import OnnxOpener
-from moexport.bench.memory import measure_memory, portable
-from moexport.bench.parts import parts_of, parts_of_profile, place
-from moexport.exporter.bundle import Bundle
+from moexport.bench.measure.memory import measure_memory, portable
+from moexport.bench.measure.profile import parts_of, parts_of_profile, place
+from moexport.bench.runners.onnxruntime import OnnxOpener
+from moexport.exporter.bundle.bundle import Bundle
 
 
 def opener(exported: Path, lowering: str = "grouped") -> OnnxOpener:

@@ -9,13 +9,13 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.engines import Contestant, Graph, GraphSource, Subject
-from moexport.bench.int8_host import IntegerLinear, integer_linears
-from moexport.bench.limits import Limits, products_of
+from moexport.bench.measure.int8_host import IntegerLinear, integer_linears
+from moexport.bench.measure.limits import Limits, products_of
+from moexport.bench.measure.roofline import Products, Rates, work_of
 from moexport.bench.results import Work
-from moexport.bench.roofline import Products, Rates, work_of
+from moexport.bench.runners.pytorch import Contestant, Graph, GraphSource, Subject
+from moexport.common.timing import Measured
 from moexport.exporter.model import Model
-from moexport.exporter.timing import Measured
 from moexport.tests.recorded import read_case
 from torch import Tensor, nn
 

@@ -7,16 +7,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.bench import mumoe_training, topics
-from moexport.bench.evaluate import Hits
-from moexport.bench.mumoe_demo import run_mumoe_demo
+from moexport.bench.demo import mumoe_training, topics
+from moexport.bench.demo.mumoe import run_mumoe_demo
+from moexport.bench.metrics import Hits
+from moexport.bench.report.summary import rows_table
 from moexport.bench.results import Perplexity, Results, Row
-from moexport.bench.summary import rows_table
+from moexport.common.progress import Silent
 from moexport.errors import BundleError
-from moexport.exporter.hosts.gpt2 import GPT2Spec
-from moexport.exporter.hosts.mixer import MixerSpec
-from moexport.exporter.load import load
-from moexport.exporter.progress import Silent
+from moexport.exporter.checkpoints.load import load
+from moexport.exporter.families.gpt2 import GPT2Spec
+from moexport.exporter.families.mixer import MixerSpec
 from moexport.tests.command import run
 from torch import Tensor, nn
 

@@ -18,10 +18,19 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.available import KINDS, select
-from moexport.bench.data import Array
-from moexport.bench.digits import Digits
-from moexport.bench.engines import (
+from moexport.bench.bench_data import Array
+from moexport.bench.demo.digits import Digits
+from moexport.bench.journal import FILE
+from moexport.bench.plan import Settings
+from moexport.bench.report.page import html, tiles
+from moexport.bench.report.report_method import method_lines
+from moexport.bench.report.summary import rows_table
+from moexport.bench.report.text import to_csv, to_markdown
+from moexport.bench.report.views import choice, panels, summary
+from moexport.bench.results import Results, Row, read, to_json, write
+from moexport.bench.run import bench
+from moexport.bench.runners.available import KINDS, select
+from moexport.bench.runners.pytorch import (
     Contestant,
     GraphSource,
     PyTorch,
@@ -30,21 +39,12 @@ from moexport.bench.engines import (
     untouched,
     with_algorithm_1,
 )
-from moexport.bench.exports import to_csv, to_markdown
-from moexport.bench.journal import FILE
-from moexport.bench.plan import Settings
-from moexport.bench.report import html, tiles
-from moexport.bench.report_method import method_lines
-from moexport.bench.results import Results, Row, read, to_json, write
-from moexport.bench.run import bench
+from moexport.bench.runners.torch_gpu import on_device, without_tf32
 from moexport.bench.schema import kept_schema
-from moexport.bench.summary import rows_table
-from moexport.bench.torch_gpu import on_device, without_tf32
-from moexport.bench.views import choice, panels, summary
-from moexport.exporter.engines.device import first_gpu
+from moexport.common.progress import Silent
+from moexport.common.timing import Protocol, summarise
 from moexport.exporter.model import Model
-from moexport.exporter.progress import Silent
-from moexport.exporter.timing import Protocol, summarise
+from moexport.exporter.tensorrt.device import first_gpu
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
 
 RowMaker = Callable[..., Row]

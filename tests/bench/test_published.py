@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moexport.benchmarks.mumoe import random_layer
-from moexport.benchmarks.published import PublishedMuMoE
-from moexport.graphs.mumoe_spec import FactorisedSpec, GateNorm, MuMoESpec
+from moexport.graphs.layers.mumoe_spec import FactorisedSpec, GateNorm, MuMoESpec
+from moexport.perf.mumoe import random_layer
+from moexport.perf.published import PublishedMuMoE
 
 
 @pytest.mark.parametrize(("form", "ranks"), [("cp", (6,)), ("tr", (2, 3, 4))])

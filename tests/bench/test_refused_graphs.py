@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import moexport
 import pytest
-from moexport.bench.engines import GraphSource
-from moexport.bench.graph_runner import OnnxOpener
-from moexport.bench.subjects import Asked, Refused, exported
+from moexport.bench.runners.candidates import Asked, Refused, exported
+from moexport.bench.runners.onnxruntime import OnnxOpener
+from moexport.bench.runners.pytorch import GraphSource
 from moexport.errors import LoweringError
 from moexport.exporter.model import Model
 from moexport.tests.recorded import read_case

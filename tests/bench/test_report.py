@@ -12,11 +12,11 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from moexport.bench.figures import figures
-from moexport.bench.report import html, write_report
+from moexport.bench.report.figures import figures
+from moexport.bench.report.page import html, write_report
+from moexport.bench.report.views import caveat, choice, empty_charts, panels, summary, times
 from moexport.bench.results import Interval, ModelInfo, Perplexity, Results, Row
-from moexport.bench.views import caveat, choice, empty_charts, panels, summary, times
-from moexport.exporter.timing import summarise
+from moexport.common.timing import summarise
 
 RowMaker = Callable[..., Row]
 

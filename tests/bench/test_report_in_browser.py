@@ -9,10 +9,10 @@ from pathlib import Path
 
 import matplotlib.image
 import pytest
-from moexport.bench.compare import compare
-from moexport.bench.report import write_report
+from moexport.bench.report.compare import compare
+from moexport.bench.report.page import write_report
 from moexport.bench.results import Absent, Accuracy, Interval, Part, Results, Row
-from moexport.exporter.timing import Latency, summarise
+from moexport.common.timing import Latency, summarise
 from moexport.tests.bench.browser import Browser, browser, missing
 
 RowMaker = Callable[..., Row]

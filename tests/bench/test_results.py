@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moexport.bench.report.summary import rows_table
 from moexport.bench.results import Results, Row, from_json, read, to_json, write
-from moexport.bench.summary import rows_table
 from moexport.errors import ResultsError
 
 RowMaker = Callable[..., Row]

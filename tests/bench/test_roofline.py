@@ -8,12 +8,12 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.roofline import Part, Probes, Rates, layer_parts, limit_ms, work_of
+from moexport.bench.measure.roofline import Part, Probes, Rates, layer_parts, limit_ms, work_of
+from moexport.common.timing import summarise
 from moexport.errors import TraceError
 from moexport.exporter.model import Model
-from moexport.exporter.timing import summarise
+from moexport.graphs.layers.spec import SoftMoESpec
 from moexport.graphs.lowerings.base import WorkOf
-from moexport.graphs.spec import SoftMoESpec
 from moexport.tests.recorded import DATA, read_case
 from torch import Tensor, nn
 

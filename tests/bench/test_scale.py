@@ -6,11 +6,11 @@ from pathlib import Path
 
 import moexport
 import pytest
-from moexport.benchmarks.scale import START, from_json, measured_on, seconds_by_step
-from moexport.benchmarks.tables import EXPORT_STEPS, scale_table
+from moexport.perf.scale import START, from_json, measured_on, seconds_by_step
+from moexport.perf.tables import EXPORT_STEPS, scale_table
 
 ROOT = Path(str(moexport.__file__)).parent
-KEPT = (ROOT / "benchmarks" / "results" / "scale-cpu.json").read_text(encoding="utf-8")
+KEPT = (ROOT / "perf" / "results" / "scale-cpu.json").read_text(encoding="utf-8")
 
 
 def test_steps_are_those_that_an_export_says(capsys: pytest.CaptureFixture[str]) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 def results_files() -> list[Path]:
     """Every results file of the repository."""
-    found = [*(ROOT / "benchmarks").rglob("*.json"), *(ROOT / "docs").rglob("*.json")]
+    found = [*(ROOT / "perf").rglob("*.json"), *(ROOT / "docs").rglob("*.json")]
     return [path for path in found if "rows" in json.loads(path.read_text(encoding="utf-8"))]
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.sources import open_labelled
+from moexport.bench.data import open_labelled
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import TensorSpec
 from PIL import Image

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.image import imread
-from moexport.bench.data import LabelledData
-from moexport.bench.digits import SoftMoEMnist, load_digits, save
+from moexport.bench.bench_data import LabelledData
+from moexport.bench.demo.digits import SoftMoEMnist, load_digits, save
 from moexport.bench.specialise import ExpertEffect, Specialisation, polysemanticity
-from moexport.graphs.mumoe import mumoe_layers
+from moexport.graphs.layers.mumoe import mumoe_layers
 from moexport.tests.bench.heads import trained_head
 from moexport.tests.command import run, run_program
 from moexport.tests.recorded import DATA

@@ -8,16 +8,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.data import Array, LabelledData
-from moexport.bench.digits import Digits
-from moexport.bench.disturbance import TASKS
-from moexport.bench.engines import GraphSource, Subject, with_algorithm_1
+from moexport.bench.bench_data import Array, LabelledData
+from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE, Journal
+from moexport.bench.measure.disturbance import TASKS
 from moexport.bench.plan import Settings
 from moexport.bench.run import bench
+from moexport.bench.runners.pytorch import GraphSource, Subject, with_algorithm_1
+from moexport.common.progress import Silent
+from moexport.common.timing import Protocol, Round, measure
 from moexport.exporter.model import Model
-from moexport.exporter.progress import Silent
-from moexport.exporter.timing import Protocol, Round, measure
 
 SETTINGS = Settings(
     batches=(1, 3),

@@ -12,11 +12,11 @@ import torch
 from moexport.calibration.feeds import Feed
 from moexport.calibration.histogram import HALF
 from moexport.errors import CalibrationError
-from moexport.exporter.calibrate import CalibrationOptions, Observed, observe_model
 from moexport.exporter.model import Model
-from moexport.graphs.layers import SoftMoE, soft_moe_layers
-from moexport.graphs.moe import algorithm_1
-from moexport.graphs.mumoe import mumoe_layers
+from moexport.exporter.quantization.calibrate import CalibrationOptions, Observed, observe_model
+from moexport.graphs.layers.base import algorithm_1
+from moexport.graphs.layers.mumoe import mumoe_layers
+from moexport.graphs.layers.soft_moe import SoftMoE, soft_moe_layers
 from moexport.tests.recorded import SOFT_MOE, read_case
 
 

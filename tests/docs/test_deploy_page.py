@@ -12,7 +12,7 @@ import moexport
 import numpy as np
 import onnxruntime
 import pytest
-from moexport.exporter.bundle import Bundle
+from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.families import FAMILIES
 from moexport.exporter.model import TensorSpec
 from moexport.tests.docs.documents import ROOT, blocks

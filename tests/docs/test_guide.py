@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.exporter.bundle import Bundle
+from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.bench.heads import trained_head
 from moexport.tests.docs.documents import ROOT, assert_printed, blocks, type_block
 from moexport.tests.docs.outliers import vit_with_outliers

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from moexport.exporter.engines import cache
+from moexport.exporter.tensorrt import cache
 
 KEY = "a" * 64
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from moexport.exporter.engines.flavours import FLAVOURS, TENSORRT_RTX
-from moexport.exporter.engines.importer import NO_IMPORTER, REFUSED_BY, refusals
+from moexport.exporter.tensorrt.backends import FLAVOURS, TENSORRT_RTX
+from moexport.exporter.tensorrt.onnx_support import NO_IMPORTER, REFUSED_BY, refusals
 from moexport.tests.targets.engines import needs_rtx
 from onnx import TensorProto, helper, numpy_helper
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from moexport.errors import FeedError, UsageError
-from moexport.exporter.engines.profiles import Profile, choose, parse_profile, profile
-from moexport.exporter.manifest import PortRecord
+from moexport.exporter.bundle.manifest import PortRecord
 from moexport.exporter.ranges import AxisRange
+from moexport.exporter.tensorrt.profiles import Profile, choose, parse_profile, profile
 
 IMAGES = PortRecord("input", "float32", ["batch", 3, 32, 32])
 TOKENS = PortRecord("input_ids", "int64", ["batch", "tokens"], limits={"tokens": 64})

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from moexport.calibration.feeds import Feed
+from moexport.common.progress import Silent
 from moexport.errors import FeedError, UsageError
-from moexport.exporter.answers import SAMPLES, Answers, record_answers
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions, parse_range
-from moexport.exporter.progress import Silent
+from moexport.exporter.quantization.trial import SAMPLES, Answers, record_answers
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH = 7, 3

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import CheckpointError
-from moexport.exporter.checkpoint import read_checkpoint
+from moexport.exporter.checkpoints.state_dict import read_checkpoint
 from safetensors.torch import save_file
 from torch import Tensor, nn
 

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import CheckpointError, FamilyError
-from moexport.exporter.config import parse_value
+from moexport.exporter.checkpoints.config import parse_value
+from moexport.exporter.checkpoints.load import load
 from moexport.exporter.families import FAMILIES, detect, family_named
-from moexport.exporter.load import load
-from moexport.graphs.layers import algorithm_1, soft_moe_layers
+from moexport.graphs.layers.soft_moe import algorithm_1, soft_moe_layers
 from moexport.tests.exporter.reference import Array, gelu_tanh, soft_moe
 from moexport.tests.exporter.states import (
     State,

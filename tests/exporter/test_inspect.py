@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from moexport.exporter.checkpoints.load import load
 from moexport.exporter.inspect import inspect
-from moexport.exporter.load import load
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
 
 

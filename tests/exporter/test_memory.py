@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from moexport.exporter import widened as widening
-from moexport.exporter.pages import release
+from moexport.common.files import release
+from moexport.exporter.checkpoints import widened as widening
 from moexport.tests.exporter.states import State, vit_state
 from safetensors.torch import save_file
 

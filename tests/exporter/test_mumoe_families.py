@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import CheckpointError, FamilyError
+from moexport.exporter.checkpoints.load import load
 from moexport.exporter.families import FAMILIES
-from moexport.exporter.load import load
-from moexport.graphs.moe import algorithm_1
-from moexport.graphs.mumoe import mumoe_layers
+from moexport.graphs.layers.base import algorithm_1
+from moexport.graphs.layers.mumoe import mumoe_layers
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, MUMOE, RecordedCase, read_case
 

@@ -7,9 +7,14 @@ import json
 import numpy as np
 import pytest
 import torch
-from moexport.exporter.checkpoint import read_checkpoint
-from moexport.exporter.load import load
-from moexport.graphs.layers import Algorithm, algorithm_1, recorded_routing, soft_moe_layers
+from moexport.exporter.checkpoints.load import load
+from moexport.exporter.checkpoints.state_dict import read_checkpoint
+from moexport.graphs.layers.soft_moe import (
+    Algorithm,
+    algorithm_1,
+    recorded_routing,
+    soft_moe_layers,
+)
 from moexport.tests.recorded import RecordedCase, read_case
 
 TOLERANCE = 1e-5  # of max|y|: ten times tighter than what exported graphs must hold
@@ -55,7 +60,9 @@ def test_expert_weights_are_views_of_what_was_read(
     soft_moe_case: RecordedCase, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checkpoint = read_checkpoint(soft_moe_case.weights)
-    monkeypatch.setattr("moexport.exporter.load.read_checkpoint", lambda *_, **__: checkpoint)
+    monkeypatch.setattr(
+        "moexport.exporter.checkpoints.load.read_checkpoint", lambda *_, **__: checkpoint
+    )
     model = load(soft_moe_case.weights, config=soft_moe_case.config)
     read = {t.untyped_storage().data_ptr() for t in checkpoint.tensors.values()}
     for layer in soft_moe_layers(model.module).values():

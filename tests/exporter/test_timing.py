@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
+from moexport.common.timing import Latency, Protocol, Round, differs, measure, summarise
 from moexport.errors import UsageError
-from moexport.exporter.timing import Latency, Protocol, Round, differs, measure, summarise
 
 
 def ticking(step_ns: int = 1_000_000) -> Callable[[], int]:

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import CheckpointError, FamilyError
-from moexport.exporter.load import load
+from moexport.exporter.checkpoints.load import load
 from moexport.exporter.model import Model
-from moexport.graphs.layers import soft_moe_layers
+from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.exporter.reference import vit
 from moexport.tests.exporter.states import State, vit_state
 

@@ -7,7 +7,7 @@ from moexport.exporter.export import way_out
 from moexport.exporter.numbers import Numbers
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.parity import Parity
-from moexport.graphs.arithmetic import Precision
+from moexport.graphs.precision.types import Precision
 
 
 def missed(routing_agreement: float) -> Parity:

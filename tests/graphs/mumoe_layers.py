@@ -13,14 +13,14 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from moexport.exporter.families.mumoe_tensor import tensor_names
-from moexport.graphs.arithmetic import FP32, Arithmetic
 from moexport.graphs.builder import Builder
-from moexport.graphs.edits import Rewrite
-from moexport.graphs.lowerings.registry import MUMOE_LOWERINGS
-from moexport.graphs.mumoe import MuMoE, MuMoEWeights
-from moexport.graphs.mumoe_spec import FactorisedSpec, Form, MuMoESpec
-from moexport.graphs.narrowing import narrowed
-from moexport.graphs.parameters import MuMoELayer
+from moexport.graphs.layers.edits import Rewrite
+from moexport.graphs.layers.mumoe import MuMoE, MuMoEWeights
+from moexport.graphs.layers.mumoe_spec import FactorisedSpec, Form, MuMoESpec
+from moexport.graphs.layers.stored import MuMoELayer
+from moexport.graphs.lowerings import MUMOE_LOWERINGS
+from moexport.graphs.precision.types import FP32, Arithmetic
+from moexport.graphs.precision.weights import narrowed
 from moexport.tests.exporter.reference import Array, gelu, layer_norm, softmax
 
 

@@ -8,12 +8,12 @@ from typing import get_args
 
 import pytest
 from moexport.errors import LoweringError
-from moexport.graphs.choice import check, choose
-from moexport.graphs.cost import CPU, machine_for, predict_us
+from moexport.graphs.layers.spec import SoftMoESpec
+from moexport.graphs.lowerings import ALL_LOWERINGS, LOWERINGS, lowering
 from moexport.graphs.lowerings.base import Work
-from moexport.graphs.lowerings.registry import ALL_LOWERINGS, LOWERINGS, lowering
-from moexport.graphs.spec import SoftMoESpec
-from moexport.graphs.target import Target
+from moexport.graphs.lowerings.choice import check, choose
+from moexport.graphs.lowerings.cost import CPU, machine_for, predict_us
+from moexport.graphs.targets import Target
 
 TARGETS: tuple[Target, ...] = get_args(Target)
 

@@ -9,11 +9,11 @@ import moexport
 import pytest
 from _pytest.mark import ParameterSet
 from moexport.bench.results import read
-from moexport.benchmarks.layers import BATCHES, HELD_OUT, SHAPES, Shape
-from moexport.benchmarks.tables import AUTO_SLACK, Cell, cells
-from moexport.graphs.arithmetic import Precision
+from moexport.graphs.precision.types import Precision
+from moexport.perf.layers import BATCHES, HELD_OUT, SHAPES, Shape
+from moexport.perf.tables import AUTO_SLACK, Cell, cells
 
-FOLDER = Path(str(moexport.__file__)).parent / "benchmarks" / "results"
+FOLDER = Path(str(moexport.__file__)).parent / "perf" / "results"
 FILES = ("layers-cpu", "layers-vnni-cpu", "one-run/layers-cpu")
 MACHINES = {name: read(FOLDER / f"{name}.json") for name in FILES}
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")

@@ -9,7 +9,7 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import pytest
-from moexport.graphs.lowerings.registry import LOWERINGS
+from moexport.graphs.lowerings import LOWERINGS
 from moexport.tests.graphs.tiny_layers import TinyLayer, lowered, tiny_layer
 
 KEPT = [2, 5, None]

@@ -8,7 +8,10 @@ from typing import get_args
 import numpy as np
 import onnx_ir as ir
 import pytest
-from moexport.graphs.arithmetic import (
+from moexport.graphs.layers.spec import ExpertKind
+from moexport.graphs.lowerings.grouped import MANY_EXPERTS
+from moexport.graphs.precision.ranges import Range, Scale
+from moexport.graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
     SEVEN_BITS,
@@ -17,10 +20,7 @@ from moexport.graphs.arithmetic import (
     IntegerForm,
     Quantised,
 )
-from moexport.graphs.lowerings.grouped import MANY_EXPERTS
-from moexport.graphs.narrowing import quantise
-from moexport.graphs.ranges import Range, Scale
-from moexport.graphs.spec import ExpertKind
+from moexport.graphs.precision.weights import quantise
 from moexport.tests.graphs.tiny_layers import (
     Array,
     TinyLayer,

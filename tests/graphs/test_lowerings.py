@@ -8,10 +8,10 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
+from moexport.graphs.layers.spec import Activation, ExpertKind, NormKind, SlotSource
+from moexport.graphs.lowerings import LOWERINGS
 from moexport.graphs.lowerings.grouped import MANY_EXPERTS
-from moexport.graphs.lowerings.registry import LOWERINGS
-from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource
-from moexport.graphs.target import Target
+from moexport.graphs.targets import Target
 from moexport.tests.graphs.tiny_layers import (
     TinyLayer,
     lowered,

@@ -10,11 +10,17 @@ import onnx_ir as ir
 import pytest
 import torch
 from moexport.graphs.builder import Builder
-from moexport.graphs.choice import choose
 from moexport.graphs.gating import _entmax15, _sparsemax
+from moexport.graphs.layers.mumoe import entmax15, sparsemax
+from moexport.graphs.layers.mumoe_spec import (
+    FactorisedSpec,
+    Form,
+    GateActivation,
+    GateNorm,
+    MuMoESpec,
+)
 from moexport.graphs.lowerings.base import WorkOf
-from moexport.graphs.mumoe import entmax15, sparsemax
-from moexport.graphs.mumoe_spec import FactorisedSpec, Form, GateActivation, GateNorm, MuMoESpec
+from moexport.graphs.lowerings.choice import choose
 from moexport.tests.graphs.mumoe_layers import (
     formula,
     graph,

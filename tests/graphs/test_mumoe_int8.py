@@ -8,20 +8,13 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from moexport.graphs.arithmetic import Arithmetic, Grid, IntegerForm, Quantised
-from moexport.graphs.mumoe import MuMoE
-from moexport.graphs.mumoe_spec import Form, MuMoESpec
-from moexport.graphs.narrowing import quantise
-from moexport.graphs.ranges import Range, Scale, operand_of
+from moexport.graphs.layers.mumoe import MuMoE
+from moexport.graphs.layers.mumoe_spec import Form, MuMoESpec
+from moexport.graphs.precision.ranges import Range, Scale, operand_of
+from moexport.graphs.precision.types import Arithmetic, Grid, IntegerForm, Quantised
+from moexport.graphs.precision.weights import quantise
 from moexport.tests.exporter.reference import Array, gelu, layer_norm
-from moexport.tests.graphs.mumoe_layers import (
-    arrays_of,
-    formula,
-    graph,
-    name_of,
-    random_layer,
-    run,
-)
+from moexport.tests.graphs.mumoe_layers import arrays_of, formula, graph, name_of, random_layer, run
 from moexport.tests.graphs.test_int8 import FORMS, rounded
 from moexport.tests.graphs.test_mumoe import spec_of
 

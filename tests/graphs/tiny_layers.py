@@ -10,16 +10,16 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from moexport.graphs.arithmetic import FP32, Arithmetic
-from moexport.graphs.layers import SoftMoE, SoftMoEWeights
+from moexport.graphs.layers.base import StoredPart
+from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
+from moexport.graphs.layers.spec import Activation, ExpertKind, NormKind, SlotSource, SoftMoESpec
+from moexport.graphs.layers.stored import LayerTensors
 from moexport.graphs.lower import LayerChoice, Lowered, lower
-from moexport.graphs.lowerings.registry import LOWERINGS
-from moexport.graphs.moe import StoredPart
+from moexport.graphs.lowerings import LOWERINGS
 from moexport.graphs.names import DOMAIN
-from moexport.graphs.narrowing import narrowed
-from moexport.graphs.parameters import LayerTensors
-from moexport.graphs.spec import Activation, ExpertKind, NormKind, SlotSource, SoftMoESpec
-from moexport.graphs.target import Target
+from moexport.graphs.precision.types import FP32, Arithmetic
+from moexport.graphs.precision.weights import narrowed
+from moexport.graphs.targets import Target
 
 Array = np.ndarray
 

@@ -14,8 +14,8 @@ import numpy as np
 import onnx
 import pytest
 from moexport.errors import BundleError
-from moexport.exporter.bundle import Bundle
-from moexport.exporter.manifest import digest
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.manifest import digest
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 

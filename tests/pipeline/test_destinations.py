@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moexport.common.atomic import written_whole
 from moexport.errors import BundleError
-from moexport.exporter.atomic import written_whole
 from moexport.tests.command import Outcome, run, start
 from moexport.tests.recorded import DATA
 

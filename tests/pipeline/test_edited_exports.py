@@ -14,8 +14,8 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from moexport.exporter.bundle import Bundle
-from moexport.graphs.mumoe import mumoe_layers
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.graphs.layers.mumoe import mumoe_layers
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tests.test_cli_errors import assert_refused

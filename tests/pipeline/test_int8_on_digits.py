@@ -8,7 +8,7 @@ import moexport
 import numpy as np
 import onnx
 import pytest
-from moexport.bench.digits import Training, load_digits, save, train
+from moexport.bench.demo.digits import Training, load_digits, save, train
 from moexport.exporter.model import Model
 from moexport.exporter.parity import Reference, reference
 from moexport.exporter.session import SessionOptions

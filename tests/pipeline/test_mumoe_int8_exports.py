@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from moexport.bench import mumoe_training
-from moexport.bench.digits import CLASSES, load_digits
-from moexport.exporter.bundle import Bundle
-from moexport.graphs.edits import Rewrite
-from moexport.graphs.mumoe_spec import FactorisedSpec, Form, MuMoESpec
+from moexport.bench.demo import mumoe_training
+from moexport.bench.demo.digits import CLASSES, load_digits
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.graphs.layers.edits import Rewrite
+from moexport.graphs.layers.mumoe_spec import FactorisedSpec, Form, MuMoESpec
 from moexport.tests.command import Outcome, run
 from moexport.tests.graphs.mumoe_layers import formula, random_layer, state_of
 from moexport.tests.graphs.test_mumoe import spec_of

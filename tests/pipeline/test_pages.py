@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.exporter import pages
+from moexport.common import files as pages
+from moexport.common.files import Reading, release
+from moexport.exporter.bundle.weights import WEIGHTS_FILE
+from moexport.exporter.checkpoints.load import load
 from moexport.exporter.export import expect, prepare, write_graphs
 from moexport.exporter.inputs import parity_inputs
-from moexport.exporter.load import load
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.pages import Reading, release
-from moexport.exporter.weights import WEIGHTS_FILE
 from moexport.tests.exporter.states import vit_state
 
 pytestmark = pytest.mark.skipif(

@@ -11,7 +11,7 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from moexport.exporter.bundle import Bundle
+from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.session import SessionOptions
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import read_case

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from moexport.exporter.bundle import Bundle
+from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import RecordedCase, read_case
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from moexport.exporter.bundle import Bundle
+from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.session import Session, SessionOptions
 from moexport.exporter.trace import TRACED_BATCH
 from moexport.tests.command import Outcome, run, run_program

@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import FeedError
-from moexport.exporter.bundle import Bundle
+from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.graphs.layers import SoftMoE, SoftMoEWeights, algorithm_1
-from moexport.graphs.spec import SoftMoESpec
+from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoEWeights, algorithm_1
+from moexport.graphs.layers.spec import SoftMoESpec
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import DATA
 from torch import Tensor, nn

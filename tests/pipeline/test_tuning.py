@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moexport.exporter import tune
-from moexport.exporter.bundle import Bundle
+from moexport.exporter import measured_lowerings as tune
+from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import RecordedCase, read_case
 

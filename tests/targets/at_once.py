@@ -6,10 +6,10 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
-from moexport.exporter.engines import cache
-from moexport.exporter.engines.additions import Made, add_to_bundle, staging
-from moexport.exporter.engines.record import EngineRecord
-from moexport.exporter.manifest import FileRecord
+from moexport.exporter.bundle.manifest import FileRecord
+from moexport.exporter.tensorrt import cache
+from moexport.exporter.tensorrt.record import EngineRecord
+from moexport.exporter.tensorrt.records import Made, add_to_bundle, staging
 
 TIMES = 100
 KEY = "a" * 64

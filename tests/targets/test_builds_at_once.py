@@ -12,14 +12,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from moexport.common.progress import Silent
 from moexport.errors import EngineError
-from moexport.exporter.engines.additions import engines_of
-from moexport.exporter.engines.build import build_engine
-from moexport.exporter.engines.flavours import TENSORRT_RTX
-from moexport.exporter.engines.options import EngineOptions
-from moexport.exporter.engines.profiles import Profile
-from moexport.exporter.manifest import Manifest
-from moexport.exporter.progress import Silent
+from moexport.exporter.bundle.manifest import Manifest
+from moexport.exporter.tensorrt.backends import TENSORRT_RTX
+from moexport.exporter.tensorrt.engines_build import build_engine
+from moexport.exporter.tensorrt.options import EngineOptions
+from moexport.exporter.tensorrt.profiles import Profile
+from moexport.exporter.tensorrt.records import engines_of
 from moexport.tests.graphs.mumoe_layers import graph, random_layer, saved
 from moexport.tests.graphs.test_mumoe import spec_of
 from moexport.tests.targets.at_once import KEY, add_engine, keep_and_take

@@ -17,12 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 from moexport.errors import UsageError
-from moexport.exporter.engines.build import WORKER
-from moexport.exporter.engines.device import first_gpu
-from moexport.exporter.engines.flavours import TENSORRT
-from moexport.exporter.engines.options import EngineOptions
-from moexport.exporter.engines.planfile import read_header
-from moexport.exporter.manifest import digest
+from moexport.exporter.bundle.manifest import digest
+from moexport.exporter.tensorrt.backends import TENSORRT
+from moexport.exporter.tensorrt.device import first_gpu
+from moexport.exporter.tensorrt.engines_build import WORKER
+from moexport.exporter.tensorrt.options import EngineOptions
+from moexport.exporter.tensorrt.plan_file import read_header
 from moexport.tests.command import PROGRAM, run, start
 from moexport.tests.recorded import DATA, read_case
 from moexport.tests.targets.engines import CARD, build, export, leftovers, needs_rtx, refused

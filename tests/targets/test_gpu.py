@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import EngineError, FeedError, UsageError
-from moexport.exporter.engines.device import first_gpu
-from moexport.exporter.engines.flavours import FLAVOURS, TENSORRT, Flavour
-from moexport.exporter.engines.options import EngineOptions
-from moexport.exporter.engines.profiles import parse_profile
-from moexport.exporter.engines.session import EngineSession
 from moexport.exporter.session import PROVIDERS, SessionOptions
+from moexport.exporter.tensorrt.backends import FLAVOURS, TENSORRT, Flavour
+from moexport.exporter.tensorrt.device import first_gpu
+from moexport.exporter.tensorrt.options import EngineOptions
+from moexport.exporter.tensorrt.profiles import parse_profile
+from moexport.exporter.tensorrt.session import EngineSession
 from moexport.tests.recorded import RecordedCase, read_case
 
 pytestmark = [

@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moexport.benchmarks import gpu_check
-from moexport.benchmarks.gpu_check import Row, absent, outcome, parser, run
-from moexport.benchmarks.gpu_times import Spread, Timed
-from moexport.benchmarks.gpu_unit import Checked, types_of
-from moexport.exporter.engines.device import Gpu, first_gpu
-from moexport.exporter.engines.flavours import TENSORRT, TENSORRT_RTX
+from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX
+from moexport.exporter.tensorrt.device import Gpu, first_gpu
+from moexport.perf import gpu_check
+from moexport.perf.gpu_check import Row, absent, outcome, parser, run
+from moexport.perf.gpu_times import Spread, Timed
+from moexport.perf.gpu_unit import Checked, types_of
 from moexport.tests.docs.documents import ROOT
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", "9.0", "580.65.06")
@@ -119,7 +119,7 @@ def test_types_are_counted_in_what_an_inspector_says() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("fails", [(), ("benchmarks.gpu_check",), ("pytest",), ("b", "pytest")])
+@pytest.mark.parametrize("fails", [(), ("perf.gpu_check",), ("pytest",), ("b", "pytest")])
 def test_make_runs_both_parts_and_fails_when_one_does(
     fails: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -139,6 +139,6 @@ def test_make_runs_both_parts_and_fails_when_one_does(
         env=os.environ,
     )
     first, second = (tmp_path / "asked").read_text().splitlines()
-    assert first == "-m benchmarks.gpu_check -o gpu-check.json"
+    assert first == "-m perf.gpu_check -o gpu-check.json"
     assert second == "-m pytest -q -m gpu"
     assert (done.returncode != 0) is bool(fails)

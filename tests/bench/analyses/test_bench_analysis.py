@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 from moexport.bench.analyses.findings import studies_in
-from moexport.bench.digits import Digits, SoftMoEMnist, save
+from moexport.bench.demo.digits import Digits, SoftMoEMnist, save
 from moexport.bench.results import read
 from moexport.tests.command import run
 

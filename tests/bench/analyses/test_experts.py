@@ -8,15 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.bench.analyses.classifier import (
-    Passes,
-    Sums,
-    adds_up,
-    classifier,
-    contributions,
-    drawn,
-)
-from moexport.bench.analyses.experts import (
+from moexport.bench.analyses.analyses_experts import (
     Wanted,
     accuracy,
     best_subsets,
@@ -25,13 +17,14 @@ from moexport.bench.analyses.experts import (
     shares_of,
     study,
 )
+from moexport.bench.analyses.experts import Passes, Sums, adds_up, classifier, contributions, drawn
 from moexport.bench.analyses.findings import PASSES, SUMS
-from moexport.bench.data import LabelledData
-from moexport.bench.digits import Digits
-from moexport.bench.engines import untouched, with_algorithm_1
+from moexport.bench.bench_data import LabelledData
+from moexport.bench.demo.digits import Digits
+from moexport.bench.runners.pytorch import untouched, with_algorithm_1
 from moexport.errors import FeedError, UsageError
+from moexport.exporter.checkpoints.load import load
 from moexport.exporter.inputs import random_inputs
-from moexport.exporter.load import load
 from moexport.exporter.model import Model
 from torch import Tensor
 

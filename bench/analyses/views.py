@@ -1,0 +1,215 @@
+"""Charts of what the analyses found, as PNG files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+
+from ..report.figures import COLOURS, MARKERS, REFERENCE, STYLE
+from .findings import BestSubsets, ExpertStudy
+from .tables import FRACTIONS, Published
+
+SHADES = 0.15, 0.95
+"""Of the colour map that tells models of growing n apart."""
+
+
+def figures(
+    studies: Sequence[ExpertStudy], directory: Path, *, beside: Published | None = None
+) -> tuple[Path, ...]:
+    """Writes a chart for each analysis that was made; returns their paths.
+
+    `experts_retention.png`, `experts_random.png`, `experts_subsets.png`, `experts_shares.png`.
+    """
+    drawn: list[tuple[str, Callable[[Path], None]]] = []
+    if any(one.retention for one in studies):
+        drawn.append(("retention", lambda path: _retention(studies, path, beside or {})))
+    if any(one.random for one in studies):
+        drawn.append(("random", lambda path: _random(studies, path)))
+    if any(each.best is not None for one in studies for each in one.subsets):
+        drawn.append(("subsets", lambda path: _subsets(studies, path)))
+    if any(one.shares for one in studies):
+        drawn.append(("shares", lambda path: _shares(studies, path)))
+    written = []
+    for name, draw in drawn:
+        path = directory / f"experts_{name}.png"
+        draw(path)
+        written.append(path)
+    return tuple(written)
+
+
+@contextmanager
+def _page(
+    path: Path, columns: int, *, width: float = 8, height: float = 3.4, legend: int = 4
+) -> Iterator[Any]:
+    """Yields axes in a row; the figure is written when the context ends."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(width, height), dpi=200, layout="constrained")
+        FigureCanvasAgg(figure)
+        axes = figure.subplots(1, columns, squeeze=False)[0]
+        yield axes
+        handles: dict[str, Any] = {}
+        for one in axes:
+            for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+        if handles:
+            figure.legend(
+                list(handles.values()),
+                list(handles),
+                loc="outside lower center",
+                ncols=min(legend, len(handles)),
+            )
+        figure.savefig(path)
+
+
+def _retention(studies: Sequence[ExpertStudy], path: Path, beside: Published) -> None:
+    """What is kept over the share of experts, a line per model; and over n, a line per share."""
+    with _page(path, 2, height=4.0) as (left, right):
+        left.set_title("Accuracy kept by Algorithm 1")
+        for one, colour in zip(studies, _shades(len(studies)), strict=True):
+            points = [(k.k / one.experts, k.retention) for k in one.retention]
+            label = f"n = {one.experts}" if _differ(studies) else one.model
+            left.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=label)
+        _share_axis(left, "share of the experts kept, k/n")
+        _percent_axis(left, "of all experts' accuracy")
+        right.set_title("The same over n")
+        for fraction, colour, marker in zip(FRACTIONS, COLOURS, MARKERS, strict=False):
+            ours = [
+                (one.experts, kept)
+                for one in studies
+                if one.experts % fraction == 0
+                and (kept := one.kept(one.experts // fraction)) is not None
+            ]
+            if ours:
+                look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.8}
+                right.plot(*zip(*ours, strict=True), label=f"k = n/{fraction}", **look)
+            measured = {n for n, _ in ours}
+            paper = [(n, v) for n, v in beside.get(fraction, {}).items() if n in measured]
+            if paper:
+                right.plot(
+                    *zip(*paper, strict=True), color=colour, linewidth=1.2, linestyle=":",
+                    label=f"k = n/{fraction}, the paper on MNIST",
+                )  # fmt: skip
+        _experts_axis(right, studies)
+        _percent_axis(right, "")
+
+
+def _random(studies: Sequence[ExpertStudy], path: Path) -> None:
+    """Algorithm 1 and random choices over n, a chart per share of experts."""
+    shares = [f for f in FRACTIONS if any(_random_at(one, f) for one in studies)]
+    with _page(path, max(1, len(shares))) as charts:
+        for axes, fraction in zip(charts, shares, strict=False):
+            axes.set_title(f"k = n/{fraction}")
+            found = [(one.experts, each) for one in studies if (each := _random_at(one, fraction))]
+            n = [experts for experts, _ in found]
+            axes.plot(
+                n, [each.algorithm_1 for _, each in found], color=COLOURS[0], marker=MARKERS[0],
+                markersize=5, linewidth=1.8, label="Algorithm 1",
+            )  # fmt: skip
+            axes.errorbar(
+                n, [each.mean for _, each in found], yerr=[each.std for _, each in found],
+                color=COLOURS[1], marker=MARKERS[1], markersize=5, linewidth=1.8, capsize=2.5,
+                elinewidth=1, label="random experts, mean and standard deviation of the seeds",
+            )  # fmt: skip
+            axes.plot(
+                n, [one.top1 for one in studies if _random_at(one, fraction)], color=REFERENCE,
+                linestyle="--", linewidth=1.4, label="all experts",
+            )  # fmt: skip
+            _experts_axis(axes, studies)
+            _percent_axis(axes, "top-1 accuracy" if fraction == shares[0] else "")
+
+
+def _random_at(one: ExpertStudy, fraction: int) -> Any:
+    return next((each for each in one.random if each.k * fraction == one.experts), None)
+
+
+def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
+    """How good subsets can be, and how many different ones inputs would want."""
+    found: list[tuple[ExpertStudy, BestSubsets]] = [
+        (one, each) for one in studies for each in one.subsets if each.best is not None
+    ]
+    places = np.arange(len(found))
+    names = [f"{each.k} of {one.experts}" for one, each in found]
+    with _page(path, 2, height=4.2, legend=2) as (left, right):
+        left.set_title("Accuracy with k of n experts")
+        kinds = (
+            ("best per input, knowing the label", [each.best for _, each in found]),
+            ("Algorithm 1", [each.algorithm_1 for _, each in found]),
+            ("best single set for all inputs", [each.fixed for _, each in found]),
+            ("average over all sets", [each.average for _, each in found]),
+        )
+        for (label, values), colour, marker in zip(kinds, COLOURS, MARKERS, strict=False):
+            left.plot(places, values, color=colour, marker=marker, linestyle="", label=label)
+        _percent_axis(left, "top-1 accuracy")
+        right.set_title("Different best sets")
+        most = [min(each.subsets, one.samples) for one, each in found]
+        right.bar(places, most, color="#e4e8ee", label="possible: sets, or inputs if fewer")
+        right.bar(
+            places, [each.distinct for _, each in found], color=COLOURS[0], width=0.6,
+            label="best for at least one input",
+        )  # fmt: skip
+        right.set_yscale("log")
+        for axes in (left, right):
+            axes.set_xticks(places, names, rotation=45, ha="right", rotation_mode="anchor")
+
+
+def _shares(studies: Sequence[ExpertStudy], path: Path) -> None:
+    """What the top experts hold of ΣC, over their share of the experts."""
+    lines = [(one, layer) for one in studies for layer in one.shares]
+    with _page(path, 1, width=6.4, height=4.0) as (axes,):
+        axes.set_title("What the top experts hold of ΣC")
+        for (one, layer), colour in zip(lines, _shades(len(lines)), strict=True):
+            x = np.arange(1, len(layer.mean) + 1) / len(layer.mean)
+            name = f"n = {one.experts}" if _differ(studies) else one.model
+            label = name if one.layers == 1 else f"{name}, {layer.layer}"
+            axes.plot(x, layer.mean, color=colour, linewidth=1.6, label=label)
+            axes.fill_between(x, layer.low, layer.high, color=colour, alpha=0.12, linewidth=0)
+        x = np.linspace(1 / 64, 1, 64)
+        axes.plot(x, x, color=REFERENCE, linestyle="--", linewidth=1.2, label="all alike")
+        _share_axis(axes, "share of the experts")
+        _percent_axis(axes, "mean; 10th to 90th percentile of inputs")
+
+
+def _differ(studies: Sequence[ExpertStudy]) -> bool:
+    """Whether n tells the models apart."""
+    return len({one.experts for one in studies}) == len(studies) > 1
+
+
+def _shades(count: int) -> list[Any]:
+    """Colours that grow darker, for models of growing n; the first colour for one alone."""
+    import matplotlib as mpl
+
+    if count == 1:
+        return [COLOURS[0]]
+    return list(mpl.colormaps["viridis_r"](np.linspace(*SHADES, count)))
+
+
+def _share_axis(axes: Axes, label: str) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator([2.0**-p for p in range(8)]))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: "1" if v == 1 else f"1/{1 / v:.0f}"))
+    axes.set_xlabel(label)
+
+
+def _experts_axis(axes: Axes, studies: Sequence[ExpertStudy]) -> None:
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(sorted({one.experts for one in studies})))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel("experts, n")
+
+
+def _percent_axis(axes: Axes, label: str) -> None:
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    axes.set_ylim(bottom=0, top=max(1.03, axes.get_ylim()[1] if axes.get_ylim()[1] > 1.05 else 0))
+    axes.set_ylabel(label)

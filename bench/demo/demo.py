@@ -1,0 +1,151 @@
+"""`moexport demo`: the whole job on real data, from training to the report."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ...common.progress import Progress
+from ...common.text import table
+from ...common.timing import Protocol
+from ...common.writing import check_folder, write_text
+from ...errors import BundleError, MoexportError
+from ...exporter.bundle.bundle import Bundle
+from ...exporter.checkpoints.load import load
+from ...exporter.export import export
+from ...exporter.options import ExportOptions, parse_k
+from ..plan import Settings
+from ..report.summary import rows_table
+from ..run import bench
+from ..runners.candidates import Asked, from_bundle
+from ..runners.pytorch import Subject
+from . import digits
+
+EXPERTS = (16, 64)
+KEPT = ("n", "1/2", "1/4", "1/8")
+THREADS = 1
+"""Of every engine: these networks are too small to share out, and sharing makes times erratic."""
+
+MARKER = "demo-of-moexport.txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What the demo leaves behind, and the text that says so."""
+
+    directory: Path
+    report: Path
+    text: str
+
+
+def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
+    """Trains, exports, verifies and measures the paper's MNIST network on handwritten digits.
+
+    For n = 16 and 64 experts and k = n, n/2, n/4 and n/8. Raises `BundleError` when `directory`
+    exists, unless it is an earlier demo and `force` is given.
+    """
+    started = time.monotonic()
+    claim(directory, force=force)
+    data = digits.load_digits()
+    test = directory / "digits-test.npz"
+    assert data.test.labels is not None
+    np.savez(test, input=data.test.inputs, label=data.test.labels)
+    checked: list[tuple[str, ...]] = []
+    subjects: list[Subject] = []
+    for experts in EXPERTS:
+        progress.step(f"training n = {experts} on {len(data.train)} digits")
+        network = digits.train(digits.Training(experts=experts), data.train)
+        checkpoint = directory / f"digits-n{experts}.pt"
+        digits.save(network, checkpoint)
+        bundles = [
+            exported(checkpoint, directory / f"digits-n{experts}-k{label}", kept, test, progress)
+            for kept, label in zip(KEPT, ("n", "n2", "n4", "n8"), strict=True)
+        ]
+        checked += [verified(bundle) for bundle in bundles]
+        subjects.append(_side_by_side(bundles, f"digits, n = {experts}"))
+    progress.step("measuring")
+    results = bench(
+        subjects,
+        data.test,
+        Settings(batches=(1, 32), protocol=Protocol(inputs=8, round_s=0.1), threads=THREADS),
+        out=directory / "report",
+        command=f"moexport demo -o {directory}",
+        progress=progress,
+    )
+    report = directory / "report" / "report.html"
+    text = "\n\n".join(
+        (
+            table(VERIFIED_HEADER, checked),
+            rows_table(results),
+            f"took {time.monotonic() - started:.0f} s\nreport: {report}",
+        )
+    )
+    return Outcome(directory, report, text)
+
+
+VERIFIED_HEADER = ("bundle", "k/n", "lowering", "max |difference|", "verified")
+
+
+def claim(directory: Path, *, force: bool) -> None:
+    """Makes the demo's folder; only an earlier demo is ever written over."""
+    marker = directory / MARKER
+    check_folder(directory)
+    if directory.exists() and any(directory.iterdir()):
+        if not marker.is_file():
+            raise BundleError(
+                f"{directory}: the folder exists and is not a demo", hint="choose another -o"
+            )
+        if not force:
+            raise BundleError(
+                f"{directory}: a demo exists there", hint="--force writes over it, -o elsewhere"
+            )
+    write_text("Everything here was made by `moexport demo`.\n", marker)
+
+
+def exported(
+    checkpoint: Path,
+    out: Path,
+    kept: str,
+    data: Path,
+    progress: Progress,
+    config: Mapping[str, Any] | None = None,
+) -> Bundle:
+    """Returns the bundle of a checkpoint with k = `kept`, compared with PyTorch on the data."""
+    progress.step(f"exporting {out.name}")
+    model = load(checkpoint, config=dict(config or {}))
+    return export(model, out, ExportOptions(k=parse_k(kept)), data=str(data), force=True)
+
+
+def verified(bundle: Bundle) -> tuple[str, ...]:
+    """Returns a bundle's line under `VERIFIED_HEADER`; raises MoexportError where a check fails."""
+    checks = list(bundle.verify())
+    failed = [check for check in checks if not check.passed]
+    if failed:
+        raise MoexportError(f"{bundle.path}: {failed[0].name} failed: {failed[0].detail}")
+    layer = bundle.manifest.layers[0]
+    parity = bundle.manifest.parity
+    assert parity is not None
+    return (
+        bundle.path.name,
+        f"{'input' if layer.k is None else layer.k}/{layer.experts}",
+        layer.lowering,
+        f"{parity['max_abs']:.1e}",
+        f"{len(checks)} checks",
+    )
+
+
+def _side_by_side(bundles: list[Bundle], name: str) -> Subject:
+    """The bundles of one network, one k each, as one subject with all ks."""
+    asked = Asked(ks=(), threads=THREADS)
+    subjects = [from_bundle(bundle, asked) for bundle in bundles]
+    return replace(
+        subjects[0],
+        name=name,
+        ks=tuple(k for subject in subjects for k in subject.ks),
+        graphs=tuple(graph for subject in subjects for graph in subject.graphs),
+    )

@@ -1,0 +1,117 @@
+"""Peak memory of an engine, measured in a process of its own.
+
+A process measures itself: the largest resident set from its start to the end of the last batch,
+the runtime's own code and the pages of mapped files included. Opening the model counts, since
+whoever runs it must do so too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..bench_data import Array
+
+CALLS = 3
+TIMEOUT_S = 900.0
+MB = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Resident megabytes (10⁶ bytes): before the engine was opened, and at most, by batch size."""
+
+    runtime_mb: float
+    peak_mb: Mapping[int, float]
+
+
+def portable(recipe: object) -> bytes | None:
+    """Returns a recipe as bytes, None for one that only this process understands."""
+    try:
+        return pickle.dumps(recipe)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return None
+
+
+def measure_memory(
+    recipe: bytes, inputs: Mapping[int, Array], *, threads: int | None = None
+) -> Memory:
+    """Returns the memory of a recipe (`portable`) that runs these batches, by their size.
+
+    Sizes run in ascending order, so that each one's peak is its own. Raises RuntimeError with the
+    last line that the process wrote when it fails.
+    """
+    job = pickle.dumps(
+        {
+            "recipe": recipe,
+            "inputs": {size: inputs[size] for size in sorted(inputs)},
+            "threads": threads,
+        }
+    )
+    here = str(Path(__file__).resolve().parents[1])
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", __name__],
+            input=job,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+            # What this process can import, that one must find too.
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_path(here))},
+        )
+    except subprocess.TimeoutExpired:
+        raise RuntimeError(f"no end after {TIMEOUT_S:.0f} s") from None
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(lines[-1] if lines else f"ended with code {done.returncode}")
+    answer = json.loads(done.stdout.splitlines()[-1])
+    return Memory(answer["runtime"] / MB, {int(b): v / MB for b, v in answer["peak"].items()})
+
+
+def _import_path(package: str) -> list[str]:
+    """The import path without the package's own folder: its modules are no top level."""
+    return [p for p in sys.path if p and str(Path(p).resolve()) != package]
+
+
+def peak_bytes() -> int:
+    """Returns the largest resident set that this process has had.
+
+    Linux tells it per program: what `getrusage` says would include the process that started this
+    one.
+    """
+    try:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    except OSError:  # not Linux
+        import resource
+
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        return peak if sys.platform == "darwin" else peak * 1024
+    (line,) = [line for line in lines if line.startswith("VmHWM:")]
+    return int(line.split()[1]) * 1024
+
+
+def _main() -> None:
+    job: dict[str, Any] = pickle.load(sys.stdin.buffer)
+    recipe = pickle.loads(job["recipe"])  # imports the runtime
+    threads = job["threads"]
+    if threads is not None and "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(threads)
+    runtime = peak_bytes()
+    runner = getattr(recipe, "plain", recipe)()
+    peak = {}
+    for size, x in job["inputs"].items():
+        for _ in range(CALLS):
+            runner(x)
+        peak[size] = peak_bytes()
+    print(json.dumps({"runtime": runtime, "peak": peak}))
+
+
+if __name__ == "__main__":
+    _main()

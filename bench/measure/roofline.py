@@ -1,0 +1,257 @@
+"""The least time that a machine needs for a model's work, to divide measured times by.
+
+A model's work is a chain of parts, the host and its MoE layers, each with multiply-adds to do and
+bytes to move. A part takes at least the longer of the two at the machine's own rates (Williams,
+Waterman and Patterson, "Roofline", 2009), and the parts wait for each other. What stays in a cache
+between two calls can be faster than the limit, which moves every byte from memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import onnx
+import onnxruntime as ort
+import torch
+from onnx import helper, numpy_helper
+
+from ...common import timing
+from ...exporter.model import Model
+from ...graphs.lowerings.base import AnyWork, WorkOf
+from .host_work import host_work
+
+FP32_BYTES = 4
+STREAM_BYTES = 1 << 30
+"""Larger than any cache."""
+
+INTEGER_MODES = ("input mode", "core", "output mode")
+"""The parts of a muMoE layer's multiply-adds that INT8 makes integer products."""
+
+_SQUARE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What a machine reaches with the threads of a benchmark.
+
+    `stream_gb_s` is a plain sum in PyTorch. `matmul_gflop_s` is the product of two square matrices
+    in PyTorch or ONNX Runtime, whichever is faster; `int8_gop_s` the same of unsigned by signed
+    bytes in ONNX Runtime, None where nothing needs it. A multiply-add is two operations.
+    """
+
+    stream_gb_s: float
+    matmul_gflop_s: float
+    int8_gop_s: float | None = None
+
+    def as_json(self) -> dict[str, float | None]:
+        """The rates by the names they have in `results.json`."""
+        return {
+            "stream_gb_s": self.stream_gb_s,
+            "matmul_gflop_s": self.matmul_gflop_s,
+            "int8_gop_s": self.int8_gop_s,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One step of a model on one batch: its multiply-adds, and the bytes it must move once."""
+
+    name: str
+    macs: float
+    bytes: float
+    integer: bool = False
+
+    def least_ms(self, rates: Rates) -> float:
+        """Milliseconds at the machine's rates, moving and computing at the same time."""
+        rate = rates.int8_gop_s if self.integer else rates.matmul_gflop_s
+        if rate is None:
+            raise ValueError(f"{self.name}: the rate of integer products was not measured")
+        return max(2e-6 * self.macs / rate, 1e-6 * self.bytes / rates.stream_gb_s)
+
+
+def limit_ms(parts: tuple[Part, ...], rates: Rates) -> float:
+    """Returns the least time of parts that run one after the other, in milliseconds."""
+    return sum(part.least_ms(rates) for part in parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Products:
+    """Products with constant matrices: multiply-adds for one input, and numbers of weights."""
+
+    macs: float = 0.0
+    numbers: float = 0.0
+
+
+NO_PRODUCTS = Products()
+
+
+@dataclass(frozen=True)
+class ModelWork:
+    """What one input of a model asks for: the host's multiply-adds, and each layer's tokens.
+
+    `host_bytes` are those of its weights in FP32.
+    """
+
+    model: Model
+    host_macs: float
+    host_bytes: float
+    tokens: Mapping[str, int]
+
+    def parts(
+        self,
+        kept: Mapping[str, int],
+        batch: int,
+        *,
+        int8: Collection[str] = (),
+        int8_host: Products = NO_PRODUCTS,
+        number_bytes: int = FP32_BYTES,
+    ) -> tuple[Part, ...]:
+        """Returns the work of a batch with k = `kept[layer]` experts, the host first.
+
+        Of the layers in `int8` the experts' weights are bytes and their products integer products,
+        and so are the `int8_host` products of the host. All other numbers take `number_bytes`.
+        """
+        numbers = self.host_bytes / FP32_BYTES - int8_host.numbers
+        parts = (
+            Part("host", batch * (self.host_macs - int8_host.macs), number_bytes * numbers),
+            Part("host/int8", batch * int8_host.macs, int8_host.numbers, integer=True),
+        )
+        host = (part for part in parts if part.macs)
+        layers = (
+            part
+            for name, layer in self.model.layers.items()
+            for part in layer_parts(
+                WorkOf(layer.spec, kept[name], batch, self.tokens[name]),
+                int8_experts=name in int8,
+                number_bytes=number_bytes,
+            )
+        )
+        return (*host, *layers)
+
+
+def layer_parts(
+    work: AnyWork, *, int8_experts: bool = False, number_bytes: int = FP32_BYTES
+) -> Iterator[Part]:
+    """Yields a layer's two kinds of work on one batch: passes over the tokens, and the experts.
+
+    The tokens [b, m, d] are read and the outputs [b, m, o] written once. Experts that nobody chose
+    are not read; with b·k ≥ n all are taken to be in use. A muMoE layer is one step, of which INT8
+    makes two: its large factors, and the gate with the rest.
+    """
+    spec, macs = work.spec, dict(work.spec.macs(work.tokens, work.kept))
+    share = number_bytes / FP32_BYTES
+    moved = number_bytes * work.batch * work.tokens * (spec.dim + spec.out)
+    if spec.kind == "mumoe":
+        weights = share * spec.bytes_read(work.kept)
+        if int8_experts:
+            # Each number of a factor takes part in one multiply-add of every token.
+            integers = sum(macs.pop(mode, 0) for mode in INTEGER_MODES)
+            numbers = integers / work.tokens
+            yield Part(f"{spec.name}/factors", work.batch * integers, numbers, integer=True)
+            weights -= share * FP32_BYTES * numbers
+        yield Part(spec.name, work.batch * sum(macs.values()), moved + weights)
+        return
+    experts = work.batch * macs.pop("experts")
+    active = min(spec.experts, work.selections)
+    weights = spec.bytes_read(active) * (1 / FP32_BYTES if int8_experts else share)
+    yield Part(f"{spec.name}/routing", work.batch * sum(macs.values()), moved)
+    yield Part(f"{spec.name}/experts", experts, weights, integer=int8_experts)
+
+
+def work_of(model: Model, x: np.ndarray) -> ModelWork:
+    """Returns what inputs like x [b, …] ask of a model, per input.
+
+    Raises `TraceError` for a host whose operations cannot be counted.
+    """
+    host = host_work(model, x)
+    return ModelWork(model, host.macs, FP32_BYTES * host.numbers, host.tokens)
+
+
+class Probe:
+    """A contestant that measures the machine with one call, whatever inputs others take."""
+
+    inputs = 1
+
+    def __init__(self, call: Callable[[], object]) -> None:
+        self._call = call
+
+    def __call__(self, index: int) -> object:
+        """Makes the call."""
+        del index
+        return self._call()
+
+
+class Probes:
+    """Contestants that measure the machine: put beside others, they see the same disturbances.
+
+    Streams `stream_bytes` and multiplies matrices of `square` rows and columns; integers only where
+    `integer` asks for them.
+    """
+
+    def __init__(
+        self,
+        threads: int,
+        *,
+        stream_bytes: int = STREAM_BYTES,
+        square: int = _SQUARE,
+        integer: bool = True,
+    ) -> None:
+        stream, matrix = torch.ones(stream_bytes // FP32_BYTES), torch.randn(square, square)
+        self._stream_bytes, self._operations = FP32_BYTES * stream.numel(), 2 * square**3
+        calls: dict[str, Callable[[], object]] = {
+            "probe: stream": stream.sum,
+            "probe: torch": lambda: matrix @ matrix,
+            "probe: onnxruntime": _product(np.float32, square, threads),
+        }
+        if integer:
+            calls["probe: int8"] = _product(np.int8, square, threads)
+        self.contestants: dict[str, timing.Contestant] = {
+            name: Probe(call) for name, call in calls.items()
+        }
+
+    def rates(self, latencies: Mapping[str, timing.Latency]) -> Rates:
+        """Returns the rates from the probes' medians among measured latencies."""
+        stream, by_torch, by_onnxruntime, *int8 = (
+            latencies[name].median for name in self.contestants
+        )
+        return Rates(
+            stream_gb_s=self._stream_bytes / 1e6 / stream,
+            matmul_gflop_s=self._operations / 1e6 / min(by_torch, by_onnxruntime),
+            int8_gop_s=self._operations / 1e6 / int8[0] if int8 else None,
+        )
+
+
+def machine_rates(threads: int) -> Rates:
+    """Measures this machine on its own; takes a few seconds and 1 GiB."""
+    probes = Probes(threads)
+    protocol = timing.Protocol(round_s=0.3, warmup=2)
+    return probes.rates(timing.measure(probes.contestants, protocol).latencies)
+
+
+def _product(
+    dtype: type[np.float32] | type[np.int8], size: int, threads: int
+) -> Callable[[], object]:
+    """A square matrix times a constant one, in ONNX Runtime."""
+    random = np.random.default_rng(0)
+    integer = dtype is np.int8
+    weight = random.integers(-63, 64, (size, size)).astype(dtype)
+    x = random.integers(0, 127, (size, size)).astype(np.uint8 if integer else np.float32)
+    element = onnx.TensorProto.UINT8 if integer else onnx.TensorProto.FLOAT
+    result = onnx.TensorProto.INT32 if integer else onnx.TensorProto.FLOAT
+    graph = helper.make_graph(
+        [helper.make_node("MatMulInteger" if integer else "MatMul", ["x", "w"], ["y"])],
+        "product",
+        [helper.make_tensor_value_info("x", element, [size, size])],
+        [helper.make_tensor_value_info("y", result, [size, size])],
+        [numpy_helper.from_array(weight, "w")],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = ort.InferenceSession(
+        model.SerializeToString(), options, providers=["CPUExecutionProvider"]
+    )
+    return partial(session.run, None, {"x": x})

@@ -1,0 +1,136 @@
+"""Two results files side by side: what changed beyond the spread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...common import timing
+from ..measure.disturbance import disturbance
+from ..results import Results, Row, by_identity
+from .views import line_name, milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """One row as it was and as it is."""
+
+    before: Row
+    now: Row
+
+    @property
+    def ratio(self) -> float | None:
+        """Latency now over before: above 1 is slower. None where one of them failed."""
+        old, new = self.before.latency_ms, self.now.latency_ms
+        return None if old is None or new is None else new.median / old.median
+
+    @property
+    def beyond(self) -> bool:
+        """Whether the latencies differ by more than the spread of the rounds of either."""
+        old, new = self.before.latency_ms, self.now.latency_ms
+        return old is not None and new is not None and timing.differs(old, new)
+
+    @property
+    def moved(self) -> bool:
+        """Whether more or less is kept, by more than both 95% intervals allow."""
+        old, new = self.before.kept_interval, self.now.kept_interval
+        if old is None or new is None:
+            return self.before.kept != self.now.kept
+        return old.high < new.low or new.high < old.low
+
+    def slower_than(self, share: float) -> bool:
+        """Whether the row is slower by more than a share, and by more than the spread."""
+        return self.beyond and self.ratio is not None and self.ratio > 1 + share
+
+    @property
+    def broken(self) -> bool:
+        """Whether the row fails now and did not before."""
+        return self.now.error is not None and self.before.error is None
+
+    @property
+    def label(self) -> str:
+        """The row and its change in words: `digits, batch 1: ONNX Runtime, grouped, k = 4: …`."""
+        row, old, new = self.now, self.before.latency_ms, self.now.latency_ms
+        name = f"{row.model}, batch {row.batch}: {line_name(row)}, k = {row.k}"
+        if old is None or new is None or self.ratio is None:
+            return f"{name}: {row.error or 'no latency'}"
+        return (
+            f"{name}: {milliseconds(old.median)} → {milliseconds(new.median)} ms "
+            f"({self.ratio - 1:+.0%})"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Every row that two files share, and what should make a reader doubt the comparison."""
+
+    changes: tuple[Change, ...]
+    only_before: int
+    only_now: int
+    notes: tuple[str, ...]
+
+    @property
+    def slower(self) -> tuple[Change, ...]:
+        """Rows that are slower by more than the spread."""
+        return tuple(c for c in self.changes if c.slower_than(0.0))
+
+    @property
+    def faster(self) -> tuple[Change, ...]:
+        """Rows that are faster by more than the spread."""
+        return tuple(c for c in self.changes if c.beyond and (c.ratio or 1.0) < 1)
+
+    @property
+    def told(self) -> tuple[Change, ...]:
+        """Rows with something to tell: another latency, another accuracy, a failure."""
+        return tuple(c for c in self.changes if c.beyond or c.moved or c.broken)
+
+    @property
+    def sentence(self) -> str:
+        """What changed, in one sentence."""
+        same = len(self.changes) - len(self.slower) - len(self.faster)
+        return (
+            f"Of {len(self.changes)} rows in both files {len(self.faster)} are faster and "
+            f"{len(self.slower)} slower by more than the spread; {same} are not told apart."
+        )
+
+    def failures(self, share: float) -> tuple[Change, ...]:
+        """Rows that are slower by more than a share, or that fail where they did not."""
+        return tuple(c for c in self.changes if c.broken or c.slower_than(share))
+
+
+def compare(before: Results, now: Results) -> Comparison:
+    """Returns the rows of two files by what they measure, and notes on what else differs."""
+    old, new = by_identity(before.rows), by_identity(now.rows)
+    shared = [key for key in new if key in old]
+    return Comparison(
+        tuple(Change(old[key], new[key]) for key in shared),
+        only_before=len(old) - len(shared),
+        only_now=len(new) - len(shared),
+        notes=_notes(before, now, len(old) - len(shared), len(new) - len(shared)),
+    )
+
+
+def _notes(before: Results, now: Results, only_before: int, only_now: int) -> tuple[str, ...]:
+    notes = []
+    for name in ("cpu", "gpu", "threads", "memory_bytes"):
+        old, new = before.environment.get(name), now.environment.get(name)
+        if old != new:
+            notes.append(f"Measured on another machine or setting: {name} was {old}, is {new}.")
+    old_packages = before.environment.get("packages") or {}
+    packages = now.environment.get("packages") or {}
+    moved = [
+        f"{name} {old_packages.get(name, 'none')} → {packages.get(name, 'none')}"
+        for name in dict.fromkeys((*old_packages, *packages))
+        if old_packages.get(name) != packages.get(name)
+    ]
+    if moved:
+        notes.append(f"Other versions: {', '.join(moved)}.")
+    for which, results in (("The earlier file", before), ("This file", now)):
+        if disturbance(results):
+            notes.append(f"{which}: {disturbance(results)}")
+    hashes = {model.name: model.sha256 for model in before.models}
+    other = [m.name for m in now.models if hashes.get(m.name, m.sha256) not in ("", m.sha256)]
+    if other:
+        notes.append(f"Other weights: {', '.join(other)}.")
+    if only_before or only_now:
+        notes.append(f"{only_before} rows are in the earlier file only, {only_now} in this one.")
+    return tuple(notes)

@@ -1,0 +1,189 @@
+"""The report's main chart as PNG and SVG files, for a README or a paper."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+
+from ..results import Interval, Results
+from .views import Bar, Line, Panel, limit_lines, panels
+
+COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
+MARKERS = ("o", "s", "^", "D", "v", "P")
+REFERENCE = "#5b6472"
+INK = "#1d2430"
+GRID = "#e4e8ee"
+
+STYLE: Any = {
+    "axes.edgecolor": "#b8c0cc",
+    "axes.labelcolor": INK,
+    "axes.titlecolor": INK,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.grid.axis": "y",
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "xtick.labelsize": 9.5,
+    "ytick.labelsize": 9.5,
+    "legend.fontsize": 9.5,
+    "legend.frameon": False,
+    "font.family": ["DejaVu Sans"],
+    "figure.facecolor": "white",
+    "svg.hashsalt": "moexport",
+}
+
+
+def figures(results: Results, directory: Path) -> tuple[Path, ...]:
+    """Writes latency beside accuracy or perplexity over k, PNG and SVG per batch; returns them.
+
+    The smallest batch size is `latency_accuracy`, others `latency_accuracy_batch{b}`; each holds a
+    row of two charts per model.
+    """
+    by_batch: dict[int, list[Panel]] = {}
+    for panel in panels(results):
+        if panel.lines:
+            by_batch.setdefault(panel.batch, []).append(panel)
+    written = []
+    for index, batch in enumerate(sorted(by_batch)):
+        name = "latency_accuracy" if index == 0 else f"latency_accuracy_batch{batch}"
+        paths = [directory / f"{name}{kind}" for kind in (".png", ".svg")]
+        _draw(by_batch[batch], paths)
+        written += paths
+    return tuple(written)
+
+
+def _draw(chosen: list[Panel], paths: Sequence[Path]) -> None:
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(8, 0.75 + 3.1 * len(chosen)), dpi=200, layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(len(chosen), 2, squeeze=False)
+        for (left, right), panel in zip(grid, chosen, strict=True):
+            _latency(left, panel)
+            _quality(right, panel)
+        handles: dict[str, Any] = {}
+        for axes in grid[:, 0]:
+            for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+                handles.setdefault(label, handle)
+        figure.legend(
+            list(handles.values()),
+            list(handles),
+            loc="outside lower center",
+            ncols=min(3, len(handles)),
+        )
+        for path in paths:
+            # Without a date in it, the same results make the same file.
+            figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
+
+
+def _latency(axes: Axes, panel: Panel) -> None:
+    axes.set_title(f"{panel.model}: latency, batch {panel.batch}")
+    axes.set_ylabel("median, ms")
+    reference = None if panel.reference is None else panel.reference.latency_ms
+    if reference is not None:
+        _horizontal(axes, reference.median)
+        rounds = [min(each, panel.top_ms) for each in reference.rounds]
+        axes.axhspan(min(rounds), max(rounds), color=REFERENCE, alpha=0.13, linewidth=0)
+    for line in panel.lines:
+        measured = [(row.k, row.latency_ms) for row in line.rows if row.latency_ms is not None]
+        bars = [panel.bar(latency) for _, latency in measured]
+        _with_bars(axes, [k for k, _ in measured], bars, label=line.name, **_look(line.look))
+        # A bar that goes on outside ends in an arrow.
+        look = _look(line.look) | {"marker": "^", "clip_on": False}
+        for k in (k for (k, _), bar in zip(measured, bars, strict=True) if bar.cut):
+            axes.plot(k, 0.985 * panel.top_ms, **look)
+    for limit in limit_lines(panel):
+        ks, least = zip(*limit.points, strict=True)
+        axes.plot(ks, least, color=REFERENCE, linestyle=":", linewidth=1.2, label=limit.name)
+    axes.set_ylim(0, panel.top_ms)
+    _k_axis(axes, panel)
+
+
+def _quality(axes: Axes, panel: Panel) -> None:
+    if panel.quality == "perplexity":
+        _perplexity(axes, panel)
+    else:
+        _accuracy(axes, panel)
+    _k_axis(axes, panel)
+
+
+def _accuracy(axes: Axes, panel: Panel) -> None:
+    axes.set_title(f"{panel.model}: accuracy kept")
+    axes.set_ylabel("% of all experts' accuracy")
+    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    _horizontal(axes, 1.0)
+    for line, looks in _nested(panel):
+        bars = {row.k: _bar(row.kept, row.kept_interval) for row in line.rows}
+        known = {k: bar for k, bar in bars.items() if bar is not None}
+        _with_bars(axes, list(known), list(known.values()), **looks)
+    if panel.quality is None:
+        axes.text(
+            0.5, 0.5, "not measured: no labels", transform=axes.transAxes, ha="center", color=INK
+        )
+    axes.set_ylim(bottom=0, top=max(1.05, axes.get_ylim()[1]))
+
+
+def _perplexity(axes: Axes, panel: Panel) -> None:
+    axes.set_title(f"{panel.model}: perplexity")
+    axes.set_ylabel("perplexity, less is better")
+    reference = panel.reference
+    if reference is not None and reference.perplexity is not None:
+        _horizontal(axes, reference.perplexity.value)
+    for line, looks in _nested(panel):
+        found = {row.k: row.perplexity for row in line.rows if row.perplexity is not None}
+        bars = [Bar.around(each.value, each.interval) for each in found.values()]
+        _with_bars(axes, list(found), bars, **looks)
+
+
+def _bar(value: float | None, interval: Interval | None) -> Bar | None:
+    return None if value is None else Bar.around(value, interval)
+
+
+def _nested(panel: Panel) -> list[tuple[Line, dict[str, Any]]]:
+    """Engines with one k mostly agree: earlier marks are larger, so that all can be seen."""
+    return [
+        (line, _look(line.look) | {"markersize": max(3.5, 9 - 2 * index)})
+        for index, line in enumerate(panel.lines)
+    ]
+
+
+def _with_bars(axes: Axes, ks: Sequence[int], bars: Sequence[Bar], **look: Any) -> None:
+    error = [[bar.below for bar in bars], [bar.above for bar in bars]]
+    values = [bar.value for bar in bars]
+    axes.errorbar(ks, values, yerr=error, capsize=2.5, elinewidth=1, **look)
+
+
+def _horizontal(axes: Axes, value: float) -> None:
+    axes.axhline(value, color=REFERENCE, linestyle="--", linewidth=1.4, label="PyTorch, untouched")
+
+
+def _look(index: int) -> dict[str, Any]:
+    return {
+        "color": COLOURS[index % len(COLOURS)],
+        "marker": MARKERS[index % len(MARKERS)],
+        "markersize": 5,
+        "linewidth": 1.8,
+    }
+
+
+def _k_axis(axes: Axes, panel: Panel) -> None:
+    """Every measured k gets a tick, on a logarithmic axis: k is halved from point to point."""
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(list(panel.ks)))
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.set_xlabel(f"experts kept, k of {panel.experts}")

@@ -1,0 +1,380 @@
+"""What report and figures show of a results file: lines over k, references, and the summary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...common import timing
+from ...common.timing import Latency
+from ..results import PYTORCH_EAGER, Interval, Results, Row
+
+KEPT = 0.99
+"""The summary's bar: the share of the untouched model's accuracy that a row must keep."""
+
+LIMIT = "limit of the machine"
+GPU_MS = "GPU ms"
+"""The heading of the times by CUDA events, in every table that has them."""
+
+NAMES = {
+    "pytorch-eager": "PyTorch",
+    "pytorch-compile": "PyTorch, compiled",
+    "pytorch-algorithm-2": "PyTorch, loop over experts",
+    "onnxruntime": "ONNX Runtime",
+    "tensorrt": "TensorRT",
+    "tensorrt-rtx": "TensorRT-RTX",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """The rows of one engine, lowering, precision and provider at one batch size, by k.
+
+    `look` numbers the lines of a results file: one colour and marker wherever a line appears.
+    """
+
+    name: str
+    look: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A value and how far its bar reaches; `cut` where it goes on outside of the chart."""
+
+    value: float
+    below: float
+    above: float
+    cut: bool = False
+
+    @staticmethod
+    def around(value: float, interval: Interval | None) -> Bar:
+        """Returns a value with its interval, or without a bar."""
+        if interval is None:
+            return Bar(value, 0.0, 0.0)
+        return Bar(value, max(0.0, value - interval.low), max(0.0, interval.high - value))
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One model at one batch size: its lines over k and the untouched model beside them.
+
+    `reference` is the untouched model on the CPU, `gpu_reference` on the GPU: one of the lines.
+    """
+
+    model: str
+    batch: int
+    experts: int
+    reference: Row | None
+    lines: tuple[Line, ...]
+    gpu_reference: Row | None = None
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Every k that was measured, ascending."""
+        return tuple(sorted({row.k for line in self.lines for row in line.rows}))
+
+    @property
+    def quality(self) -> str | None:
+        """What the models are judged by: `accuracy`, `perplexity`, or None without labels."""
+        rows = [row for line in self.lines for row in line.rows]
+        rows += [self.reference] if self.reference is not None else []
+        if any(row.accuracy is not None for row in rows):
+            return "accuracy"
+        return "perplexity" if any(row.perplexity is not None for row in rows) else None
+
+    @property
+    def top_ms(self) -> float:
+        """Where the latency axis ends: above every median, and above every bar that is no outlier.
+
+        One disturbed round would otherwise flatten all lines.
+        """
+        rows = [row for line in self.lines for row in line.rows]
+        rows += [self.reference] if self.reference is not None else []
+        latencies = [row.latency_ms for row in rows if row.latency_ms is not None]
+        highest = max((each.median for each in latencies), default=1.0)
+        bars = max((max(each.rounds) for each in latencies), default=1.0)
+        return 1.06 * max(highest, min(bars, 1.5 * highest))
+
+    def bar(self, latency: Latency) -> Bar:
+        """Returns a median with the range of its rounds, as far as the chart reaches."""
+        # A median of all calls can lie outside the medians of its rounds by a hair.
+        below = max(0.0, latency.median - min(latency.rounds))
+        above = max(0.0, max(latency.rounds) - latency.median)
+        room = self.top_ms - latency.median
+        return Bar(latency.median, below, min(above, room), cut=above > room)
+
+    def base(self, row: Row) -> Row | None:
+        """The untouched model that a row's speed is against: on a GPU the GPU's, if measured."""
+        if row.on_gpu and self.gpu_reference is not None:
+            return self.gpu_reference
+        return self.reference
+
+    def place(self, row: Row) -> str:
+        """Where the base of a row ran, to end a sentence; empty where no row ran on a GPU."""
+        base = self.base(row)
+        if base is None or not any(each.on_gpu for line in self.lines for each in line.rows):
+            return ""
+        return f" on the {'GPU' if base.on_gpu else 'CPU'}"
+
+    def speedup(self, row: Row) -> float | None:
+        """How many times faster than its base a row is, by medians of the wall clock."""
+        base = self.base(row)
+        if base is None or base.latency_ms is None or row.latency_ms is None:
+            return None
+        return base.latency_ms.median / row.latency_ms.median
+
+    def faster_or_slower(self, row: Row) -> bool:
+        """Whether a row's speed can be told from its base's."""
+        base = self.base(row)
+        if base is None or base.latency_ms is None or row.latency_ms is None:
+            return False
+        return timing.differs(row.latency_ms, base.latency_ms)
+
+
+@dataclass(frozen=True, slots=True)
+class LimitLine:
+    """The least time that the machine needs in one precision: (k, milliseconds), by k."""
+
+    name: str
+    points: tuple[tuple[int, float], ...]
+
+
+def limit_lines(panel: Panel) -> tuple[LimitLine, ...]:
+    """Returns the limits of a panel's rows, one line for each precision with several k."""
+    rows = [row for line in panel.lines for row in line.rows]
+    rows += [panel.reference] if panel.reference is not None else []
+    found: dict[str, dict[int, float]] = {}
+    for row in rows:
+        if row.limit_ms is not None:
+            found.setdefault(row.precision, {}).setdefault(row.k, row.limit_ms)
+    return tuple(
+        LimitLine(
+            LIMIT if len(found) == 1 else f"{LIMIT}, {precision.upper()}",
+            tuple(sorted(limits.items())),
+        )
+        for precision, limits in sorted(found.items())
+        if len(limits) > 1
+    )
+
+
+def line_name(row: Row) -> str:
+    """Returns what a reader calls the engine of a row: `ONNX Runtime, grouped, INT8`."""
+    words = [NAMES.get(row.engine, row.engine)]
+    if row.lowering:
+        words.append(row.lowering)
+    if row.precision != "fp32":
+        words.append(row.precision.upper())
+    if row.provider not in (None, "cpu", row.engine):
+        words.append(str(row.provider))
+    return ", ".join(words)
+
+
+def short_name(row: Row) -> str:
+    """Returns the name of a row's engine where there is little room: `grouped, INT8`."""
+    return line_name(row).removeprefix("ONNX Runtime, ")
+
+
+def front(panel: Panel) -> tuple[Row, ...]:
+    """Returns the rows that no other row beats in both latency and what is kept, fastest first.
+
+    The untouched model takes part. Rows without either are left out.
+    """
+    rows = [row for line in panel.lines for row in line.rows]
+    rows += [panel.reference] if panel.reference is not None else []
+    known = [row for row in rows if row.latency_ms is not None and row.kept is not None]
+    best: list[Row] = []
+    for row in sorted(known, key=lambda row: (_median(row), -(row.kept or 0.0))):
+        if not best or (row.kept or 0.0) > (best[-1].kept or 0.0):
+            best.append(row)
+    return tuple(best)
+
+
+def panels(results: Results) -> tuple[Panel, ...]:
+    """Returns a panel for each model and batch size, models in order, batches ascending.
+
+    Rows that failed are in no line.
+    """
+    names = list(dict.fromkeys(line_name(r) for r in results.rows if not r.is_reference))
+    found = []
+    for model in dict.fromkeys(row.model for row in results.rows):
+        rows = results.of_model(model)
+        for batch in sorted({row.batch for row in rows}):
+            here = [r for r in rows if r.batch == batch and r.error is None]
+            lines = (
+                Line(name, look, tuple(sorted(_named(here, name), key=lambda row: row.k)))
+                for look, name in enumerate(names)
+            )
+            found.append(
+                Panel(
+                    model=model,
+                    batch=batch,
+                    experts=max(row.experts for row in rows),
+                    reference=next((r for r in here if r.is_reference), None),
+                    lines=tuple(line for line in lines if line.rows),
+                    gpu_reference=next(
+                        (r for r in here if r.engine == PYTORCH_EAGER and r.on_gpu), None
+                    ),
+                )
+            )
+    return tuple(found)
+
+
+def _named(rows: list[Row], name: str) -> list[Row]:
+    return [row for row in rows if not row.is_reference and line_name(row) == name]
+
+
+def choice(panel: Panel) -> Row | None:
+    """Returns the row that a panel's summary is about.
+
+    The rule: the fastest row that keeps at least 99% of the untouched model's accuracy; where none
+    does, the one that keeps most. Without labels, the fastest. Never the untouched model itself.
+    """
+    timed = [
+        row
+        for line in panel.lines
+        for row in line.rows
+        if row.latency_ms is not None and row is not panel.gpu_reference
+    ]
+    if not timed:
+        return None
+    judged = [(row, kept) for row in timed if (kept := row.kept) is not None]
+    if judged:
+        best = max(kept for _, kept in judged)
+        bar = KEPT if best >= KEPT else best
+        timed = [row for row, kept in judged if kept >= bar]
+    return min(timed, key=_median)
+
+
+def summary(panel: Panel) -> str:
+    """Returns one sentence: what the chosen row keeps, and its speed against the PyTorch model."""
+    row = choice(panel)
+    if row is None:
+        return f"Nothing could be measured for {panel.model} at batch {panel.batch}."
+    return f"{_claim(panel, row)} (batch {panel.batch})."
+
+
+def caveat(panel: Panel) -> str:
+    """Returns a second sentence: what the summary's k adds to the export, or what fewer would do.
+
+    Empty where there is no row to say it of.
+    """
+    row = choice(panel)
+    if row is None:
+        return ""
+    if row.k < row.experts:
+        return _export_alone(panel, row)
+    fewer = _next_below(panel, row)
+    if fewer is None or fewer.kept is None:
+        return ""
+    if max(r.kept or 0.0 for line in panel.lines for r in line.rows if r.k < row.k) >= KEPT:
+        return f"Fewer experts are not faster here: {_claim(panel, fewer)}."
+    return f"No smaller k keeps {KEPT:.0%}: {_claim(panel, fewer)}."
+
+
+def _export_alone(panel: Panel, row: Row) -> str:
+    """The fastest row of the same engine and precision that computes all experts."""
+    everything = [
+        each
+        for line in panel.lines
+        for each in line.rows
+        if each.k == each.experts
+        and (each.engine, each.provider, each.precision)
+        == (row.engine, row.provider, row.precision)
+        and each.latency_ms is not None
+    ]
+    if not everything:
+        return ""
+    best = min(everything, key=_median)
+    keeps = _keeps(panel, best, one=True)
+    return f"With all {best.experts} experts {line_name(best)} {keeps}{_speed(panel, best)}."
+
+
+def empty_charts(panel: Panel) -> dict[str, str]:
+    """Returns which charts of the page have nothing to show, each with the reason in a sentence."""
+    found = {}
+    rows = [row for line in panel.lines for row in line.rows]
+    if panel.quality is None:
+        found["accuracy"] = "Accuracy is not drawn: the data have no labels."
+    if all(row.kept is None for row in rows):
+        found["pareto"] = "What speed costs is not drawn: it is not known what the rows keep."
+    if all(row.routing is None for row in rows):
+        found["routing"] = f"Routing agreement is not drawn: {_why_no_routing(rows)}."
+    return found
+
+
+def _why_no_routing(rows: Sequence[Row]) -> str:
+    if all(row.k == row.experts for row in rows):
+        return "every row here computes all its experts"
+    if all(row.engine.startswith("pytorch") for row in rows):
+        return "only PyTorch was measured, and there is nothing to compare it with"
+    return (
+        "the layers do not choose one set of experts for an input (muMoE weighs them for every "
+        "token), or the engine does not show what it chose (TensorRT)"
+    )
+
+
+def _claim(panel: Panel, row: Row) -> str:
+    return f"{_experts(row)} {_keeps(panel, row)}{_speed(panel, row)}"
+
+
+def _experts(row: Row) -> str:
+    precision = "" if row.precision == "fp32" else f" in {row.precision.upper()}"
+    if row.k == row.experts:
+        return f"All {row.experts} experts{precision}"
+    return f"k = {row.k} of {row.experts}{precision}"
+
+
+def percent(share: float) -> str:
+    """Returns a share to a tenth of a percent: `99.2%`, `100%`."""
+    return f"{share:.1%}".replace(".0%", "%")
+
+
+def _keeps(panel: Panel, row: Row, *, one: bool | None = None) -> str:
+    """What a row keeps; `one` says whether its subject is one thing: k is, experts are not."""
+    one = row.k < row.experts if one is None else one
+    kept, s = row.kept, "s" if one else ""
+    if row.perplexity is not None:
+        base = None if panel.reference is None else panel.reference.perplexity
+        untouched = "" if base is None else f" (untouched: {base.value:.4g})"
+        return f"{'has' if one else 'have'} perplexity {row.perplexity.value:.4g}{untouched}"
+    return f"run{s}" if kept is None else f"keep{s} {percent(kept)} of the accuracy"
+
+
+def _speed(panel: Panel, row: Row) -> str:
+    ratio = panel.speedup(row)
+    if ratio is None:
+        return ""
+    if not panel.faster_or_slower(row):
+        return f" at the speed of the PyTorch model{panel.place(row)}, within the spread"
+    return f" at {times(ratio)} the speed of the PyTorch model{panel.place(row)}"
+
+
+def _next_below(panel: Panel, row: Row) -> Row | None:
+    """The fastest row of the largest k below a row's."""
+    rows = [
+        r for line in panel.lines for r in line.rows if r.k < row.k and r.latency_ms is not None
+    ]
+    return min(rows, key=lambda r: (-r.k, _median(r)), default=None)
+
+
+def times(ratio: float) -> str:
+    """Returns a speed-up as a reader wants it: `3.1×`, `0.85×`, `21×`."""
+    digits = 0 if ratio >= 20 else 1 if ratio >= 1 else 2
+    return f"{ratio:.{digits}f}×"
+
+
+def over(ratio: float) -> str:
+    """Returns a time over the least time: `1.4`, `0.87`, `31`."""
+    return f"{ratio:.0f}" if ratio >= 10 else f"{ratio:.1f}" if ratio >= 1 else f"{ratio:.2f}"
+
+
+def milliseconds(value: float) -> str:
+    """Returns three significant digits: `0.0712`, `4.15`, `212`."""
+    if value <= 0:
+        return "0"
+    return f"{value:.0f}" if value >= 100 else f"{value:#.3g}"
+
+
+def _median(row: Row) -> float:
+    return float("inf") if row.latency_ms is None else row.latency_ms.median

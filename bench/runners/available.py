@@ -1,0 +1,190 @@
+"""Which engines a benchmark can measure on this machine, and why not the others."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from ...errors import UsageError
+from ...exporter.doctor import Ability, diagnose
+from ...exporter.tensorrt.backends import FLAVOURS
+from ...exporter.tensorrt.device import first_gpu
+from ...graphs.targets import Target
+from ..results import (
+    ONNXRUNTIME,
+    PYTORCH_ALGORITHM_2,
+    PYTORCH_COMPILE,
+    PYTORCH_EAGER,
+    PYTORCH_EAGER_CUDA,
+    TENSORRT,
+    TENSORRT_RTX,
+    Absent,
+)
+
+COMPILERS = ("c++", "g++", "clang++")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """An engine as `--engine` names it: the rows' `engine` and `provider`, and what it needs.
+
+    `missing` returns why it cannot run here, None where it can. `target` is what graphs for it are
+    exported for, None where it runs PyTorch's own modules.
+    """
+
+    name: str
+    engine: str
+    provider: str
+    missing: Callable[[], str | None]
+    target: Target | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it runs engines that are compiled from graphs: one of the TensorRTs."""
+        return self.engine in FLAVOURS
+
+
+def _nothing() -> str | None:
+    return None
+
+
+def _compiler() -> str | None:
+    """`torch.compile` writes C++ for a CPU and compiles it."""
+    if sys.platform == "win32" or any(shutil.which(name) for name in COMPILERS):
+        return None
+    return f"no C++ compiler ({', '.join(COMPILERS)}): install one, for example g++"
+
+
+def _torch_cuda() -> str | None:
+    """What PyTorch needs to run on a GPU."""
+    import torch
+
+    if first_gpu() is None:
+        return "there is no NVIDIA GPU, or no driver for it"
+    if torch.version.cuda is None:
+        return "this PyTorch was built without CUDA: install a build with it (pytorch.org says how)"
+    if not torch.cuda.is_available():
+        return f"the driver does not serve PyTorch, which is built for CUDA {torch.version.cuda}"
+    return None
+
+
+def _triton() -> str | None:
+    """`torch.compile` writes Triton for a GPU."""
+    reason = _torch_cuda()
+    if reason is None and importlib.util.find_spec("triton") is None:
+        return "torch.compile needs Triton on a GPU: pip install triton"
+    return reason
+
+
+def _able(*names: str) -> Callable[[], str | None]:
+    """What `moexport doctor` says against the first of these abilities that is not there."""
+
+    def missing() -> str | None:
+        found = _abilities()
+        return next((found[name].detail for name in names if not found[name].available), None)
+
+    return missing
+
+
+@functools.cache
+def _abilities() -> dict[str, Ability]:
+    return {ability.name: ability for ability in diagnose().abilities}
+
+
+def _flavour(name: str) -> Callable[[], str | None]:
+    title = FLAVOURS[name].title
+    return _able(f"build {title} engines", f"run {title} engines")
+
+
+KINDS = {
+    kind.name: kind
+    for kind in (
+        EngineKind(PYTORCH_EAGER, PYTORCH_EAGER, "cpu", _nothing),
+        EngineKind(PYTORCH_COMPILE, PYTORCH_COMPILE, "cpu", _compiler),
+        EngineKind(PYTORCH_ALGORITHM_2, PYTORCH_ALGORITHM_2, "cpu", _nothing),
+        EngineKind(PYTORCH_EAGER_CUDA, PYTORCH_EAGER, "cuda", _torch_cuda),
+        EngineKind(f"{PYTORCH_COMPILE}-cuda", PYTORCH_COMPILE, "cuda", _triton),
+        EngineKind(f"{PYTORCH_ALGORITHM_2}-cuda", PYTORCH_ALGORITHM_2, "cuda", _torch_cuda),
+        EngineKind(ONNXRUNTIME, ONNXRUNTIME, "cpu", _able("run on CPU"), "ort-cpu"),
+        EngineKind(f"{ONNXRUNTIME}-cuda", ONNXRUNTIME, "cuda", _able("run on CUDA"), "ort-cuda"),
+        EngineKind(
+            f"{ONNXRUNTIME}-tensorrt",
+            ONNXRUNTIME,
+            "tensorrt",
+            _able("run on ONNX Runtime's TensorRT"),
+            "onnx",
+        ),
+        EngineKind(TENSORRT, TENSORRT, TENSORRT, _flavour(TENSORRT), "tensorrt"),
+        EngineKind(
+            TENSORRT_RTX, TENSORRT_RTX, TENSORRT_RTX, _flavour(TENSORRT_RTX), "tensorrt-rtx"
+        ),
+    )
+}
+"""Every engine, by its name.
+
+The untouched model (`pytorch-eager`) is always measured, and on the GPU (`pytorch-eager-cuda`)
+beside whatever runs there.
+"""
+
+ALL = "all"
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The engines to measure, and those that were asked for or known and are not there."""
+
+    present: tuple[EngineKind, ...]
+    absent: tuple[Absent, ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The engines to measure, as `--engine` names them."""
+        return tuple(kind.name for kind in self.present)
+
+
+def parse_engines(text: str) -> tuple[str, ...]:
+    """Returns engine names from a list; `all` stands for every one.
+
+    Raises UsageError for a name that is not one.
+    """
+    names: list[str] = []
+    for part in (each.strip() for each in text.split(",")):
+        if not part:
+            continue
+        if part == ALL:
+            names += KINDS
+        elif part in KINDS:
+            names.append(part)
+        else:
+            raise UsageError(
+                f"--engine {part}: there is no such engine",
+                hint=f"choose from: {', '.join(KINDS)}, or all",
+            )
+    if not names:
+        raise UsageError("--engine is empty", hint=f"choose from: {', '.join(KINDS)}, or all")
+    return tuple(dict.fromkeys(names))
+
+
+def select(names: Iterable[str]) -> Selection:
+    """Returns which of the named engines can run here, and why each other known one is left out.
+
+    The untouched model takes part wherever another engine runs: on the CPU always, on the GPU with
+    the first engine there.
+    """
+    asked = set(names) | {PYTORCH_EAGER}
+    if any(KINDS[name].provider != "cpu" and KINDS[name].missing() is None for name in asked):
+        asked.add(PYTORCH_EAGER_CUDA)
+    present, absent = [], []
+    for kind in KINDS.values():
+        reason = kind.missing()
+        if reason is None and kind.name not in asked:
+            reason = f"not asked for: --engine {kind.name}"
+        if reason is None:
+            present.append(kind)
+        else:
+            absent.append(Absent(kind.name, reason))
+    return Selection(tuple(present), tuple(absent))

@@ -1,0 +1,360 @@
+"""Makes what a benchmark measures from what a user names: models and bundles."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from itertools import product
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import cast, get_args
+
+from ...common.hashing import hash_files
+from ...common.progress import Progress, Silent
+from ...common.user_code import names_code
+from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
+from ...exporter.bundle.bundle import Bundle, selected_values
+from ...exporter.bundle.manifest import MANIFEST_FILE
+from ...exporter.checkpoints.load import load
+from ...exporter.edited import edited
+from ...exporter.edits import Edits
+from ...exporter.export import Prepared, manifest_of, prepare, write_graphs
+from ...exporter.model import Model
+from ...exporter.numbers import Numbers, Scope
+from ...exporter.options import AUTO, TUNE, AxisRange, ExportOptions, Kept
+from ...exporter.plan import GraphPlan, plan_graph, resolve_k
+from ...exporter.quantization.tables import table_for_export
+from ...exporter.session import PROVIDERS
+from ...exporter.tensorrt.backends import FLAVOURS
+from ...exporter.tensorrt.cache import default_cache
+from ...exporter.tensorrt.options import CURRENT, EngineOptions
+from ...graphs.lower import Lowered
+from ...graphs.precision.types import Precision
+from ..bench_data import Array
+from ..measure.int8_host import integer_linears
+from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
+from .available import KINDS, EngineKind
+from .onnxruntime import OnnxOpener
+from .pytorch import Graph, GraphSource, Subject
+from .tensorrt import BundleEngine, GraphEngine
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a sweep asks of one model: the lists of its options.
+
+    `engines` are names of `available.KINDS`. `calibration` are the inputs [samples, …] from which
+    INT8 takes its ranges, and `scope` is what it quantises. `shape` is that of one input, for which
+    engines are compiled; the export's own sizes without it.
+    """
+
+    ks: tuple[Kept, ...]
+    lowerings: tuple[str, ...] = (AUTO,)
+    batches: tuple[int, ...] = (1,)
+    engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2, ONNXRUNTIME)
+    precisions: tuple[Precision, ...] = ("fp32",)
+    calibration: Array | None = None
+    shape: tuple[int, ...] | None = None
+    scope: Scope = "experts"
+    threads: int | None = None
+    renormalize: bool = False
+
+    @property
+    def runtimes(self) -> tuple[EngineKind, ...]:
+        """Those of the engines that run exported graphs."""
+        return tuple(KINDS[name] for name in self.engines if KINDS[name].target is not None)
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for `tune`: the sweep itself is the measurement."""
+        if TUNE in self.lowerings:
+            raise UsageError(
+                "--lowering tune belongs to export: a benchmark measures what it is told",
+                hint="name the lowerings to compare, as --lowering dense,gather,grouped",
+            )
+
+
+@contextmanager
+def exported(
+    model: Model,
+    asked: Asked,
+    *,
+    name: str | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Subject]:
+    """Yields a model with a graph per k and lowering, exported to a folder that goes after.
+
+    The graphs for one engine and precision share one weights file. `auto` stands for what the cost
+    model chooses for each of the batch sizes.
+    """
+    progress = progress or Silent()
+    graphs: list[GraphSource] = []
+    specs = {layer: module.spec for layer, module in model.layers.items()}
+    with TemporaryDirectory(prefix="moexport-bench-") as folder:
+        for runtime, precision in product(asked.runtimes, asked.precisions):
+            place = Path(folder) / f"{runtime.name}-{precision}"
+            place.mkdir()
+            progress.step(f"exporting {model.source.path} for {runtime.name} in {precision}")
+            try:
+                graphs += _sources(model, asked, runtime, precision, place)
+            except (LoweringError, UsageError, CalibrationError) as error:
+                if precision == "fp32" and not runtime.compiles:
+                    raise
+                # A precision that a model or target cannot take is a row that says so.
+                every = product(asked.ks, asked.lowerings)
+                reasons = {(_largest(resolve_k(k, specs)), name): error for k, name in every}
+                graphs += _refused(reasons, runtime, precision)
+        said = [graph.open.reason for graph in graphs if isinstance(graph.open, Refused)]
+        if graphs and len(said) == len(graphs):
+            raise said[0]
+        yield Subject(
+            name=name or _named(model.source.path),
+            model=model,
+            ks=tuple(sorted({_largest(resolve_k(k, specs)) for k in asked.ks}, reverse=True)),
+            graphs=tuple(graphs),
+            renormalize=asked.renormalize,
+            engines=asked.engines,
+        )
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A graph that could not be exported: opening it tells why."""
+
+    reason: MoexportError
+
+    def __call__(self) -> Graph:
+        """Raises the reason."""
+        raise self.reason
+
+
+def _refused(
+    reasons: Mapping[tuple[int, str], MoexportError], runtime: EngineKind, precision: Precision
+) -> list[GraphSource]:
+    """A graph for every k and lowering that cannot be exported."""
+    return [
+        GraphSource(k, lowering, Refused(reason), runtime.provider, precision, runtime.engine)
+        for (k, lowering), reason in reasons.items()
+    ]
+
+
+def _sources(
+    model: Model, asked: Asked, runtime: EngineKind, precision: Precision, folder: Path
+) -> list[GraphSource]:
+    """Exports the graphs of a sweep for one runtime; a lowering twice the same is one graph.
+
+    One that cannot serve a layer in this precision is refused by itself.
+    """
+    assert runtime.target is not None
+    numbers = Numbers(precision, scope=asked.scope if precision == "int8" else "experts")
+    options = ExportOptions(
+        target=runtime.target, renormalize=asked.renormalize, numbers=numbers, verify=False
+    )
+    table = None
+    if precision == "int8":
+        table = table_for_export(model, options, data=asked.calibration)
+    prepared = prepare(model, options, table)
+    integers = _integers({each.node: each.reason for each in prepared.numbers.linears})
+    specs = {layer: module.spec for layer, module in model.layers.items()}
+    graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
+    reasons: dict[tuple[int, str], MoexportError] = {}
+    for k, lowering, batch in product(asked.ks, asked.lowerings, asked.batches):
+        kept = resolve_k(k, specs)
+        try:
+            graph = plan_graph(
+                model,
+                prepared.portable,
+                kept,
+                replace(options, batch=AxisRange(1, batch, batch)),
+                lowering_name=lowering,
+                file=f"model-{len(graphs)}.onnx",
+            )
+        except LoweringError as error:
+            reasons[_largest(kept), lowering] = error
+        else:
+            graphs.setdefault((_largest(kept), graph.lowerings), graph)
+    refused = _refused(reasons, runtime, precision)
+    if not graphs:
+        return refused
+    prepared = replace(prepared, plan=replace(prepared.plan, graphs=tuple(graphs.values())))
+    lowered = write_graphs(prepared, folder)
+    if runtime.compiles:
+        _write_manifest(prepared, lowered, folder)
+    engine = engine_options(model, asked, runtime.engine) if runtime.compiles else None
+    return refused + [
+        GraphSource(
+            k=k,
+            lowering="+".join(sorted(set(names))),
+            open=GraphEngine(folder, runtime.engine, graph.file, engine)
+            if engine is not None
+            else OnnxOpener(
+                folder / graph.file,
+                selected_values(lowered[graph.file].values),
+                {n: spec.experts for n, spec in specs.items() if _has_sets(spec.kind)},
+                threads=asked.threads,
+                provider=PROVIDERS[runtime.provider],
+            ),
+            provider=runtime.provider,
+            precision=precision,
+            engine=runtime.engine,
+            kept={layer.name: layer.work.kept for layer in graph.layers},
+            integers=integer_linears(folder / graph.file, integers),
+        )
+        for (k, names), graph in graphs.items()
+    ]
+
+
+def _write_manifest(prepared: Prepared, lowered: Mapping[str, Lowered], folder: Path) -> None:
+    """Makes the folder a bundle, which is what engines are built into."""
+    manifest = manifest_of(prepared, lowered, {}, folder, real_inputs=False)
+    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+
+
+def engine_options(model: Model, asked: Asked, flavour: str) -> EngineOptions:
+    """Returns how a sweep compiles: a profile for each batch size, of exactly the inputs' shape.
+
+    Finished engines are kept where those of `export` are.
+    """
+    sizes: dict[str, AxisRange] = {}
+    if asked.shape is not None and len(asked.shape) == len(model.input.shape) - 1:
+        named = zip(model.input.shape[1:], asked.shape, strict=True)
+        sizes = {axis: _exactly(size) for axis, size in named if isinstance(axis, str)}
+    return EngineOptions(
+        profiles=tuple({"batch": _exactly(batch)} | sizes for batch in sorted({*asked.batches})),
+        compute_capabilities=(CURRENT,) if FLAVOURS[flavour].cards else (),
+        cache=default_cache(),
+    )
+
+
+def _integers(linears: Mapping[str, str | None]) -> list[str]:
+    """Those linear layers of a host that nothing kept in floats."""
+    return [node for node, reason in linears.items() if reason is None]
+
+
+def _exactly(size: int) -> AxisRange:
+    return AxisRange(size, size, size)
+
+
+def _largest(kept: Mapping[str, int | None]) -> int:
+    return max(value for value in kept.values() if value is not None)
+
+
+def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> Subject:
+    """Returns a bundle beside the PyTorch model it was made from.
+
+    What is `asked` is measured where the bundle's k is a graph input; a baked k stays. Without
+    `model` the checkpoint that the manifest names is loaded; `UsageError` when it is gone or
+    another.
+    """
+    record = bundle.manifest
+    edits = Edits.from_records(record.edits, str(bundle.path / MANIFEST_FILE))
+    model = edited(model or _source_of(bundle), edits)
+    takes_k = record.k == "input"
+    numbers = {layer.name: layer.precision for layer in record.layers}
+    if takes_k:
+        specs = {name: layer.spec for name, layer in model.layers.items()}
+        ks = [_largest(resolve_k(each, specs)) for each in asked.ks]
+    else:
+        ks = [max(layer.k for layer in record.layers if layer.k is not None)]
+    linears = _integers(record.numbers.get("linears", {}))
+    integers = {
+        graph.file: integer_linears(bundle.path / graph.file, linears) for graph in record.graphs
+    }
+    return Subject(
+        name=bundle.path.name,
+        model=model,
+        ks=tuple(ks),
+        graphs=tuple(
+            GraphSource(
+                k=k,
+                lowering="+".join(sorted(set(graph.lowerings.values()))),
+                open=BundleEngine(bundle.path, runtime.engine, graph.file, k if takes_k else None)
+                if runtime.compiles
+                else OnnxOpener(
+                    bundle.path / graph.file,
+                    graph.selected,
+                    {m.name: m.experts for m in record.layers if _has_sets(m.kind)},
+                    k if takes_k else None,
+                    asked.threads,
+                    PROVIDERS[runtime.provider],
+                ),
+                provider=runtime.provider,
+                precision=record.precision,
+                engine=runtime.engine,
+                kept={layer.name: layer.k for layer in record.layers if layer.k is not None},
+                floating=frozenset(n for n, each in numbers.items() if each != "int8"),
+                integers=integers[graph.file],
+            )
+            for graph in record.graphs
+            for k in ks
+            for runtime in asked.runtimes
+        ),
+        renormalize=record.renormalize,
+        engines=asked.engines,
+    )
+
+
+def _named(source: str) -> str:
+    """What a model is called in results: its file without the ending, or the code that makes it."""
+    return source if names_code(source) else Path(source).stem
+
+
+def told_apart(subjects: Sequence[Subject], places: Sequence[Path]) -> list[Subject]:
+    """Returns subjects of one name with the folders before it that tell them apart.
+
+    `places` are where they come from: `a/vit.pt` and `b/vit.pt` become `a/vit` and `b/vit`. One
+    place named twice keeps its name, which a benchmark's plan refuses.
+    """
+    names = [subject.name for subject in subjects]
+    folders = [place.absolute().parts[-2::-1] for place in places]  # from the last one upwards
+    for depth in range(max(map(len, folders), default=0) + 1):
+        repeated = {name for name in names if names.count(name) > 1}
+        if not repeated:
+            break
+        names = [
+            f"{above[depth]}/{name}" if name in repeated and depth < len(above) else name
+            for name, above in zip(names, folders, strict=True)
+        ]
+    else:
+        names = [subject.name for subject in subjects]
+    return [replace(subject, name=name) for subject, name in zip(subjects, names, strict=True)]
+
+
+def _source_of(bundle: Bundle) -> Model:
+    source = bundle.manifest.source
+    path = Path(source.path)
+    if names_code(source.path):
+        raise UsageError(
+            f"{bundle.path}: made from {source.path}, which every benchmark needs beside it",
+            hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",
+        )
+    if not path.exists():
+        raise UsageError(
+            f"{bundle.path}: its checkpoint {path} is not here, and the untouched PyTorch model is "
+            "part of every benchmark",
+            hint=f"name the checkpoint before the bundle: moexport bench CHECKPOINT {bundle.path}",
+        )
+    model = load(path, family=source.family, config=source.config)
+    if hash_files(model.source.files) != source.sha256:
+        raise UsageError(
+            f"{path}: is not the checkpoint that {bundle.path} was made from (SHA-256 differs)",
+            hint="export again, or name the right checkpoint before the bundle",
+        )
+    return model
+
+
+def _has_sets(kind: str) -> bool:
+    """Whether layers of a kind choose a set of experts per input, which routing rows compare."""
+    return kind == "soft-moe"
+
+
+def parse_precisions(text: str) -> tuple[Precision, ...]:
+    """Returns the precisions of a list; UsageError for a name that is none."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in names if name not in get_args(Precision)]
+    if unknown or not names:
+        raise UsageError(
+            f"--precision {text}: there is no such precision",
+            hint=f"choose from: {', '.join(get_args(Precision))}",
+        )
+    return tuple(dict.fromkeys(cast(Precision, name) for name in names))

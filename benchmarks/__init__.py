@@ -1,1 +1,0 @@
-"""The speed targets: what is measured, and against what. `python -m benchmarks` runs them."""

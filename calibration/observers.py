@@ -1,0 +1,194 @@
+"""The observing graph: a model that returns what its tensors look like instead of what it computes.
+
+Everything that is counted is counted inside the graph; what leaves the runtime per batch is a few
+numbers and one histogram a tensor, whatever the tensor's size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import onnx_ir as ir
+
+from ..graphs.builder import Builder
+from ..graphs.lower import LayerChoice, lower
+from ..graphs.precision.linears import INPUT, host_linears
+from ..graphs.precision.ranges import is_ranged, range_key
+from .histogram import BINS, HALF
+
+MASK = 1e30
+"""Values beyond this are no activations but masks (−inf, or the lowest float, before a softmax)."""
+
+_POWERS = 2.0 ** np.arange(-100, 128, dtype=np.float64)
+"""What the bins of one side may reach to."""
+
+_MOVES = frozenset(
+    {
+        *("Concat", "Expand", "Flatten", "Gather", "GatherND", "Identity", "Pad", "Reshape"),
+        *("Slice", "Split", "Squeeze", "Tile", "Transpose", "Unsqueeze"),
+    }
+)
+"""Ops that move values and make none: their peaks are those of their inputs."""
+
+
+@dataclass(frozen=True, slots=True)
+class Observed:
+    """Names of the graph's outputs that describe one tensor.
+
+    `counts` int32 [BINS] as in `histogram.Histogram`, `width` of a bin, `minimum`, `maximum`, and
+    `magnitude`, Σ|x|: not finite where any value is not.
+    """
+
+    counts: str
+    width: str
+    minimum: str
+    maximum: str
+    magnitude: str
+
+
+@dataclass(frozen=True)
+class ObservingGraph:
+    """A model whose outputs are observations: of ranged tensors by key, and peaks by key."""
+
+    model: ir.Model
+    ranged: Mapping[str, Observed]
+    peaks: Mapping[str, str]
+
+
+@dataclass
+class _Observers:
+    """Adds the nodes, and remembers which output says what of which tensor."""
+
+    ranged: dict[str, Observed] = field(default_factory=dict)
+    peaks: dict[str, str] = field(default_factory=dict)
+
+    def layer(self, b: Builder) -> list[ir.Value]:
+        """Observes the taps of one lowered MoE layer (`graphs.lower.Observer`)."""
+        added = []
+        for tensor, parts in b.taps.items():
+            value = parts[0]
+            if len(parts) > 1:
+                value = b.op("Concat", *parts, axis=0, name=f"observed/{tensor}")
+            added += self.tensor(b, range_key(b.layer, tensor), tensor, value)
+        return added
+
+    def tensor(self, b: Builder, key: str, name: str, value: ir.Value) -> list[ir.Value]:
+        """Observes one tensor: its range where it may be quantised, else its peak."""
+        if not is_ranged(name):
+            peak = _peak(b, value, f"observed/{name}")
+            self.peaks[key] = _named(peak)
+            return [peak]
+        values = _histogram(b, value, f"observed/{name}")
+        self.ranged[key] = Observed(**{what: _named(v) for what, v in values.items()})
+        return list(values.values())
+
+
+def observing_graph(portable: ir.Model, choices: Mapping[str, LayerChoice]) -> ObservingGraph:
+    """Returns a copy of a traced model that observes instead of answering.
+
+    Ranged are the inputs of the host's linear layers and, of each MoE layer, what its lowering taps
+    (`graphs.ranges.range_key`); the lowering must compute the rows of the selection alone. Peaks
+    are taken of every other float value that an op of the host or of an expert makes.
+    """
+    model = portable.clone()
+    observers = _Observers()
+    answers = list(model.graph.outputs)
+    _observe_host(model.graph, observers)
+    lowered = lower(model, choices, observers.layer).model
+    graph = lowered.graph
+    for value in [v for v in graph.outputs if v.name in {a.name for a in answers}]:
+        graph.outputs.remove(value)
+    return ObservingGraph(lowered, observers.ranged, observers.peaks)
+
+
+def _observe_host(graph: ir.Graph, observers: _Observers) -> None:
+    nodes: list[ir.Node] = []
+    outputs: list[ir.Value] = []
+
+    def observe(key: str, tensor: str, value: ir.Value) -> None:
+        b = Builder(f"{key}/{tensor}")
+        outputs.extend(observers.tensor(b, key, tensor, value))
+        nodes.extend(b.nodes)
+        for initializer in b.initializers:
+            graph.register_initializer(initializer)
+
+    for linear in host_linears(graph):
+        observe(linear.key, INPUT, linear.input)
+    for node, value in _made(graph):
+        assert node.name is not None
+        observe(node.name, "output", value)
+    graph.extend(nodes)
+    graph.outputs.extend(outputs)
+
+
+def _made(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
+    """The float values that ops of the host make, and the nodes that make them."""
+    for node in list(graph):
+        if node.op_type not in _MOVES and node.outputs[0].dtype == ir.DataType.FLOAT:
+            yield node, node.outputs[0]
+
+
+def _histogram(b: Builder, x: ir.Value, name: str) -> dict[str, ir.Value]:
+    """Adds a tensor's extremes and its counts; the names are those of `Observed`.
+
+    Every step is exact: the width is a power of two, found by comparing with all of them.
+    """
+    minimum = b.op("ReduceMin", x, keepdims=0, name=f"{name}/minimum")
+    maximum = b.op("ReduceMax", x, keepdims=0, name=f"{name}/maximum")
+    magnitude = b.op("ReduceL1", x, keepdims=0, name=f"{name}/magnitude")
+    below = b.op("Neg", minimum, name=f"{name}/below")
+    peak = b.op("Max", maximum, below, name=f"{name}/peak")
+    powers = b.constant(_POWERS.astype(np.float32))
+    smaller = b.op("LessOrEqual", powers, peak, name=f"{name}/smaller")
+    counted = b.op("Cast", smaller, to=ir.DataType.INT64.value, name=f"{name}/smaller_int")
+    place = b.op("ReduceSum", counted, keepdims=0, name=f"{name}/place")
+    place = b.op("Min", place, b.integer(len(_POWERS) - 1), name=f"{name}/place_within")
+    side = b.op("Gather", powers, place, axis=0, name=f"{name}/side")
+    width = b.op("Mul", side, b.number(1.0 / HALF), name=f"{name}/width")
+
+    flat = b.op("Reshape", x, b.ints(-1), name=f"{name}/flat")
+    scaled = b.op("Div", flat, width, name=f"{name}/scaled")
+    floored = b.op("Floor", scaled, name=f"{name}/floored")
+    index = b.op("Add", floored, b.number(HALF), name=f"{name}/bin")
+    index = b.op("Cast", index, to=ir.DataType.INT32.value, name=f"{name}/bin_int")
+    # What is not finite lands anywhere; `magnitude` tells, and the bins stay within the counts.
+    least, most = np.array(0, np.int32), np.array(BINS - 1, np.int32)
+    index = b.op("Clip", index, b.constant(least), b.constant(most), name=f"{name}/bin_within")
+    shape = b.op("Shape", index, name=f"{name}/size")
+    ones = b.op("Expand", b.constant(np.ones(1, np.int32)), shape, name=f"{name}/ones")
+    counts = b.op(
+        "ScatterElements",
+        b.constant(np.zeros(BINS, np.int32)),
+        index,
+        ones,
+        axis=0,
+        reduction="add",
+        name=f"{name}/counts",
+    )
+    for value in (width, minimum, maximum, magnitude):
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([])
+    counts.type, counts.shape = ir.TensorType(ir.DataType.INT32), ir.Shape([BINS])
+    return {
+        "counts": counts,
+        "width": width,
+        "minimum": minimum,
+        "maximum": maximum,
+        "magnitude": magnitude,
+    }
+
+
+def _peak(b: Builder, x: ir.Value, name: str) -> ir.Value:
+    """Adds the largest absolute value that is no mask."""
+    sizes = b.op("Abs", x, name=f"{name}/abs")
+    usual = b.op("Less", sizes, b.number(MASK), name=f"{name}/usual")
+    sizes = b.op("Where", usual, sizes, b.number(0.0), name=f"{name}/no_masks")
+    peak = b.op("ReduceMax", sizes, keepdims=0, name=f"{name}/peak")
+    peak.type, peak.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape([])
+    return peak
+
+
+def _named(value: ir.Value) -> str:
+    assert value.name is not None
+    return value.name

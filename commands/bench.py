@@ -1,0 +1,288 @@
+"""`bench`, `specialise`, `report` and `demo`; `cli.py` adds them to the program."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ..common.console import Console
+from ..common.writing import check_folder
+from ..errors import UsageError
+from .options import AsJson, Kind, ModelArgument, ModelFlags, Verbosity, output_option, typed_source
+
+if TYPE_CHECKING:
+    from ..bench.results import Results
+
+
+class Paper(StrEnum):
+    """Experiments of the papers; the names of `bench.paper`."""
+
+    MNIST = "mnist"
+    MNIST_NORMALISED = "mnist-normalised"
+    LATENCY = "latency"
+    MUMOE = "mumoe"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchFlags:
+    """What is measured, and over which settings."""
+
+    k: Annotated[str, typer.Option(help="Experts kept, a list: n,0.5,0.25 or 16,8,4.")] = (
+        "n,0.5,0.25,0.125"
+    )
+    lowering: Annotated[str, typer.Option(help="A list of lowerings, or auto.")] = "auto"
+    precision: Annotated[
+        str, typer.Option(help="A list: fp32,fp16,bf16,int8 (ranges from --data).")
+    ] = "fp32"
+    engine: Annotated[
+        str, typer.Option(help="A list: pytorch-compile, onnxruntime, tensorrt-rtx, …, or all.")
+    ] = "all"
+    batch: Annotated[str, typer.Option(help="Batch sizes, a list.")] = "1"
+    data: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DATA",
+            help="Labelled: an .npz, a folder of images by class, package.module:iterable.",
+        ),
+    ] = None
+    rounds: Annotated[int, typer.Option(help="Rounds in which all engines take turns.", min=5)] = 5
+    samples: Annotated[
+        int | None, typer.Option(help="Inputs for accuracy [default: all].", min=1)
+    ] = None
+    threads: Annotated[int | None, typer.Option(help="Threads of every engine.", min=1)] = None
+    memory: Annotated[bool, typer.Option(help="Measure peak memory, in a process per engine.")] = (
+        True
+    )
+    pixels: Annotated[
+        str | None, typer.Option(help="Scale of images: unit, symmetric or imagenet.")
+    ] = None
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="OLD.JSON", help="Earlier results [default: those in -o]."),
+    ] = None
+    fail_if_slower: Annotated[
+        str | None,
+        typer.Option(metavar="5%", help="Exit 1 if a row is slower than before by more."),
+    ] = None
+    analysis: Annotated[
+        str, typer.Option(help="A list: retention, random, subsets, shares, or all. Needs labels.")
+    ] = ""
+    max_subsets: Annotated[
+        int | None, typer.Option(help="The most sets of experts to try all of.", min=1)
+    ] = None
+
+
+def bench(
+    *,
+    output: Annotated[Path, output_option("DIR", "Where to write.")],
+    models: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="MODEL|BUNDLE…",
+            parser=typed_source,
+            help="A model, or a model and its bundles.",
+        ),
+    ] = None,
+    reading: ModelFlags,
+    flags: BenchFlags,
+    paper: Annotated[
+        Paper | None, typer.Option(help="Run the papers' own experiment instead of a model.")
+    ] = None,
+    as_json: AsJson = False,
+    verbosity: Verbosity,
+) -> None:
+    """Measure accuracy, routing and latency for every k against PyTorch; write a report.
+
+    Run again after an interruption, it goes on where it stopped.
+    """
+    console = verbosity.console()
+    check_folder(output)
+    if paper is not None:
+        if models:
+            raise UsageError(
+                f"--paper {paper.value} makes its own models, and {models[0]} was named too",
+                hint="leave the model or --paper out",
+            )
+        _paper(console, paper, output, flags.threads, as_json=as_json)
+        return
+    if not models:
+        raise UsageError(
+            "bench: no model to measure", hint="moexport bench vit.pt -o report, or --paper mnist"
+        )
+    from ..bench.report.guard import earlier, fail_if, parse_share
+    from ..bench.report.summary import rows_table
+
+    share = None if flags.fail_if_slower is None else parse_share(flags.fail_if_slower)
+    before = earlier(output, flags.compare, wanted=share is not None)
+    results = _measure(models, output, reading, flags, before, console)
+    console.finish()
+    _print_results(results, rows_table(results), output, as_json=as_json)
+    if before is not None:
+        for line in fail_if(before, results, share):
+            console.note(line)
+    elif share is not None:
+        console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
+
+
+def _measure(
+    models: Sequence[str],
+    output: Path,
+    reading: ModelFlags,
+    flags: BenchFlags,
+    before: Results | None,
+    console: Console,
+) -> Results:
+    """Loads the models and bundles and returns their rows."""
+    batches = _sizes(flags.batch, "--batch")
+    from ..api import bench as run_bench
+    from ..exporter.bundle.bundle import Bundle
+
+    listed = [
+        Bundle.open(name)
+        if (Path(name) / "manifest.json").is_file()
+        else reading.load(name, console)
+        for name in models
+    ]
+    return run_bench(
+        listed,
+        data=flags.data,
+        k=[part.strip() for part in flags.k.split(",") if part.strip()],
+        lowering=flags.lowering,
+        precision=flags.precision,
+        engine=flags.engine,
+        batch=batches,
+        out=output,
+        rounds=flags.rounds,
+        samples=flags.samples,
+        threads=flags.threads,
+        memory=flags.memory,
+        pixels=flags.pixels,
+        before=before,
+        analysis=flags.analysis,
+        max_subsets=flags.max_subsets,
+        command=_command(),
+        progress=console,
+    )
+
+
+def _paper(
+    console: Console, paper: Paper, output: Path, threads: int | None, *, as_json: bool
+) -> None:
+    from ..bench.paper import run_paper
+
+    with console:
+        results, text = run_paper(paper.value, output, console, threads=threads, command=_command())
+    _print_results(results, text, output, as_json=as_json)
+
+
+def _print_results(results: Results, text: str, output: Path, *, as_json: bool) -> None:
+    from ..bench.results import to_json
+
+    print(to_json(results) if as_json else f"{text}\n\nreport: {output / 'report.html'}")
+
+
+def specialise(
+    *,
+    model: ModelArgument,
+    data: Annotated[
+        Path, typer.Option(metavar="X.NPZ", help="input and label: accuracy is taken by class.")
+    ],
+    output: Annotated[Path | None, output_option("DIR", "Where to write JSON and figure.")] = None,
+    reading: ModelFlags,
+    layer: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="The layer whose experts are removed [default: the last]."
+        ),
+    ] = None,
+    group_by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARRAY", help="Subgroups for mean coefficients [default: the labels]."
+        ),
+    ] = None,
+    as_json: AsJson = False,
+    verbosity: Verbosity,
+) -> None:
+    """Say what each expert is for: how its removal changes the accuracy of every class."""
+    from ..api import specialise as run_specialise
+    from ..bench.specialise_views import text, to_json, write
+
+    if output is not None:
+        check_folder(output)
+    with verbosity.console() as console:
+        loaded = reading.load(model, console)
+        found = run_specialise(loaded, data, layer=layer, group_by=group_by, progress=console)
+    written = () if output is None else write(found, output)
+    print(to_json(found) if as_json else text(found), end="" if as_json else "\n")
+    if written and not as_json:
+        print(f"\nwritten: {', '.join(map(str, written))}")
+
+
+def report(
+    *,
+    results: Annotated[Path, typer.Argument(metavar="RESULTS.JSON", help="What bench wrote.")],
+    output: Annotated[
+        Path, output_option("REPORT.HTML", "The page; Markdown, CSV and figures go beside it.")
+    ],
+    compare: Annotated[
+        Path | None,
+        typer.Option(metavar="OLD.JSON", help="Tell what changed beyond the spread since then."),
+    ] = None,
+    verbosity: Verbosity,
+) -> None:
+    """Make the report again from a results file."""
+    from ..bench.report.compare import compare as compare_results
+    from ..bench.results import read
+    from ..bench.run import write_views
+
+    console = verbosity.console()
+    now = read(results)
+    comparison = None if compare is None else compare_results(read(compare), now)
+    paths = write_views(now, output, comparison)
+    if comparison is not None:
+        print(comparison.sentence)
+        for line in (*(change.label for change in comparison.told), *comparison.notes):
+            print(f"  {line}")
+    console.note(f"wrote {', '.join(str(path) for path in paths)}")
+
+
+def demo(
+    *,
+    output: Annotated[Path, output_option("DIR", "Where everything goes.")] = Path("demo"),
+    family: Annotated[
+        Kind, typer.Option(help="The kind of networks that are trained.")
+    ] = Kind.SOFT_MOE,
+    force: Annotated[bool, typer.Option("--force", help="Replace an earlier demo.")] = False,
+    verbosity: Verbosity,
+) -> None:
+    """Train Soft MoEs or muMoEs on handwritten digits, export, verify and measure them."""
+    if family is Kind.MUMOE:
+        from ..bench.demo.mumoe import run_mumoe_demo as run
+    else:
+        from ..bench.demo.demo import run_demo as run
+
+    with verbosity.console() as console:
+        outcome = run(output, console, force=force)
+    print(outcome.text)
+
+
+def _sizes(text: str, option: str) -> list[int]:
+    try:
+        sizes = [int(part) for part in text.split(",") if part.strip()]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise UsageError(f"{option} {text}: not a list of sizes", hint=f"for example {option} 1,16")
+    return sizes
+
+
+def _command() -> str:
+    return shlex.join(["moexport", *sys.argv[1:]])

@@ -1,0 +1,184 @@
+"""The weights file: every tensor of a model once, in a layout that serves all lowerings.
+
+A layer's experts are stored stacked, [n, d, h], contiguous per expert. A lowering that wants the
+stack points at its beginning, one that wants expert e's matrix points into the same bytes at an
+offset. Tensors are written one expert at a time, so that a transposed or memory-mapped source is
+never held whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+
+import numpy as np
+import onnx_ir as ir
+
+from ...common.files import Reading
+from ...common.progress import Progress, Silent
+from ...graphs.layers.base import MoELayer
+from ...graphs.precision.types import FP32, Arithmetic
+from ...graphs.precision.weights import narrowed
+
+WEIGHTS_FILE = "weights.bin"
+
+INLINE_BYTES = 1024
+"""Smaller host constants stay inside the ONNX file: shapes, scalars, short vectors."""
+
+WEIGHT_TYPES = frozenset(
+    {
+        ir.DataType.FLOAT,
+        ir.DataType.FLOAT16,
+        ir.DataType.BFLOAT16,
+        ir.DataType.INT8,
+        ir.DataType.UINT8,
+    }
+)
+
+_PAGE = 4096
+_WORD = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """Where a tensor lies in the weights file, and in what type."""
+
+    offset: int
+    shape: tuple[int, ...]
+    dtype: ir.DataType = ir.DataType.FLOAT
+
+    @property
+    def bytes(self) -> int:
+        """Its size in bytes."""
+        return size_of(self.shape, self.dtype)
+
+    def part(self, index: int) -> Stored:
+        """The `index`-th part along the first axis, in the same bytes."""
+        part = Stored(0, self.shape[1:], self.dtype)
+        return Stored(self.offset + index * part.bytes, part.shape, self.dtype)
+
+    def external(self, name: str) -> ir.ExternalTensor:
+        """The tensor as external data of an ONNX file that lies beside the weights file."""
+        return ir.ExternalTensor(
+            location=WEIGHTS_FILE,
+            offset=self.offset,
+            length=self.bytes,
+            dtype=self.dtype,
+            shape=ir.Shape(self.shape),
+            name=name,
+        )
+
+
+def size_of(shape: tuple[int, ...], dtype: ir.DataType) -> int:
+    """Returns the bytes of a tensor."""
+    return dtype.bitwidth * prod(shape) // 8
+
+
+def layer_bytes(layer: MoELayer, arithmetic: Arithmetic) -> int:
+    """Returns the bytes that `write_layer` writes, paddings not counted; reads no weights."""
+    return sum(size_of(part.shape, part.dtype) for part in narrowed(layer.stored(), arithmetic))
+
+
+class WeightsWriter:
+    """Appends tensors to a weights file; a context manager that closes it.
+
+    The tensors may be mapped from `sources`, whose pages are dropped as they are done with.
+    `progress` is told the bytes written.
+    """
+
+    def __init__(
+        self, directory: Path, progress: Progress | None = None, sources: Iterable[Path] = ()
+    ) -> None:
+        self._progress = progress or Silent()
+        self._reading = Reading(sources)
+        self._file = (directory / WEIGHTS_FILE).open("wb")
+
+    def __enter__(self) -> WeightsWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._file.close()
+        self._reading.end()
+
+    def add(
+        self,
+        parts: Iterable[np.ndarray],
+        shape: tuple[int, ...],
+        dtype: ir.DataType = ir.DataType.FLOAT,
+    ) -> Stored:
+        """Writes the parts one after the other as one tensor of `shape`, converted to `dtype`."""
+        stored = Stored(self._align(size_of(shape, dtype)), shape, dtype)
+        for part in parts:
+            array = np.ascontiguousarray(part, dtype=dtype.numpy())
+            # Not ndarray.tofile, whose errors do not tell a full disk from any other failure. As
+            # bytes, since bfloat16 has no place in the buffer protocol.
+            self._file.write(array.reshape(-1).view(np.uint8).data)
+            self._progress.advance(array.nbytes)
+            self._reading.advance(part.nbytes)
+        written = self._file.tell() - stored.offset
+        assert written == stored.bytes, f"{written} bytes written for shape {shape}"
+        return stored
+
+    def _align(self, size: int) -> int:
+        """Pads to a page before a tensor that fills one, so that runtimes can map it."""
+        step = _PAGE if size >= _PAGE else _WORD
+        self._file.write(b"\0" * (-self._file.tell() % step))
+        return self._file.tell()
+
+
+class StoredLayer:
+    """One layer's weights in the weights file (`graphs.parameters.LayerTensors`)."""
+
+    def __init__(self, layer: str, tensors: Mapping[str, Stored]) -> None:
+        self._layer = layer
+        self._tensors = tensors
+
+    def has(self, name: str) -> bool:
+        """Whether the layer has this weight."""
+        return name in self._tensors
+
+    def stacked(self, name: str, *, batched: bool = False) -> ir.ExternalTensor:
+        """The whole tensor; `batched` as a batch of one, [1, …]."""
+        stored = self._tensors[name]
+        if batched:
+            stored = Stored(stored.offset, (1, *stored.shape), stored.dtype)
+        return stored.external(f"{self._layer}/{name}")
+
+    def expert(self, name: str, index: int) -> ir.ExternalTensor:
+        """One expert's part of a tensor whose first axis is n."""
+        return self._tensors[name].part(index).external(f"{self._layer}/{name}/{index}")
+
+
+def write_layer(
+    writer: WeightsWriter, name: str, layer: MoELayer, arithmetic: Arithmetic = FP32
+) -> StoredLayer:
+    """Writes a layer's weights, in the numbers that it is to compute in.
+
+    Returns where they are, by the names of its lowerings.
+    """
+    return StoredLayer(
+        name,
+        {
+            part.name: writer.add(part.parts, part.shape, part.dtype)
+            for part in narrowed(layer.stored(), arithmetic)
+        },
+    )
+
+
+def write_host(writer: WeightsWriter, portable: ir.Model) -> None:
+    """Writes a traced graph's own weights and lets its initializers point at them."""
+    for name, value in portable.graph.initializers.items():
+        tensor = value.const_value
+        assert tensor is not None
+        if tensor.dtype not in WEIGHT_TYPES or tensor.nbytes < INLINE_BYTES:
+            continue
+        shape = tuple(tensor.shape.numpy())
+        value.const_value = writer.add([tensor.numpy()], shape, tensor.dtype).external(name)

@@ -1,0 +1,194 @@
+"""From a file on disk to named float32 tensors: unwrapped, cleaned and checked."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...common.files import Reading
+from ...errors import CheckpointError
+from .files import find_files, read_files
+from .widened import widened
+
+ARGUMENTS = ("model_args", "hyper_parameters")
+"""Where nanoGPT with its descendants, and Lightning, keep the constructor's arguments beside the
+weights."""
+
+WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
+"""Keys under which training scripts keep the state dict, in the order of preference."""
+
+AVERAGES = ("model_ema", "state_dict_ema")
+
+PREFIXES = ("module.", "_orig_mod.", "model.", "net.", "network.")
+"""What DataParallel and torch.compile put before every key, and the attributes in which a
+LightningModule keeps its network."""
+
+TRAINING = re.compile(
+    r"(criterion|loss(_\w+)?|\w+_loss|(\w+_)?metrics?|(\w+_)?acc(uracy)?|(train|val|valid|test)_\w+)\."
+)
+"""What a LightningModule has beside its network: losses and metrics with a state of their own."""
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A state dict as its author's model had it.
+
+    `tensors` are float32 where they are floating-point, and memory-mapped where the file already
+    held float32; of a checkpoint read without `values`, they are as in the file. `prefixes` were
+    removed from every key, outermost first. `config` is the path of a `config.json` found beside
+    the weights; `arguments` are the constructor's, where the training code saved them in the file,
+    and `arguments_key` is where. `mapped` are the files that `tensors` are mapped from:
+    `files`, and a temporary one of weights that were converted.
+    """
+
+    tensors: dict[str, Tensor]
+    files: tuple[Path, ...]
+    notes: tuple[str, ...] = ()
+    prefixes: tuple[str, ...] = ()
+    config: Path | None = field(default=None)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    arguments_key: str = ""
+    mapped: tuple[Path, ...] = ()
+
+
+def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
+    """Returns the weights in `source`: a file, an index of shards, or a folder that holds them.
+
+    Without `values`, what reads every weight is left out, for who looks at shapes alone: the search
+    for NaN, and the conversion to float32. Raises CheckpointError, which says what was wrong with
+    which file or key.
+    """
+    try:
+        found = find_files(source)
+        saved = read_files(found)
+    except OSError as error:
+        raise CheckpointError(
+            f"{source}: cannot be read: {error.strerror or error}",
+            hint="check the path and its permissions",
+        ) from error
+    notes: list[str] = []
+    content = _unwrap(saved, notes)
+    tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
+    if not tensors:
+        raise CheckpointError(
+            f"{source}: no tensors inside; it holds {_listed(content)}",
+            hint="save the model's state_dict()",
+        )
+    others = [str(key) for key in content if str(key) not in tensors]
+    if others:
+        notes.append(f"skipped what is no tensor: {', '.join(others[:6])}")
+    tensors = _dotted(tensors)
+    tensors, prefixes = _without_prefixes(_network_alone(tensors, notes))
+    if prefixes:
+        notes.append(f"removed the prefix {''.join(prefixes)} from every key")
+    mapped = found.files
+    if values:
+        tensors, converted = _as_float32(tensors, notes, found.files)
+        mapped += converted
+        _check_finite(source, tensors, Reading(mapped))
+    arguments_key = next((k for k in ARGUMENTS if isinstance(saved.get(k), Mapping)), "")
+    return Checkpoint(
+        tensors,
+        found.files,
+        tuple(notes),
+        prefixes,
+        found.config,
+        dict(saved[arguments_key]) if arguments_key else {},
+        arguments_key,
+        mapped,
+    )
+
+
+def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
+    """The innermost state dict, following the wrappers of training scripts."""
+    while True:
+        present = [key for key in WRAPPERS if isinstance(content.get(key), Mapping)]
+        if not present:
+            return content
+        chosen = present[0]
+        averages = [key for key in present[1:] if key in AVERAGES]
+        if averages and chosen not in AVERAGES:
+            notes.append(
+                f"read the weights under {chosen!r}; the moving average under {averages[0]!r} was "
+                "left (save it alone to export it)"
+            )
+        else:
+            notes.append(f"read the weights under {chosen!r}")
+        content = content[chosen]
+
+
+def _listed(content: Mapping[str, Any]) -> str:
+    entries = [f"{key} ({type(value).__name__})" for key, value in content.items()]
+    return ", ".join(entries[:6]) if entries else "nothing"
+
+
+def _dotted(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Keys of a JAX flat dict (`Router/mu`) as PyTorch would write them (`Router.mu`)."""
+    if any("." in key for key in tensors):
+        return tensors
+    return {key.strip("/").replace("/", "."): value for key, value in tensors.items()}
+
+
+def _network_alone(tensors: dict[str, Tensor], notes: list[str]) -> dict[str, Tensor]:
+    """The tensors without losses and metrics, where all others lie in one known attribute."""
+    network = {key: value for key, value in tensors.items() if not TRAINING.match(key)}
+    others = [key for key in tensors if key not in network]
+    if not network or not others or not _without_prefixes(network)[1]:
+        return tensors
+    notes.append(f"left out what only the training needs: {', '.join(others[:6])}")
+    return network
+
+
+def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tuple[str, ...]]:
+    """The tensors without the prefixes that all keys share, and those prefixes in order."""
+    removed: list[str] = []
+    while True:
+        shared = next((p for p in PREFIXES if all(k.startswith(p) for k in tensors)), None)
+        if shared is None:
+            return tensors, tuple(removed)
+        tensors = {key.removeprefix(shared): value for key, value in tensors.items()}
+        removed.append(shared)
+
+
+def _as_float32(
+    tensors: dict[str, Tensor], notes: list[str], files: tuple[Path, ...]
+) -> tuple[dict[str, Tensor], tuple[Path, ...]]:
+    """Floating-point tensors as float32; those that are float32 already are passed on uncopied.
+
+    Also returns the file that the converted ones are mapped from, if any.
+    """
+    others = {
+        key: tensor
+        for key, tensor in tensors.items()
+        if tensor.is_floating_point() and tensor.dtype != torch.float32
+    }
+    if not others:
+        return tensors, ()
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in others.values()})
+    notes.append(f"converted {', '.join(dtypes)} weights to float32")
+    converted, file = widened(others, files)
+    return {**tensors, **converted}, () if file is None else (file,)
+
+
+def _check_finite(source: Path, tensors: dict[str, Tensor], reading: Reading) -> None:
+    """Raises CheckpointError for a weight that is NaN or infinite, naming its key."""
+    for key, tensor in tensors.items():
+        if tensor.is_meta or not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        # The extremes of a tensor with a NaN are NaN; finding them allocates nothing.
+        low, high = (float(x) for x in torch.aminmax(tensor.detach()))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            value = "NaN" if math.isnan(low) or math.isnan(high) else "infinite values"
+            raise CheckpointError(
+                f"{source}: {key} holds {value}",
+                hint="the training diverged or the file is damaged: use an earlier checkpoint",
+            )
+        reading.advance(tensor.nbytes)
+    reading.end()

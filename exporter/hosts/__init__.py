@@ -1,1 +1,0 @@
-"""The networks around the MoE layers, written here so that a checkpoint loads without its code."""

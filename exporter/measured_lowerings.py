@@ -1,0 +1,261 @@
+"""Measures, on this machine, the lowerings that can serve each layer (`--lowering tune`).
+
+A layer is timed alone: its own weights in a graph of one layer, in ONNX Runtime, at the k and the
+sizes that the export is asked to be fast at. The candidates take turns (`timing`).
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
+import torch
+
+from ..common.environment import cpu_model
+from ..common.progress import Progress, Silent
+from ..common.timing import Contestant, Latency, Protocol, measure
+from ..errors import LoweringError, MoexportError, UsageError
+from ..graphs.lower import LayerChoice, lower
+from ..graphs.lowerings.base import AnyLowering, AnyWork
+from ..graphs.lowerings.choice import able
+from ..graphs.lowerings.cost import copied_bytes
+from ..graphs.names import DOMAIN
+from ..graphs.targets import Target
+from .bundle.weights import WeightsWriter, layer_bytes, write_layer
+from .model import Model
+from .options import ExportOptions
+from .plan import layer_works, resolve_k
+from .precision import NumbersPlan
+from .session import CPU, CUDA, Session, SessionOptions, check_provider
+from .tensorrt.device import first_gpu
+from .tuning import Candidate, TunedLayers, Tuning
+
+PROTOCOL = Protocol(rounds=5, warmup=2, round_s=0.1, inputs=4)
+
+COPY_LIMIT_BYTES = 2 << 30
+"""A lowering that copies more weights than this for one batch is not run."""
+
+INPUTS = "random normal tokens, with a direction of its own for each input"
+SEED = 1
+
+IR_VERSION = 10
+"""Of the graphs that are timed; every supported ONNX Runtime takes it."""
+
+PROVIDERS: Mapping[Target, str] = {"onnx": CPU, "ort-cpu": CPU, "ort-cuda": CUDA}
+"""Who runs the graphs of a target here; those of the others run as engines (`ExportOptions`)."""
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Layers that are measured as one: the node of the first, and the names of all."""
+
+    node: ir.Node
+    names: tuple[str, ...]
+    work: AnyWork
+    kept: int | None
+
+
+def tune(
+    model: Model,
+    portable: ir.Model,
+    options: ExportOptions,
+    numbers: NumbersPlan,
+    progress: Progress | None = None,
+) -> Tuning:
+    """Returns the latency of every candidate for every layer of a traced model.
+
+    Layers of the same shape and k are measured once. With k as an input the graphs take it as one,
+    and are timed at a quarter of the experts. Raises `LoweringError` when no candidate runs,
+    `UsageError` when the temporary folder has no space for a layer's weights, and `EngineError`
+    when the target's provider does not run here.
+    """
+    provider, threads = PROVIDERS[options.target], torch.get_num_threads()
+    check_provider(provider)
+    session = SessionOptions(provider=provider, threads=threads)
+    gpu = first_gpu() if provider != CPU else None
+    return Tuning(
+        machine=cpu_model() if gpu is None else gpu.name,
+        provider=provider,
+        runtime=f"onnxruntime {ort.__version__}",
+        threads=threads,
+        rounds=PROTOCOL.rounds,
+        inputs=INPUTS,
+        measured=tuple(
+            _measured(group, model, options, numbers, session, progress or Silent())
+            for group in _groups(model, portable, options, numbers)
+        ),
+    )
+
+
+def _groups(
+    model: Model, portable: ir.Model, options: ExportOptions, numbers: NumbersPlan
+) -> list[_Group]:
+    kept = resolve_k(options.k, {name: layer.spec for name, layer in model.layers.items()})
+    works = layer_works(model, portable, kept, options)
+    nodes = {
+        node.attributes.get_string("layer"): node
+        for node in portable.graph
+        if node.domain == DOMAIN
+    }
+    alike: dict[object, list[str]] = {}
+    for name, work in works.items():
+        (x,) = nodes[name].inputs
+        assert x is not None and x.shape is not None
+        layer = numbers.layers[name]
+        key = (
+            *(replace(work.spec, name=""), kept[name], work.tokens, str(x.shape), x.dtype),
+            *(layer.precision, layer.arithmetic.inner),
+        )
+        alike.setdefault(key, []).append(name)
+    return [
+        _Group(nodes[names[0]], tuple(names), works[names[0]], kept[names[0]])
+        for names in alike.values()
+    ]
+
+
+def _measured(
+    group: _Group,
+    model: Model,
+    options: ExportOptions,
+    numbers: NumbersPlan,
+    session: SessionOptions,
+    progress: Progress,
+) -> TunedLayers:
+    work, name = group.work, group.names[0]
+    candidates = able(work, options.target)
+    latencies: dict[str, Latency] = {}
+    left_out: dict[str, str] = {}
+    if len(candidates) > 1:
+        with tempfile.TemporaryDirectory(prefix="moexport-tune-") as folder:
+            paths = _write(group, model, options, numbers, candidates, Path(folder), left_out)
+            latencies = _timed(paths, group, session, progress, left_out)
+        if not latencies:
+            reasons = "; ".join(f"{lowering}: {reason}" for lowering, reason in left_out.items())
+            raise LoweringError(
+                f"layer {name}: no lowering could be measured: {reasons}",
+                hint="--lowering auto chooses by prediction",
+            )
+    ranked = sorted(latencies, key=lambda each: latencies[each].median)
+    return TunedLayers(
+        layers=group.names,
+        experts=work.spec.experts,
+        k=work.kept,
+        batch=work.batch,
+        tokens=work.tokens,
+        precision=numbers.layers[name].precision,
+        chosen=ranked[0] if ranked else candidates[0].name,
+        candidates=tuple(Candidate(each, latencies[each]) for each in ranked),
+        left_out=left_out,
+    )
+
+
+def _write(
+    group: _Group,
+    model: Model,
+    options: ExportOptions,
+    numbers: NumbersPlan,
+    candidates: Sequence[AnyLowering],
+    folder: Path,
+    left_out: dict[str, str],
+) -> dict[str, Path]:
+    """Writes the layer's weights once and a graph per candidate; returns the graphs' files.
+
+    What copies too much for one batch is put into `left_out`.
+    """
+    name, work = group.names[0], group.work
+    layer, arithmetic = model.layers[name], numbers.layers[name].arithmetic
+    needed, free = layer_bytes(layer, arithmetic), shutil.disk_usage(folder).free
+    if free < needed:
+        raise UsageError(
+            f"--lowering tune: {folder.parent} has {free / 1e6:.0f} MB free, and the weights of "
+            f"{name} take {needed / 1e6:.0f} MB",
+            hint="free some space there, or set TMPDIR to a folder elsewhere",
+        )
+    with WeightsWriter(folder, sources=model.source.mapped) as writer:
+        tensors = write_layer(writer, name, layer, arithmetic)
+    portable = _alone(group.node, options.opset)
+    paths = {}
+    for each in candidates:
+        copied = copied_bytes(each, work)
+        if copied > COPY_LIMIT_BYTES:
+            left_out[each.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
+            continue
+        choice = LayerChoice(
+            work.spec,
+            tensors,
+            each,
+            group.kept,
+            options.renormalize,
+            arithmetic,
+            options.target,
+        )
+        paths[each.name] = folder / f"{each.name}.onnx"
+        ir.save(lower(portable, {name: choice}).model, paths[each.name])
+    return paths
+
+
+def _alone(node: ir.Node, opset: int) -> ir.Model:
+    """A traced layer as a graph of its own: FP32 tokens in and out, whatever is between."""
+    (x,), (y,) = node.inputs, node.outputs
+    assert x is not None
+    single = ir.TensorType(ir.DataType.FLOAT)
+    tokens = ir.Value(name="input", shape=x.shape, type=single)
+    given = ir.node("Cast", [tokens], {"to": x.dtype or ir.DataType.FLOAT})
+    (inner,) = given.outputs
+    inner.name, inner.shape, inner.type = "tokens", x.shape, x.type
+    layer = ir.Node(node.domain, node.op_type, [inner], node.attributes.values())
+    (found,) = layer.outputs
+    found.name, found.shape, found.type = "outputs", y.shape, y.type
+    taken = ir.node("Cast", [found], {"to": ir.DataType.FLOAT})
+    (output,) = taken.outputs
+    output.name, output.shape, output.type = "output", y.shape, single
+    imports = {"": opset, DOMAIN: 1}
+    graph = ir.Graph([tokens], [output], nodes=[given, layer, taken], opset_imports=imports)
+    return ir.Model(graph, ir_version=IR_VERSION)
+
+
+def _timed(
+    paths: Mapping[str, Path],
+    group: _Group,
+    options: SessionOptions,
+    progress: Progress,
+    left_out: dict[str, str],
+) -> dict[str, Latency]:
+    """Returns the latencies of the graphs that run; those that do not go into `left_out`."""
+    batches = _tokens(group.work)
+    k = group.work.kept if group.kept is None else None
+    contestants: dict[str, Contestant] = {}
+    for name, path in paths.items():
+        try:
+            session = Session(path, options)
+        except MoexportError as error:
+            left_out[name] = error.message
+        else:
+            contestants[name] = partial(_call, session, batches, k)
+    more = f" and {len(group.names) - 1} like it" if len(group.names) > 1 else ""
+    title = f"measuring {group.names[0]}{more}"
+    found = measure(contestants, PROTOCOL, title=title, progress=progress)
+    left_out |= found.failures
+    return found.latencies
+
+
+def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index: int) -> None:
+    session(batches[index], k)
+
+
+def _tokens(work: AnyWork) -> list[np.ndarray]:
+    """Batches [b, m, d] to take in turn, whose routing differs from input to input."""
+    random = np.random.default_rng(SEED)
+    shape = (work.batch, work.tokens, work.spec.dim)
+    batches = []
+    for _ in range(PROTOCOL.inputs):
+        own = random.standard_normal((work.batch, 1, work.spec.dim), np.float32)
+        batches.append(own + random.standard_normal(shape, np.float32))
+    return batches

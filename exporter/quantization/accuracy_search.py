@@ -1,0 +1,164 @@
+"""`--min-retention`: leaves the most harmful layers in floats until INT8 keeps what is asked."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from ...calibration.feeds import Feed
+from ...calibration.table import CalibrationTable
+from ...common.progress import Progress, Silent
+from ...errors import ParityError, UsageError
+from ...graphs.precision.types import FloatName
+from ..bundle.bundle import checking_session
+from ..edited import edited
+from ..export import traced
+from ..model import Model
+from ..numbers import Numbers
+from ..options import ExportOptions
+from .exporter_trial import Trial, trial
+from .retention import HOST, KeptPart, Retention
+from .sensitivity import SAMPLES, sensitivity
+from .trial import Answers, record_answers
+
+
+def with_retention(
+    model: Model,
+    options: ExportOptions,
+    table: CalibrationTable | None,
+    data: Feed | None,
+    *,
+    workspace: Path | None = None,
+    progress: Progress | None = None,
+) -> ExportOptions:
+    """Returns the options with the parts in floats that INT8 would harm too much.
+
+    All MoE layers are tried in INT8 first, and with `--quantize all` the host's linear layers,
+    which are given up together; then the part that harms most alone goes to floats, and the next,
+    until `numbers.min_retention` is held on up to `answers.SAMPLES` inputs of the feed. The options
+    are returned as they are where it is not asked for.
+
+    Raises `UsageError` without a feed, what `record_answers` raises for inputs that do not serve,
+    and `ParityError` where not even floats alone hold it.
+    """
+    numbers = options.numbers
+    if numbers.min_retention is None:
+        return options
+    if data is None:
+        raise UsageError(
+            f"--min-retention {numbers.min_retention:g}: it is measured on real inputs, and there "
+            "are none",
+            hint="give a feed with --data, with labels where there are any",
+        )
+    progress = progress or Silent()
+    progress.step("tracing")
+    untraced = edited(model, options.edits)
+    portable = traced(untraced, options)
+    with tempfile.TemporaryDirectory(prefix=".moexport-retention-", dir=workspace) as folder:
+        answers = record_answers(untraced, options, data, Path(folder), progress)
+        search = _Search(model, options, table, portable, answers, workspace, progress)
+        return replace(options, numbers=search.numbers(numbers.min_retention))
+
+
+class _Search:
+    """The search for what stays in floats."""
+
+    def __init__(
+        self,
+        model: Model,
+        options: ExportOptions,
+        table: CalibrationTable | None,
+        portable: ir.Model,
+        answers: Answers,
+        workspace: Path | None,
+        progress: Progress,
+    ) -> None:
+        self._model, self._options, self._table = model, options, table
+        self._portable, self._answers = portable, answers
+        self._workspace, self._progress = workspace, progress
+
+    def numbers(self, asked: float) -> Numbers:
+        """The numbers that hold the retention asked for, with the record of how."""
+        numbers = self._options.numbers
+        left = [name for name in self._model.layers if name not in numbers.floating]
+        if numbers.scope == "all":
+            left.append(HOST)
+        kept: list[KeptPart] = []
+        ranked = False
+        while (reached := self._measured(numbers, kept)) < asked:
+            if not left:
+                raise self._out_of_reach(asked, reached)
+            if len(left) > 1 and not ranked:
+                left, ranked = self._by_harm(), True
+            kept.append(KeptPart(left.pop(0), reached))
+            numbers = _without(numbers, kept[-1].name)
+        retention = Retention(
+            asked=asked,
+            reached=reached,
+            measure=self._answers.measure,
+            samples=self._answers.samples,
+            floats=self._floats,
+            kept=tuple(kept),
+            whole=not left,
+        )
+        return replace(numbers, retention=retention)
+
+    def _measured(self, numbers: Numbers, kept: list[KeptPart]) -> float:
+        """The retention of an export with these numbers."""
+        what = f"{', '.join(part.name for part in kept)} in {self._floats}" if kept else "INT8"
+        self._progress.step(
+            f"measuring retention: {what}", total=self._answers.samples, unit="inputs"
+        )
+        options = replace(self._options, numbers=numbers)
+        with trial(self._model, options, self._table, self._portable, self._workspace) as tried:
+            return self._retention(tried, self._progress)
+
+    def _retention(self, tried: Trial, progress: Progress | None = None) -> float:
+        return self._answers.retention(checking_session(tried.directory, tried.graph), progress)
+
+    def _by_harm(self) -> list[str]:
+        """The parts that may go to floats, the one that retains least alone in INT8 first.
+
+        Where several retain the same, `sensitivity` tells them apart.
+        """
+        batches: list[np.ndarray] = []
+        for x in self._answers.inputs():
+            # Whole batches, where their size is fixed, of inputs that stack.
+            if sum(map(len, batches)) >= SAMPLES or x.shape[1:] != (batches or [x])[0].shape[1:]:
+                break
+            batches.append(x)
+        harms = sensitivity(
+            self._model,
+            self._options,
+            self._table,
+            np.concatenate(batches),
+            portable=self._portable,
+            first_by=self._retention,
+            workspace=self._workspace,
+            progress=self._progress,
+        )
+        return [harm.layer for harm in harms]
+
+    @property
+    def _floats(self) -> FloatName:
+        return self._options.numbers.float_name(self._options.target)
+
+    def _out_of_reach(self, asked: float, reached: float) -> ParityError:
+        floats = self._floats
+        rounding = "the rounding of another runtime" if floats == "fp32" else f"{floats} itself"
+        return ParityError(
+            f"--min-retention {asked:g}: {reached:.7g} is reached with every layer in {floats}, so "
+            f"what is missing is not INT8's doing but that of {rounding}",
+            hint="ask for less" + ("" if floats == "fp32" else ", or for --rest fp32"),
+        )
+
+
+def _without(numbers: Numbers, part: str) -> Numbers:
+    """The numbers with one part less in INT8."""
+    if part == HOST:
+        return replace(numbers, scope="experts")
+    return replace(numbers, floating=numbers.floating | {part})

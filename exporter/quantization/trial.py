@@ -1,0 +1,180 @@
+"""What a model in FP32 answers on the inputs of a feed, and how much of it a graph retains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from ...calibration.feeds import Feed, count
+from ...calibration.labels import IGNORED, Labels, check_classes, labelled_batches
+from ...calibration.stream import limited, rebatched
+from ...common.progress import Progress
+from ...errors import FeedError, UsageError
+from ...graphs.layers.base import algorithm_1
+from ..inputs import fitted, fixed_axes
+from ..model import Model
+from ..options import ExportOptions
+from ..parity import cosines, first_output
+from ..plan import resolve_k
+from .retention import Measure
+
+SAMPLES = 512
+"""Inputs of a feed that are taken, where it has so many: one of them is 0.002 of a retention."""
+
+BATCH = 16
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What PyTorch answers with Algorithm 1 at an export's k and with its edits.
+
+    Inputs and answers lie in `folder`, batch by batch, so that neither is held in memory. The
+    answers are the classes [b] or [b, m] that score highest, and for a model whose outputs are no
+    class scores the outputs themselves. `labels` are the right classes, by batch, where the feed
+    has them.
+    """
+
+    folder: Path
+    batches: int
+    samples: int
+    classes: bool
+    labels: tuple[Labels, ...] | None
+
+    @property
+    def measure(self) -> Measure:
+        """What `retention` is."""
+        if not self.classes:
+            return "cosine"
+        return "agreement" if self.labels is None else "accuracy"
+
+    def inputs(self) -> Iterator[np.ndarray]:
+        """Yields the inputs, batch by batch."""
+        for index in range(self.batches):
+            yield np.load(self._path("x", index))
+
+    def retention(
+        self, run: Callable[[np.ndarray], np.ndarray], progress: Progress | None = None
+    ) -> float:
+        """Returns how much of the answers another implementation of the model retains.
+
+        With labels its accuracy over the model's own, which may pass 1; without the share of inputs
+        (or tokens) that get the same class; for outputs that are no class scores the mean, over the
+        inputs, of the cosine of an input's outputs with the model's. An output that is not finite
+        is wrong.
+        """
+        kept = of = 0.0
+        for index, x in enumerate(self.inputs()):
+            y = run(x)
+            expected = np.load(self._path("y", index))
+            if not self.classes:
+                kept, of = kept + float(cosines(y, expected).sum()), of + len(y)
+            else:
+                found = np.where(np.isfinite(y).all(axis=-1), y.argmax(axis=-1), IGNORED - 1)
+                labels = None if self.labels is None else self.labels[index]
+                kept += _right(found, expected if labels is None else labels)
+                of += expected.size if labels is None else _right(expected, labels)
+            if progress is not None:
+                progress.advance(len(x))
+        return kept / of
+
+    def _path(self, name: str, index: int) -> Path:
+        return self.folder / f"{name}-{index}.npy"
+
+
+def _right(found: np.ndarray, wanted: np.ndarray) -> int:
+    return int(((found == wanted) & (wanted != IGNORED)).sum())
+
+
+@torch.no_grad()
+def record_answers(
+    model: Model, options: ExportOptions, data: Feed, folder: Path, progress: Progress
+) -> Answers:
+    """Runs an edited model on up to `SAMPLES` inputs of a feed and returns what it answers.
+
+    Raises `FeedError` for a feed without inputs, for inputs or labels that do not fit the model,
+    and for labels of which FP32 has none right; `UsageError` for a model with one number an input.
+    """
+    fixed = dict(fixed_axes(model.input, options))
+    size = fixed.pop("batch", None)
+    total = count(data, model.input.name)
+    progress.step("running FP32", total=SAMPLES if total is None else min(total, SAMPLES))
+    classes = _gives_classes(model)
+    labels: list[np.ndarray] = []
+    unlabelled = False
+
+    def inputs() -> Iterator[np.ndarray]:
+        nonlocal unlabelled
+        for x, theirs in labelled_batches(data, model.input.name):
+            unlabelled |= theirs is None
+            labels.extend([] if theirs is None else theirs)
+            yield fitted(x, model.input, fixed)
+
+    kept = resolve_k(options.k, {name: layer.spec for name, layer in model.layers.items()})
+    ks = {name: k for name, k in kept.items() if k is not None}
+    batches = seen = right = 0
+    by_batch: list[Labels] = []
+    for x in rebatched(limited(inputs(), SAMPLES), size or BATCH):
+        if size is not None and len(x) < size:
+            continue
+        y = _run(model, x, ks, renormalize=options.renormalize)
+        _check_outputs(y)
+        np.save(folder / f"x-{batches}.npy", x)
+        np.save(folder / f"y-{batches}.npy", y.argmax(axis=-1) if classes else y)
+        if classes and not unlabelled:
+            part = np.stack(labels[seen : seen + len(x)])
+            _check_labels(part, y, seen)
+            right += _right(y.argmax(axis=-1), part)
+            by_batch.append(part)
+        batches, seen = batches + 1, seen + len(x)
+        progress.advance(len(x))
+    if not batches:
+        least = f"batch of {size} inputs" if size is not None else "inputs"
+        raise FeedError(
+            f"--data: the feed holds no {least} to measure retention on",
+            hint="give at least one array; a generator, which can be read once, is empty after the "
+            "ranges were taken",
+        )
+    if not classes or unlabelled:
+        return Answers(folder, batches, seen, classes, None)
+    if not right:
+        raise FeedError(
+            f"--data: FP32 gets none of {seen} labels right, so there is no accuracy to retain",
+            hint="are they this model's classes, counted from 0? Without labels the agreement with "
+            "FP32 is measured",
+        )
+    return Answers(folder, batches, seen, classes, tuple(by_batch))
+
+
+def _gives_classes(model: Model) -> bool:
+    """Whether a model's outputs are class scores: [b, c], or [b, m, c] for token ids [b, m]."""
+    axes = len(model.output.shape)
+    return axes == 2 or (axes == 3 and np.dtype(model.input.dtype).kind in "iu")
+
+
+def _run(model: Model, x: np.ndarray, ks: Mapping[str, int], *, renormalize: bool) -> np.ndarray:
+    with algorithm_1(model.module, dict(ks), renormalize=renormalize):
+        return first_output(model.module(torch.from_numpy(np.ascontiguousarray(x)))).numpy()
+
+
+def _check_outputs(y: np.ndarray) -> None:
+    if y.ndim < 2 or y[0].size < 2:
+        raise UsageError(
+            f"--min-retention: the model's outputs {y.shape} hold one number an input, which is "
+            "neither class scores nor a direction",
+            hint="--rtol bounds its error; `calibrate --sensitivity` ranks the layers",
+        )
+
+
+def _check_labels(labels: Labels, y: np.ndarray, first: int) -> None:
+    if labels.shape != y.shape[:-1]:
+        raise FeedError(
+            f"--data: labels {labels.shape} for outputs {y.shape}",
+            hint="a label is a class of an input, or for a token model the next token at each "
+            "position",
+        )
+    counted = labels[labels != IGNORED] if labels.ndim > 1 else labels
+    check_classes(counted, y.shape[-1], "--data: a batch", first=first)

@@ -1,0 +1,119 @@
+"""Finished engines, kept for the next time: the same request gives the same file at once.
+
+An engine's key is a hash of everything that makes it what it is: the graph, its weights, the
+options, the profiles, TensorRT's version, and the GPU where the engine is for that GPU alone. A
+file that does not hash to what was written down is thrown away and built again. Builds that run at
+once share the folder: each holds it while it takes an engine out or puts one in.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...common.writing import whole_file, write_text
+from ...errors import OutputError
+from .locking import locked
+
+PLACE = "MOEXPORT_ENGINE_CACHE"
+"""The environment's name for the folder; `off` keeps nothing."""
+
+MOST_BYTES = 10 << 30
+"""The least recently used engines go when the folder grows beyond this."""
+
+FACTS = 1
+"""The form of what is written down beside an engine; part of its key."""
+
+
+def default_cache() -> Path | None:
+    """Returns the folder that the environment names, or one in the user's cache folder."""
+    named = os.environ.get(PLACE)
+    if named is not None:
+        return None if named.strip().lower() in ("", "off") else Path(named)
+    if sys.platform == "win32":
+        base = os.environ.get("LOCALAPPDATA")
+        root = Path(base) if base else Path.home() / "AppData" / "Local"
+    else:
+        base = os.environ.get("XDG_CACHE_HOME")
+        root = Path(base) if base else Path.home() / ".cache"
+    return root / "moexport" / "engines"
+
+
+def engine_key(parts: Mapping[str, Any]) -> str:
+    """Returns the key of a request: SHA-256 of its canonical JSON."""
+    text = json.dumps({"facts": FACTS, **parts}, sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def take(folder: Path, key: str, destination: Path) -> Mapping[str, Any] | None:
+    """Copies the engine of a key to `destination` and returns what was written down beside it.
+
+    None without one; one that is damaged is removed.
+    """
+    try:
+        with locked(folder):
+            return _take(folder, key, destination)
+    except FileNotFoundError:  # no folder, no engines
+        return None
+
+
+def _take(folder: Path, key: str, destination: Path) -> Mapping[str, Any] | None:
+    plan, notes = _files(folder, key)
+    try:
+        facts: dict[str, Any] = json.loads(notes.read_text(encoding="utf-8"))
+        with plan.open("rb") as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+        sound = digest == facts["sha256"]
+    except (OSError, ValueError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        _remove((plan, notes))
+        return None
+    os.utime(plan)  # what is used stays
+    shutil.copyfile(plan, destination)
+    return facts
+
+
+def keep(folder: Path, key: str, plan: Path, facts: Mapping[str, Any]) -> None:
+    """Copies an engine into the cache; a folder that cannot be written keeps nothing.
+
+    The facts are written last: an engine without them does not count.
+    """
+    place, notes = _files(folder, key)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with locked(folder):
+            with whole_file(place) as partial:
+                shutil.copyfile(plan, partial)
+            write_text(json.dumps(dict(facts)), notes)
+            _make_room(folder, kept=place)
+    except (OSError, OutputError):  # a cache is no promise: the engine itself is in its place
+        _remove((place, notes))
+
+
+def _make_room(folder: Path, kept: Path) -> None:
+    plans = sorted(folder.glob("*.plan"), key=lambda path: path.stat().st_mtime)
+    total = sum(path.stat().st_size for path in plans)
+    for path in plans:
+        if total <= MOST_BYTES:
+            return
+        if path != kept:
+            total -= path.stat().st_size
+            _remove((path, path.with_suffix(".json")))
+
+
+def _files(folder: Path, key: str) -> tuple[Path, Path]:
+    return folder / f"{key}.plan", folder / f"{key}.json"
+
+
+def _remove(paths: Sequence[Path]) -> None:
+    for path in paths:
+        with contextlib.suppress(OSError):  # gone, or where nothing can be removed
+            path.unlink()

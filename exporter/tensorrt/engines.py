@@ -1,0 +1,306 @@
+"""The engines of a bundle: which there will be, and building them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from ...common.hashing import sha256
+from ...common.progress import Progress, Silent
+from ...errors import EngineError, MissingExtraError, UsageError
+from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, PortRecord
+from ..ranges import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
+from . import cache
+from .backends import FLAVOURS, Flavour, flavour
+from .cache import default_cache
+from .device import first_gpu
+from .engines_build import Built, build_engine
+from .onnx_support import check_graph
+from .options import EngineOptions
+from .precision import check_precision
+from .profiles import Asked, Profile, profile
+from .record import EngineRecord
+from .records import Made, add_to_bundle, engines_of, staging, with_engines
+
+DEFAULT_CARDS = ("8.0", "8.6", "8.9", "12.0")
+"""TensorRT-RTX's own choice where none is named; named, so that the record says which."""
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """One engine to build."""
+
+    graph: GraphRecord
+    file: str
+    flavour: Flavour
+    profiles: tuple[Profile, ...]
+    cards: tuple[str, ...]
+    options: EngineOptions
+
+
+def plan_engines(
+    manifest: Manifest,
+    name: str,
+    options: EngineOptions,
+    *,
+    graph: str | None = None,
+    ranges: Asked | None = None,
+) -> list[EnginePlan]:
+    """Returns the engines of a bundle for a flavour: one per graph, or that of `graph` alone.
+
+    `ranges` are the sizes of axes that no profile names; without, those of the export. Raises
+    `UsageError` and `MissingExtraError` before anything is read or built.
+    """
+    chosen = flavour(name)
+    options.check(chosen)
+    _check_can_build(chosen)
+    records = [
+        each
+        for each in manifest.graphs
+        if graph is None or graph in (each.file, *each.lowerings.values())
+    ]
+    if not records:
+        known = ", ".join(each.file for each in manifest.graphs)
+        raise UsageError(f"the bundle holds no graph '{graph}'", hint=f"it holds {known}")
+    defaults = exported_ranges(manifest) | dict(ranges or {})
+    port = manifest.inputs[0]
+    experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
+    asked = options.profiles or ({},)
+    _check_axes(port, asked, ranges or {})
+    profiles = tuple(profile(port, each, defaults, experts) for each in asked)
+    if len(set(profiles)) < len(profiles):
+        again = next(each for each in profiles if profiles.count(each) > 1)
+        raise UsageError(
+            f"--profile: two are the same ({again})",
+            hint="give each once: every profile makes the engine larger",
+        )
+    cards = (options.compute_capabilities or DEFAULT_CARDS) if chosen.cards else ()
+    return [
+        EnginePlan(each, engine_file(chosen, each), chosen, profiles, cards, options)
+        for each in records
+    ]
+
+
+def _check_axes(port: PortRecord, asked: Sequence[Asked], ranges: Asked) -> None:
+    """Raises `UsageError` for a range that no profile makes use of."""
+    for axis, wanted in ranges.items():
+        if axis not in port.shape and not (axis == "tokens" and "height" in port.shape):
+            dynamic = ", ".join(size for size in port.shape if isinstance(size, str))
+            raise UsageError(
+                f"--{axis} {wanted}: the graph's input '{port.name}' has no axis {axis}",
+                hint=f"its dynamic axes are {dynamic or 'none'}; export again for others",
+            )
+        if all(axis in each for each in asked):
+            raise UsageError(
+                f"--{axis} {wanted}: every --profile names {axis} itself",
+                hint=f"leave --{axis} out, or leave {axis} out of a --profile",
+            )
+
+
+def exported_ranges(manifest: Manifest) -> dict[str, AxisRange]:
+    """Returns the sizes that the bundle was exported for, by axis."""
+    batch = parse_range(manifest.batch, "--batch") if manifest.batch else DEFAULT_BATCH
+    tokens = parse_range(manifest.tokens, "--tokens") if manifest.tokens else DEFAULT_TOKENS
+    return {"batch": batch, "tokens": tokens}
+
+
+def engine_file(chosen: Flavour, graph: GraphRecord) -> str:
+    """Returns `engine-tensorrt-rtx.plan`, with the lowering's name for a graph that has one."""
+    suffix = "" if graph.file == MAIN_GRAPH else "-" + Path(graph.file).stem.removeprefix("model-")
+    return f"engine-{chosen.name}{suffix}.plan"
+
+
+def make_engines(
+    directory: Path,
+    manifest: Manifest,
+    plans: Sequence[EnginePlan],
+    output: Path,
+    progress: Progress | None = None,
+    *,
+    rebuild: bool = False,
+) -> Iterator[Made]:
+    """Yields the engines of a bundle's graphs, written to the folder `output`.
+
+    One that the bundle or the cache already holds is taken from there, unless `rebuild`. Raises
+    `EngineError` for a graph that is refused and for a build that fails.
+    """
+    progress = progress or Silent()
+    weights = {n: r.sha256 for n, r in manifest.files.items() if n.endswith((".bin", ".onnx"))}
+    for each in plans:
+        graph = directory / each.graph.file
+        check_graph(graph, each.flavour, manifest.layers)
+        key = _key(each, weights)
+        there = None if rebuild else _in_bundle(directory, manifest, each, key)
+        if there is not None:
+            yield Made(there, {}, "bundle")
+            continue
+        yield _make(each, key, graph, manifest, output, progress, rebuild=rebuild)
+
+
+def add_engines(
+    directory: Path,
+    manifest: Manifest,
+    plans: Sequence[EnginePlan],
+    progress: Progress | None = None,
+    *,
+    rebuild: bool = False,
+) -> list[Made]:
+    """Makes engines, puts them into a bundle and returns them.
+
+    Raises what `make_engines` raises, and `BundleError` for a folder that cannot be written.
+    """
+    with staging(directory) as staged:
+        made = list(make_engines(directory, manifest, plans, staged, progress, rebuild=rebuild))
+        add_to_bundle(directory, made, staged)
+    return made
+
+
+def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
+    gpu = first_gpu()
+    own = {n: h for n, h in weights.items() if n.endswith(".bin") or n == plan.graph.file}
+    device = None if plan.flavour.builds_without_gpu or gpu is None else asdict(gpu)
+    current = asdict(gpu) if gpu is not None and "current" in plan.cards else None
+    return cache.engine_key(
+        {
+            "files": own,
+            "flavour": plan.flavour.name,
+            "version": plan.flavour.version(),
+            "profiles": [each.as_json() for each in plan.profiles],
+            "cards": list(plan.cards),
+            "options": plan.options.as_json(),
+            "device": device or current,
+        }
+    )
+
+
+def _in_bundle(
+    directory: Path, manifest: Manifest, plan: EnginePlan, key: str
+) -> EngineRecord | None:
+    """The bundle's own engine, where it has the key and its files are sound."""
+    for record in engines_of(manifest):
+        if record.key == key and record.file == plan.file:
+            names = (record.layers, record.file)
+            if all(_sound(directory / name, manifest.files.get(name)) for name in names):
+                return record
+    return None
+
+
+def _sound(path: Path, known: FileRecord | None) -> bool:
+    return known is not None and path.is_file() and sha256(path) == known.sha256
+
+
+def _make(
+    plan: EnginePlan,
+    key: str,
+    graph: Path,
+    manifest: Manifest,
+    output: Path,
+    progress: Progress,
+    *,
+    rebuild: bool,
+) -> Made:
+    path = output / plan.file
+    folder = plan.options.cache
+    kept = cache.take(folder, key, path) if folder is not None and not rebuild else None
+    if kept is not None:
+        progress.step(f"took {plan.file} from the cache")
+        built = Built(path, **kept["built"])
+    else:
+        built = build_engine(
+            graph, plan.flavour, plan.profiles, plan.options, plan.cards, path, progress
+        )
+    try:
+        check_precision(manifest, plan.graph, built)
+    except EngineError:
+        path.unlink()
+        raise
+    record = _record(plan, key, built)
+    listing = output / record.layers
+    listing.write_text(
+        json.dumps({"layers": built.layers, "inspector": built.inspector}, indent=1) + "\n",
+        encoding="utf-8",
+    )
+    files = {each.name: FileRecord(sha256(each), each.stat().st_size) for each in (path, listing)}
+    if kept is None and folder is not None:
+        facts = {name: value for name, value in asdict(built).items() if name != "path"}
+        cache.keep(folder, key, path, {"sha256": files[path.name].sha256, "built": facts})
+    return Made(record, files, "cache" if kept is not None else None)
+
+
+def _record(plan: EnginePlan, key: str, built: Built) -> EngineRecord:
+    gpu = first_gpu()
+    own = None if plan.flavour.builds_without_gpu or gpu is None else gpu
+    cards = list(plan.cards)
+    if gpu is not None and (own is not None or "current" in cards):
+        cards = [gpu.compute_capability]
+    return EngineRecord(
+        file=plan.file,
+        graph=plan.graph.file,
+        flavour=plan.flavour.name,
+        version=built.version,
+        compute_capabilities=cards,
+        device=None if own is None else own.name,
+        precision=dict(built.precision),
+        profiles=[each.as_json() for each in plan.profiles],
+        options=plan.options.as_json(),
+        settings=dict(built.settings),
+        layers=f"{Path(plan.file).stem}.layers.json",
+        key=key,
+        seconds=built.seconds,
+        peak_memory_bytes=built.peak_memory_bytes,
+    )
+
+
+def check_for_export(target: str, engine: EngineOptions | bool | None) -> None:
+    """Raises, before an export begins, what would keep its engine from being compiled.
+
+    Where none was asked for, nothing is raised: `build_for_export` says what is missing.
+    """
+    if engine is None or engine is False:
+        return
+    chosen = flavour(target)
+    if isinstance(engine, EngineOptions):
+        engine.check(chosen)
+    _check_can_build(chosen)
+
+
+def build_for_export(
+    directory: Path,
+    manifest: Manifest,
+    engine: EngineOptions | bool | None,
+    progress: Progress,
+) -> Manifest:
+    """Returns a new bundle's manifest with its engines, which are built into its folder.
+
+    Without a wish (`engine` None) a flavour that cannot be built here leaves a note.
+    """
+    if manifest.target not in FLAVOURS or engine is False:
+        return manifest
+    options = engine if isinstance(engine, EngineOptions) else EngineOptions(cache=default_cache())
+    if engine is None:
+        try:
+            _check_can_build(flavour(manifest.target))
+        except (MissingExtraError, EngineError) as error:
+            note = f"no engine was built: {error.message}; {error.hint}"
+            return replace(manifest, notes=[*manifest.notes, note])
+    plans = plan_engines(manifest, manifest.target, options)
+    made = list(make_engines(directory, manifest, plans, directory, progress))
+    return with_engines(manifest, made)
+
+
+def _check_can_build(chosen: Flavour) -> None:
+    """Raises `MissingExtraError` or `EngineError` where the flavour cannot be built here."""
+    chosen.check_installed()
+    if chosen.builds_without_gpu:
+        return
+    gpu = first_gpu()
+    if gpu is not None:
+        chosen.check_serves(gpu, EngineError)
+    else:
+        raise EngineError(
+            f"{chosen.title} compiles for the GPU that it runs on, and there is no NVIDIA GPU here",
+            hint="copy the bundle to the machine with the GPU and run "
+            f"`moexport build BUNDLE --target {chosen.name}` there",
+        )

@@ -1,0 +1,214 @@
+"""What TensorRT's ONNX importers take, as data, and the check of a graph against it.
+
+A graph is looked at before a build, so that a refusal names the node, the layer and the way out
+instead of the importer's own words minutes later. The lists were read from the importer of
+TensorRT-RTX 1.7.1 itself (`OnnxParser.supports_operator`), which a test does again; TensorRT's
+importer is the same code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+from ...errors import EngineError
+from ..bundle.manifest import LayerRecord
+from .backends import Flavour
+from .profiles import MAX_K
+
+if TYPE_CHECKING:
+    from ...graphs.layers.base import Kind
+    from ...graphs.targets import Target
+
+NO_IMPORTER = frozenset(
+    [
+        "AffineGrid",
+        "Bernoulli",
+        "BitCast",
+        "BitShift",
+        "BitwiseAnd",
+        "BitwiseNot",
+        "BitwiseOr",
+        "BitwiseXor",
+        "CenterCropPad",
+        "Col2Im",
+        "Compress",
+        "ConcatFromSequence",
+        "ConvInteger",
+        "CumProd",
+        "DFT",
+        "DeformConv",
+        "Det",
+        "DynamicQuantizeLinear",
+        "ImageDecoder",
+        "MatMulInteger",
+        "MaxRoiPool",
+        "MaxUnpool",
+        "MelWeightMatrix",
+        "Multinomial",
+        "NegativeLogLikelihoodLoss",
+        "Optional",
+        "OptionalGetElement",
+        "OptionalHasElement",
+        "QLinearConv",
+        "QLinearMatMul",
+        "RegexFullMatch",
+        "SequenceAt",
+        "SequenceConstruct",
+        "SequenceEmpty",
+        "SequenceErase",
+        "SequenceInsert",
+        "SequenceLength",
+        "SequenceMap",
+        "SoftmaxCrossEntropyLoss",
+        "SplitToSequence",
+        "StringConcat",
+        "StringNormalizer",
+        "StringSplit",
+        "SwiGLU",
+        "TfIdfVectorizer",
+        "Unique",
+    ]
+)
+"""Standard ops that neither importer knows."""
+
+REFUSED_BY: Mapping[str, Mapping[str, str]] = MappingProxyType(
+    {
+        "tensorrt": {},
+        "tensorrt-rtx": {"NonZero": "its output's size depends on values, and no kernel does that"},
+    }
+)
+"""Ops that an importer lists and the flavour does not compile, with the reason."""
+
+QUANTIZED = (onnx.TensorProto.INT8,)
+STANDARD_DOMAINS = ("", "ai.onnx")
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A node that an importer would refuse, and why."""
+
+    node: str
+    op: str
+    reason: str
+
+
+def check_graph(path: Path, flavour: Flavour, layers: Sequence[LayerRecord]) -> None:
+    """Raises `EngineError` for a graph that the flavour's importer would refuse.
+
+    The message names the first node, its layer and how many there are.
+    """
+    model = onnx.load(path, load_external_data=False)
+    found = list(refusals(model, flavour))
+    if not found:
+        return
+    first = found[0]
+    layer = next((each for each in layers if first.node.startswith(f"{each.name}/")), None)
+    where = f"layer {layer.name}" if layer else "the network around the MoE layers"
+    more = f" ({len(found)} such nodes)" if len(found) > 1 else ""
+    raise EngineError(
+        f"{path.name}: {flavour.title} does not take node {first.node} ({first.op}) of {where}: "
+        f"{first.reason}{more}",
+        hint=_instead(flavour, layer),
+    )
+
+
+def _instead(flavour: Flavour, layer: LayerRecord | None) -> str:
+    from ...graphs.lowerings import lowerings_of
+
+    target: Target = "tensorrt" if flavour.name == "tensorrt" else "tensorrt-rtx"
+    if layer is None:
+        return "change that part of the network, or run this graph in ONNX Runtime (--target onnx)"
+    kind: Kind = "soft-moe" if layer.kind == "soft-moe" else "mumoe"
+    able = [n for n, each in lowerings_of(kind).items() if target in each.targets]
+    return (
+        f"export with --target {target}, which writes what it takes; lowerings that it runs: "
+        f"{', '.join(able)}"
+    )
+
+
+def refusals(model: onnx.ModelProto, flavour: Flavour) -> Iterator[Refusal]:
+    """Yields the nodes of a graph that the flavour's importer would refuse."""
+    constants: dict[str, onnx.TensorProto] = {}
+    for node, initializers in _nodes(model.graph):
+        constants.update(initializers)
+        if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
+            constants[node.output[0]] = node.attribute[0].t
+        reason = _reason(node, constants, flavour)
+        if reason is not None:
+            yield Refusal(node.name or node.output[0], _op(node), reason)
+
+
+def _nodes(
+    graph: onnx.GraphProto,
+) -> Iterator[tuple[onnx.NodeProto, dict[str, onnx.TensorProto]]]:
+    """Every node, those of branches included, with the initializers of its own graph."""
+    initializers = {each.name: each for each in graph.initializer}
+    for node in graph.node:
+        yield node, initializers
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _nodes(attribute.g)
+
+
+def _op(node: onnx.NodeProto) -> str:
+    return f"{node.domain}.{node.op_type}" if node.domain else node.op_type
+
+
+def _reason(
+    node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], flavour: Flavour
+) -> str | None:
+    unknown = _unknown(node, flavour)
+    if unknown is not None:
+        return unknown
+    if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
+        return _quantization(node, constants)
+    if node.op_type == "TopK":
+        k = constants.get(node.input[1])
+        if k is not None and _values(k).max(initial=0) > MAX_K:
+            return f"TopK takes a k of at most {MAX_K}"
+    quantized = [name for name in node.input if name in constants and _is_int8(constants[name])]
+    if quantized:
+        return f"its input {quantized[0]} is an INT8 constant, which may only feed DequantizeLinear"
+    return None
+
+
+def _unknown(node: onnx.NodeProto, flavour: Flavour) -> str | None:
+    """Why the op itself is not taken."""
+    if node.domain not in STANDARD_DOMAINS:
+        return f"the domain {node.domain} is not its own"
+    if node.op_type in NO_IMPORTER:
+        return "its ONNX importer does not know the op"
+    return REFUSED_BY[flavour.name].get(node.op_type)
+
+
+def _quantization(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str | None:
+    """Quantisation is symmetric: INT8 with a zero point of 0."""
+    name = node.input[2] if len(node.input) > 2 else ""
+    if not name:
+        return None
+    zero = constants.get(name)
+    if zero is None:
+        return "its zero point is not a constant"
+    if zero.data_type == onnx.TensorProto.UINT8:
+        return "it quantises to UINT8; symmetric INT8 is what it takes"
+    if not zero.external_data and _values(zero).any():
+        return "its zero point is not 0; quantisation must be symmetric"
+    return None
+
+
+def _is_int8(tensor: onnx.TensorProto) -> bool:
+    return tensor.data_type in QUANTIZED
+
+
+def _values(tensor: onnx.TensorProto) -> np.ndarray:
+    if tensor.external_data:  # weights; what is looked at here is small and inside the file
+        return np.zeros(0)
+    return numpy_helper.to_array(tensor)

@@ -1,0 +1,170 @@
+"""What a user asks of an engine, parsed and checked against the flavour before any work."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from ...errors import UsageError
+from ..ranges import AxisRange
+from .backends import Flavour, instead
+from .device import first_gpu
+
+HardwareLevel = Literal["ampere-plus", "same-compute-capability"]
+HARDWARE_LEVELS: tuple[HardwareLevel, ...] = get_args(HardwareLevel)
+
+CURRENT = "current"
+
+_SPELLED = {
+    "compute_capabilities": "--compute-capability",
+    "profiles": "--profile",
+}
+
+
+def option_name(field: str) -> str:
+    """The command line's spelling of a field."""
+    return _SPELLED.get(field, "--" + field.replace("_", "-"))
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """The options of an engine build; a default is what the flavour does by itself.
+
+    `profiles` are ranges by axis, one engine profile each; none means the ranges of the export.
+    `workspace` is the scratch memory in bytes that a kernel may take on the GPU. `timing_cache`
+    is a file shared by builds. `cache` is where finished engines are kept for the next time, None
+    for nowhere.
+    """
+
+    profiles: tuple[Mapping[str, AxisRange], ...] = ()
+    compute_capabilities: tuple[str, ...] = ()
+    timing_cache: Path | None = None
+    workspace: int | None = None
+    optimization_level: int | None = None
+    version_compatible: bool = False
+    hardware_compatible: HardwareLevel | None = None
+    strip_plan: bool = False
+    refit: bool = False
+    tf32: bool = False
+    cache: Path | None = None
+
+    def asked(self) -> list[str]:
+        """Names of the options that were given, but for where engines are kept."""
+        return [
+            field.name
+            for field in fields(self)
+            if field.name != "cache" and getattr(self, field.name) != field.default
+        ]
+
+    def check(self, flavour: Flavour) -> None:
+        """Raises `UsageError` for what cannot be meant or what the flavour does not honour."""
+        for name in self.asked():
+            if name not in flavour.options:
+                why = flavour.refused[name]
+                raise UsageError(
+                    f"{option_name(name)}: {flavour.title} does not have it: {why}",
+                    hint=f"leave {option_name(name)} out for --target {flavour.name}",
+                )
+        level = self.optimization_level
+        if level is not None and not 0 <= level <= flavour.max_level:
+            raise UsageError(
+                f"--optimization-level {level}: {flavour.title} has levels 0 to "
+                f"{flavour.max_level}",
+                hint="3 is its default; higher levels build longer",
+            )
+        if self.workspace is not None and self.workspace < 1:
+            raise UsageError(
+                f"--workspace {self.workspace}: a number of bytes above 0",
+                hint="for example --workspace 2GiB",
+            )
+        if self.hardware_compatible not in (None, *HARDWARE_LEVELS):
+            raise UsageError(
+                f"--hardware-compatible {self.hardware_compatible}: there is no such level",
+                hint=f"choose one of: {', '.join(HARDWARE_LEVELS)}",
+            )
+        self._check_timing_cache()
+        self._check_cards(flavour)
+        self._check_gpu(flavour)
+
+    def _check_timing_cache(self) -> None:
+        """The file is written when a build ends, which may be hours from now."""
+        file = self.timing_cache
+        if file is None:
+            return
+        if file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise UsageError(
+                f"--timing-cache {file}: cannot be written there",
+                hint="name a file in a folder that exists and that you may write to",
+            )
+
+    def _check_cards(self, flavour: Flavour) -> None:
+        text = ",".join(self.compute_capabilities)
+        if len(set(self.compute_capabilities)) < len(self.compute_capabilities):
+            raise UsageError(f"--compute-capability {text}: one is repeated", hint="name each once")
+        for each in self.compute_capabilities:
+            if each != CURRENT and each not in flavour.cards:
+                raise UsageError(
+                    f"--compute-capability {each}: {flavour.title} compiles for {flavour.served}",
+                    hint=instead(each) if _NUMBERS.fullmatch(each) else "for example 8.6,8.9,12.0",
+                )
+        if CURRENT in self.compute_capabilities and len(self.compute_capabilities) > 1:
+            raise UsageError(
+                f"--compute-capability {text}: {CURRENT} stands alone",
+                hint=f"name capabilities, or give {CURRENT} for the GPU of this machine",
+            )
+
+    def _check_gpu(self, flavour: Flavour) -> None:
+        """What needs a GPU to build, where there is none or one that is not served."""
+        gpu = first_gpu()
+        if gpu is not None and CURRENT in self.compute_capabilities:
+            flavour.check_serves(gpu, UsageError)
+        if not flavour.builds_without_gpu or gpu is not None:
+            return
+        if CURRENT in self.compute_capabilities:
+            raise UsageError(
+                f"--compute-capability {CURRENT}: there is no NVIDIA GPU here",
+                hint=f"name the card's: {', '.join(flavour.cards)}",
+            )
+        for name in ("strip_plan", "refit"):
+            if getattr(self, name):
+                raise UsageError(
+                    f"{option_name(name)}: {flavour.title} compiles refittable engines only where "
+                    "there is an NVIDIA GPU, and there is none here",
+                    hint=f"leave {option_name(name)} out, or build on the machine with the card",
+                )
+
+    def as_json(self) -> dict[str, Any]:
+        """What was asked, as plain data: all that changes the engine."""
+        content = {name: getattr(self, name) for name in self.asked() if name != "timing_cache"}
+        if "profiles" in content:
+            content["profiles"] = [
+                {axis: asdict(sizes) for axis, sizes in each.items()} for each in self.profiles
+            ]
+        if "compute_capabilities" in content:
+            content["compute_capabilities"] = list(self.compute_capabilities)
+        return content
+
+
+_NUMBERS = re.compile(r"\d+\.\d+")
+"""A compute capability, whether there is such a GPU or not."""
+
+_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
+
+
+def parse_bytes(text: str, option: str) -> int:
+    """Returns bytes from `1073741824`, `512MiB` or `2GiB`; `UsageError` names the option."""
+    match = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
+    if match is None or int(match[1]) < 1:
+        raise UsageError(
+            f"{option} {text}: not a number of bytes", hint=f"for example {option} 2GiB"
+        )
+    return int(match[1]) * _UNITS[match[2]]
+
+
+def parse_capabilities(text: str) -> tuple[str, ...]:
+    """Returns the capabilities of a comma-separated list."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())

@@ -1,0 +1,206 @@
+"""Optimisation profiles: the sizes of the inputs, and of k, that an engine is compiled for."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...errors import FeedError, UsageError
+from ...graphs.names import K_INPUT
+from ..bundle.manifest import PortRecord
+from ..ranges import AxisRange, parse_range
+
+AXES = ("batch", "tokens", "height", "width", K_INPUT)
+
+MAX_K = 3840
+"""TensorRT's TopK takes no more (its importer's documentation)."""
+
+Shape = tuple[int, ...]
+Asked = Mapping[str, AxisRange]
+"""A profile as asked for: ranges of the axes that it names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """Smallest, fastest and largest shape of the data input, and the range of k where it is one."""
+
+    input: str
+    min: Shape
+    opt: Shape
+    max: Shape
+    k: AxisRange | None = None
+
+    def contains(self, shape: Sequence[int], k: int | None) -> bool:
+        """Whether inputs of this shape, with this k, can run in the profile."""
+        fits = len(shape) == len(self.min) and all(
+            low <= size <= high for low, size, high in zip(self.min, shape, self.max, strict=True)
+        )
+        return fits and (self.k is None or (k is not None and self.k.min <= k <= self.k.max))
+
+    def as_json(self) -> dict[str, Any]:
+        """The profile as it stands in a manifest."""
+        ranges = [list(self.min), list(self.opt), list(self.max)]
+        sizes = None if self.k is None else [self.k.min, self.k.opt, self.k.max]
+        return {self.input: ranges} | ({} if sizes is None else {K_INPUT: sizes})
+
+    @staticmethod
+    def from_json(record: Mapping[str, Any]) -> Profile:
+        """Reads what `as_json` wrote."""
+        (name,) = (key for key in record if key != K_INPUT)
+        low, opt, high = (tuple(int(size) for size in shape) for shape in record[name])
+        k = record.get(K_INPUT)
+        return Profile(name, low, opt, high, None if k is None else AxisRange(*k))
+
+    def __str__(self) -> str:
+        sizes = "×".join(_range(*each) for each in zip(self.min, self.opt, self.max, strict=True))
+        return f"{self.input} {sizes}" + ("" if self.k is None else f", k {self.k}")
+
+
+def _range(low: int, opt: int, high: int) -> str:
+    return str(AxisRange(low, opt, high))
+
+
+def parse_profile(text: str) -> dict[str, AxisRange]:
+    """Returns ranges by axis from `batch=1:8:32,k=1:4:16`; `UsageError` for anything else."""
+    found: dict[str, AxisRange] = {}
+    for part in text.split(","):
+        axis, given, sizes = part.strip().partition("=")
+        if not given or axis not in AXES or axis in found:
+            raise UsageError(
+                f"--profile {text}: expected AXIS=MIN:OPT:MAX, each axis once",
+                hint=f"for example --profile batch=1:8:32,k=1:4:16; axes: {', '.join(AXES)}",
+            )
+        found[axis] = parse_range(sizes, f"--profile {axis}")
+    return found
+
+
+def profile(port: PortRecord, asked: Asked, defaults: Asked, experts: int | None) -> Profile:
+    """Returns the profile for a graph's data input, and for its k of at most `experts`.
+
+    Raises `UsageError` for an axis that the graph does not have and for a size that it fixes.
+    """
+    names = [size for size in port.shape if isinstance(size, str)]
+    for axis, wanted in asked.items():
+        if axis != K_INPUT and axis not in names:
+            fixed = _fixed_size(port, axis)
+            if fixed is not None and (wanted.min, wanted.max) == (fixed, fixed):
+                continue
+            said = f"fixed at {fixed}" if fixed is not None else "not an axis"
+            raise UsageError(
+                f"--profile {axis}={wanted}: {axis} is {said} of the graph's input '{port.name}'",
+                hint=f"its dynamic axes are {', '.join(names) or 'none'}; export again for others",
+            )
+    ranges = {axis: _clipped(axis, asked, defaults, port) for axis in names}
+    shapes = [
+        tuple(getattr(ranges[size], end) if isinstance(size, str) else size for size in port.shape)
+        for end in ("min", "opt", "max")
+    ]
+    return Profile(port.name, shapes[0], shapes[1], shapes[2], _k_range(asked, experts))
+
+
+def _fixed_size(port: PortRecord, axis: str) -> int | None:
+    """The batch size where it is a constant; other axes have lost their names then."""
+    first = port.shape[0]
+    return first if axis == "batch" and isinstance(first, int) else None
+
+
+def _clipped(axis: str, asked: Asked, defaults: Asked, port: PortRecord) -> AxisRange:
+    """The range asked for, or the default as far as the model goes."""
+    most = port.limits.get(axis)
+    if axis in asked:
+        if most is not None and asked[axis].max > most:
+            raise UsageError(
+                f"--profile {axis}={asked[axis]}: the model takes at most {most} {axis}",
+                hint=f"--profile {axis}=1:{most}:{most} covers all that it can take",
+            )
+        return asked[axis]
+    default = defaults[axis] if axis in defaults else _side(defaults["tokens"])
+    if most is None:
+        return default
+    return AxisRange(min(default.min, most), min(default.opt, most), min(default.max, most))
+
+
+def _side(pixels: AxisRange) -> AxisRange:
+    """Height or width of a square image with that many pixels."""
+    return AxisRange(*(max(1, math.isqrt(n)) for n in (pixels.min, pixels.opt, pixels.max)))
+
+
+def _k_range(asked: Asked, experts: int | None) -> AxisRange | None:
+    wanted = asked.get(K_INPUT)
+    if experts is None:
+        if wanted is not None:
+            raise UsageError(
+                f"--profile k={wanted}: the graph's k is baked in",
+                hint="export with --k input for an engine that takes k at run time",
+            )
+        return None
+    most = min(experts, MAX_K)
+    if wanted is None:
+        return AxisRange(1, max(1, most // 4), most)
+    if wanted.max > most:
+        raise UsageError(
+            f"--profile k={wanted}: k is at most {most}"
+            + (" in TensorRT" if most < experts else ", the fewest experts of a layer"),
+            hint=f"--profile k=1:{max(1, most // 4)}:{most} covers every k",
+        )
+    return wanted
+
+
+def check_k(profiles: Sequence[Profile], k: int | None) -> None:
+    """Raises `UsageError` for a k that no profile of an engine contains, whatever the inputs."""
+    check_given(k, takes_k=profiles[0].k is not None, what="engine")
+    if k is not None and not any(each.k and each.k.min <= k <= each.k.max for each in profiles):
+        raise _k_outside(profiles, k)
+
+
+def check_given(k: int | None, *, takes_k: bool, what: str) -> None:
+    """Raises `UsageError` for a k that `what` (a graph, an engine) has no input for, or lacks."""
+    if takes_k and k is None:
+        raise UsageError(f"this {what} takes k as an input, and none was given", hint="pass --k K")
+    if k is not None and not takes_k:
+        raise UsageError(
+            f"k = {k} was given, but the {what}'s k is baked in",
+            hint="export with --k input to choose k per run",
+        )
+
+
+def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> int:
+    """Returns the index of the profile for a run: of those that contain it, the nearest in size.
+
+    Raises `FeedError` for a shape and `UsageError` for a k that none contains.
+    """
+    fitting = [i for i, each in enumerate(profiles) if each.contains(shape, k)]
+    if fitting:
+        return min(fitting, key=lambda i: _distance(profiles[i], shape, k))
+    if k is not None and any(replace_k(each).contains(shape, None) for each in profiles):
+        raise _k_outside(profiles, k)
+    raise FeedError(
+        f"inputs of shape {tuple(shape)} are outside the engine's profile ({_listed(profiles)})",
+        hint="run smaller batches, or build the engine again with a --profile that contains them",
+    )
+
+
+def _k_outside(profiles: Sequence[Profile], k: int) -> UsageError:
+    return UsageError(
+        f"k = {k}: outside the engine's profile ({_listed(profiles)})",
+        hint="choose a k inside it, or build the engine again with --profile k=MIN:OPT:MAX",
+    )
+
+
+def _listed(profiles: Sequence[Profile]) -> str:
+    return "; ".join(str(each) for each in profiles)
+
+
+def replace_k(each: Profile) -> Profile:
+    """The profile of the data input alone."""
+    return Profile(each.input, each.min, each.opt, each.max)
+
+
+def _distance(each: Profile, shape: Sequence[int], k: int | None) -> float:
+    """How far a run is from what a profile is fastest at, in factors of size."""
+    sizes = list(zip(each.opt, shape, strict=True))
+    if each.k is not None and k is not None:
+        sizes.append((each.k.opt, k))
+    return sum(abs(math.log(actual / best)) for best, actual in sizes if best and actual)

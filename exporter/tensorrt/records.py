@@ -1,0 +1,98 @@
+"""Puts built engines into a bundle: their files, and what its manifest says of them."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ...errors import BundleError
+from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest
+from .locking import locked
+from .record import EngineRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A built engine, or one that was there before (`reused`: `bundle`, `cache` or None)."""
+
+    record: EngineRecord
+    files: Mapping[str, FileRecord]
+    reused: str | None
+
+
+def engines_of(manifest: Manifest) -> list[EngineRecord]:
+    """Returns the engines that a manifest lists; `BundleError` where one is not complete."""
+    try:
+        return [EngineRecord.from_json(each) for each in manifest.engines]
+    except (TypeError, AttributeError) as error:
+        raise BundleError(f"not a complete manifest: engines: {error}") from error
+
+
+def with_engines(manifest: Manifest, made: Sequence[Made]) -> Manifest:
+    """Returns the manifest with these engines in place of those of the same files."""
+    new = {each.record.file: each.record for each in made}
+    old = [each for each in engines_of(manifest) if each.file not in new]
+    files = dict(manifest.files)
+    for each in made:
+        files.update(each.files)
+    engines: list[dict[str, Any]] = [each.as_json() for each in (*old, *new.values())]
+    return replace(manifest, engines=engines, files=dict(sorted(files.items())))
+
+
+def without_files(manifest: Manifest, names: set[str]) -> Manifest:
+    """Returns the manifest without the engines of these files."""
+    return replace(
+        manifest,
+        engines=[each for each in manifest.engines if each.get("file") not in names],
+        files={name: record for name, record in manifest.files.items() if name not in names},
+    )
+
+
+def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> None:
+    """Moves built engines into a bundle and lists them in its manifest.
+
+    The bundle is whole at every moment: an engine that is replaced is first struck from the
+    manifest, and the new one is listed when its files are there. Two builds take turns, and each
+    keeps what the other added.
+    """
+    names = {name for each in made for name in each.files}
+    try:
+        with locked(directory):
+            if names:
+                _write_manifest(directory, without_files(Manifest.read(directory), names))
+                for name in sorted(names):
+                    (staged / name).replace(directory / name)
+            manifest = with_engines(Manifest.read(directory), [each for each in made if each.files])
+            _write_manifest(directory, manifest)
+    except OSError as error:
+        raise BundleError(
+            f"{directory}: cannot be written: {error.strerror}",
+            hint="free some space, or copy the bundle to a folder that you may write to",
+        ) from error
+
+
+@contextmanager
+def staging(directory: Path) -> Iterator[Path]:
+    """Yields a temporary folder inside a bundle, which goes when the block ends."""
+    try:
+        folder = Path(tempfile.mkdtemp(prefix=".engines.", suffix=".partial", dir=directory))
+    except OSError as error:
+        raise BundleError(
+            f"{directory}: cannot be written: {error.strerror}",
+            hint="copy the bundle to a folder that you may write to",
+        ) from error
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_manifest(directory: Path, manifest: Manifest) -> None:
+    partial = directory / f".{MANIFEST_FILE}.partial"
+    partial.write_text(manifest.to_json(), encoding="utf-8")
+    partial.replace(directory / MANIFEST_FILE)

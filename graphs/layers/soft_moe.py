@@ -1,0 +1,294 @@
+"""The Soft MoE layer in PyTorch: the published formulation, and Algorithm 1 beside it.
+
+This is the reference that every exported graph is compared with, so it favours the plain form of
+the papers over speed: tokens are normalised first, both softmaxes are taken over everything, and
+nothing is fused. What is exported is written independently, in `graphs.routing` and
+`graphs.lowerings`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from .base import Algorithm, Choice, MoELayer, StoredPart, algorithm_1, frozen
+from .spec import SoftMoESpec
+
+__all__ = [
+    "Algorithm",
+    "Chooser",
+    "Matrices",
+    "Routing",
+    "SoftMoE",
+    "SoftMoEWeights",
+    "algorithm_1",
+    "recorded_routing",
+    "soft_moe_layers",
+]
+
+Matrices = Tensor | tuple[Tensor, ...]
+"""n matrices of one shape: stacked in one tensor [n, in, out], or one tensor [in, out] each.
+
+They may be transposed views of what a checkpoint holds; nothing is copied to change the layout.
+"""
+
+Chooser = Callable[[Tensor, int], Tensor]
+"""Which k experts an input gets: scores s [b, n] and k to indices [b, k], ascending."""
+
+
+@dataclass(frozen=True, slots=True)
+class SoftMoEWeights:
+    """The weights of one layer, in canonical orientation.
+
+    `phi` [d, n, p] is already normalised and scaled. `w1` holds n matrices [d, inner], `w2` n
+    matrices [h, o] (None for linear experts); `b1` [n, inner] and `b2` [n, o] may be None. `gain`
+    and `shift` [d] follow the normalisation of x where the family has them.
+    """
+
+    phi: Tensor
+    w1: Matrices
+    b1: Tensor | None
+    w2: Matrices | None
+    b2: Tensor | None
+    gain: Tensor | None = None
+    shift: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """What the router decides for a batch.
+
+    `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `scores` [b, n] is s, the
+    column sums of C; `selected` [b, k] the indices of the k largest, ascending; `margin` [b] is the
+    distance from the k-th to the (k+1)-th score (infinite for k = n).
+    """
+
+    logits: Tensor
+    combine: Tensor
+    dispatch: Tensor
+    scores: Tensor
+    selected: Tensor
+    margin: Tensor
+
+
+class SoftMoE(MoELayer):
+    """One Soft MoE layer: (b, m, d) to (b, m, o).
+
+    `keep` is Algorithm 1's k; None computes all experts, as the model was trained. C is a softmax
+    over all experts and slots and is not renormalised after the selection unless `renormalize`.
+    `chooser` replaces Algorithm 1's choice, to study others; it is never exported.
+    """
+
+    spec: SoftMoESpec
+    chooser: Chooser | None = None
+
+    def __init__(self, spec: SoftMoESpec, weights: SoftMoEWeights) -> None:
+        super().__init__()
+        self.spec = spec
+        self.phi = frozen(weights.phi)
+        self.b1 = _frozen(weights.b1)
+        self.b2 = _frozen(weights.b2)
+        self.gain = _frozen(weights.gain)
+        self.shift = _frozen(weights.shift)
+        self.w1 = _frozen_matrices(weights.w1)
+        self.w2 = None if weights.w2 is None else _frozen_matrices(weights.w2)
+
+    def normalise(self, x: Tensor) -> Tensor:
+        """Returns x̂ [b, m, d]: the tokens as they meet phi."""
+        spec = self.spec
+        match spec.norm:
+            case "l2":
+                x = F.normalize(x, dim=-1, eps=spec.norm_eps)
+            case "l2-plus":
+                x = x / (x.norm(dim=-1, keepdim=True) + spec.norm_eps)
+            case "l2-rsqrt":
+                x = x * torch.rsqrt(x.square().sum(dim=-1, keepdim=True) + spec.norm_eps)
+            case "layernorm":
+                x = F.layer_norm(x, (spec.dim,), eps=spec.norm_eps)
+        if self.gain is not None:
+            x = x * self.gain
+        if self.shift is not None:
+            x = x + self.shift
+        return x
+
+    def route(self, x: Tensor) -> Routing:
+        """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1)."""
+        n = self.spec.experts
+        logits = torch.einsum("bmd,dnp->bmnp", self.normalise(x), self.phi)
+        dispatch = logits.softmax(dim=1)
+        combine = _over_slots(logits)
+        scores = combine.sum(dim=(1, 3))
+        k = n if self.keep is None else self.keep
+        ranked = scores.topk(min(k + 1, n), dim=1)
+        margin = (
+            ranked.values[:, k - 1] - ranked.values[:, k]
+            if k < n
+            else torch.full_like(scores[:, 0], torch.inf)
+        )
+        if self.chooser is None:
+            selected = ranked.indices[:, :k].sort(dim=1).values
+        else:
+            selected = self.chooser(scores, k)
+        return Routing(logits, combine, dispatch, scores, selected, margin)
+
+    def choices(self, x: Tensor) -> dict[str, Choice]:
+        """Returns the chosen experts, with the margin relative to the k-th score."""
+        routing = self.route(x)
+        k = routing.selected.shape[1]
+        kth = routing.scores.sort(dim=1, descending=True).values[:, k - 1]
+        # Scores that underflow are ties: 0, not 0 / 0.
+        tiny = torch.finfo(kth.dtype).tiny
+        return {"": Choice(routing.selected, routing.margin / kth.clamp_min(tiny))}
+
+    def stored(self) -> Iterator[StoredPart]:
+        """Yields phi, gain, shift and the experts, one expert at a time.
+
+        A transposed or memory-mapped source is never held whole.
+        """
+        spec = self.spec
+        yield StoredPart("phi", (spec.dim, spec.experts * spec.slots), [self._folded_phi()])
+        for key, vector in (("gain", self.gain), ("shift", self.shift)):
+            if vector is not None:
+                yield StoredPart(key, (spec.dim,), [vector.numpy()])
+        sizes = {
+            "w1": (spec.dim, spec.inner),
+            "b1": (spec.inner,),
+            "w2": (spec.hidden, spec.out),
+            "b2": (spec.out,),
+        }
+        # An expert whose last map is zero contributes nothing, and costs what it did.
+        last = ("w1", "b1") if self.w2 is None else ("w2", "b2")
+        for key, size in sizes.items():
+            weight: nn.Parameter | nn.ParameterList | None = getattr(self, key)
+            if weight is not None:
+                zeroed = self.edits.ablated_in(0) if key in last else ()
+                yield StoredPart(
+                    f"experts.{key}",
+                    (spec.experts, *size),
+                    _expert_arrays(weight, spec.experts, zeroed),
+                )
+
+    def _folded_phi(self) -> np.ndarray:
+        """Phi as [d, n·p] with the gain folded in, where that is not part of a LayerNorm op."""
+        phi = self.phi.double().flatten(1)
+        if self.gain is not None and self.spec.norm != "layernorm":
+            phi = phi * self.gain.double()[:, None]
+        return phi.to(torch.float32).numpy()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps tokens x [b, m, d] to [b, m, o]."""
+        routing = self.route(x)
+        source = self.normalise(x) if self.spec.slots_from == "normalised" else x
+        slots = torch.einsum("bmd,bmnp->bnpd", source, routing.dispatch)
+        combine = routing.combine
+        chosen: Tensor | None = None
+        if self.keep is not None and self.keep < self.spec.experts:
+            chosen = torch.zeros_like(routing.scores, dtype=torch.bool)
+            chosen.scatter_(1, routing.selected, True)
+            others = ~chosen[:, None, :, None]
+            if self.renormalize:  # C[S] / ΣC[S], which by itself is 0 / 0 where C[S] underflows
+                combine = _over_slots(routing.logits.masked_fill(others, -torch.inf))
+            else:
+                combine = combine.masked_fill(others, 0.0)
+        if self.edits.ablated:  # after the softmax: what others contribute stays as it was
+            present = self.edits.present(0, self.spec.experts, combine)
+            combine = combine * present[:, None]
+        if chosen is not None and self.algorithm == "selected":
+            outputs = self._selected_experts(slots, chosen)
+        else:
+            outputs = self._all_experts(slots)
+        return torch.einsum("bnpo,bmnp->bmo", outputs, combine)
+
+    def _all_experts(self, slots: Tensor) -> Tensor:
+        """Every expert on its slots: [b, n, p, d] to [b, n, p, o], batched where stacked."""
+        if isinstance(self.w1, nn.ParameterList):
+            return torch.stack(
+                [self.expert(e, slots[:, e]) for e in range(self.spec.experts)], dim=1
+            )
+        hidden = torch.einsum("bnpd,ndh->bnph", slots, self.w1)
+        if self.b1 is not None:
+            hidden = hidden + self.b1[:, None]
+        if self.w2 is None:
+            return hidden
+        hidden = torch.einsum("bnph,nho->bnpo", self.activate(hidden), self.w2)
+        return hidden if self.b2 is None else hidden + self.b2[:, None]
+
+    def _selected_experts(self, slots: Tensor, chosen: Tensor) -> Tensor:
+        """Each expert on the inputs that selected it; zeros elsewhere. `chosen` is [b, n]."""
+        outputs = slots.new_zeros(*slots.shape[:3], self.spec.out)
+        for e in chosen.any(dim=0).nonzero().flatten().tolist():
+            rows = chosen[:, e]
+            outputs[rows, e] = self.expert(e, slots[rows, e])
+        return outputs
+
+    def expert(self, index: int, rows: Tensor) -> Tensor:
+        """Expert `index` on rows [..., d]; returns [..., o]."""
+        hidden = F.linear(rows, self.w1[index].T, None if self.b1 is None else self.b1[index])
+        if self.w2 is None:
+            return hidden
+        bias = None if self.b2 is None else self.b2[index]
+        return F.linear(self.activate(hidden), self.w2[index].T, bias)
+
+    def activate(self, hidden: Tensor) -> Tensor:
+        """The expert's nonlinearity: [..., inner] to [..., h]."""
+        if self.spec.expert == "geglu":
+            value, gate = hidden.chunk(2, dim=-1)
+            return value * F.gelu(gate)
+        match self.spec.activation:
+            case "gelu":
+                return F.gelu(hidden)
+            case "gelu-tanh":
+                return F.gelu(hidden, approximate="tanh")
+            case "relu":
+                return F.relu(hidden)
+
+
+def _over_slots(logits: Tensor) -> Tensor:
+    """Each token's softmax of L [b, m, n, p] over all slots of all experts."""
+    return logits.flatten(2).softmax(dim=2).view_as(logits)
+
+
+def _frozen(tensor: Tensor | None) -> nn.Parameter | None:
+    return None if tensor is None else frozen(tensor)
+
+
+def _frozen_matrices(matrices: Matrices) -> nn.Parameter | nn.ParameterList:
+    if isinstance(matrices, Tensor):
+        return frozen(matrices)
+    return nn.ParameterList([frozen(m) for m in matrices])
+
+
+def _expert_arrays(
+    weight: nn.Parameter | nn.ParameterList, experts: int, zeroed: Collection[int]
+) -> Iterator[np.ndarray]:
+    for e in range(experts):
+        array = weight[e].numpy()
+        yield np.zeros_like(array) if e in zeroed else array
+
+
+def soft_moe_layers(model: nn.Module) -> dict[str, SoftMoE]:
+    """Returns the Soft MoE layers of a model by module path, in module order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, SoftMoE)}
+
+
+@contextmanager
+def recorded_routing(model: nn.Module) -> Iterator[dict[str, list[Routing]]]:
+    """Within the context, each forward appends every layer's routing to the yielded lists."""
+    records: dict[str, list[Routing]] = {}
+
+    def record(module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str) -> None:
+        assert isinstance(module, SoftMoE)
+        records[name].append(module.route(args[0]))
+
+    with ExitStack() as hooks:
+        for name, layer in soft_moe_layers(model).items():
+            records[name] = []
+            hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
+        yield records

@@ -1,0 +1,94 @@
+"""A layer's weights in the numbers that its graph computes in: 16-bit floats, or integers.
+
+Only what multiplies in the experts, or in a muMoE layer's factors, is narrowed: router and gate
+keep FP32. Everything streams: one expert's matrix is narrowed while it is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import ml_dtypes
+import numpy as np
+import onnx_ir as ir
+
+from ..layers.base import StoredPart
+from .ranges import Range, Scale
+from .types import Arithmetic, Grid, Quantised
+
+NARROWED = ("experts.", "tensor.")
+"""How the names of those weights begin."""
+
+TINY = float(np.finfo(np.float16).tiny)
+"""The scale of a column of zeros: any positive number that every float type holds."""
+
+
+def narrowed(parts: Iterator[StoredPart], arithmetic: Arithmetic) -> Iterator[StoredPart]:
+    """Yields a layer's weights as `arithmetic` wants them.
+
+    A weight W that multiplies as integers is followed by `W.scale` [..., out]: the real number that
+    one step of it stands for, times one step of what it is multiplied with where the form is not
+    `qdq`. Its parts are known once those of W have been read.
+    """
+    for part in parts:
+        quantised = arithmetic.quantised
+        if not part.name.startswith(NARROWED):
+            yield part
+        elif quantised is not None and part.name in quantised.inputs:
+            yield from _integers(part, quantised, arithmetic.inner)
+        else:
+            yield replace(part, dtype=arithmetic.inner)
+
+
+def _integers(part: StoredPart, quantised: Quantised, inner: ir.DataType) -> Iterator[StoredPart]:
+    qdq = quantised.form == "qdq"
+    factor = 1.0 if qdq else quantised.inputs[part.name].scale
+    scales: list[np.ndarray] = []
+
+    def rounded() -> Iterator[np.ndarray]:
+        for matrix in part.parts:
+            integers, scale = quantise(matrix, quantised.grid, inner)
+            scales.append(scale * np.float32(factor))
+            yield integers
+
+    yield replace(part, parts=rounded(), dtype=quantised.grid.dtype)
+    yield StoredPart(
+        f"{part.name}.scale",
+        (*part.shape[:-2], part.shape[-1]),
+        scales,
+        inner if qdq else ir.DataType.FLOAT,
+    )
+
+
+def quantise(
+    matrix: np.ndarray, grid: Grid, scale_type: ir.DataType = ir.DataType.FLOAT
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a matrix [in, out] as integers with a scale [out] per column, float32.
+
+    The scales are numbers that `scale_type` holds, so that a graph that stores them so loses
+    nothing more.
+    """
+    largest = np.abs(matrix).max(axis=0, initial=0.0)
+    scale = rounded_to(largest / grid.levels, scale_type)
+    scale = np.where(scale > 0, scale, np.float32(TINY))
+    integers = np.clip(np.rint(matrix / scale), -grid.levels, grid.levels) + grid.zero_point
+    return integers.astype(np.uint8 if grid.zero_point else np.int8), scale
+
+
+def activation_scale(seen: Range, dtype: ir.DataType, *, qdq: bool) -> Scale:
+    """Returns the scale of an activation: signed and symmetric in Q/DQ form, else unsigned.
+
+    In Q/DQ form it is a number that the float type `dtype` holds.
+    """
+    if not qdq:
+        return seen.affine()
+    step = float(rounded_to(np.array(seen.symmetric().scale), dtype))
+    return Scale(step or TINY, 0)
+
+
+def rounded_to(array: np.ndarray, dtype: ir.DataType) -> np.ndarray:
+    """Returns float32 numbers that a float type holds: the nearest ones."""
+    kind = {ir.DataType.FLOAT16: np.float16, ir.DataType.BFLOAT16: ml_dtypes.bfloat16}
+    exact = np.asarray(array, np.float32)
+    return exact if dtype not in kind else exact.astype(kind[dtype]).astype(np.float32)

@@ -1,0 +1,1 @@
+"""The speed targets: what is measured, and against what. `python -m perf` runs them."""

@@ -1,0 +1,264 @@
+"""Calibration: the methods side by side, and ONNX Runtime's own quantiser on the same model.
+
+The paper's MNIST network on handwritten digits, ranges from the training images, accuracy on the
+whole test set. The other quantiser is `onnxruntime.quantization.quantize_static`, given the dense
+graph (k = n): it has no notion of experts that are chosen.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from moexport import Bundle, Model, export, load
+from moexport.bench.demo import digits
+from moexport.bench.metrics import jaccard
+from moexport.calibration.table import METHODS, CalibrationTable
+from moexport.common.environment import environment
+from moexport.common.timing import Protocol, measure
+from moexport.exporter.options import parse_k
+from moexport.exporter.quantization.calibrate import CalibrationOptions, Observed, observe_model
+from moexport.exporter.session import Session, SessionOptions
+
+EXPERTS = (16, 64)
+KEPT = ("n", "1/4")
+PERCENTILES = (99.0, 99.9, 99.99, 99.999)
+BATCHES = (1, 32)
+THREADS = 1
+"""These networks are too small to share out."""
+
+NAIVE = ("minmax", "percentile", "entropy")
+"""The methods of `quantize_static`."""
+
+
+@dataclass(frozen=True, slots=True)
+class MethodRow:
+    """One way to find ranges, on one network: what INT8 does to the test set at one k.
+
+    `same_experts` is the share of images for which the same experts were chosen, `max_error` the
+    largest difference from FP32 at the same k over the largest output.
+    """
+
+    experts: int
+    k: int
+    method: str
+    fp32_top1: float
+    int8_top1: float
+    same_experts: float
+    max_error: float
+
+
+@dataclass(frozen=True, slots=True)
+class ToolRow:
+    """One quantiser on one network with all experts: accuracy, times and memory.
+
+    `calibration_s` and `peak_mb` are those of a process that calibrates and quantises, from the
+    start of its work; `base_mb` is what it held before. `failure` is what the runtime said of a
+    graph that it does not run.
+    """
+
+    experts: int
+    tool: str
+    top1: float | None
+    latency_ms: Mapping[str, float]
+    failure: str | None
+    calibration_s: float | None
+    base_mb: float | None
+    peak_mb: float | None
+    bytes: int
+
+
+def run(progress: Callable[[str], None]) -> dict[str, Any]:
+    """Trains the networks, measures everything and returns it, ready for JSON."""
+    data = digits.load_digits()
+    methods: list[MethodRow] = []
+    tools: list[ToolRow] = []
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        feed = place / "train.npz"
+        np.savez(feed, input=data.train.inputs)
+        for experts in EXPERTS:
+            progress(f"training n = {experts}")
+            checkpoint = place / f"digits-n{experts}.pt"
+            digits.save(digits.train(digits.Training(experts=experts), data.train), checkpoint)
+            model = load(checkpoint)
+            for kept in KEPT:
+                progress(f"n = {experts}, k = {kept}: methods")
+                methods += compare_methods(model, feed, kept, data.test, place)
+            progress(f"n = {experts}: quantisers")
+            tools += compare_tools(checkpoint, feed, data.test, place)
+    return {
+        "schema": 1,
+        "environment": environment(),
+        "samples": len(data.train),
+        "test": len(data.test),
+        "methods": [asdict(row) for row in methods],
+        "tools": [asdict(row) for row in tools],
+    }
+
+
+def compare_methods(
+    model: Model, feed: Path, kept: str, test: Any, place: Path
+) -> Iterator[MethodRow]:
+    """Yields a row per method; the model is observed once for all of them."""
+    seen = observe_model(model, feed, CalibrationOptions(k=parse_k(kept)))
+    (layer,) = model.layers.values()
+    name = f"n{layer.spec.experts}-{kept.replace('/', '-')}"
+    single = export(model, place / f"{name}-fp32", k=kept, target="ort-cpu", verify=False)
+    expected, routed = _answers(single, test.inputs)
+    for label, ranges in tables(seen):
+        bundle = export(
+            model,
+            place / f"{name}-{label}",
+            k=kept,
+            target="ort-cpu",
+            precision="int8",
+            calibration=ranges,
+            verify=False,
+        )
+        y, chosen = _answers(bundle, test.inputs)
+        same = 1.0
+        if routed is not None and chosen is not None:
+            same = float((jaccard(chosen, routed) == 1).mean())
+        yield MethodRow(
+            experts=layer.spec.experts,
+            k=seen.k[layer.spec.name],
+            method=label,
+            fp32_top1=_top1(expected, test.labels),
+            int8_top1=_top1(y, test.labels),
+            same_experts=same,
+            max_error=float(np.abs(y - expected).max() / np.abs(expected).max()),
+        )
+
+
+def tables(seen: Observed) -> Iterator[tuple[str, CalibrationTable]]:
+    """Yields the table of every method, and of several percentiles."""
+    for method in METHODS:
+        if method != "percentile":
+            yield method, seen.table(method)
+            continue
+        for percentile in PERCENTILES:
+            yield f"{method} {percentile:g}", seen.table(method, percentile)
+
+
+def _answers(bundle: Bundle, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+    """A graph's outputs, and the experts it chose where it chooses."""
+    selected = bundle.manifest.layers[0].selected
+    observe = None if selected is None else {selected: 7}  # int64
+    session = bundle.session(options=SessionOptions(threads=THREADS, observe=observe))
+    values = session.run(x)
+    return values[session.output_names[0]], None if selected is None else values[selected]
+
+
+def _top1(y: np.ndarray, labels: np.ndarray) -> float:
+    return float((y.argmax(axis=1) == labels).mean())
+
+
+def compare_tools(checkpoint: Path, feed: Path, test: Any, place: Path) -> list[ToolRow]:
+    """FP32, ours, and `quantize_static` in its two formats, with all experts."""
+    experts = load(checkpoint).layers["layer"].spec.experts
+    dense = export(load(checkpoint), place / f"dense-{experts}", lowering="dense", verify=False)
+    graphs: dict[str, Path] = {"FP32": dense.path / "model.onnx"}
+    costs: dict[str, dict[str, float]] = {}
+    out = place / f"ours-{experts}"
+    costs["moexport"] = _child("ours", checkpoint, feed, out)
+    graphs["moexport"] = out / "model.onnx"
+    for form in ("QDQ", "QOperator"):
+        for method in NAIVE:
+            tool = f"quantize_static {form} {method}"
+            path = place / f"{experts}-{form}-{method}.onnx"
+            costs[tool] = _child("theirs", graphs["FP32"], feed, path, form, method)
+            graphs[tool] = path
+    sessions = {
+        tool: Session(path, SessionOptions(threads=THREADS)) for tool, path in graphs.items()
+    }
+    latency: dict[str, dict[str, float]] = {tool: {} for tool in sessions}
+    failures: dict[str, str] = {}
+    for batch in BATCHES:
+        inputs = [test.batch(index, batch) for index in range(8)]
+        calls = {
+            tool: (lambda index, session=session, inputs=inputs: session(inputs[index]))
+            for tool, session in sessions.items()
+        }
+        measured = measure(calls, Protocol(inputs=8, round_s=0.1))
+        failures |= measured.failures
+        for tool, times in measured.latencies.items():
+            latency[tool][str(batch)] = times.median
+    return [
+        ToolRow(
+            experts=experts,
+            tool=tool,
+            top1=None if tool in failures else _top1(session(test.inputs), test.labels),
+            latency_ms=latency[tool],
+            failure=failures.get(tool),
+            calibration_s=costs.get(tool, {}).get("seconds"),
+            base_mb=costs.get(tool, {}).get("base_mb"),
+            peak_mb=costs.get(tool, {}).get("peak_mb"),
+            bytes=_bytes(graphs[tool]),
+        )
+        for tool, session in sessions.items()
+    ]
+
+
+def _bytes(path: Path) -> int:
+    """A graph with its weights."""
+    weights = path.parent / "weights.bin"
+    own = path.stat().st_size
+    return own + weights.stat().st_size if path.name == "model.onnx" else own
+
+
+def _child(*arguments: object) -> dict[str, float]:
+    """Runs one quantiser in a process of its own; returns what it took."""
+    command = [sys.executable, "-m", "perf.quantisers", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    cost: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
+    return cost
+
+
+def methods_table(found: Mapping[str, Any]) -> str:
+    """Returns the methods as Markdown: largest error of an output, and points of accuracy."""
+    networks = sorted({(row["experts"], -row["k"]) for row in found["methods"]})
+    lines = [
+        "| method | " + " | ".join(f"n={n}, k={-k}" for n, k in networks) + " |",
+        "|---|" + "--:|" * len(networks),
+    ]
+    for method in dict.fromkeys(row["method"] for row in found["methods"]):
+        cells = {
+            (row["experts"], -row["k"]): row for row in found["methods"] if row["method"] == method
+        }
+        texts = [f"{cells[place]['max_error']:.4f} ({_points(cells[place])})" for place in networks]
+        lines.append(f"| `{method}` | {' | '.join(texts)} |")
+    return "\n".join(lines)
+
+
+def _points(row: Mapping[str, Any]) -> str:
+    points = 100 * (row["int8_top1"] - row["fp32_top1"])
+    return f"{points:+.2f}".replace("-", "−") if abs(points) > 1e-9 else "0"
+
+
+def tools_table(found: Mapping[str, Any]) -> str:
+    """Returns the quantisers as Markdown."""
+    batches = " | ".join(f"ms, batch {batch}" for batch in BATCHES)
+    lines = [
+        f"| n | quantiser | top-1 | {batches} | s to quantise | peak MB, of which imports | kB |",
+        "|--:|---|--:|" + "--:|" * (len(BATCHES) + 3),
+    ]
+    for row in found["tools"]:
+        ran = row["failure"] is None
+        times = [f"{row['latency_ms'][str(batch)]:.3f}" if ran else "–" for batch in BATCHES]
+        cost = ("–", "–")
+        if row["calibration_s"] is not None:
+            cost = (f"{row['calibration_s']:.1f}", f"{row['peak_mb']:.0f}, {row['base_mb']:.0f}")
+        top1 = f"{row['top1']:.2%}" if ran else "does not run"
+        lines.append(
+            f"| {row['experts']} | {row['tool']} | {top1} | {' | '.join(times)} | "
+            f"{' | '.join(cost)} | {row['bytes'] / 1e3:.0f} |"
+        )
+    return "\n".join(lines)

@@ -1,0 +1,192 @@
+"""A whole Soft MoE ViT-B/16 for every k, against PyTorch eager and compiled, and `torch.onnx`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from functools import partial
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import moexport
+import numpy as np
+import torch
+from moexport.bench.measure.int8_host import IntegerLinear
+from moexport.bench.measure.limits import products_of
+from moexport.bench.measure.roofline import (
+    NO_PRODUCTS,
+    ModelWork,
+    Probes,
+    Products,
+    Rates,
+    limit_ms,
+    work_of,
+)
+from moexport.bench.results import ModelInfo, Results, Row
+from moexport.bench.runners.candidates import Asked, exported
+from moexport.common import timing
+from moexport.common.environment import environment, usable_cores
+
+from .baselines import compiled, plain_onnx
+from .layers import COMPILED, PLAIN, Shape
+from .scale import vit_checkpoint
+
+SHAPES = (Shape(128, 384), Shape(8, 7680))
+BATCHES = (1, 16)
+CALIBRATION_IMAGES = 8
+"""Images that give INT8 its ranges."""
+
+EAGER = "eager"
+_ENGINES = {EAGER: "pytorch-eager", COMPILED: "pytorch-compile"}
+AUTO = "auto"
+INT8 = "auto, INT8"
+"""The exported graphs: in FP32, and with all linear layers but the head in INT8."""
+
+
+@dataclass(frozen=True)
+class _Vit:
+    """A model with random weights, everything measured of it, and what one input asks for."""
+
+    shape: Shape
+    name: str
+    model: moexport.Model
+    work: ModelWork
+    plain: Callable[[torch.Tensor], object]
+    graphs: dict[tuple[str, int], Callable[[np.ndarray], object]]
+    integers: Products
+
+
+def name_of(shape: Shape) -> str:
+    """How tables call the model with such experts."""
+    return f"ViT-B/16, 6 MoE layers, {shape.name}"
+
+
+def kept(shape: Shape) -> tuple[int, ...]:
+    """Every k that is measured."""
+    n = shape.experts
+    return (n, n // 2, n // 4, n // 8)
+
+
+def run(
+    shapes: tuple[Shape, ...] = SHAPES,
+    batches: tuple[int, ...] = BATCHES,
+    *,
+    round_s: float = 0.2,
+    progress: Callable[[str], None] = print,
+) -> Iterator[Results]:
+    """Yields a row per model, batch, engine and k: all so far, after each model and batch.
+
+    All contestants of a batch are interleaved, in a process of their own: what they hold is several
+    times a model.
+    """
+    threads = usable_cores()
+    rows: list[Row] = []
+    models: dict[str, ModelInfo] = {}
+    for shape, batch in product(shapes, batches):
+        progress(f"{name_of(shape)}, batch {batch}")
+        with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as process:
+            info, found = process.submit(_measure, shape, batch, round_s, threads).result()
+        models[info.name] = info
+        rows += found
+        yield Results(
+            tuple(models.values()),
+            tuple(rows),
+            environment() | {"threads": threads},
+            {"rounds": timing.MIN_ROUNDS, "round_s": round_s},
+            command="python -m perf models",
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+        )
+
+
+def _measure(shape: Shape, batch: int, round_s: float, threads: int) -> tuple[ModelInfo, list[Row]]:
+    torch.set_num_threads(threads)
+    with ExitStack() as stack:
+        vit = _enter(shape, batch, threads, stack)
+        parameters = sum(p.numel() for p in vit.model.module.parameters())
+        info = ModelInfo(vit.name, vit.model.family, "random weights", parameters)
+        return info, _heat(vit, batch, round_s, Probes(threads))
+
+
+def _images(batch: int) -> np.ndarray:
+    random = np.random.default_rng(1)
+    return random.standard_normal((batch, 3, 224, 224)).astype(np.float32)
+
+
+def _enter(shape: Shape, batch: int, threads: int, stack: ExitStack) -> _Vit:
+    folder = Path(stack.enter_context(TemporaryDirectory(prefix="moexport-vit-")))
+    checkpoint = folder / "vit.pt"
+    # Stacked experts are the faster of the two published forms in PyTorch.
+    vit_checkpoint(checkpoint, experts=shape.experts, hidden=shape.hidden, stacked=True)
+    model = moexport.load(checkpoint, config={"num_heads": 12})
+    plain = plain_onnx(model.module, torch.from_numpy(_images(1)), folder, threads)
+    floats = Asked(ks=kept(shape), batches=(batch,), threads=threads)
+    integers = replace(
+        floats, precisions=("int8",), calibration=_images(CALIBRATION_IMAGES), scope="all"
+    )
+    graphs: dict[tuple[str, int], Callable[[np.ndarray], object]] = {}
+    linears: tuple[IntegerLinear, ...] = ()
+    for name, asked in ((AUTO, floats), (INT8, integers)):
+        subject = stack.enter_context(exported(model, asked))
+        graphs |= {(name, source.k): source.open() for source in subject.graphs}
+        linears = subject.graphs[0].integers
+    work, products = work_of(model, _images(1)), products_of(linears, {"batch": 1})
+    return _Vit(shape, name_of(shape), model, work, plain, graphs, products)
+
+
+def _heat(
+    vit: _Vit,
+    batch: int,
+    round_s: float,
+    probes: Probes,
+) -> list[Row]:
+    x, n = _images(batch), vit.shape.experts
+    images = torch.from_numpy(x)
+    calls: dict[tuple[str, int], Callable[[], object]] = {
+        (EAGER, n): partial(vit.model.module, images),
+        (COMPILED, n): compiled(vit.model.module, images),
+        (PLAIN, n): partial(vit.plain, images),
+    }
+    for contestant, graph in vit.graphs.items():
+        calls[contestant] = partial(graph, x)
+    contestants = probes.contestants | {
+        f"{name} {k}": (lambda _, call=call: call()) for (name, k), call in calls.items()
+    }
+    with torch.inference_mode():
+        measured = timing.measure(contestants, timing.Protocol(round_s=round_s, warmup=1))
+    for name, error in measured.failures.items():
+        print(f"failed: {name}: {error}", file=sys.stderr)
+    rates = probes.rates(measured.latencies)
+    return [
+        _row(vit, k, batch, name, latency, rates)
+        for name, k in calls
+        if (latency := measured.latencies.get(f"{name} {k}")) is not None
+    ]
+
+
+def _row(vit: _Vit, k: int, batch: int, name: str, latency: timing.Latency, rates: Rates) -> Row:
+    int8 = name == INT8
+    parts = vit.work.parts(
+        dict.fromkeys(vit.model.layers, k),
+        batch,
+        int8=vit.model.layers if int8 else (),
+        int8_host=vit.integers if int8 else NO_PRODUCTS,
+    )
+    return Row(
+        engine=_ENGINES.get(name, "onnxruntime"),
+        k=k,
+        experts=vit.shape.experts,
+        batch=batch,
+        model=vit.name,
+        provider="cpu",
+        precision="int8" if int8 else "fp32",
+        lowering=name,
+        latency_ms=latency,
+        limit_ms=limit_ms(parts, rates),
+        throughput=1000 * batch / latency.median,
+    )

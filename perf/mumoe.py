@@ -1,0 +1,185 @@
+"""muMoE layers and blocks at the papers' shapes: the exported graph against published PyTorch.
+
+PyTorch runs the published formulation, einsum over the factors and entmax15 by sorting, in two
+forms: by the calls of the authors' code (`published`), and as moexport's own reference does, with
+`torch.einsum` of two operands and nothing around it. One input per call: a vector for the heads,
+1024 tokens for the GPT-2 block, 196 for the Mixer's channel block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from functools import partial
+
+import numpy as np
+import torch
+from moexport.bench.measure.roofline import Rates, layer_parts, limit_ms, machine_rates
+from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
+from moexport.bench.runners.candidates import Asked, exported
+from moexport.common import timing
+from moexport.common.environment import environment, usable_cores
+from moexport.exporter.families.layer import TokenHost
+from moexport.exporter.model import Model, Source, TensorSpec
+from moexport.graphs.layers.mumoe import MuMoE, MuMoEWeights, mumoe_layers
+from moexport.graphs.layers.mumoe_spec import FactorisedSpec, GateNorm, MuMoESpec
+from moexport.graphs.lowerings.base import WorkOf
+
+from .published import PublishedMuMoE
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A layer or block, how many tokens one input has, and the speed-up asked of it."""
+
+    name: str
+    spec: MuMoESpec
+    tokens: int
+    asked: float
+
+
+def _head(form: str, ranks: tuple[int, ...]) -> MuMoESpec:
+    tensor = FactorisedSpec(form, (128,), 768, 1000, ranks, bias=True)  # type: ignore[arg-type]
+    return MuMoESpec("layer", (tensor,), norm="bn")
+
+
+def _block(dim: int, hidden: int, experts: int, rank: int, norm: GateNorm) -> MuMoESpec:
+    first = FactorisedSpec("cp", (experts,), dim, hidden, (rank,), bias=True)
+    second = FactorisedSpec("cp", (experts,), hidden, dim, (rank,), bias=True)
+    return MuMoESpec("layer", (first, second), norm=norm)
+
+
+MIXER = _block(512, 2048, 64, 384, "bn")
+SUBJECTS = (
+    Subject("CP head (d=768, o=1000, n=128, R=512)", _head("cp", (512,)), 1, 5.0),
+    Subject("TR head (d=768, o=1000, n=128, R=4, 4, 512)", _head("tr", (4, 4, 512)), 1, 7.0),
+    Subject("GPT-2 CP block (d=768, n=256, R=556)", _block(768, 3072, 256, 556, "ln"), 1024, 2.0),
+    Subject("Mixer S/16 CP channel block (n=64, R=384)", MIXER, 196, 2.0),
+)
+
+REFERENCE = "pytorch-einsum"
+"""The engine of rows of moexport's own reference in PyTorch."""
+
+CALIBRATION_TOKENS = 256
+"""Tokens that give INT8 its ranges, in inputs of a subject's size."""
+
+
+def random_layer(spec: MuMoESpec) -> MuMoE:
+    """A layer whose logits spread over a few units, so that entmax leaves a support of a few."""
+    random = torch.Generator().manual_seed(0)
+
+    def draw(*size: int, scale: float) -> torch.Tensor:
+        return torch.randn(*size, generator=random) * scale
+
+    batch_norm = spec.norm == "bn"
+    return MuMoE(
+        spec,
+        MuMoEWeights(
+            tuple(draw(spec.dim, n, scale=2 * spec.dim**-0.5) for n in spec.levels),
+            tuple(tuple(draw(*shape, scale=0.05) for shape in t.shapes) for t in spec.tensors),
+            tuple(draw(n, scale=0.1) for n in spec.levels) if batch_norm else (),
+            tuple(torch.ones(n) for n in spec.levels) if batch_norm else (),
+        ),
+    )
+
+
+def layer_model(subject: Subject) -> Model:
+    """The layer alone as a model, its token count a constant."""
+    spec, m = subject.spec, subject.tokens
+    return Model(
+        TokenHost(random_layer(spec)).eval(),
+        "mumoe",
+        {},
+        Source(subject.name, ()),
+        TensorSpec("input", "float32", ("batch", m, spec.dim)),
+        TensorSpec("output", "float32", ("batch", m, spec.out)),
+    )
+
+
+def run(
+    subjects: tuple[Subject, ...] = SUBJECTS,
+    *,
+    round_s: float = 0.5,
+    progress: Callable[[str], None] = print,
+) -> Results:
+    """Returns four rows per subject, both in PyTorch and the graphs in FP32 and INT8: b = 1, k = n.
+
+    Raises AssertionError where the two in PyTorch differ.
+    """
+    threads = usable_cores()
+    torch.set_num_threads(threads)
+    rates = machine_rates(threads)
+    rows: list[Row] = []
+    for subject in subjects:
+        progress(subject.name)
+        rows += _rows(subject, threads, round_s, rates, progress)
+    return Results(
+        tuple(ModelInfo(s.name, "mumoe", "random weights", s.spec.parameters) for s in subjects),
+        tuple(rows),
+        environment() | {"threads": threads},
+        {"rounds": timing.MIN_ROUNDS, "round_s": round_s} | rates.as_json(),
+        command="python -m perf mumoe",
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+    )
+
+
+def _rows(
+    subject: Subject,
+    threads: int,
+    round_s: float,
+    rates: Rates,
+    progress: Callable[[str], None],
+) -> list[Row]:
+    model = layer_model(subject)
+    random = np.random.default_rng(1)
+    x = random.standard_normal((1, subject.tokens, subject.spec.dim)).astype(np.float32)
+    seen = random.standard_normal((CALIBRATION_TOKENS // subject.tokens or 1, *x.shape[1:]))
+    asked = Asked(
+        ks=("n",),
+        precisions=("fp32", "int8"),
+        calibration=seen.astype(np.float32),
+        threads=threads,
+    )
+    calls = _in_pytorch(model, torch.from_numpy(x))
+    lowerings: dict[tuple[str, str], str] = {}
+    with exported(model, asked) as exports, torch.inference_mode():
+        for graph in exports.graphs:
+            key = (ONNXRUNTIME, graph.precision)
+            calls[key], lowerings[key] = partial(graph.open(), x), graph.lowering
+        contestants = {" ".join(key): (lambda _, call=call: call()) for key, call in calls.items()}
+        measured = timing.measure(contestants, timing.Protocol(round_s=round_s))
+    for name, error in measured.failures.items():
+        progress(f"failed: {name}: {error}")
+    n = subject.spec.experts
+    work = WorkOf(subject.spec, n, 1, subject.tokens)
+    return [
+        Row(
+            engine=engine,
+            precision=precision,
+            k=n,
+            experts=n,
+            batch=1,
+            model=subject.name,
+            provider="cpu",
+            lowering=lowerings.get((engine, precision)),
+            latency_ms=latency,
+            limit_ms=limit_ms(tuple(layer_parts(work, int8_experts=precision == "int8")), rates),
+            throughput=1000 / latency.median,
+        )
+        for engine, precision in calls
+        if (latency := measured.latencies.get(f"{engine} {precision}")) is not None
+    ]
+
+
+def _in_pytorch(model: Model, x: torch.Tensor) -> dict[tuple[str, str], Callable[[], object]]:
+    """The model in both of PyTorch's forms, which agree on x [1, m, d]."""
+    (layer,) = mumoe_layers(model.module).values()
+    published = PublishedMuMoE(layer).eval()
+    with torch.inference_mode():
+        expected = model.module(x)
+        assert (published(x) - expected).abs().max() < 1e-4 * expected.abs().max()
+    return {
+        (PYTORCH_EAGER, "fp32"): partial(published, x),
+        (REFERENCE, "fp32"): partial(model.module, x),
+    }
