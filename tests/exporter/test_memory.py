@@ -23,7 +23,7 @@ MEGABYTE = 2**20
 MEASURE = """
 import re, sys, threading
 from pathlib import Path
-from moexport.exporter.load import load
+from moexport.exporter.checkpoints.load import load
 
 def allocated():
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -62,7 +62,7 @@ INSPECT = """
 import sys
 from pathlib import Path
 from moexport.exporter.inspect import inspect
-from moexport.exporter.load import load
+from moexport.exporter.checkpoints.load import load
 
 model = load(sys.argv[1], config={"num_heads": 4}, values=False)
 inspect(model)
