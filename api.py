@@ -13,9 +13,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from .bench.analyses.analyses_experts import Wanted, parse_analyses, studied
-from .bench.bench_data import Labelled, LabelledData, load_groups
-from .bench.data import open_labelled
+from .bench.analyses.experts import Wanted, parse_analyses, studied
+from .bench.data import Labelled, LabelledData, load_groups, open_labelled
 from .bench.plan import Settings
 from .bench.results import Results
 from .bench.run import bench as run_bench
@@ -28,7 +27,7 @@ from .bench.specialise import specialise as run_specialise
 from .calibration.feeds import Feed
 from .calibration.methods import DEFAULT_METHOD, DEFAULT_PERCENTILE
 from .calibration.table import CalibrationTable, Method
-from .common.progress import Progress, Silent
+from .common.console import Progress, Silent
 from .common.timing import Protocol
 from .errors import UsageError
 from .exporter.bundle.bundle import Bundle
@@ -37,20 +36,20 @@ from .exporter.edits import read_edits
 from .exporter.export import export as export_bundle
 from .exporter.inputs import random_inputs, with_axes
 from .exporter.model import Model
-from .exporter.numbers import Numbers, Scope
 from .exporter.options import (
     DEFAULT_BATCH,
     DEFAULT_TOKENS,
     ExportOptions,
     Kept,
+    Numbers,
+    Scope,
     parse_k,
     parse_lowerings,
     parse_range,
 )
 from .exporter.quantization.accuracy_search import with_retention
-from .exporter.quantization.calibrate import CalibrationOptions
+from .exporter.quantization.calibrate import CalibrationOptions, ranges_for_export
 from .exporter.quantization.calibrate import calibrate as run_calibration
-from .exporter.quantization.tables import ranges_for_export
 from .exporter.tensorrt.cache import default_cache
 from .exporter.tensorrt.engines import add_engines, plan_engines
 from .exporter.tensorrt.options import EngineOptions

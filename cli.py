@@ -10,7 +10,6 @@ import typer
 
 from .commands.bench import bench, demo, report, specialise
 from .commands.build import RunnerFlags, TrustEngine, build
-from .commands.cli_program import program
 from .commands.export import calibrate, export
 from .commands.options import (
     AsJson,
@@ -20,6 +19,7 @@ from .commands.options import (
     ModelFlags,
     Verbosity,
     output_option,
+    program,
 )
 from .commands.printing import (
     bundle_text,
@@ -46,7 +46,7 @@ def inspect(
     Of a bundle its layers and files, of an engine its layers, precisions and profiles.
     """
     if model.endswith(".plan"):
-        from .exporter.tensorrt.inspect import engine_facts
+        from .exporter.tensorrt.plan_file import engine_facts
 
         facts = engine_facts(Path(model), trust=trust_engine)
         print(json_text(facts) if as_json else engine_text(facts))
@@ -68,7 +68,7 @@ def inspect(
 
 def verify(*, bundle: BundleArgument, as_json: AsJson = False, verbosity: Verbosity) -> None:
     """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
-    from .common.atomic import others_in
+    from .common.writing import others_in
     from .exporter.bundle.bundle import Bundle
 
     opened = Bundle.open(bundle)
@@ -108,7 +108,7 @@ def run(
 ) -> None:
     """Run a bundle on inputs from an .npz file, in ONNX Runtime or as an engine."""
     runner.check()
-    from .exporter.bundle.run import run_file
+    from .exporter.bundle.bundle import run_file
 
     written = run_file(
         bundle,

@@ -9,14 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from ..calibration.labels import check_classes
-from ..common.progress import Progress, Silent
+from ..calibration.feeds import check_classes
+from ..common.console import Progress, Silent
 from ..common.timing import in_one_line
 from ..errors import FeedError
 from ..graphs.layers.soft_moe import soft_moe_layers
-from .bench_data import Array, Labelled, Labels
-from .metrics import Closeness, Hits, Overlap
-from .perplexity import Sequences, Surprise
+from .data import Array, Labelled, Labels
+from .metrics import Closeness, Hits, Overlap, Sequences, Surprise
 from .results import PYTORCH_COMPILE, PYTORCH_EAGER, Accuracy, Parity, Perplexity, RoutingAgreement
 from .runners.pytorch import (
     Contestant,

@@ -17,23 +17,22 @@ from typing import Any
 
 import torch
 
+from ..common.console import Progress, Silent
 from ..common.environment import environment
-from ..common.hashing import hash_files, sha256
-from ..common.progress import Progress, Silent
+from ..common.files import hash_files, sha256
 from ..common.writing import check_file, check_folder, make_folder, told, write_text
 from ..errors import FeedError, UsageError
 from ..exporter.model import Model, TensorSpec
-from .bench_data import Array, Labelled, LabelledData, fingerprint
+from .data import Array, Labelled, LabelledData, fingerprint
 from .journal import FILE as JOURNAL_FILE
 from .journal import Journal
-from .measure.disturbance import disturbance
-from .measure.peaks import worker_count
+from .measure.latency import disturbance
+from .measure.memory import worker_count
 from .measure.rows import Measurement, weights_bytes
 from .plan import Estimate, Heat, Probe, Settings, describe, estimate, plan
 from .report.compare import Comparison, compare
 from .results import Absent, ModelInfo, Results, Row, write
-from .runners.pytorch import Runner, Subject, untouched
-from .runners.torch_gpu import CUDA, without_tf32
+from .runners.pytorch import CUDA, Runner, Subject, untouched, without_tf32
 
 PROBE_CALLS = 3
 """Calls of which the fastest foretells the others: the first one allocates."""

@@ -7,22 +7,30 @@ The distance of d to the one-hot vector of its largest entry is the expert's cla
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import nn
 
-from ..common.progress import Progress, Silent
+from ..common.console import Progress, Silent
+from ..common.text import table
+from ..common.writing import whole_file, write_text
 from ..errors import FeedError, UsageError
 from ..exporter.model import Model
-from ..graphs.layers.base import MoELayer, moe_layers, sharing_weights
-from ..graphs.layers.edits import NO_EDITS, LayerEdits
+from ..graphs.layers.base import NO_EDITS, LayerEdits, MoELayer, moe_layers, sharing_weights
 from ..graphs.layers.mumoe import MuMoE
-from .bench_data import Array, LabelledData
+from .data import Array, LabelledData
 from .metrics import one_per_sample
+from .report.figures import COLOURS, INK, REFERENCE, STYLE
 
 BATCH = 64
 
@@ -262,3 +270,164 @@ def _scores(module: nn.Module, x: Array) -> Array:
             hint="a layer or a language model does not classify its inputs",
         )
     return scores
+
+
+SCHEMA = 1
+
+JSON_FILE, FIGURE_FILE = "specialise.json", "specialise.png"
+
+SHOWN = 10
+"""Experts in the text; the files hold all."""
+
+
+def to_json(found: Specialisation) -> str:
+    """Returns everything as indented JSON, each list of numbers on one line."""
+    content = asdict(found)
+    experts, groups = content.pop("experts"), content.pop("groups")
+    head = {"schema": SCHEMA, **content, "mean_polysemanticity": found.mean_polysemanticity}
+    fields = [f"  {json.dumps(key)}: {_line(value)}" for key, value in head.items()]
+    for key, records in (("experts", experts), ("groups", groups)):
+        lines = ",\n".join(f"    {_line(record)}" for record in records)
+        fields.append(f"  {json.dumps(key)}: [\n{lines}\n  ]")
+    return "{\n" + ",\n".join(fields) + "\n}\n"
+
+
+def write(found: Specialisation, directory: Path) -> tuple[Path, ...]:
+    """Writes `specialise.json` and `specialise.png`, each whole; returns their paths.
+
+    Raises OutputError where that cannot be.
+    """
+    paths = (directory / JSON_FILE, directory / FIGURE_FILE)
+    write_text(to_json(found), paths[0])
+    with whole_file(paths[1]) as partial:
+        draw(found, partial)
+    return paths
+
+
+def text(found: Specialisation) -> str:
+    """Returns the experts whose removal changes most, and how many change nothing."""
+    changing = ranked(found)
+    right = sum((a or 0.0) * s for a, s in zip(found.accuracy, found.samples, strict=True))
+    mean = found.mean_polysemanticity
+    lines = [
+        f"model       {found.model} ({found.family})",
+        f"layer       {found.layer}: {' × '.join(map(str, found.levels))} experts, all kept",
+        f"accuracy    {right / sum(found.samples):.1%} of {sum(found.samples)} inputs",
+        f"experts     {len(changing)} of {len(found.experts)} change the accuracy of a class when "
+        "removed",
+    ]
+    if mean is not None:
+        lines.append(f"polysemanticity {mean:.3f} on average over these (0: one class, all of it)")
+        lines += ["", table(HEADER, [_cells(found, each) for each in changing[:SHOWN]])]
+    if len(changing) > SHOWN:
+        lines.append(f"… and {len(changing) - SHOWN} more")
+    return "\n".join(lines)
+
+
+HEADER = (
+    "expert",
+    "inputs",
+    "accuracy",
+    "class changed most",
+    "before",
+    "after",
+    "polysemanticity",
+)
+
+
+def ranked(found: Specialisation) -> list[ExpertEffect]:
+    """Returns the experts that change a class, those that change the accuracy most first."""
+    changing = [e for e in found.experts if e.polysemanticity is not None]
+    return sorted(
+        changing, key=lambda e: (-sum(abs(c or 0.0) for c in e.change), e.level, e.expert)
+    )
+
+
+def expert_name(found: Specialisation, effect: ExpertEffect) -> str:
+    """Returns an expert as `--ablate` takes it: its number, with its level where there are more."""
+    return f"{effect.level}.{effect.expert}" if len(found.levels) > 1 else str(effect.expert)
+
+
+def _cells(found: Specialisation, effect: ExpertEffect) -> tuple[str, ...]:
+    changed = effect.most_changed
+    right = sum((a or 0.0) * s for a, s in zip(effect.accuracy, found.samples, strict=True))
+    return (
+        expert_name(found, effect),
+        str(effect.inputs),
+        f"{right / sum(found.samples):.1%}",
+        str(changed),
+        f"{found.accuracy[changed]:.1%}",
+        f"{effect.accuracy[changed]:.1%}",
+        f"{effect.polysemanticity:.3f}",
+    )
+
+
+def _line(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False)
+
+
+ROWS = 40
+"""Experts drawn: those that change most."""
+
+
+def draw(found: Specialisation, path: Path) -> None:
+    """Writes a PNG: a row per expert, its change of each class beside its polysemanticity."""
+    import matplotlib as mpl
+
+    shown = ranked(found)[:ROWS]
+    with mpl.rc_context(STYLE):
+        height = 1.9 + 0.21 * max(len(shown), 3)
+        figure = Figure(figsize=(8.6, height), dpi=200, layout="constrained")
+        FigureCanvasAgg(figure)
+        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.9, 1))
+        left.set_title("Change in accuracy, by class")
+        if shown:
+            _changes(figure, left, found, shown)
+            _distances(right, found, shown)
+        else:
+            for axes in (left, right):
+                axes.set_axis_off()
+            left.text(0.5, 0.5, "no expert's removal changes a class", ha="center", color=INK)
+        figure.suptitle(_title(found, len(shown)), fontsize=9.5, color=INK)
+        figure.savefig(path, format="png")
+
+
+def _title(found: Specialisation, shown: int) -> str:
+    changing = len(ranked(found))
+    text = (
+        f"{Path(found.model).stem}, layer {found.layer}: removing {changing} of "
+        f"{len(found.experts)} experts changes a class ({sum(found.samples)} inputs)"
+    )
+    return text if shown == changing else f"{text}; the {shown} that change most"
+
+
+def _changes(figure: Figure, axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> None:
+    """A cell per expert and class: red where accuracy is lost, blue where it is won."""
+    table = np.array([[np.nan if c is None else c for c in e.change] for e in shown])
+    largest = float(np.nanmax(np.abs(table)))
+    image = axes.imshow(
+        table, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto", interpolation="nearest"
+    )
+    axes.grid(visible=False)
+    axes.set_yticks(range(len(shown)), [expert_name(found, each) for each in shown], fontsize=7.5)
+    axes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
+    axes.set_xlabel("class")
+    axes.set_ylabel("expert removed")
+    bar = figure.colorbar(image, ax=axes, location="bottom", aspect=45, pad=0.02)
+    bar.ax.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+    bar.outline.set_visible(False)
+
+
+def _distances(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> None:
+    """A dot per expert, and the mean over all that change a class."""
+    values = [each.polysemanticity or 0.0 for each in shown]
+    axes.hlines(range(len(shown)), 0, values, color="#d5dbe4", linewidth=1)
+    axes.plot(values, range(len(shown)), "o", color=COLOURS[0], markersize=4)
+    mean = found.mean_polysemanticity
+    assert mean is not None
+    axes.set_title(f"Polysemanticity, mean {mean:.2f}")
+    axes.axvline(mean, color=REFERENCE, linestyle="--", linewidth=1.2)
+    axes.set_xlim(left=0)
+    axes.grid(visible=False)
+    axes.tick_params(axis="y", length=0, labelleft=False)
+    axes.set_xlabel("0: one class lost, no other changed")

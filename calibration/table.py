@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from ..common.writing import write_text
 from ..errors import CalibrationError
-from ..graphs.precision.ranges import Range
+from ..graphs.precision.types import Range
 
 CALIBRATION_FILE = "calibration.json"
 SCHEMA = 1

@@ -116,8 +116,8 @@ def bench(
         raise UsageError(
             "bench: no model to measure", hint="moexport bench vit.pt -o report, or --paper mnist"
         )
-    from ..bench.report.guard import earlier, fail_if, parse_share
-    from ..bench.report.summary import rows_table
+    from ..bench.report.compare import earlier, fail_if, parse_share
+    from ..bench.report.text import rows_table
 
     share = None if flags.fail_if_slower is None else parse_share(flags.fail_if_slower)
     before = earlier(output, flags.compare, wanted=share is not None)
@@ -213,7 +213,7 @@ def specialise(
 ) -> None:
     """Say what each expert is for: how its removal changes the accuracy of every class."""
     from ..api import specialise as run_specialise
-    from ..bench.specialise_views import text, to_json, write
+    from ..bench.specialise import text, to_json, write
 
     if output is not None:
         check_folder(output)

@@ -112,8 +112,7 @@ class GraphFlags:
     def options(self) -> ExportOptions:
         """Returns them parsed; `UsageError` for one that cannot be meant, or not for the target."""
         from ..exporter.edits import read_edits
-        from ..exporter.numbers import Numbers
-        from ..exporter.options import ExportOptions, parse_k, parse_lowerings, parse_range
+        from ..exporter.options import ExportOptions, Numbers, parse_k, parse_lowerings, parse_range
 
         options = ExportOptions(
             k=parse_k(self.k),
@@ -180,7 +179,7 @@ def export(
 ) -> None:
     """Export a checkpoint to a verified bundle: ONNX graphs, weights and a manifest."""
     console = verbosity.console()
-    from ..common.atomic import check_destination
+    from ..common.writing import check_destination
 
     options = flags.options()
     wish = wished(engine, building.options(), options.target)
@@ -189,7 +188,7 @@ def export(
     from ..exporter.export import prepare
     from ..exporter.plan import check_request
     from ..exporter.quantization.accuracy_search import with_retention
-    from ..exporter.quantization.tables import ranges_for_export
+    from ..exporter.quantization.calibrate import ranges_for_export
 
     loaded = reading.load(model, console)
     for note in loaded.notes:
@@ -301,7 +300,7 @@ def calibrate(
     verbosity: Verbosity,
 ) -> None:
     """Find the range of every tensor over real inputs, for INT8 and FP16 exports."""
-    from ..exporter.quantization.tables import calibrate_to
+    from ..exporter.quantization.calibrate import calibrate_to
 
     options = flags.options()
     with verbosity.console() as console:
@@ -310,7 +309,7 @@ def calibrate(
         if not made:
             console.note(f"{output} is up to date: same model, feed, k and method")
         if sensitivity:
-            from ..exporter.quantization.sensitivity import rank
+            from ..exporter.quantization.accuracy_search import rank
 
             harms = rank(loaded, options, table, data, progress=console)
             console.finish()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from enum import StrEnum
+from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
+from typer.core import TyperCommand, TyperGroup
 
 from ..common.console import Console
 from ..errors import UsageError
@@ -88,13 +92,17 @@ ModelArgument = Annotated[
         help="A checkpoint file or folder, or package.module:factory.",
     ),
 ]
+
 BundleArgument = Annotated[
     Path, typer.Argument(metavar="BUNDLE", parser=typed_path, help="A folder that export wrote.")
 ]
+
 FEED: Any = typer.Option(
     metavar="FEED", help="Inputs: an .npz, a folder of .npy, or package.module:iterable."
 )
+
 Data = Annotated[str | None, FEED]
+
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
 
@@ -145,3 +153,88 @@ class Verbosity:
     def console(self) -> Console:
         """Returns what the command speaks through."""
         return Console(verbose=self.verbose, quiet=self.quiet)
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command as Typer wants it: each parameter that is a dataclass becomes its fields.
+
+    A field is declared as a parameter would be, `Annotated[int, typer.Option(…)] = 1`, in the order
+    of the help. So an option stands in one place, whatever number of commands have it.
+    """
+    hints = get_type_hints(command, include_extras=True)
+    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if name in groups:
+            parameters += _fields(groups[name])
+        else:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(kind=kind, annotation=hints[name]))
+
+    @wraps(command)
+    def flat(**given: Any) -> None:
+        whole = {
+            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
+            for name, group in groups.items()
+        }
+        command(**given, **whole)
+
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return flat
+
+
+def _fields(group: Any) -> list[inspect.Parameter]:
+    """The parameters that make up a group."""
+    hints = get_type_hints(group, include_extras=True)
+    return [
+        inspect.Parameter(
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=inspect.Parameter.empty if field.default is MISSING else field.default,
+            annotation=hints[field.name],
+        )
+        for field in fields(group)
+    ]
+
+
+Command = Callable[..., None]
+
+
+def program(name: str, about: str, commands: dict[str, Command]) -> typer.Typer:
+    """Makes the program of commands in the order of its help, each beside an example of its use.
+
+    The help lists the commands and has no need of their options, 150 in all: to declare them takes
+    longer than everything else that it does, but for loading the parser.
+    """
+    by_name = {function.__name__: (function, example) for example, function in commands.items()}
+
+    class Commands(TyperGroup):
+        def __init__(self, **given: Any) -> None:
+            super().__init__(**given)
+            for command, (function, _) in by_name.items():
+                self.add_command(TyperCommand(command, help=inspect.getdoc(function)))
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
+            command, listed, rest = super().resolve_command(ctx, args)
+            if command is None:
+                return command, listed, rest
+            return command, _declared(*by_name[command]), rest
+
+    app = typer.Typer(
+        cls=Commands,
+        name=name,
+        help=about,
+        no_args_is_help=True,
+        rich_markup_mode=None,
+        pretty_exceptions_enable=False,
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )
+    app.callback()(lambda: None)  # Typer has groups for programs with commands or a callback
+    return app
+
+
+def _declared(function: Command, example: str) -> Any:
+    """A command as the parser has it, with its options; its help ends with the example."""
+    alone = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+    alone.command(function.__name__, epilog=f"Example: {example}")(flattened(function))
+    return typer.main.get_command(alone)

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from ..exporter.doctor import Diagnosis
     from ..exporter.export import Prepared
     from ..exporter.inspect import ModelReport
-    from ..exporter.quantization.sensitivity import LayerHarm
+    from ..exporter.quantization.accuracy_search import LayerHarm
     from ..exporter.tensorrt.engines import EnginePlan
     from ..exporter.tensorrt.records import Made
 

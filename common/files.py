@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import mmap
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -84,3 +85,17 @@ def _mappings(smaps: str) -> Iterator[_Mapping]:
         elif head == "Anonymous:" and file.startswith("/"):
             changed = int(rest.split()[0]) > 0  # copies made when a private mapping is written to
             yield _Mapping(start, end - start, file, changed)
+
+
+def sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file as hex digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(files: Sequence[Path]) -> str:
+    """Returns the SHA-256 of one file, or of the digests of several; empty for none."""
+    digests = [sha256(path) for path in files]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else ""

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from ..errors import MoexportError, UsageError
-from .progress import Progress, Silent
+from .console import Progress, Silent
 
 NS_PER_MS = 1e6
 MIN_ROUNDS = 5

@@ -25,8 +25,8 @@ from pathlib import Path
 import moexport
 import onnx
 from moexport.bench.analyses.findings import studies_in
-from moexport.bench.analyses.tables import titled
 from moexport.bench.analyses.views import figures as charts
+from moexport.bench.analyses.views import titled
 from moexport.bench.paper import latency as latency_table
 from moexport.bench.paper import multilinear as tables_6_8
 from moexport.bench.paper import published

@@ -8,9 +8,8 @@ from typing import Any
 
 from ..common.environment import environment
 from ..errors import ForeignEngineError, MissingExtraError
-from .tensorrt.backends import FLAVOURS, Flavour
+from .tensorrt.backends import FLAVOURS, Flavour, Gpu, first_gpu
 from .tensorrt.cuda import runtime
-from .tensorrt.device import Gpu, first_gpu
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,10 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from ..calibration.feeds import Feed
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
-from ..common.atomic import check_destination, written_whole
+from ..common.console import Progress, Silent
 from ..common.environment import environment
-from ..common.files import Reading
-from ..common.hashing import hash_files, sha256
-from ..common.progress import Progress, Silent
+from ..common.files import Reading, hash_files, sha256
+from ..common.writing import check_destination, written_whole
 from ..errors import ParityError
 from ..graphs.lower import LayerChoice, Lowered, lower
 from ..graphs.names import K_INPUT
@@ -37,16 +36,13 @@ from .bundle.manifest import (
     SourceRecord,
 )
 from .bundle.weights import StoredLayer, WeightsWriter, write_host, write_layer
-from .edited import edited
 from .inputs import fixed_axes, parity_inputs
-from .locate import first_different_layer
 from .measured_lowerings import tune
-from .model import Model, TensorSpec
-from .numbers_record import numbers_record
+from .model import Model, TensorSpec, edited
 from .options import TUNE, ExportOptions
-from .parity import PARITY_FILE, Parity, Reference, describe, reference
+from .parity import PARITY_FILE, Parity, Reference, describe, first_different_layer, reference
 from .plan import GraphPlan, LayerPlan, Plan, check_request, plan
-from .precision import LayerNumbers, NumbersPlan, narrow
+from .precision import LayerNumbers, NumbersPlan, narrow, numbers_record
 from .tensorrt.engines import build_for_export, check_for_export
 from .tensorrt.options import EngineOptions
 from .trace import trace

@@ -18,8 +18,8 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 
+from ..common.console import Progress, Silent
 from ..common.environment import cpu_model
-from ..common.progress import Progress, Silent
 from ..common.timing import Contestant, Latency, Protocol, measure
 from ..errors import LoweringError, MoexportError, UsageError
 from ..graphs.lower import LayerChoice, lower
@@ -31,11 +31,10 @@ from ..graphs.targets import Target
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .model import Model
 from .options import ExportOptions
-from .plan import layer_works, resolve_k
+from .plan import Candidate, TunedLayers, Tuning, layer_works, resolve_k
 from .precision import NumbersPlan
 from .session import CPU, CUDA, Session, SessionOptions, check_provider
-from .tensorrt.device import first_gpu
-from .tuning import Candidate, TunedLayers, Tuning
+from .tensorrt.backends import first_gpu
 
 PROTOCOL = Protocol(rounds=5, warmup=2, round_s=0.1, inputs=4)
 

@@ -7,20 +7,30 @@ beyond a 16-bit float's range or below it, and values that were observed to come
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import onnx_ir as ir
 
 from ..calibration.table import CalibrationTable
 from ..errors import LoweringError, UsageError
 from ..graphs.layers.base import MoELayer
-from ..graphs.precision.backbone import QuantisedLinear, quantise_host
+from ..graphs.lower import simplify
+from ..graphs.precision.backbone import QuantisedLinear, host_linears, quantise_host
 from ..graphs.precision.fp16 import Fp32Node, beyond, misfit, narrow_host
-from ..graphs.precision.linears import host_linears
-from ..graphs.precision.ranges import EXPERT_OUTPUTS, EXPERT_PRODUCTS, operand_of, range_key
-from ..graphs.precision.types import FLOAT_TYPES, FP32, HALF_TYPES, Arithmetic, Precision, Quantised
+from ..graphs.precision.types import (
+    EXPERT_OUTPUTS,
+    EXPERT_PRODUCTS,
+    FLOAT_TYPES,
+    FP32,
+    HALF_TYPES,
+    Arithmetic,
+    Precision,
+    Quantised,
+    operand_of,
+    range_key,
+)
 from ..graphs.precision.weights import NARROWED, activation_scale
-from ..graphs.simplify import simplify
 from .model import Model
 from .options import ExportOptions
 
@@ -157,3 +167,40 @@ def _peaks(
             yield key, table.ranges[key].peak
         elif key in table.peaks:
             yield key, table.peaks[key]
+
+
+def numbers_record(plan: NumbersPlan, options: ExportOptions) -> dict[str, Any]:
+    """Returns the record as plain data: empty for a model in FP32 throughout.
+
+    `rest` is the float type of what is not quantised, `router` that of routers and gates;
+    `fp32_nodes` are the nodes that stayed in FP32 for this model's weights or values,
+    `usual_fp32_nodes` counts the others by op type. With INT8: how weights and activations are
+    written, and `linears`, the host's, null where they are INT8 and the reason where not;
+    `retention` (`retained.Retention`) where `--min-retention` was asked for.
+    """
+    numbers, target = options.numbers, options.target
+    if numbers.precision == "fp32":
+        return {}
+    usual: dict[str, int] = {}
+    for node in plan.fp32_nodes:
+        if node.usual:
+            usual[node.op_type] = usual.get(node.op_type, 0) + 1
+    record: dict[str, Any] = {
+        "rest": numbers.float_name(target),
+        "router": "fp32",
+        "io": numbers.io,
+        "fp32_nodes": [asdict(node) for node in plan.fp32_nodes if not node.usual],
+        "usual_fp32_nodes": usual,
+    }
+    if numbers.precision == "int8":
+        grid, form = numbers.grid(target), numbers.form(target)
+        record |= {
+            "form": form,
+            "weights": f"{grid.dtype.name.lower()}, per expert and output channel, "
+            f"-{grid.levels} to {grid.levels}",
+            "activations": "int8, per tensor, symmetric" if form == "qdq" else "uint8, per tensor",
+            "linears": {linear.node: linear.reason for linear in plan.linears},
+        }
+    if numbers.retention is not None:
+        record["retention"] = numbers.retention.as_json()
+    return record

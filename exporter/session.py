@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import onnx
 import onnxruntime as ort
+from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from ..errors import BundleError, EngineError, FeedError, UsageError
 from ..graphs.names import K_INPUT
-from .tensorrt.device import first_gpu
+from .tensorrt.backends import first_gpu
 from .tensorrt.profiles import check_given
 
 CPU = "CPUExecutionProvider"
+
 CUDA = "CUDAExecutionProvider"
+
 TENSORRT = "TensorrtExecutionProvider"
 
 PROVIDERS = {"cpu": CPU, "cuda": CUDA, "tensorrt": TENSORRT}
@@ -272,6 +276,7 @@ def _on(session: ort.InferenceSession, provider: str) -> ort.InferenceSession:
 
 
 _STATE = ort.capi.onnxruntime_pybind11_state
+
 _LOAD_ERRORS = (
     _STATE.InvalidGraph,
     _STATE.InvalidProtobuf,
@@ -298,11 +303,76 @@ def _observed(path: Path, observe: Mapping[str, int], *, twin: bool) -> bytes:
     """The model with inner values as further outputs; its weights stay where they are."""
     import onnx
 
-    from .rounded import rounded_twin
-
     model = rounded_twin(path) if twin else onnx.load(path, load_external_data=False)
     known = {output.name for output in model.graph.output}
     for name, element_type in observe.items():
         if name not in known:
             model.graph.output.append(onnx.helper.make_tensor_value_info(name, element_type, None))
     return bytes(model.SerializeToString())
+
+
+HALF_TYPES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
+
+
+def rounded_twin(path: Path) -> ModelProto:
+    """Returns a graph with FP32 kernels that rounds like the 16-bit graph at `path`.
+
+    Its weights stay where they are, and its inputs and outputs are FP32.
+    """
+    inferred = onnx.shape_inference.infer_shapes(
+        onnx.load(path, load_external_data=False), strict_mode=False
+    )
+    types = {
+        value.name: value.type.tensor_type.elem_type
+        for graph in _graphs(inferred.graph)
+        for value in (*graph.value_info, *graph.output, *graph.input)
+    }
+    stored = {tensor.name: tensor.data_type for tensor in inferred.graph.initializer}
+    halves = {name: kind for name, kind in (types | stored).items() if kind in HALF_TYPES}
+    for graph in _graphs(inferred.graph):
+        _round(graph, halves)
+    main = inferred.graph
+    for value in (*main.input, *main.output):
+        if value.name in halves:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+    weights = []
+    for tensor in main.initializer:
+        if tensor.data_type in HALF_TYPES:
+            name, tensor.name = tensor.name, f"{tensor.name}/stored"
+            weights.append(_cast(tensor.name, name, TensorProto.FLOAT))
+    nodes = [*weights, *main.node]
+    del main.node[:]
+    main.node.extend(nodes)
+    return inferred
+
+
+def _round(graph: GraphProto, halves: dict[str, int]) -> None:
+    """Lets every node of a graph that makes a 16-bit value make an FP32 one, rounded."""
+    nodes: list[NodeProto] = []
+    for node in graph.node:
+        made = [(index, name) for index, name in enumerate(node.output) if name in halves]
+        if node.op_type == "Cast" and made:
+            node.attribute[0].i = TensorProto.FLOAT
+        nodes.append(node)
+        for index, name in made:
+            node.output[index] = f"{name}/exact"
+            nodes.append(_cast(f"{name}/exact", f"{name}/rounded", halves[name]))
+            nodes.append(_cast(f"{name}/rounded", name, TensorProto.FLOAT))
+    del graph.node[:]
+    graph.node.extend(nodes)
+    del graph.value_info[:]  # they tell the types from before
+    for value in graph.output:
+        if value.name in halves:
+            value.type.tensor_type.elem_type = TensorProto.FLOAT
+
+
+def _cast(source: str, target: str, kind: int) -> NodeProto:
+    return helper.make_node("Cast", [source], [target], name=f"rounding/{target}", to=kind)
+
+
+def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
+    yield graph
+    for node in graph.node:
+        for attribute in node.attribute:
+            if attribute.HasField("g"):
+                yield from _graphs(attribute.g)

@@ -6,25 +6,84 @@ the weights from where they are, so that tracing neither copies nor even reads t
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import logging
+import math
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import onnx_ir as ir
 import torch
+from onnxscript import opset20 as op
+from onnxscript.function_libs.torch_lib.ops import nn as torchlib
 from torch import Tensor, nn
 
 from ..errors import TraceError
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
+from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
-from ..graphs.simplify import simplify
-from .attention import TRANSLATIONS
 from .model import Model
-from .naming import name_nodes
+
+RANK = 4  # [b, heads, m, d / heads]
+
+
+def scaled_dot_product_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """softmax(q·kᵀ·scale)·v as five nodes; masks and grouped heads go PyTorch's own way."""
+    plain = attn_mask is None and not is_causal and not enable_gqa
+    if not plain or query.shape is None or len(query.shape) != RANK:
+        return torchlib.aten_scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+        )
+    factor = 1.0 / math.sqrt(query.shape[-1]) if scale is None else scale
+    scaled = op.Mul(query, op.Constant(value_float=factor))
+    scores = op.MatMul(scaled, op.Transpose(key, perm=[0, 1, 3, 2]))
+    return op.MatMul(op.Softmax(scores, axis=-1), value)
+
+
+TRANSLATIONS: dict[Callable[..., Any], Callable[..., Any]] = {
+    torch.ops.aten.scaled_dot_product_attention.default: scaled_dot_product_attention
+}
+
+
+_SCOPES = "pkg.torch.onnx.name_scopes"
+
+
+def name_nodes(graph: ir.Graph) -> None:
+    """Renames every node `MODULE/OP`, with a number from the second of a kind on, in place."""
+    taken: set[str] = set()
+    for node in graph:
+        module = _module(node)
+        base = f"{module}/{node.op_type}" if module else node.op_type
+        name, count = base, 2
+        while name in taken:
+            name, count = f"{base}.{count}", count + 1
+        taken.add(name)
+        node.name = name
+
+
+def _module(node: ir.Node) -> str:
+    """The path of the module that called the op, empty where the tracer does not tell."""
+    recorded = node.metadata_props.get(_SCOPES)
+    if recorded is None:
+        return ""
+    *modules, _ = ast.literal_eval(recorded)  # the last scope is the op itself
+    return str(modules[-1]) if modules else ""
+
 
 TRACED_BATCH = 2  # a batch of 1 would let the tracer take the axis for a constant
+
 TRACED_SIZES = {"tokens": 7, "height": 3, "width": 5}
 
 

@@ -15,8 +15,7 @@ import numpy as np
 import onnx_ir as ir
 
 from .builder import Builder
-from .layers.folding import logit_scale
-from .layers.mumoe_spec import NORM_EPS, coefficients_name
+from .layers.mumoe import NORM_EPS, coefficients_name, logit_scale
 from .layers.stored import MuMoELayer
 from .lowerings.linear import one_token
 

@@ -27,13 +27,11 @@ import numpy as np
 from moexport.common.environment import environment
 from moexport.common.writing import write_text
 from moexport.errors import MoexportError
-from moexport.exporter.tensorrt.backends import FLAVOURS, TENSORRT, Flavour
-from moexport.exporter.tensorrt.device import Gpu, first_gpu
+from moexport.exporter.tensorrt.backends import FLAVOURS, TENSORRT, Flavour, Gpu, first_gpu
 from moexport.graphs.precision.types import Precision
 from moexport.graphs.targets import Target
 
-from .gpu_times import ROUNDS, RUNS, WARM_UPS
-from .gpu_unit import SAMPLES, Trouble, Unit
+from .gpu_unit import ROUNDS, RUNS, SAMPLES, WARM_UPS, Trouble, Unit
 from .scale import vit_checkpoint
 
 LOWERINGS = ("dense", "gather", "conditional")

@@ -6,7 +6,10 @@ are modules of their own, and experts stacked in one tensor with batched matmuls
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -18,25 +21,62 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import numpy as np
+import onnxruntime as ort
 import torch
 from moexport.bench.measure.roofline import Probes, Rates, layer_parts, limit_ms
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Asked, exported
 from moexport.common import timing
 from moexport.common.environment import environment, usable_cores
-from moexport.exporter.families.layer import TokenHost
+from moexport.exporter.families.layer_only import TokenHost
 from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoEWeights, algorithm_1
-from moexport.graphs.layers.spec import SoftMoESpec
+from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights, algorithm_1
 from moexport.graphs.lowerings.base import Work
 from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.precision.types import Precision
+from torch import nn
 
-from .baselines import compiled, plain_onnx
+
+def compiled(module: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    """Returns a call of the module compiled for exactly this input."""
+    call = torch.compile(module, dynamic=False)
+    return lambda: call(x)
+
+
+def plain_onnx(
+    module: nn.Module, x: torch.Tensor, folder: Path, threads: int
+) -> Callable[[torch.Tensor], object]:
+    """Returns the module as `torch.onnx.export` writes it, in ONNX Runtime on a CPU."""
+    path = folder / "plain.onnx"
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            module,
+            (x[:1].expand(2, *x.shape[1:]),),
+            dynamo=True,
+            input_names=["input"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            verbose=False,
+        )
+        assert program is not None
+        program.save(path, external_data=True)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def call(tokens: torch.Tensor) -> list[np.ndarray]:
+        outputs: list[np.ndarray] = session.run(None, {"input": tokens.numpy()})
+        return outputs
+
+    return call
+
 
 TOKENS, DIM = 197, 768
+
 BATCHES = (1, 4, 16, 100)
+
 LOWERINGS = ("dense", "gather", "grouped", "conditional")
+
 GATHER_LIMIT_BYTES = 2 << 30
 """`gather` is left out where one batch would copy more weights than this."""
 
@@ -44,6 +84,7 @@ CALIBRATION_INPUTS = 16
 """Inputs that give INT8 its ranges."""
 
 STACKED, LOOP, COMPILED, PLAIN = "stacked", "loop", "torch.compile", "torch.onnx"
+
 BASELINES = (STACKED, LOOP, COMPILED, PLAIN)
 """The untouched layer: eager in both published forms, and the stacked one compiled or exported by
 PyTorch itself."""
@@ -80,8 +121,10 @@ class Shape:
 
 
 SHAPES = (Shape(8, 7680), Shape(128, 384))
+
 LARGE = Shape(8, 30720)
 """Table 3's own layer: 1.5 GB of weights, so only the choice of `auto` is measured."""
+
 HELD_OUT = Shape(32, 1536)
 """A layer that the cost model was not fitted to."""
 

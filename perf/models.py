@@ -17,10 +17,10 @@ from tempfile import TemporaryDirectory
 import moexport
 import numpy as np
 import torch
-from moexport.bench.measure.int8_host import IntegerLinear
 from moexport.bench.measure.limits import products_of
 from moexport.bench.measure.roofline import (
     NO_PRODUCTS,
+    IntegerLinear,
     ModelWork,
     Probes,
     Products,
@@ -33,8 +33,7 @@ from moexport.bench.runners.candidates import Asked, exported
 from moexport.common import timing
 from moexport.common.environment import environment, usable_cores
 
-from .baselines import compiled, plain_onnx
-from .layers import COMPILED, PLAIN, Shape
+from .layers import COMPILED, PLAIN, Shape, compiled, plain_onnx
 from .scale import vit_checkpoint
 
 SHAPES = (Shape(128, 384), Shape(8, 7680))

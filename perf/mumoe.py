@@ -15,18 +15,80 @@ from functools import partial
 
 import numpy as np
 import torch
+from einops import einsum, rearrange
+from entmax import entmax15
 from moexport.bench.measure.roofline import Rates, layer_parts, limit_ms, machine_rates
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Asked, exported
 from moexport.common import timing
 from moexport.common.environment import environment, usable_cores
-from moexport.exporter.families.layer import TokenHost
+from moexport.exporter.families.layer_only import TokenHost
 from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.graphs.layers.mumoe import MuMoE, MuMoEWeights, mumoe_layers
-from moexport.graphs.layers.mumoe_spec import FactorisedSpec, GateNorm, MuMoESpec
+from moexport.graphs.layers.mumoe import (
+    FactorisedSpec,
+    GateNorm,
+    MuMoE,
+    MuMoESpec,
+    MuMoEWeights,
+    mumoe_layers,
+)
 from moexport.graphs.lowerings.base import WorkOf
+from torch import Tensor, nn
 
-from .published import PublishedMuMoE
+
+class PublishedMuMoE(nn.Module):
+    """The weights of a `MuMoE` of one level, entmax15 and no edits, in the published calls."""
+
+    def __init__(self, layer: MuMoE) -> None:
+        super().__init__()
+        (self.experts,) = layer.spec.levels
+        self.spec = layer.spec
+        self.projection = layer.projections[0]
+        self.factors = [[*held.factors] for held in layer.tensors]  # type: ignore[misc]
+        self.norm: nn.Module
+        if self.spec.norm == "bn":
+            self.norm = nn.BatchNorm1d(self.experts, affine=False)
+            mean, variance = layer.statistics(0)
+            self.norm.load_state_dict({"running_mean": mean, "running_var": variance}, strict=False)
+        else:
+            self.norm = nn.LayerNorm(self.experts, elementwise_affine=False)
+        self.input_norm: nn.Module = nn.Identity()
+        if layer.gain is not None:
+            self.input_norm = nn.LayerNorm(self.spec.dim)
+            self.input_norm.load_state_dict({"weight": layer.gain, "bias": layer.shift})
+        self.gelu = nn.GELU()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps tokens x [b, m, d] to [b, m, o]."""
+        logits = x @ self.projection
+        if self.spec.norm == "bn":
+            logits = rearrange(self.norm(rearrange(logits, "b m n -> b n m")), "b n m -> b m n")
+        else:
+            logits = self.norm(logits)
+        a = entmax15(logits, dim=-1)
+        x = self.input_norm(x)
+        for index, (spec, factors) in enumerate(zip(self.spec.tensors, self.factors, strict=True)):
+            if index:
+                x = self.gelu(x)
+            x = _contracted(spec, factors, a, x)
+        return x
+
+
+def _contracted(spec: FactorisedSpec, factors: list[Tensor], a: Tensor, z: Tensor) -> Tensor:
+    """Returns W(a, z) [b, m, o] for coefficients a [b, m, n] and inputs z [b, m, d]."""
+    experts, inputs, outputs = factors
+    if spec.bias:
+        z = torch.cat((z, torch.ones(*z.shape[:-1], 1, device=z.device)), dim=-1)
+    if spec.form == "cp":
+        of_experts = einsum(a, experts, "b m n, n r -> b m r")
+        of_inputs = einsum(z, inputs, "b m d, d r -> b m r")
+        return einsum(of_experts, of_inputs, outputs, "b m r, b m r, o r -> b m o")
+    if spec.form == "tr":
+        of_experts = einsum(a, experts, "b m n, q n r -> b m q r")
+        of_inputs = einsum(z, inputs, "b m d, r d s -> b m r s")
+        ring = einsum(of_inputs, of_experts, "b m r s, b m q r -> b m q s")
+        return einsum(outputs, ring, "s o q, b m q s -> b m o")
+    raise ValueError(f"{spec.form}: the published code has cp and tr")
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +113,7 @@ def _block(dim: int, hidden: int, experts: int, rank: int, norm: GateNorm) -> Mu
 
 
 MIXER = _block(512, 2048, 64, 384, "bn")
+
 SUBJECTS = (
     Subject("CP head (d=768, o=1000, n=128, R=512)", _head("cp", (512,)), 1, 5.0),
     Subject("TR head (d=768, o=1000, n=128, R=4, 4, 512)", _head("tr", (4, 4, 512)), 1, 7.0),

@@ -13,7 +13,7 @@ from pathlib import Path
 import onnx_ir as ir
 import pytest
 import torch
-from moexport.common.hashing import hash_files
+from moexport.common.files import hash_files
 from moexport.exporter.model import Model
 from moexport.exporter.trace import trace
 from moexport.tests.command import run

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import pytest
 import typer
-from moexport.commands.cli_groups import flattened
+from moexport.commands.options import flattened
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

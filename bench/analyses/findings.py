@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...errors import ResultsError
-from ..reading import Reader, kind_of
+from ..results import Reader, kind_of
 
 EXPERTS = "experts"
 """Where studies stand among the analyses of `results.json`."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from ...common.progress import Progress
+from ...common.console import Progress
 from ...common.text import table
 from ...common.timing import Protocol
 from ...common.writing import check_folder, write_text
@@ -20,7 +20,7 @@ from ...exporter.checkpoints.load import load
 from ...exporter.export import export
 from ...exporter.options import ExportOptions, parse_k
 from ..plan import Settings
-from ..report.summary import rows_table
+from ..report.text import rows_table
 from ..run import bench
 from ..runners.candidates import Asked, from_bundle
 from ..runners.pytorch import Subject

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import FeedError, MissingExtraError
-from ..bench_data import LabelledData
+from ..data import LabelledData
 
 PATCH = 14
 TOKENS = 4

@@ -10,14 +10,14 @@ import torch
 
 from ...common import timing
 from ...errors import TraceError
-from ..bench_data import Array
+from ..data import Array
 from ..results import Work
 from ..runners.pytorch import Contestant, GraphSource, Subject
-from .int8_host import IntegerLinear
 from .roofline import (
     FP32_BYTES,
     NO_PRODUCTS,
     STREAM_BYTES,
+    IntegerLinear,
     ModelWork,
     Part,
     Probes,

@@ -17,7 +17,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
-from ..bench_data import Array
+from ..data import Array
 from ..results import Part
 
 WARMUP = 2

@@ -8,22 +8,143 @@ between two calls can be faster than the limit, which moves every byte from memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
 from onnx import helper, numpy_helper
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from ...common import timing
-from ...exporter.model import Model
+from ...errors import TraceError
+from ...exporter.model import Dimension, Model
+from ...exporter.trace import layers_as_nodes
 from ...graphs.lowerings.base import AnyWork, WorkOf
-from .host_work import host_work
+
+COUNTED_NAMESPACES = ("aten", "prims", "onnx_symbolic")
+"""PyTorch's own operators, and the node that stands in for a MoE layer."""
+
+UNCOUNTED = re.compile(r"rnn|fft|cdist|linalg|attention|transformer|quantiz|sparse|mv$|dot$")
+"""Operators of PyTorch that multiply and whose multiply-adds its counter does not know."""
+
+
+@dataclass(frozen=True, slots=True)
+class HostWork:
+    """What one input asks for: multiply-adds, numbers of weights read, and each layer's tokens."""
+
+    macs: float
+    numbers: float
+    tokens: Mapping[str, int]
+
+
+def host_work(model: Model, x: np.ndarray) -> HostWork:
+    """Returns the work of one of the inputs x [b, …], the MoE layers left out.
+
+    PyTorch counts the multiply-adds of matrix products, convolutions and attention. Raises
+    `TraceError` that names the operators where the host calls others that multiply.
+    """
+    tokens: dict[str, int] = {}
+    names = list(model.layers)  # not to be found while nodes stand in their places
+    with layers_as_nodes(model.module) as host, torch.inference_mode(), _plain_attention():
+        hooks = [
+            host.get_submodule(name).register_forward_pre_hook(_noting(tokens, name))
+            for name in names
+        ]
+        reads = _Reads(host)
+        try:
+            # The later mode is asked first: it takes apart what the earlier one then sees.
+            with reads, FlopCounterMode(display=False) as counter:
+                host(torch.from_numpy(np.ascontiguousarray(x[:1])))
+        finally:
+            for hook in hooks:
+                hook.remove()
+    if reads.uncounted:
+        raise TraceError(
+            f"PyTorch does not count the operations of {', '.join(sorted(reads.uncounted))}"
+        )
+    return HostWork(counter.get_total_flops() / 2, reads.numbers, tokens)
+
+
+def _noting(tokens: dict[str, int], name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+    """A hook that notes a layer's token count m: of [b, m, d], or one of [b, d]."""
+
+    def note(node: nn.Module, inputs: tuple[Any, ...]) -> None:
+        as_tokens: Callable[[Tensor], Tensor] = node.tokens  # type: ignore[assignment]
+        tokens[name] = prod(as_tokens(inputs[0]).shape[1:-1])
+
+    return note
+
+
+@contextmanager
+def _plain_attention() -> Iterator[None]:
+    """The counter knows attention as two matmuls, not as the kernels that fuse them on a CPU."""
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with sdpa_kernel(SDPBackend.MATH):
+            yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's is not annotated
+    """Notes how much of each parameter is read, and what multiplies without being counted.
+
+    Of a table that is only looked up in, the rows are read that are asked for.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
+        self._read: dict[int, int] = {}
+        self.uncounted: set[str] = set()
+
+    @property
+    def numbers(self) -> int:
+        """Numbers of parameters that were read, each once."""
+        return sum(self._read.values())
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Runs an operator and notes what it reads."""
+        result = func(*args, **(kwargs or {}))
+        name = func._overloadpacket.__name__
+        counted = func._overloadpacket in flop_registry
+        if func.namespace not in COUNTED_NAMESPACES or (not counted and UNCOUNTED.search(name)):
+            self.uncounted.add(f"{func.namespace}::{name}")
+        if func.is_view:
+            return result
+        for each in (*args, *(kwargs or {}).values()):
+            for tensor in each if isinstance(each, list | tuple) else (each,):
+                if isinstance(tensor, Tensor):
+                    self._note(tensor, result if name == "embedding" else tensor)
+        return result
+
+    def _note(self, tensor: Tensor, read: Tensor) -> None:
+        if tensor.untyped_storage().data_ptr() in self._storages:
+            place = tensor.data_ptr()
+            self._read[place] = max(self._read.get(place, 0), min(tensor.numel(), read.numel()))
+
 
 FP32_BYTES = 4
+
 STREAM_BYTES = 1 << 30
 """Larger than any cache."""
 
@@ -255,3 +376,52 @@ def _product(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     return partial(session.run, None, {"x": x})
+
+
+QUANTIZE = "QuantizeLinear"
+
+
+@dataclass(frozen=True, slots=True)
+class IntegerLinear:
+    """An integer product y = x·W of the host: x [*rows, in], W [in, out].
+
+    The first of `rows` is the batch; None where the graph does not tell them.
+    """
+
+    node: str
+    rows: tuple[Dimension, ...] | None
+    weights: tuple[int, int]
+
+    def macs(self, sizes: Mapping[str, int]) -> int | None:
+        """Multiply-adds for the named axes' `sizes`, or None where these do not tell."""
+        if self.rows is None:
+            return None
+        try:
+            rows = prod(sizes[size] if isinstance(size, str) else size for size in self.rows)
+        except KeyError:
+            return None
+        return rows * prod(self.weights)
+
+
+def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, ...]:
+    """Returns those of the host's `nodes` that the graph file computes in integers."""
+    wanted = list(nodes)
+    if not wanted:
+        return ()
+    content = onnx.load(graph, load_external_data=False).graph
+    shapes = {
+        value.name: tuple(
+            dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim
+        )
+        for value in (*content.input, *content.value_info)
+        if value.type.tensor_type.HasField("shape")
+    }
+    weights = {tensor.name: tuple(tensor.dims) for tensor in content.initializer}
+    rounded = {node.name: node.input[0] for node in content.node if node.op_type == QUANTIZE}
+    found = []
+    for name in wanted:
+        shape = shapes.get(rounded[f"{name}/integers"])
+        inputs, outputs = weights[f"{name}/weight"]
+        rows = None if shape is None else shape[:-1]
+        found.append(IntegerLinear(name, rows, (inputs, outputs)))
+    return tuple(found)

@@ -9,19 +9,17 @@ from typing import Any
 import torch
 
 from ...common import timing
+from ...common.console import Progress
 from ...common.environment import memory_bytes
-from ...common.progress import Progress
-from ..bench_data import Labelled, LabelledData
+from ..data import Labelled, LabelledData
 from ..evaluate import Quality, State, evaluate
 from ..journal import Journal
 from ..plan import Heat, Settings
 from ..results import Part, Row
 from ..runners.pytorch import Contestant, Entry, Runner, Subject, contestants
-from .disturbance import Scheduled
-from .latency import heat_batches, measure_heat
+from .latency import Scheduled, heat_batches, measure_heat
 from .limits import Limit, Limits
-from .memory import Memory
-from .peaks import peaks
+from .memory import Memory, peaks
 from .profile import parts_of
 from .roofline import Rates
 

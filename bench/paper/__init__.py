@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from ...common.progress import Progress
+    from ...common.console import Progress
     from ..results import Results
 
 

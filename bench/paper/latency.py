@@ -16,14 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ...common.console import Progress
 from ...common.environment import memory_bytes
-from ...common.progress import Progress
 from ...common.text import count, table
 from ...common.timing import MIN_ROUNDS, Protocol
 from ...exporter.model import Model, Source, TensorSpec
-from ...graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
-from ...graphs.layers.spec import SoftMoESpec
-from ..bench_data import LabelledData
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
+from ..data import LabelledData
 from ..plan import Settings
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, Results, Row
 from ..run import bench, write_all

@@ -11,13 +11,13 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...common.progress import Progress
+from ...common.console import Progress
 from ...common.timing import Protocol
 from ...common.writing import make_folder
 from ...exporter.checkpoints.load import load
-from ..analyses.analyses_experts import Wanted, study
+from ..analyses.experts import Wanted, study
 from ..analyses.findings import EXPERTS, ExpertStudy
-from ..analyses.tables import FRACTIONS, text
+from ..analyses.views import FRACTIONS, text
 from ..demo import digits
 from ..plan import Settings
 from ..results import Results

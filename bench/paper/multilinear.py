@@ -20,13 +20,12 @@ import torch
 from torch import Tensor, nn
 
 from ...common import timing
+from ...common.console import Progress
 from ...common.environment import environment
-from ...common.progress import Progress
 from ...common.text import count, table
-from ...exporter.families.layer import TokenHost
+from ...exporter.families.layer_only import TokenHost
 from ...exporter.model import Model, Source, TensorSpec
-from ...graphs.layers.mumoe import MuMoE, MuMoEWeights, activate
-from ...graphs.layers.mumoe_spec import FactorisedSpec, Form, MuMoESpec
+from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights, activate
 from ..measure.memory import measure_memory, portable
 from ..results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
 from ..run import write_all

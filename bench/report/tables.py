@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from ...common.text import count, size
+from ..analyses.findings import ExpertStudy
+from ..analyses.views import titled
 from ..results import Results, Row
 from .compare import Change, Comparison
 from .views import GPU_MS, Panel, line_name, milliseconds, over, percent, times
 
 UNTOUCHED = "PyTorch, untouched"
+
 DASH = '<span class="quiet">–</span>'
+
 PARITY_NOTE = (
     "Against PyTorch with the same k: the share of samples for which every layer chose the same "
     "experts, the mean Jaccard index of the chosen sets, and the outputs. There is nothing to "
@@ -270,3 +274,27 @@ def _change_row(change: Change) -> str:
             *kept,
         ]
     )
+
+
+NOTE = (
+    "Random: experts drawn anew for each input and layer, once per seed; σ is the seeds' sample "
+    "standard deviation. All sets: best per input knows the label; best for all was chosen on the "
+    "same labels; distinct best counts the sets with the least loss for some input. Shares are "
+    "means over inputs."
+)
+
+
+def analyses_section(studies: Sequence[ExpertStudy]) -> str:
+    """Returns the tables of the studies as HTML; empty where there are none."""
+    tables = []
+    for title, (header, rows) in titled(studies).items():
+        groups: dict[str, list[str]] = {}
+        for model, *cells in rows:
+            groups.setdefault(model, []).append(html_row([escape(cell) for cell in cells]))
+        if groups:
+            tables.append(f"<h3>{escape(title)}</h3>{table(header[1:], groups)}")
+    if not tables:
+        return ""
+    note = f'<p class="note">{escape(NOTE)}</p>'
+    body = f"<h2>Which experts</h2>{''.join(tables)}{note}"
+    return f'<section class="card" id="experts">{body}</section>'

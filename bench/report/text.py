@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Sequence
 
+from ...common.text import table
 from ...common.timing import Latency
-from ..measure.disturbance import disturbance
+from ..analyses.findings import studies_in
+from ..analyses.views import text
+from ..measure.latency import disturbance
 from ..results import Results, Row
 from .compare import Comparison
-from .report_method import method_lines
+from .page import method_lines
 from .views import GPU_MS, caveat, line_name, milliseconds, over, panels, summary, times
 
 LATENCY = (
     *("median_ms", "spread", "p90_ms", "p95_ms", "p99_ms", "min_ms", "max_ms", "mean_ms"),
     "std_ms",
 )
+
 COLUMNS = (
     *("model", "engine", "provider", "precision", "lowering", "k", "experts", "batch", "scope"),
     *(*LATENCY, *(f"device_{name}" for name in LATENCY)),
@@ -25,6 +30,7 @@ COLUMNS = (
 )
 
 MARKDOWN_LEAD = ("engine", "k", "median, ms")
+
 MARKDOWN_REST = ("vs PyTorch", "× limit", "spread", "quality", "kept", "same experts")
 
 
@@ -121,3 +127,63 @@ def _line(row: Row, speedup: float | None, *, device: bool) -> str:
         "" if routing is None else f"{routing.exact:.1%}",
     )
     return f"| {' | '.join(cells)} |"
+
+
+LEAD = ("k", "engine", "batch", "ms (median)")
+
+REST = ("vs PyTorch", "× limit")
+
+
+def rows_table(results: Results) -> str:
+    """Returns a table per model and batch size, the untouched model first, then by k; analyses."""
+    blocks = []
+    device = (GPU_MS,) if any(row.device_ms is not None for row in results.rows) else ()
+    for panel in panels(results):
+        rows = [] if panel.reference is None else [panel.reference]
+        for line in panel.lines:
+            rows += list(line.rows)
+        rows.sort(key=lambda row: (not row.is_reference, -row.k, line_name(row)))
+        cells = [_cells(row, panel.speedup(row), device=bool(device)) for row in rows]
+        header = (*LEAD, *device, *REST, panel.quality or "accuracy", "kept", "same experts")
+        blocks.append(f"{panel.model}, batch {panel.batch}\n{table(header, cells)}")
+    found = text(studies_in(results.analyses))
+    return "\n\n".join(each for each in (*blocks, "\n".join(_failures(results)), found) if each)
+
+
+def _failures(results: Results) -> list[str]:
+    """A line for each reason, with the rows that failed for it."""
+    by_reason: dict[str, list[Row]] = {}
+    for row in results.rows:
+        if row.error:
+            by_reason.setdefault(row.error, []).append(row)
+    return [f"failed: {_listed(rows)}: {reason}" for reason, rows in by_reason.items()]
+
+
+def _listed(rows: Sequence[Row]) -> str:
+    names: dict[str, list[str]] = {}
+    for row in rows:
+        names.setdefault(line_name(row), []).append(str(row.k))
+    return "; ".join(f"{name}, k = {', '.join(dict.fromkeys(ks))}" for name, ks in names.items())
+
+
+def _cells(row: Row, speedup: float | None, *, device: bool) -> tuple[str, ...]:
+    on_gpu = "–" if row.device_ms is None else f"{row.device_ms.median:.3f}"
+    return (
+        f"{row.k}/{row.experts}",
+        line_name(row) + (" (untouched)" if row.is_reference else ""),
+        str(row.batch),
+        "–" if row.latency_ms is None else f"{row.latency_ms.median:.3f}",
+        *((on_gpu,) if device else ()),
+        "–" if speedup is None else f"{speedup:.2f}×",
+        "–" if row.over_limit is None else over(row.over_limit),
+        _quality(row),
+        "–" if row.kept is None else f"{row.kept:.1%}",
+        "–" if row.routing is None else f"{row.routing.exact:.1%}",
+    )
+
+
+def _quality(row: Row) -> str:
+    """The accuracy, or a token model's perplexity."""
+    if row.accuracy is not None:
+        return f"{row.accuracy.top1:.1%}"
+    return "–" if row.perplexity is None else f"{row.perplexity.value:.3f}"

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 
 from ...errors import UsageError
 from ...exporter.doctor import Ability, diagnose
-from ...exporter.tensorrt.backends import FLAVOURS
-from ...exporter.tensorrt.device import first_gpu
+from ...exporter.tensorrt.backends import FLAVOURS, first_gpu
 from ...graphs.targets import Target
 from ..results import (
     ONNXRUNTIME,

@@ -10,29 +10,27 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast, get_args
 
-from ...common.hashing import hash_files
-from ...common.progress import Progress, Silent
+from ...common.console import Progress, Silent
+from ...common.files import hash_files
 from ...common.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
 from ...exporter.bundle.bundle import Bundle, selected_values
 from ...exporter.bundle.manifest import MANIFEST_FILE
 from ...exporter.checkpoints.load import load
-from ...exporter.edited import edited
 from ...exporter.edits import Edits
 from ...exporter.export import Prepared, manifest_of, prepare, write_graphs
-from ...exporter.model import Model
-from ...exporter.numbers import Numbers, Scope
-from ...exporter.options import AUTO, TUNE, AxisRange, ExportOptions, Kept
+from ...exporter.model import Model, edited
+from ...exporter.options import AUTO, TUNE, AxisRange, ExportOptions, Kept, Numbers, Scope
 from ...exporter.plan import GraphPlan, plan_graph, resolve_k
-from ...exporter.quantization.tables import table_for_export
+from ...exporter.quantization.calibrate import table_for_export
 from ...exporter.session import PROVIDERS
 from ...exporter.tensorrt.backends import FLAVOURS
 from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...graphs.lower import Lowered
 from ...graphs.precision.types import Precision
-from ..bench_data import Array
-from ..measure.int8_host import integer_linears
+from ..data import Array
+from ..measure.roofline import integer_linears
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from .available import KINDS, EngineKind
 from .onnxruntime import OnnxOpener

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from ...exporter.session import CPU, Session, SessionOptions
-from ..bench_data import Array
+from ..data import Array
 
 INT64 = 7
 """The element type of chosen experts: onnx.TensorProto.INT64."""

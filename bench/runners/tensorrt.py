@@ -12,7 +12,7 @@ from ...exporter.tensorrt.options import EngineOptions
 from ...exporter.tensorrt.profiles import check_k
 from ...exporter.tensorrt.records import engines_of
 from ...exporter.tensorrt.session import EngineSession
-from ..bench_data import Array, in_batches
+from ..data import Array, in_batches
 
 
 @dataclass(frozen=True)

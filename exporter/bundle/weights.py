@@ -17,8 +17,8 @@ from types import TracebackType
 import numpy as np
 import onnx_ir as ir
 
+from ...common.console import Progress, Silent
 from ...common.files import Reading
-from ...common.progress import Progress, Silent
 from ...graphs.layers.base import MoELayer
 from ...graphs.precision.types import FP32, Arithmetic
 from ...graphs.precision.weights import narrowed

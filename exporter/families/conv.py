@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...graphs.layers.soft_moe import SoftMoEWeights
-from ...graphs.layers.spec import SoftMoESpec
-from .base import Config, PublishedLayer, Shape, Tensors, phi_sizes
-from .experts import SeparateExperts, cosine_layer
+from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
+from .base import Config, PublishedLayer, SeparateExperts, Shape, Tensors, cosine_layer, phi_sizes
 from .layer_only import layer_family
 
 NAME = "soft-moe-conv"

@@ -6,8 +6,7 @@ import re
 from typing import Any
 
 from ...errors import FamilyError
-from ...graphs.layers.soft_moe import SoftMoEWeights
-from ...graphs.layers.spec import SoftMoESpec
+from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
 from .base import Config, PublishedLayer, Shape, Tensors, phi_sizes
 from .layer_only import layer_family
 

@@ -6,11 +6,10 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...errors import FamilyError
-from ...graphs.layers.soft_moe import SoftMoE
-from ...graphs.layers.spec import SoftMoESpec
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec
 from ..model import Dimension, TensorSpec
 from .base import (
     Built,
@@ -23,7 +22,33 @@ from .base import (
     settle,
     under,
 )
-from .layer import PixelHost, TokenHost
+
+
+class TokenHost(nn.Module):
+    """One layer on tokens: (b, m, d) to (b, m, o)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the layer's output."""
+        y: Tensor = self.layer(x)
+        return y
+
+
+class PixelHost(nn.Module):
+    """One layer whose tokens are the pixels of (b, d, H, W), row by row; returns (b, o, H, W)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the layer's output in the layout of its input."""
+        y: Tensor = self.layer(x.flatten(2).transpose(1, 2)).transpose(1, 2)
+        return y.reshape(y.shape[0], y.shape[1], x.shape[2], x.shape[3])
+
 
 LAYER = "layer"
 """Option that picks one layer of a file that holds more, by its prefix."""

@@ -9,10 +9,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.layers.soft_moe import SoftMoEWeights
-from ...graphs.layers.spec import SoftMoESpec
-from .base import Config, PublishedLayer, Shape, Tensors
-from .experts import SeparateExperts
+from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
+from .base import Config, PublishedLayer, SeparateExperts, Shape, Tensors
 from .layer_only import layer_family
 
 NAME = "soft-moe-pytorch"

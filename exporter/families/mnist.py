@@ -6,19 +6,52 @@ import math
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ...errors import CheckpointError
-from ...graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
-from ...graphs.layers.spec import SoftMoESpec
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from ..model import TensorSpec
-from .base import Built, Config, Family, PublishedLayer, Shape, Tensors, check_tensors, settle
-from .experts import SeparateExperts, unit_phi
-from .hosts_mnist import PatchClassifier
+from .base import (
+    Built,
+    Config,
+    Family,
+    PublishedLayer,
+    SeparateExperts,
+    Shape,
+    Tensors,
+    check_tensors,
+    settle,
+    unit_phi,
+)
+
+
+class PatchClassifier(nn.Module):
+    """Images (b, 1, g·s, g·s) to logits (b, classes), with g × g patches of s × s pixels."""
+
+    def __init__(self, grid: int, patch: int, classes: int) -> None:
+        super().__init__()
+        self.windows = (-1, grid, patch, grid, patch)
+        self.tokens = (-1, grid * grid, patch * patch)
+        self.features = (-1, grid * grid * patch * patch)
+        self.layer: nn.Module = nn.Identity()
+        self.decoder = nn.Linear(self.features[1], classes, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the logits."""
+        x = x.reshape(self.windows).transpose(2, 3).reshape(self.tokens)
+        x = self.layer(x).reshape(self.features)
+        logits: Tensor = self.decoder(x)
+        return logits
+
 
 NAME = "soft-moe-mnist"
+
 EPS = 1e-6
+
 SCALE = "normalization_scale_param"
+
 DECODER = "decoder.1.weight"
+
 EXPERTS = SeparateExperts("experts.{}.1", "experts.{}.3")
 
 

@@ -2,31 +2,502 @@
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, cast
 
-from ...errors import CheckpointError
-from ...graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
-from ...graphs.layers.spec import SoftMoESpec
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ...errors import CheckpointError, FamilyError
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from ..model import TensorSpec
 from .base import (
     Built,
     Config,
     Family,
     PublishedLayer,
+    SeparateExperts,
     Shape,
     Tensors,
+    check_heads,
+    check_options,
     check_tensors,
+    cosine_layer,
     find_layers,
+    height_width,
     phi_sizes,
     prefixed,
+    settle,
     under,
 )
-from .experts import SeparateExperts, cosine_layer
-from .hosts_vit import VisionTransformer
-from .vit_config import MOE_KEY, NAME, OPTIONS, configure, moe_prefix
+
+GlobalPool = Literal["token", "avg", ""]
+
+NORM_EPS = 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class ViTSpec:
+    """Sizes and options of the host; `moe_blocks` are the blocks whose MLP is a Soft MoE layer.
+
+    `image` and `patch` are (height, width). `hidden` is the width inside a dense block's MLP.
+    """
+
+    image: tuple[int, int]
+    patch: tuple[int, int]
+    channels: int
+    classes: int
+    dim: int
+    depth: int
+    heads: int
+    hidden: int
+    moe_blocks: frozenset[int]
+    pool: GlobalPool = "token"
+    class_token: bool = True
+    no_embed_class: bool = False
+    pre_norm: bool = False
+    fc_norm: bool = False
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    layer_scale: bool = False
+
+    @property
+    def patches(self) -> int:
+        """Number of patches of one image."""
+        return (self.image[0] // self.patch[0]) * (self.image[1] // self.patch[1])
+
+    @property
+    def tokens(self) -> int:
+        """m: patches, and the class token where there is one."""
+        return self.patches + int(self.class_token)
+
+
+class PatchEmbed(nn.Module):
+    """Images (b, c, H, W) to one token per patch (b, patches, d)."""
+
+    def __init__(self, spec: ViTSpec) -> None:
+        super().__init__()
+        self.shape = (-1, spec.dim, spec.patches)
+        self.proj = nn.Conv2d(
+            spec.channels, spec.dim, spec.patch, stride=spec.patch, bias=not spec.pre_norm
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the patch tokens, row by row."""
+        # A constant shape with -1 for the batch exports as one Reshape; flatten() would measure.
+        patches: Tensor = self.proj(x)
+        return patches.reshape(self.shape).transpose(1, 2)
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Softmax attention of q, k, v, all (b, heads, m, head)."""
+    if torch.compiler.is_exporting():
+        # The ONNX translation of the fused call measures every shape to transpose k; these four
+        # operations become four nodes.
+        scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1)
+        return scores.softmax(dim=-1) @ v
+    return F.scaled_dot_product_attention(q, k, v)
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention over (b, m, d)."""
+
+    def __init__(self, spec: ViTSpec) -> None:
+        super().__init__()
+        self.dim = spec.dim
+        self.split = (-1, spec.tokens, spec.heads, spec.dim // spec.heads)
+        self.join = (-1, spec.tokens, spec.dim)
+        self.qkv = nn.Linear(spec.dim, 3 * spec.dim, bias=spec.qkv_bias)
+        head = spec.dim // spec.heads
+        self.q_norm = nn.LayerNorm(head, eps=NORM_EPS) if spec.qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(head, eps=NORM_EPS) if spec.qk_norm else nn.Identity()
+        self.proj = nn.Linear(spec.dim, spec.dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (b, m, d) to (b, m, d)."""
+        q, k, v = (
+            part.reshape(self.split).transpose(1, 2) for part in self.qkv(x).split(self.dim, dim=-1)
+        )
+        y = attend(self.q_norm(q), self.k_norm(k), v)
+        out: Tensor = self.proj(y.transpose(1, 2).reshape(self.join))
+        return out
+
+
+class Mlp(nn.Module):
+    """A dense block's MLP: linear, exact GELU, linear."""
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(dim, hidden)
+        self.fc2 = nn.Linear(hidden, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (b, m, d) to (b, m, d)."""
+        y: Tensor = self.fc2(F.gelu(self.fc1(x)))
+        return y
+
+
+class LayerScale(nn.Module):
+    """Multiplies each of the d channels by a learned factor."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.empty(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (b, m, d) to (b, m, d)."""
+        return x * self.gamma
+
+
+class Block(nn.Module):
+    """Pre-norm residual block; `mlp` is dense here and replaced in the MoE blocks."""
+
+    def __init__(self, spec: ViTSpec, *, moe: bool) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(spec.dim, eps=NORM_EPS)
+        self.attn = Attention(spec)
+        self.ls1 = LayerScale(spec.dim) if spec.layer_scale else nn.Identity()
+        self.norm2 = nn.LayerNorm(spec.dim, eps=NORM_EPS)
+        self.mlp: nn.Module = nn.Identity() if moe else Mlp(spec.dim, spec.hidden)
+        self.ls2 = LayerScale(spec.dim) if spec.layer_scale else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps (b, m, d) to (b, m, d)."""
+        x = x + self.ls1(self.attn(self.norm1(x)))
+        y: Tensor = x + self.ls2(self.mlp(self.norm2(x)))
+        return y
+
+
+class VisionTransformer(nn.Module):
+    """Images (b, c, H, W) to logits (b, classes); to (b, m, classes) with pool `''`.
+
+    Built on the meta device and given its weights by `fill`; its MoE blocks hold placeholders until
+    `place` puts their layers in.
+    """
+
+    embedding: Tensor
+
+    def __init__(self, spec: ViTSpec) -> None:
+        super().__init__()
+        self.spec = spec
+        norm = spec.dim
+        self.patch_embed = PatchEmbed(spec)
+        embedded = spec.patches if spec.no_embed_class else spec.tokens
+        self.cls_token = nn.Parameter(torch.empty(1, 1, spec.dim)) if spec.class_token else None
+        self.pos_embed = nn.Parameter(torch.empty(1, embedded, spec.dim))
+        self.norm_pre = nn.LayerNorm(norm, eps=NORM_EPS) if spec.pre_norm else nn.Identity()
+        self.blocks = nn.ModuleList(
+            Block(spec, moe=index in spec.moe_blocks) for index in range(spec.depth)
+        )
+        self.norm = nn.Identity() if spec.fc_norm else nn.LayerNorm(norm, eps=NORM_EPS)
+        self.fc_norm = nn.LayerNorm(norm, eps=NORM_EPS) if spec.fc_norm else nn.Identity()
+        self.head = nn.Linear(spec.dim, spec.classes) if spec.classes else nn.Identity()
+        self.register_buffer("embedding", torch.empty(1, spec.tokens, spec.dim), persistent=False)
+
+    def fill(self, tensors: dict[str, Tensor]) -> None:
+        """Takes the tensors of the host's own parameters as they are, without a copy."""
+        self.load_state_dict(tensors, assign=True)
+        with torch.no_grad():
+            self.embedding = self._embedding()
+        self.requires_grad_(False)
+
+    def place(self, block: int, layer: nn.Module) -> None:
+        """Puts a layer in place of the MLP of one block."""
+        self.blocks[block].mlp = layer
+
+    def _embedding(self) -> Tensor:
+        """What is added to the padded patches, [1, m, d]: positions, and the class token's row."""
+        position = self.pos_embed
+        if self.cls_token is None:
+            return position
+        if self.spec.no_embed_class:
+            return torch.cat((self.cls_token, position), dim=1)
+        return torch.cat((self.cls_token + position[:, :1], position[:, 1:]), dim=1)
+
+    def embed(self, x: Tensor) -> Tensor:
+        """Images to tokens with their positions, (b, m, d)."""
+        x = self.patch_embed(x)
+        if self.cls_token is not None:
+            # A row of zeros in front, to which the class token is added with the positions: the
+            # same sum as concatenating it, without expanding it to a batch size to be measured.
+            x = F.pad(x, (0, 0, 1, 0))
+        return x + self.embedding
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps images (b, c, H, W) to logits."""
+        x = self.norm_pre(self.embed(x))
+        for block in self.blocks:
+            x = block(x)
+        x = self.norm(x)
+        if self.spec.pool == "token":
+            x = x[:, 0]
+        elif self.spec.pool == "avg":
+            x = x[:, int(self.spec.class_token) :].mean(dim=1)
+        logits: Tensor = self.head(self.fc_norm(x))
+        return logits
+
+
+NAME = "soft-moe-vit"
+
+MOE_KEY = re.compile(r"blocks\.(\d+)\.mlp\.(?:phi|scale|experts\.|stacked_expert_|base_expert\.)")
+
+TRAINING_ONLY = (
+    *("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
+    *("drop_path_rate", "weight_init"),
+)
+"""Arguments of the published constructor that change nothing at inference."""
+
+OPTIONS = (
+    *("num_experts", "slots_per_expert", "moe_layer_index", "img_size", "patch_size", "in_chans"),
+    *("num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio"),
+    *("moe_mlp_ratio", "qkv_bias", "qk_norm", "init_values", "class_token", "no_embed_class"),
+    *("pre_norm", "fc_norm", *TRAINING_ONLY),
+)
+
+POOLS = ("token", "avg", "")
+
+
+def moe_prefix(block: int) -> str:
+    """The prefix of the MoE layer's keys in one block."""
+    return f"blocks.{block}.mlp."
+
+
+def configure(
+    tensors: Tensors, given: Config, moe_blocks: Sequence[int]
+) -> tuple[ViTSpec, dict[str, Any], tuple[str, ...]]:
+    """Returns the host's spec, its whole constructor configuration, and notes on what was inferred.
+
+    `moe_blocks` are the blocks that hold a Soft MoE layer. Raises FamilyError for what shapes
+    cannot tell and the user did not say, CheckpointError when the host's main tensors are missing.
+    """
+    if not moe_blocks:
+        raise CheckpointError(f"not the weights of a {NAME} model: no Soft MoE at blocks.*.mlp.phi")
+    check_options(NAME, given, OPTIONS)
+    read = _read_sizes(tensors, moe_blocks)
+    given = _as_read(given, read)
+    notes: list[str] = []
+    image = _image_size(tensors, read, given, notes)
+    read["img_size"] = _pair_or_one(image)
+    required: dict[str, tuple[Any, str]] = {}
+    free: dict[str, Any] = {key: None for key in TRAINING_ONLY if key in given}
+    if read["qk_norm"]:
+        read["num_heads"] = read["embed_dim"] // _shape(tensors, "blocks.0.attn.q_norm.weight")[0]
+    else:
+        required["num_heads"] = (12, "any number that divides embed_dim has the same shapes")
+    pool = _global_pool(read, given, notes)
+    if pool is None:
+        required["global_pool"] = ("avg", "the class token or the mean: no key says it")
+    else:
+        free["global_pool"] = pool
+    config = settle(NAME, given, read, required=required, free=free)
+    config["num_heads"] = check_heads(NAME, "num_heads", config["num_heads"], config["embed_dim"])
+    _check_values(config)
+    return _spec(tensors, config, image, moe_blocks), config, tuple(notes)
+
+
+def _shape(tensors: Tensors, key: str) -> tuple[int, ...]:
+    if key not in tensors:
+        raise CheckpointError(
+            f"not the weights of a {NAME} model: {key} is missing",
+            hint="check that the file is complete and that --family is the code that trained it",
+        )
+    return tuple(tensors[key].shape)
+
+
+def _read_sizes(tensors: Tensors, moe_blocks: Sequence[int]) -> dict[str, Any]:
+    """The constructor's arguments that keys and shapes tell, in its order."""
+    patch = _shape(tensors, "patch_embed.proj.weight")
+    if len(patch) != 4:
+        raise CheckpointError(
+            f"patch_embed.proj.weight has shape {list(patch)}, expected [d,c,h,w]"
+        )
+    dim, channels, *sizes = patch
+    indices = [int(m[1]) for m in (re.match(r"blocks\.(\d+)\.", key) for key in tensors) if m]
+    depth = 1 + max(indices)
+    phis = (tensors.get(moe_prefix(block) + "phi") for block in moe_blocks)
+    phi = next((t for t in phis if t is not None and t.ndim == 3), None)
+    dense = [block for block in range(depth) if block not in moe_blocks]
+    moe_hidden = _moe_hidden(tensors, moe_blocks)
+    dense_hidden = _shape(tensors, f"blocks.{dense[0]}.mlp.fc1.weight")[0] if dense else moe_hidden
+    embedded = _shape(tensors, "pos_embed")
+    if len(embedded) != 3:
+        raise CheckpointError(f"pos_embed has shape {list(embedded)}, expected [1, tokens, d]")
+    return {
+        "num_experts": phi.shape[1] if phi is not None else 0,
+        "slots_per_expert": phi.shape[2] if phi is not None else 0,
+        "moe_layer_index": _moe_layer_index(moe_blocks, depth),
+        "patch_size": _pair_or_one((sizes[0], sizes[1])),
+        "in_chans": channels,
+        "num_classes": tensors["head.weight"].shape[0] if "head.weight" in tensors else 0,
+        "embed_dim": dim,
+        "depth": depth,
+        "mlp_ratio": dense_hidden / dim,
+        "moe_mlp_ratio": moe_hidden / dim,
+        "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
+        "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
+        "init_values": 1e-5 if "blocks.0.ls1.gamma" in tensors else None,
+        "class_token": "cls_token" in tensors,
+        "pre_norm": "norm_pre.weight" in tensors,
+        "fc_norm": "fc_norm.weight" in tensors,
+    }
+
+
+def _moe_hidden(tensors: Tensors, moe_blocks: Sequence[int]) -> int:
+    pattern = re.compile(
+        r"blocks\.\d+\.mlp\.(?:experts\.\d+\.fc1\.weight|stacked_expert_fc1_weight)"
+    )
+    found = (t for key, t in tensors.items() if pattern.fullmatch(key))
+    weight = next(found, None)
+    if weight is None or weight.ndim < 2:
+        raise CheckpointError(
+            f"not the weights of a {NAME} model: no experts under {moe_prefix(moe_blocks[0])}"
+        )
+    return weight.shape[-2]
+
+
+def _moe_layer_index(moe_blocks: Sequence[int], depth: int) -> int | list[int]:
+    """As the constructor takes it: a number where every block from there on is MoE."""
+    if list(moe_blocks) == list(range(moe_blocks[0], depth)):
+        return moe_blocks[0]
+    return list(moe_blocks)
+
+
+def _as_read(given: Config, read: Config) -> dict[str, Any]:
+    """The user's values, written as `read` writes the same thing, so that they can be compared."""
+    same = dict(given)
+    for key in ("img_size", "patch_size"):
+        if given.get(key) is None:
+            same.pop(key, None)
+        else:
+            same[key] = _pair_or_one(height_width(NAME, key, given[key]))
+    index = given.get("moe_layer_index")
+    if isinstance(index, list | tuple) and all(isinstance(i, int) for i in index):
+        same["moe_layer_index"] = _moe_layer_index(sorted(index), read["depth"]) if index else []
+    for key in ("mlp_ratio", "moe_mlp_ratio"):
+        ratio = given.get(key)
+        if ratio is None:  # moe_mlp_ratio=None means mlp_ratio: the shapes say what that was
+            same.pop(key, None)
+        elif _is_finite(ratio) and int(ratio * read["embed_dim"]) == round(
+            read[key] * read["embed_dim"]
+        ):
+            same[key] = read[key]
+    if given.get("fc_norm") is None:
+        same.pop("fc_norm", None)
+    # The initial value of LayerScale matters only in that there is one.
+    if given.get("init_values") and read["init_values"]:
+        same["init_values"] = read["init_values"]
+    return same
+
+
+def _is_finite(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def _pair_or_one(size: tuple[int, ...]) -> int | list[int]:
+    return size[0] if len(set(size)) == 1 else list(size)
+
+
+def _image_size(
+    tensors: Tensors, read: dict[str, Any], given: Config, notes: list[str]
+) -> tuple[int, int]:
+    """(height, width); also settles `no_embed_class`, which decides how many positions there are.
+
+    n positions are a square of patches, or a square and the class token: never both for n > 1.
+    """
+    patch = read["patch_size"]
+    patch_h, patch_w = patch if isinstance(patch, list) else (patch, patch)
+    positions = tensors["pos_embed"].shape[1]
+    with_class = (positions - 1, False) if read["class_token"] else None
+    options = [option for option in (with_class, (positions, True)) if option]
+    if "img_size" in given:
+        height, width = height_width(NAME, "img_size", given["img_size"])
+        patches = (height // patch_h) * (width // patch_w)
+        for count, no_embed_class in options:
+            if count == patches:
+                read["no_embed_class"] = no_embed_class and read["class_token"]
+                return height, width
+        raise FamilyError(
+            f"{NAME}: img_size={height},{width} makes {patches} patches of {patch_h}x{patch_w}, "
+            f"but pos_embed holds {positions} positions",
+            hint="leave img_size out, or check that this is the right checkpoint",
+        )
+    for count, no_embed_class in options:
+        side = math.isqrt(count)
+        if count > 0 and side * side == count:
+            read["no_embed_class"] = no_embed_class and read["class_token"]
+            height, width = side * patch_h, side * patch_w
+            notes.append(f"img_size {height}x{width} read from pos_embed, for a square of patches")
+            return height, width
+    raise FamilyError(
+        f"{NAME}: shapes cannot tell img_size ({positions} positions are no square of patches)",
+        hint="say it as height,width: --set img_size=224,192",
+    )
+
+
+def _global_pool(read: Config, given: Config, notes: list[str]) -> str | None:
+    """What the keys say of the pooling; None where they leave it open.
+
+    The constructor puts `fc_norm` behind the pooling exactly when that is the mean, unless told
+    otherwise; without a class token there is nothing but the mean or no pooling.
+    """
+    if "global_pool" in given:
+        return str(given["global_pool"])
+    if "fc_norm" in given:
+        return None
+    if read["fc_norm"]:
+        notes.append("global_pool 'avg' read from the fc_norm keys")
+        return "avg"
+    if read["class_token"]:
+        notes.append("global_pool 'token' read from the norm and cls_token keys")
+        return "token"
+    return None
+
+
+def _check_values(config: Config) -> None:
+    pool = config["global_pool"]
+    if pool not in POOLS:
+        raise FamilyError(
+            f"{NAME}: global_pool={pool!r} is none of 'token', 'avg' and ''",
+            hint="--set global_pool=avg",
+        )
+    if pool == "token" and not config["class_token"]:
+        raise FamilyError(
+            f"{NAME}: global_pool='token' was given, but the checkpoint has no cls_token",
+            hint="--set global_pool=avg",
+        )
+
+
+def _spec(
+    tensors: Tensors, config: Config, image: tuple[int, int], moe_blocks: Sequence[int]
+) -> ViTSpec:
+    patch = tensors["patch_embed.proj.weight"].shape[2:]
+    return ViTSpec(
+        image=image,
+        patch=(patch[0], patch[1]),
+        channels=config["in_chans"],
+        classes=config["num_classes"],
+        dim=config["embed_dim"],
+        depth=config["depth"],
+        heads=config["num_heads"],
+        hidden=round(config["mlp_ratio"] * config["embed_dim"]),
+        moe_blocks=frozenset(moe_blocks),
+        pool=cast(GlobalPool, config["global_pool"]),
+        class_token=config["class_token"],
+        no_embed_class=config["no_embed_class"],
+        pre_norm=config["pre_norm"],
+        fc_norm=config["fc_norm"],
+        qkv_bias=config["qkv_bias"],
+        qk_norm=config["qk_norm"],
+        layer_scale=config["init_values"] is not None,
+    )
+
 
 EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2")
+
 STACKED = "stacked_expert_fc1_weight"
 
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import CheckpointError
-from ...graphs.layers.soft_moe import SoftMoEWeights
-from ...graphs.layers.spec import SoftMoESpec
-from .base import Config, PublishedLayer, Shape, Tensors
-from .experts import unit_phi
+from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
+from .base import Config, PublishedLayer, Shape, Tensors, unit_phi
 from .layer_only import layer_family
 
 NAME = "soft-moe-vmoe"

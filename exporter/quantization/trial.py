@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import onnx_ir as ir
 import torch
 
-from ...calibration.feeds import Feed, count
-from ...calibration.labels import IGNORED, Labels, check_classes, labelled_batches
-from ...calibration.stream import limited, rebatched
-from ...common.progress import Progress
+from ...calibration.feeds import (
+    IGNORED,
+    Feed,
+    Labels,
+    check_classes,
+    count,
+    labelled_batches,
+    limited,
+    rebatched,
+)
+from ...calibration.table import CalibrationTable
+from ...common.console import Progress
 from ...errors import FeedError, UsageError
 from ...graphs.layers.base import algorithm_1
+from ..bundle.manifest import GraphRecord
+from ..export import Prepared, graph_record, prepare, write_graphs
 from ..inputs import fitted, fixed_axes
 from ..model import Model
-from ..options import ExportOptions
+from ..options import AUTO, TUNE, ExportOptions
 from ..parity import cosines, first_output
 from ..plan import resolve_k
 from .retention import Measure
@@ -178,3 +191,34 @@ def _check_labels(labels: Labels, y: np.ndarray, first: int) -> None:
         )
     counted = labels[labels != IGNORED] if labels.ndim > 1 else labels
     check_classes(counted, y.shape[-1], "--data: a batch", first=first)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """The main graph of an export, with its weights, in `directory`."""
+
+    directory: Path
+    prepared: Prepared
+    graph: GraphRecord
+
+
+@contextmanager
+def trial(
+    model: Model,
+    options: ExportOptions,
+    table: CalibrationTable | None,
+    portable: ir.Model,
+    workspace: Path | None = None,
+) -> Iterator[Trial]:
+    """Yields an export's main graph, in a folder within `workspace` that is removed after.
+
+    `portable` is what `export.traced` gave, which many trials may share. Lowerings are not timed
+    for it.
+    """
+    main = options.lowerings[0]
+    chosen = replace(options, lowerings=(AUTO if main == TUNE else main,))
+    prepared = prepare(model, chosen, table, portable=portable)
+    with tempfile.TemporaryDirectory(prefix=".moexport-trial-", dir=workspace) as folder:
+        graph = prepared.plan.graphs[0]
+        lowered = write_graphs(prepared, Path(folder))[graph.file]
+        yield Trial(Path(folder), prepared, graph_record(graph, lowered, None))

@@ -8,12 +8,10 @@ from pathlib import Path
 
 from ...errors import FeedError, ForeignEngineError, MissingExtraError, MoexportError, UsageError
 from ..bundle.manifest import Check, Manifest
+from ..options import recorded
 from ..parity import Parity, Reference, compare, settled
-from ..tolerance import recorded
-from .backends import flavour
-from .device import first_gpu
-from .record import EngineRecord
-from .records import engines_of
+from .backends import first_gpu, flavour
+from .records import EngineRecord, engines_of
 from .session import EngineSession
 
 

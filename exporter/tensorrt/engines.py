@@ -7,22 +7,38 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ...common.hashing import sha256
-from ...common.progress import Progress, Silent
+from ...common.console import Progress, Silent
+from ...common.files import sha256
 from ...errors import EngineError, MissingExtraError, UsageError
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, PortRecord
-from ..ranges import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
+from ..options import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
-from .backends import FLAVOURS, Flavour, flavour
+from .backends import FLAVOURS, Flavour, first_gpu, flavour
+from .build import Built, build_engine
 from .cache import default_cache
-from .device import first_gpu
-from .engines_build import Built, build_engine
 from .onnx_support import check_graph
 from .options import EngineOptions
-from .precision import check_precision
 from .profiles import Asked, Profile, profile
-from .record import EngineRecord
-from .records import Made, add_to_bundle, engines_of, staging, with_engines
+from .records import EngineRecord, Made, add_to_bundle, engines_of, staging, with_engines
+
+
+def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> None:
+    """Raises `EngineError` where a MoE layer's experts do not compute in the bundle's precision.
+
+    The router stays in FP32 at every precision, so only the experts' products are looked at.
+    """
+    for layer in manifest.layers:
+        wanted = layer.precision
+        found = {
+            each["precision"] for each in built.layers if f"{layer.name}/experts/" in each["name"]
+        }
+        if found and found != {wanted}:
+            raise EngineError(
+                f"{graph.file}: the experts of layer {layer.name} were asked for in {wanted} and "
+                f"built in {', '.join(sorted(found))}",
+                hint="export again with this --target and --precision, or another --lowering",
+            )
+
 
 DEFAULT_CARDS = ("8.0", "8.6", "8.9", "12.0")
 """TensorRT-RTX's own choice where none is named; named, so that the record says which."""

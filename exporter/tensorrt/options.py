@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...errors import UsageError
-from ..ranges import AxisRange
-from .backends import Flavour, instead
-from .device import first_gpu
+from ..options import AxisRange
+from .backends import Flavour, first_gpu, instead
 
 HardwareLevel = Literal["ampere-plus", "same-compute-capability"]
 HARDWARE_LEVELS: tuple[HardwareLevel, ...] = get_args(HardwareLevel)

@@ -10,7 +10,7 @@ from typing import Any
 from ...errors import FeedError, UsageError
 from ...graphs.names import K_INPUT
 from ..bundle.manifest import PortRecord
-from ..ranges import AxisRange, parse_range
+from ..options import AxisRange, parse_range
 
 AXES = ("batch", "tokens", "height", "width", K_INPUT)
 

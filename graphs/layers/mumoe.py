@@ -9,13 +9,214 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
+from typing import Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import Choice, MoELayer, StoredPart, frozen
-from .mumoe_spec import NORM_EPS, FactorisedSpec, GateActivation, MuMoESpec
+from .base import Choice, Kind, LayerEdits, MoELayer, StoredPart, frozen
+
+Form = Literal["cp", "tr", "tucker", "full"]
+"""`cp`: factors [n, R] …, [d, R], [o, R]; `tr`: cores [r1, n, r2] …, [r, d, r'], [r', o, r1];
+`tucker`: a core [R_1, …, R_E, R_d, R_o], then factors [n, R_1] …, [d, R_d], [o, R_o]; `full`: the
+unfactorised tensor itself, [n, …, d, o]."""
+
+GateNorm = Literal["bn", "ln"]
+"""What stands before the gate's activation, over the experts and without gain or shift: batch
+statistics recorded in training, or layer normalisation."""
+
+GateActivation = Literal["entmax15", "sparsemax", "softmax"]
+
+NORM_EPS = 1e-5
+"""Of every normalisation in the published code."""
+
+
+@dataclass(frozen=True, slots=True)
+class FactorisedSpec:
+    """One weight tensor and how it is held: y = W(a_1, …, a_E, z).
+
+    `ranks` is (R,) for CP; for TR the rank before each core, (r1, …): the ring closes with r1; for
+    Tucker the shape of the core; empty for the unfactorised tensor. With `bias` the input mode has
+    one more row, which a 1 appended to z meets.
+    """
+
+    form: Form
+    levels: tuple[int, ...]
+    dim: int
+    out: int
+    ranks: tuple[int, ...]
+    bias: bool
+
+    @property
+    def modes(self) -> tuple[int, ...]:
+        """Sizes of the tensor's modes: the levels, the input with its bias row, the output."""
+        return (*self.levels, self.dim + int(self.bias), self.out)
+
+    @property
+    def combinations(self) -> int:
+        """N: ways to take one expert of each level."""
+        return prod(self.levels)
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Shapes of the factors or cores as they are stored; Tucker's core comes first."""
+        match self.form:
+            case "cp":
+                return tuple((size, self.ranks[0]) for size in self.modes)
+            case "tr":
+                following = (*self.ranks[1:], self.ranks[0])
+                return tuple(zip(self.ranks, self.modes, following, strict=True))
+            case "tucker":
+                return (self.ranks, *zip(self.modes, self.ranks, strict=True))
+            case "full":
+                return (self.modes,)
+
+    @property
+    def parameters(self) -> int:
+        """Numbers in all factors or cores."""
+        return sum(prod(shape) for shape in self.shapes)
+
+    def kept(self, k: int) -> int:
+        """Combinations of experts of which every one is among the k kept of its level."""
+        return prod(min(k, n) for n in self.levels)
+
+    def macs(self, k: int) -> dict[str, int]:
+        """Multiply-adds for one token that keeps k coefficients of each level, by part.
+
+        A bias row counts as one more input, as in the papers' formulas; elementwise products do not
+        count, as there. Only the unfactorised tensor has parts that a smaller k leaves out.
+        """
+        if self.form == "full":
+            width = self.modes[-2] * self.out
+            return {"experts": self.kept(k) * width, "mix": self.kept(k) * self.out}
+        shapes = self.shapes if self.form != "tucker" else self.shapes[1:]
+        parts = {
+            "expert modes": sum(prod(shape) for shape in shapes[:-2]),
+            "input mode": prod(shapes[-2]),
+        }
+        if self.form == "tr":
+            r = self.ranks
+            # (r1 × r2)(r2 × r3) … : each product keeps the ring's first rank as its rows.
+            parts["ring"] = sum(r[0] * r[i] * r[i + 1] for i in range(1, len(r) - 1))
+        if self.form == "tucker":
+            parts["core"] = prod(self.ranks)
+            parts["mix"] = prod(self.ranks[:-2]) * self.ranks[-1]
+        return parts | {"output mode": prod(shapes[-1])}
+
+    def numbers_read(self, k: int) -> int:
+        """Numbers in the factors, or in the k·…·k experts of an unfactorised tensor that are kept.
+
+        The latter is for one token: others keep others.
+        """
+        if self.form == "full":
+            return self.kept(k) * self.modes[-2] * self.out
+        return self.parameters
+
+
+@dataclass(frozen=True, slots=True)
+class MuMoESpec:
+    """Sizes and behaviour of one muMoE layer: a gate, and one or two tensors of one form.
+
+    With two there is an exact GELU between them, and both take the same coefficients. `input_norm`
+    is a layer normalisation of what the tensors see; the gate sees the raw input.
+    """
+
+    name: str
+    tensors: tuple[FactorisedSpec, ...]
+    norm: GateNorm = "bn"
+    activation: GateActivation = "entmax15"
+    input_norm: bool = False
+
+    @property
+    def kind(self) -> Kind:
+        """`mumoe`."""
+        return "mumoe"
+
+    @property
+    def op_type(self) -> str:
+        """The node's op type in a traced graph."""
+        return "MuMoE"
+
+    @property
+    def form(self) -> Form:
+        """How the layer's tensors are held."""
+        return self.tensors[0].form
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Experts of each level."""
+        return self.tensors[0].levels
+
+    @property
+    def experts(self) -> int:
+        """The largest level: k keeps min(k, n) of each."""
+        return max(self.levels)
+
+    @property
+    def slots(self) -> int:
+        """1: every token has coefficients of its own."""
+        return 1
+
+    @property
+    def dim(self) -> int:
+        """Input width d."""
+        return self.tensors[0].dim
+
+    @property
+    def hidden(self) -> int:
+        """Width between two tensors, 0 for one."""
+        return self.tensors[0].out if len(self.tensors) > 1 else 0
+
+    @property
+    def out(self) -> int:
+        """Output width o."""
+        return self.tensors[-1].out
+
+    @property
+    def renormalizable(self) -> bool:
+        """False: no published model renormalises its coefficients."""
+        return False
+
+    @property
+    def gate_parameters(self) -> int:
+        """Weights of the gating projections."""
+        return self.dim * sum(self.levels)
+
+    @property
+    def parameters(self) -> int:
+        """Weights of the gate and the tensors, as in Table 4 (no input normalisation)."""
+        return self.gate_parameters + sum(tensor.parameters for tensor in self.tensors)
+
+    def macs(self, tokens: int, kept: int) -> dict[str, int]:
+        """Multiply-adds for one input, by part: the same for every k, unless the form is `full`.
+
+        What a smaller k could save of a factorised layer is `expert modes`, and a dense product of
+        them with mostly zero coefficients is faster than gathering rows.
+        """
+        parts = {"gate": self.gate_parameters}
+        for tensor in self.tensors:
+            for part, count in tensor.macs(kept).items():
+                parts[part] = parts.get(part, 0) + count
+        return {part: tokens * count for part, count in parts.items()}
+
+    def bytes_read(self, kept: int) -> int:
+        """FP32 bytes of the factors, which are read for every k, or of the whole matrices kept."""
+        return 4 * sum(tensor.numbers_read(kept) for tensor in self.tensors)
+
+    def choices(self) -> dict[str, str]:
+        """The kept coefficients of each level: `coefficients`, `coefficients_2` and so on."""
+        return {
+            "" if level == 0 else f"level {level + 1}": coefficients_name(level)
+            for level in range(len(self.levels))
+        }
+
+
+def coefficients_name(level: int) -> str:
+    """Returns what the kept coefficients of a level are called in a graph."""
+    return "coefficients" if level == 0 else f"coefficients_{level + 1}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +306,6 @@ class MuMoE(MoELayer):
 
     def stored(self) -> Iterator[StoredPart]:
         """Yields the weights as `graphs.folding` prepares them for a graph."""
-        from .folding import folded
-
         return folded(self)
 
     def statistics(self, level: int) -> tuple[Tensor, Tensor]:
@@ -221,3 +420,113 @@ def _last_valid(thresholds: Tensor, valid: Tensor) -> Tensor:
 def mumoe_layers(model: nn.Module) -> dict[str, MuMoE]:
     """Returns the muMoE layers of a model by module path, in module order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, MuMoE)}
+
+
+def logit_scale(spec: MuMoESpec) -> float:
+    """The factor on the logits before the activation: entmax15 works on halves."""
+    return 0.5 if spec.activation == "entmax15" else 1.0
+
+
+def folded(layer: MuMoE) -> Iterator[StoredPart]:
+    """Yields the weights of the muMoE lowerings.
+
+    By level `gate.{e}.weight` [d, n] and, with batch normalisation, `gate.{e}.bias` [n]; `gain` and
+    `shift` [d] of the input normalisation; by tensor t and level e `tensor.{t}.expert.{e}`,
+    `tensor.{t}.input`, `tensor.{t}.bias` and `tensor.{t}.output`, as matrices:
+
+    CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o]; Tucker
+    [n, R_e], [d, R_d], [R_d], [R_o, o] and `tensor.{t}.core` [R_d, ΠR_e·R_o]. An unfactorised
+    tensor is `tensor.{t}.experts` [N, o, d], a matrix per combination of experts, contiguous so
+    that single ones can be gathered, and `tensor.{t}.biases` [N, o].
+
+    An ablated expert's rows are zero. With re-written outputs, `rewrite.0` [n, o] of a layer with
+    one level; with several `rewrite.{e}` [n, rewrites] and `rewrite.output` [rewrites, o].
+    """
+    spec = layer.spec
+    for level, projection in enumerate(layer.projections):
+        weight, bias = projection.double(), None
+        if spec.norm == "bn":
+            mean, variance = (t.double() for t in layer.statistics(level))
+            scale = logit_scale(spec) / torch.sqrt(variance + NORM_EPS)
+            weight, bias = weight * scale, -mean * scale
+        yield _part(f"gate.{level}.weight", weight)
+        if bias is not None:
+            yield _part(f"gate.{level}.bias", bias)
+    if layer.gain is not None and layer.shift is not None:
+        yield _part("gain", layer.gain)
+        yield _part("shift", layer.shift)
+    for index, (tensor, module) in enumerate(zip(spec.tensors, layer.tensors, strict=True)):
+        factors = module.factors
+        assert isinstance(factors, nn.ParameterList)
+        yield from _tensor(f"tensor.{index}", tensor, list(factors), layer.edits)
+    if layer.edits.rewrites:
+        yield from _rewrites(spec, layer.edits)
+
+
+def _tensor(
+    prefix: str, spec: FactorisedSpec, factors: list[Tensor], edits: LayerEdits
+) -> Iterator[StoredPart]:
+    if spec.form == "full":
+        whole = factors[0]
+        for level in range(len(spec.levels)):
+            whole = _present(edits, level, level, whole)
+        experts = whole.flatten(0, -3).mT  # [N, o, d + 1]
+        weights = experts[:, :, : spec.dim]
+        yield StoredPart(f"{prefix}.experts", tuple(weights.shape), map(_array, weights))
+        if spec.bias:
+            yield _part(f"{prefix}.biases", experts[:, :, spec.dim])
+        return
+    if spec.form == "tucker":
+        core, *factors = factors
+        yield _part(f"{prefix}.core", core.movedim(-2, 0).flatten(1))
+    for level, factor in enumerate(factors[:-2]):
+        yield _part(f"{prefix}.expert.{level}", _present(edits, level, 0, _by_mode(spec, factor)))
+    inputs = _by_mode(spec, factors[-2])
+    yield _part(f"{prefix}.input", inputs[: spec.dim])
+    if spec.bias:
+        yield _part(f"{prefix}.bias", inputs[spec.dim])
+    yield _part(f"{prefix}.output", _by_output(spec, factors[-1]))
+
+
+def _present(edits: LayerEdits, level: int, axis: int, tensor: Tensor) -> Tensor:
+    """A tensor with a level's experts along an axis, the slices of the ablated ones zero."""
+    ablated = edits.ablated_in(level)
+    return tensor.index_fill(axis, torch.tensor(ablated), 0.0) if ablated else tensor
+
+
+def _rewrites(spec: MuMoESpec, edits: LayerEdits) -> Iterator[StoredPart]:
+    """Eq. 5 for all re-written outputs: y += Π_e(a_e·M_e)·Λ, multiplied out for one level."""
+    strengths = torch.zeros(len(edits.rewrites), spec.out, dtype=torch.float64)
+    for index, rewrite in enumerate(edits.rewrites):
+        strengths[index, rewrite.output] = rewrite.strength
+    means = []
+    for level in range(len(spec.levels)):
+        columns = torch.tensor(
+            [rewrite.coefficients[level] for rewrite in edits.rewrites], dtype=torch.float64
+        ).T
+        means.append(_present(edits, level, 0, columns))
+    if len(means) == 1:
+        yield _part("rewrite.0", means[0] @ strengths)
+        return
+    for level, mean in enumerate(means):
+        yield _part(f"rewrite.{level}", mean)
+    yield _part("rewrite.output", strengths)
+
+
+def _by_mode(spec: FactorisedSpec, factor: Tensor) -> Tensor:
+    """A factor as a matrix with its mode's index as the rows: a core [r, n, r'] as [n, r·r']."""
+    return factor.transpose(0, 1).flatten(1) if spec.form == "tr" else factor
+
+
+def _by_output(spec: FactorisedSpec, factor: Tensor) -> Tensor:
+    """The output factor [o, R] as [R, o], the output core [r', o, r1] as [r1·r', o]."""
+    return factor.permute(2, 0, 1).flatten(0, 1) if spec.form == "tr" else factor.T
+
+
+def _part(name: str, tensor: Tensor) -> StoredPart:
+    array = _array(tensor)
+    return StoredPart(name, array.shape, (array,))
+
+
+def _array(tensor: Tensor) -> np.ndarray:
+    return np.ascontiguousarray(tensor.to(torch.float32).numpy())

@@ -11,8 +11,8 @@ from ..builder import Builder
 from ..precision.types import FP32, Arithmetic
 from ..targets import Target
 from .base import MoESpec
-from .mumoe_spec import MuMoESpec
-from .spec import SoftMoESpec
+from .mumoe import MuMoESpec
+from .soft_moe import SoftMoESpec
 
 S = TypeVar("S", bound=MoESpec)
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 from ...errors import LoweringError
 from ..layers.base import Kind
-from ..layers.mumoe_spec import MuMoESpec
+from ..layers.mumoe import MuMoESpec
 from . import conditional, dense, factorised, fused, gather, gathered, grouped, unfactorised
 from .base import AnyLowering, Lowering, LoweringOf
 
@@ -23,7 +23,6 @@ _SOFT_MOE = (
 )
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType({record.name: record for record in _SOFT_MOE})
-
 """Those of Soft MoE layers."""
 
 MUMOE_LOWERINGS: Mapping[str, LoweringOf[MuMoESpec]] = MappingProxyType(
@@ -32,7 +31,6 @@ MUMOE_LOWERINGS: Mapping[str, LoweringOf[MuMoESpec]] = MappingProxyType(
         for record in (factorised.LOWERING, unfactorised.LOWERING, gathered.LOWERING)
     }
 )
-
 """Those of muMoE layers."""
 
 ALL_LOWERINGS: Mapping[str, AnyLowering] = MappingProxyType({**LOWERINGS, **MUMOE_LOWERINGS})

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..layers.base import Kind
-from ..layers.spec import SoftMoESpec
+from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import LayerOf, S
 from ..precision.types import Precision
 from ..targets import Target

@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..layers.stored import Layer
-from ..precision.ranges import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
+from ..precision.types import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
 from .linear import Linear, operand, product, stacked_scale, stacked_weight
 
 

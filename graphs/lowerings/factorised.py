@@ -14,7 +14,7 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..gating import coefficients
-from ..layers.mumoe_spec import FactorisedSpec, MuMoESpec, coefficients_name
+from ..layers.mumoe import FactorisedSpec, MuMoESpec, coefficients_name
 from ..layers.stored import MuMoELayer
 from .base import STANDARD, LoweringOf, serves_all
 from .multilinear import combined, factor_product, input_product, mixed, through_tensors

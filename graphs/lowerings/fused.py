@@ -6,7 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.spec import SoftMoESpec
+from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
 from .base import ONNX_RUNTIME, Lowering

@@ -10,7 +10,7 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..gating import KeptLevel, kept_levels
-from ..layers.mumoe_spec import FactorisedSpec, MuMoESpec, coefficients_name
+from ..layers.mumoe import FactorisedSpec, MuMoESpec, coefficients_name
 from ..layers.stored import MuMoELayer
 from . import unfactorised
 from .base import STANDARD, LoweringOf, serves_all

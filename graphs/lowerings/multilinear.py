@@ -8,9 +8,9 @@ from functools import reduce
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.mumoe_spec import NORM_EPS, FactorisedSpec
+from ..layers.mumoe import NORM_EPS, FactorisedSpec
 from ..layers.stored import MuMoELayer
-from ..precision.ranges import operand_of
+from ..precision.types import operand_of
 from .linear import Linear, operand, product
 
 Contract = Callable[[Builder, MuMoELayer, str, FactorisedSpec, ir.Value], ir.Value]

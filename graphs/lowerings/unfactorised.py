@@ -8,7 +8,7 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..gating import coefficients
-from ..layers.mumoe_spec import FactorisedSpec, MuMoESpec
+from ..layers.mumoe import FactorisedSpec, MuMoESpec
 from ..layers.stored import MuMoELayer
 from .base import STANDARD, LoweringOf, serves_all
 from .multilinear import combined, mixed, through_tensors

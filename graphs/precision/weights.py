@@ -14,8 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..layers.base import StoredPart
-from .ranges import Range, Scale
-from .types import Arithmetic, Grid, Quantised
+from .types import Arithmetic, Grid, Quantised, Range, Scale
 
 NARROWED = ("experts.", "tensor.")
 """How the names of those weights begin."""

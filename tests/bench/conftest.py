@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from moexport.bench.demo.digits import Digits, SoftMoEMnist, Training, load_digits, patches, train
+from moexport.bench.metrics import wilson
 from moexport.bench.results import (
     Accuracy,
     Interval,
@@ -16,11 +17,9 @@ from moexport.bench.results import (
     RoutingAgreement,
     Row,
 )
-from moexport.bench.statistics import wilson
 from moexport.common.timing import Latency, summarise
 from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
-from moexport.graphs.layers.spec import SoftMoESpec
+from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from torch import Tensor, nn
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from moexport.bench.demo.digits import load_digits
-from moexport.graphs.layers.mumoe import MuMoE, MuMoEWeights
-from moexport.graphs.layers.mumoe_spec import FactorisedSpec, MuMoESpec
+from moexport.graphs.layers.mumoe import FactorisedSpec, MuMoE, MuMoESpec, MuMoEWeights
 from torch.nn import functional as F
 
 DIM, CLASSES, RANK = 49, 10, 16

@@ -9,14 +9,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.bench.bench_data import Array, LabelledData
+from moexport.bench.data import Array, LabelledData
 from moexport.bench.demo.digits import Digits
 from moexport.bench.plan import Settings, describe, plan
 from moexport.bench.results import Results, Row, read
 from moexport.bench.run import bench
 from moexport.bench.runners.candidates import told_apart
 from moexport.bench.runners.pytorch import GraphSource, Subject, with_algorithm_1
-from moexport.common.progress import Silent
+from moexport.common.console import Silent
 from moexport.common.timing import Protocol
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model

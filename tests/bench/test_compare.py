@@ -9,8 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from moexport.bench.report.compare import compare
-from moexport.bench.report.guard import earlier, fail_if, parse_share
+from moexport.bench.report.compare import compare, earlier, fail_if, parse_share
 from moexport.bench.report.page import html
 from moexport.bench.report.text import to_csv, to_markdown
 from moexport.bench.report.views import front, panels

@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from moexport.bench.measure.disturbance import TASKS, Scheduled, disturbance
+from moexport.bench.measure.latency import TASKS, Scheduled, disturbance
 from moexport.bench.report.compare import compare
 from moexport.bench.report.page import html
 from moexport.bench.report.text import to_markdown

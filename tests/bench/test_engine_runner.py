@@ -10,7 +10,7 @@ from pathlib import Path
 import moexport
 import numpy as np
 import pytest
-from moexport.bench.bench_data import in_batches
+from moexport.bench.data import in_batches
 from moexport.bench.runners.available import KINDS, select
 from moexport.bench.runners.candidates import Asked, exported, from_bundle
 from moexport.bench.runners.onnxruntime import OnnxOpener
@@ -22,9 +22,8 @@ from moexport.exporter.bundle.manifest import Manifest
 from moexport.exporter.doctor import diagnose
 from moexport.exporter.inputs import random_inputs
 from moexport.exporter.model import Model
-from moexport.exporter.tensorrt.device import first_gpu
-from moexport.exporter.tensorrt.record import EngineRecord
-from moexport.exporter.tensorrt.records import engines_of
+from moexport.exporter.tensorrt.backends import first_gpu
+from moexport.exporter.tensorrt.records import EngineRecord, engines_of
 from moexport.tests.recorded import read_case
 from moexport.tests.targets.engines import needs_rtx
 

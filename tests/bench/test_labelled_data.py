@@ -7,8 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.bench_data import LabelledData
-from moexport.bench.data import open_labelled
+from moexport.bench.data import LabelledData, open_labelled
 from moexport.errors import FeedError
 from moexport.exporter.model import TensorSpec
 

@@ -9,9 +9,8 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.measure.int8_host import IntegerLinear, integer_linears
 from moexport.bench.measure.limits import Limits, products_of
-from moexport.bench.measure.roofline import Products, Rates, work_of
+from moexport.bench.measure.roofline import IntegerLinear, Products, Rates, integer_linears, work_of
 from moexport.bench.results import Work
 from moexport.bench.runners.pytorch import Contestant, Graph, GraphSource, Subject
 from moexport.common.timing import Measured

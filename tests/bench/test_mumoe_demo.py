@@ -7,16 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.bench.demo import mumoe_training, topics
+from moexport.bench.demo import mumoe as mumoe_demo
+from moexport.bench.demo import mumoe as topics
 from moexport.bench.demo.mumoe import run_mumoe_demo
 from moexport.bench.metrics import Hits
-from moexport.bench.report.summary import rows_table
+from moexport.bench.report.text import rows_table
 from moexport.bench.results import Perplexity, Results, Row
-from moexport.common.progress import Silent
+from moexport.common.console import Silent
 from moexport.errors import BundleError
 from moexport.exporter.checkpoints.load import load
-from moexport.exporter.families.gpt2 import GPT2Spec
-from moexport.exporter.families.mixer import MixerSpec
+from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
+from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.tests.command import run
 from torch import Tensor, nn
 
@@ -28,19 +29,19 @@ def networks() -> dict[str, tuple[nn.Module, Tensor, Tensor, dict[str, int], str
     labels = torch.randint(5, (6,))
     mixer = MixerSpec(grid=(2, 2), patch=4, channels=1, dim=8, depth=1, classes=5)
     gpt2 = GPT2Spec(16, 20, depth=2, heads=2, dim=8, bias=True)
-    heads = {form: mumoe_training.head(form, 8, 64, 5, 6) for form in ("cp", "tr")}
+    heads = {form: mumoe_demo.trainable_head(form, 8, 64, 5, 6) for form in ("cp", "tr")}
     vectors = images.flatten(1)
     return {
         "cp": (heads["cp"], vectors, labels, {"input_rank": 2}, "mumoe"),
         "tr": (heads["tr"], vectors, labels, {"input_rank": 2}, "mumoe"),
         "mixer": (
-            mumoe_training.mixer(mixer, 8, (6, 12), 5),
+            mumoe_demo.trainable_mixer(mixer, 8, (6, 12), 5),
             images,
             labels,
             {"patch_size": 4},
             "mumoe-mixer",
         ),
-        "gpt2": (mumoe_training.gpt2(gpt2, 8, 12, 5), ids, ids, {}, "mumoe-gpt2"),
+        "gpt2": (mumoe_demo.trainable_gpt2(gpt2, 8, 12, 5), ids, ids, {}, "mumoe-gpt2"),
     }
 
 
@@ -51,9 +52,9 @@ def test_a_trained_network_loads_as_its_family_and_computes_the_same(
     model, inputs, labels, config, family = networks()[name]
     model.train()
     before = torch.nn.functional.cross_entropy(model(inputs).flatten(0, -2), labels.flatten())
-    mumoe_training.fit(model, iter([(inputs, labels)] * 30), 30, 1e-2)
+    mumoe_demo.fit(model, iter([(inputs, labels)] * 30), 30, 1e-2)
     arguments = {"n_head": 2} if name == "gpt2" else {}
-    mumoe_training.save(model, tmp_path / "model.pt", **arguments)
+    mumoe_demo.save(model, tmp_path / "model.pt", **arguments)
     loaded = load(tmp_path / "model.pt", config=config)
     assert loaded.family == family
     with torch.no_grad():
@@ -69,10 +70,8 @@ def test_a_trained_network_loads_as_its_family_and_computes_the_same(
 
 def test_the_gates_gradient_is_that_of_its_values() -> None:
     logits = 2 * torch.randn(5, 7, dtype=torch.float64, generator=torch.manual_seed(1))
-    assert torch.autograd.gradcheck(mumoe_training.entmax15, (logits.requires_grad_(),))
-    assert torch.allclose(
-        mumoe_training.entmax15(logits).sum(-1), torch.ones(5, dtype=torch.float64)
-    )
+    assert torch.autograd.gradcheck(mumoe_demo.entmax15, (logits.requires_grad_(),))
+    assert torch.allclose(mumoe_demo.entmax15(logits).sum(-1), torch.ones(5, dtype=torch.float64))
 
 
 def test_the_text_is_split_by_topic_and_covers_its_characters() -> None:

@@ -18,14 +18,12 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.bench_data import Array
+from moexport.bench.data import Array
 from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE
 from moexport.bench.plan import Settings
-from moexport.bench.report.page import html, tiles
-from moexport.bench.report.report_method import method_lines
-from moexport.bench.report.summary import rows_table
-from moexport.bench.report.text import to_csv, to_markdown
+from moexport.bench.report.page import html, method_lines, tiles
+from moexport.bench.report.text import rows_table, to_csv, to_markdown
 from moexport.bench.report.views import choice, panels, summary
 from moexport.bench.results import Results, Row, read, to_json, write
 from moexport.bench.run import bench
@@ -36,15 +34,16 @@ from moexport.bench.runners.pytorch import (
     PyTorch,
     Subject,
     contestants,
+    on_device,
     untouched,
     with_algorithm_1,
+    without_tf32,
 )
-from moexport.bench.runners.torch_gpu import on_device, without_tf32
 from moexport.bench.schema import kept_schema
-from moexport.common.progress import Silent
+from moexport.common.console import Silent
 from moexport.common.timing import Protocol, summarise
 from moexport.exporter.model import Model
-from moexport.exporter.tensorrt.device import first_gpu
+from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
 
 RowMaker = Callable[..., Row]

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from moexport.bench.perplexity import Sequences, Surprise
+from moexport.bench.metrics import Sequences, Surprise
 from moexport.bench.results import Interval
 from moexport.errors import FeedError
 

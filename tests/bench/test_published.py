@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moexport.graphs.layers.mumoe_spec import FactorisedSpec, GateNorm, MuMoESpec
-from moexport.perf.mumoe import random_layer
-from moexport.perf.published import PublishedMuMoE
+from moexport.graphs.layers.mumoe import FactorisedSpec, GateNorm, MuMoESpec
+from moexport.perf.mumoe import PublishedMuMoE, random_layer
 
 
 @pytest.mark.parametrize(("form", "ranks"), [("cp", (6,)), ("tr", (2, 3, 4))])

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moexport.bench.report.summary import rows_table
+from moexport.bench.report.text import rows_table
 from moexport.bench.results import Results, Row, from_json, read, to_json, write
 from moexport.errors import ResultsError
 

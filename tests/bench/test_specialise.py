@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from matplotlib.image import imread
-from moexport.bench.bench_data import LabelledData
+from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import SoftMoEMnist, load_digits, save
 from moexport.bench.specialise import ExpertEffect, Specialisation, polysemanticity
 from moexport.graphs.layers.mumoe import mumoe_layers

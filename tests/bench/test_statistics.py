@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from moexport.bench.statistics import paired_ratio, wilson
+from moexport.bench.metrics import paired_ratio, wilson
 
 
 def test_wilson_intervals_are_those_of_the_tables() -> None:

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.bench_data import Array, LabelledData
+from moexport.bench.data import Array, LabelledData
 from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE, Journal
-from moexport.bench.measure.disturbance import TASKS
+from moexport.bench.measure.latency import TASKS
 from moexport.bench.plan import Settings
 from moexport.bench.run import bench
 from moexport.bench.runners.pytorch import GraphSource, Subject, with_algorithm_1
-from moexport.common.progress import Silent
+from moexport.common.console import Silent
 from moexport.common.timing import Protocol, Round, measure
 from moexport.exporter.model import Model
 

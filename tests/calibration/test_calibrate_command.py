@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from moexport.errors import CalibrationError, OutputError, UsageError
 from moexport.exporter.options import ExportOptions, parse_k
-from moexport.exporter.quantization.tables import check_table, table_for_export
+from moexport.exporter.quantization.calibrate import check_table, table_for_export
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
-from moexport.calibration.histogram import BINS, HALF, Histogram
+from moexport.calibration.methods import BINS, HALF, Histogram
 
 
 def width_for(peak: float) -> float:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from moexport.calibration.methods import choose
 from moexport.calibration.table import METHODS, Method
-from moexport.graphs.precision.ranges import Range
+from moexport.graphs.precision.types import Range
 from moexport.tests.calibration.test_histogram import of
 
 RANDOM = np.random.default_rng(0)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.calibration.feeds import Feed
-from moexport.calibration.histogram import HALF
+from moexport.calibration.methods import HALF
 from moexport.errors import CalibrationError
 from moexport.exporter.model import Model
 from moexport.exporter.quantization.calibrate import CalibrationOptions, Observed, observe_model

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from moexport.calibration.stream import FeedHash, limited, limited_pairs, rebatched, rebatched_pairs
+from moexport.calibration.feeds import FeedHash, limited, limited_pairs, rebatched, rebatched_pairs
 
 X = np.random.default_rng(0).standard_normal((23, 3)).astype(np.float32)
 

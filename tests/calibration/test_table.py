@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from moexport.calibration.table import CalibrationTable, Origin
 from moexport.errors import CalibrationError
-from moexport.graphs.precision.ranges import Range
+from moexport.graphs.precision.types import Range
 
 RANGE = Range(low=-0.5, high=3.0, minimum=-0.75, maximum=9.0, count=1000)
 

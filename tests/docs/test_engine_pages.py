@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.errors import MoexportError
-from moexport.exporter.tensorrt.device import first_gpu
+from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.tests.command import Outcome, run
 from moexport.tests.docs.documents import ROOT, Block, assert_printed, blocks, lines, run_python
 from moexport.tests.recorded import DATA

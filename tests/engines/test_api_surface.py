@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 from moexport.errors import EngineError, MissingExtraError
-from moexport.exporter.tensorrt import context, cuda, loading
+from moexport.exporter.tensorrt import cuda
+from moexport.exporter.tensorrt import plan_file as loading
+from moexport.exporter.tensorrt import session as context
 from moexport.exporter.tensorrt import worker as compiling
-from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX
-from moexport.exporter.tensorrt.device import first_gpu
+from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, first_gpu
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.tests.recorded import DATA
 from moexport.tests.targets.engines import needs_rtx

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Flavour
 from moexport.exporter.tensorrt.build import Circumstances, ended, explained, weights_bytes
-from moexport.exporter.tensorrt.engines_worker import Fraction, peak_memory_bytes
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
+from moexport.exporter.tensorrt.worker import Fraction, peak_memory_bytes
 from moexport.tests.targets.engines import needs_rtx
 
 GENERIC = "[!] Invalid Engine. Please ensure the engine was built correctly"
@@ -138,7 +138,7 @@ def test_the_peak_is_of_this_process() -> None:
 @needs_rtx
 def test_every_reason_the_runtime_gives_is_known() -> None:
     trt = pytest.importorskip("tensorrt_rtx")
-    from moexport.exporter.tensorrt.loading import REASONS, reason_of
+    from moexport.exporter.tensorrt.plan_file import REASONS, reason_of
 
     names = set(trt.EngineInvalidityDiagnostics.__members__)
     assert names == {reason.flag for reason in REASONS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.bundle.manifest import PortRecord
-from moexport.exporter.ranges import AxisRange
+from moexport.exporter.options import AxisRange
 from moexport.exporter.tensorrt.profiles import Profile, choose, parse_profile, profile
 
 IMAGES = PortRecord("input", "float32", ["batch", 3, 32, 32])

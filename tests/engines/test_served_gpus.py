@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from moexport.errors import EngineError, ForeignEngineError
 from moexport.exporter.doctor import abilities
-from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Flavour
-from moexport.exporter.tensorrt.device import Gpu, first_gpu
+from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Flavour, Gpu, first_gpu
 from moexport.tests.command import Outcome, run, run_program
 from moexport.tests.targets.engines import build, export, needs_rtx
 

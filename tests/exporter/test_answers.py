@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.calibration.feeds import Feed
-from moexport.common.progress import Silent
+from moexport.common.console import Silent
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions, parse_range

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import CheckpointError, FamilyError
-from moexport.exporter.checkpoints.config import parse_value
-from moexport.exporter.checkpoints.load import load
+from moexport.exporter.checkpoints.load import load, parse_value
 from moexport.exporter.families import FAMILIES, detect, family_named
 from moexport.graphs.layers.soft_moe import algorithm_1, soft_moe_layers
 from moexport.tests.exporter.reference import Array, gelu_tanh, soft_moe

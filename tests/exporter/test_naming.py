@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import moexport
 from moexport.exporter.trace import trace
-from moexport.graphs.precision.linears import host_linears
+from moexport.graphs.precision.backbone import host_linears
 from moexport.tests.recorded import read_case
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import pytest
 from moexport.exporter.export import way_out
-from moexport.exporter.numbers import Numbers
-from moexport.exporter.options import ExportOptions
+from moexport.exporter.options import ExportOptions, Numbers
 from moexport.exporter.parity import Parity
 from moexport.graphs.precision.types import Precision
 

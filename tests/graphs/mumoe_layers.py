@@ -12,11 +12,10 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from moexport.exporter.families.mumoe_tensor import tensor_names
+from moexport.exporter.families.mumoe import tensor_names
 from moexport.graphs.builder import Builder
-from moexport.graphs.layers.edits import Rewrite
-from moexport.graphs.layers.mumoe import MuMoE, MuMoEWeights
-from moexport.graphs.layers.mumoe_spec import FactorisedSpec, Form, MuMoESpec
+from moexport.graphs.layers.base import Rewrite
+from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights
 from moexport.graphs.layers.stored import MuMoELayer
 from moexport.graphs.lowerings import MUMOE_LOWERINGS
 from moexport.graphs.precision.types import FP32, Arithmetic

@@ -8,7 +8,7 @@ from typing import get_args
 
 import pytest
 from moexport.errors import LoweringError
-from moexport.graphs.layers.spec import SoftMoESpec
+from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import ALL_LOWERINGS, LOWERINGS, lowering
 from moexport.graphs.lowerings.base import Work
 from moexport.graphs.lowerings.choice import check, choose

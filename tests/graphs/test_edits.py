@@ -9,12 +9,9 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from moexport.graphs.layers.base import sharing_weights
-from moexport.graphs.layers.edits import LayerEdits, Rewrite
-from moexport.graphs.layers.mumoe import MuMoE
-from moexport.graphs.layers.mumoe_spec import Form
-from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
-from moexport.graphs.layers.spec import ExpertKind
+from moexport.graphs.layers.base import LayerEdits, Rewrite, sharing_weights
+from moexport.graphs.layers.mumoe import Form, MuMoE
+from moexport.graphs.layers.soft_moe import ExpertKind, SoftMoE, SoftMoEWeights
 from moexport.graphs.lowerings import LOWERINGS
 from moexport.tests.graphs.mumoe_layers import InMemory, formula, graph, random_layer, run
 from moexport.tests.graphs.test_mumoe import spec_of

@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from moexport.exporter.rounded import rounded_twin
+from moexport.exporter.session import rounded_twin
 from moexport.graphs.precision.fp16 import beyond, misfit
 from moexport.graphs.precision.types import Arithmetic
 from moexport.tests.graphs.tiny_layers import (

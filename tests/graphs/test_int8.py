@@ -8,9 +8,8 @@ from typing import get_args
 import numpy as np
 import onnx_ir as ir
 import pytest
-from moexport.graphs.layers.spec import ExpertKind
+from moexport.graphs.layers.soft_moe import ExpertKind
 from moexport.graphs.lowerings.grouped import MANY_EXPERTS
-from moexport.graphs.precision.ranges import Range, Scale
 from moexport.graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
@@ -19,6 +18,8 @@ from moexport.graphs.precision.types import (
     Grid,
     IntegerForm,
     Quantised,
+    Range,
+    Scale,
 )
 from moexport.graphs.precision.weights import quantise
 from moexport.tests.graphs.tiny_layers import (

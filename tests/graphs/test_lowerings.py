@@ -8,7 +8,7 @@ from typing import Any, get_args
 import numpy as np
 import pytest
 import torch
-from moexport.graphs.layers.spec import Activation, ExpertKind, NormKind, SlotSource
+from moexport.graphs.layers.soft_moe import Activation, ExpertKind, NormKind, SlotSource
 from moexport.graphs.lowerings import LOWERINGS
 from moexport.graphs.lowerings.grouped import MANY_EXPERTS
 from moexport.graphs.targets import Target

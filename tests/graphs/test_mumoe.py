@@ -11,13 +11,14 @@ import pytest
 import torch
 from moexport.graphs.builder import Builder
 from moexport.graphs.gating import _entmax15, _sparsemax
-from moexport.graphs.layers.mumoe import entmax15, sparsemax
-from moexport.graphs.layers.mumoe_spec import (
+from moexport.graphs.layers.mumoe import (
     FactorisedSpec,
     Form,
     GateActivation,
     GateNorm,
     MuMoESpec,
+    entmax15,
+    sparsemax,
 )
 from moexport.graphs.lowerings.base import WorkOf
 from moexport.graphs.lowerings.choice import choose

@@ -8,10 +8,16 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from moexport.graphs.layers.mumoe import MuMoE
-from moexport.graphs.layers.mumoe_spec import Form, MuMoESpec
-from moexport.graphs.precision.ranges import Range, Scale, operand_of
-from moexport.graphs.precision.types import Arithmetic, Grid, IntegerForm, Quantised
+from moexport.graphs.layers.mumoe import Form, MuMoE, MuMoESpec
+from moexport.graphs.precision.types import (
+    Arithmetic,
+    Grid,
+    IntegerForm,
+    Quantised,
+    Range,
+    Scale,
+    operand_of,
+)
 from moexport.graphs.precision.weights import quantise
 from moexport.tests.exporter.reference import Array, gelu, layer_norm
 from moexport.tests.graphs.mumoe_layers import arrays_of, formula, graph, name_of, random_layer, run

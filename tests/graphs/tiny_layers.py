@@ -11,8 +11,15 @@ import onnx_ir as ir
 import onnxruntime as ort
 import torch
 from moexport.graphs.layers.base import StoredPart
-from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
-from moexport.graphs.layers.spec import Activation, ExpertKind, NormKind, SlotSource, SoftMoESpec
+from moexport.graphs.layers.soft_moe import (
+    Activation,
+    ExpertKind,
+    NormKind,
+    SlotSource,
+    SoftMoE,
+    SoftMoESpec,
+    SoftMoEWeights,
+)
 from moexport.graphs.layers.stored import LayerTensors
 from moexport.graphs.lower import LayerChoice, Lowered, lower
 from moexport.graphs.lowerings import LOWERINGS

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.common.atomic import written_whole
+from moexport.common.writing import written_whole
 from moexport.errors import BundleError
 from moexport.tests.command import Outcome, run, start
 from moexport.tests.recorded import DATA

@@ -13,8 +13,7 @@ from moexport.exporter.export import prepare
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.session import Session, SessionOptions
-from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoEWeights
-from moexport.graphs.layers.spec import SoftMoESpec
+from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from moexport.tests.recorded import DATA
 from torch import Tensor, nn
 

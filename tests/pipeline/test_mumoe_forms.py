@@ -12,8 +12,7 @@ import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.checkpoints.load import load
-from moexport.graphs.layers.mumoe import MuMoE
-from moexport.graphs.layers.mumoe_spec import Form, MuMoESpec
+from moexport.graphs.layers.mumoe import Form, MuMoE, MuMoESpec
 from moexport.tests.command import Outcome, run
 from moexport.tests.graphs.mumoe_layers import formula, random_layer, state_of
 from moexport.tests.graphs.test_mumoe import spec_of

@@ -10,11 +10,11 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from moexport.bench.demo import mumoe_training
+from moexport.bench.demo import mumoe as mumoe_demo
 from moexport.bench.demo.digits import CLASSES, load_digits
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.graphs.layers.edits import Rewrite
-from moexport.graphs.layers.mumoe_spec import FactorisedSpec, Form, MuMoESpec
+from moexport.graphs.layers.base import Rewrite
+from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec
 from moexport.tests.command import Outcome, run
 from moexport.tests.graphs.mumoe_layers import formula, random_layer, state_of
 from moexport.tests.graphs.test_mumoe import spec_of
@@ -184,10 +184,10 @@ def test_int8_keeps_the_accuracy_of_a_trained_head(form: Form, rank: int, tmp_pa
         torch.from_numpy(data.train.inputs).flatten(1),
         torch.from_numpy(data.train.labels),
     )
-    head = mumoe_training.head(form, 16, images.shape[1], CLASSES, rank)
+    head = mumoe_demo.trainable_head(form, 16, images.shape[1], CLASSES, rank)
     rows = (torch.randint(len(images), (128,)) for _ in range(80))
     batches = ((images[chosen], labels[chosen]) for chosen in rows)
-    mumoe_training.save(mumoe_training.fit(head, batches, 80, 5e-3), tmp_path / "head.pt")
+    mumoe_demo.save(mumoe_demo.fit(head, batches, 80, 5e-3), tmp_path / "head.pt")
     model = moexport.load(tmp_path / "head.pt", config={"input_rank": 2})
     x = data.test.inputs.reshape(len(data.test.inputs), -1)
     right = {}

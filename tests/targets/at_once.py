@@ -8,8 +8,7 @@ from typing import Any
 
 from moexport.exporter.bundle.manifest import FileRecord
 from moexport.exporter.tensorrt import cache
-from moexport.exporter.tensorrt.record import EngineRecord
-from moexport.exporter.tensorrt.records import Made, add_to_bundle, staging
+from moexport.exporter.tensorrt.records import EngineRecord, Made, add_to_bundle, staging
 
 TIMES = 100
 KEY = "a" * 64

@@ -12,11 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from moexport.common.progress import Silent
+from moexport.common.console import Silent
 from moexport.errors import EngineError
 from moexport.exporter.bundle.manifest import Manifest
 from moexport.exporter.tensorrt.backends import TENSORRT_RTX
-from moexport.exporter.tensorrt.engines_build import build_engine
+from moexport.exporter.tensorrt.build import build_engine
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
 from moexport.exporter.tensorrt.records import engines_of

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 from moexport.errors import UsageError
 from moexport.exporter.bundle.manifest import digest
-from moexport.exporter.tensorrt.backends import TENSORRT
-from moexport.exporter.tensorrt.device import first_gpu
-from moexport.exporter.tensorrt.engines_build import WORKER
+from moexport.exporter.tensorrt.backends import TENSORRT, first_gpu
+from moexport.exporter.tensorrt.build import WORKER
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.plan_file import read_header
 from moexport.tests.command import PROGRAM, run, start

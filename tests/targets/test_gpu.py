@@ -12,8 +12,7 @@ import pytest
 import torch
 from moexport.errors import EngineError, FeedError, UsageError
 from moexport.exporter.session import PROVIDERS, SessionOptions
-from moexport.exporter.tensorrt.backends import FLAVOURS, TENSORRT, Flavour
-from moexport.exporter.tensorrt.device import first_gpu
+from moexport.exporter.tensorrt.backends import FLAVOURS, TENSORRT, Flavour, first_gpu
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import parse_profile
 from moexport.exporter.tensorrt.session import EngineSession

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from moexport.bench.runners.tensorrt import BundleEngine
 from moexport.errors import UsageError
-from moexport.exporter.tensorrt.device import first_gpu
+from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import read_case
 from moexport.tests.targets.engines import build, export, needs_rtx

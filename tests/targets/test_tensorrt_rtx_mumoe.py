@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moexport.common.progress import Silent
+from moexport.common.console import Silent
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.tensorrt.backends import TENSORRT_RTX
-from moexport.exporter.tensorrt.engines_build import build_engine
+from moexport.exporter.tensorrt.build import build_engine
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
-from moexport.graphs.layers.edits import LayerEdits, Rewrite
-from moexport.graphs.layers.mumoe_spec import Form
+from moexport.graphs.layers.base import LayerEdits, Rewrite
+from moexport.graphs.layers.mumoe import Form
 from moexport.tests.command import run
 from moexport.tests.graphs.mumoe_layers import graph, random_layer, saved
 from moexport.tests.graphs.test_mumoe import spec_of

@@ -8,18 +8,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.bench.analyses.analyses_experts import (
+from moexport.bench.analyses.experts import (
+    Passes,
+    Sums,
     Wanted,
     accuracy,
+    adds_up,
     best_subsets,
+    classifier,
+    contributions,
+    drawn,
     parse_analyses,
     random_choice,
     shares_of,
     study,
 )
-from moexport.bench.analyses.experts import Passes, Sums, adds_up, classifier, contributions, drawn
 from moexport.bench.analyses.findings import PASSES, SUMS
-from moexport.bench.bench_data import LabelledData
+from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits
 from moexport.bench.runners.pytorch import untouched, with_algorithm_1
 from moexport.errors import FeedError, UsageError

@@ -12,7 +12,7 @@ from moexport.bench.paper.mnist import Suite, kept, run_mnist
 from moexport.bench.paper.multilinear import work
 from moexport.bench.paper.published import TABLE_3, TABLE_8
 from moexport.bench.results import read
-from moexport.common.progress import Silent
+from moexport.common.console import Silent
 
 
 def test_the_paper_s_shape_has_2_27_billion_parameters_and_is_halved_until_it_fits() -> None:
