@@ -36,8 +36,8 @@ _HOMES = {
     "export": ".api",
     "load": ".api",
     "specialise": ".api",
-    "Bundle": ".exporter.bundle",
-    "EngineOptions": ".exporter.engines.options",
+    "Bundle": ".exporter.bundle.bundle",
+    "EngineOptions": ".exporter.tensorrt.options",
     "Model": ".exporter.model",
     "Session": ".exporter.session",
 }

@@ -20,8 +20,14 @@ from .bench.results import Results
 from .bench.run import bench as run_bench
 from .bench.run import check_inputs
 from .bench.runners.available import parse_engines, select
-from .bench.runners.candidates import Asked, exported, from_bundle, parse_precisions, told_apart
-from .bench.runners.pytorch import Subject
+from .bench.runners.candidates import (
+    Asked,
+    exported,
+    from_bundle,
+    parse_precisions,
+    with_distinct_names,
+)
+from .bench.runners.pytorch import Candidate
 from .bench.specialise import Specialisation
 from .bench.specialise import specialise as run_specialise
 from .calibration.feeds import Feed
@@ -40,8 +46,8 @@ from .exporter.options import (
     DEFAULT_BATCH,
     DEFAULT_TOKENS,
     ExportOptions,
-    Kept,
-    Numbers,
+    KOption,
+    PrecisionOptions,
     Scope,
     parse_k,
     parse_lowerings,
@@ -76,7 +82,7 @@ def calibrate(
 
     The arguments are the options of `moexport calibrate`. The weights are written to a temporary
     folder in `workspace`, the system's own by default. Raises whatever
-    `exporter.calibrate.calibrate` raises.
+    `exporter.quantization.calibrate.calibrate` raises.
     """
     options = CalibrationOptions(
         k=parse_k(_k_text(k)),
@@ -138,7 +144,7 @@ def export(
         rtol=rtol,
         verify=verify,
         edits=read_edits(ablate, rewrite),
-        numbers=Numbers(
+        numbers=PrecisionOptions(
             precision,
             rest,
             quantize,
@@ -175,7 +181,7 @@ def build(
 ) -> Bundle:
     """Compiles the engines of a bundle's graphs into it and returns it with its new manifest.
 
-    Raises what `exporter.engines.bundle.plan_engines` and `add_engines` raise.
+    Raises what `exporter.tensorrt.engines.plan_engines` and `add_engines` raise.
     """
     wanted = options or EngineOptions(cache=default_cache())
     name = target or bundle.manifest.target
@@ -211,7 +217,7 @@ def bench(
 
     A bundle that follows the model it was made from is compared with that; alone it loads the
     checkpoint that its manifest names. A model is exported for every `k` and `lowering`. `data` is
-    labelled data (`bench.sources.open_labelled` says what can be, and `pixels`), an array of
+    labelled data (`bench.data.open_labelled` says what can be, and `pixels`), an array of
     inputs, or None for random inputs, which tell latency and parity only. With `out`, results.json,
     report.html and figures are written there, and a call that was interrupted goes on where it
     stopped; the report tells what changed since `before`. `analysis` names what
@@ -250,12 +256,12 @@ def bench(
         parts=parts,
     )
     with ExitStack() as stack:
-        subjects = _subjects(listed, asked, stack, watcher)
+        candidates = _candidates(listed, asked, stack, watcher)
         if labelled is None:
-            labelled = _labelled(data, subjects[0].model, max(batch), pixels)
-        analyses = studied(subjects, labelled, wanted, samples, watcher) if wanted else {}
+            labelled = _labelled(data, candidates[0].model, max(batch), pixels)
+        analyses = studied(candidates, labelled, wanted, samples, watcher) if wanted else {}
         return run_bench(
-            subjects,
+            candidates,
             labelled,
             settings,
             out=None if out is None else Path(out),
@@ -297,24 +303,24 @@ def specialise(
     return run_specialise(model, labelled, layer=layer, groups=groups, progress=progress)
 
 
-def _subjects(
+def _candidates(
     listed: Sequence[Model | Bundle], asked: Asked, stack: ExitStack, progress: Progress
-) -> list[Subject]:
-    """A subject per model; the bundles that follow a model are measured beside it."""
-    subjects: list[Subject] = []
+) -> list[Candidate]:
+    """A candidate per model; the bundles that follow a model are measured beside it."""
+    candidates: list[Candidate] = []
     places: list[Path] = []
     model: Model | None = None
     for index, item in enumerate(listed):
         if isinstance(item, Bundle):
-            subjects.append(from_bundle(item, asked, model=model))
+            candidates.append(from_bundle(item, asked, model=model))
             places.append(item.path)
             continue
         model = item
         followed = index + 1 < len(listed) and isinstance(listed[index + 1], Bundle)
         if not followed:
-            subjects.append(stack.enter_context(exported(model, asked, progress=progress)))
+            candidates.append(stack.enter_context(exported(model, asked, progress=progress)))
             places.append(Path(model.source.path))
-    return told_apart(subjects, places)
+    return with_distinct_names(candidates, places)
 
 
 RANDOM_INPUTS = 16
@@ -341,7 +347,7 @@ def _labelled(
     return data
 
 
-def _swept(k: Sequence[int | float | str]) -> tuple[Kept, ...]:
+def _swept(k: Sequence[int | float | str]) -> tuple[KOption, ...]:
     """The k of a sweep: at least one, and none left to the run."""
     ks = tuple(parse_k(_k_text(each)) for each in k)
     if not ks or "input" in ks:

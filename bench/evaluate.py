@@ -1,4 +1,4 @@
-"""One pass over the data: accuracy or perplexity, routing and parity of every contestant."""
+"""One pass over the data: accuracy or perplexity, routing and parity of every case."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from .data import Array, Labelled, Labels
 from .metrics import Closeness, Hits, Overlap, Sequences, Surprise
 from .results import PYTORCH_COMPILE, PYTORCH_EAGER, Accuracy, Parity, Perplexity, RoutingAgreement
 from .runners.pytorch import (
-    Contestant,
+    Candidate,
+    Case,
     Graph,
     PyTorch,
     Runner,
-    Subject,
     untouched,
     with_algorithm_1,
 )
@@ -39,7 +39,7 @@ OUTPUT_BYTES = 256 << 20
 
 @dataclass(frozen=True, slots=True)
 class Quality:
-    """How good a contestant is, whatever the batch size it is timed at.
+    """How good a case is, whatever the batch size it is timed at.
 
     `routing` is None where there is nothing to compare: in PyTorch, and where all experts are kept.
     """
@@ -52,7 +52,7 @@ class Quality:
 
 @dataclass(frozen=True, slots=True)
 class Sums:
-    """The running sums of one contestant."""
+    """The running sums of one case."""
 
     hits: Hits = field(default_factory=Hits)
     surprise: Surprise = field(default_factory=Surprise)
@@ -108,8 +108,8 @@ class State:
 
 
 def evaluate(
-    runners: Mapping[Contestant, Runner],
-    subject: Subject,
+    runners: Mapping[Case, Runner],
+    candidate: Candidate,
     data: Labelled,
     batch: int,
     *,
@@ -117,31 +117,31 @@ def evaluate(
     progress: Progress | None = None,
     state: State | None = None,
     keep: Callable[[dict[str, Any]], None] = lambda body: None,
-) -> tuple[dict[Contestant, Quality], dict[Contestant, str]]:
-    """Returns the quality of each contestant of a subject, and in words what others failed at.
+) -> tuple[dict[Case, Quality], dict[Case, str]]:
+    """Returns the quality of each case of a candidate, and in words what others failed at.
 
     One pass over the first `limit` samples, in batches of at most `batch`. The reference of a
-    contestant is PyTorch with its k: the untouched model for k = n, Algorithm 1 by masking for
+    case is PyTorch with its k: the untouched model for k = n, Algorithm 1 by masking for
     fewer; the edited model where the graphs are edited. An interrupted pass goes on from `state`;
     what is handed to `keep` now and then makes one. Raises FeedError when PyTorch cannot run the
     data.
     """
     progress = progress or Silent()
     state = state or State()
-    base = untouched(subject.model)
-    edited = bool(subject.model.edits)
-    references = _references(subject, {c.k for c in runners if c.k < c.experts or edited})
+    base = untouched(candidate.model)
+    edited = bool(candidate.model.edits)
+    references = _references(candidate, {c.k for c in runners if c.k < c.experts or edited})
     known = data.samples
     total = known if known is None or limit is None else min(known, limit)
-    progress.step(f"{subject.name}: accuracy, routing and parity", total=total or limit)
+    progress.step(f"{candidate.name}: accuracy, routing and parity", total=total or limit)
     progress.advance(state.seen)
-    size = min(batch, _fitting(base, data, subject.name))
+    size = min(batch, _fitting(base, data, candidate.name))
     done, saved = 0, time.monotonic()
     for x, labels in data.stream(size, limit):
         done += len(x)
         if done <= state.seen:
             continue
-        state = _add(state, runners, x, labels, base, references, subject.name)
+        state = _add(state, runners, x, labels, base, references, candidate.name)
         progress.advance(len(x))
         if time.monotonic() - saved > SAVE_S:
             keep(asdict(state))
@@ -169,7 +169,7 @@ def _fitting(base: PyTorch, data: Labelled, name: str) -> int:
 
 def _add(
     state: State,
-    runners: Mapping[Contestant, Runner],
+    runners: Mapping[Case, Runner],
     x: Array,
     labels: Labels | None,
     base: PyTorch,
@@ -184,12 +184,12 @@ def _add(
     scores = _scored(dense, x, labels)
     expected = {k: _expected(reference, x) for k, reference in references.items()}
     sums, failures = dict(state.sums), dict(state.failures)
-    for contestant, runner in runners.items():
-        label = contestant.label
+    for case, runner in runners.items():
+        label = case.label
         if label in failures:
             continue
         # With all experts the reference is the untouched model, and nothing is chosen.
-        reference = None if contestant.engine in UNTOUCHED else expected.get(contestant.k)
+        reference = None if case.engine in UNTOUCHED else expected.get(case.k)
         outputs, chosen = reference or (dense, {})
         try:
             found = _sums(runner, x, labels, scores, outputs, chosen)
@@ -236,9 +236,9 @@ def _score(found: Array | Sequences, labels: Labels | None, untouched: Array | S
     return Sums(hits=Hits.of(found, labels, untouched))
 
 
-def _references(subject: Subject, ks: Iterable[int]) -> dict[int, PyTorch]:
+def _references(candidate: Candidate, ks: Iterable[int]) -> dict[int, PyTorch]:
     return {
-        k: with_algorithm_1(subject.model, k, "masked", renormalize=subject.renormalize)
+        k: with_algorithm_1(candidate.model, k, "masked", renormalize=candidate.renormalize)
         for k in sorted(ks)
     }
 

@@ -1,4 +1,4 @@
-"""How good a contestant is: accuracy, routing agreement and parity, as sums over batches.
+"""How good a case is: accuracy, routing agreement and parity, as sums over batches.
 
 Each sum is a frozen value that adds up, so an evaluation streams over its data, and parts of one
 may be computed apart and added. Nothing here knows an engine.

@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 from ..common import timing
 from ..errors import UsageError
 from .results import PYTORCH_COMPILE
-from .runners.pytorch import Contestant, Subject, contestants
+from .runners.pytorch import Candidate, Case, cases
 
 COMPILE_S = 30.0
 """What compiling a small network for one batch size takes."""
 
 PROBES = 3
-"""Contestants of each heat that measure the machine's own rates (`limits`)."""
+"""Cases of each group that measure the machine's own rates (`limits`)."""
 
 PROCESS_S = 4.0
 """What starting a process and loading a runtime takes."""
@@ -48,22 +48,22 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class Heat:
-    """Contestants that are measured together, in turn, at one batch size."""
+class TimingGroup:
+    """Cases that are measured together, in turn, at one batch size."""
 
-    contestants: tuple[Contestant, ...]
+    cases: tuple[Case, ...]
     batch: int
     protocol: timing.Protocol
 
     @property
     def model(self) -> str:
         """The model that is measured."""
-        return self.contestants[0].model
+        return self.cases[0].model
 
     def seconds(self, call_ms: float) -> float:
         """How long it takes with calls of so many milliseconds: more than `round_s` if need be."""
         round_s = max(self.protocol.round_s, self.protocol.inputs * call_ms / 1e3)
-        return len(self.contestants) * self.protocol.rounds * round_s
+        return len(self.cases) * self.protocol.rounds * round_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,69 +102,74 @@ class Estimate:
         return f"about {duration(self.total)}" + (f" ({listed})" if listed else "")
 
 
-def plan(subjects: Sequence[Subject], settings: Settings) -> tuple[Heat, ...]:
-    """Returns the heats of a benchmark: one per model and batch size.
+def plan(candidates: Sequence[Candidate], settings: Settings) -> tuple[TimingGroup, ...]:
+    """Returns the groups of a benchmark: one per model and batch size.
 
     Raises UsageError for a k that a model does not have, for no models, or two of one name.
     """
-    if not subjects:
+    if not candidates:
         raise UsageError("no model to measure")
-    names = [subject.name for subject in subjects]
+    names = [candidate.name for candidate in candidates]
     if len(set(names)) < len(names):
         raise UsageError(
             f"two models have the same name: {', '.join(names)}",
             hint="rename one of the files or folders: results are told apart by it",
         )
-    for subject in subjects:
-        for k in (*subject.ks, *(graph.k for graph in subject.graphs)):
-            if not 1 <= k <= subject.experts:
+    for candidate in candidates:
+        for k in (*candidate.ks, *(graph.k for graph in candidate.graphs)):
+            if not 1 <= k <= candidate.experts:
                 raise UsageError(
-                    f"k = {k}, and {subject.name} has {subject.experts} experts",
-                    hint=f"use 1 ≤ k ≤ {subject.experts}",
+                    f"k = {k}, and {candidate.name} has {candidate.experts} experts",
+                    hint=f"use 1 ≤ k ≤ {candidate.experts}",
                 )
     return tuple(
-        Heat(tuple(contestants(subject, settings.batches)), batch, settings.protocol)
-        for subject in subjects
+        TimingGroup(tuple(cases(candidate, settings.batches)), batch, settings.protocol)
+        for candidate in candidates
         for batch in settings.batches
     )
 
 
 def estimate(
-    heats: Sequence[Heat], settings: Settings, samples: int, probe: Probe, *, workers: int = 1
+    groups: Sequence[TimingGroup],
+    settings: Settings,
+    samples: int,
+    probe: Probe,
+    *,
+    workers: int = 1,
 ) -> Estimate:
-    """Returns how long the heats and the evaluation over so many samples will take."""
-    by_model = {heat.model: heat.contestants for heat in heats}
+    """Returns how long the groups and the evaluation over so many samples will take."""
+    by_model = {group.model: group.cases for group in groups}
     batches = math.ceil(samples / settings.evaluation_batch)
     quality = compiling = memory = 0.0
     for model, entries in by_model.items():
-        # Every contestant, the untouched model, and a reference for every k.
+        # Every case, the untouched model, and a reference for every k.
         passes = len(entries) + 1 + len({c.k for c in entries})
         quality += passes * batches * probe.evaluation[model] / 1e3
         compiled = sum(c.engine == PYTORCH_COMPILE for c in entries)
         compiling += compiled * len(settings.batches) * COMPILE_S
         if settings.memory:
             memory += len(entries) * PROCESS_S / workers
-    timed = sum(heat.seconds(probe.call[heat.model, heat.batch]) for heat in heats)
+    timed = sum(group.seconds(probe.call[group.model, group.batch]) for group in groups)
     if settings.limits:
-        timed += len(heats) * PROBES * settings.protocol.rounds * settings.protocol.round_s
+        timed += len(groups) * PROBES * settings.protocol.rounds * settings.protocol.round_s
     return Estimate(timed, quality, compiling, memory)
 
 
-def describe(heats: Sequence[Heat], expected: Estimate | None = None) -> str:
+def describe(groups: Sequence[TimingGroup], expected: Estimate | None = None) -> str:
     """Returns the plan in words, with the time that it will take."""
-    rows = sum(len(heat.contestants) for heat in heats)
-    least = math.ceil(sum(heat.seconds(0.0) for heat in heats))
+    rows = sum(len(group.cases) for group in groups)
+    least = math.ceil(sum(group.seconds(0.0) for group in groups))
     takes = f"the timing takes at least {least} s" if expected is None else str(expected)
     lines = [f"{rows} rows; {takes}"]
-    for heat in heats:
-        first = heat.contestants[0]
+    for group in groups:
+        first = group.cases[0]
         kinds: dict[str, list[str]] = {}
-        for c in heat.contestants:
+        for c in group.cases:
             name = c.engine if c.lowering is None else f"{c.engine} {c.lowering} {c.precision}"
             name += "" if c.provider in ("cpu", c.engine) else f" {c.provider}"
             kinds.setdefault(name, []).append(str(c.k))
         listed = "; ".join(f"{name} k={','.join(ks)}" for name, ks in kinds.items())
-        lines.append(f"  {first.model}, n={first.experts}, batch {heat.batch}: {listed}")
+        lines.append(f"  {first.model}, n={first.experts}, batch {group.batch}: {listed}")
     return "\n".join(lines)
 
 

@@ -208,7 +208,7 @@ class Row:
     `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (host array to host
     array); `device_ms` is the GPU's own time for a call by CUDA events around the computation, for
     engines that tell it. `limit_ms` is the least time that the machine needs for its `work`
-    (`bench.roofline`), and `no_limit` says why that is not known. `throughput` is inputs per
+    (`measure.roofline`), and `no_limit` says why that is not known. `throughput` is inputs per
     second. `peak_memory_mb` is the largest resident set of a process that opens the engine and runs
     batches of this size, `runtime_memory_mb` what that process held before it opened anything. A
     row that failed has `error` and no numbers.

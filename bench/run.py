@@ -1,6 +1,6 @@
-"""The benchmark: every contestant's accuracy, routing and parity, then its latency in turn.
+"""The benchmark: every case's accuracy, routing and parity, then its latency in turn.
 
-A plan says what will be measured; `measurement.Measurement` takes a subject's pieces (quality,
+A plan says what will be measured; `measurement.Measurement` takes a candidate's pieces (quality,
 timing, memory, parts) and `bench` writes what they found. With a folder for the results, every
 piece that is complete is kept there, and a run that was killed goes on where it stopped.
 """
@@ -29,10 +29,10 @@ from .journal import Journal
 from .measure.latency import disturbance
 from .measure.memory import worker_count
 from .measure.rows import Measurement, weights_bytes
-from .plan import Estimate, Heat, Probe, Settings, describe, estimate, plan
+from .plan import Estimate, Probe, Settings, TimingGroup, describe, estimate, plan
 from .report.compare import Comparison, compare
 from .results import Absent, ModelInfo, Results, Row, write
-from .runners.pytorch import CUDA, Runner, Subject, untouched, without_tf32
+from .runners.pytorch import CUDA, Candidate, Runner, untouched, without_tf32
 
 PROBE_CALLS = 3
 """Calls of which the fastest foretells the others: the first one allocates."""
@@ -42,7 +42,7 @@ UNKNOWN_SAMPLES = 1000
 
 
 def bench(
-    subjects: Sequence[Subject],
+    candidates: Sequence[Candidate],
     data: Labelled,
     settings: Settings,
     *,
@@ -55,7 +55,7 @@ def bench(
 ) -> Results:
     """Returns every row of a benchmark; with `out`, writes results.json, report and figures there.
 
-    A contestant that cannot be opened, evaluated or timed becomes a row with its error. `absent`
+    A case that cannot be opened, evaluated or timed becomes a row with its error. `absent`
     names the engines that are not measured; with `before` the report tells what changed; `analyses`
     is what else was found, for the results. Raises UsageError and FeedError, before anything is
     opened, for what cannot be measured at all.
@@ -63,15 +63,15 @@ def bench(
     progress = progress or Silent()
     if out is not None:
         check_folder(out)
-    heats = plan(subjects, settings)
+    groups = plan(candidates, settings)
     head = data.head(max(settings.batches) * settings.protocol.inputs)
-    for subject in subjects:
-        check_inputs(subject.model.input, head, subject.name)
-    on_gpu = any(c.provider == CUDA for heat in heats for c in heat.contestants)
+    for candidate in candidates:
+        check_inputs(candidate.model.input, head, candidate.name)
+    on_gpu = any(c.provider == CUDA for group in groups for c in group.cases)
     with with_threads(settings.threads), without_tf32() if on_gpu else nullcontext():
         facts = environment() | {"threads": torch.get_num_threads()}
-        progress.step(describe(heats, foretell(subjects, heats, head, data.samples, settings)))
-        models = tuple(model_info(subject) for subject in subjects)
+        progress.step(describe(groups, foretell(candidates, groups, head, data.samples, settings)))
+        models = tuple(model_info(candidate) for candidate in candidates)
         if out is not None:
             make_folder(out)
         journal = Journal(
@@ -79,9 +79,9 @@ def bench(
             {
                 "environment": facts,
                 "models": [asdict(model) for model in models],
-                "edits": [str(subject.model.edits) for subject in subjects],
-                "rows": [asdict(c) for heat in heats for c in heat.contestants],
-                "graphs": [_graph_hash(graph.open) for s in subjects for graph in s.graphs],
+                "edits": [str(candidate.model.edits) for candidate in candidates],
+                "rows": [asdict(c) for group in groups for c in group.cases],
+                "graphs": [_graph_hash(graph.open) for s in candidates for graph in s.graphs],
                 "data": data.fingerprint,
                 "settings": asdict(settings),
             },
@@ -91,8 +91,8 @@ def bench(
         rates: list[dict[str, Any]] = []
         waited: list[dict[str, Any]] = []
         seen = 0
-        for subject in subjects:
-            one = Measurement(subject, heats, data, head, settings, journal, progress)
+        for candidate in candidates:
+            one = Measurement(candidate, groups, data, head, settings, journal, progress)
             rows += one.rows()
             rates += one.rates
             waited += one.waited
@@ -154,8 +154,8 @@ def write_views(
 
 
 def foretell(
-    subjects: Sequence[Subject],
-    heats: Sequence[Heat],
+    candidates: Sequence[Candidate],
+    groups: Sequence[TimingGroup],
     head: LabelledData,
     samples: int | None,
     settings: Settings,
@@ -163,17 +163,17 @@ def foretell(
     """Returns how long a benchmark will take, by a few calls of the untouched models."""
     calls: dict[tuple[str, int], float] = {}
     evaluation: dict[str, float] = {}
-    for subject in subjects:
-        base = untouched(subject.model)
+    for candidate in candidates:
+        base = untouched(candidate.model)
         for batch in settings.batches:
-            calls[subject.name, batch] = _call_ms(base, head, batch, subject.name)
+            calls[candidate.name, batch] = _call_ms(base, head, batch, candidate.name)
         size = min(settings.evaluation_batch, len(head))
-        each = _call_ms(base, head, size, subject.name)
-        evaluation[subject.name] = each * settings.evaluation_batch / size
+        each = _call_ms(base, head, size, candidate.name)
+        evaluation[candidate.name] = each * settings.evaluation_batch / size
     known = UNKNOWN_SAMPLES if samples is None else samples
     seen = min(known, settings.samples or known)
-    workers = worker_count(max(weights_bytes(subject) for subject in subjects))
-    return estimate(heats, settings, seen, Probe(calls, evaluation), workers=workers)
+    workers = worker_count(max(weights_bytes(candidate) for candidate in candidates))
+    return estimate(groups, settings, seen, Probe(calls, evaluation), workers=workers)
 
 
 def _call_ms(runner: Runner, head: LabelledData, batch: int, name: str) -> float:
@@ -207,11 +207,11 @@ def check_inputs(spec: TensorSpec, data: LabelledData, model: str) -> None:
         )
 
 
-def model_info(subject: Subject) -> ModelInfo:
+def model_info(candidate: Candidate) -> ModelInfo:
     """Returns what the report says of a model."""
-    model = subject.model
+    model = candidate.model
     parameters = sum(p.numel() for p in model.module.parameters())
-    return ModelInfo(subject.name, model.family, model.source.path, parameters, model_hash(model))
+    return ModelInfo(candidate.name, model.family, model.source.path, parameters, model_hash(model))
 
 
 def model_hash(model: Model) -> str:

@@ -17,7 +17,7 @@ import onnxruntime as ort
 
 from ..errors import CalibrationError
 from ..graphs.builder import Builder
-from ..graphs.lower import LayerChoice, lower
+from ..graphs.lower import LoweringRequest, lower
 from ..graphs.precision.backbone import INPUT, host_linears
 from ..graphs.precision.types import is_ranged, range_key
 from .methods import BINS, HALF, Histogram
@@ -89,11 +89,11 @@ class _Observers:
         return list(values.values())
 
 
-def observing_graph(portable: ir.Model, choices: Mapping[str, LayerChoice]) -> ObservingGraph:
+def observing_graph(portable: ir.Model, choices: Mapping[str, LoweringRequest]) -> ObservingGraph:
     """Returns a copy of a traced model that observes instead of answering.
 
     Ranged are the inputs of the host's linear layers and, of each MoE layer, what its lowering taps
-    (`graphs.ranges.range_key`); the lowering must compute the rows of the selection alone. Peaks
+    (`types.range_key`); the lowering must compute the rows of the selection alone. Peaks
     are taken of every other float value that an op of the host or of an expert makes.
     """
     model = portable.clone()

@@ -160,7 +160,7 @@ def wished(engine: bool | None, options: EngineOptions, target: str) -> EngineOp
 
     Raises `UsageError` for an option that the target's engines do not have.
     """
-    from ..exporter.tensorrt.backends import FLAVOURS, flavour
+    from ..exporter.tensorrt.backends import BACKENDS, backend_named
     from ..exporter.tensorrt.options import option_name
 
     asked = options.asked()
@@ -168,14 +168,14 @@ def wished(engine: bool | None, options: EngineOptions, target: str) -> EngineOp
         raise UsageError(
             f"--no-engine and {option_name(asked[0])} exclude each other", hint="leave one out"
         )
-    if engine is False or (target not in FLAVOURS and not engine and not asked):
+    if engine is False or (target not in BACKENDS and not engine and not asked):
         return False
-    if target not in FLAVOURS and asked:
+    if target not in BACKENDS and asked:
         raise UsageError(
             f"{option_name(asked[0])}: --target {target} has no engines",
-            hint=f"engines are built for --target {' and '.join(FLAVOURS)}",
+            hint=f"engines are built for --target {' and '.join(BACKENDS)}",
         )
-    options.check(flavour(target))
+    options.check(backend_named(target))
     return options if engine or asked else None
 
 

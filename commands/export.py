@@ -112,7 +112,13 @@ class GraphFlags:
     def options(self) -> ExportOptions:
         """Returns them parsed; `UsageError` for one that cannot be meant, or not for the target."""
         from ..exporter.edits import read_edits
-        from ..exporter.options import ExportOptions, Numbers, parse_k, parse_lowerings, parse_range
+        from ..exporter.options import (
+            ExportOptions,
+            PrecisionOptions,
+            parse_k,
+            parse_lowerings,
+            parse_range,
+        )
 
         options = ExportOptions(
             k=parse_k(self.k),
@@ -125,7 +131,7 @@ class GraphFlags:
             atol=self.atol,
             rtol=self.rtol,
             verify=not self.no_verify,
-            numbers=Numbers(
+            numbers=PrecisionOptions(
                 precision=self.precision.value,
                 rest=None if self.rest is None else self.rest.value,
                 scope=self.quantize.value,

@@ -40,7 +40,7 @@ class Method(StrEnum):
 
 
 class Precision(StrEnum):
-    """What a graph computes in; the names of `graphs.arithmetic.Precision`."""
+    """What a graph computes in; the names of `graphs.precision.types.Precision`."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -131,7 +131,7 @@ class ModelFlags:
     ] = None
 
     def load(self, source: str, console: Console, *, values: bool = True) -> Model:
-        """Returns the model that a command names; raises what `exporter.load.load` raises."""
+        """Returns the model that a command names; raises what `checkpoints.load` raises."""
         console.step(f"loading {source}")
         from ..exporter.checkpoints.load import load, read_config
 

@@ -182,7 +182,7 @@ def plan_text(prepared: Prepared, output: Path) -> str:
         rows = [
             (
                 layer.name,
-                "input" if layer.kept is None else f"{layer.kept}/{layer.work.spec.experts}",
+                "input" if layer.k is None else f"{layer.k}/{layer.work.spec.experts}",
                 layer.choice.lowering.name,
                 layer.choice.reason,
             )
@@ -211,7 +211,7 @@ def plan_json(prepared: Prepared, output: Path) -> dict[str, Any]:
             graph.file: [
                 {
                     "name": layer.name,
-                    "k": layer.kept,
+                    "k": layer.k,
                     "experts": layer.work.spec.experts,
                     "lowering": layer.choice.lowering.name,
                     "reason": layer.choice.reason,
@@ -266,7 +266,7 @@ def made_text(bundle: Path, made: Made) -> str:
 
 
 def engine_text(facts: Mapping[str, Any]) -> str:
-    """What `inspect` says of an engine (`exporter.engines.inspect.engine_facts`)."""
+    """What `inspect` says of an engine (`exporter.tensorrt.plan_file.engine_facts`)."""
     lines = [
         f"engine      {facts['file']} ({size(facts['bytes'])})",
         f"built by    {facts['flavour']} {facts['version'] or '(its version is not known)'}",

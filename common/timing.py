@@ -1,7 +1,7 @@
-"""How long calls take: contestants measured in turn, in random order, nothing clipped.
+"""How long calls take: cases measured in turn, in random order, nothing clipped.
 
-What is compared is interleaved: in every round each contestant runs once, in an order drawn anew,
-so that a machine that slows down for a second slows all of them. The spread between a contestant's
+What is compared is interleaved: in every round each case runs once, in an order drawn anew,
+so that a machine that slows down for a second slows all of them. The spread between a case's
 rounds is the yardstick of what the run can tell apart.
 """
 
@@ -20,7 +20,7 @@ from .console import Progress, Silent
 NS_PER_MS = 1e6
 MIN_ROUNDS = 5
 
-Contestant = Callable[[int], object]
+Case = Callable[[int], object]
 """One call to be timed; its argument says which of the inputs to use (0, 1, …, taken in turn)."""
 
 
@@ -51,7 +51,7 @@ class Protocol:
 
     `warmup` calls come first, untimed, and one more before each round. A round goes over the
     `inputs` distinct inputs a whole number of times, until `round_s` seconds have passed: every
-    contestant is timed on the same mix of inputs.
+    case is timed on the same mix of inputs.
     """
 
     rounds: int = MIN_ROUNDS
@@ -77,7 +77,7 @@ class Protocol:
 class Round:
     """What one round found: milliseconds of every call, or in words what ended it.
 
-    `ms` are by the wall clock; `device_ms` those of the device, for contestants that tell them.
+    `ms` are by the wall clock; `device_ms` those of the device, for cases that tell them.
     """
 
     ms: dict[str, list[float]] = field(default_factory=dict)
@@ -87,9 +87,9 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What came of a measurement: a latency or in words what ended it, per contestant.
+    """What came of a measurement: a latency or in words what ended it, per case.
 
-    `device` is the time on the device, of contestants that tell it.
+    `device` is the time on the device, of cases that tell it.
     """
 
     latencies: dict[str, Latency]
@@ -98,7 +98,7 @@ class Measured:
 
 
 def measure(
-    contestants: Mapping[str, Contestant],
+    cases: Mapping[str, Case],
     protocol: Protocol,
     *,
     title: str = "timing",
@@ -107,10 +107,10 @@ def measure(
     keep: Callable[[Round], None] = lambda found: None,
     clock_ns: Callable[[], int] = time.perf_counter_ns,
 ) -> Measured:
-    """Returns the latency of each contestant, measured in interleaved rounds.
+    """Returns the latency of each case, measured in interleaved rounds.
 
-    A contestant that raises is left out from then on, and what it said kept in `failures`. Rounds
-    that an interrupted run has `done` count; each new one is handed to `keep`. A contestant that
+    A case that raises is left out from then on, and what it said kept in `failures`. Rounds
+    that an interrupted run has `done` count; each new one is handed to `keep`. A case that
     has a method `rest` is told when its part of a round is over; one that has `inputs` takes so
     many in turn instead of the protocol's. One that has `device_ms` is called by it, too, as often
     and in turn with the timed passes: it returns the milliseconds that its device took.
@@ -119,16 +119,14 @@ def measure(
     rounds = list(done)
     failures = {name: text for each in done for name, text in each.failures.items()}
     left = protocol.rounds - len(rounds)
-    progress.step(
-        f"{title}: {left} rounds, {len(contestants)} in turn", total=left * len(contestants)
-    )
+    progress.step(f"{title}: {left} rounds, {len(cases)} in turn", total=left * len(cases))
     warm: set[str] = set()
     for number in range(len(rounds), protocol.rounds):
         found = Round()
-        for name in _order(contestants, protocol.seed, number):
+        for name in _order(cases, protocol.seed, number):
             if name not in failures:
                 try:
-                    call = contestants[name]
+                    call = cases[name]
                     if name not in warm or hasattr(call, "rest"):
                         _warm_up(call, protocol.warmup)
                     warm.add(name)
@@ -147,7 +145,7 @@ def measure(
         keep(found)
     latencies = {
         name: summarise([each.ms[name] for each in rounds])
-        for name in contestants
+        for name in cases
         if name not in failures
     }
     told = {
@@ -157,9 +155,9 @@ def measure(
     return Measured(latencies, failures, {name: summarise(ms) for name, ms in told.items() if ms})
 
 
-def _order(contestants: Mapping[str, Contestant], seed: int, number: int) -> list[str]:
+def _order(cases: Mapping[str, Case], seed: int, number: int) -> list[str]:
     """A round's order: drawn anew for each, the same however many rounds were run before."""
-    names = list(contestants)
+    names = list(cases)
     random.Random(f"{seed}, {number}").shuffle(names)
     return names
 
@@ -170,16 +168,16 @@ def in_one_line(error: Exception) -> str:
     return text if isinstance(error, MoexportError) else f"{type(error).__name__}: {text}"
 
 
-def _warm_up(call: Contestant, calls: int) -> None:
+def _warm_up(call: Case, calls: int) -> None:
     for index in range(calls):
         call(index)
 
 
 def _round_ms(
-    call: Contestant, protocol: Protocol, clock_ns: Callable[[], int]
+    call: Case, protocol: Protocol, clock_ns: Callable[[], int]
 ) -> tuple[list[float], list[float]]:
     """Times whole passes over the inputs; returns milliseconds per call, and the device's."""
-    # Brings the weights back into the caches, which the contestant before has filled with its own.
+    # Brings the weights back into the caches, which the case before has filled with its own.
     call(protocol.inputs - 1)
     device_call: Callable[[int], float] | None = getattr(call, "device_ms", None)
     times_ms: list[float] = []

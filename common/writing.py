@@ -198,7 +198,7 @@ def others_in(folder: Path, files: Collection[str]) -> list[str]:
 
 
 @contextmanager
-def written_whole(destination: Path, *, force: bool) -> Iterator[Path]:
+def atomic_directory(destination: Path, *, force: bool) -> Iterator[Path]:
     """Yields a temporary folder beside `destination` and renames it there when all went well.
 
     On any failure, an interrupt included, the temporary folder is removed and what was at the

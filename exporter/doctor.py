@@ -8,7 +8,7 @@ from typing import Any
 
 from ..common.environment import environment
 from ..errors import ForeignEngineError, MissingExtraError
-from .tensorrt.backends import FLAVOURS, Flavour, Gpu, first_gpu
+from .tensorrt.backends import BACKENDS, Backend, Gpu, first_gpu
 from .tensorrt.cuda import runtime
 
 
@@ -45,7 +45,7 @@ def abilities(gpu: Gpu | None) -> tuple[Ability, ...]:
         _onnxruntime("run on CPU", "CPUExecutionProvider", gpu),
         _onnxruntime("run on CUDA", "CUDAExecutionProvider", gpu),
         _onnxruntime("run on ONNX Runtime's TensorRT", "TensorrtExecutionProvider", gpu),
-        *(ability for each in FLAVOURS.values() for ability in _engines(each, gpu)),
+        *(ability for each in BACKENDS.values() for ability in _engines(each, gpu)),
         _demo(),
     )
 
@@ -62,11 +62,11 @@ def _onnxruntime(name: str, provider: str, gpu: Gpu | None) -> Ability:
     return Ability(name, True, f"ONNX Runtime {onnxruntime.__version__}, {provider}")
 
 
-def _engines(chosen: Flavour, gpu: Gpu | None) -> tuple[Ability, Ability]:
+def _engines(chosen: Backend, gpu: Gpu | None) -> tuple[Ability, Ability]:
     return _builds(chosen, gpu), _runs(chosen, gpu)
 
 
-def _builds(chosen: Flavour, gpu: Gpu | None) -> Ability:
+def _builds(chosen: Backend, gpu: Gpu | None) -> Ability:
     """Whether engines can be compiled here."""
     name = f"build {chosen.title} engines"
     try:
@@ -81,7 +81,7 @@ def _builds(chosen: Flavour, gpu: Gpu | None) -> Ability:
     return _on(chosen, gpu, name)
 
 
-def _runs(chosen: Flavour, gpu: Gpu | None) -> Ability:
+def _runs(chosen: Backend, gpu: Gpu | None) -> Ability:
     """Whether engines can be run here."""
     name = f"run {chosen.title} engines"
     if importlib.util.find_spec(chosen.module) is None:
@@ -95,7 +95,7 @@ def _runs(chosen: Flavour, gpu: Gpu | None) -> Ability:
     return _on(chosen, gpu, name)
 
 
-def _on(chosen: Flavour, gpu: Gpu, name: str) -> Ability:
+def _on(chosen: Backend, gpu: Gpu, name: str) -> Ability:
     """Whether a flavour that is installed serves the GPU."""
     try:
         chosen.check_serves(gpu)

@@ -20,9 +20,9 @@ from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..common.environment import environment
 from ..common.files import Reading, hash_files, sha256
-from ..common.writing import check_destination, written_whole
+from ..common.writing import atomic_directory, check_destination
 from ..errors import ParityError
-from ..graphs.lower import LayerChoice, Lowered, lower
+from ..graphs.lower import Lowered, LoweringRequest, lower
 from ..graphs.names import K_INPUT
 from ..graphs.precision.types import FLOAT_TYPES
 from .bundle.bundle import Bundle, graph_parity, selected_values
@@ -42,7 +42,7 @@ from .model import Model, TensorSpec, edited
 from .options import TUNE, ExportOptions
 from .parity import PARITY_FILE, Parity, Reference, describe, first_different_layer, reference
 from .plan import GraphPlan, LayerPlan, Plan, check_request, plan
-from .precision import LayerNumbers, NumbersPlan, narrow, numbers_record
+from .precision import LayerPrecision, PrecisionPlan, apply_precision, precision_record
 from .tensorrt.engines import build_for_export, check_for_export
 from .tensorrt.options import EngineOptions
 from .trace import trace
@@ -56,7 +56,7 @@ class Prepared:
     portable: ir.Model
     plan: Plan
     options: ExportOptions
-    numbers: NumbersPlan
+    numbers: PrecisionPlan
     table: CalibrationTable | None = None
 
 
@@ -81,7 +81,7 @@ def prepare(
     """
     model = edited(model, options.edits)
     portable = traced(model, options) if portable is None else portable.clone()
-    numbers = narrow(model, portable, options, table)
+    numbers = apply_precision(model, portable, options, table)
     tuned = None
     if TUNE in options.lowerings:
         tuned = tune(model, portable, options, numbers, progress)
@@ -118,7 +118,7 @@ def export(
     progress.step("tracing")
     prepared = prepare(model, options, table, progress)
     check_destination(destination, force=force, needed_bytes=prepared.plan.weights_bytes)
-    with written_whole(destination, force=force) as directory:
+    with atomic_directory(destination, force=force) as directory:
         progress.step("writing weights and graphs", total=prepared.plan.weights_bytes)
         lowered = write_graphs(prepared, directory, progress)
         if table is not None:
@@ -161,11 +161,11 @@ def _lower(
     portable: ir.Model, graph: GraphPlan, stored: Mapping[str, StoredLayer], prepared: Prepared
 ) -> Lowered:
     choices = {
-        layer.name: LayerChoice(
+        layer.name: LoweringRequest(
             spec=layer.work.spec,
             tensors=stored[layer.name],
             lowering=layer.choice.lowering,
-            kept=layer.kept,
+            k=layer.k,
             renormalize=prepared.options.renormalize,
             arithmetic=prepared.numbers.layers[layer.name].arithmetic,
             target=prepared.options.target,
@@ -183,7 +183,7 @@ def _lower(
             "layers": {
                 layer.name: {
                     "n": layer.work.spec.experts,
-                    "k": layer.kept if layer.kept is not None else K_INPUT,
+                    "k": layer.k if layer.k is not None else K_INPUT,
                     "lowering": layer.choice.lowering.name,
                 }
                 for layer in graph.layers
@@ -200,7 +200,7 @@ def expect(prepared: Prepared, x: np.ndarray) -> Reference:
     layers = prepared.plan.graphs[0].layers
     # One k serves all layers at run time, so the layer with the fewest experts bounds it.
     shared = min(max(1, layer.work.spec.experts // 4) for layer in layers)
-    kept = {layer.name: shared if layer.kept is None else layer.kept for layer in layers}
+    kept = {layer.name: shared if layer.k is None else layer.k for layer in layers}
     batch = prepared.options.batch
     with _pages_given_back(prepared.model.source.mapped):
         return reference(
@@ -333,7 +333,7 @@ def manifest_of(
         k=_k_text(options),
         target=options.target,
         precision=options.numbers.precision,
-        numbers=numbers_record(prepared.numbers, options),
+        numbers=precision_record(prepared.numbers, options),
         renormalize=options.renormalize,
         opset=options.opset,
         batch=str(options.batch),
@@ -352,7 +352,7 @@ def manifest_of(
     )
 
 
-def _layer_record(layer: LayerPlan, numbers: LayerNumbers, lowered: Lowered) -> LayerRecord:
+def _layer_record(layer: LayerPlan, numbers: LayerPrecision, lowered: Lowered) -> LayerRecord:
     spec = layer.work.spec
     return LayerRecord(
         name=layer.name,
@@ -362,7 +362,7 @@ def _layer_record(layer: LayerPlan, numbers: LayerNumbers, lowered: Lowered) -> 
         slots=spec.slots,
         dim=spec.dim,
         hidden=spec.hidden,
-        k=layer.kept,
+        k=layer.k,
         lowering=layer.choice.lowering.name,
         reason=layer.choice.reason,
         selected=lowered.values[layer.name].selected,

@@ -20,9 +20,9 @@ import torch
 
 from ..common.console import Progress, Silent
 from ..common.environment import cpu_model
-from ..common.timing import Contestant, Latency, Protocol, measure
+from ..common.timing import Case, Latency, Protocol, measure
 from ..errors import LoweringError, MoexportError, UsageError
-from ..graphs.lower import LayerChoice, lower
+from ..graphs.lower import LoweringRequest, lower
 from ..graphs.lowerings.base import AnyLowering, AnyWork
 from ..graphs.lowerings.choice import able
 from ..graphs.lowerings.cost import copied_bytes
@@ -31,8 +31,8 @@ from ..graphs.targets import Target
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .model import Model
 from .options import ExportOptions
-from .plan import Candidate, TunedLayers, Tuning, layer_works, resolve_k
-from .precision import NumbersPlan
+from .plan import TimedLowering, TunedLayers, Tuning, layer_works, resolve_k
+from .precision import PrecisionPlan
 from .session import CPU, CUDA, Session, SessionOptions, check_provider
 from .tensorrt.backends import first_gpu
 
@@ -58,14 +58,14 @@ class _Group:
     node: ir.Node
     names: tuple[str, ...]
     work: AnyWork
-    kept: int | None
+    k: int | None
 
 
 def tune(
     model: Model,
     portable: ir.Model,
     options: ExportOptions,
-    numbers: NumbersPlan,
+    numbers: PrecisionPlan,
     progress: Progress | None = None,
 ) -> Tuning:
     """Returns the latency of every candidate for every layer of a traced model.
@@ -94,7 +94,7 @@ def tune(
 
 
 def _groups(
-    model: Model, portable: ir.Model, options: ExportOptions, numbers: NumbersPlan
+    model: Model, portable: ir.Model, options: ExportOptions, numbers: PrecisionPlan
 ) -> list[_Group]:
     kept = resolve_k(options.k, {name: layer.spec for name, layer in model.layers.items()})
     works = layer_works(model, portable, kept, options)
@@ -123,7 +123,7 @@ def _measured(
     group: _Group,
     model: Model,
     options: ExportOptions,
-    numbers: NumbersPlan,
+    numbers: PrecisionPlan,
     session: SessionOptions,
     progress: Progress,
 ) -> TunedLayers:
@@ -145,12 +145,12 @@ def _measured(
     return TunedLayers(
         layers=group.names,
         experts=work.spec.experts,
-        k=work.kept,
+        k=work.k,
         batch=work.batch,
         tokens=work.tokens,
         precision=numbers.layers[name].precision,
         chosen=ranked[0] if ranked else candidates[0].name,
-        candidates=tuple(Candidate(each, latencies[each]) for each in ranked),
+        candidates=tuple(TimedLowering(each, latencies[each]) for each in ranked),
         left_out=left_out,
     )
 
@@ -159,7 +159,7 @@ def _write(
     group: _Group,
     model: Model,
     options: ExportOptions,
-    numbers: NumbersPlan,
+    numbers: PrecisionPlan,
     candidates: Sequence[AnyLowering],
     folder: Path,
     left_out: dict[str, str],
@@ -186,11 +186,11 @@ def _write(
         if copied > COPY_LIMIT_BYTES:
             left_out[each.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
             continue
-        choice = LayerChoice(
+        choice = LoweringRequest(
             work.spec,
             tensors,
             each,
-            group.kept,
+            group.k,
             options.renormalize,
             arithmetic,
             options.target,
@@ -229,18 +229,18 @@ def _timed(
 ) -> dict[str, Latency]:
     """Returns the latencies of the graphs that run; those that do not go into `left_out`."""
     batches = _tokens(group.work)
-    k = group.work.kept if group.kept is None else None
-    contestants: dict[str, Contestant] = {}
+    k = group.work.k if group.k is None else None
+    cases: dict[str, Case] = {}
     for name, path in paths.items():
         try:
             session = Session(path, options)
         except MoexportError as error:
             left_out[name] = error.message
         else:
-            contestants[name] = partial(_call, session, batches, k)
+            cases[name] = partial(_call, session, batches, k)
     more = f" and {len(group.names) - 1} like it" if len(group.names) > 1 else ""
     title = f"measuring {group.names[0]}{more}"
-    found = measure(contestants, PROTOCOL, title=title, progress=progress)
+    found = measure(cases, PROTOCOL, title=title, progress=progress)
     left_out |= found.failures
     return found.latencies
 

@@ -17,9 +17,9 @@ from ..graphs.precision.types import (
     PRECISIONS,
     SEVEN_BITS,
     FloatName,
-    Grid,
-    IntegerForm,
     Precision,
+    QuantFormat,
+    WeightQuantization,
 )
 from ..graphs.targets import Target
 from .edits import NO_EDITS, Edits
@@ -37,7 +37,7 @@ WEIGHT_BITS = (7, 8)
 
 
 @dataclass(frozen=True, slots=True)
-class Numbers:
+class PrecisionOptions:
     """The options of `export` that say in what numbers the graph computes.
 
     `rest` is the float type around INT8 experts, None for the target's usual one; `scope` says what
@@ -93,13 +93,13 @@ class Numbers:
             return self.precision
         return self.rest or ("fp16" if target in TENSORRT else "fp32")
 
-    def form(self, target: Target) -> IntegerForm:
+    def form(self, target: Target) -> QuantFormat:
         """How integer products are written for a target."""
         if target in TENSORRT:
             return "qdq"
         return "kernel" if target == "ort-cpu" else "standard"
 
-    def grid(self, target: Target) -> Grid:
+    def grid(self, target: Target) -> WeightQuantization:
         """The integers of weights for a target."""
         if target in TENSORRT:
             return EIGHT_BITS
@@ -165,7 +165,7 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
         )
 
 
-SINGLE = Numbers()
+SINGLE = PrecisionOptions()
 """FP32 throughout."""
 
 
@@ -267,7 +267,7 @@ __all__ = [
     "TUNE",
     "AxisRange",
     "ExportOptions",
-    "Kept",
+    "KOption",
     "parse_k",
     "parse_lowerings",
     "parse_range",
@@ -282,7 +282,7 @@ CHOOSERS = (AUTO, TUNE)
 
 TARGETS: tuple[Target, ...] = get_args(Target)
 
-Kept = int | Fraction | Literal["n", "input"] | tuple[int, ...]
+KOption = int | Fraction | Literal["n", "input"] | tuple[int, ...]
 """k as asked: a number, a share of n, all experts, a graph input, or a number per layer."""
 
 
@@ -295,7 +295,7 @@ class ExportOptions:
     allows (`tolerance`). `numbers` says in what precision the graph computes.
     """
 
-    k: Kept = "n"
+    k: KOption = "n"
     target: Target = "onnx"
     lowerings: tuple[str, ...] = (AUTO,)
     batch: AxisRange = DEFAULT_BATCH
@@ -306,7 +306,7 @@ class ExportOptions:
     rtol: float | None = None
     verify: bool = True
     edits: Edits = NO_EDITS
-    numbers: Numbers = SINGLE
+    numbers: PrecisionOptions = SINGLE
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be meant."""
@@ -373,7 +373,7 @@ MIN_OPSET = 20
 MAX_OPSET = 23
 
 
-def parse_k(text: str) -> Kept:
+def parse_k(text: str) -> KOption:
     """Returns k from `4`, `0.25`, `n/4`, `n`, `input` or `4,4,8`; `UsageError` for all else."""
     value = text.strip()
     if value in ("n", "input"):

@@ -14,7 +14,7 @@ from ..errors import UsageError
 from ..graphs.layers.base import MoESpec
 from ..graphs.lowerings import lowering
 from ..graphs.lowerings.base import AnyWork, WorkOf
-from ..graphs.lowerings.choice import Choice, check, choose
+from ..graphs.lowerings.choice import LoweringChoice, check, choose
 from ..graphs.lowerings.cost import machine_for, predict_us
 from ..graphs.names import DOMAIN
 from ..graphs.targets import Target
@@ -22,12 +22,12 @@ from .bundle.manifest import MAIN_GRAPH
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .inputs import fixed_axes
 from .model import Model, edited
-from .options import AUTO, CHOOSERS, TUNE, AxisRange, ExportOptions, Kept
-from .precision import NumbersPlan
+from .options import AUTO, CHOOSERS, TUNE, AxisRange, ExportOptions, KOption
+from .precision import PrecisionPlan
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TimedLowering:
     """One lowering of a layer and what one batch took, in milliseconds."""
 
     lowering: str
@@ -50,14 +50,14 @@ class TunedLayers:
     tokens: int
     precision: str
     chosen: str
-    candidates: tuple[Candidate, ...]
+    candidates: tuple[TimedLowering, ...]
     left_out: Mapping[str, str] = field(default_factory=dict)
 
-    def choice(self, work: AnyWork, target: Target) -> Choice:
+    def choice(self, work: AnyWork, target: Target) -> LoweringChoice:
         """The choice for one of the layers, with the figures as its reason."""
         chosen = lowering(self.chosen)
         predicted_us = predict_us(chosen, work, machine_for(target, work.precision))
-        return Choice(chosen, self._reason(), predicted_us)
+        return LoweringChoice(chosen, self._reason(), predicted_us)
 
     def _reason(self) -> str:
         if not self.candidates:
@@ -104,8 +104,8 @@ class LayerPlan:
     """One layer's part of a graph. `kept` is None where k is a graph input."""
 
     name: str
-    kept: int | None
-    choice: Choice
+    k: int | None
+    choice: LoweringChoice
     work: AnyWork
 
 
@@ -157,7 +157,7 @@ def plan(
     model: Model,
     portable: ir.Model,
     options: ExportOptions,
-    numbers: NumbersPlan,
+    numbers: PrecisionPlan,
     tuning: Tuning | None = None,
 ) -> Plan:
     """Returns the plan for a model that was traced, and narrowed by `numbers`.
@@ -226,7 +226,7 @@ def _work(spec: MoESpec, k: int | None, tokens: int, options: ExportOptions) -> 
     return WorkOf(spec, typical, options.batch.opt, tokens, options.numbers.precision)
 
 
-def resolve_k(k: Kept, specs: Mapping[str, MoESpec]) -> dict[str, int | None]:
+def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]:
     """Returns each layer's k, None where it is a graph input.
 
     Raises `UsageError` for a k above n and for a list of the wrong length.
@@ -261,7 +261,9 @@ def _kept(value: int | Fraction | str, spec: MoESpec) -> int:
     return value
 
 
-def _choice(work: AnyWork, name: str, options: ExportOptions, tuning: Tuning | None) -> Choice:
+def _choice(
+    work: AnyWork, name: str, options: ExportOptions, tuning: Tuning | None
+) -> LoweringChoice:
     if name == AUTO:
         return choose(work, options.target)
     if name == TUNE:
@@ -283,7 +285,7 @@ def _tokens(portable: ir.Model, dynamic: AxisRange) -> dict[str, int]:
     return tokens
 
 
-def _weights_bytes(model: Model, portable: ir.Model, numbers: NumbersPlan) -> int:
+def _weights_bytes(model: Model, portable: ir.Model, numbers: PrecisionPlan) -> int:
     host = sum(
         tensor.nbytes
         for value in portable.graph.initializers.values()

@@ -17,14 +17,14 @@ from ..errors import LoweringError, UsageError
 from ..graphs.layers.base import MoELayer
 from ..graphs.lower import simplify
 from ..graphs.precision.backbone import QuantisedLinear, host_linears, quantise_host
-from ..graphs.precision.fp16 import Fp32Node, beyond, misfit, narrow_host
+from ..graphs.precision.fp16 import Fp32Node, beyond, misfit, to_fp16
 from ..graphs.precision.types import (
     EXPERT_OUTPUTS,
     EXPERT_PRODUCTS,
     FLOAT_TYPES,
     FP32,
     HALF_TYPES,
-    Arithmetic,
+    ComputeTypes,
     Precision,
     Quantised,
     operand_of,
@@ -38,26 +38,26 @@ NO_FACTORS = "its weight tensor is held whole, and integer products are those of
 
 
 @dataclass(frozen=True, slots=True)
-class LayerNumbers:
+class LayerPrecision:
     """In what a layer computes, and why so."""
 
     precision: Precision
     reason: str
-    arithmetic: Arithmetic
+    arithmetic: ComputeTypes
 
 
 @dataclass(frozen=True)
-class NumbersPlan:
+class PrecisionPlan:
     """In what every part of a model computes."""
 
-    layers: Mapping[str, LayerNumbers]
+    layers: Mapping[str, LayerPrecision]
     fp32_nodes: tuple[Fp32Node, ...] = ()
     linears: tuple[QuantisedLinear, ...] = ()
 
 
-def narrow(
+def apply_precision(
     model: Model, portable: ir.Model, options: ExportOptions, table: CalibrationTable | None
-) -> NumbersPlan:
+) -> PrecisionPlan:
     """Narrows a traced model's host in place and returns the plan for it and for the layers.
 
     Raises `UsageError` for a precision that the target or the model cannot take, and where INT8
@@ -87,15 +87,15 @@ def narrow(
     fp32_nodes: list[Fp32Node] = []
     if dtype in HALF_TYPES:
         peaks = {} if table is None else table.peaks
-        fp32_nodes = narrow_host(portable, dtype, peaks=peaks, io=FLOAT_TYPES[numbers.io])
+        fp32_nodes = to_fp16(portable, dtype, peaks=peaks, io=FLOAT_TYPES[numbers.io])
     if linears or fp32_nodes or dtype in HALF_TYPES:
         simplify(portable)
-    return NumbersPlan(layers, tuple(fp32_nodes), tuple(linears))
+    return PrecisionPlan(layers, tuple(fp32_nodes), tuple(linears))
 
 
 def _layer(
     name: str, layer: MoELayer, options: ExportOptions, table: CalibrationTable | None
-) -> LayerNumbers:
+) -> LayerPrecision:
     numbers, target = options.numbers, options.target
     float_name = numbers.float_name(target)
     inner = FLOAT_TYPES[float_name]
@@ -104,12 +104,14 @@ def _layer(
         inner, float_name = ir.DataType.FLOAT, "fp32"
     kept = f"{problem}: kept in FP32" if problem else "asked for"
     if numbers.precision != "int8":
-        return LayerNumbers(float_name, kept, Arithmetic(inner) if inner != FP32.inner else FP32)
+        return LayerPrecision(
+            float_name, kept, ComputeTypes(inner) if inner != FP32.inner else FP32
+        )
     if name in numbers.floating:
         measured = None if numbers.retention is None else numbers.retention.reason(name)
         reason = measured or "left out of the quantisation"
         around = f"; {problem}, so FP32" if problem else ""
-        return LayerNumbers(float_name, f"{reason}{around}", Arithmetic(inner))
+        return LayerPrecision(float_name, f"{reason}{around}", ComputeTypes(inner))
     if table is None:
         raise no_ranges()
     form = numbers.form(target)
@@ -125,7 +127,7 @@ def _layer(
         )
     quantised = Quantised(form, numbers.grid(target), scales)
     around = f"; {problem}, so FP32 around it" if problem else ""
-    return LayerNumbers("int8", f"asked for{around}", Arithmetic(inner, quantised))
+    return LayerPrecision("int8", f"asked for{around}", ComputeTypes(inner, quantised))
 
 
 def no_ranges() -> UsageError:
@@ -169,7 +171,7 @@ def _peaks(
             yield key, table.peaks[key]
 
 
-def numbers_record(plan: NumbersPlan, options: ExportOptions) -> dict[str, Any]:
+def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, Any]:
     """Returns the record as plain data: empty for a model in FP32 throughout.
 
     `rest` is the float type of what is not quantised, `router` that of routers and gates;

@@ -44,7 +44,7 @@ class SessionOptions:
     nodes, and for thousands of them is most of what opening takes, so graphs that are only checked
     go without. `observe` names inner values to return beside the outputs, with their ONNX element
     type. `profile` makes the runtime time every node, into a file whose name begins with it.
-    `rounded` runs 16-bit graphs in FP32 with their own rounding (`exporter.rounded`): to check
+    `rounded` runs 16-bit graphs in FP32 with their own rounding (`exporter.session`): to check
     them, not to be fast.
     """
 
@@ -303,7 +303,7 @@ def _observed(path: Path, observe: Mapping[str, int], *, twin: bool) -> bytes:
     """The model with inner values as further outputs; its weights stay where they are."""
     import onnx
 
-    model = rounded_twin(path) if twin else onnx.load(path, load_external_data=False)
+    model = fp16_emulation(path) if twin else onnx.load(path, load_external_data=False)
     known = {output.name for output in model.graph.output}
     for name, element_type in observe.items():
         if name not in known:
@@ -314,7 +314,7 @@ def _observed(path: Path, observe: Mapping[str, int], *, twin: bool) -> bytes:
 HALF_TYPES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
 
-def rounded_twin(path: Path) -> ModelProto:
+def fp16_emulation(path: Path) -> ModelProto:
     """Returns a graph with FP32 kernels that rounds like the 16-bit graph at `path`.
 
     Its weights stay where they are, and its inputs and outputs are FP32.

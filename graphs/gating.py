@@ -70,7 +70,7 @@ def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
     for level, n in enumerate(layer.spec.levels):
         logits = _logits(b, layer, level, x)
         name = coefficients_name(level)
-        selects = not isinstance(layer.kept, int) or layer.kept < n
+        selects = not isinstance(layer.k, int) or layer.k < n
         a = activations[layer.spec.activation](b, logits, n, f"all_{name}" if selects else name)
         found.append(_largest(b, layer, a, n, name) if selects else KeptLevel(a, None))
     return found
@@ -142,12 +142,12 @@ def _step(b: Builder, r: ir.Value, step: ir.Value, name: str) -> ir.Value:
 
 def _largest(b: Builder, layer: MuMoELayer, a: ir.Value, n: int, name: str) -> KeptLevel:
     """Adds the k largest of coefficients [b, m, n], the others zero."""
-    if isinstance(layer.kept, int):
-        k = b.ints(layer.kept)
+    if isinstance(layer.k, int):
+        k = b.ints(layer.k)
     elif n < layer.spec.experts:  # one k for all levels, and this one has fewer experts
-        k = b.op("Min", layer.kept, b.ints(n), name=f"{name}/k")
+        k = b.op("Min", layer.k, b.ints(n), name=f"{name}/k")
     else:
-        k = layer.kept
+        k = layer.k
     values, indices = b.ops(
         "TopK",
         a,

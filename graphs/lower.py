@@ -14,7 +14,7 @@ from .layers.base import MoESpec, choice_key
 from .layers.stored import LayerOf, LayerTensors
 from .lowerings.base import AnyLowering
 from .names import DOMAIN, K_INPUT
-from .precision.types import FP32, Arithmetic
+from .precision.types import FP32, ComputeTypes
 from .targets import Target
 
 
@@ -39,15 +39,15 @@ def simplify(model: ir.Model) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerChoice:
-    """How one layer is lowered: `kept` experts, or the graph input `k` where it is None."""
+class LoweringRequest:
+    """How one layer is lowered: k experts, or the graph input `k` where it is None."""
 
     spec: MoESpec
     tensors: LayerTensors
     lowering: AnyLowering
-    kept: int | None
+    k: int | None
     renormalize: bool = False
-    arithmetic: Arithmetic = FP32
+    arithmetic: ComputeTypes = FP32
     target: Target = "onnx"
 
 
@@ -82,7 +82,7 @@ Observer = Callable[[Builder], Sequence[ir.Value]]
 
 
 def lower(
-    portable: ir.Model, choices: Mapping[str, LayerChoice], observer: Observer | None = None
+    portable: ir.Model, choices: Mapping[str, LoweringRequest], observer: Observer | None = None
 ) -> Lowered:
     """Returns a copy of a traced model in which every MoE node is replaced as chosen.
 
@@ -90,14 +90,14 @@ def lower(
     what it returns for each layer becomes further outputs of the graph.
     """
     model = portable.clone()
-    kept_input = _add_k_input(model, choices)
+    k_input = _add_k_input(model, choices)
     values: dict[str, LayerValues] = {}
     for node in [node for node in model.graph if node.domain == DOMAIN]:
         name = node.attributes.get_string("layer")
         choice = choices[name]
-        kept = kept_input if choice.kept is None else choice.kept
-        assert kept is not None
-        values[name] = _replace(model.graph, node, choice, kept, observer)
+        k = k_input if choice.k is None else choice.k
+        assert k is not None
+        values[name] = _replace(model.graph, node, choice, k, observer)
     missing = choices.keys() - values.keys()
     if missing:
         raise LoweringError(
@@ -109,8 +109,8 @@ def lower(
     return Lowered(model, values)
 
 
-def _add_k_input(model: ir.Model, choices: Mapping[str, LayerChoice]) -> ir.Value | None:
-    if all(choice.kept is not None for choice in choices.values()):
+def _add_k_input(model: ir.Model, choices: Mapping[str, LoweringRequest]) -> ir.Value | None:
+    if all(choice.k is not None for choice in choices.values()):
         return None
     value = ir.Value(name=K_INPUT, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
     model.graph.inputs.append(value)
@@ -120,8 +120,8 @@ def _add_k_input(model: ir.Model, choices: Mapping[str, LayerChoice]) -> ir.Valu
 def _replace(
     graph: ir.Graph,
     node: ir.Node,
-    choice: LayerChoice,
-    kept: int | ir.Value,
+    choice: LoweringRequest,
+    k: int | ir.Value,
     observer: Observer | None,
 ) -> LayerValues:
     x, old = node.inputs[0], node.outputs[0]
@@ -130,7 +130,7 @@ def _replace(
     layer = LayerOf(
         spec=choice.spec,
         tensors=choice.tensors,
-        kept=kept,
+        k=k,
         tokens=tokens if isinstance(tokens, int) else None,
         renormalize=choice.renormalize,
         arithmetic=choice.arithmetic,

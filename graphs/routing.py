@@ -85,7 +85,7 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
         by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
         by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
         combine = b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
-    kept = layer.kept if isinstance(layer.kept, int) else None
+    kept = layer.k if isinstance(layer.k, int) else None
     return Slots(_dispatch(b, layer, routed, logits, kept), combine)
 
 
@@ -230,7 +230,7 @@ def _select(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
             "Reshape", scores, b.ints(0, spec.experts, spec.slots), name="router/scores_by_expert"
         )
         scores = b.op("ReduceSum", by_expert, b.ints(2), keepdims=0, name="router/scores")
-    k = b.ints(layer.kept) if isinstance(layer.kept, int) else layer.kept
+    k = b.ints(layer.k) if isinstance(layer.k, int) else layer.k
     _, selected = b.ops(
         "TopK", scores, k, axis=1, largest=1, sorted=1, names=("router/top", "selected")
     )
@@ -251,8 +251,8 @@ def _gather_experts(
 
 def _rows_by_tokens(b: Builder, layer: Layer, by_slot: ir.Value) -> ir.Value:
     """The shape [b, k·p, m] for a Reshape, from constants unless both k and m are dynamic."""
-    if isinstance(layer.kept, int):
-        return b.ints(0, layer.kept * layer.spec.slots, -1)
+    if isinstance(layer.k, int):
+        return b.ints(0, layer.k * layer.spec.slots, -1)
     if layer.tokens is not None:
         return b.ints(0, -1, layer.tokens)
     tokens = b.op("Shape", by_slot, start=2, end=3, name="router/tokens")

@@ -27,7 +27,7 @@ import numpy as np
 from moexport.common.environment import environment
 from moexport.common.writing import write_text
 from moexport.errors import MoexportError
-from moexport.exporter.tensorrt.backends import FLAVOURS, TENSORRT, Flavour, Gpu, first_gpu
+from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, Backend, Gpu, first_gpu
 from moexport.graphs.precision.types import Precision
 from moexport.graphs.targets import Target
 
@@ -60,12 +60,12 @@ def rows(folder: Path, size: argparse.Namespace, gpu: Gpu | None) -> Iterator[Ro
     model = moexport.load(checkpoint, config={"num_heads": 12})
     x = np.random.default_rng(0).standard_normal((SAMPLES, 3, 224, 224), np.float32)
     ks = [k for k in (size.experts // part for part in (1, 2, 4, 8)) if k]
-    for runner, target in [(name, cast(Target, name)) for name in FLAVOURS] + [*PROVIDERS.items()]:
+    for runner, target in [(name, cast(Target, name)) for name in BACKENDS] + [*PROVIDERS.items()]:
         why = absent(runner, gpu)
         if why is not None:
             yield asdict(Trouble(runner, why, failure=False))
             continue
-        engine = runner in FLAVOURS
+        engine = runner in BACKENDS
         for precision in PRECISIONS if engine else PROVIDER_PRECISIONS:
 
             def exported(
@@ -95,7 +95,7 @@ def rows(folder: Path, size: argparse.Namespace, gpu: Gpu | None) -> Iterator[Ro
 
 def absent(runner: str, gpu: Gpu | None) -> str | None:
     """Returns why a runner is left out: it is not here, or does not serve this GPU."""
-    flavour: Flavour | None = FLAVOURS.get(runner)
+    flavour: Backend | None = BACKENDS.get(runner)
     if flavour is None and runner == "onnxruntime-tensorrt" and not TENSORRT.installed():
         return f"it needs TensorRT, which is not installed: {TENSORRT.install}"
     if flavour is None:

@@ -21,7 +21,7 @@ from moexport.errors import MoexportError
 from moexport.exporter.options import TOLERANCES
 from moexport.exporter.parity import PARITY_FILE, Parity, Reference, compare, settled
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
-from moexport.exporter.tensorrt.backends import FLAVOURS
+from moexport.exporter.tensorrt.backends import BACKENDS
 from moexport.exporter.tensorrt.check import session_parity
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import parse_profile
@@ -152,7 +152,7 @@ class Trouble:
 def check(unit: Unit) -> Checked:
     """Returns how a unit was found to be; raises what building, loading and running raise."""
     bundle = moexport.Bundle.open(unit.bundle)
-    if unit.runner in FLAVOURS:
+    if unit.runner in BACKENDS:
         return check_engine(bundle, unit)
     return check_graph(bundle, unit)
 
@@ -161,7 +161,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
     """Builds the engine of one graph and returns how it was found to be."""
     options = EngineOptions(
         profiles=(parse_profile(f"batch=1:1:{SAMPLES}"),),
-        compute_capabilities=("current",) if FLAVOURS[unit.runner].builds_without_gpu else (),
+        compute_capabilities=("current",) if BACKENDS[unit.runner].builds_without_gpu else (),
     )
     expected = Reference.load(bundle.path / PARITY_FILE)
     built = moexport.build(bundle, graph=unit.graph, options=options)

@@ -91,7 +91,7 @@ PyTorch itself."""
 
 ALGORITHM_2 = "algorithm-2"
 
-Contestant = tuple[str, int, Precision]
+Case = tuple[str, int, Precision]
 """What is measured: a baseline or a lowering, its k, and its precision."""
 
 
@@ -186,7 +186,7 @@ def run(
 ) -> Iterator[Results]:
     """Yields a row per shape, batch, engine, lowering and k: all so far, after each shape.
 
-    All contestants of a batch are interleaved. Each shape has a process of its own, which gives its
+    All cases of a batch are interleaved. Each shape has a process of its own, which gives its
     memory back.
     """
     threads = usable_cores()
@@ -238,7 +238,7 @@ class _Entered:
     stacked: Model
     loop: Model
     plain: Callable[[torch.Tensor], object]
-    graphs: dict[Contestant, Callable[[np.ndarray], object]]
+    graphs: dict[Case, Callable[[np.ndarray], object]]
 
 
 def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStack) -> _Entered:
@@ -253,11 +253,11 @@ def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStac
         precisions=("int8",),
         calibration=tokens_of(CALIBRATION_INPUTS),
     )
-    graphs: dict[Contestant, Callable[[np.ndarray], object]] = {}
+    graphs: dict[Case, Callable[[np.ndarray], object]] = {}
     forms: tuple[tuple[Precision, Asked], ...] = (("fp32", floats), ("int8", integers))
     for precision, asked in forms:
-        subject = stack.enter_context(exported(loop, asked))
-        for source in subject.graphs:
+        candidate = stack.enter_context(exported(loop, asked))
+        for source in candidate.graphs:
             graphs[str(source.lowering), source.k, precision] = source.open()
     return _Entered(shape, stacked, loop, plain, graphs)
 
@@ -273,7 +273,7 @@ def _heat(
     shape, x = entered.shape, tokens_of(batch)
     tokens = torch.from_numpy(x)
     n = shape.experts
-    calls: dict[Contestant, Callable[[], object]] = {
+    calls: dict[Case, Callable[[], object]] = {
         (STACKED, n, "fp32"): partial(entered.stacked.module, tokens),
         (LOOP, n, "fp32"): partial(entered.loop.module, tokens),
         (COMPILED, n, "fp32"): compiled(entered.stacked.module, tokens),
@@ -284,13 +284,13 @@ def _heat(
     for (lowering, k, precision), graph in entered.graphs.items():
         if _fits(shape, lowering, k, batch, precision):
             calls[lowering, k, precision] = partial(graph, x)
-    progress(f"{shape.name}, batch {batch}: {len(calls)} contestants")
-    contestants = probes.contestants | {
+    progress(f"{shape.name}, batch {batch}: {len(calls)} cases")
+    cases = probes.cases | {
         f"{name} {k} {precision}": (lambda _, call=call: call())
         for (name, k, precision), call in calls.items()
     }
     with torch.inference_mode():
-        measured = timing.measure(contestants, timing.Protocol(round_s=round_s, warmup=2, inputs=1))
+        measured = timing.measure(cases, timing.Protocol(round_s=round_s, warmup=2, inputs=1))
     for name, error in measured.failures.items():
         progress(f"failed: {name}: {error}")
     rates = probes.rates(measured.latencies)

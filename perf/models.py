@@ -81,7 +81,7 @@ def run(
 ) -> Iterator[Results]:
     """Yields a row per model, batch, engine and k: all so far, after each model and batch.
 
-    All contestants of a batch are interleaved, in a process of their own: what they hold is several
+    All cases of a batch are interleaved, in a process of their own: what they hold is several
     times a model.
     """
     threads = usable_cores()
@@ -131,9 +131,9 @@ def _enter(shape: Shape, batch: int, threads: int, stack: ExitStack) -> _Vit:
     graphs: dict[tuple[str, int], Callable[[np.ndarray], object]] = {}
     linears: tuple[IntegerLinear, ...] = ()
     for name, asked in ((AUTO, floats), (INT8, integers)):
-        subject = stack.enter_context(exported(model, asked))
-        graphs |= {(name, source.k): source.open() for source in subject.graphs}
-        linears = subject.graphs[0].integers
+        candidate = stack.enter_context(exported(model, asked))
+        graphs |= {(name, source.k): source.open() for source in candidate.graphs}
+        linears = candidate.graphs[0].integers
     work, products = work_of(model, _images(1)), products_of(linears, {"batch": 1})
     return _Vit(shape, name_of(shape), model, work, plain, graphs, products)
 
@@ -151,13 +151,13 @@ def _heat(
         (COMPILED, n): compiled(vit.model.module, images),
         (PLAIN, n): partial(vit.plain, images),
     }
-    for contestant, graph in vit.graphs.items():
-        calls[contestant] = partial(graph, x)
-    contestants = probes.contestants | {
+    for case, graph in vit.graphs.items():
+        calls[case] = partial(graph, x)
+    cases = probes.cases | {
         f"{name} {k}": (lambda _, call=call: call()) for (name, k), call in calls.items()
     }
     with torch.inference_mode():
-        measured = timing.measure(contestants, timing.Protocol(round_s=round_s, warmup=1))
+        measured = timing.measure(cases, timing.Protocol(round_s=round_s, warmup=1))
     for name, error in measured.failures.items():
         print(f"failed: {name}: {error}", file=sys.stderr)
     rates = probes.rates(measured.latencies)

@@ -92,7 +92,7 @@ def _contracted(spec: FactorisedSpec, factors: list[Tensor], a: Tensor, z: Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Candidate:
     """A layer or block, how many tokens one input has, and the speed-up asked of it."""
 
     name: str
@@ -115,17 +115,17 @@ def _block(dim: int, hidden: int, experts: int, rank: int, norm: GateNorm) -> Mu
 MIXER = _block(512, 2048, 64, 384, "bn")
 
 SUBJECTS = (
-    Subject("CP head (d=768, o=1000, n=128, R=512)", _head("cp", (512,)), 1, 5.0),
-    Subject("TR head (d=768, o=1000, n=128, R=4, 4, 512)", _head("tr", (4, 4, 512)), 1, 7.0),
-    Subject("GPT-2 CP block (d=768, n=256, R=556)", _block(768, 3072, 256, 556, "ln"), 1024, 2.0),
-    Subject("Mixer S/16 CP channel block (n=64, R=384)", MIXER, 196, 2.0),
+    Candidate("CP head (d=768, o=1000, n=128, R=512)", _head("cp", (512,)), 1, 5.0),
+    Candidate("TR head (d=768, o=1000, n=128, R=4, 4, 512)", _head("tr", (4, 4, 512)), 1, 7.0),
+    Candidate("GPT-2 CP block (d=768, n=256, R=556)", _block(768, 3072, 256, 556, "ln"), 1024, 2.0),
+    Candidate("Mixer S/16 CP channel block (n=64, R=384)", MIXER, 196, 2.0),
 )
 
 REFERENCE = "pytorch-einsum"
 """The engine of rows of moexport's own reference in PyTorch."""
 
 CALIBRATION_TOKENS = 256
-"""Tokens that give INT8 its ranges, in inputs of a subject's size."""
+"""Tokens that give INT8 its ranges, in inputs of a candidate's size."""
 
 
 def random_layer(spec: MuMoESpec) -> MuMoE:
@@ -147,26 +147,26 @@ def random_layer(spec: MuMoESpec) -> MuMoE:
     )
 
 
-def layer_model(subject: Subject) -> Model:
+def layer_model(candidate: Candidate) -> Model:
     """The layer alone as a model, its token count a constant."""
-    spec, m = subject.spec, subject.tokens
+    spec, m = candidate.spec, candidate.tokens
     return Model(
         TokenHost(random_layer(spec)).eval(),
         "mumoe",
         {},
-        Source(subject.name, ()),
+        Source(candidate.name, ()),
         TensorSpec("input", "float32", ("batch", m, spec.dim)),
         TensorSpec("output", "float32", ("batch", m, spec.out)),
     )
 
 
 def run(
-    subjects: tuple[Subject, ...] = SUBJECTS,
+    candidates: tuple[Candidate, ...] = SUBJECTS,
     *,
     round_s: float = 0.5,
     progress: Callable[[str], None] = print,
 ) -> Results:
-    """Returns four rows per subject, both in PyTorch and the graphs in FP32 and INT8: b = 1, k = n.
+    """Returns four rows a candidate, both in PyTorch and the graphs in FP32 and INT8: b = 1, k = n.
 
     Raises AssertionError where the two in PyTorch differ.
     """
@@ -174,11 +174,11 @@ def run(
     torch.set_num_threads(threads)
     rates = machine_rates(threads)
     rows: list[Row] = []
-    for subject in subjects:
-        progress(subject.name)
-        rows += _rows(subject, threads, round_s, rates, progress)
+    for candidate in candidates:
+        progress(candidate.name)
+        rows += _rows(candidate, threads, round_s, rates, progress)
     return Results(
-        tuple(ModelInfo(s.name, "mumoe", "random weights", s.spec.parameters) for s in subjects),
+        tuple(ModelInfo(s.name, "mumoe", "random weights", s.spec.parameters) for s in candidates),
         tuple(rows),
         environment() | {"threads": threads},
         {"rounds": timing.MIN_ROUNDS, "round_s": round_s} | rates.as_json(),
@@ -188,16 +188,16 @@ def run(
 
 
 def _rows(
-    subject: Subject,
+    candidate: Candidate,
     threads: int,
     round_s: float,
     rates: Rates,
     progress: Callable[[str], None],
 ) -> list[Row]:
-    model = layer_model(subject)
+    model = layer_model(candidate)
     random = np.random.default_rng(1)
-    x = random.standard_normal((1, subject.tokens, subject.spec.dim)).astype(np.float32)
-    seen = random.standard_normal((CALIBRATION_TOKENS // subject.tokens or 1, *x.shape[1:]))
+    x = random.standard_normal((1, candidate.tokens, candidate.spec.dim)).astype(np.float32)
+    seen = random.standard_normal((CALIBRATION_TOKENS // candidate.tokens or 1, *x.shape[1:]))
     asked = Asked(
         ks=("n",),
         precisions=("fp32", "int8"),
@@ -210,12 +210,12 @@ def _rows(
         for graph in exports.graphs:
             key = (ONNXRUNTIME, graph.precision)
             calls[key], lowerings[key] = partial(graph.open(), x), graph.lowering
-        contestants = {" ".join(key): (lambda _, call=call: call()) for key, call in calls.items()}
-        measured = timing.measure(contestants, timing.Protocol(round_s=round_s))
+        cases = {" ".join(key): (lambda _, call=call: call()) for key, call in calls.items()}
+        measured = timing.measure(cases, timing.Protocol(round_s=round_s))
     for name, error in measured.failures.items():
         progress(f"failed: {name}: {error}")
-    n = subject.spec.experts
-    work = WorkOf(subject.spec, n, 1, subject.tokens)
+    n = candidate.spec.experts
+    work = WorkOf(candidate.spec, n, 1, candidate.tokens)
     return [
         Row(
             engine=engine,
@@ -223,7 +223,7 @@ def _rows(
             k=n,
             experts=n,
             batch=1,
-            model=subject.name,
+            model=candidate.name,
             provider="cpu",
             lowering=lowerings.get((engine, precision)),
             latency_ms=latency,

@@ -272,8 +272,8 @@ def mumoe_table(results: Results) -> str:
         "vs FP32 | limit | over limit |",
         "|" + "---|" * 17,
     ]
-    for subject in SUBJECTS:
-        rows = {(row.engine, row.precision): row for row in results.of_model(subject.name)}
+    for candidate in SUBJECTS:
+        rows = {(row.engine, row.precision): row for row in results.of_model(candidate.name)}
         medians = {
             key: row.latency_ms.median for key, row in rows.items() if row.latency_ms is not None
         }
@@ -282,9 +282,9 @@ def mumoe_table(results: Results) -> str:
         integers = medians[ONNXRUNTIME, "int8"]
         _, *beside_single = _beside_limit(single, rows[ONNXRUNTIME, "fp32"].limit_ms)
         _, *beside_integers = _beside_limit(integers, rows[ONNXRUNTIME, "int8"].limit_ms)
-        macs = sum(subject.spec.macs(subject.tokens, subject.spec.experts).values())
+        macs = sum(candidate.spec.macs(candidate.tokens, candidate.spec.experts).values())
         lines.append(
-            f"| {subject.name} | {subject.tokens} | {count(macs)} | {subject.asked:g}× | "
+            f"| {candidate.name} | {candidate.tokens} | {count(macs)} | {candidate.asked:g}× | "
             f"{_ms(published)} | {_ms(einsum)} | {_ms(single)} | {_times(published, single)} | "
             f"{_times(einsum, single)} | {' | '.join(beside_single)} | "
             f"{_ms(integers)} | {_times(published, integers)} | {_times(einsum, integers)} | "

@@ -25,7 +25,7 @@ from ...exporter.model import Model
 from ...graphs.layers.base import sharing_weights
 from ...graphs.layers.soft_moe import recorded_routing, soft_moe_layers
 from ..data import Labelled, LabelledData
-from ..runners.pytorch import Subject, untouched
+from ..runners.pytorch import Candidate, untouched
 from .findings import EXPERTS, PASSES, SUMS, BestSubsets, ExpertStudy, Kept, RandomChoice, Shares
 
 Choice = Mapping[str, Tensor]
@@ -359,7 +359,7 @@ def study(
 
 
 def studied(
-    subjects: Sequence[Subject],
+    candidates: Sequence[Candidate],
     data: Labelled,
     wanted: Wanted,
     samples: int | None,
@@ -371,19 +371,19 @@ def studied(
     them for None.
     """
     held = data.head(sys.maxsize if samples is None else samples)
-    for subject in subjects:
-        check(subject.name, subject.model, held)
+    for candidate in candidates:
+        check(candidate.name, candidate.model, held)
     studies = [
         study(
-            subject.name,
-            subject.model,
+            candidate.name,
+            candidate.model,
             held,
-            subject.ks,
+            candidate.ks,
             wanted,
-            renormalize=subject.renormalize,
+            renormalize=candidate.renormalize,
             progress=progress,
         )
-        for subject in subjects
+        for candidate in candidates
     ]
     return {EXPERTS: [one.as_json() for one in studies]}
 

@@ -23,7 +23,7 @@ from ..plan import Settings
 from ..report.text import rows_table
 from ..run import bench
 from ..runners.candidates import Asked, from_bundle
-from ..runners.pytorch import Subject
+from ..runners.pytorch import Candidate
 from . import digits
 
 EXPERTS = (16, 64)
@@ -56,7 +56,7 @@ def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Out
     assert data.test.labels is not None
     np.savez(test, input=data.test.inputs, label=data.test.labels)
     checked: list[tuple[str, ...]] = []
-    subjects: list[Subject] = []
+    candidates: list[Candidate] = []
     for experts in EXPERTS:
         progress.step(f"training n = {experts} on {len(data.train)} digits")
         network = digits.train(digits.Training(experts=experts), data.train)
@@ -67,10 +67,10 @@ def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Out
             for kept, label in zip(KEPT, ("n", "n2", "n4", "n8"), strict=True)
         ]
         checked += [verified(bundle) for bundle in bundles]
-        subjects.append(_side_by_side(bundles, f"digits, n = {experts}"))
+        candidates.append(_side_by_side(bundles, f"digits, n = {experts}"))
     progress.step("measuring")
     results = bench(
-        subjects,
+        candidates,
         data.test,
         Settings(batches=(1, 32), protocol=Protocol(inputs=8, round_s=0.1), threads=THREADS),
         out=directory / "report",
@@ -139,13 +139,13 @@ def verified(bundle: Bundle) -> tuple[str, ...]:
     )
 
 
-def _side_by_side(bundles: list[Bundle], name: str) -> Subject:
-    """The bundles of one network, one k each, as one subject with all ks."""
+def _side_by_side(bundles: list[Bundle], name: str) -> Candidate:
+    """The bundles of one network, one k each, as one candidate with all ks."""
     asked = Asked(ks=(), threads=THREADS)
-    subjects = [from_bundle(bundle, asked) for bundle in bundles]
+    candidates = [from_bundle(bundle, asked) for bundle in bundles]
     return replace(
-        subjects[0],
+        candidates[0],
         name=name,
-        ks=tuple(k for subject in subjects for k in subject.ks),
-        graphs=tuple(graph for subject in subjects for graph in subject.graphs),
+        ks=tuple(k for candidate in candidates for k in candidate.ks),
+        graphs=tuple(graph for candidate in candidates for graph in candidate.graphs),
     )

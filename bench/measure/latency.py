@@ -1,4 +1,4 @@
-"""Carries out a heat: contestants timed in turn on the same real inputs."""
+"""Carries out a group: cases timed in turn on the same real inputs."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from pathlib import Path
 from ...common import timing
 from ...common.console import Progress
 from ..data import Array, LabelledData
-from ..plan import Heat
+from ..plan import TimingGroup
 from ..results import Results
-from ..runners.pytorch import Contestant, Runner
+from ..runners.pytorch import Case, Runner
 
 
 class Turns:
-    """A contestant that runs the batches of a heat in turn."""
+    """A case that runs the batches of a group in turn."""
 
     def __init__(self, runner: Runner, batches: Sequence[Array]) -> None:
         self._runner, self._batches = runner, batches
@@ -35,7 +35,7 @@ class Turns:
 
 
 class Reopened:
-    """A contestant that is opened for its part of each round and closed after: it saves memory."""
+    """A case that is opened for its part of each round and closed after: it saves memory."""
 
     def __init__(self, open_it: Callable[[], Runner], batches: Sequence[Array]) -> None:
         self._open, self._batches = open_it, batches
@@ -57,43 +57,43 @@ class Reopened:
         self._turns = None
 
 
-def measure_heat(
-    heat: Heat,
-    runners: Mapping[Contestant, Runner],
+def measure_group(
+    group: TimingGroup,
+    runners: Mapping[Case, Runner],
     data: LabelledData,
     *,
-    openers: Mapping[Contestant, Callable[[], Runner]] | None = None,
-    probes: Mapping[str, timing.Contestant] | None = None,
+    openers: Mapping[Case, Callable[[], Runner]] | None = None,
+    probes: Mapping[str, timing.Case] | None = None,
     progress: Progress | None = None,
     done: Sequence[timing.Round] = (),
     keep: Callable[[timing.Round], None] = lambda found: None,
 ) -> timing.Measured:
-    """Returns the latency of each contestant by its label, and in words what others failed at.
+    """Returns the latency of each case by its label, and in words what others failed at.
 
     `runners` are open; `openers` are opened for each round anew; `probes` of the machine are timed
     beside them, by their own names. Inputs are real: distinct batches of the data, in turn, the
-    same for every contestant.
+    same for every case.
     """
-    batches = heat_batches(heat, data)
-    protocol = replace(heat.protocol, inputs=len(batches))
-    calls: dict[str, timing.Contestant] = {c.label: Turns(r, batches) for c, r in runners.items()}
-    for contestant, opener in (openers or {}).items():
-        calls[contestant.label] = Reopened(opener, batches)
-    ordered = {c.label: calls[c.label] for c in heat.contestants if c.label in calls}
+    batches = group_batches(group, data)
+    protocol = replace(group.protocol, inputs=len(batches))
+    calls: dict[str, timing.Case] = {c.label: Turns(r, batches) for c, r in runners.items()}
+    for case, opener in (openers or {}).items():
+        calls[case.label] = Reopened(opener, batches)
+    ordered = {c.label: calls[c.label] for c in group.cases if c.label in calls}
     return timing.measure(
         ordered | dict(probes or {}),
         protocol,
-        title=f"{heat.contestants[0].model}, batch {heat.batch}: timing",
+        title=f"{group.cases[0].model}, batch {group.batch}: timing",
         progress=progress,
         done=done,
         keep=keep,
     )
 
 
-def heat_batches(heat: Heat, data: LabelledData) -> list[Array]:
-    """Returns the distinct batches of a heat: what the protocol asks for, if the data give it."""
-    inputs = min(heat.protocol.inputs, -(-len(data) // heat.batch))
-    return [data.batch(index, heat.batch) for index in range(inputs)]
+def group_batches(group: TimingGroup, data: LabelledData) -> list[Array]:
+    """Returns the distinct batches of a group: what the protocol asks for, if the data give it."""
+    inputs = min(group.protocol.inputs, -(-len(data) // group.batch))
+    return [data.batch(index, group.batch) for index in range(inputs)]
 
 
 TASKS = Path("/proc/self/task")

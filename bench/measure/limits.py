@@ -12,7 +12,7 @@ from ...common import timing
 from ...errors import TraceError
 from ..data import Array
 from ..results import Work
-from ..runners.pytorch import Contestant, GraphSource, Subject
+from ..runners.pytorch import Candidate, Case, GraphSource
 from .roofline import (
     FP32_BYTES,
     NO_PRODUCTS,
@@ -49,46 +49,44 @@ class Limit:
 
 
 class Limits:
-    """What the rows of a subject ask of the machine.
+    """What the rows of a candidate ask of the machine.
 
-    `contestants` are the probes to time beside the rows. They stream as many bytes as the model's
+    `cases` are the probes to time beside the rows. They stream as many bytes as the model's
     weights hold: what fits in a cache is read at the cache's rate, by the model and by the probe.
     """
 
-    def __init__(self, subject: Subject, x: Array, contestants: Iterable[Contestant]) -> None:
-        weights = sum(p.nbytes for p in subject.model.module.parameters())
+    def __init__(self, candidate: Candidate, x: Array, cases: Iterable[Case]) -> None:
+        weights = sum(p.nbytes for p in candidate.model.module.parameters())
         self._probes = Probes(
             torch.get_num_threads(),
             stream_bytes=min(max(weights, SMALLEST_STREAM_BYTES), STREAM_BYTES),
             square=SQUARE,
-            integer=any(c.precision == "int8" for c in contestants),
+            integer=any(c.precision == "int8" for c in cases),
         )
-        axes = zip(subject.model.input.shape, (1, *x.shape[1:]), strict=False)
+        axes = zip(candidate.model.input.shape, (1, *x.shape[1:]), strict=False)
         self._sizes = {name: size for name, size in axes if isinstance(name, str)}
         self._work: ModelWork | None = None
         self._reason = ""
         try:
-            self._work = work_of(subject.model, x)
+            self._work = work_of(candidate.model, x)
         except TraceError as error:
             self._reason = error.message
         except Exception as error:  # noqa: BLE001  a stranger's network: the row says what failed
             self._reason = f"the host's work: {timing.in_one_line(error)}"
 
     @property
-    def contestants(self) -> Mapping[str, timing.Contestant]:
+    def cases(self) -> Mapping[str, timing.Case]:
         """The probes, by their names."""
-        return self._probes.contestants
+        return self._probes.cases
 
     def rates(self, measured: timing.Measured) -> Rates | str:
         """Returns the rates that the probes found, or why there are none."""
-        for name in self.contestants:
+        for name in self.cases:
             if name in measured.failures:
                 return f"{name}: {measured.failures[name]}"
         return self._probes.rates(measured.latencies)
 
-    def of(
-        self, contestant: Contestant, graph: GraphSource | None, batch: int, rates: Rates | str
-    ) -> Limit:
+    def of(self, case: Case, graph: GraphSource | None, batch: int, rates: Rates | str) -> Limit:
         """Returns the work of a row and the least time for it; `graph` is the row's, if it is one.
 
         A GPU's row has no limit. 16-bit numbers are counted with two bytes and multiplied at the
@@ -97,7 +95,7 @@ class Limits:
         if self._work is None:
             return Limit(reason=self._reason)
         try:
-            parts = self._parts(self._work, contestant, graph, batch)
+            parts = self._parts(self._work, case, graph, batch)
         except TraceError as error:
             return Limit(reason=error.message)
         work = Work(
@@ -105,17 +103,17 @@ class Limits:
             int8_operations=2 * sum(part.macs for part in parts if part.integer),
             bytes=sum(part.bytes for part in parts),
         )
-        if contestant.provider != "cpu":
+        if case.provider != "cpu":
             return Limit(work, reason=NO_GPU_RATES)
         if isinstance(rates, str):
             return Limit(work, reason=rates)
         return Limit(work, limit_ms(parts, rates))
 
     def _parts(
-        self, work: ModelWork, contestant: Contestant, graph: GraphSource | None, batch: int
+        self, work: ModelWork, case: Case, graph: GraphSource | None, batch: int
     ) -> tuple[Part, ...]:
         layers = work.model.layers
-        kept = {name: min(contestant.k, layer.spec.experts) for name, layer in layers.items()}
+        kept = {name: min(case.k, layer.spec.experts) for name, layer in layers.items()}
         floating: frozenset[str] = frozenset()
         int8_host = NO_PRODUCTS
         if graph is not None:
@@ -125,9 +123,9 @@ class Limits:
         return work.parts(
             kept,
             batch,
-            int8=layers.keys() - floating if contestant.precision == "int8" else (),
+            int8=layers.keys() - floating if case.precision == "int8" else (),
             int8_host=int8_host,
-            number_bytes=NUMBER_BYTES.get(contestant.precision, FP32_BYTES),
+            number_bytes=NUMBER_BYTES.get(case.precision, FP32_BYTES),
         )
 
 

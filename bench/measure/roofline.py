@@ -262,11 +262,11 @@ def layer_parts(
     are not read; with b·k ≥ n all are taken to be in use. A muMoE layer is one step, of which INT8
     makes two: its large factors, and the gate with the rest.
     """
-    spec, macs = work.spec, dict(work.spec.macs(work.tokens, work.kept))
+    spec, macs = work.spec, dict(work.spec.macs(work.tokens, work.k))
     share = number_bytes / FP32_BYTES
     moved = number_bytes * work.batch * work.tokens * (spec.dim + spec.out)
     if spec.kind == "mumoe":
-        weights = share * spec.bytes_read(work.kept)
+        weights = share * spec.bytes_read(work.k)
         if int8_experts:
             # Each number of a factor takes part in one multiply-add of every token.
             integers = sum(macs.pop(mode, 0) for mode in INTEGER_MODES)
@@ -292,7 +292,7 @@ def work_of(model: Model, x: np.ndarray) -> ModelWork:
 
 
 class Probe:
-    """A contestant that measures the machine with one call, whatever inputs others take."""
+    """A case that measures the machine with one call, whatever inputs others take."""
 
     inputs = 1
 
@@ -306,7 +306,7 @@ class Probe:
 
 
 class Probes:
-    """Contestants that measure the machine: put beside others, they see the same disturbances.
+    """Cases that measure the machine: put beside others, they see the same disturbances.
 
     Streams `stream_bytes` and multiplies matrices of `square` rows and columns; integers only where
     `integer` asks for them.
@@ -329,15 +329,11 @@ class Probes:
         }
         if integer:
             calls["probe: int8"] = _product(np.int8, square, threads)
-        self.contestants: dict[str, timing.Contestant] = {
-            name: Probe(call) for name, call in calls.items()
-        }
+        self.cases: dict[str, timing.Case] = {name: Probe(call) for name, call in calls.items()}
 
     def rates(self, latencies: Mapping[str, timing.Latency]) -> Rates:
         """Returns the rates from the probes' medians among measured latencies."""
-        stream, by_torch, by_onnxruntime, *int8 = (
-            latencies[name].median for name in self.contestants
-        )
+        stream, by_torch, by_onnxruntime, *int8 = (latencies[name].median for name in self.cases)
         return Rates(
             stream_gb_s=self._stream_bytes / 1e6 / stream,
             matmul_gflop_s=self._operations / 1e6 / min(by_torch, by_onnxruntime),
@@ -349,7 +345,7 @@ def machine_rates(threads: int) -> Rates:
     """Measures this machine on its own; takes a few seconds and 1 GiB."""
     probes = Probes(threads)
     protocol = timing.Protocol(round_s=0.3, warmup=2)
-    return probes.rates(timing.measure(probes.contestants, protocol).latencies)
+    return probes.rates(timing.measure(probes.cases, protocol).latencies)
 
 
 def _product(

@@ -124,9 +124,9 @@ def random_tokens(shape: LatencyTable, samples: int) -> LabelledData:
     return LabelledData(own + random.standard_normal(size, np.float32), None)
 
 
-def passes_for(shape: LatencyTable, call_s: float, contestants: int) -> Passes:
+def passes_for(shape: LatencyTable, call_s: float, cases: int) -> Passes:
     """Returns the paper's passes, or as many as the budget allows: at least 1 and 5."""
-    affordable = int(BUDGET_S / (2 * call_s * contestants))
+    affordable = int(BUDGET_S / (2 * call_s * cases))
     if affordable < FEWEST:
         return Passes(1, FEWEST)
     timed = min(shape.timed, affordable) // MIN_ROUNDS * MIN_ROUNDS
@@ -150,10 +150,10 @@ def run_latency(
     passes: dict[str, dict[str, int]] = {}
     for batch in batches:
         asked = Asked(ks=KEPT, batches=(batch,), threads=threads)
-        with exported(model, asked, name=describe(shape), progress=progress) as subject:
+        with exported(model, asked, name=describe(shape), progress=progress) as candidate:
             call_s = _seconds(model, random_tokens(shape, batch).inputs)
             # Algorithm 2 for every k but n, and the untouched model.
-            chosen = passes_for(shape, call_s, len(KEPT) + len(subject.graphs))
+            chosen = passes_for(shape, call_s, len(KEPT) + len(candidate.graphs))
             passes[str(batch)] = asdict(chosen)
             settings = Settings(
                 batches=(batch,),
@@ -165,7 +165,7 @@ def run_latency(
                 parts=False,
             )
             data = random_tokens(shape, batch * chosen.protocol.inputs)
-            parts.append(bench([subject], data, settings, command=command, progress=progress))
+            parts.append(bench([candidate], data, settings, command=command, progress=progress))
     rows = tuple(row for part in parts for row in part.rows)
     results = replace(
         parts[0],

@@ -23,7 +23,7 @@ from ..plan import Settings
 from ..results import Results
 from ..run import bench
 from ..runners.candidates import Asked, exported
-from ..runners.pytorch import Subject
+from ..runners.pytorch import Candidate
 from . import published
 
 NAME = "digits"
@@ -68,7 +68,7 @@ def run_mnist(
     data = digits.load_digits()
     make_folder(out)
     studies: list[ExpertStudy] = []
-    subjects: list[Subject] = []
+    candidates: list[Candidate] = []
     with ExitStack() as stack:
         for n in suite.experts:
             checkpoint = out / suite.file(n)
@@ -82,7 +82,7 @@ def run_mnist(
             ks = kept(n)
             wanted = Wanted(seeds=suite.seeds)
             studies.append(study(name, model, data.test, ks, wanted, progress=progress))
-            subjects.append(
+            candidates.append(
                 stack.enter_context(
                     exported(
                         model, Asked((n, *ks), threads=suite.threads), name=name, progress=progress
@@ -90,7 +90,7 @@ def run_mnist(
                 )
             )
         results = bench(
-            subjects,
+            candidates,
             data.test,
             Settings(
                 protocol=Protocol(inputs=8, round_s=0.05),

@@ -147,8 +147,8 @@ def run_multilinear(
     torch.set_num_threads(threads)
     try:
         with _exported("CP", threads) as cp, _exported("TR", threads) as tr:
-            for name, subject in (("CP", cp), ("TR", tr)):
-                recipes[name, ONNXRUNTIME] = subject.graphs[0].open
+            for name, candidate in (("CP", cp), ("TR", tr)):
+                recipes[name, ONNXRUNTIME] = candidate.graphs[0].open
             progress.step("timing Table 6's layers")
             measured = _measured(recipes, inputs)
             rows = []
@@ -199,7 +199,7 @@ def _label(name: str, engine: str) -> str:
 def _measured(
     recipes: Mapping[tuple[str, str], Callable[[], Runner]], inputs: np.ndarray
 ) -> timing.Measured:
-    def timed(runner: Runner) -> timing.Contestant:
+    def timed(runner: Runner) -> timing.Case:
         return lambda index: runner(inputs[index % len(inputs)])
 
     calls = {_label(*key): timed(recipe()) for key, recipe in recipes.items()}

@@ -331,7 +331,7 @@ def percent(share: float) -> str:
 
 
 def _keeps(panel: Panel, row: Row, *, one: bool | None = None) -> str:
-    """What a row keeps; `one` says whether its subject is one thing: k is, experts are not."""
+    """What a row keeps; `one` says whether its candidate is one thing: k is, experts are not."""
     one = row.k < row.experts if one is None else one
     kept, s = row.kept, "s" if one else ""
     if row.perplexity is not None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ...errors import UsageError
 from ...exporter.doctor import Ability, diagnose
-from ...exporter.tensorrt.backends import FLAVOURS, first_gpu
+from ...exporter.tensorrt.backends import BACKENDS, first_gpu
 from ...graphs.targets import Target
 from ..results import (
     ONNXRUNTIME,
@@ -44,7 +44,7 @@ class EngineKind:
     @property
     def compiles(self) -> bool:
         """Whether it runs engines that are compiled from graphs: one of the TensorRTs."""
-        return self.engine in FLAVOURS
+        return self.engine in BACKENDS
 
 
 def _nothing() -> str | None:
@@ -95,7 +95,7 @@ def _abilities() -> dict[str, Ability]:
 
 
 def _flavour(name: str) -> Callable[[], str | None]:
-    title = FLAVOURS[name].title
+    title = BACKENDS[name].title
     return _able(f"build {title} engines", f"run {title} engines")
 
 

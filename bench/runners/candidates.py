@@ -20,11 +20,19 @@ from ...exporter.checkpoints.load import load
 from ...exporter.edits import Edits
 from ...exporter.export import Prepared, manifest_of, prepare, write_graphs
 from ...exporter.model import Model, edited
-from ...exporter.options import AUTO, TUNE, AxisRange, ExportOptions, Kept, Numbers, Scope
+from ...exporter.options import (
+    AUTO,
+    TUNE,
+    AxisRange,
+    ExportOptions,
+    KOption,
+    PrecisionOptions,
+    Scope,
+)
 from ...exporter.plan import GraphPlan, plan_graph, resolve_k
 from ...exporter.quantization.calibrate import table_for_export
 from ...exporter.session import PROVIDERS
-from ...exporter.tensorrt.backends import FLAVOURS
+from ...exporter.tensorrt.backends import BACKENDS
 from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...graphs.lower import Lowered
@@ -34,7 +42,7 @@ from ..measure.roofline import integer_linears
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from .available import KINDS, EngineKind
 from .onnxruntime import OnnxOpener
-from .pytorch import Graph, GraphSource, Subject
+from .pytorch import Candidate, Graph, GraphSource
 from .tensorrt import BundleEngine, GraphEngine
 
 
@@ -47,7 +55,7 @@ class Asked:
     engines are compiled; the export's own sizes without it.
     """
 
-    ks: tuple[Kept, ...]
+    ks: tuple[KOption, ...]
     lowerings: tuple[str, ...] = (AUTO,)
     batches: tuple[int, ...] = (1,)
     engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2, ONNXRUNTIME)
@@ -79,7 +87,7 @@ def exported(
     *,
     name: str | None = None,
     progress: Progress | None = None,
-) -> Iterator[Subject]:
+) -> Iterator[Candidate]:
     """Yields a model with a graph per k and lowering, exported to a folder that goes after.
 
     The graphs for one engine and precision share one weights file. `auto` stands for what the cost
@@ -105,7 +113,7 @@ def exported(
         said = [graph.open.reason for graph in graphs if isinstance(graph.open, Refused)]
         if graphs and len(said) == len(graphs):
             raise said[0]
-        yield Subject(
+        yield Candidate(
             name=name or _named(model.source.path),
             model=model,
             ks=tuple(sorted({_largest(resolve_k(k, specs)) for k in asked.ks}, reverse=True)),
@@ -144,7 +152,7 @@ def _sources(
     One that cannot serve a layer in this precision is refused by itself.
     """
     assert runtime.target is not None
-    numbers = Numbers(precision, scope=asked.scope if precision == "int8" else "experts")
+    numbers = PrecisionOptions(precision, scope=asked.scope if precision == "int8" else "experts")
     options = ExportOptions(
         target=runtime.target, renormalize=asked.renormalize, numbers=numbers, verify=False
     )
@@ -195,7 +203,7 @@ def _sources(
             provider=runtime.provider,
             precision=precision,
             engine=runtime.engine,
-            kept={layer.name: layer.work.kept for layer in graph.layers},
+            kept={layer.name: layer.work.k for layer in graph.layers},
             integers=integer_linears(folder / graph.file, integers),
         )
         for (k, names), graph in graphs.items()
@@ -219,7 +227,7 @@ def engine_options(model: Model, asked: Asked, flavour: str) -> EngineOptions:
         sizes = {axis: _exactly(size) for axis, size in named if isinstance(axis, str)}
     return EngineOptions(
         profiles=tuple({"batch": _exactly(batch)} | sizes for batch in sorted({*asked.batches})),
-        compute_capabilities=(CURRENT,) if FLAVOURS[flavour].cards else (),
+        compute_capabilities=(CURRENT,) if BACKENDS[flavour].cards else (),
         cache=default_cache(),
     )
 
@@ -237,7 +245,7 @@ def _largest(kept: Mapping[str, int | None]) -> int:
     return max(value for value in kept.values() if value is not None)
 
 
-def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> Subject:
+def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> Candidate:
     """Returns a bundle beside the PyTorch model it was made from.
 
     What is `asked` is measured where the bundle's k is a graph input; a baked k stays. Without
@@ -258,7 +266,7 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
     integers = {
         graph.file: integer_linears(bundle.path / graph.file, linears) for graph in record.graphs
     }
-    return Subject(
+    return Candidate(
         name=bundle.path.name,
         model=model,
         ks=tuple(ks),
@@ -297,13 +305,13 @@ def _named(source: str) -> str:
     return source if names_code(source) else Path(source).stem
 
 
-def told_apart(subjects: Sequence[Subject], places: Sequence[Path]) -> list[Subject]:
-    """Returns subjects of one name with the folders before it that tell them apart.
+def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path]) -> list[Candidate]:
+    """Returns candidates of one name with the folders before it that tell them apart.
 
     `places` are where they come from: `a/vit.pt` and `b/vit.pt` become `a/vit` and `b/vit`. One
     place named twice keeps its name, which a benchmark's plan refuses.
     """
-    names = [subject.name for subject in subjects]
+    names = [candidate.name for candidate in candidates]
     folders = [place.absolute().parts[-2::-1] for place in places]  # from the last one upwards
     for depth in range(max(map(len, folders), default=0) + 1):
         repeated = {name for name in names if names.count(name) > 1}
@@ -314,8 +322,10 @@ def told_apart(subjects: Sequence[Subject], places: Sequence[Path]) -> list[Subj
             for name, above in zip(names, folders, strict=True)
         ]
     else:
-        names = [subject.name for subject in subjects]
-    return [replace(subject, name=name) for subject, name in zip(subjects, names, strict=True)]
+        names = [candidate.name for candidate in candidates]
+    return [
+        replace(candidate, name=name) for candidate, name in zip(candidates, names, strict=True)
+    ]
 
 
 def _source_of(bundle: Bundle) -> Model:

@@ -145,7 +145,7 @@ class GraphSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Subject:
+class Candidate:
     """A model to measure, with the graphs that were made from it.
 
     `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
@@ -167,7 +167,7 @@ class Subject:
 
 
 @dataclass(frozen=True, slots=True)
-class Contestant:
+class Case:
     """What is measured, as plain data: one engine with one k of one model."""
 
     model: str
@@ -192,7 +192,7 @@ class Contestant:
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """How a contestant is opened here, and in another process where `recipe` can be pickled.
+    """How a case is opened here, and in another process where `recipe` can be pickled.
 
     `graph` is the exported graph that it runs, None for PyTorch.
     """
@@ -325,35 +325,35 @@ class Held:
         raise TypeError("a model without a source cannot be opened by another process")
 
 
-def contestants(subject: Subject, batches: Sequence[int] = (1,)) -> dict[Contestant, Entry]:
-    """Returns what is measured for a subject, each with the calls that open it.
+def cases(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Entry]:
+    """Returns what is measured for a candidate, each with the calls that open it.
 
     The untouched PyTorch model always comes first. Algorithm 2 in PyTorch has no row for k = n,
     where it is the model itself. Raises UsageError for two graphs that no row could tell apart.
     """
-    n = subject.experts
+    n = candidate.experts
     places: dict[str, Callable[[], Model]] = {
-        "cpu": lambda: subject.model,
+        "cpu": lambda: candidate.model,
         # One copy on the GPU, made when it is first needed, for all who run it there.
-        CUDA: functools.cache(lambda: on_device(subject.model, CUDA)),
+        CUDA: functools.cache(lambda: on_device(candidate.model, CUDA)),
     }
-    asked = {PYTORCH_EAGER, *subject.engines}
+    asked = {PYTORCH_EAGER, *candidate.engines}
     found = {
-        Contestant(subject.name, form.engine, form.k, n, form.provider): _torch_entry(
-            subject.model, places[form.provider], form
+        Case(candidate.name, form.engine, form.k, n, form.provider): _torch_entry(
+            candidate.model, places[form.provider], form
         )
         for kind in KINDS.values()
         if kind.name in asked
-        for form in _torch_forms(subject, kind, tuple(batches))
+        for form in _torch_forms(candidate, kind, tuple(batches))
     }
-    for graph in subject.graphs:
-        spec = Contestant(
-            *(subject.name, graph.engine, graph.k, n),
+    for graph in candidate.graphs:
+        spec = Case(
+            *(candidate.name, graph.engine, graph.k, n),
             *(graph.provider, graph.precision, graph.lowering, graph.scope),
         )
         if spec in found:
             raise UsageError(
-                f"two graphs are the same contestant: {spec.label}",
+                f"two graphs are the same case: {spec.label}",
                 hint="give each graph once, or give the two models different names",
             )
         found[spec] = Entry(graph.open, graph.open, graph)
@@ -361,18 +361,18 @@ def contestants(subject: Subject, batches: Sequence[int] = (1,)) -> dict[Contest
 
 
 def _torch_forms(
-    subject: Subject, kind: EngineKind, batches: tuple[int, ...]
+    candidate: Candidate, kind: EngineKind, batches: tuple[int, ...]
 ) -> Iterator[TorchForm]:
     """The rows of an engine; none for one that runs graphs."""
-    n = subject.experts
+    n = candidate.experts
     if kind.engine in (PYTORCH_EAGER, PYTORCH_COMPILE):
         yield TorchForm(kind.engine, n, batches, provider=kind.provider)
     # Algorithm 2 is a loop over a Soft MoE layer's experts: a muMoE layer has nothing to loop over.
-    loops = any(m.spec.kind == "soft-moe" for m in subject.model.layers.values())
+    loops = any(m.spec.kind == "soft-moe" for m in candidate.model.layers.values())
     if loops and kind.engine == PYTORCH_ALGORITHM_2:
-        for k in subject.ks:
+        for k in candidate.ks:
             if k < n:
-                yield TorchForm(kind.engine, k, batches, subject.renormalize, kind.provider)
+                yield TorchForm(kind.engine, k, batches, candidate.renormalize, kind.provider)
 
 
 def _torch_entry(model: Model, place: Callable[[], Model], form: TorchForm) -> Entry:

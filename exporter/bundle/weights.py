@@ -20,8 +20,8 @@ import onnx_ir as ir
 from ...common.console import Progress, Silent
 from ...common.files import Reading
 from ...graphs.layers.base import MoELayer
-from ...graphs.precision.types import FP32, Arithmetic
-from ...graphs.precision.weights import narrowed
+from ...graphs.precision.types import FP32, ComputeTypes
+from ...graphs.precision.weights import converted
 
 WEIGHTS_FILE = "weights.bin"
 
@@ -77,9 +77,9 @@ def size_of(shape: tuple[int, ...], dtype: ir.DataType) -> int:
     return dtype.bitwidth * prod(shape) // 8
 
 
-def layer_bytes(layer: MoELayer, arithmetic: Arithmetic) -> int:
+def layer_bytes(layer: MoELayer, arithmetic: ComputeTypes) -> int:
     """Returns the bytes that `write_layer` writes, paddings not counted; reads no weights."""
-    return sum(size_of(part.shape, part.dtype) for part in narrowed(layer.stored(), arithmetic))
+    return sum(size_of(part.shape, part.dtype) for part in converted(layer.stored(), arithmetic))
 
 
 class WeightsWriter:
@@ -158,7 +158,7 @@ class StoredLayer:
 
 
 def write_layer(
-    writer: WeightsWriter, name: str, layer: MoELayer, arithmetic: Arithmetic = FP32
+    writer: WeightsWriter, name: str, layer: MoELayer, arithmetic: ComputeTypes = FP32
 ) -> StoredLayer:
     """Writes a layer's weights, in the numbers that it is to compute in.
 
@@ -168,7 +168,7 @@ def write_layer(
         name,
         {
             part.name: writer.add(part.parts, part.shape, part.dtype)
-            for part in narrowed(layer.stored(), arithmetic)
+            for part in converted(layer.stored(), arithmetic)
         },
     )
 

@@ -26,7 +26,7 @@ ALIGNMENT = 16
 """Tensors in the file begin at multiples of so many numbers: a line of the processor's cache."""
 
 
-def widened(
+def upcast(
     tensors: Mapping[str, Tensor], files: Iterable[Path]
 ) -> tuple[dict[str, Tensor], Path | None]:
     """Returns tensors as float32, and the temporary file that they are mapped from, if any.
@@ -224,7 +224,7 @@ def _as_float32(
         return tensors, ()
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in others.values()})
     notes.append(f"converted {', '.join(dtypes)} weights to float32")
-    converted, file = widened(others, files)
+    converted, file = upcast(others, files)
     return {**tensors, **converted}, () if file is None else (file,)
 
 

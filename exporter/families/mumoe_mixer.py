@@ -41,7 +41,7 @@ class MixerSpec:
 
     @property
     def pixels(self) -> int:
-        """Numbers in one patch."""
+        """PrecisionOptions in one patch."""
         return self.patch * self.patch * self.channels
 
 

@@ -19,11 +19,11 @@ from ..bundle.bundle import checking_session, graph_parity
 from ..export import expect, traced
 from ..inputs import feed_inputs
 from ..model import Model, edited
-from ..options import ExportOptions, Numbers
+from ..options import ExportOptions, PrecisionOptions
 from ..parity import Reference
 from .calibrate import CalibrationOptions
 from .retention import HOST, KeptPart, Retention
-from .trial import Answers, Trial, record_answers, trial
+from .trial import ReferenceOutputs, Trial, reference_outputs, trial
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def rank(
         k=options.k,
         target="ort-cpu",
         renormalize=options.renormalize,
-        numbers=Numbers(precision="int8"),
+        numbers=PrecisionOptions(precision="int8"),
     )
     x = feed_inputs(model, data, min(SAMPLES, options.samples or SAMPLES))
     return sensitivity(model, asked, table, x, progress=progress)
@@ -114,7 +114,7 @@ def sensitivity(
     return tuple(harm for _, harm in harms)
 
 
-def _each_alone(numbers: Numbers, layers: list[str]) -> dict[str, Numbers]:
+def _each_alone(numbers: PrecisionOptions, layers: list[str]) -> dict[str, PrecisionOptions]:
     """By part of a model, the numbers that quantise it and nothing else."""
     alone = {
         name: replace(numbers, scope="experts", floating=frozenset(layers) - {name})
@@ -142,8 +142,8 @@ def with_retention(
     until `numbers.min_retention` is held on up to `answers.SAMPLES` inputs of the feed. The options
     are returned as they are where it is not asked for.
 
-    Raises `UsageError` without a feed, what `record_answers` raises for inputs that do not serve,
-    and `ParityError` where not even floats alone hold it.
+    Raises `UsageError` without a feed, what `reference_outputs` raises for inputs that do not
+    serve, and `ParityError` where not even floats alone hold it.
     """
     numbers = options.numbers
     if numbers.min_retention is None:
@@ -159,7 +159,7 @@ def with_retention(
     untraced = edited(model, options.edits)
     portable = traced(untraced, options)
     with tempfile.TemporaryDirectory(prefix=".moexport-retention-", dir=workspace) as folder:
-        answers = record_answers(untraced, options, data, Path(folder), progress)
+        answers = reference_outputs(untraced, options, data, Path(folder), progress)
         search = _Search(model, options, table, portable, answers, workspace, progress)
         return replace(options, numbers=search.numbers(numbers.min_retention))
 
@@ -173,7 +173,7 @@ class _Search:
         options: ExportOptions,
         table: CalibrationTable | None,
         portable: ir.Model,
-        answers: Answers,
+        answers: ReferenceOutputs,
         workspace: Path | None,
         progress: Progress,
     ) -> None:
@@ -181,7 +181,7 @@ class _Search:
         self._portable, self._answers = portable, answers
         self._workspace, self._progress = workspace, progress
 
-    def numbers(self, asked: float) -> Numbers:
+    def numbers(self, asked: float) -> PrecisionOptions:
         """The numbers that hold the retention asked for, with the record of how."""
         numbers = self._options.numbers
         left = [name for name in self._model.layers if name not in numbers.floating]
@@ -207,7 +207,7 @@ class _Search:
         )
         return replace(numbers, retention=retention)
 
-    def _measured(self, numbers: Numbers, kept: list[KeptPart]) -> float:
+    def _measured(self, numbers: PrecisionOptions, kept: list[KeptPart]) -> float:
         """The retention of an export with these numbers."""
         what = f"{', '.join(part.name for part in kept)} in {self._floats}" if kept else "INT8"
         self._progress.step(
@@ -257,7 +257,7 @@ class _Search:
         )
 
 
-def _without(numbers: Numbers, part: str) -> Numbers:
+def _without(numbers: PrecisionOptions, part: str) -> PrecisionOptions:
     """The numbers with one part less in INT8."""
     if part == HOST:
         return replace(numbers, scope="experts")

@@ -19,13 +19,13 @@ from ...common.console import Progress, Silent
 from ...common.writing import check_file, make_folder, told
 from ...errors import CalibrationError, UsageError
 from ...graphs.layers.base import MoESpec
-from ...graphs.lower import LayerChoice
+from ...graphs.lower import LoweringRequest
 from ...graphs.lowerings import lowerings_of
 from ...graphs.lowerings.base import AnyLowering
 from ..bundle.weights import WeightsWriter, write_host, write_layer
 from ..inputs import feed_batches
 from ..model import Model, edited, fingerprint
-from ..options import ExportOptions, Kept
+from ..options import ExportOptions, KOption
 from ..plan import resolve_k
 from ..precision import no_ranges
 from ..trace import trace
@@ -45,7 +45,7 @@ class CalibrationOptions:
     and changes a range by no more than the rounding of the model's own arithmetic.
     """
 
-    k: Kept = "n"
+    k: KOption = "n"
     method: Method = DEFAULT_METHOD
     percentile: float = DEFAULT_PERCENTILE
     samples: int | None = None
@@ -135,7 +135,7 @@ def observe_model(
 ) -> Observed:
     """Returns what the model's tensors hold over the inputs of a feed, for any method."""
     progress = progress or Silent()
-    kept = kept_experts(model, options.k)
+    kept = k_by_layer(model, options.k)
     total = count(data, model.input.name)
     if total is not None and options.samples is not None:
         total = min(total, options.samples)
@@ -161,7 +161,7 @@ def observe_model(
     )
 
 
-def kept_experts(model: Model, k: Kept) -> dict[str, int]:
+def k_by_layer(model: Model, k: KOption) -> dict[str, int]:
     """Returns each layer's k for a calibration: all experts where it is chosen at run time."""
     specs = {name: layer.spec for name, layer in model.layers.items()}
     return {
@@ -184,11 +184,11 @@ def _write(
     with WeightsWriter(path.parent, sources=model.source.mapped) as writer:
         write_host(writer, portable)
         choices = {
-            name: LayerChoice(
+            name: LoweringRequest(
                 spec=layer.spec,
                 tensors=write_layer(writer, name, layer),
                 lowering=_observed_lowering(layer.spec),
-                kept=kept[name],
+                k=kept[name],
                 renormalize=renormalize,
             )
             for name, layer in model.layers.items()
@@ -335,7 +335,7 @@ def check_table(
         raise CalibrationError(
             f"{where}: was made {_renormalised(table.origin)}, the export is not so", hint=again
         )
-    for layer, kept in kept_experts(model, options.k).items():
+    for layer, kept in k_by_layer(model, options.k).items():
         observed = table.origin.k.get(layer, 0)
         if observed < kept:
             raise CalibrationError(
@@ -352,7 +352,7 @@ def _origin(model: Model, data: Feed, options: CalibrationOptions) -> Origin:
         model=fingerprint(model),
         feed=feed,
         samples=samples,
-        k=kept_experts(model, options.k),
+        k=k_by_layer(model, options.k),
         method=options.method,
         percentile=options.percentile if options.method == "percentile" else None,
         renormalize=options.renormalize,

@@ -31,8 +31,8 @@ class KeptPart:
 class Retention:
     """What INT8 keeps of what the FP32 model answers on the inputs of a feed.
 
-    `reached` is `measure` (`answers.Answers`) over `samples` inputs, with the parts `kept` in
-    `floats`, in the order in which they were given up. `whole` says that nothing is left in INT8.
+    `reached` is `measure` (`trial.ReferenceOutputs`) over `samples` inputs, with the parts `kept`
+    in `floats`, in the order in which they were given up. `whole`: nothing is left in INT8.
     """
 
     asked: float

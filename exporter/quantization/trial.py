@@ -42,7 +42,7 @@ BATCH = 16
 
 
 @dataclass(frozen=True)
-class Answers:
+class ReferenceOutputs:
     """What PyTorch answers with Algorithm 1 at an export's k and with its edits.
 
     Inputs and answers lie in `folder`, batch by batch, so that neither is held in memory. The
@@ -103,9 +103,9 @@ def _right(found: np.ndarray, wanted: np.ndarray) -> int:
 
 
 @torch.no_grad()
-def record_answers(
+def reference_outputs(
     model: Model, options: ExportOptions, data: Feed, folder: Path, progress: Progress
-) -> Answers:
+) -> ReferenceOutputs:
     """Runs an edited model on up to `SAMPLES` inputs of a feed and returns what it answers.
 
     Raises `FeedError` for a feed without inputs, for inputs or labels that do not fit the model,
@@ -152,14 +152,14 @@ def record_answers(
             "ranges were taken",
         )
     if not classes or unlabelled:
-        return Answers(folder, batches, seen, classes, None)
+        return ReferenceOutputs(folder, batches, seen, classes, None)
     if not right:
         raise FeedError(
             f"--data: FP32 gets none of {seen} labels right, so there is no accuracy to retain",
             hint="are they this model's classes, counted from 0? Without labels the agreement with "
             "FP32 is measured",
         )
-    return Answers(folder, batches, seen, classes, tuple(by_batch))
+    return ReferenceOutputs(folder, batches, seen, classes, tuple(by_batch))
 
 
 def _gives_classes(model: Model) -> bool:

@@ -79,7 +79,7 @@ docs.nvidia.com, read for 1.0 to 1.6) has the same but for 8.0, and none of the 
 
 
 @dataclass(frozen=True, slots=True)
-class Flavour:
+class Backend:
     """One TensorRT, as data.
 
     `index` is the package index that has it, where that is not the usual one; `versions` are the
@@ -192,7 +192,7 @@ class Flavour:
 
 _COMMON = frozenset({"profiles", "workspace", "optimization_level", "tf32"})
 
-TENSORRT = Flavour(
+TENSORRT = Backend(
     name="tensorrt",
     title="TensorRT",
     module="tensorrt",
@@ -220,7 +220,7 @@ TENSORRT = Flavour(
     index="https://pypi.nvidia.com",
 )
 
-TENSORRT_RTX = Flavour(
+TENSORRT_RTX = Backend(
     name="tensorrt-rtx",
     title="TensorRT-RTX",
     module="tensorrt_rtx",
@@ -243,24 +243,24 @@ TENSORRT_RTX = Flavour(
     records_itself=True,
 )
 
-FLAVOURS: Mapping[str, Flavour] = MappingProxyType(
+BACKENDS: Mapping[str, Backend] = MappingProxyType(
     {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
 )
 
 
-def flavour(name: str) -> Flavour:
+def backend_named(name: str) -> Backend:
     """Returns the flavour of a target; `UsageError` for a target that has no engines."""
-    if name not in FLAVOURS:
+    if name not in BACKENDS:
         raise UsageError(
-            f"--target {name}: engines are built for {' and '.join(FLAVOURS)}",
+            f"--target {name}: engines are built for {' and '.join(BACKENDS)}",
             hint="for ONNX Runtime the graph itself is what runs",
         )
-    return FLAVOURS[name]
+    return BACKENDS[name]
 
 
 def instead(compute_capability: str) -> str:
     """Returns what to use on GPUs of a compute capability that a flavour does not serve."""
-    able = [each for each in FLAVOURS.values() if each.serves(compute_capability)]
+    able = [each for each in BACKENDS.values() if each.serves(compute_capability)]
     if able:
         return (
             f"use {able[0].title} there (--target {able[0].name}), or run the graph in ONNX "

@@ -24,7 +24,7 @@ from ...common.console import Progress
 from ...common.environment import memory_bytes
 from ...common.text import size
 from ...errors import EngineError
-from .backends import Flavour, first_gpu
+from .backends import Backend, first_gpu
 from .options import EngineOptions
 from .profiles import Profile
 from .worker import PER_MILLE
@@ -38,7 +38,7 @@ class Circumstances:
     """What was built when it failed; `on_gpu` says whether there was a GPU to try kernels on."""
 
     graph: Path
-    flavour: Flavour
+    flavour: Backend
     options: EngineOptions
     profiles: Sequence[Profile]
     on_gpu: bool
@@ -251,7 +251,7 @@ class Built:
 
 def build_engine(
     graph: Path,
-    flavour: Flavour,
+    flavour: Backend,
     profiles: Sequence[Profile],
     options: EngineOptions,
     cards: Sequence[str],

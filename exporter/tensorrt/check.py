@@ -10,7 +10,7 @@ from ...errors import FeedError, ForeignEngineError, MissingExtraError, Moexport
 from ..bundle.manifest import Check, Manifest
 from ..options import recorded
 from ..parity import Parity, Reference, compare, settled
-from .backends import first_gpu, flavour
+from .backends import backend_named, first_gpu
 from .records import EngineRecord, engines_of
 from .session import EngineSession
 
@@ -22,7 +22,7 @@ def engine_checks(
     for record in engines_of(manifest):
         why_not = _why_not_run(manifest, record, expected)
         if why_not is not None:
-            built = f"the file that {flavour(record.flavour).title} {record.version} built"
+            built = f"the file that {backend_named(record.flavour).title} {record.version} built"
             yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
             continue
         if expected is None:

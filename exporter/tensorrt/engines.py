@@ -13,7 +13,7 @@ from ...errors import EngineError, MissingExtraError, UsageError
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, PortRecord
 from ..options import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
-from .backends import FLAVOURS, Flavour, first_gpu, flavour
+from .backends import BACKENDS, Backend, backend_named, first_gpu
 from .build import Built, build_engine
 from .cache import default_cache
 from .onnx_support import check_graph
@@ -50,7 +50,7 @@ class EnginePlan:
 
     graph: GraphRecord
     file: str
-    flavour: Flavour
+    flavour: Backend
     profiles: tuple[Profile, ...]
     cards: tuple[str, ...]
     options: EngineOptions
@@ -69,7 +69,7 @@ def plan_engines(
     `ranges` are the sizes of axes that no profile names; without, those of the export. Raises
     `UsageError` and `MissingExtraError` before anything is read or built.
     """
-    chosen = flavour(name)
+    chosen = backend_named(name)
     options.check(chosen)
     _check_can_build(chosen)
     records = [
@@ -122,7 +122,7 @@ def exported_ranges(manifest: Manifest) -> dict[str, AxisRange]:
     return {"batch": batch, "tokens": tokens}
 
 
-def engine_file(chosen: Flavour, graph: GraphRecord) -> str:
+def engine_file(chosen: Backend, graph: GraphRecord) -> str:
     """Returns `engine-tensorrt-rtx.plan`, with the lowering's name for a graph that has one."""
     suffix = "" if graph.file == MAIN_GRAPH else "-" + Path(graph.file).stem.removeprefix("model-")
     return f"engine-{chosen.name}{suffix}.plan"
@@ -276,7 +276,7 @@ def check_for_export(target: str, engine: EngineOptions | bool | None) -> None:
     """
     if engine is None or engine is False:
         return
-    chosen = flavour(target)
+    chosen = backend_named(target)
     if isinstance(engine, EngineOptions):
         engine.check(chosen)
     _check_can_build(chosen)
@@ -292,12 +292,12 @@ def build_for_export(
 
     Without a wish (`engine` None) a flavour that cannot be built here leaves a note.
     """
-    if manifest.target not in FLAVOURS or engine is False:
+    if manifest.target not in BACKENDS or engine is False:
         return manifest
     options = engine if isinstance(engine, EngineOptions) else EngineOptions(cache=default_cache())
     if engine is None:
         try:
-            _check_can_build(flavour(manifest.target))
+            _check_can_build(backend_named(manifest.target))
         except (MissingExtraError, EngineError) as error:
             note = f"no engine was built: {error.message}; {error.hint}"
             return replace(manifest, notes=[*manifest.notes, note])
@@ -306,7 +306,7 @@ def build_for_export(
     return with_engines(manifest, made)
 
 
-def _check_can_build(chosen: Flavour) -> None:
+def _check_can_build(chosen: Backend) -> None:
     """Raises `MissingExtraError` or `EngineError` where the flavour cannot be built here."""
     chosen.check_installed()
     if chosen.builds_without_gpu:

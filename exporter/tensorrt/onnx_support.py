@@ -20,7 +20,7 @@ from onnx import numpy_helper
 
 from ...errors import EngineError
 from ..bundle.manifest import LayerRecord
-from .backends import Flavour
+from .backends import Backend
 from .profiles import MAX_K
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Refusal:
     reason: str
 
 
-def check_graph(path: Path, flavour: Flavour, layers: Sequence[LayerRecord]) -> None:
+def check_graph(path: Path, flavour: Backend, layers: Sequence[LayerRecord]) -> None:
     """Raises `EngineError` for a graph that the flavour's importer would refuse.
 
     The message names the first node, its layer and how many there are.
@@ -120,7 +120,7 @@ def check_graph(path: Path, flavour: Flavour, layers: Sequence[LayerRecord]) -> 
     )
 
 
-def _instead(flavour: Flavour, layer: LayerRecord | None) -> str:
+def _instead(flavour: Backend, layer: LayerRecord | None) -> str:
     from ...graphs.lowerings import lowerings_of
 
     target: Target = "tensorrt" if flavour.name == "tensorrt" else "tensorrt-rtx"
@@ -134,7 +134,7 @@ def _instead(flavour: Flavour, layer: LayerRecord | None) -> str:
     )
 
 
-def refusals(model: onnx.ModelProto, flavour: Flavour) -> Iterator[Refusal]:
+def refusals(model: onnx.ModelProto, flavour: Backend) -> Iterator[Refusal]:
     """Yields the nodes of a graph that the flavour's importer would refuse."""
     constants: dict[str, onnx.TensorProto] = {}
     for node, initializers in _nodes(model.graph):
@@ -163,7 +163,7 @@ def _op(node: onnx.NodeProto) -> str:
 
 
 def _reason(
-    node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], flavour: Flavour
+    node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], flavour: Backend
 ) -> str | None:
     unknown = _unknown(node, flavour)
     if unknown is not None:
@@ -180,7 +180,7 @@ def _reason(
     return None
 
 
-def _unknown(node: onnx.NodeProto, flavour: Flavour) -> str | None:
+def _unknown(node: onnx.NodeProto, flavour: Backend) -> str | None:
     """Why the op itself is not taken."""
     if node.domain not in STANDARD_DOMAINS:
         return f"the domain {node.domain} is not its own"

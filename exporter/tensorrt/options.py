@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from ...errors import UsageError
 from ..options import AxisRange
-from .backends import Flavour, first_gpu, instead
+from .backends import Backend, first_gpu, instead
 
 HardwareLevel = Literal["ampere-plus", "same-compute-capability"]
 HARDWARE_LEVELS: tuple[HardwareLevel, ...] = get_args(HardwareLevel)
@@ -59,7 +59,7 @@ class EngineOptions:
             if field.name != "cache" and getattr(self, field.name) != field.default
         ]
 
-    def check(self, flavour: Flavour) -> None:
+    def check(self, flavour: Backend) -> None:
         """Raises `UsageError` for what cannot be meant or what the flavour does not honour."""
         for name in self.asked():
             if name not in flavour.options:
@@ -100,7 +100,7 @@ class EngineOptions:
                 hint="name a file in a folder that exists and that you may write to",
             )
 
-    def _check_cards(self, flavour: Flavour) -> None:
+    def _check_cards(self, flavour: Backend) -> None:
         text = ",".join(self.compute_capabilities)
         if len(set(self.compute_capabilities)) < len(self.compute_capabilities):
             raise UsageError(f"--compute-capability {text}: one is repeated", hint="name each once")
@@ -116,7 +116,7 @@ class EngineOptions:
                 hint=f"name capabilities, or give {CURRENT} for the GPU of this machine",
             )
 
-    def _check_gpu(self, flavour: Flavour) -> None:
+    def _check_gpu(self, flavour: Backend) -> None:
         """What needs a GPU to build, where there is none or one that is not served."""
         gpu = first_gpu()
         if gpu is not None and CURRENT in self.compute_capabilities:

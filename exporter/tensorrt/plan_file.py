@@ -16,7 +16,7 @@ from ...common.files import sha256
 from ...errors import BundleError, EngineError, ForeignEngineError, MissingExtraError
 from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest
 from . import cuda
-from .backends import FLAVOURS, TENSORRT_RTX, Flavour, Gpu, first_gpu, flavour
+from .backends import BACKENDS, TENSORRT_RTX, Backend, Gpu, backend_named, first_gpu
 from .records import EngineRecord, engines_of
 
 TRUST = "--trust-engine loads it all the same: do that only for a file of your own"
@@ -32,7 +32,7 @@ SIZE_AT, VERSION_AT, HEADER_BYTES = 16, 24, 64
 class Header:
     """What the first bytes of a plan tell: who wrote it and how large it should be."""
 
-    flavour: Flavour
+    flavour: Backend
     version: str
     size: int
 
@@ -55,7 +55,7 @@ class Plan:
 
     path: Path
     record: EngineRecord | None
-    flavour: Flavour
+    flavour: Backend
 
 
 def find_plan(path: Path, *, trust: bool = False) -> Plan:
@@ -88,9 +88,9 @@ def find_plan(path: Path, *, trust: bool = False) -> Plan:
     return Plan(path, record, _flavour(path, record, header))
 
 
-def _flavour(path: Path, record: EngineRecord | None, header: Header | None) -> Flavour:
+def _flavour(path: Path, record: EngineRecord | None, header: Header | None) -> Backend:
     if record is not None:
-        listed = flavour(record.flavour)
+        listed = backend_named(record.flavour)
         if header is not None and header.flavour != listed:
             raise EngineError(
                 f"{path}: is an engine of {header.flavour.title}, and {MANIFEST_FILE} lists one of "
@@ -100,7 +100,7 @@ def _flavour(path: Path, record: EngineRecord | None, header: Header | None) -> 
         return listed
     if header is not None:
         return header.flavour
-    named = [each for name, each in FLAVOURS.items() if name in path.name]
+    named = [each for name, each in BACKENDS.items() if name in path.name]
     if not named:
         raise EngineError(
             f"{path}: does not begin as a plan of {TENSORRT_RTX.title} does, and nothing says "

@@ -125,11 +125,11 @@ class MoESpec(Protocol):
         """Whether the weights of the kept experts can be divided by their sum."""
         ...
 
-    def macs(self, tokens: int, kept: int) -> dict[str, int]:
+    def macs(self, tokens: int, k: int) -> dict[str, int]:
         """Multiply-adds for one input of `tokens` tokens with k = `kept`, by part."""
         ...
 
-    def bytes_read(self, kept: int) -> int:
+    def bytes_read(self, k: int) -> int:
         """FP32 bytes of expert weights that a run with k = `kept` reads."""
         ...
 
@@ -139,7 +139,7 @@ class MoESpec(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class RoutingDecision:
     """What a layer chose for a batch, to compare with what a graph chose.
 
     `chosen` holds either the indices of the kept experts, int64 [b, k], ascending, or the weights
@@ -192,7 +192,7 @@ class MoELayer(nn.Module):
         """Returns an input as the layer's node takes it: [b, m, d]."""
         return x
 
-    def choices(self, x: Tensor) -> dict[str, Choice]:
+    def choices(self, x: Tensor) -> dict[str, RoutingDecision]:
         """Returns what the layer chooses for inputs x, by the names of `MoESpec.choices`."""
         raise NotImplementedError
 
@@ -266,9 +266,9 @@ def algorithm_1(
 
 
 @contextmanager
-def recorded_choices(model: nn.Module) -> Iterator[dict[str, Choice]]:
+def recorded_choices(model: nn.Module) -> Iterator[dict[str, RoutingDecision]]:
     """Within the context, each forward writes every layer's choices, by `choice_key`."""
-    records: dict[str, Choice] = {}
+    records: dict[str, RoutingDecision] = {}
 
     def record(module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str) -> None:
         assert isinstance(module, MoELayer)

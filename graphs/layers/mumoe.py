@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import Choice, Kind, LayerEdits, MoELayer, StoredPart, frozen
+from .base import Kind, LayerEdits, MoELayer, RoutingDecision, StoredPart, frozen
 
 Form = Literal["cp", "tr", "tucker", "full"]
 """`cp`: factors [n, R] …, [d, R], [o, R]; `tr`: cores [r1, n, r2] …, [r, d, r'], [r', o, r1];
@@ -76,10 +76,10 @@ class FactorisedSpec:
 
     @property
     def parameters(self) -> int:
-        """Numbers in all factors or cores."""
+        """PrecisionOptions in all factors or cores."""
         return sum(prod(shape) for shape in self.shapes)
 
-    def kept(self, k: int) -> int:
+    def combinations_of(self, k: int) -> int:
         """Combinations of experts of which every one is among the k kept of its level."""
         return prod(min(k, n) for n in self.levels)
 
@@ -91,7 +91,10 @@ class FactorisedSpec:
         """
         if self.form == "full":
             width = self.modes[-2] * self.out
-            return {"experts": self.kept(k) * width, "mix": self.kept(k) * self.out}
+            return {
+                "experts": self.combinations_of(k) * width,
+                "mix": self.combinations_of(k) * self.out,
+            }
         shapes = self.shapes if self.form != "tucker" else self.shapes[1:]
         parts = {
             "expert modes": sum(prod(shape) for shape in shapes[:-2]),
@@ -112,7 +115,7 @@ class FactorisedSpec:
         The latter is for one token: others keep others.
         """
         if self.form == "full":
-            return self.kept(k) * self.modes[-2] * self.out
+            return self.combinations_of(k) * self.modes[-2] * self.out
         return self.parameters
 
 
@@ -190,7 +193,7 @@ class MuMoESpec:
         """Weights of the gate and the tensors, as in Table 4 (no input normalisation)."""
         return self.gate_parameters + sum(tensor.parameters for tensor in self.tensors)
 
-    def macs(self, tokens: int, kept: int) -> dict[str, int]:
+    def macs(self, tokens: int, k: int) -> dict[str, int]:
         """Multiply-adds for one input, by part: the same for every k, unless the form is `full`.
 
         What a smaller k could save of a factorised layer is `expert modes`, and a dense product of
@@ -198,13 +201,13 @@ class MuMoESpec:
         """
         parts = {"gate": self.gate_parameters}
         for tensor in self.tensors:
-            for part, count in tensor.macs(kept).items():
+            for part, count in tensor.macs(k).items():
                 parts[part] = parts.get(part, 0) + count
         return {part: tokens * count for part, count in parts.items()}
 
-    def bytes_read(self, kept: int) -> int:
+    def bytes_read(self, k: int) -> int:
         """FP32 bytes of the factors, which are read for every k, or of the whole matrices kept."""
-        return 4 * sum(tensor.numbers_read(kept) for tensor in self.tensors)
+        return 4 * sum(tensor.numbers_read(k) for tensor in self.tensors)
 
     def choices(self) -> dict[str, str]:
         """The kept coefficients of each level: `coefficients`, `coefficients_2` and so on."""
@@ -264,9 +267,9 @@ class MuMoE(MoELayer):
 
     def coefficients(self, x: Tensor, keep: int | None = None) -> tuple[Tensor, ...]:
         """Returns the coefficients a_e [b, m, n] of each level, all but the `keep` largest zero."""
-        return tuple(kept(a, keep) for a in self._activated(self.tokens(x)))
+        return tuple(keep_largest(a, keep) for a in self._activated(self.tokens(x)))
 
-    def choices(self, x: Tensor) -> dict[str, Choice]:
+    def choices(self, x: Tensor) -> dict[str, RoutingDecision]:
         """Returns the kept coefficients of each level, and how clearly they were kept."""
         chosen = {}
         for name, a in zip(self.spec.choices(), self._activated(self.tokens(x)), strict=True):
@@ -278,7 +281,7 @@ class MuMoE(MoELayer):
             if k < n:  # nothing is left out where the first one dropped is zero already
                 dropped = ranked[..., k]
                 margin = torch.where(dropped > 0, (last - dropped) / last, margin)
-            chosen[name] = Choice(kept(a, k), margin)
+            chosen[name] = RoutingDecision(keep_largest(a, k), margin)
         return chosen
 
     def forward(self, x: Tensor) -> Tensor:
@@ -305,7 +308,7 @@ class MuMoE(MoELayer):
         return x
 
     def stored(self) -> Iterator[StoredPart]:
-        """Yields the weights as `graphs.folding` prepares them for a graph."""
+        """Yields the weights as `graphs.layers.mumoe` prepares them for a graph."""
         return folded(self)
 
     def statistics(self, level: int) -> tuple[Tensor, Tensor]:
@@ -372,7 +375,7 @@ def contract_whole(tensor: Tensor, vectors: Sequence[Tensor]) -> Tensor:
     return y
 
 
-def kept(a: Tensor, keep: int | None) -> Tensor:
+def keep_largest(a: Tensor, keep: int | None) -> Tensor:
     """Coefficients a [..., n] with all but the `keep` largest of each token zeroed."""
     if keep is None or keep >= a.shape[-1]:
         return a

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from .base import Algorithm, Choice, Kind, MoELayer, StoredPart, algorithm_1, frozen
+from .base import Algorithm, Kind, MoELayer, RoutingDecision, StoredPart, algorithm_1, frozen
 
 ExpertKind = Literal["mlp", "geglu", "linear"]
 """`mlp`: act(x·w1 + b1)·w2 + b2; `geglu`: (u · gelu(v))·w2 + b2 with [u, v] = x·w1 + b1; `linear`:
@@ -93,8 +93,8 @@ class SoftMoESpec:
         second = 0 if self.expert == "linear" else self.hidden * self.out
         return self.dim * self.inner + second
 
-    def macs(self, tokens: int, kept: int) -> dict[str, int]:
-        """Multiply-adds for one input of `tokens` tokens with `kept` experts, by part.
+    def macs(self, tokens: int, k: int) -> dict[str, int]:
+        """Multiply-adds for one input of `tokens` tokens with k experts, by part.
 
         Router mdnp, dispatch mdkp, experts kp(d·inner + ho), combine mkpo: the router never
         shrinks with k.
@@ -102,14 +102,14 @@ class SoftMoESpec:
         m, p = tokens, self.slots
         return {
             "router": m * self.dim * self.experts * p,
-            "dispatch": m * self.dim * kept * p,
-            "experts": kept * p * self.parameters_per_expert,
-            "combine": m * kept * p * self.out,
+            "dispatch": m * self.dim * k * p,
+            "experts": k * p * self.parameters_per_expert,
+            "combine": m * k * p * self.out,
         }
 
-    def bytes_read(self, kept: int) -> int:
-        """FP32 bytes of the weights of `kept` experts."""
-        return 4 * kept * self.parameters_per_expert
+    def bytes_read(self, k: int) -> int:
+        """FP32 bytes of the weights of k experts."""
+        return 4 * k * self.parameters_per_expert
 
     def choices(self) -> dict[str, str]:
         """The chosen experts, `selected` [b, k]."""
@@ -233,14 +233,14 @@ class SoftMoE(MoELayer):
             selected = self.chooser(scores, k)
         return Routing(logits, combine, dispatch, scores, selected, margin)
 
-    def choices(self, x: Tensor) -> dict[str, Choice]:
+    def choices(self, x: Tensor) -> dict[str, RoutingDecision]:
         """Returns the chosen experts, with the margin relative to the k-th score."""
         routing = self.route(x)
         k = routing.selected.shape[1]
         kth = routing.scores.sort(dim=1, descending=True).values[:, k - 1]
         # Scores that underflow are ties: 0, not 0 / 0.
         tiny = torch.finfo(kth.dtype).tiny
-        return {"": Choice(routing.selected, routing.margin / kth.clamp_min(tiny))}
+        return {"": RoutingDecision(routing.selected, routing.margin / kth.clamp_min(tiny))}
 
     def stored(self) -> Iterator[StoredPart]:
         """Yields phi, gain, shift and the experts, one expert at a time.

@@ -8,7 +8,7 @@ from typing import Generic, Protocol, TypeVar
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..precision.types import FP32, Arithmetic
+from ..precision.types import FP32, ComputeTypes
 from ..targets import Target
 from .base import MoESpec
 from .mumoe import MuMoESpec
@@ -22,8 +22,8 @@ class LayerTensors(Protocol):
 
     Names for Soft MoE: `phi` [d, n·p] (normalised, scaled, gain folded in), `experts.w1`
     [n, d, inner], `experts.b1` [n, inner], `experts.w2` [n, h, o], `experts.b2` [n, o], `gain` and
-    `shift` [d]. For muMoE see `graphs.folding`; for the types, and the scales of integers,
-    `graphs.narrowing`.
+    `shift` [d]. For muMoE see `graphs.layers.mumoe`; for the types, and the scales of integers,
+    `graphs.precision.weights`.
     """
 
     def has(self, name: str) -> bool:
@@ -50,10 +50,10 @@ class LayerOf(Generic[S]):
 
     spec: S
     tensors: LayerTensors
-    kept: int | ir.Value
+    k: int | ir.Value
     tokens: int | None = None
     renormalize: bool = False
-    arithmetic: Arithmetic = FP32
+    arithmetic: ComputeTypes = FP32
     x_type: ir.DataType = ir.DataType.FLOAT
     y_type: ir.DataType = ir.DataType.FLOAT
     target: Target = "onnx"
@@ -61,7 +61,7 @@ class LayerOf(Generic[S]):
     @property
     def selects(self) -> bool:
         """Whether any expert is left out: False where k = n was asked for."""
-        return not (isinstance(self.kept, int) and self.kept == self.spec.experts)
+        return not (isinstance(self.k, int) and self.k == self.spec.experts)
 
     def stacked(self, b: Builder, name: str, *, batched: bool = False) -> ir.Value:
         """The whole weight as an initializer of the graph; `batched` as a batch of one, [1, …]."""

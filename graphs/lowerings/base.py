@@ -26,7 +26,7 @@ class WorkOf(Generic[S]):
     """The size of one layer's job: what a cost is a function of."""
 
     spec: S
-    kept: int
+    k: int
     batch: int
     tokens: int
     precision: Precision = "fp32"
@@ -34,7 +34,7 @@ class WorkOf(Generic[S]):
     @property
     def selections(self) -> int:
         """How many (input, expert) pairs are computed: b·k."""
-        return self.batch * self.kept
+        return self.batch * self.k
 
     @property
     def expected_active(self) -> float:
@@ -43,7 +43,7 @@ class WorkOf(Generic[S]):
         Real routers are less even, so this is the upper end; fewer active experts cost less.
         """
         n = self.spec.experts
-        return n * (1.0 - (1.0 - self.kept / n) ** self.batch)
+        return n * (1.0 - (1.0 - self.k / n) ** self.batch)
 
 
 @dataclass(frozen=True)  # no slots: calling an alias such as Layer sets an attribute

@@ -13,7 +13,7 @@ from .cost import machine_for, predict_us
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LoweringChoice:
     """The lowering chosen for a layer, and the reason in one sentence."""
 
     lowering: AnyLowering
@@ -47,7 +47,7 @@ def _serves(lowering: AnyLowering, work: AnyWork, target: Target) -> bool:
     )
 
 
-def choose(work: AnyWork, target: Target) -> Choice:
+def choose(work: AnyWork, target: Target) -> LoweringChoice:
     """Returns the fastest exact lowering for the work, by prediction.
 
     Raises `LoweringError` when no lowering serves the target.
@@ -58,10 +58,10 @@ def choose(work: AnyWork, target: Target) -> Choice:
     best_us, best = candidates[0]
     others = ", ".join(f"{record.name} {us / 1e3:.3g} ms" for us, record in candidates[1:])
     reason = (
-        f"predicted {best_us / 1e3:.3g} ms for k = {work.kept} of {work.spec.experts} at batch "
+        f"predicted {best_us / 1e3:.3g} ms for k = {work.k} of {work.spec.experts} at batch "
         f"{work.batch}" + (f" (others: {others})" if others else "")
     )
-    return Choice(best, reason, best_us)
+    return LoweringChoice(best, reason, best_us)
 
 
 def without(lowering: AnyLowering, precision: Precision, target: Target) -> str | None:
@@ -73,7 +73,7 @@ def without(lowering: AnyLowering, precision: Precision, target: Target) -> str 
     return f"com.microsoft.MoE has no {precision.upper()} kernel there"
 
 
-def check(lowering: AnyLowering, work: AnyWork, target: Target) -> Choice:
+def check(lowering: AnyLowering, work: AnyWork, target: Target) -> LoweringChoice:
     """Returns an asked-for lowering as a choice; `LoweringError` says why it cannot serve."""
     spec = work.spec
     if lowering.kind != spec.kind:
@@ -97,4 +97,6 @@ def check(lowering: AnyLowering, work: AnyWork, target: Target) -> Choice:
     caveat = lowering.inexact(spec)
     if caveat is not None:
         reason += f"; {caveat}"
-    return Choice(lowering, reason, predict_us(lowering, work, machine_for(target, work.precision)))
+    return LoweringChoice(
+        lowering, reason, predict_us(lowering, work, machine_for(target, work.precision))
+    )

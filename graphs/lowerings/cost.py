@@ -132,9 +132,9 @@ def _all_coefficients_us(work: AnyWork, machine: Machine) -> float:
 
 def _gathered_us(work: AnyWork, machine: Machine) -> float:
     """A muMoE layer of which each token copies the experts that it keeps, and no others."""
-    if work.kept >= work.spec.experts:
+    if work.k >= work.spec.experts:
         return _all_coefficients_us(work, machine)  # nothing is to gather: it is the same graph
-    macs: int = sum(work.spec.macs(work.tokens, work.kept).values())
+    macs: int = sum(work.spec.macs(work.tokens, work.k).values())
     return (
         _token_copies(work) / machine.copy_bytes_per_us
         + work.batch * macs / machine.batched_macs_per_us
@@ -144,7 +144,7 @@ def _gathered_us(work: AnyWork, machine: Machine) -> float:
 
 def _token_copies(work: AnyWork) -> float:
     """The bytes of the experts that every token of a batch keeps."""
-    return float(work.batch * work.tokens * work.spec.bytes_read(work.kept))
+    return float(work.batch * work.tokens * work.spec.bytes_read(work.k))
 
 
 def _gate_us(work: AnyWork, machine: Machine) -> float:
@@ -161,7 +161,7 @@ _MUMOE = {
 
 def _rest_us(work: Work, machine: Machine) -> float:
     """Router, dispatch and combine: the same for every lowering but for what `dense` adds."""
-    spec, macs = work.spec, work.spec.macs(work.tokens, work.kept)
+    spec, macs = work.spec, work.spec.macs(work.tokens, work.k)
     passes = 4.0 * work.batch * work.tokens * (3 * spec.dim + spec.out)  # norm, L, X̃ and y
     computed = work.batch * (macs["router"] + macs["dispatch"] + macs["combine"])
     return (
@@ -195,7 +195,7 @@ def _expert_macs(work: Work, rows: float) -> float:
 
 def _grouped_us(work: Work, machine: Machine) -> float:
     n = work.spec.experts
-    sorting = 12 if work.kept < n else 3
+    sorting = 12 if work.k < n else 3
     nodes = (_chain(work) + machine.integer_nodes) * n + sorting
     if n >= MANY_EXPERTS and work.spec.expert != "linear":
         # What lies between the matmuls is there once for all experts.
@@ -220,7 +220,7 @@ def _dense_us(work: Work, machine: Machine) -> float:
 
 
 def _gather_us(work: Work, machine: Machine) -> float:
-    if work.kept == work.spec.experts:
+    if work.k == work.spec.experts:
         return _dense_us(work, machine)  # nothing is to gather: it is the same graph
     return (
         _input_copies(work) / machine.copy_bytes_per_us
@@ -231,7 +231,7 @@ def _gather_us(work: Work, machine: Machine) -> float:
 
 def _conditional_us(work: Work, machine: Machine) -> float:
     n, active = work.spec.experts, work.expected_active
-    branches = n * machine.branch_us if work.kept < n else 0.0
+    branches = n * machine.branch_us if work.k < n else 0.0
     return (
         _expert_bytes(work, active) / machine.bytes_per_us
         + _expert_macs(work, work.batch * active) / machine.macs_per_us
@@ -251,7 +251,7 @@ def _fused_us(work: Work, machine: Machine) -> float:
 
 def _unselected_macs(work: Work) -> float:
     """Dispatch and combine of the experts that nobody needs, where all are carried along."""
-    unselected = work.batch * work.tokens * (work.spec.experts - work.kept) * work.spec.slots
+    unselected = work.batch * work.tokens * (work.spec.experts - work.k) * work.spec.slots
     return float(unselected * (work.spec.dim + work.spec.out))
 
 
@@ -272,4 +272,4 @@ _EXPERTS = {
 def copied_bytes(lowering: AnyLowering, work: AnyWork) -> float:
     """Returns the bytes of weights that a lowering copies for one batch, counted as FP32."""
     copies = _COPIES.get(lowering.name)
-    return 0.0 if copies is None or work.kept >= work.spec.experts else copies(work)
+    return 0.0 if copies is None or work.k >= work.spec.experts else copies(work)

@@ -50,8 +50,8 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
         normalize_routing_weights=1,
         name="experts/outputs",
     )
-    if isinstance(layer.kept, int):
-        shape = b.ints(-1, layer.kept * p, o)
+    if isinstance(layer.k, int):
+        shape = b.ints(-1, layer.k * p, o)
     else:
         rows_per_input = b.op("Shape", slots.rows, start=1, end=2, name="combine/rows")
         shape = b.op(

@@ -82,9 +82,9 @@ def _inverse(b: Builder, order: ir.Value) -> ir.Value:
 def _output_shape(b: Builder, layer: Layer) -> ir.Value:
     """The shape [b, k·p, o] for a Reshape of [b·k, p·o]."""
     p, o = layer.spec.slots, layer.spec.out
-    if isinstance(layer.kept, int):
-        return b.ints(-1, layer.kept * p, o)
-    rows = layer.kept
+    if isinstance(layer.k, int):
+        return b.ints(-1, layer.k * p, o)
+    rows = layer.k
     if p > 1:
         rows = b.op("Mul", rows, b.ints(p), name="combine/rows")
     return b.op("Concat", b.ints(-1), rows, b.ints(o), axis=0, name="combine/outputs_shape")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .types import Grid, IntegerForm, Range, range_key
+from .types import QuantFormat, Range, WeightQuantization, range_key
 from .weights import activation_scale, quantise
 
 INPUT = "input"
@@ -69,8 +69,8 @@ def quantise_host(
     model: ir.Model,
     linears: list[HostLinear],
     range_of: Callable[[str], Range],
-    form: IntegerForm,
-    grid: Grid,
+    form: QuantFormat,
+    grid: WeightQuantization,
     float_type: ir.DataType,
 ) -> list[QuantisedLinear]:
     """Replaces the linear layers of a traced model by INT8 ones, in place; tells of each.
@@ -107,8 +107,8 @@ def _replace(
     graph: ir.Graph,
     linear: HostLinear,
     seen: Range,
-    form: IntegerForm,
-    grid: Grid,
+    form: QuantFormat,
+    grid: WeightQuantization,
     float_type: ir.DataType,
 ) -> None:
     node, tensor = linear.node, linear.weight.const_value

@@ -2,7 +2,7 @@
 
 Every node either computes in 16 bits or stays as it is, for a reason that is kept; casts stand
 where the two meet. MoE layers are nodes here, whose insides are the lowering's
-(`graphs.arithmetic`): their outputs are narrow, and their inputs what they come as, since a router
+(`types.py`): their outputs are narrow, and their inputs what they come as, since a router
 reads them in FP32 and would see what a cast there and back has lost.
 """
 
@@ -66,7 +66,7 @@ its normal range, reached where many are too small for it."""
 
 
 ORDINARY = 1e-4
-"""Numbers whose root mean square is above this lose no more than 3e-8 of it each."""
+"""PrecisionOptions whose root mean square is above this lose no more than 3e-8 of it each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ class Fp32Node:
     usual: bool
 
 
-def narrow_host(
+def to_fp16(
     model: ir.Model,
     dtype: ir.DataType,
     *,

@@ -122,14 +122,14 @@ FLOAT_TYPES: Mapping[FloatName, ir.DataType] = MappingProxyType(
 
 HALF_TYPES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
 
-IntegerForm = Literal["kernel", "standard", "qdq"]
+QuantFormat = Literal["kernel", "standard", "qdq"]
 """How a product of integers is written. `kernel`: ONNX Runtime's `MatMulIntegerToFloat`;
 `standard`: `MatMulInteger`, whose result is cast and scaled; `qdq`: QuantizeLinear and
 DequantizeLinear around a float MatMul, which TensorRT turns into an integer one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Grid:
+class WeightQuantization:
     """The integers that weights are rounded to: −`levels` … `levels`, stored plus `zero_point`.
 
     CPUs without VNNI multiply unsigned by signed bytes with `vpmaddubsw`, which adds two products
@@ -146,13 +146,13 @@ class Grid:
         return ir.DataType.UINT8 if self.zero_point else ir.DataType.INT8
 
 
-SEVEN_BITS = Grid(64, 0)
+SEVEN_BITS = WeightQuantization(64, 0)
 """Signed, and exact on every CPU."""
 
-EIGHT_BITS_UNSIGNED = Grid(127, 128)
+EIGHT_BITS_UNSIGNED = WeightQuantization(127, 128)
 """All eight bits, and exact on every CPU; slower on those without VNNI."""
 
-EIGHT_BITS = Grid(127, 0)
+EIGHT_BITS = WeightQuantization(127, 0)
 """TensorRT's: symmetric, both operands signed."""
 
 
@@ -160,13 +160,13 @@ EIGHT_BITS = Grid(127, 0)
 class Quantised:
     """The integer products of a layer: by weight, the scale of what is multiplied with it."""
 
-    form: IntegerForm
-    grid: Grid
+    form: QuantFormat
+    grid: WeightQuantization
     inputs: Mapping[str, Scale]
 
 
 @dataclass(frozen=True, slots=True)
-class Arithmetic:
+class ComputeTypes:
     """In what numbers one layer computes, whatever type its tokens come in.
 
     `inner` is the float type of the experts' (or factors') products; router and gate are FP32
@@ -177,4 +177,4 @@ class Arithmetic:
     quantised: Quantised | None = None
 
 
-FP32 = Arithmetic()
+FP32 = ComputeTypes()

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..layers.base import StoredPart
-from .types import Arithmetic, Grid, Quantised, Range, Scale
+from .types import ComputeTypes, Quantised, Range, Scale, WeightQuantization
 
 NARROWED = ("experts.", "tensor.")
 """How the names of those weights begin."""
@@ -23,7 +23,7 @@ TINY = float(np.finfo(np.float16).tiny)
 """The scale of a column of zeros: any positive number that every float type holds."""
 
 
-def narrowed(parts: Iterator[StoredPart], arithmetic: Arithmetic) -> Iterator[StoredPart]:
+def converted(parts: Iterator[StoredPart], arithmetic: ComputeTypes) -> Iterator[StoredPart]:
     """Yields a layer's weights as `arithmetic` wants them.
 
     A weight W that multiplies as integers is followed by `W.scale` [..., out]: the real number that
@@ -61,7 +61,7 @@ def _integers(part: StoredPart, quantised: Quantised, inner: ir.DataType) -> Ite
 
 
 def quantise(
-    matrix: np.ndarray, grid: Grid, scale_type: ir.DataType = ir.DataType.FLOAT
+    matrix: np.ndarray, grid: WeightQuantization, scale_type: ir.DataType = ir.DataType.FLOAT
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a matrix [in, out] as integers with a scale [out] per column, float32.
 

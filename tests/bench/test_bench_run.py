@@ -14,8 +14,8 @@ from moexport.bench.demo.digits import Digits
 from moexport.bench.plan import Settings, describe, plan
 from moexport.bench.results import Results, Row, read
 from moexport.bench.run import bench
-from moexport.bench.runners.candidates import told_apart
-from moexport.bench.runners.pytorch import GraphSource, Subject, with_algorithm_1
+from moexport.bench.runners.candidates import with_distinct_names
+from moexport.bench.runners.pytorch import Candidate, GraphSource, with_algorithm_1
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol
 from moexport.errors import FeedError, UsageError
@@ -77,7 +77,7 @@ class FailsAt:
 @pytest.fixture(scope="module")
 def found(model: Model, digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Results:
     folder = tmp_path_factory.mktemp("bench")
-    subject = Subject(
+    candidate = Candidate(
         "digits",
         model,
         ks=(4, 2, 1),
@@ -90,7 +90,7 @@ def found(model: Model, digits: Digits, tmp_path_factory: pytest.TempPathFactory
         ),
     )
     told = Told()
-    results = bench([subject], digits.test, QUICK, out=folder, progress=told)
+    results = bench([candidate], digits.test, QUICK, out=folder, progress=told)
     assert any(line.startswith("failed: digits: onnxruntime unopened") for line in told.lines)
     assert read(folder / "results.json") == results
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -192,7 +192,7 @@ def test_every_row_has_its_work_and_the_least_time_for_it(found: Results, pick: 
 
 def test_unlabelled_data_give_latency_and_parity_only(model: Model, digits: Digits) -> None:
     data = LabelledData(digits.test.inputs[:10], None)
-    results = bench([Subject("d", model)], data, replace(QUICK, batches=(1,)))
+    results = bench([Candidate("d", model)], data, replace(QUICK, batches=(1,)))
     assert results.rows[0].accuracy is None
     assert results.rows[0].parity is not None
     assert results.rows[0].latency_ms is not None
@@ -209,7 +209,7 @@ def test_algorithm_1_shares_the_weights_and_leaves_the_model_alone(model: Model)
 def test_threads_are_set_for_the_run_and_put_back(model: Model, digits: Digits) -> None:
     before = torch.get_num_threads()
     settings = replace(QUICK, batches=(1,), threads=before + 1, samples=5)
-    results = bench([Subject("d", model)], digits.test, settings)
+    results = bench([Candidate("d", model)], digits.test, settings)
     assert results.environment["threads"] == before + 1
     assert torch.get_num_threads() == before
 
@@ -229,32 +229,32 @@ def test_the_program_itself_measures(tmp_path: Path) -> None:
 
 def test_models_of_one_name_are_told_apart_by_their_folders(model: Model) -> None:
     places = [Path(*parts) for parts in (("a", "x", "m.pt"), ("b", "x", "m.pt"), ("c", "n.pt"))]
-    subjects = [Subject(place.stem, model) for place in places]
-    named = told_apart(subjects, places)
-    assert [subject.name for subject in named] == ["a/x/m", "b/x/m", "n"]
-    assert len(plan(named, QUICK)) == len(plan([Subject("d", model)], QUICK)) * 3
-    twice = told_apart(subjects[:1] * 2, places[:1] * 2)
-    assert [subject.name for subject in twice] == ["m", "m"]
+    candidates = [Candidate(place.stem, model) for place in places]
+    named = with_distinct_names(candidates, places)
+    assert [candidate.name for candidate in named] == ["a/x/m", "b/x/m", "n"]
+    assert len(plan(named, QUICK)) == len(plan([Candidate("d", model)], QUICK)) * 3
+    twice = with_distinct_names(candidates[:1] * 2, places[:1] * 2)
+    assert [candidate.name for candidate in twice] == ["m", "m"]
 
 
 def test_the_plan_says_what_and_how_long(model: Model) -> None:
     settings = Settings(batches=(1, 8), protocol=Protocol(round_s=0.5))
-    heats = plan([Subject("d", model, ks=(2,), graphs=(source(model, 2, "dense"),))], settings)
-    text = describe(heats)
+    groups = plan([Candidate("d", model, ks=(2,), graphs=(source(model, 2, "dense"),))], settings)
+    text = describe(groups)
     assert "6 rows; the timing takes at least" in text
     assert "at least 15 s" in text
     assert "onnxruntime dense fp32 k=2" in text
-    assert hash(heats[0]) == hash(heats[0])
+    assert hash(groups[0]) == hash(groups[0])
 
 
 def test_what_cannot_be_measured_is_refused_first(model: Model, digits: Digits) -> None:
     for k in (0, 5):
         with pytest.raises(UsageError, match=f"k = {k}"):
-            plan([Subject("d", model, ks=(k,))], QUICK)
+            plan([Candidate("d", model, ks=(k,))], QUICK)
     with pytest.raises(UsageError, match="same name"):
-        plan([Subject("d", model), Subject("d", model)], QUICK)
-    twice = Subject("d", model, graphs=(source(model, 2, "dense"),) * 2)
-    with pytest.raises(UsageError, match="same contestant"):
+        plan([Candidate("d", model), Candidate("d", model)], QUICK)
+    twice = Candidate("d", model, graphs=(source(model, 2, "dense"),) * 2)
+    with pytest.raises(UsageError, match="same case"):
         plan([twice], QUICK)
     with pytest.raises(UsageError, match="no model"):
         plan([], QUICK)
@@ -262,15 +262,15 @@ def test_what_cannot_be_measured_is_refused_first(model: Model, digits: Digits) 
         Settings(batches=(0,))
     flat = LabelledData(digits.test.inputs.reshape(360, -1), digits.test.labels)
     with pytest.raises(FeedError, match=r"\(6, 784\), and d takes float32 of shape \(batch, 1"):
-        bench([Subject("d", model)], flat, QUICK)
+        bench([Candidate("d", model)], flat, QUICK)
     assert digits.test.labels is not None
     wrong = LabelledData(digits.test.inputs, digits.test.labels + np.int64(1), "input", "label")
     with pytest.raises(FeedError, match=r"labels outside 0\.\.9"):
-        bench([Subject("d", model)], wrong, QUICK)
+        bench([Candidate("d", model)], wrong, QUICK)
 
 
 def test_nothing_is_written_when_the_data_do_not_fit(model: Model, tmp_path: Path) -> None:
     data = LabelledData(np.zeros((2, 3), np.float32), None)
     with pytest.raises(FeedError):
-        bench([Subject("d", model)], data, QUICK, out=tmp_path / "out")
+        bench([Candidate("d", model)], data, QUICK, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()

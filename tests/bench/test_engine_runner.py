@@ -14,7 +14,7 @@ from moexport.bench.data import in_batches
 from moexport.bench.runners.available import KINDS, select
 from moexport.bench.runners.candidates import Asked, exported, from_bundle
 from moexport.bench.runners.onnxruntime import OnnxOpener
-from moexport.bench.runners.pytorch import Subject, contestants
+from moexport.bench.runners.pytorch import Candidate, cases
 from moexport.bench.runners.tensorrt import BundleEngine, GraphEngine
 from moexport.errors import EngineError
 from moexport.exporter.bundle.bundle import Bundle
@@ -37,9 +37,9 @@ def model() -> Model:
     return moexport.load(case.weights, config=case.config)
 
 
-def engine_of(subject: Subject) -> GraphEngine:
-    """The only engine of a subject, to be compiled for a card by name: there may be none here."""
-    (source,) = subject.graphs
+def engine_of(candidate: Candidate) -> GraphEngine:
+    """The only engine of a candidate, to be compiled for a card by name: there may be none here."""
+    (source,) = candidate.graphs
     assert isinstance(source.open, GraphEngine)
     options = replace(source.open.options, compute_capabilities=("8.9",))
     return replace(source.open, options=options)
@@ -53,11 +53,11 @@ def built(opener: GraphEngine) -> EngineRecord:
 
 @needs_rtx
 def test_a_sweep_compiles_an_engine_for_its_batches_when_it_is_opened(model: Model) -> None:
-    with exported(model, replace(ASKED, shape=random_inputs(model, 1).shape[1:])) as subject:
-        (source,) = subject.graphs
+    with exported(model, replace(ASKED, shape=random_inputs(model, 1).shape[1:])) as candidate:
+        (source,) = candidate.graphs
         assert (source.engine, source.provider, source.k) == (FLAVOUR, FLAVOUR, 2)
         assert pickle.loads(pickle.dumps(source.open)) == source.open
-        opener = engine_of(subject)
+        opener = engine_of(candidate)
         record = built(opener)
         assert record.flavour == FLAVOUR
         ranges = [(each.min[0], each.opt[0], each.max[0]) for each in record.ranges]
@@ -75,16 +75,16 @@ def test_the_second_sweep_takes_its_engine_from_the_cache(
     monkeypatch.setenv("MOEXPORT_ENGINE_CACHE", str(tmp_path))
     records = []
     for _ in range(2):
-        with exported(model, ASKED) as subject:
-            records.append(built(engine_of(subject)))
+        with exported(model, ASKED) as candidate:
+            records.append(built(engine_of(candidate)))
     assert len(list(tmp_path.glob("*.plan"))) == 1
     assert records[0] == records[1]  # the seconds that it took among the rest
 
 
 @needs_rtx
 def test_an_engine_of_another_precision_than_was_asked_for_is_refused(model: Model) -> None:
-    with exported(model, replace(ASKED, precisions=("fp16",))) as subject:
-        opener = engine_of(subject)
+    with exported(model, replace(ASKED, precisions=("fp16",))) as candidate:
+        opener = engine_of(candidate)
         path = opener.bundle / "manifest.json"
         manifest = path.read_text()
         assert '"precision": "fp16"' in manifest
@@ -99,9 +99,9 @@ def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) ->
     asked = replace(
         ASKED, engines=("onnxruntime-tensorrt", "tensorrt"), precisions=("fp32", "fp16")
     )
-    with exported(model, asked) as subject:
+    with exported(model, asked) as candidate:
         folders: dict[tuple[str, str], Path] = {}
-        for source in subject.graphs:
+        for source in candidate.graphs:
             assert source.provider == "tensorrt"
             if source.engine == "tensorrt":
                 assert isinstance(source.open, GraphEngine)
@@ -115,16 +115,16 @@ def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) ->
                 folder = source.open.path.parent
             folders[source.engine, source.precision] = folder
         assert len(folders) == len(set(folders.values())) == 4
-        labels = [each.label for each in contestants(subject)]
+        labels = [each.label for each in cases(candidate)]
         assert len(labels) == len(set(labels))
 
 
 def test_a_bundle_takes_part_with_the_engine_that_it_holds(exported: Path) -> None:
     bundle = moexport.Bundle.open(exported)
     case = read_case("soft_moe_vit")
-    subject = from_bundle(bundle, ASKED, model=moexport.load(case.weights, config=case.config))
-    assert [source.engine for source in subject.graphs] == [FLAVOUR] * 2
-    source = subject.graphs[0].open
+    candidate = from_bundle(bundle, ASKED, model=moexport.load(case.weights, config=case.config))
+    assert [source.engine for source in candidate.graphs] == [FLAVOUR] * 2
+    source = candidate.graphs[0].open
     assert isinstance(source, BundleEngine)
     with pytest.raises(EngineError, match=r"holds no tensorrt-rtx engine of model\.onnx"):
         source()

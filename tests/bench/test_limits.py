@@ -12,7 +12,7 @@ import torch
 from moexport.bench.measure.limits import Limits, products_of
 from moexport.bench.measure.roofline import IntegerLinear, Products, Rates, integer_linears, work_of
 from moexport.bench.results import Work
-from moexport.bench.runners.pytorch import Contestant, Graph, GraphSource, Subject
+from moexport.bench.runners.pytorch import Candidate, Case, Graph, GraphSource
 from moexport.common.timing import Measured
 from moexport.exporter.model import Model
 from moexport.tests.recorded import read_case
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 RATES = Rates(stream_gb_s=10.0, matmul_gflop_s=100.0, int8_gop_s=400.0)
 X = np.zeros((1, 1, 28, 28), np.float32)
-ROW = Contestant("digits", "onnxruntime", k=2, experts=4, lowering="grouped")
+ROW = Case("digits", "onnxruntime", k=2, experts=4, lowering="grouped")
 
 
 def unopened() -> Graph:
@@ -32,7 +32,7 @@ GRAPH = GraphSource(2, "grouped", unopened)
 
 @pytest.fixture
 def limits(model: Model) -> Limits:
-    return Limits(Subject("digits", model), X, [replace(ROW, precision="int8")])
+    return Limits(Candidate("digits", model), X, [replace(ROW, precision="int8")])
 
 
 def test_int8_moves_a_quarter_of_the_experts_and_computes_them_in_integers(
@@ -86,7 +86,7 @@ def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:
             return scores
 
     own = replace(model, module=Spectrum().eval())
-    uncounted = Limits(Subject("own", own), X, [ROW]).of(ROW, None, 1, RATES)
+    uncounted = Limits(Candidate("own", own), X, [ROW]).of(ROW, None, 1, RATES)
     assert uncounted.work is None and uncounted.limit_ms is None
     assert "does not count the operations of" in str(uncounted.reason)
 

@@ -29,11 +29,11 @@ from moexport.bench.results import Results, Row, read, to_json, write
 from moexport.bench.run import bench
 from moexport.bench.runners.available import KINDS, select
 from moexport.bench.runners.pytorch import (
-    Contestant,
+    Candidate,
+    Case,
     GraphSource,
     PyTorch,
-    Subject,
-    contestants,
+    cases,
     on_device,
     untouched,
     with_algorithm_1,
@@ -188,14 +188,16 @@ class Killed(Silent):
 def test_a_sweep_that_goes_on_keeps_the_times_of_the_device(
     model: Model, digits: Digits, tmp_path: Path
 ) -> None:
-    subject = Subject("digits", model, graphs=(GraphSource(2, "dense", lambda: Clocked(model)),))
+    candidate = Candidate(
+        "digits", model, graphs=(GraphSource(2, "dense", lambda: Clocked(model)),)
+    )
     settings = replace(QUICK, batches=(1, 3))
     with pytest.raises(KilledError):
-        bench([subject], digits.test, settings, out=tmp_path, progress=Killed())
+        bench([candidate], digits.test, settings, out=tmp_path, progress=Killed())
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     label = "digits: onnxruntime dense fp32 k=2/4"
     kept = [each["device_ms"][label] for each in lines if each.get("kind") == "round"]
-    again = bench([subject], digits.test, settings, out=tmp_path)
+    again = bench([candidate], digits.test, settings, out=tmp_path)
     first, second = (row for row in again.rows if row.engine == "onnxruntime")
     assert first.device_ms == summarise(kept)
     assert second.device_ms is not None
@@ -205,8 +207,8 @@ def test_a_sweep_that_goes_on_keeps_the_times_of_the_device(
 
 
 def test_the_engines_of_a_gpu_are_contestants_with_copies_of_their_own(model: Model) -> None:
-    subject = Subject("digits", model, ks=(4, 2), engines=ON_GPU)
-    found = contestants(subject)
+    candidate = Candidate("digits", model, ks=(4, 2), engines=ON_GPU)
+    found = cases(candidate)
     assert [(c.engine, c.provider, c.k) for c in found] == [
         ("pytorch-eager", "cpu", 4),
         ("pytorch-eager", "cuda", 4),
@@ -217,8 +219,8 @@ def test_the_engines_of_a_gpu_are_contestants_with_copies_of_their_own(model: Mo
 
 @pytest.mark.skipif(NO_GPU is None, reason="PyTorch runs on this machine's GPU")
 def test_what_cannot_run_on_a_gpu_is_a_row_with_its_error(model: Model, digits: Digits) -> None:
-    subject = Subject("digits", model, ks=(2,), engines=ON_GPU)
-    found = bench([subject], digits.test, QUICK)
+    candidate = Candidate("digits", model, ks=(2,), engines=ON_GPU)
+    found = bench([candidate], digits.test, QUICK)
     assert [row.error is None for row in found.rows] == [True, False, False]
 
 
@@ -262,7 +264,7 @@ def test_tf32_is_off_within_a_benchmark_and_as_it_was_after() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_GPU is not None, reason=f"{NO_GPU}: make gpu-check")
 def test_pytorch_on_the_gpu_is_measured_beside_the_cpu(model: Model, digits: Digits) -> None:
-    found = bench([Subject("digits", model, ks=(2,), engines=ON_GPU)], digits.test, QUICK)
+    found = bench([Candidate("digits", model, ks=(2,), engines=ON_GPU)], digits.test, QUICK)
     cpu, gpu, selecting = found.rows
     assert [row.error for row in found.rows] == [None] * 3
     assert cpu.device_ms is None
@@ -283,9 +285,9 @@ def test_pytorch_on_the_gpu_is_measured_beside_the_cpu(model: Model, digits: Dig
     reason=f"{KINDS['pytorch-compile-cuda'].missing()}: make gpu-check",
 )
 def test_a_model_is_compiled_for_the_gpu(model: Model, digits: Digits) -> None:
-    contestant = Contestant("digits", "pytorch-compile", 4, 4, "cuda")
-    subject = Subject("digits", model, engines=("pytorch-compile-cuda",))
-    run = contestants(subject, (2,))[contestant].open()
+    case = Case("digits", "pytorch-compile", 4, 4, "cuda")
+    candidate = Candidate("digits", model, engines=("pytorch-compile-cuda",))
+    run = cases(candidate, (2,))[case].open()
     x = digits.test.inputs[:2]
     np.testing.assert_allclose(run(x), PyTorch(model.module)(x), rtol=1e-3, atol=1e-3)
     device_ms: Callable[[Array], float] = run.device_ms  # type: ignore[attr-defined]

@@ -27,15 +27,15 @@ def opened_by(source: GraphSource) -> type:
 
 
 def test_a_lowering_without_a_kernel_does_not_take_the_others_with_it(model: Model) -> None:
-    with exported(model, replace(ASKED, precisions=("fp32", "fp16"))) as subject:
-        found = {(s.precision, s.lowering): opened_by(s) for s in subject.graphs}
+    with exported(model, replace(ASKED, precisions=("fp32", "fp16"))) as candidate:
+        found = {(s.precision, s.lowering): opened_by(s) for s in candidate.graphs}
         assert found == {
             ("fp32", "gather"): OnnxOpener,
             ("fp32", "fused"): OnnxOpener,
             ("fp16", "gather"): OnnxOpener,
             ("fp16", "fused"): Refused,
         }
-        (refused,) = (s for s in subject.graphs if isinstance(s.open, Refused))
+        (refused,) = (s for s in candidate.graphs if isinstance(s.open, Refused))
         with pytest.raises(LoweringError, match=r"com\.microsoft\.MoE has no FP16 kernel"):
             refused.open()
 

@@ -33,17 +33,17 @@ def test_parts_wait_for_each_other() -> None:
 
 
 def test_a_layers_parts_hold_all_its_multiply_adds_and_only_the_kept_experts_weights() -> None:
-    parts = list(layer_parts(WorkOf(SPEC, kept=2, batch=3, tokens=5)))
+    parts = list(layer_parts(WorkOf(SPEC, k=2, batch=3, tokens=5)))
     assert sum(part.macs for part in parts) == 3 * sum(SPEC.macs(5, 2).values())
     routing, experts = parts
     assert routing.bytes == 4 * 3 * 5 * (16 + 16)
     assert experts.bytes == 4 * 6 * 2 * 16 * 32  # 3 inputs choose at most 6 of 8 experts
-    whole = list(layer_parts(WorkOf(SPEC, kept=2, batch=100, tokens=5)))[1]
+    whole = list(layer_parts(WorkOf(SPEC, k=2, batch=100, tokens=5)))[1]
     assert whole.bytes == 4 * 8 * 2 * 16 * 32
 
 
 def test_int8_experts_move_a_quarter_and_compute_integers() -> None:
-    work = WorkOf(SPEC, kept=2, batch=1, tokens=5)
+    work = WorkOf(SPEC, k=2, batch=1, tokens=5)
     full, quarter = (list(layer_parts(work, int8_experts=int8))[1] for int8 in (False, True))
     assert quarter.bytes * 4 == full.bytes
     assert quarter.integer and not full.integer
@@ -119,9 +119,9 @@ def test_a_host_whose_operations_nobody_counts_is_refused_by_their_name() -> Non
 
 def test_probes_beside_others_give_the_rates_of_those_rounds() -> None:
     probes = Probes(threads=1, stream_bytes=1 << 20, square=64)
-    latencies = {name: summarise([[10.0]]) for name in probes.contestants}
-    for contestant in probes.contestants.values():
-        contestant(0)
+    latencies = {name: summarise([[10.0]]) for name in probes.cases}
+    for case in probes.cases.values():
+        case(0)
     rates = probes.rates(latencies)
     assert rates.stream_gb_s == pytest.approx((1 << 20) / 1e7)
     assert rates.matmul_gflop_s == rates.int8_gop_s == pytest.approx(2 * 64**3 / 1e7)

@@ -14,7 +14,7 @@ from moexport.bench.journal import FILE, Journal
 from moexport.bench.measure.latency import TASKS
 from moexport.bench.plan import Settings
 from moexport.bench.run import bench
-from moexport.bench.runners.pytorch import GraphSource, Subject, with_algorithm_1
+from moexport.bench.runners.pytorch import Candidate, GraphSource, with_algorithm_1
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol, Round, measure
 from moexport.exporter.model import Model
@@ -68,14 +68,14 @@ class CountingGraph:
         return self.torch.with_routing(x)[1]
 
 
-def subject(model: Model, graph: CountingGraph) -> Subject:
-    return Subject("digits", model, graphs=(GraphSource(2, "dense", lambda: graph),))
+def candidate(model: Model, graph: CountingGraph) -> Candidate:
+    return Candidate("digits", model, graphs=(GraphSource(2, "dense", lambda: graph),))
 
 
 def killed(model: Model, digits: Digits, out: Path, settings: Settings = SETTINGS) -> None:
     with pytest.raises(KilledError):
         bench(
-            [subject(model, CountingGraph(model))],
+            [candidate(model, CountingGraph(model))],
             digits.test,
             settings,
             out=out,
@@ -90,7 +90,7 @@ def test_a_killed_sweep_goes_on_where_it_stopped(
     settings = replace(SETTINGS, limits=True)
     killed(model, digits, tmp_path, settings)
     steps, graph = Steps(), CountingGraph(model)
-    again = bench([subject(model, graph)], digits.test, settings, out=tmp_path, progress=steps)
+    again = bench([candidate(model, graph)], digits.test, settings, out=tmp_path, progress=steps)
     # One evaluation, five rounds of batch 1 and, where the system tells, how long they waited.
     pieces = 6 + any(TASKS.glob("*/schedstat"))
     assert f"going on with an unfinished run: {pieces} measurements are done" in steps.lines
@@ -124,7 +124,7 @@ def test_a_sweep_of_something_else_begins_anew(
     else:
         ks = (1,)
     steps, graph = Steps(), CountingGraph(model)
-    changed = replace(subject(model, graph), name=name, ks=ks)
+    changed = replace(candidate(model, graph), name=name, ks=ks)
     bench([changed], data, settings, out=tmp_path, progress=steps)
     (line,) = [line for line in steps.lines if "discarded" in line]
     assert named in line

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Flavour
+from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Backend
 from moexport.exporter.tensorrt.build import Circumstances, ended, explained, weights_bytes
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
@@ -16,7 +16,7 @@ from moexport.tests.targets.engines import needs_rtx
 GENERIC = "[!] Invalid Engine. Please ensure the engine was built correctly"
 
 
-def about(flavour: Flavour = TENSORRT, *, on_gpu: bool = True, **options: Any) -> Circumstances:
+def about(flavour: Backend = TENSORRT, *, on_gpu: bool = True, **options: Any) -> Circumstances:
     profile = Profile("input", (1, 3, 32, 32), (8, 3, 32, 32), (64, 3, 32, 32))
     return Circumstances(
         Path("model.onnx"), flavour, EngineOptions(**options), [profile], on_gpu=on_gpu

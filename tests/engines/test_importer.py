@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
-from moexport.exporter.tensorrt.backends import FLAVOURS, TENSORRT_RTX
+from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT_RTX
 from moexport.exporter.tensorrt.onnx_support import NO_IMPORTER, REFUSED_BY, refusals
 from moexport.tests.targets.engines import needs_rtx
 from onnx import TensorProto, helper, numpy_helper
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray], str | None]]
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("flavour", FLAVOURS.values(), ids=list(FLAVOURS))
+@pytest.mark.parametrize("flavour", BACKENDS.values(), ids=list(BACKENDS))
 def test_a_graph_is_refused_for_the_right_reason(case: str, flavour: Any) -> None:
     nodes, constants, reason = CASES[case]
     found = list(refusals(model(nodes, constants), flavour))

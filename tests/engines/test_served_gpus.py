@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from moexport.errors import EngineError, ForeignEngineError
 from moexport.exporter.doctor import abilities
-from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Flavour, Gpu, first_gpu
+from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Backend, Gpu, first_gpu
 from moexport.tests.command import Outcome, run, run_program
 from moexport.tests.targets.engines import build, export, needs_rtx
 
@@ -35,7 +35,7 @@ def test_the_cards_are_those_that_the_installed_builder_names() -> None:
     ],
     ids=["tensorrt-rtx", "tensorrt"],
 )
-def test_each_flavour_serves_its_own_gpus(flavour: Flavour, served: str, not_served: str) -> None:
+def test_each_flavour_serves_its_own_gpus(flavour: Backend, served: str, not_served: str) -> None:
     assert all(flavour.serves(each) for each in served.split())
     assert not any(flavour.serves(each) for each in not_served.split())
 

@@ -13,7 +13,7 @@ from moexport.common.console import Silent
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions, parse_range
-from moexport.exporter.quantization.trial import SAMPLES, Answers, record_answers
+from moexport.exporter.quantization.trial import SAMPLES, ReferenceOutputs, reference_outputs
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH = 7, 3
@@ -46,9 +46,9 @@ def same(*axes: str | int) -> Model:
     return Model(Same(), "test", {}, Source("same", ()), spec, spec)
 
 
-def answers(model: Model, data: Feed, folder: Path, batch: str = "1:1:32") -> Answers:
+def answers(model: Model, data: Feed, folder: Path, batch: str = "1:1:32") -> ReferenceOutputs:
     options = ExportOptions(batch=parse_range(batch, "--batch"))
-    return record_answers(model, options, data, folder, Silent())
+    return reference_outputs(model, options, data, folder, Silent())
 
 
 def scores(ids: np.ndarray) -> np.ndarray:

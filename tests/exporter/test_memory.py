@@ -123,7 +123,7 @@ def test_weights_of_sixteen_bits_are_widened_in_a_file_that_leaves_nothing_behin
     }
     monkeypatch.setattr(widening, "IN_MEMORY_BYTES", 0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    found, file = widening.widened(source, ())
+    found, file = widening.upcast(source, ())
     assert file is not None
     assert file.parent == tmp_path
     assert not list(tmp_path.iterdir())
@@ -135,11 +135,11 @@ def test_weights_of_sixteen_bits_are_widened_in_a_file_that_leaves_nothing_behin
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    found, file = widening.widened(source, ())
+    found, file = widening.upcast(source, ())
     assert file is None
     assert not list(tmp_path.iterdir())
     torch.testing.assert_close(found, in_memory, rtol=0, atol=0)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
-    found, file = widening.widened(source, ())
+    found, file = widening.upcast(source, ())
     assert file is None
     torch.testing.assert_close(found, in_memory, rtol=0, atol=0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from moexport.exporter.export import way_out
-from moexport.exporter.options import ExportOptions, Numbers
+from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.parity import Parity
 from moexport.graphs.precision.types import Precision
 
@@ -27,7 +27,7 @@ def missed(routing_agreement: float) -> Parity:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 def test_values_that_differ_may_be_allowed(precision: Precision) -> None:
-    options = ExportOptions(numbers=Numbers(precision=precision))
+    options = ExportOptions(numbers=PrecisionOptions(precision=precision))
     assert "raise --rtol" in way_out(missed(1.0), options)
 
 
@@ -41,7 +41,7 @@ def test_values_that_differ_may_be_allowed(precision: Precision) -> None:
     ],
 )
 def test_other_experts_are_not_a_matter_of_rtol(precision: Precision, advice: str) -> None:
-    options = ExportOptions(numbers=Numbers(precision=precision), target="onnx")
+    options = ExportOptions(numbers=PrecisionOptions(precision=precision), target="onnx")
     advised = way_out(missed(0.9), options)
     assert advice in advised
     assert "raise --rtol" not in advised

@@ -18,8 +18,8 @@ from moexport.graphs.layers.base import Rewrite
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights
 from moexport.graphs.layers.stored import MuMoELayer
 from moexport.graphs.lowerings import MUMOE_LOWERINGS
-from moexport.graphs.precision.types import FP32, Arithmetic
-from moexport.graphs.precision.weights import narrowed
+from moexport.graphs.precision.types import FP32, ComputeTypes
+from moexport.graphs.precision.weights import converted
 from moexport.tests.exporter.reference import Array, gelu, layer_norm, softmax
 
 
@@ -95,11 +95,11 @@ class InMemory:
         return ir.tensor(self.arrays[name][index], name=f"{name}/{index}")
 
 
-def arrays_of(layer: MuMoE, arithmetic: Arithmetic = FP32) -> dict[str, np.ndarray]:
+def arrays_of(layer: MuMoE, arithmetic: ComputeTypes = FP32) -> dict[str, np.ndarray]:
     """The layer's weights as they are stored, by name."""
     return {
         part.name: np.concatenate([a.reshape(-1) for a in part.parts]).reshape(part.shape)
-        for part in narrowed(layer.stored(), arithmetic)
+        for part in converted(layer.stored(), arithmetic)
     }
 
 
@@ -107,7 +107,7 @@ def graph(
     layer: MuMoE,
     kept: int | None = None,
     lowering: str | None = None,
-    arithmetic: Arithmetic = FP32,
+    arithmetic: ComputeTypes = FP32,
     tokens: int | None = None,
 ) -> ir.Model:
     """The layer alone as a model from `x` [b, m, d] to `output`; m is `tokens`, or any."""

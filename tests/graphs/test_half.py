@@ -10,9 +10,9 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from moexport.exporter.session import rounded_twin
+from moexport.exporter.session import fp16_emulation
 from moexport.graphs.precision.fp16 import beyond, misfit
-from moexport.graphs.precision.types import Arithmetic
+from moexport.graphs.precision.types import ComputeTypes
 from moexport.tests.graphs.tiny_layers import (
     Array,
     TinyLayer,
@@ -30,9 +30,9 @@ def rounded(
     layer: TinyLayer, lowering: str, dtype: ir.DataType, folder: Path, x: Array
 ) -> tuple[Array, Array]:
     """The layer's output as a 16-bit engine computes it, and the experts that it chose."""
-    made = lowered(layer, lowering, 2, arithmetic=Arithmetic(dtype), stream=dtype)
+    made = lowered(layer, lowering, 2, arithmetic=ComputeTypes(dtype), stream=dtype)
     ir.save(made.model, folder / "layer.onnx")
-    twin = rounded_twin(folder / "layer.onnx")
+    twin = fp16_emulation(folder / "layer.onnx")
     selected = made.values["layer"].selected
     assert selected is not None
     twin.graph.output.append(_output(selected))

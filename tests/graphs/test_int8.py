@@ -14,12 +14,12 @@ from moexport.graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
     SEVEN_BITS,
-    Arithmetic,
-    Grid,
-    IntegerForm,
+    ComputeTypes,
+    QuantFormat,
     Quantised,
     Range,
     Scale,
+    WeightQuantization,
 )
 from moexport.graphs.precision.weights import quantise
 from moexport.tests.graphs.tiny_layers import (
@@ -32,7 +32,7 @@ from moexport.tests.graphs.tiny_layers import (
     tokens,
 )
 
-FORMS: list[tuple[IntegerForm, Grid]] = [
+FORMS: list[tuple[QuantFormat, WeightQuantization]] = [
     ("kernel", SEVEN_BITS),
     ("kernel", EIGHT_BITS_UNSIGNED),
     ("standard", SEVEN_BITS),
@@ -43,7 +43,7 @@ INPUT = Range(-3.0, 2.5, -3.0, 2.5, 100)
 HIDDEN = Range(-0.5, 9.0, -0.5, 9.0, 100)
 
 
-def int8(layer: TinyLayer, form: IntegerForm, grid: Grid) -> Arithmetic:
+def int8(layer: TinyLayer, form: QuantFormat, grid: WeightQuantization) -> ComputeTypes:
     """Both products of the experts in integers, over ranges that cover what they see."""
 
     def scale(seen: Range) -> Scale:
@@ -52,7 +52,7 @@ def int8(layer: TinyLayer, form: IntegerForm, grid: Grid) -> Arithmetic:
     inputs = {"experts.w1": scale(INPUT)}
     if layer.w2 is not None:
         inputs["experts.w2"] = scale(HIDDEN)
-    return Arithmetic(quantised=Quantised(form, grid, inputs))
+    return ComputeTypes(quantised=Quantised(form, grid, inputs))
 
 
 def rounded(x: Array, scale: Scale, *, signed: bool) -> Array:
@@ -62,7 +62,7 @@ def rounded(x: Array, scale: Scale, *, signed: bool) -> Array:
     return np.asarray((steps - scale.zero_point) * scale.scale)
 
 
-def as_integers(layer: TinyLayer, arithmetic: Arithmetic) -> TinyLayer:
+def as_integers(layer: TinyLayer, arithmetic: ComputeTypes) -> TinyLayer:
     """The layer with weights that were integers; its activations still have to be rounded."""
     assert arithmetic.quantised is not None
     grid = arithmetic.quantised.grid
@@ -78,7 +78,7 @@ def as_integers(layer: TinyLayer, arithmetic: Arithmetic) -> TinyLayer:
     return replace(layer, w1=through(layer.w1), w2=w2)
 
 
-def expected(layer: TinyLayer, arithmetic: Arithmetic, x: Array, k: int) -> Array:
+def expected(layer: TinyLayer, arithmetic: ComputeTypes, x: Array, k: int) -> Array:
     """The formulas in float64 with weights and activations rounded where the graph rounds them."""
     quantised = arithmetic.quantised
     assert quantised is not None
@@ -91,7 +91,7 @@ def expected(layer: TinyLayer, arithmetic: Arithmetic, x: Array, k: int) -> Arra
 
 
 def assert_computes(
-    layer: TinyLayer, lowering: str, kept: int | None, arithmetic: Arithmetic, k: int
+    layer: TinyLayer, lowering: str, kept: int | None, arithmetic: ComputeTypes, k: int
 ) -> None:
     x = tokens(5, 4)
     feeds = {"input": x} if kept is not None else {"input": x, "k": np.array([k])}
@@ -107,7 +107,7 @@ def assert_computes(
 @pytest.mark.parametrize(("form", "grid"), FORMS)
 @pytest.mark.parametrize("lowering", ["dense", "gather", "grouped", "conditional"])
 def test_every_lowering_rounds_as_written_down(
-    lowering: str, form: IntegerForm, grid: Grid, slots: int
+    lowering: str, form: QuantFormat, grid: WeightQuantization, slots: int
 ) -> None:
     layer = tiny_layer(slots=slots)
     arithmetic = int8(layer, form, grid)
@@ -117,9 +117,9 @@ def test_every_lowering_rounds_as_written_down(
 
 
 @pytest.mark.parametrize("expert", get_args(ExpertKind))
-@pytest.mark.parametrize("form", get_args(IntegerForm))
+@pytest.mark.parametrize("form", get_args(QuantFormat))
 def test_every_kind_of_expert_with_and_without_biases(
-    form: IntegerForm, expert: ExpertKind
+    form: QuantFormat, expert: ExpertKind
 ) -> None:
     grid = EIGHT_BITS if form == "qdq" else SEVEN_BITS
     for biases in (True, False):
@@ -130,7 +130,7 @@ def test_every_kind_of_expert_with_and_without_biases(
 
 @pytest.mark.parametrize(("form", "grid"), FORMS)
 def test_many_grouped_experts_round_their_hidden_rows_together(
-    form: IntegerForm, grid: Grid
+    form: QuantFormat, grid: WeightQuantization
 ) -> None:
     layer = tiny_layer(experts=MANY_EXPERTS, slots=2)
     arithmetic = int8(layer, form, grid)
@@ -156,7 +156,9 @@ def extreme(width: int) -> TinyLayer:
 
 @pytest.mark.parametrize(("form", "grid"), FORMS)
 @pytest.mark.parametrize("lowering", ["dense", "gather", "grouped", "conditional"])
-def test_the_largest_sums_do_not_saturate(lowering: str, form: IntegerForm, grid: Grid) -> None:
+def test_the_largest_sums_do_not_saturate(
+    lowering: str, form: QuantFormat, grid: WeightQuantization
+) -> None:
     # On CPUs without VNNI a product of bytes is added in pairs in 16 bits.
     width = 256
     layer = extreme(width)
@@ -164,7 +166,7 @@ def test_the_largest_sums_do_not_saturate(lowering: str, form: IntegerForm, grid
     sums = Range(0.0, float(width), 0.0, float(width), 1)
     scales = [r.symmetric() if form == "qdq" else r.affine() for r in (largest, sums)]
     inputs = dict(zip(("experts.w1", "experts.w2"), scales, strict=True))
-    arithmetic = Arithmetic(quantised=Quantised(form, grid, inputs))
+    arithmetic = ComputeTypes(quantised=Quantised(form, grid, inputs))
     for batch in (1, 2, 7, 40):
         x = np.ones((batch, 3, width), dtype=np.float32)
         y = session(lowered(layer, lowering, 2, arithmetic=arithmetic)).run(None, {"input": x})[0]

@@ -10,12 +10,12 @@ import pytest
 import torch
 from moexport.graphs.layers.mumoe import Form, MuMoE, MuMoESpec
 from moexport.graphs.precision.types import (
-    Arithmetic,
-    Grid,
-    IntegerForm,
+    ComputeTypes,
+    QuantFormat,
     Quantised,
     Range,
     Scale,
+    WeightQuantization,
     operand_of,
 )
 from moexport.graphs.precision.weights import quantise
@@ -83,7 +83,7 @@ class Factors:
         return self.times(product, f"{name}.output")
 
 
-def int8(layer: MuMoE, x: Array, form: IntegerForm, grid: Grid) -> Arithmetic:
+def int8(layer: MuMoE, x: Array, form: QuantFormat, grid: WeightQuantization) -> ComputeTypes:
     """The arithmetic with the ranges that the layer has on inputs x."""
     exact = Factors(layer)
     exact(x)
@@ -94,12 +94,14 @@ def int8(layer: MuMoE, x: Array, form: IntegerForm, grid: Grid) -> Arithmetic:
         return seen.symmetric() if form == "qdq" else seen.affine()
 
     scales = {key: scale(values) for key, values in exact.seen.items()}
-    return Arithmetic(quantised=Quantised(form, grid, scales))
+    return ComputeTypes(quantised=Quantised(form, grid, scales))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
 @pytest.mark.parametrize(("form", "grid"), FORMS)
-def test_every_form_rounds_as_written_down(spec: MuMoESpec, form: IntegerForm, grid: Grid) -> None:
+def test_every_form_rounds_as_written_down(
+    spec: MuMoESpec, form: QuantFormat, grid: WeightQuantization
+) -> None:
     layer = random_layer(spec)
     x = np.random.default_rng(1).standard_normal((3, 5, spec.dim))
     arithmetic = int8(layer, x, form, grid)

@@ -21,11 +21,11 @@ from moexport.graphs.layers.soft_moe import (
     SoftMoEWeights,
 )
 from moexport.graphs.layers.stored import LayerTensors
-from moexport.graphs.lower import LayerChoice, Lowered, lower
+from moexport.graphs.lower import Lowered, LoweringRequest, lower
 from moexport.graphs.lowerings import LOWERINGS
 from moexport.graphs.names import DOMAIN
-from moexport.graphs.precision.types import FP32, Arithmetic
-from moexport.graphs.precision.weights import narrowed
+from moexport.graphs.precision.types import FP32, ComputeTypes
+from moexport.graphs.precision.weights import converted
 from moexport.graphs.targets import Target
 
 Array = np.ndarray
@@ -87,9 +87,9 @@ class TinyLayer:
 class NarrowTensors:
     """A layer's weights in the numbers of an arithmetic, in memory."""
 
-    def __init__(self, layer: TinyLayer, arithmetic: Arithmetic) -> None:
+    def __init__(self, layer: TinyLayer, arithmetic: ComputeTypes) -> None:
         self._arrays: dict[str, ir.TensorProtocol] = {}
-        for part in narrowed(layer.parts(), arithmetic):
+        for part in converted(layer.parts(), arithmetic):
             array = np.concatenate([np.ravel(piece) for piece in part.parts]).reshape(part.shape)
             self._arrays[part.name] = ir.tensor(array.astype(part.dtype.numpy()), name=part.name)
 
@@ -253,7 +253,7 @@ def lowered(
     *,
     renormalize: bool = False,
     tensors: LayerTensors | None = None,
-    arithmetic: Arithmetic = FP32,
+    arithmetic: ComputeTypes = FP32,
     stream: ir.DataType = ir.DataType.FLOAT,
     target: Target = "onnx",
 ) -> Lowered:
@@ -271,7 +271,9 @@ def lowered(
     graph = ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, DOMAIN: 1}, name="one_layer")
     if tensors is None:
         tensors = layer if arithmetic == FP32 else NarrowTensors(layer, arithmetic)
-    choice = LayerChoice(spec, tensors, LOWERINGS[lowering], kept, renormalize, arithmetic, target)
+    choice = LoweringRequest(
+        spec, tensors, LOWERINGS[lowering], kept, renormalize, arithmetic, target
+    )
     return lower(ir.Model(graph, ir_version=10), {spec.name: choice})
 
 

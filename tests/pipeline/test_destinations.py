@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.common.writing import written_whole
+from moexport.common.writing import atomic_directory
 from moexport.errors import BundleError
 from moexport.tests.command import Outcome, run, start
 from moexport.tests.recorded import DATA
@@ -346,7 +346,7 @@ class Stop(BaseException):
 def test_an_interrupt_while_writing_keeps_the_old_bundle(tmp_path: Path) -> None:
     a_bundle(tmp_path / "out")
     before = contents(tmp_path)
-    with pytest.raises(Stop), written_whole(tmp_path / "out", force=True) as folder:
+    with pytest.raises(Stop), atomic_directory(tmp_path / "out", force=True) as folder:
         (folder / "weights.bin").write_bytes(b"new")
         raise Stop
     assert contents(tmp_path) == before
@@ -356,7 +356,7 @@ def test_an_interrupt_while_writing_keeps_the_old_bundle(tmp_path: Path) -> None
 def test_a_destination_that_appeared_meanwhile_is_not_overwritten(tmp_path: Path) -> None:
     with (
         pytest.raises(BundleError, match="a bundle exists there"),
-        written_whole(tmp_path / "out", force=False) as folder,
+        atomic_directory(tmp_path / "out", force=False) as folder,
     ):
         (folder / "weights.bin").write_bytes(b"new")
         a_bundle(tmp_path / "out")

@@ -12,7 +12,7 @@ import pytest
 import torch
 from moexport.errors import EngineError, FeedError, UsageError
 from moexport.exporter.session import PROVIDERS, SessionOptions
-from moexport.exporter.tensorrt.backends import FLAVOURS, TENSORRT, Flavour, first_gpu
+from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, Backend, first_gpu
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import parse_profile
 from moexport.exporter.tensorrt.session import EngineSession
@@ -27,9 +27,9 @@ RTOL = 1e-3
 """FP32 on a GPU sums in another order than PyTorch on a CPU."""
 
 
-@pytest.fixture(params=FLAVOURS.values(), ids=list(FLAVOURS))
-def flavour(request: pytest.FixtureRequest) -> Flavour:
-    chosen: Flavour = request.param
+@pytest.fixture(params=BACKENDS.values(), ids=list(BACKENDS))
+def backend_named(request: pytest.FixtureRequest) -> Backend:
+    chosen: Backend = request.param
     if not chosen.installed():
         pytest.skip(f"{chosen.title} is not installed: {chosen.install}")
     gpu = first_gpu()
@@ -43,7 +43,7 @@ def case() -> RecordedCase:
     return read_case("soft_moe_vit")
 
 
-def opened(flavour: Flavour, case: RecordedCase, place: Path, **options: Any) -> EngineSession:
+def opened(flavour: Backend, case: RecordedCase, place: Path, **options: Any) -> EngineSession:
     """An engine with a profile for one input and one for more, and k from 1 to 8."""
     bundle = moexport.export(
         moexport.load(case.weights, config=case.config),
@@ -63,7 +63,7 @@ def opened(flavour: Flavour, case: RecordedCase, place: Path, **options: Any) ->
 
 
 @pytest.fixture
-def session(flavour: Flavour, case: RecordedCase, tmp_path: Path) -> Iterator[EngineSession]:
+def session(flavour: Backend, case: RecordedCase, tmp_path: Path) -> Iterator[EngineSession]:
     with opened(flavour, case, tmp_path / "out") as found:
         yield found
 
@@ -105,7 +105,7 @@ def test_work_that_comes_back_is_recorded_once(session: EngineSession, case: Rec
 
 
 def test_an_engine_without_weights_takes_the_bundles(
-    flavour: Flavour, case: RecordedCase, tmp_path: Path
+    flavour: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
     with opened(flavour, case, tmp_path / "whole") as whole:
         size = whole.path.stat().st_size

@@ -50,7 +50,7 @@ def test_a_unit_that_says_nothing_is_a_result() -> None:
 def test_failures_are_kept_with_their_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_check, "FLAVOURS", {"tensorrt": TENSORRT})
+    monkeypatch.setattr(gpu_check, "BACKENDS", {"tensorrt": TENSORRT})
     monkeypatch.setattr(gpu_check, "PROVIDER_PRECISIONS", ("fp32",))
     output = tmp_path / "gpu-check.json"
     assert run(output, TINY, None) is False
