@@ -205,7 +205,7 @@ class Work:
 class Row:
     """One engine with one k at one batch size.
 
-    `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (host array to host
+    `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (array in memory to
     array); `device_ms` is the GPU's own time for a call by CUDA events around the computation, for
     engines that tell it. `limit_ms` is the least time that the machine needs for its `work`
     (`measure.roofline`), and `no_limit` says why that is not known. `throughput` is inputs per

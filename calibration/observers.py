@@ -18,7 +18,7 @@ import onnxruntime as ort
 from ..errors import CalibrationError
 from ..graphs.builder import Builder
 from ..graphs.lower import LoweringRequest, lower
-from ..graphs.precision.backbone import INPUT, host_linears
+from ..graphs.precision.backbone import INPUT, backbone_linears
 from ..graphs.precision.types import is_ranged, range_key
 from .methods import BINS, HALF, Histogram
 
@@ -92,14 +92,14 @@ class _Observers:
 def observing_graph(portable: ir.Model, choices: Mapping[str, LoweringRequest]) -> ObservingGraph:
     """Returns a copy of a traced model that observes instead of answering.
 
-    Ranged are the inputs of the host's linear layers and, of each MoE layer, what its lowering taps
-    (`types.range_key`); the lowering must compute the rows of the selection alone. Peaks
-    are taken of every other float value that an op of the host or of an expert makes.
+    Ranged are the inputs of the backbone's linear layers and, of each MoE layer, what its lowering
+    taps (`types.range_key`); the lowering must compute the rows of the selection alone. Peaks
+    are taken of every other float value that an op of the backbone or of an expert makes.
     """
     model = portable.clone()
     observers = _Observers()
     answers = list(model.graph.outputs)
-    _observe_host(model.graph, observers)
+    _observe_backbone(model.graph, observers)
     lowered = lower(model, choices, observers.layer).model
     graph = lowered.graph
     for value in [v for v in graph.outputs if v.name in {a.name for a in answers}]:
@@ -107,7 +107,7 @@ def observing_graph(portable: ir.Model, choices: Mapping[str, LoweringRequest]) 
     return ObservingGraph(lowered, observers.ranged, observers.peaks)
 
 
-def _observe_host(graph: ir.Graph, observers: _Observers) -> None:
+def _observe_backbone(graph: ir.Graph, observers: _Observers) -> None:
     nodes: list[ir.Node] = []
     outputs: list[ir.Value] = []
 
@@ -118,7 +118,7 @@ def _observe_host(graph: ir.Graph, observers: _Observers) -> None:
         for initializer in b.initializers:
             graph.register_initializer(initializer)
 
-    for linear in host_linears(graph):
+    for linear in backbone_linears(graph):
         observe(linear.key, INPUT, linear.input)
     for node, value in _made(graph):
         assert node.name is not None
@@ -128,7 +128,7 @@ def _observe_host(graph: ir.Graph, observers: _Observers) -> None:
 
 
 def _made(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
-    """The float values that ops of the host make, and the nodes that make them."""
+    """The float values that ops of the backbone make, and the nodes that make them."""
     for node in list(graph):
         if node.op_type not in _MOVES and node.outputs[0].dtype == ir.DataType.FLOAT:
             yield node, node.outputs[0]

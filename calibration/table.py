@@ -44,8 +44,8 @@ class Origin:
 class CalibrationTable:
     """Ranges by tensor (`types.range_key`), and the largest absolute values of the others.
 
-    `peaks` holds max|x| of every float value of the host by its name in the traced graph, and of
-    the values inside MoE layers that are no input of a matrix product: what a 16-bit float must
+    `peaks` holds max|x| of every float value of the backbone by its name in the traced graph, and
+    of the values inside MoE layers that are no input of a matrix product: what a 16-bit float must
     hold without overflow. `moexport` is the version that wrote the table.
     """
 

@@ -105,7 +105,7 @@ def bundle_text(path: Path, manifest: Manifest) -> str:
             *(f"edited      {text}" for text in _edit_texts(manifest)),
             *ports,
             *(f"note        {note}" for note in manifest.notes),
-            *(f"note        {note}" for note in _host_departures(manifest)),
+            *(f"note        {note}" for note in _backbone_departures(manifest)),
             "",
             table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
             "",
@@ -123,16 +123,16 @@ def _precisions(layers: Iterable[tuple[str, str, str]]) -> str:
 
 
 def departures(manifest: Manifest) -> list[str]:
-    """What is not in the precision that was asked for, and why: layers, then nodes of the host."""
+    """What is not in the precision asked for, and why: layers, then nodes of the backbone."""
     layers = [
         f"{layer.name}: in {layer.precision}: {layer.precision_reason}"
         for layer in manifest.layers
         if layer.precision != manifest.precision
     ]
-    return [*layers, *_host_departures(manifest)]
+    return [*layers, *_backbone_departures(manifest)]
 
 
-def _host_departures(manifest: Manifest) -> list[str]:
+def _backbone_departures(manifest: Manifest) -> list[str]:
     numbers = manifest.numbers
     fp32_nodes = numbers.get("fp32_nodes", ())
     linears = numbers.get("linears", {})

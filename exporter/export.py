@@ -35,7 +35,7 @@ from .bundle.manifest import (
     PortRecord,
     SourceRecord,
 )
-from .bundle.weights import StoredLayer, WeightsWriter, write_host, write_layer
+from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
 from .inputs import fixed_axes, parity_inputs
 from .measured_lowerings import tune
 from .model import Model, TensorSpec, edited
@@ -145,7 +145,7 @@ def write_graphs(
     portable = prepared.portable.clone()
     model = prepared.model
     with WeightsWriter(directory, progress, model.source.mapped) as writer:
-        write_host(writer, portable)
+        write_backbone(writer, portable)
         stored = {
             name: write_layer(writer, name, layer, prepared.numbers.layers[name].arithmetic)
             for name, layer in model.layers.items()

@@ -114,8 +114,8 @@ def _support(model: Model, data: Feed) -> tuple[SupportReport, ...]:
 def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, int]:
     """Returns the tokens m that each layer sees for one input.
 
-    A dynamic token axis counts as `dynamic` tokens. The host runs on zeros, in place of its inputs
-    and of its weights, none of which is read; its MoE layers and its products do not run.
+    A dynamic token axis counts as `dynamic` tokens. The backbone runs on zeros, in place of its
+    inputs and of its weights, none of which is read; its MoE layers and its products do not run.
     """
     side = max(1, round(dynamic**0.5))
     tokens_limit = dict(model.input.limits).get("tokens", dynamic)
@@ -133,20 +133,20 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
             tokens[self.name] = x.shape[1]
             return x.new_zeros(*x.shape[:-1], self.spec.out)
 
-    with torch.inference_mode(), replaced_layers(model.module, Counted) as host, _NoProducts():
+    with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone, _NoProducts():
         # One zero in memory for each, seen as a tensor of any shape. On PyTorch's meta device the
-        # host would not be computed at all, but importing what that needs takes a second.
+        # backbone would not be computed at all, but importing what that needs takes a second.
         zeros = {
             name: torch.zeros(()).expand(tensor.shape)
-            for name, tensor in (*host.named_parameters(), *host.named_buffers())
+            for name, tensor in (*backbone.named_parameters(), *backbone.named_buffers())
             if tensor.is_floating_point()
         }
-        functional_call(host, zeros, (example,))
+        functional_call(backbone, zeros, (example,))
     return tokens
 
 
 class _NoProducts(TorchFunctionMode):
-    """Zeros of the right shape in place of products of matrices, which take most of a host's time.
+    """Zeros of the right shape in place of matrix products, which take most of a backbone's time.
 
     The rest runs as it is, with less to load than PyTorch's meta device has.
     """

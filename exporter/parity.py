@@ -381,7 +381,7 @@ def _batches(x: np.ndarray, size: int) -> Iterator[np.ndarray]:
 
 
 def first_output(output: Any) -> torch.Tensor:
-    """Returns a host's output tensor; published layers give a tuple with auxiliary values."""
+    """Returns a backbone's output tensor; published layers give a tuple with auxiliary values."""
     value = output[0] if isinstance(output, tuple) else output
     assert isinstance(value, torch.Tensor)
     return value

@@ -118,7 +118,7 @@ class GraphPlan:
 
     @property
     def predicted_us(self) -> float:
-        """The MoE layers' predicted time on one batch; the host is not counted."""
+        """The MoE layers' predicted time on one batch; the backbone is not counted."""
         return sum(layer.choice.predicted_us for layer in self.layers)
 
     @property
@@ -286,7 +286,7 @@ def _tokens(portable: ir.Model, dynamic: AxisRange) -> dict[str, int]:
 
 
 def _weights_bytes(model: Model, portable: ir.Model, numbers: PrecisionPlan) -> int:
-    host = sum(
+    backbone = sum(
         tensor.nbytes
         for value in portable.graph.initializers.values()
         if (tensor := value.const_value) is not None and tensor.nbytes >= INLINE_BYTES
@@ -294,4 +294,4 @@ def _weights_bytes(model: Model, portable: ir.Model, numbers: PrecisionPlan) -> 
     layers = sum(
         layer_bytes(layer, numbers.layers[name].arithmetic) for name, layer in model.layers.items()
     )
-    return host + layers
+    return backbone + layers

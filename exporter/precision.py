@@ -1,4 +1,4 @@
-"""Decides in what numbers each layer and the host compute, and narrows a traced model so.
+"""Decides in what numbers each layer and the backbone compute, and narrows a traced model so.
 
 What cannot be held stays wider, layer by layer, and every such decision keeps its reason: weights
 beyond a 16-bit float's range or below it, and values that were observed to come too close.
@@ -16,7 +16,7 @@ from ..calibration.table import CalibrationTable
 from ..errors import LoweringError, UsageError
 from ..graphs.layers.base import MoELayer
 from ..graphs.lower import simplify
-from ..graphs.precision.backbone import QuantisedLinear, host_linears, quantise_host
+from ..graphs.precision.backbone import QuantisedLinear, backbone_linears, quantize_backbone
 from ..graphs.precision.fp16 import Fp32Node, beyond, misfit, to_fp16
 from ..graphs.precision.types import (
     EXPERT_OUTPUTS,
@@ -58,7 +58,7 @@ class PrecisionPlan:
 def apply_precision(
     model: Model, portable: ir.Model, options: ExportOptions, table: CalibrationTable | None
 ) -> PrecisionPlan:
-    """Narrows a traced model's host in place and returns the plan for it and for the layers.
+    """Narrows a traced model's backbone in place and returns the plan for it and for the layers.
 
     Raises `UsageError` for a precision that the target or the model cannot take, and where INT8
     has no ranges; `CalibrationError` for a table without a layer's ranges.
@@ -75,9 +75,9 @@ def apply_precision(
     linears: list[QuantisedLinear] = []
     if numbers.precision == "int8" and numbers.scope == "all":
         assert table is not None
-        linears = quantise_host(
+        linears = quantize_backbone(
             portable,
-            list(host_linears(portable.graph)),
+            list(backbone_linears(portable.graph)),
             table.range,
             numbers.form(target),
             numbers.grid(target),
@@ -177,7 +177,7 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, A
     `rest` is the float type of what is not quantised, `router` that of routers and gates;
     `fp32_nodes` are the nodes that stayed in FP32 for this model's weights or values,
     `usual_fp32_nodes` counts the others by op type. With INT8: how weights and activations are
-    written, and `linears`, the host's, null where they are INT8 and the reason where not;
+    written, and `linears`, the backbone's, null where they are INT8 and the reason where not;
     `retention` (`retained.Retention`) where `--min-retention` was asked for.
     """
     numbers, target = options.numbers, options.target

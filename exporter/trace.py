@@ -113,7 +113,7 @@ def trace(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None)
     """Returns the portable graph of a model, every named axis of its input dynamic.
 
     `fixed` gives the sizes of axes that are to be constants instead. Raises `TraceError` when the
-    host cannot be traced.
+    backbone cannot be traced.
     """
     fixed = fixed or {}
     spec = model.input
@@ -128,10 +128,10 @@ def trace(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None)
         for index, axis in enumerate(spec.shape)
         if isinstance(axis, str) and axis not in fixed
     }
-    with layers_as_nodes(model.module) as host, _quiet():
+    with layers_as_nodes(model.module) as backbone, _quiet():
         try:
             program = torch.onnx.export(
-                host,
+                backbone,
                 (example,),
                 dynamo=True,
                 opset_version=opset,
@@ -173,8 +173,8 @@ def layers_as_nodes(module: nn.Module) -> Iterator[nn.Module]:
     """Puts a one-node stand-in at the place of every MoE layer, and the layers back after."""
     if "" in moe_layers(module):
         raise TraceError("the model is a bare MoE layer; wrap it in a module that calls it")
-    with replaced_layers(module, _Node) as host:
-        yield host
+    with replaced_layers(module, _Node) as backbone:
+        yield backbone
 
 
 @contextlib.contextmanager

@@ -28,7 +28,7 @@ from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Asked, exported
 from moexport.common import timing
 from moexport.common.environment import environment, usable_cores
-from moexport.exporter.families.layer_only import TokenHost
+from moexport.exporter.families.layer_only import TokenBackbone
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights, algorithm_1
 from moexport.graphs.lowerings.base import Work
@@ -161,7 +161,7 @@ def layer_model(shape: Shape, weights: SoftMoEWeights) -> Model:
     layer = SoftMoE(spec_of(shape), weights)
     port = TensorSpec("input", "float32", ("batch", TOKENS, DIM))
     return Model(
-        TokenHost(layer).eval(),
+        TokenBackbone(layer).eval(),
         "soft-moe-vit",
         {},
         Source(shape.name, ()),

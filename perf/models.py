@@ -174,7 +174,7 @@ def _row(vit: _Vit, k: int, batch: int, name: str, latency: timing.Latency, rate
         dict.fromkeys(vit.model.layers, k),
         batch,
         int8=vit.model.layers if int8 else (),
-        int8_host=vit.integers if int8 else NO_PRODUCTS,
+        int8_backbone=vit.integers if int8 else NO_PRODUCTS,
     )
     return Row(
         engine=_ENGINES.get(name, "onnxruntime"),

@@ -22,7 +22,7 @@ from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Result
 from moexport.bench.runners.candidates import Asked, exported
 from moexport.common import timing
 from moexport.common.environment import environment, usable_cores
-from moexport.exporter.families.layer_only import TokenHost
+from moexport.exporter.families.layer_only import TokenBackbone
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.layers.mumoe import (
     FactorisedSpec,
@@ -151,7 +151,7 @@ def layer_model(candidate: Candidate) -> Model:
     """The layer alone as a model, its token count a constant."""
     spec, m = candidate.spec, candidate.tokens
     return Model(
-        TokenHost(random_layer(spec)).eval(),
+        TokenBackbone(random_layer(spec)).eval(),
         "mumoe",
         {},
         Source(candidate.name, ()),

@@ -72,7 +72,7 @@ class Limits:
         except TraceError as error:
             self._reason = error.message
         except Exception as error:  # noqa: BLE001  a stranger's network: the row says what failed
-            self._reason = f"the host's work: {timing.in_one_line(error)}"
+            self._reason = f"the backbone's work: {timing.in_one_line(error)}"
 
     @property
     def cases(self) -> Mapping[str, timing.Case]:
@@ -115,22 +115,22 @@ class Limits:
         layers = work.model.layers
         kept = {name: min(case.k, layer.spec.experts) for name, layer in layers.items()}
         floating: frozenset[str] = frozenset()
-        int8_host = NO_PRODUCTS
+        int8_backbone = NO_PRODUCTS
         if graph is not None:
             kept |= graph.kept
             floating = graph.floating
-            int8_host = products_of(graph.integers, self._sizes)
+            int8_backbone = products_of(graph.integers, self._sizes)
         return work.parts(
             kept,
             batch,
             int8=layers.keys() - floating if case.precision == "int8" else (),
-            int8_host=int8_host,
+            int8_backbone=int8_backbone,
             number_bytes=NUMBER_BYTES.get(case.precision, FP32_BYTES),
         )
 
 
 def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> Products:
-    """Returns what the linear layers of a host ask for, for one input of the named `sizes`.
+    """Returns what the linear layers of a backbone ask for, for one input of the named `sizes`.
 
     Raises `TraceError` where the graph does not tell how many rows one multiplies.
     """

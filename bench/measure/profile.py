@@ -117,7 +117,7 @@ def _within(event: Event, outer: Event) -> bool:
 
 
 def place(name: str, layers: Sequence[str]) -> tuple[str | None, str]:
-    """Returns the layer and part of a node by its name; the network around the layers is `host`."""
+    """Returns the layer and part of a node by its name; `host` is the backbone."""
     for layer in layers:
         if name.startswith(f"{layer}/"):
             what = name.removeprefix(f"{layer}/").split("/")[0].split(".")[0]

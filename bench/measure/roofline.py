@@ -1,7 +1,7 @@
 """The least time that a machine needs for a model's work, to divide measured times by.
 
-A model's work is a chain of parts, the host and its MoE layers, each with multiply-adds to do and
-bytes to move. A part takes at least the longer of the two at the machine's own rates (Williams,
+A model's work is a chain of parts, the backbone and its MoE layers, each with multiply-adds to do
+and bytes to move. A part takes at least the longer of the two at the machine's own rates (Williams,
 Waterman and Patterson, "Roofline", 2009), and the parts wait for each other. What stays in a cache
 between two calls can be faster than the limit, which moves every byte from memory.
 """
@@ -41,7 +41,7 @@ UNCOUNTED = re.compile(r"rnn|fft|cdist|linalg|attention|transformer|quantiz|spar
 
 
 @dataclass(frozen=True, slots=True)
-class HostWork:
+class BackboneWork:
     """What one input asks for: multiply-adds, numbers of weights read, and each layer's tokens."""
 
     macs: float
@@ -49,24 +49,24 @@ class HostWork:
     tokens: Mapping[str, int]
 
 
-def host_work(model: Model, x: np.ndarray) -> HostWork:
+def backbone_work(model: Model, x: np.ndarray) -> BackboneWork:
     """Returns the work of one of the inputs x [b, …], the MoE layers left out.
 
     PyTorch counts the multiply-adds of matrix products, convolutions and attention. Raises
-    `TraceError` that names the operators where the host calls others that multiply.
+    `TraceError` that names the operators where the backbone calls others that multiply.
     """
     tokens: dict[str, int] = {}
     names = list(model.layers)  # not to be found while nodes stand in their places
-    with layers_as_nodes(model.module) as host, torch.inference_mode(), _plain_attention():
+    with layers_as_nodes(model.module) as backbone, torch.inference_mode(), _plain_attention():
         hooks = [
-            host.get_submodule(name).register_forward_pre_hook(_noting(tokens, name))
+            backbone.get_submodule(name).register_forward_pre_hook(_noting(tokens, name))
             for name in names
         ]
-        reads = _Reads(host)
+        reads = _Reads(backbone)
         try:
             # The later mode is asked first: it takes apart what the earlier one then sees.
             with reads, FlopCounterMode(display=False) as counter:
-                host(torch.from_numpy(np.ascontiguousarray(x[:1])))
+                backbone(torch.from_numpy(np.ascontiguousarray(x[:1])))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -74,7 +74,7 @@ def host_work(model: Model, x: np.ndarray) -> HostWork:
         raise TraceError(
             f"PyTorch does not count the operations of {', '.join(sorted(reads.uncounted))}"
         )
-    return HostWork(counter.get_total_flops() / 2, reads.numbers, tokens)
+    return BackboneWork(counter.get_total_flops() / 2, reads.numbers, tokens)
 
 
 def _noting(tokens: dict[str, int], name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
@@ -211,14 +211,14 @@ NO_PRODUCTS = Products()
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What one input of a model asks for: the host's multiply-adds, and each layer's tokens.
+    """What one input of a model asks for: the backbone's multiply-adds, and each layer's tokens.
 
-    `host_bytes` are those of its weights in FP32.
+    `backbone_bytes` are those of its weights in FP32.
     """
 
     model: Model
-    host_macs: float
-    host_bytes: float
+    backbone_macs: float
+    backbone_bytes: float
     tokens: Mapping[str, int]
 
     def parts(
@@ -227,20 +227,21 @@ class ModelWork:
         batch: int,
         *,
         int8: Collection[str] = (),
-        int8_host: Products = NO_PRODUCTS,
+        int8_backbone: Products = NO_PRODUCTS,
         number_bytes: int = FP32_BYTES,
     ) -> tuple[Part, ...]:
-        """Returns the work of a batch with k = `kept[layer]` experts, the host first.
+        """Returns the work of a batch with k = `kept[layer]` experts, the backbone first.
 
         Of the layers in `int8` the experts' weights are bytes and their products integer products,
-        and so are the `int8_host` products of the host. All other numbers take `number_bytes`.
+        and so are the `int8_backbone` products of the backbone. All other numbers take
+        `number_bytes`.
         """
-        numbers = self.host_bytes / FP32_BYTES - int8_host.numbers
+        numbers = self.backbone_bytes / FP32_BYTES - int8_backbone.numbers
         parts = (
-            Part("host", batch * (self.host_macs - int8_host.macs), number_bytes * numbers),
-            Part("host/int8", batch * int8_host.macs, int8_host.numbers, integer=True),
+            Part("host", batch * (self.backbone_macs - int8_backbone.macs), number_bytes * numbers),
+            Part("host/int8", batch * int8_backbone.macs, int8_backbone.numbers, integer=True),
         )
-        host = (part for part in parts if part.macs)
+        backbone = (part for part in parts if part.macs)
         layers = (
             part
             for name, layer in self.model.layers.items()
@@ -250,7 +251,7 @@ class ModelWork:
                 number_bytes=number_bytes,
             )
         )
-        return (*host, *layers)
+        return (*backbone, *layers)
 
 
 def layer_parts(
@@ -285,10 +286,10 @@ def layer_parts(
 def work_of(model: Model, x: np.ndarray) -> ModelWork:
     """Returns what inputs like x [b, …] ask of a model, per input.
 
-    Raises `TraceError` for a host whose operations cannot be counted.
+    Raises `TraceError` for a backbone whose operations cannot be counted.
     """
-    host = host_work(model, x)
-    return ModelWork(model, host.macs, FP32_BYTES * host.numbers, host.tokens)
+    backbone = backbone_work(model, x)
+    return ModelWork(model, backbone.macs, FP32_BYTES * backbone.numbers, backbone.tokens)
 
 
 class Probe:
@@ -379,7 +380,7 @@ QUANTIZE = "QuantizeLinear"
 
 @dataclass(frozen=True, slots=True)
 class IntegerLinear:
-    """An integer product y = x·W of the host: x [*rows, in], W [in, out].
+    """An integer product y = x·W of the backbone: x [*rows, in], W [in, out].
 
     The first of `rows` is the batch; None where the graph does not tell them.
     """
@@ -400,7 +401,7 @@ class IntegerLinear:
 
 
 def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, ...]:
-    """Returns those of the host's `nodes` that the graph file computes in integers."""
+    """Returns those of the backbone's `nodes` that the graph file computes in integers."""
     wanted = list(nodes)
     if not wanted:
         return ()

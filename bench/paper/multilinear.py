@@ -23,7 +23,7 @@ from ...common import timing
 from ...common.console import Progress
 from ...common.environment import environment
 from ...common.text import count, table
-from ...exporter.families.layer_only import TokenHost
+from ...exporter.families.layer_only import TokenBackbone
 from ...exporter.model import Model, Source, TensorSpec
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights, activate
 from ..measure.memory import measure_memory, portable
@@ -182,7 +182,7 @@ def run_multilinear(
 
 def _exported(form: str, threads: int) -> Any:
     model = Model(
-        TokenHost(open_layer(form)).eval(),
+        TokenBackbone(open_layer(form)).eval(),
         "mumoe",
         {},
         Source(f"{form} head", ()),

@@ -233,7 +233,7 @@ def engine_options(model: Model, asked: Asked, flavour: str) -> EngineOptions:
 
 
 def _integers(linears: Mapping[str, str | None]) -> list[str]:
-    """Those linear layers of a host that nothing kept in floats."""
+    """Those linear layers of a backbone that nothing kept in floats."""
     return [node for node, reason in linears.items() if reason is None]
 
 

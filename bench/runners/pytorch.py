@@ -129,7 +129,8 @@ class GraphSource:
     a call's time holds, as in `results.Row`.
 
     `kept` is k by layer where it is not the same in all. Of an INT8 graph the layers in `floating`
-    compute in floats all the same, and `integers` are the linear layers of the host that do not.
+    compute in floats all the same, and `integers` are the linear layers of the backbone that do
+    not.
     """
 
     k: int

@@ -26,7 +26,7 @@ from ...graphs.precision.weights import converted
 WEIGHTS_FILE = "weights.bin"
 
 INLINE_BYTES = 1024
-"""Smaller host constants stay inside the ONNX file: shapes, scalars, short vectors."""
+"""Smaller backbone constants stay inside the ONNX file: shapes, scalars, short vectors."""
 
 WEIGHT_TYPES = frozenset(
     {
@@ -173,7 +173,7 @@ def write_layer(
     )
 
 
-def write_host(writer: WeightsWriter, portable: ir.Model) -> None:
+def write_backbone(writer: WeightsWriter, portable: ir.Model) -> None:
     """Writes a traced graph's own weights and lets its initializers point at them."""
     for name, value in portable.graph.initializers.items():
         tensor = value.const_value

@@ -18,7 +18,7 @@ from ...errors import CheckpointError, FamilyError, MoexportError, ParityError, 
 from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
 from ..families import FAMILIES, LAYOUTS, LayerLayout
 from ..families.base import Tensors, find_layers
-from ..families.layer_only import PixelHost, TokenHost
+from ..families.layer_only import PixelBackbone, TokenBackbone
 from ..model import Model, Source, TensorSpec
 from .state_dict import Checkpoint, read_checkpoint
 
@@ -180,8 +180,8 @@ def swapped(
     names, notes = [], []
     for place in found:
         prefix = place.path + "." if place.path else ""
-        host = _host(place.path, ranks[place.path])
-        name = f"{place.path}.layer".removeprefix(".") if host else place.path
+        backbone = _backbone(place.path, ranks[place.path])
+        name = f"{place.path}.layer".removeprefix(".") if backbone else place.path
         try:
             layer: nn.Module = place.layer.make(name, prefix, tensors)
         except CheckpointError as error:
@@ -190,7 +190,7 @@ def swapped(
                 f"{error.message}",
                 hint="only layers whose parameters are those of a published code are known",
             ) from error
-        layer = host(layer) if host else layer
+        layer = backbone(layer) if backbone else layer
         for path in (place.path, *place.aliases):
             twin = _with_submodule(twin, path, layer.eval())
         names.append(name)
@@ -198,11 +198,11 @@ def swapped(
     return twin, tuple(names), tuple(notes)
 
 
-def _host(path: str, rank: int) -> type[PixelHost] | type[TokenHost] | None:
+def _backbone(path: str, rank: int) -> type[PixelBackbone] | type[TokenBackbone] | None:
     """What must stand around our layer in place of the user's: a change of layout, or a name."""
     if rank == 4:
-        return PixelHost
-    return None if path else TokenHost
+        return PixelBackbone
+    return None if path else TokenBackbone
 
 
 def _with_submodule(module: nn.Module, path: str, replacement: nn.Module) -> nn.Module:

@@ -29,7 +29,7 @@ LAYOUTS: tuple[LayerLayout, ...] = tuple(
 )
 """The layouts of MoE layers that moexport knows; several families may share one."""
 
-OTHER_HOSTS = "give the network as package.module:factory with --weights"
+OTHER_BACKBONES = "give the network as package.module:factory with --weights"
 
 
 def family_named(name: str) -> Family:
@@ -70,7 +70,7 @@ def detect(tensors: Tensors) -> Family:
     raise FamilyError(
         f"no known family has these {len(tensors)} keys: {keys}{_layers_seen(tensors)}",
         hint=f"known families (--family): {', '.join(FAMILIES)}; for any other network, "
-        f"{OTHER_HOSTS}",
+        f"{OTHER_BACKBONES}",
     )
 
 

@@ -24,7 +24,7 @@ from .base import (
 )
 
 
-class TokenHost(nn.Module):
+class TokenBackbone(nn.Module):
     """One layer on tokens: (b, m, d) to (b, m, o)."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -37,7 +37,7 @@ class TokenHost(nn.Module):
         return y
 
 
-class PixelHost(nn.Module):
+class PixelBackbone(nn.Module):
     """One layer whose tokens are the pixels of (b, d, H, W), row by row; returns (b, o, H, W)."""
 
     def __init__(self, layer: nn.Module) -> None:
@@ -107,7 +107,7 @@ def _build(
         config[LAYER] = prefix.removesuffix(".")
     if check is not None:
         notes += check(config, spec)
-    host: nn.Module = (PixelHost if pixels else TokenHost)(SoftMoE(spec, weights))
+    backbone: nn.Module = (PixelBackbone if pixels else TokenBackbone)(SoftMoE(spec, weights))
     tail: tuple[Dimension, ...] = ("height", "width")
     ins: tuple[Dimension, ...] = (
         ("batch", spec.dim, *tail) if pixels else ("batch", "tokens", spec.dim)
@@ -116,7 +116,7 @@ def _build(
         ("batch", spec.out, *tail) if pixels else ("batch", "tokens", spec.out)
     )
     return Built(
-        host.eval(),
+        backbone.eval(),
         config,
         TensorSpec("input", "float32", ins),
         TensorSpec("output", "float32", outs),

@@ -114,12 +114,12 @@ def _build(tensors: Tensors, given: Config) -> Built:
     }
     config = settle(NAME, given, read)
     with torch.device("meta"):
-        host = PatchClassifier(grid, patch, classes)
-    host.load_state_dict({"decoder.weight": tensors[DECODER]}, assign=True)
-    host.layer = SoftMoE(spec, weights)
-    host.requires_grad_(False)
+        backbone = PatchClassifier(grid, patch, classes)
+    backbone.load_state_dict({"decoder.weight": tensors[DECODER]}, assign=True)
+    backbone.layer = SoftMoE(spec, weights)
+    backbone.requires_grad_(False)
     return Built(
-        host.eval(),
+        backbone.eval(),
         config,
         TensorSpec("input", "float32", ("batch", 1, grid * patch, grid * patch)),
         TensorSpec("output", "float32", ("batch", classes)),

@@ -31,7 +31,7 @@ from .base import (
     settle,
     under,
 )
-from .layer_only import LAYER, TokenHost, choose_layer
+from .layer_only import LAYER, TokenBackbone, choose_layer
 
 WHOLE, CORE, FACTORS = "weight", "core", "factors"
 """The unfactorised tensor; the core of a Tucker form, beside its factors; factors or TR cores."""
@@ -210,7 +210,7 @@ READ = (
 
 @dataclass(frozen=True, slots=True)
 class MuMoELayout:
-    """How the published code stores a layer; all hosts of it share this one."""
+    """How the published code stores a layer; all backbones of it share this one."""
 
     family: str = NAME
     title: str = "muMoE"
@@ -399,7 +399,7 @@ def _one_layer(
     spec = layer.spec
     middle: tuple[Dimension, ...] = ("tokens",) if rank == 3 else ()
     return Built(
-        TokenHost(layer).eval(),
+        TokenBackbone(layer).eval(),
         config,
         TensorSpec(
             "input",
@@ -428,18 +428,18 @@ def _is_head(tensors: Tensors) -> bool:
     return only and find_layers(tensors, LAYOUT) == [HEAD]
 
 
-HOSTS: Mapping[str, str] = {"mumoe-mixer": "mixer_blocks.0.", "mumoe-gpt2": "transformer.h.0."}
+BACKBONES: Mapping[str, str] = {"mumoe-mixer": "mixer_blocks.0.", "mumoe-gpt2": "transformer.h.0."}
 """Families of whole networks, and a prefix that tells them."""
 
 
-def is_host(tensors: Tensors, family: str) -> bool:
+def is_backbone(tensors: Tensors, family: str) -> bool:
     """Whether tensors are a network of that family with muMoE layers in it."""
-    begins = any(key.startswith(HOSTS[family]) for key in tensors)
+    begins = any(key.startswith(BACKBONES[family]) for key in tensors)
     return begins and bool(find_layers(tensors, LAYOUT))
 
 
 def _is_layer(tensors: Tensors) -> bool:
-    known = _is_head(tensors) or any(is_host(tensors, family) for family in HOSTS)
+    known = _is_head(tensors) or any(is_backbone(tensors, family) for family in BACKBONES)
     return bool(find_layers(tensors, LAYOUT)) and not known
 
 
@@ -462,18 +462,18 @@ HEAD_FAMILY = Family(
 )
 
 
-Host = TypeVar("Host", bound=nn.Module)
+Backbone = TypeVar("Backbone", bound=nn.Module)
 
 
-def host_family(
+def backbone_family(
     name: str, summary: str, options: tuple[str, ...], build: Callable[[Tensors, Config], Built]
 ) -> Family:
-    """Returns the family of a network whose MLPs are muMoE layers (`mumoe.HOSTS` tells it)."""
+    """Returns the family of a network whose MLPs are muMoE layers (`mumoe.BACKBONES` tells it)."""
     return Family(
         name=name,
         summary=summary,
         options=(*options, ACTIVATION),
-        detect=lambda tensors: is_host(tensors, name),
+        detect=lambda tensors: is_backbone(tensors, name),
         build=build,
         layer=LAYOUT,
     )
@@ -493,19 +493,19 @@ def block_numbers(name: str, tensors: Tensors, prefix: str) -> range:
 
 def filled(
     name: str,
-    host: Host,
+    backbone: Backbone,
     tensors: Tensors,
     layers: Mapping[str, MuMoE],
     width: Callable[[str], int],
-) -> Host:
-    """Returns a host made on the meta device, with its weights, and its layers at their paths.
+) -> Backbone:
+    """Returns a backbone made on the meta device, with its weights, and its layers at their paths.
 
     `width` is what a layer at a path takes and gives. Raises CheckpointError where weights or a
-    layer do not fit the host.
+    layer do not fit the backbone.
     """
     inside = tuple(f"{path}." for path in layers)
     own = {key: tensor for key, tensor in tensors.items() if not key.startswith(inside)}
-    expected: dict[str, Shape] = {k: tuple(t.shape) for k, t in host.state_dict().items()}
+    expected: dict[str, Shape] = {k: tuple(t.shape) for k, t in backbone.state_dict().items()}
     check_tensors(name, own, expected)
     for path, layer in layers.items():
         if (layer.spec.dim, layer.spec.out) != (width(path), width(path)):
@@ -513,7 +513,7 @@ def filled(
                 f"{path}: a layer from {layer.spec.dim} to {layer.spec.out}, where the network is "
                 f"{width(path)} wide"
             )
-    host.load_state_dict(own, assign=True)
+    backbone.load_state_dict(own, assign=True)
     for path, layer in layers.items():
-        host.set_submodule(path, layer)
-    return host.requires_grad_(False).eval()
+        backbone.set_submodule(path, layer)
+    return backbone.requires_grad_(False).eval()

@@ -16,9 +16,9 @@ from .base import Built, Config, Tensors, check_heads, settle
 from .mumoe import (
     ACTIVATION,
     CLASS_NAMES,
+    backbone_family,
     block_numbers,
     filled,
-    host_family,
     read_activation,
     read_layer,
 )
@@ -28,7 +28,7 @@ NORM_EPS = 1e-5
 
 @dataclass(frozen=True, slots=True)
 class GPT2Spec:
-    """Sizes and options of the host."""
+    """Sizes and options of the backbone."""
 
     block_size: int
     vocabulary: int
@@ -176,8 +176,8 @@ def _build(tensors: Tensors, given: Config) -> Built:
     heads = config["n_head"] = check_heads(NAME, "n_head", config["n_head"], dim)
     spec = GPT2Spec(config["block_size"], vocabulary, len(blocks), heads, dim, config["bias"])
     with torch.device("meta"):
-        host = GPT2(spec)
-    host = filled(NAME, host, tensors, layers, lambda _: dim)
+        backbone = GPT2(spec)
+    backbone = filled(NAME, backbone, tensors, layers, lambda _: dim)
     if head is not None and not torch.equal(head, tensors[WTE]):
         raise CheckpointError(
             f"{HEAD} and {WTE} differ, and in this code they are one tensor",
@@ -185,7 +185,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
         )
     limits = (("tokens", spec.block_size),)
     return Built(
-        host,
+        backbone,
         config,
         TensorSpec("input_ids", "int64", ("batch", "tokens"), limits=limits, below=vocabulary),
         TensorSpec("logits", "float32", ("batch", "tokens", vocabulary)),
@@ -193,6 +193,6 @@ def _build(tensors: Tensors, given: Config) -> Built:
     )
 
 
-FAMILY = host_family(
+FAMILY = backbone_family(
     NAME, "nanoGPT's GPT-2 with muMoE blocks for MLPs (james-oldfield/muMoE)", OPTIONS, _build
 )

@@ -15,9 +15,9 @@ from .base import Built, Config, Tensors, height_width, settle, whole_number
 from .mumoe import (
     ACTIVATION,
     CLASS_NAMES,
+    backbone_family,
     block_numbers,
     filled,
-    host_family,
     read_activation,
     read_layer,
 )
@@ -25,7 +25,7 @@ from .mumoe import (
 
 @dataclass(frozen=True, slots=True)
 class MixerSpec:
-    """Sizes of the host. `grid` is the number of patches (down, across), of side `patch`."""
+    """Sizes of the backbone. `grid` is the number of patches (down, across), of side `patch`."""
 
     grid: tuple[int, int]
     patch: int
@@ -209,10 +209,10 @@ def _build(tensors: Tensors, given: Config) -> Built:
     )
     spec = MixerSpec(grid, patch, channels, dim, len(blocks), classes)
     with torch.device("meta"):
-        host = MlpMixer(spec)
+        backbone = MlpMixer(spec)
     widths = {token_path(block): spec.tokens for block in blocks}
     return Built(
-        filled(NAME, host, tensors, layers, lambda path: widths.get(path, spec.dim)),
+        filled(NAME, backbone, tensors, layers, lambda path: widths.get(path, spec.dim)),
         config,
         TensorSpec("input", "float32", ("batch", channels, grid[0] * patch, grid[1] * patch)),
         TensorSpec("output", "float32", ("batch", classes)),
@@ -224,7 +224,7 @@ def _one_size(height: int, width: int) -> Any:
     return height if height == width else [height, width]
 
 
-FAMILY = host_family(
+FAMILY = backbone_family(
     NAME,
     "MLP-Mixer with muMoE blocks for tokens and channels (james-oldfield/muMoE)",
     OPTIONS,

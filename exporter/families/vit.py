@@ -42,7 +42,7 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class ViTSpec:
-    """Sizes and options of the host; `moe_blocks` are the blocks whose MLP is a Soft MoE layer.
+    """Sizes and options of the backbone; `moe_blocks` are the blocks whose MLP is a Soft MoE layer.
 
     `image` and `patch` are (height, width). `hidden` is the width inside a dense block's MLP.
     """
@@ -199,7 +199,7 @@ class VisionTransformer(nn.Module):
         self.register_buffer("embedding", torch.empty(1, spec.tokens, spec.dim), persistent=False)
 
     def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Takes the tensors of the host's own parameters as they are, without a copy."""
+        """Takes the tensors of the backbone's own parameters as they are, without a copy."""
         self.load_state_dict(tensors, assign=True)
         with torch.no_grad():
             self.embedding = self._embedding()
@@ -269,10 +269,11 @@ def moe_prefix(block: int) -> str:
 def configure(
     tensors: Tensors, given: Config, moe_blocks: Sequence[int]
 ) -> tuple[ViTSpec, dict[str, Any], tuple[str, ...]]:
-    """Returns the host's spec, its whole constructor configuration, and notes on what was inferred.
+    """Returns the backbone's spec, its constructor configuration, and notes on what was inferred.
 
     `moe_blocks` are the blocks that hold a Soft MoE layer. Raises FamilyError for what shapes
-    cannot tell and the user did not say, CheckpointError when the host's main tensors are missing.
+    cannot tell and the user did not say, CheckpointError when the backbone's main tensors are
+    missing.
     """
     if not moe_blocks:
         raise CheckpointError(f"not the weights of a {NAME} model: no Soft MoE at blocks.*.mlp.phi")
@@ -541,16 +542,16 @@ LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read, leftovers=r"base_exp
 
 
 def _detect(tensors: Tensors) -> bool:
-    host = "patch_embed.proj.weight" in tensors and "pos_embed" in tensors
-    return host and any(MOE_KEY.match(p + "phi") for p in find_layers(tensors, LAYER))
+    backbone = "patch_embed.proj.weight" in tensors and "pos_embed" in tensors
+    return backbone and any(MOE_KEY.match(p + "phi") for p in find_layers(tensors, LAYER))
 
 
 def _build(tensors: Tensors, given: Config) -> Built:
     blocks = sorted({int(m[1]) for m in map(MOE_KEY.match, tensors) if m})
     spec, config, notes = configure(tensors, given, blocks)
     with torch.device("meta"):
-        host = VisionTransformer(spec)
-    expected: dict[str, Shape] = {k: tuple(t.shape) for k, t in host.state_dict().items()}
+        backbone = VisionTransformer(spec)
+    expected: dict[str, Shape] = {k: tuple(t.shape) for k, t in backbone.state_dict().items()}
     used = dict(tensors)
     like = _example_layer(tensors, blocks)
     for block in blocks:
@@ -563,13 +564,13 @@ def _build(tensors: Tensors, given: Config) -> Built:
     if len(used) < len(tensors):
         notes += (f"skipped {len(tensors) - len(used)} left-over keys base_expert.*",)
     check_tensors(NAME, used, expected)
-    host.fill({key: used[key] for key in host.state_dict()})
+    backbone.fill({key: used[key] for key in backbone.state_dict()})
     for block in blocks:
         prefix = moe_prefix(block)
-        host.place(block, SoftMoE(*LAYER.load(prefix.removesuffix("."), prefix, tensors)))
+        backbone.place(block, SoftMoE(*LAYER.load(prefix.removesuffix("."), prefix, tensors)))
     width = spec.classes or spec.dim
     return Built(
-        host.eval(),
+        backbone.eval(),
         config,
         TensorSpec("input", "float32", ("batch", spec.channels, *spec.image)),
         TensorSpec(

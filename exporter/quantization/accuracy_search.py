@@ -28,7 +28,7 @@ from .trial import ReferenceOutputs, Trial, reference_outputs, trial
 
 @dataclass(frozen=True, slots=True)
 class LayerHarm:
-    """What quantising one MoE layer, or the host's linear layers, alone does to the whole model.
+    """What quantising one MoE layer, or the backbone's linear layers, does to the whole model.
 
     `cosine` is the smallest of an input's outputs with PyTorch's, `max_rel` the largest difference
     over max|y|; `routing` the share of inputs for which every layer still chose the same experts,
@@ -82,10 +82,10 @@ def sensitivity(
     """Returns the harm of each part that `options` quantise on inputs x, the most harmful first.
 
     The parts are the MoE layers that do not stay in floats anyhow, and with `--quantize all` the
-    host's linear layers, all together. Routing counts first: an input that goes to other experts is
-    an error that no tolerance describes; before it only what `first_by` finds, least being worst.
-    The model is written once a part to a temporary folder in `workspace`; `portable` is its trace
-    (`export.traced`), where that is known already.
+    backbone's linear layers, all together. Routing counts first: an input that goes to other
+    experts is an error that no tolerance describes; before it only what `first_by` finds, least
+    being worst. The model is written once a part to a temporary folder in `workspace`; `portable`
+    is its trace (`export.traced`), where that is known already.
     """
     progress = progress or Silent()
     if portable is None:
@@ -137,7 +137,7 @@ def with_retention(
 ) -> ExportOptions:
     """Returns the options with the parts in floats that INT8 would harm too much.
 
-    All MoE layers are tried in INT8 first, and with `--quantize all` the host's linear layers,
+    All MoE layers are tried in INT8 first, and with `--quantize all` the backbone's linear layers,
     which are given up together; then the part that harms most alone goes to floats, and the next,
     until `numbers.min_retention` is held on up to `answers.SAMPLES` inputs of the feed. The options
     are returned as they are where it is not asked for.

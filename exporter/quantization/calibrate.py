@@ -22,7 +22,7 @@ from ...graphs.layers.base import MoESpec
 from ...graphs.lower import LoweringRequest
 from ...graphs.lowerings import lowerings_of
 from ...graphs.lowerings.base import AnyLowering
-from ..bundle.weights import WeightsWriter, write_host, write_layer
+from ..bundle.weights import WeightsWriter, write_backbone, write_layer
 from ..inputs import feed_batches
 from ..model import Model, edited, fingerprint
 from ..options import ExportOptions, KOption
@@ -182,7 +182,7 @@ def _write(
     model: Model, portable: ir.Model, kept: dict[str, int], path: Path, *, renormalize: bool
 ) -> ObservingGraph:
     with WeightsWriter(path.parent, sources=model.source.mapped) as writer:
-        write_host(writer, portable)
+        write_backbone(writer, portable)
         choices = {
             name: LoweringRequest(
                 spec=layer.spec,

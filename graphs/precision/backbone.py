@@ -1,4 +1,4 @@
-"""Quantises the linear layers of a traced host: `--quantize all`.
+"""Quantises the linear layers of a traced backbone: `--quantize all`.
 
 Only products with a constant matrix are touched. Attention's products of two activations, softmax,
 normalisations and the router stay as they are, and so does what the graph's outputs come from
@@ -20,7 +20,7 @@ INPUT = "input"
 
 
 @dataclass(frozen=True, slots=True)
-class HostLinear:
+class BackboneLinear:
     """A product with a constant matrix: y = x·W, of a `MatMul` or `Gemm` node.
 
     `weight` is [in, out], or [out, in] where `transposed` (a Gemm's transB).
@@ -38,7 +38,7 @@ class HostLinear:
         return range_key(self.node.name, INPUT)
 
 
-def host_linears(graph: ir.Graph) -> Iterator[HostLinear]:
+def backbone_linears(graph: ir.Graph) -> Iterator[BackboneLinear]:
     """Yields the linear layers of a traced graph in execution order, those of MoE layers not."""
     for node in graph:
         if node.domain or node.op_type not in ("MatMul", "Gemm"):
@@ -51,7 +51,7 @@ def host_linears(graph: ir.Graph) -> Iterator[HostLinear]:
             continue
         if node.attributes.get_int("transA", 0):
             continue
-        yield HostLinear(node, x, weight, bool(node.attributes.get_int("transB", 0)))
+        yield BackboneLinear(node, x, weight, bool(node.attributes.get_int("transB", 0)))
 
 
 HEAD = "it gives the graph's output"
@@ -59,15 +59,15 @@ HEAD = "it gives the graph's output"
 
 @dataclass(frozen=True, slots=True)
 class QuantisedLinear:
-    """A linear layer of the host; `reason` says why it stayed in floats, None where it is INT8."""
+    """A linear layer of the backbone; `reason`: why it stayed in floats, None where it is INT8."""
 
     node: str
     reason: str | None
 
 
-def quantise_host(
+def quantize_backbone(
     model: ir.Model,
-    linears: list[HostLinear],
+    linears: list[BackboneLinear],
     range_of: Callable[[str], Range],
     form: QuantFormat,
     grid: WeightQuantization,
@@ -105,7 +105,7 @@ def _is_head(graph: ir.Graph, node: ir.Node) -> bool:
 
 def _replace(
     graph: ir.Graph,
-    linear: HostLinear,
+    linear: BackboneLinear,
     seen: Range,
     form: QuantFormat,
     grid: WeightQuantization,

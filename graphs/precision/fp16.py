@@ -1,4 +1,4 @@
-"""Narrows a traced host to 16-bit floats, with nodes that stay in FP32.
+"""Narrows a traced backbone to 16-bit floats, with nodes that stay in FP32.
 
 Every node either computes in 16 bits or stays as it is, for a reason that is kept; casts stand
 where the two meet. MoE layers are nodes here, whose insides are the lowering's
@@ -86,7 +86,7 @@ def to_fp16(
     peaks: Mapping[str, float] = MappingProxyType({}),
     io: ir.DataType = FLOAT,
 ) -> list[Fp32Node]:
-    """Narrows a traced model's host to `dtype`, in place, and returns what stayed in FP32.
+    """Narrows a traced model's backbone to `dtype`, in place, and returns what stayed in FP32.
 
     `peaks` are max|x| of values by name, where they were observed. Float inputs and outputs of the
     graph become `io`.

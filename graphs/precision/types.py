@@ -99,7 +99,7 @@ def range_key(layer: str, tensor: str) -> str:
     Of a Soft MoE layer: `LAYER/experts.input` and `LAYER/experts.hidden`, over the rows that the
     selection sends to experts. Of a muMoE layer's tensor t: `LAYER/tensor.{t}.input`,
     `LAYER/tensor.{t}.product`, what meets the output factor, and `LAYER/tensor.{t}.reduced`, what
-    meets Tucker's core. Of a linear layer of the host: `NODE/input` with the node's name in the
+    meets Tucker's core. Of a linear layer of the backbone: `NODE/input` with the node's name in the
     traced graph (`blocks.0.attn.qkv/MatMul/input`). No name depends on a lowering.
     """
     return f"{layer}/{tensor}"

@@ -23,7 +23,7 @@ from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from torch import Tensor, nn
 
 
-class Host(nn.Module):
+class Backbone(nn.Module):
     """The network of `bench.digits` around the package's own Soft MoE layer."""
 
     def __init__(self, trained: SoftMoEMnist) -> None:
@@ -55,7 +55,7 @@ def trained(digits: Digits) -> SoftMoEMnist:
 @pytest.fixture(scope="session")
 def model(trained: SoftMoEMnist) -> Model:
     return Model(
-        Host(trained).eval().requires_grad_(False),
+        Backbone(trained).eval().requires_grad_(False),
         "soft-moe-mnist",
         {},
         Source("digits.pt", ()),

@@ -71,18 +71,18 @@ def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:
     assert on_gpu.work is not None and on_gpu.limit_ms is None
     assert on_gpu.reason == "the rates of a GPU are not measured"
     untold = replace(GRAPH, integers=(IntegerLinear("head/Gemm", None, (8, 10)),))
-    host = limits.of(replace(ROW, precision="int8"), untold, 1, RATES)
-    assert host.work is None and "how many rows head/Gemm multiplies" in str(host.reason)
+    backbone = limits.of(replace(ROW, precision="int8"), untold, 1, RATES)
+    assert backbone.work is None and "how many rows head/Gemm multiplies" in str(backbone.reason)
     failed = limits.rates(Measured({}, {"probe: stream": "MemoryError: no room"}))
     assert limits.of(ROW, GRAPH, 1, failed).reason == "probe: stream: MemoryError: no room"
 
     class Spectrum(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.host = model.module
+            self.backbone = model.module
 
         def forward(self, x: Tensor) -> Tensor:
-            scores: Tensor = self.host(torch.fft.fft(x).real)
+            scores: Tensor = self.backbone(torch.fft.fft(x).real)
             return scores
 
     own = replace(model, module=Spectrum().eval())
@@ -91,20 +91,20 @@ def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:
     assert "does not count the operations of" in str(uncounted.reason)
 
 
-def test_an_int8_hosts_linear_layers_move_bytes_and_compute_integers(
+def test_an_int8_backbones_linear_layers_move_bytes_and_compute_integers(
     limits: Limits, model: Model
 ) -> None:
-    host = IntegerLinear("fc", ("batch", 3), (8, 10))
+    backbone = IntegerLinear("fc", ("batch", 3), (8, 10))
     int8 = replace(ROW, precision="int8")
     plain = limits.of(int8, GRAPH, 2, RATES).work
-    whole = limits.of(int8, replace(GRAPH, integers=(host,)), 2, RATES).work
+    whole = limits.of(int8, replace(GRAPH, integers=(backbone,)), 2, RATES).work
     assert plain is not None and whole is not None
     assert plain.operations - whole.operations == 2 * 2 * 3 * 8 * 10
     assert whole.int8_operations - plain.int8_operations == 2 * 2 * 3 * 8 * 10
     assert plain.bytes - whole.bytes == 3 * 8 * 10
 
 
-def test_the_linear_layers_of_an_exported_int8_host_are_those_that_pytorch_multiplies(
+def test_the_linear_layers_of_an_exported_int8_backbone_are_those_that_pytorch_multiplies(
     tmp_path: Path,
 ) -> None:
     case = read_case("soft_moe_vit")

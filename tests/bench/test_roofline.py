@@ -49,7 +49,7 @@ def test_int8_experts_move_a_quarter_and_compute_integers() -> None:
     assert quarter.integer and not full.integer
 
 
-def test_a_hosts_multiply_adds_are_counted_without_its_moe_layers() -> None:
+def test_a_backbone_multiply_adds_are_counted_without_its_moe_layers() -> None:
     model = moexport.load(DATA / "soft_moe_vit" / "weights.pt", config={"num_heads": 4})
     _, channels, size, _ = model.input.shape
     assert isinstance(size, int) and isinstance(channels, int)
@@ -65,17 +65,17 @@ def test_a_hosts_multiply_adds_are_counted_without_its_moe_layers() -> None:
     expected += state["head.weight"].numel()
     blocks = sum(name.endswith("qkv.weight") for name in state)
     expected += blocks * 2 * tokens * tokens * dim  # q·kᵀ and its product with v
-    assert work.host_macs == expected
+    assert work.backbone_macs == expected
     assert set(work.tokens) == set(model.layers)
     assert set(work.tokens.values()) == {tokens}
     # The class token and the positions are one sum, made when the model is built.
     apart = ("cls_token", "pos_embed", *model.layers)
     read = [p.numel() for name, p in state.items() if not name.startswith(apart)]
-    assert work.host_bytes == 4 * sum(read)
+    assert work.backbone_bytes == 4 * sum(read)
 
 
 class Around(nn.Module):
-    """A host of one's own: a table that is looked up in, and something before the layer."""
+    """A backbone of one's own: a table that is looked up in, and something before the layer."""
 
     def __init__(self, moe: nn.Module, before: nn.Module) -> None:
         super().__init__()
@@ -97,17 +97,17 @@ def around(before: nn.Module) -> Model:
 
 def test_of_a_table_the_rows_are_read_that_are_asked_for() -> None:
     work = work_of(around(nn.Identity()), np.arange(14).reshape(2, 7))
-    assert (work.host_macs, work.host_bytes) == (0, 4 * 7 * 24)
+    assert (work.backbone_macs, work.backbone_bytes) == (0, 4 * 7 * 24)
     assert work.tokens == {"moe": 7}
 
 
 def test_attention_that_pytorch_fuses_is_counted_as_its_products() -> None:
     block = nn.TransformerEncoderLayer(24, 4, 48, batch_first=True)
     work = work_of(around(block), np.arange(14).reshape(2, 7))
-    assert work.host_macs == 7 * (4 * 24 * 24 + 2 * 24 * 48) + 2 * 7 * 7 * 24
+    assert work.backbone_macs == 7 * (4 * 24 * 24 + 2 * 24 * 48) + 2 * 7 * 7 * 24
 
 
-def test_a_host_whose_operations_nobody_counts_is_refused_by_their_name() -> None:
+def test_a_backbone_whose_operations_nobody_counts_is_refused_by_their_name() -> None:
     class Spectrum(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             mixed: Tensor = torch.fft.fft(x, dim=1).real

@@ -79,7 +79,7 @@ def test_exactly_the_rows_of_the_selection_are_observed(name: str) -> None:
 
 
 @torch.no_grad()
-def test_the_host_is_observed_too() -> None:
+def test_the_backbone_is_observed_too() -> None:
     model, x = loaded("soft_moe_vit"), read_case("soft_moe_vit").x
     seen = observe_model(model, x, CalibrationOptions(batch=1)).seen
     inputs: dict[str, torch.Tensor] = {}

@@ -1,4 +1,4 @@
-"""The ViT host computes what timm's does, for every option of its constructor."""
+"""The ViT backbone computes what timm's does, for every option of its constructor."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from moexport.tests.recorded import DATA
 from torch import Tensor, nn
 
 
-class Host(nn.Module):
+class Backbone(nn.Module):
     """Calls one layer as often as it is told."""
 
     def __init__(self, calls: int) -> None:
@@ -40,10 +40,10 @@ class Host(nn.Module):
         return x
 
 
-def host_model(calls: int) -> Model:
+def backbone_model(calls: int) -> Model:
     shape = ("batch", "tokens", 6)
     return Model(
-        module=Host(calls).eval(),
+        module=Backbone(calls).eval(),
         family="factory",
         config={},
         source=Source("host", ()),
@@ -53,13 +53,13 @@ def host_model(calls: int) -> Model:
 
 
 def test_a_layer_that_is_called_once_is_planned_once() -> None:
-    (graph,) = prepare(host_model(1), ExportOptions(k=2)).plan.graphs
+    (graph,) = prepare(backbone_model(1), ExportOptions(k=2)).plan.graphs
     assert [layer.name for layer in graph.layers] == ["moe"]
 
 
 def test_a_layer_that_is_called_twice_is_refused(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="layer moe is called 2 times") as caught:
-        moexport.export(host_model(2), tmp_path / "out")
+        moexport.export(backbone_model(2), tmp_path / "out")
     assert caught.value.hint is not None
     assert list(tmp_path.iterdir()) == []
 
@@ -105,7 +105,7 @@ def test_python_takes_k_in_every_form(k: int, tmp_path: Path) -> None:
 
 
 def test_a_session_without_a_memory_plan_computes_the_same(tmp_path: Path) -> None:
-    bundle = moexport.export(host_model(1), tmp_path / "out", k=2, lowering="grouped")
+    bundle = moexport.export(backbone_model(1), tmp_path / "out", k=2, lowering="grouped")
     planned, unplanned = (
         bundle.session(options=SessionOptions(plan_memory=plan, threads=1))
         for plan in (True, False)

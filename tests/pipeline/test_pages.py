@@ -127,7 +127,7 @@ def test_a_checkpoint_is_loaded_written_and_run_a_part_at_a_time(
     with most_mapped_bytes() as running:
         expect(prepared, x)
     assert (tmp_path / "bundle" / WEIGHTS_FILE).stat().st_size > 6 * layer_bytes
-    # A tensor, or a layer where PyTorch runs it, is used whole, and the host beside it.
+    # A tensor, or a layer where PyTorch runs it, is used whole, and the backbone beside it.
     assert max(loading) < 2 * layer_bytes
     assert max(writing) < 2 * layer_bytes
     assert layer_bytes // 2 < max(running) < 2 * layer_bytes

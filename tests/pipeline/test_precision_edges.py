@@ -93,7 +93,7 @@ def test_values_seen_beyond_fp16_keep_their_layer_in_fp32(tmp_path: Path) -> Non
     assert record.precision_reason in run("inspect", tmp_path / "out").out
 
 
-def test_a_host_s_weights_beyond_fp16_keep_their_node_in_fp32(tmp_path: Path) -> None:
+def test_a_backbone_s_weights_beyond_fp16_keep_their_node_in_fp32(tmp_path: Path) -> None:
     def grow(state: State) -> None:
         state["decoder.1.weight"][0, 0] = 1e5
 

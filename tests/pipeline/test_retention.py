@@ -140,7 +140,7 @@ def test_with_labels_it_is_the_accuracy_that_counts(tmp_path: Path) -> None:
     assert found["reached"] < 0.8
 
 
-def test_the_host_s_linear_layers_are_given_up_together(tmp_path: Path) -> None:
+def test_the_backbone_s_linear_layers_are_given_up_together(tmp_path: Path) -> None:
     options = {**INT8, "quantize": "all", "data": X, "verify": False}
     bundle = moexport.export(network(1.0), tmp_path / "out", min_retention=0.98, **options)
     (part,) = record(bundle)["kept"]
