@@ -89,14 +89,14 @@ class _Observers:
         return list(values.values())
 
 
-def observing_graph(portable: ir.Model, choices: Mapping[str, LoweringRequest]) -> ObservingGraph:
+def observing_graph(traced: ir.Model, choices: Mapping[str, LoweringRequest]) -> ObservingGraph:
     """Returns a copy of a traced model that observes instead of answering.
 
     Ranged are the inputs of the backbone's linear layers and, of each MoE layer, what its lowering
     taps (`types.range_key`); the lowering must compute the rows of the selection alone. Peaks
     are taken of every other float value that an op of the backbone or of an expert makes.
     """
-    model = portable.clone()
+    model = traced.clone()
     observers = _Observers()
     answers = list(model.graph.outputs)
     _observe_backbone(model.graph, observers)

@@ -53,15 +53,15 @@ class Prepared:
     """A traced model and the plan for it: all that is known before anything is written."""
 
     model: Model
-    portable: ir.Model
+    traced: ir.Model
     plan: Plan
     options: ExportOptions
     numbers: PrecisionPlan
     table: CalibrationTable | None = None
 
 
-def traced(model: Model, options: ExportOptions) -> ir.Model:
-    """Returns the portable graph of a model with the sizes that the options fix."""
+def trace_for(model: Model, options: ExportOptions) -> ir.Model:
+    """Returns the traced graph of a model with the sizes that the options fix."""
     return trace(model, opset=options.opset, fixed=fixed_axes(model.input, options))
 
 
@@ -71,22 +71,22 @@ def prepare(
     table: CalibrationTable | None = None,
     progress: Progress | None = None,
     *,
-    portable: ir.Model | None = None,
+    traced: ir.Model | None = None,
 ) -> Prepared:
     """Traces a model, with the edits asked for, and plans its export; writes nothing.
 
-    `table` holds the ranges that INT8 needs, and 16-bit floats make use of. `portable` is what
-    `traced` gave for this model, where that is known already. Where the options ask for it, the
+    `table` holds the ranges that INT8 needs, and 16-bit floats make use of. `traced` is what
+    `trace_for` gave for this model, where that is known already. Where the options ask for it, the
     lowerings are measured, which raises what `tune.tune` raises.
     """
     model = edited(model, options.edits)
-    portable = traced(model, options) if portable is None else portable.clone()
-    numbers = apply_precision(model, portable, options, table)
+    traced = trace_for(model, options) if traced is None else traced.clone()
+    numbers = apply_precision(model, traced, options, table)
     tuned = None
     if TUNE in options.lowerings:
-        tuned = tune(model, portable, options, numbers, progress)
-    planned = plan(model, portable, options, numbers, tuned)
-    return Prepared(model, portable, planned, options, numbers, table)
+        tuned = tune(model, traced, options, numbers, progress)
+    planned = plan(model, traced, options, numbers, tuned)
+    return Prepared(model, traced, planned, options, numbers, table)
 
 
 def export(
@@ -142,23 +142,23 @@ def write_graphs(
     prepared: Prepared, directory: Path, progress: Progress | None = None
 ) -> dict[str, Lowered]:
     """Writes the weights file and every graph of the plan; returns the graphs by file."""
-    portable = prepared.portable.clone()
+    traced = prepared.traced.clone()
     model = prepared.model
     with WeightsWriter(directory, progress, model.source.mapped) as writer:
-        write_backbone(writer, portable)
+        write_backbone(writer, traced)
         stored = {
             name: write_layer(writer, name, layer, prepared.numbers.layers[name].arithmetic)
             for name, layer in model.layers.items()
         }
     lowered = {}
     for graph in prepared.plan.graphs:
-        lowered[graph.file] = _lower(portable, graph, stored, prepared)
+        lowered[graph.file] = _lower(traced, graph, stored, prepared)
         ir.save(lowered[graph.file].model, directory / graph.file)
     return lowered
 
 
 def _lower(
-    portable: ir.Model, graph: GraphPlan, stored: Mapping[str, StoredLayer], prepared: Prepared
+    traced: ir.Model, graph: GraphPlan, stored: Mapping[str, StoredLayer], prepared: Prepared
 ) -> Lowered:
     choices = {
         layer.name: LoweringRequest(
@@ -172,7 +172,7 @@ def _lower(
         )
         for layer in graph.layers
     }
-    lowered = lower(portable, choices)
+    lowered = lower(traced, choices)
     model = lowered.model
     model.producer_name, model.producer_version = "moexport", metadata.version("moexport")
     model.metadata_props["moexport"] = json.dumps(

@@ -63,7 +63,7 @@ class _Group:
 
 def tune(
     model: Model,
-    portable: ir.Model,
+    traced: ir.Model,
     options: ExportOptions,
     numbers: PrecisionPlan,
     progress: Progress | None = None,
@@ -88,20 +88,18 @@ def tune(
         inputs=INPUTS,
         measured=tuple(
             _measured(group, model, options, numbers, session, progress or Silent())
-            for group in _groups(model, portable, options, numbers)
+            for group in _groups(model, traced, options, numbers)
         ),
     )
 
 
 def _groups(
-    model: Model, portable: ir.Model, options: ExportOptions, numbers: PrecisionPlan
+    model: Model, traced: ir.Model, options: ExportOptions, numbers: PrecisionPlan
 ) -> list[_Group]:
     kept = resolve_k(options.k, {name: layer.spec for name, layer in model.layers.items()})
-    works = layer_works(model, portable, kept, options)
+    works = layer_works(model, traced, kept, options)
     nodes = {
-        node.attributes.get_string("layer"): node
-        for node in portable.graph
-        if node.domain == DOMAIN
+        node.attributes.get_string("layer"): node for node in traced.graph if node.domain == DOMAIN
     }
     alike: dict[object, list[str]] = {}
     for name, work in works.items():
@@ -179,7 +177,7 @@ def _write(
         )
     with WeightsWriter(folder, sources=model.source.mapped) as writer:
         tensors = write_layer(writer, name, layer, arithmetic)
-    portable = _alone(group.node, options.opset)
+    traced = _alone(group.node, options.opset)
     paths = {}
     for each in candidates:
         copied = copied_bytes(each, work)
@@ -196,7 +194,7 @@ def _write(
             options.target,
         )
         paths[each.name] = folder / f"{each.name}.onnx"
-        ir.save(lower(portable, {name: choice}).model, paths[each.name])
+        ir.save(lower(traced, {name: choice}).model, paths[each.name])
     return paths
 
 

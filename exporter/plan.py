@@ -155,7 +155,7 @@ def check_request(model: Model, options: ExportOptions) -> None:
 
 def plan(
     model: Model,
-    portable: ir.Model,
+    traced: ir.Model,
     options: ExportOptions,
     numbers: PrecisionPlan,
     tuning: Tuning | None = None,
@@ -169,7 +169,7 @@ def plan(
     graphs = [
         plan_graph(
             model,
-            portable,
+            traced,
             kept,
             options,
             lowering_name=name,
@@ -178,12 +178,12 @@ def plan(
         )
         for index, name in enumerate(options.lowerings)
     ]
-    return Plan(tuple(graphs), _weights_bytes(model, portable, numbers), tuning)
+    return Plan(tuple(graphs), _weights_bytes(model, traced, numbers), tuning)
 
 
 def plan_graph(
     model: Model,
-    portable: ir.Model,
+    traced: ir.Model,
     kept: Mapping[str, int | None],
     options: ExportOptions,
     *,
@@ -196,13 +196,13 @@ def plan_graph(
         file,
         tuple(
             LayerPlan(name, kept[name], _choice(work, lowering_name, options, tuning), work)
-            for name, work in layer_works(model, portable, kept, options).items()
+            for name, work in layer_works(model, traced, kept, options).items()
         ),
     )
 
 
 def layer_works(
-    model: Model, portable: ir.Model, kept: Mapping[str, int | None], options: ExportOptions
+    model: Model, traced: ir.Model, kept: Mapping[str, int | None], options: ExportOptions
 ) -> dict[str, AnyWork]:
     """Returns the job of each traced layer that a plan is made for, in the order of execution.
 
@@ -210,7 +210,7 @@ def layer_works(
     """
     return {
         name: _work(model.layers[name].spec, kept[name], tokens, options)
-        for name, tokens in _tokens(portable, options.tokens).items()
+        for name, tokens in _tokens(traced, options.tokens).items()
     }
 
 
@@ -272,10 +272,10 @@ def _choice(
     return check(lowering(name), work, options.target)
 
 
-def _tokens(portable: ir.Model, dynamic: AxisRange) -> dict[str, int]:
+def _tokens(traced: ir.Model, dynamic: AxisRange) -> dict[str, int]:
     """The token count of each traced layer, in the order of execution."""
     tokens = {}
-    for node in portable.graph:
+    for node in traced.graph:
         if node.domain == DOMAIN:
             x = node.inputs[0]
             size = x.shape[1] if x is not None and x.shape is not None else None
@@ -285,10 +285,10 @@ def _tokens(portable: ir.Model, dynamic: AxisRange) -> dict[str, int]:
     return tokens
 
 
-def _weights_bytes(model: Model, portable: ir.Model, numbers: PrecisionPlan) -> int:
+def _weights_bytes(model: Model, traced: ir.Model, numbers: PrecisionPlan) -> int:
     backbone = sum(
         tensor.nbytes
-        for value in portable.graph.initializers.values()
+        for value in traced.graph.initializers.values()
         if (tensor := value.const_value) is not None and tensor.nbytes >= INLINE_BYTES
     )
     layers = sum(

@@ -56,7 +56,7 @@ class PrecisionPlan:
 
 
 def apply_precision(
-    model: Model, portable: ir.Model, options: ExportOptions, table: CalibrationTable | None
+    model: Model, traced: ir.Model, options: ExportOptions, table: CalibrationTable | None
 ) -> PrecisionPlan:
     """Narrows a traced model's backbone in place and returns the plan for it and for the layers.
 
@@ -76,8 +76,8 @@ def apply_precision(
     if numbers.precision == "int8" and numbers.scope == "all":
         assert table is not None
         linears = quantize_backbone(
-            portable,
-            list(backbone_linears(portable.graph)),
+            traced,
+            list(backbone_linears(traced.graph)),
             table.range,
             numbers.form(target),
             numbers.grid(target),
@@ -87,9 +87,9 @@ def apply_precision(
     fp32_nodes: list[Fp32Node] = []
     if dtype in HALF_TYPES:
         peaks = {} if table is None else table.peaks
-        fp32_nodes = to_fp16(portable, dtype, peaks=peaks, io=FLOAT_TYPES[numbers.io])
+        fp32_nodes = to_fp16(traced, dtype, peaks=peaks, io=FLOAT_TYPES[numbers.io])
     if linears or fp32_nodes or dtype in HALF_TYPES:
-        simplify(portable)
+        simplify(traced)
     return PrecisionPlan(layers, tuple(fp32_nodes), tuple(linears))
 
 

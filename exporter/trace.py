@@ -1,4 +1,4 @@
-"""Traces a model to a portable graph: standard ops, and one `ai.moexport` node a MoE layer.
+"""Traces a model to a traced graph: standard ops, and one `ai.moexport` node a MoE layer.
 
 The experts' weights are not part of the trace. Each node names its layer, and the lowering takes
 the weights from where they are, so that tracing neither copies nor even reads them.
@@ -110,7 +110,7 @@ class _Node(nn.Module):
 
 
 def trace(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None) -> ir.Model:
-    """Returns the portable graph of a model, every named axis of its input dynamic.
+    """Returns the traced graph of a model, every named axis of its input dynamic.
 
     `fixed` gives the sizes of axes that are to be constants instead. Raises `TraceError` when the
     backbone cannot be traced.

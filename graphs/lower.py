@@ -82,14 +82,14 @@ Observer = Callable[[Builder], Sequence[ir.Value]]
 
 
 def lower(
-    portable: ir.Model, choices: Mapping[str, LoweringRequest], observer: Observer | None = None
+    traced: ir.Model, choices: Mapping[str, LoweringRequest], observer: Observer | None = None
 ) -> Lowered:
     """Returns a copy of a traced model in which every MoE node is replaced as chosen.
 
     The traced model is left as it is, and its tensors are shared, not copied. With an `observer`,
     what it returns for each layer becomes further outputs of the graph.
     """
-    model = portable.clone()
+    model = traced.clone()
     k_input = _add_k_input(model, choices)
     values: dict[str, LayerValues] = {}
     for node in [node for node in model.graph if node.domain == DOMAIN]:

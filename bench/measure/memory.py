@@ -39,7 +39,7 @@ class Memory:
     peak_mb: Mapping[int, float]
 
 
-def portable(recipe: object) -> bytes | None:
+def pickled(recipe: object) -> bytes | None:
     """Returns a recipe as bytes, None for one that only this process understands."""
     try:
         return pickle.dumps(recipe)
@@ -149,7 +149,7 @@ def peaks(
     progress: Progress,
 ) -> Iterator[tuple[str, Memory]]:
     """Yields the memory of each recipe as its process ends; one that fails is told and left out."""
-    jobs = {label: data for label, r in recipes.items() if (data := portable(r)) is not None}
+    jobs = {label: data for label, r in recipes.items() if (data := pickled(r)) is not None}
     if not jobs:
         return
     progress.step(f"{title}: peak memory of {len(jobs)} processes", total=len(jobs))

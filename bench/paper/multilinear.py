@@ -26,7 +26,7 @@ from ...common.text import count, table
 from ...exporter.families.layer_only import TokenBackbone
 from ...exporter.model import Model, Source, TensorSpec
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights, activate
-from ..measure.memory import measure_memory, portable
+from ..measure.memory import measure_memory, pickled
 from ..results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
 from ..run import write_all
 from ..runners.candidates import Asked, exported
@@ -154,7 +154,7 @@ def run_multilinear(
             rows = []
             for (name, engine), recipe in recipes.items():
                 progress.step(f"the memory of {name}, {engine}")
-                job = portable(recipe)
+                job = pickled(recipe)
                 memory = (
                     None if job is None else measure_memory(job, {1: inputs[0]}, threads=threads)
                 )

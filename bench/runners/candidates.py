@@ -169,7 +169,7 @@ def _sources(
         try:
             graph = plan_graph(
                 model,
-                prepared.portable,
+                prepared.traced,
                 kept,
                 replace(options, batch=AxisRange(1, batch, batch)),
                 lowering_name=lowering,

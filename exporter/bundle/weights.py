@@ -173,9 +173,9 @@ def write_layer(
     )
 
 
-def write_backbone(writer: WeightsWriter, portable: ir.Model) -> None:
+def write_backbone(writer: WeightsWriter, traced: ir.Model) -> None:
     """Writes a traced graph's own weights and lets its initializers point at them."""
-    for name, value in portable.graph.initializers.items():
+    for name, value in traced.graph.initializers.items():
         tensor = value.const_value
         assert tensor is not None
         if tensor.dtype not in WEIGHT_TYPES or tensor.nbytes < INLINE_BYTES:

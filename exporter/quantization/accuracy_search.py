@@ -16,7 +16,7 @@ from ...common.console import Progress, Silent
 from ...errors import ParityError, UsageError
 from ...graphs.precision.types import FloatName
 from ..bundle.bundle import checking_session, graph_parity
-from ..export import expect, traced
+from ..export import expect, trace_for
 from ..inputs import feed_inputs
 from ..model import Model, edited
 from ..options import ExportOptions, PrecisionOptions
@@ -74,7 +74,7 @@ def sensitivity(
     table: CalibrationTable | None,
     x: np.ndarray,
     *,
-    portable: ir.Model | None = None,
+    traced: ir.Model | None = None,
     first_by: Callable[[Trial], float] = lambda tried: 0.0,
     workspace: Path | None = None,
     progress: Progress | None = None,
@@ -84,19 +84,19 @@ def sensitivity(
     The parts are the MoE layers that do not stay in floats anyhow, and with `--quantize all` the
     backbone's linear layers, all together. Routing counts first: an input that goes to other
     experts is an error that no tolerance describes; before it only what `first_by` finds, least
-    being worst. The model is written once a part to a temporary folder in `workspace`; `portable`
-    is its trace (`export.traced`), where that is known already.
+    being worst. The model is written once a part to a temporary folder in `workspace`; `traced`
+    is its trace (`export.trace_for`), where that is known already.
     """
     progress = progress or Silent()
-    if portable is None:
-        portable = traced(edited(model, options.edits), options)
+    if traced is None:
+        traced = trace_for(edited(model, options.edits), options)
     alone = _each_alone(options.numbers, list(model.layers))
     progress.step("quantising each layer alone", total=len(alone), unit="layers")
     harms: list[tuple[float, LayerHarm]] = []
     expected: Reference | None = None
     for name, numbers in alone.items():
         chosen = replace(options, numbers=numbers)
-        with trial(model, chosen, table, portable, workspace) as tried:
+        with trial(model, chosen, table, traced, workspace) as tried:
             expected = expected or expect(tried.prepared, x)  # of every precision the same
             parity = graph_parity(
                 tried.directory,
@@ -157,10 +157,10 @@ def with_retention(
     progress = progress or Silent()
     progress.step("tracing")
     untraced = edited(model, options.edits)
-    portable = traced(untraced, options)
+    traced = trace_for(untraced, options)
     with tempfile.TemporaryDirectory(prefix=".moexport-retention-", dir=workspace) as folder:
         answers = reference_outputs(untraced, options, data, Path(folder), progress)
-        search = _Search(model, options, table, portable, answers, workspace, progress)
+        search = _Search(model, options, table, traced, answers, workspace, progress)
         return replace(options, numbers=search.numbers(numbers.min_retention))
 
 
@@ -172,13 +172,13 @@ class _Search:
         model: Model,
         options: ExportOptions,
         table: CalibrationTable | None,
-        portable: ir.Model,
+        traced: ir.Model,
         answers: ReferenceOutputs,
         workspace: Path | None,
         progress: Progress,
     ) -> None:
         self._model, self._options, self._table = model, options, table
-        self._portable, self._answers = portable, answers
+        self._portable, self._answers = traced, answers
         self._workspace, self._progress = workspace, progress
 
     def numbers(self, asked: float) -> PrecisionOptions:
@@ -236,7 +236,7 @@ class _Search:
             self._options,
             self._table,
             np.concatenate(batches),
-            portable=self._portable,
+            traced=self._portable,
             first_by=self._retention,
             workspace=self._workspace,
             progress=self._progress,

@@ -140,14 +140,14 @@ def observe_model(
     if total is not None and options.samples is not None:
         total = min(total, options.samples)
     progress.step("tracing")
-    portable = trace(model)
+    traced = trace(model)
     feed_hash = FeedHash()
     with told(workspace or Path(tempfile.gettempdir())):
         made = tempfile.TemporaryDirectory(prefix=".moexport-calibration-", dir=workspace)
     with made as folder:
         path = Path(folder) / GRAPH_FILE
         progress.step("writing the observing graph")
-        graph = _write(model, portable, kept, path, renormalize=options.renormalize)
+        graph = _write(model, traced, kept, path, renormalize=options.renormalize)
         progress.step("observing", total=total, unit="inputs")
         inputs = _counted(limited(feed_batches(model, data), options.samples), feed_hash)
         seen = observe(path, graph, _reported(rebatched(inputs, options.batch), progress))
@@ -179,10 +179,10 @@ def feed_fingerprint(model: Model, data: Feed, samples: int | None) -> tuple[str
 
 
 def _write(
-    model: Model, portable: ir.Model, kept: dict[str, int], path: Path, *, renormalize: bool
+    model: Model, traced: ir.Model, kept: dict[str, int], path: Path, *, renormalize: bool
 ) -> ObservingGraph:
     with WeightsWriter(path.parent, sources=model.source.mapped) as writer:
-        write_backbone(writer, portable)
+        write_backbone(writer, traced)
         choices = {
             name: LoweringRequest(
                 spec=layer.spec,
@@ -193,7 +193,7 @@ def _write(
             )
             for name, layer in model.layers.items()
         }
-    graph = observing_graph(portable, choices)
+    graph = observing_graph(traced, choices)
     ir.save(graph.model, path)
     return graph
 

@@ -207,17 +207,17 @@ def trial(
     model: Model,
     options: ExportOptions,
     table: CalibrationTable | None,
-    portable: ir.Model,
+    traced: ir.Model,
     workspace: Path | None = None,
 ) -> Iterator[Trial]:
     """Yields an export's main graph, in a folder within `workspace` that is removed after.
 
-    `portable` is what `export.traced` gave, which many trials may share. Lowerings are not timed
+    `traced` is what `export.trace_for` gave, which many trials may share. Lowerings are not timed
     for it.
     """
     main = options.lowerings[0]
     chosen = replace(options, lowerings=(AUTO if main == TUNE else main,))
-    prepared = prepare(model, chosen, table, portable=portable)
+    prepared = prepare(model, chosen, table, traced=traced)
     with tempfile.TemporaryDirectory(prefix=".moexport-trial-", dir=workspace) as folder:
         graph = prepared.plan.graphs[0]
         lowered = write_graphs(prepared, Path(folder))[graph.file]

@@ -237,7 +237,7 @@ TENSORRT_RTX = Backend(
             "timing_cache": "it times nothing while it builds; its runtime keeps a cache of "
             "compiled kernels instead",
             "version_compatible": "its engines run in the version that built them",
-            "hardware_compatible": "its engines are portable by --compute-capability",
+            "hardware_compatible": "its engines are traced by --compute-capability",
         }
     ),
     records_itself=True,

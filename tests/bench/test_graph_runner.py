@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.measure.memory import measure_memory, portable
+from moexport.bench.measure.memory import measure_memory, pickled
 from moexport.bench.measure.profile import parts_of, parts_of_profile, place
 from moexport.bench.runners.onnxruntime import OnnxOpener
 from moexport.exporter.bundle.bundle import Bundle
@@ -24,7 +24,7 @@ def images() -> np.ndarray:
 def test_a_graph_is_measured_in_a_process_without_pytorch(
     exported: Path, images: np.ndarray
 ) -> None:
-    recipe = portable(opener(exported))
+    recipe = pickled(opener(exported))
     assert recipe is not None
     found = measure_memory(recipe, {1: images[:1], 4: images}, threads=1)
     # PyTorch alone would be 200 MB more.
@@ -33,11 +33,11 @@ def test_a_graph_is_measured_in_a_process_without_pytorch(
 
 
 def test_what_fails_in_the_other_process_is_told(exported: Path, images: np.ndarray) -> None:
-    recipe = portable(OnnxOpener(exported / "gone.onnx"))
+    recipe = pickled(OnnxOpener(exported / "gone.onnx"))
     assert recipe is not None
     with pytest.raises(RuntimeError, match=r"gone\.onnx"):
         measure_memory(recipe, {1: images[:1]})
-    assert portable(lambda: None) is None
+    assert pickled(lambda: None) is None
 
 
 @pytest.mark.parametrize("lowering", ["grouped", "gather"])

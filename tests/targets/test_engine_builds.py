@@ -180,7 +180,7 @@ def test_a_dry_run_says_what_would_be_built(bundle: Path) -> None:
     [
         (("--timing-cache", "t"), "TensorRT-RTX does not have it: it times nothing", "leave"),
         (("--version-compatible",), "its engines run in the version that built them", "leave"),
-        (("--hardware-compatible", "ampere-plus"), "portable by --compute-capability", "leave"),
+        (("--hardware-compatible", "ampere-plus"), "traced by --compute-capability", "leave"),
         (("--optimization-level", "9"), "TensorRT-RTX has levels 0 to 5", "3 is its default"),
         (("--workspace", "lots"), "--workspace lots: not a number of bytes", "2GiB"),
         (("--compute-capability", "9.0"), "9.0: TensorRT-RTX compiles for", "use TensorRT there"),
