@@ -17,15 +17,7 @@ from ..graphs.layers.soft_moe import soft_moe_layers
 from .data import Array, Labelled, Labels
 from .metrics import Closeness, Hits, Overlap, Sequences, Surprise
 from .results import PYTORCH_COMPILE, PYTORCH_EAGER, Accuracy, Parity, Perplexity, RoutingAgreement
-from .runners.pytorch import (
-    Candidate,
-    Case,
-    Graph,
-    PyTorch,
-    Runner,
-    untouched,
-    with_algorithm_1,
-)
+from .runners.pytorch import Candidate, Case, Graph, PyTorch, Runner, untouched, with_algorithm_1
 
 SAVE_S = 10.0
 """How often the sums so far are kept for a run that goes on after a kill."""

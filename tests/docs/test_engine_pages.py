@@ -16,8 +16,8 @@ from moexport.errors import MoexportError
 from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.tests.command import Outcome, run
 from moexport.tests.docs.documents import ROOT, Block, assert_printed, blocks, lines, run_python
+from moexport.tests.exporter.tensorrt.engines import needs_rtx
 from moexport.tests.recorded import DATA
-from moexport.tests.targets.engines import needs_rtx
 
 ABSENT = re.compile(
     "TensorRT is not installed|there is no NVIDIA GPU here|holds no tensorrt engine|no such engine"

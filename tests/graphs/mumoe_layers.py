@@ -20,7 +20,7 @@ from moexport.graphs.layers.stored import MuMoELayer
 from moexport.graphs.lowerings import MUMOE_LOWERINGS
 from moexport.graphs.precision.types import FP32, ComputeTypes
 from moexport.graphs.precision.weights import converted
-from moexport.tests.exporter.reference import Array, gelu, layer_norm, softmax
+from moexport.tests.exporter.families.reference import Array, gelu, layer_norm, softmax
 
 
 def tensor(form: Form, levels: tuple[int, ...], d: int, o: int, *, bias: bool) -> FactorisedSpec:

@@ -1,0 +1,159 @@
+"""Engines of TensorRT take part in a benchmark: those of a bundle, and those compiled for it."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import moexport
+import numpy as np
+import pytest
+from moexport.bench.data import in_batches
+from moexport.bench.runners.available import KINDS, select
+from moexport.bench.runners.candidates import Asked, exported, from_bundle
+from moexport.bench.runners.onnxruntime import OnnxOpener
+from moexport.bench.runners.pytorch import Candidate, cases
+from moexport.bench.runners.tensorrt import BundleEngine, GraphEngine
+from moexport.errors import EngineError
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.manifest import Manifest
+from moexport.exporter.doctor import diagnose
+from moexport.exporter.inputs import random_inputs
+from moexport.exporter.model import Model
+from moexport.exporter.tensorrt.backends import first_gpu
+from moexport.exporter.tensorrt.records import EngineRecord, engines_of
+from moexport.tests.exporter.tensorrt.engines import needs_rtx
+from moexport.tests.recorded import read_case
+
+FLAVOUR = "tensorrt-rtx"
+ASKED = Asked(ks=(2,), lowerings=("gather",), batches=(1, 4), engines=(FLAVOUR,))
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    case = read_case("soft_moe_mnist_normalized")
+    return moexport.load(case.weights, config=case.config)
+
+
+def engine_of(candidate: Candidate) -> GraphEngine:
+    """The only engine of a candidate, to be compiled for a card by name: there may be none here."""
+    (source,) = candidate.graphs
+    assert isinstance(source.open, GraphEngine)
+    options = replace(source.open.options, compute_capabilities=("8.9",))
+    return replace(source.open, options=options)
+
+
+def built(opener: GraphEngine) -> EngineRecord:
+    opener.build()
+    (record,) = engines_of(Manifest.read(opener.bundle))
+    return record
+
+
+@needs_rtx
+def test_a_sweep_compiles_an_engine_for_its_batches_when_it_is_opened(model: Model) -> None:
+    with exported(model, replace(ASKED, shape=random_inputs(model, 1).shape[1:])) as candidate:
+        (source,) = candidate.graphs
+        assert (source.engine, source.provider, source.k) == (FLAVOUR, FLAVOUR, 2)
+        assert pickle.loads(pickle.dumps(source.open)) == source.open
+        opener = engine_of(candidate)
+        record = built(opener)
+        assert record.flavour == FLAVOUR
+        ranges = [(each.min[0], each.opt[0], each.max[0]) for each in record.ranges]
+        assert ranges == [(1, 1, 1), (4, 4, 4)]
+        assert set(record.precision) == {"fp32"}
+        if first_gpu() is None:
+            with pytest.raises(EngineError, match="there is no NVIDIA GPU here"):
+                opener()
+
+
+@needs_rtx
+def test_the_second_sweep_takes_its_engine_from_the_cache(
+    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MOEXPORT_ENGINE_CACHE", str(tmp_path))
+    records = []
+    for _ in range(2):
+        with exported(model, ASKED) as candidate:
+            records.append(built(engine_of(candidate)))
+    assert len(list(tmp_path.glob("*.plan"))) == 1
+    assert records[0] == records[1]  # the seconds that it took among the rest
+
+
+@needs_rtx
+def test_an_engine_of_another_precision_than_was_asked_for_is_refused(model: Model) -> None:
+    with exported(model, replace(ASKED, precisions=("fp16",))) as candidate:
+        opener = engine_of(candidate)
+        path = opener.bundle / "manifest.json"
+        manifest = path.read_text()
+        assert '"precision": "fp16"' in manifest
+        path.write_text(manifest.replace('"precision": "fp16"', '"precision": "int8"'))
+        with pytest.raises(EngineError, match="asked for in int8 and built in fp16"):
+            opener.build()
+        path.write_text(manifest)
+        assert "fp16" in built(opener).precision
+
+
+def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) -> None:
+    asked = replace(
+        ASKED, engines=("onnxruntime-tensorrt", "tensorrt"), precisions=("fp32", "fp16")
+    )
+    with exported(model, asked) as candidate:
+        folders: dict[tuple[str, str], Path] = {}
+        for source in candidate.graphs:
+            assert source.provider == "tensorrt"
+            if source.engine == "tensorrt":
+                assert isinstance(source.open, GraphEngine)
+                assert source.open.flavour == "tensorrt"
+                assert Bundle.open(source.open.bundle).manifest.target == "tensorrt"
+                folder = source.open.bundle
+            else:
+                assert isinstance(source.open, OnnxOpener)
+                assert source.open.provider == "TensorrtExecutionProvider"
+                assert source.open.path.is_file()
+                folder = source.open.path.parent
+            folders[source.engine, source.precision] = folder
+        assert len(folders) == len(set(folders.values())) == 4
+        labels = [each.label for each in cases(candidate)]
+        assert len(labels) == len(set(labels))
+
+
+def test_a_bundle_takes_part_with_the_engine_that_it_holds(exported: Path) -> None:
+    bundle = moexport.Bundle.open(exported)
+    case = read_case("soft_moe_vit")
+    candidate = from_bundle(bundle, ASKED, model=moexport.load(case.weights, config=case.config))
+    assert [source.engine for source in candidate.graphs] == [FLAVOUR] * 2
+    source = candidate.graphs[0].open
+    assert isinstance(source, BundleEngine)
+    with pytest.raises(EngineError, match=r"holds no tensorrt-rtx engine of model\.onnx"):
+        source()
+
+
+def test_batches_that_an_engine_does_not_take_are_filled_up() -> None:
+    x = np.arange(11, dtype=np.float32).reshape(11, 1)
+    seen = []
+
+    def run(part: np.ndarray) -> np.ndarray:
+        seen.append(len(part))
+        return 2 * part
+
+    y = in_batches(run, x, most=4, takes=lambda size: size in (1, 4))
+    np.testing.assert_array_equal(y, 2 * x)
+    assert seen == [4, 4, 4]
+    np.testing.assert_array_equal(in_batches(run, x[:1], most=4, takes=lambda size: size == 1), 0)
+    assert seen[3:] == [1]
+
+
+def test_absent_engines_have_the_reason_that_doctor_gives() -> None:
+    told: Mapping[str, str] = {
+        each.name: each.detail for each in diagnose().abilities if not each.available
+    }
+    absent = {each.engine: each.reason for each in select(KINDS).absent}
+    titles = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}
+    abilities = {name: [f"build {t} engines", f"run {t} engines"] for name, t in titles.items()}
+    abilities["onnxruntime-cuda"] = ["run on CUDA"]
+    abilities["onnxruntime-tensorrt"] = ["run on ONNX Runtime's TensorRT"]
+    for engine, names in abilities.items():
+        expected = next((told[name] for name in names if name in told), None)
+        assert absent.get(engine) == expected

@@ -1,0 +1,145 @@
+"""Loading holds no second copy of the weights."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from moexport.common.files import release
+from moexport.exporter.checkpoints import state_dict as widening
+from moexport.tests.exporter.families.states import State, vit_state
+from safetensors.torch import save_file
+
+STATUS = Path("/proc/self/status")
+MEGABYTE = 2**20
+
+# Anonymous memory is what a process allocated; pages of a mapped file are not in it.
+MEASURE = """
+import re, sys, threading
+from pathlib import Path
+from moexport.exporter.checkpoints.load import load
+
+def allocated():
+    return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+def watch():
+    while not done.wait(0.001):
+        seen.append(allocated())
+
+load(sys.argv[1], config={"num_heads": 4})  # what libraries allocate once
+before, done = allocated(), threading.Event()
+seen = [before]
+watcher = threading.Thread(target=watch)
+watcher.start()
+model = load(sys.argv[2], config={"num_heads": 4})
+done.set()
+watcher.join()
+print(max(*seen, allocated()) - before)
+"""
+
+
+def large_state() -> State:
+    """About 200 MB, most of it in the experts."""
+    return vit_state(d=64, heads=4, n=64, h=64, moe_h=6200)
+
+
+def stacked(state: State) -> State:
+    prefix, n = "blocks.1.mlp.", 64
+    result = {key: t for key, t in state.items() if ".experts." not in key}
+    for name in ("fc1.weight", "fc1.bias", "fc2.weight", "fc2.bias"):
+        experts = [state[f"{prefix}experts.{i}.{name}"] for i in range(n)]
+        result[f"{prefix}stacked_expert_{name.replace('.', '_')}"] = torch.stack(experts)
+    return result
+
+
+INSPECT = """
+import sys
+from pathlib import Path
+from moexport.exporter.inspect import inspect
+from moexport.exporter.checkpoints.load import load
+
+model = load(sys.argv[1], config={"num_heads": 4}, values=False)
+inspect(model)
+resident, inside = 0, False
+for line in Path("/proc/self/smaps").read_text().splitlines():
+    if "-" in line.partition(" ")[0]:
+        inside = line.endswith(Path(sys.argv[1]).name)
+    elif inside and line.startswith("Rss:"):
+        resident += 1024 * int(line.split()[1])
+print(resident)
+"""
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="reads /proc/self/smaps")
+@pytest.mark.parametrize("suffix", [".pt", ".safetensors"])
+def test_inspecting_two_hundred_megabytes_reads_the_headers(tmp_path: Path, suffix: str) -> None:
+    path, state = tmp_path / f"large{suffix}", large_state()
+    if suffix == ".pt":
+        torch.save(state, path)
+    else:
+        save_file(state, path)
+    command = [sys.executable, "-c", INSPECT, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20 * MEGABYTE
+
+
+@pytest.mark.skipif(not STATUS.exists(), reason="reads /proc/self/status")
+@pytest.mark.parametrize(
+    "kind",
+    ["separate.pt", "stacked.pt", "separate.safetensors", "half.pt", "half.safetensors"],
+)
+def test_loading_two_hundred_megabytes_allocates_a_few(tmp_path: Path, kind: str) -> None:
+    small, large = tmp_path / f"small-{kind}", tmp_path / f"large-{kind}"
+    half = kind.startswith("half")
+    for path, whole in ((small, vit_state(d=16, heads=4)), (large, large_state())):
+        state = stacked(whole) if kind == "stacked.pt" and path == large else whole
+        if half:
+            state = {key: tensor.bfloat16() for key, tensor in state.items()}
+        if path.suffix == ".pt":
+            torch.save(state, path)
+        else:
+            save_file(state, path)
+    assert large.stat().st_size > 195 * MEGABYTE / (1 + half)
+    command = [sys.executable, "-c", MEASURE, str(small), str(large)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 20 * MEGABYTE
+
+
+def test_weights_of_sixteen_bits_are_widened_in_a_file_that_leaves_nothing_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    random = torch.Generator().manual_seed(0)
+    source = {
+        "a": torch.randn(5, 3, generator=random).half(),
+        "b": torch.randn(7, 4, generator=random).bfloat16().t(),
+        "c": torch.tensor(2.5, dtype=torch.float64),
+        "d": torch.zeros(0, 3, dtype=torch.float16),
+    }
+    monkeypatch.setattr(widening, "IN_MEMORY_BYTES", 0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    found, file = widening.upcast(source, ())
+    assert file is not None
+    assert file.parent == tmp_path
+    assert not list(tmp_path.iterdir())
+    release([file])  # its pages are read again from a file without a name
+    in_memory = {key: tensor.float() for key, tensor in source.items()}
+    torch.testing.assert_close(found, in_memory, rtol=0, atol=0)
+
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    found, file = widening.upcast(source, ())
+    assert file is None
+    assert not list(tmp_path.iterdir())
+    torch.testing.assert_close(found, in_memory, rtol=0, atol=0)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "missing"))
+    found, file = widening.upcast(source, ())
+    assert file is None
+    torch.testing.assert_close(found, in_memory, rtol=0, atol=0)
