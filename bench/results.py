@@ -3,116 +3,24 @@
 from __future__ import annotations
 
 import json
-import types
 from collections.abc import Mapping
-from dataclasses import MISSING, Field, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any
 
+from ..common.json_data import from_data, parse
 from ..common.timing import Latency
 from ..common.writing import write_text
 from ..errors import ResultsError
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Reader:
-    """A JSON object and the path that leads to it, for messages.
-
-    Every method raises ResultsError for what is missing or of the wrong type.
-    """
-
-    file: str
-    path: str
-    body: Any
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.body, dict):
-            where = self.path or "the file"
-            raise ResultsError(f"{self.file}: {where} is not an object but {kind_of(self.body)}")
-
-    def get(self, key: str, kind: type[T]) -> T:
-        """Returns the value under `key`, of a plain type."""
-        if key not in self.body:
-            raise ResultsError(f"{self.file}: field {self._where(key)} is missing")
-        value: T = self._value(self._where(key), self.body[key], kind)
-        return value
-
-    def build(self, kind: type[T]) -> T:
-        """Returns a dataclass of this object's keys; those it does not know are passed over."""
-        hints = get_type_hints(kind)
-        found: dict[str, Any] = {}
-        for each in fields(kind):  # type: ignore[arg-type]
-            if each.name in self.body:
-                where = self._where(each.name)
-                found[each.name] = self._value(where, self.body[each.name], hints[each.name])
-            elif _required(each):
-                raise ResultsError(f"{self.file}: field {self._where(each.name)} is missing")
-        return kind(**found)
-
-    def _where(self, key: str) -> str:
-        return f"{self.path}.{key}" if self.path else key
-
-    def _value(self, where: str, value: Any, hint: Any) -> Any:
-        origin = get_origin(hint)
-        if origin in (Union, types.UnionType):
-            (inner,) = (each for each in get_args(hint) if each is not type(None))
-            return None if value is None else self._value(where, value, inner)
-        if origin is tuple:
-            self._check(where, value, list)
-            item = get_args(hint)[0]
-            return tuple(self._value(f"{where}[{i}]", each, item) for i, each in enumerate(value))
-        plain = origin or hint
-        if plain in NAMES:
-            # JSON has one kind of number.
-            if plain is float and isinstance(value, int) and not isinstance(value, bool):
-                return float(value)
-            self._check(where, value, plain)
-            return value
-        return Reader(self.file, where, value).build(plain)
-
-    def _check(self, where: str, value: Any, kind: type) -> None:
-        # bool is an int to Python.
-        if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-            raise ResultsError(
-                f"{self.file}: field {where} should be {NAMES[kind]}, not {kind_of(value)}"
-            )
-
-
-NAMES: dict[type, str] = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    dict: "an object",
-    list: "a list",
-}
-
-
-def kind_of(value: Any) -> str:
-    """Returns what a JSON value is, in words."""
-    return "null" if value is None else NAMES.get(type(value), type(value).__name__)
-
-
-def _required(each: Field[Any]) -> bool:
-    return each.default is MISSING and each.default_factory is MISSING
-
-
 SCHEMA = 1
 
 PYTORCH_EAGER = "pytorch-eager"
-
 PYTORCH_EAGER_CUDA = f"{PYTORCH_EAGER}-cuda"
-
 PYTORCH_COMPILE = "pytorch-compile"
-
 PYTORCH_ALGORITHM_2 = "pytorch-algorithm-2"
-
 ONNXRUNTIME = "onnxruntime"
-
 TENSORRT = "tensorrt"
-
 TENSORRT_RTX = "tensorrt-rtx"
 
 
@@ -360,27 +268,30 @@ def from_json(text: str, *, name: str = "results.json") -> Results:
 
     Raises ResultsError that names the file and the field that is missing or of the wrong type.
     """
-    try:
-        body = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ResultsError(f"{name}: not JSON ({error})") from error
-    root = Reader(name, "", body)
-    schema = root.get("schema", int)
+    body = parse(text, name)
+    schema = from_data(_Header, body, name).schema
     if schema != SCHEMA:
         raise ResultsError(
             f"{name}: schema {schema}, and this version reads schema {SCHEMA}",
             hint="measure again, or use the version of moexport that wrote the file",
         )
-    root.get("environment", dict)
-    if "models" not in root.body:
-        root = Reader(name, "", root.body | {"models": [root.get("model", dict)]})
-    results = root.build(Results)
+    if "models" not in body and "model" in body:
+        body = {**body, "models": [body["model"]]}
+    results = from_data(Results, body, name)
     for index, row in enumerate(results.rows):
         if not 1 <= row.k <= row.experts:
             raise ResultsError(
                 f"{name}: field rows[{index}].k is {row.k}, and the model has {row.experts} experts"
             )
     return results
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What every results file must hold, beside what `Results` needs."""
+
+    schema: int
+    environment: dict[str, Any]
 
 
 def by_identity(rows: tuple[Row, ...]) -> Mapping[tuple[object, ...], Row]:

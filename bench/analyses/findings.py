@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...errors import ResultsError
-from ..results import Reader, kind_of
+from ...common.json_data import from_data
 
 EXPERTS = "experts"
 """Where studies stand among the analyses of `results.json`."""
@@ -111,12 +110,12 @@ def studies_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> li
 
     Raises ResultsError that names the file and the field that cannot be read.
     """
-    found = analyses.get(EXPERTS, [])
-    if not isinstance(found, list):
-        raise ResultsError(
-            f"{name}: field analyses.{EXPERTS} should be a list, not {kind_of(found)}"
-        )
-    return [
-        Reader(name, f"analyses.{EXPERTS}[{index}]", one).build(ExpertStudy)
-        for index, one in enumerate(found)
-    ]
+    found = from_data(_Studies, analyses, name, at="analyses")
+    return list(found.experts)
+
+
+@dataclass(frozen=True, slots=True)
+class _Studies:
+    """The part of the analyses that is about experts."""
+
+    experts: tuple[ExpertStudy, ...] = ()
