@@ -44,6 +44,7 @@ def test_the_wheel_holds_every_module_and_what_they_read(tmp_path: Path) -> None
         entry = next(name for name in names if name.endswith("entry_points.txt"))
         assert "moexport = moexport.__main__:main" in archive.read(entry).decode()
     assert {name for name in names if name.startswith("moexport/")} == wanted
-    for asset in ("report/assets/report.html", "report/assets/report.js", "results.schema.json"):
+    page = ("report.html", "report.js", "plotly-basic.min.js", "plotly-basic.LICENSE.txt")
+    for asset in (*(f"report/assets/{name}" for name in page), "results.schema.json"):
         assert f"moexport/bench/{asset}" in names
     assert "moexport/py.typed" in names

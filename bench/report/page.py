@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page about a results file.
 
-The page fetches nothing: plotly.js, style, script and data are in it. Its parts lie in `assets/`;
-placeholders are `%%NAME%%`.
+The page fetches nothing: plotly.js (its basic bundle: scatter, bar, pie), style, script and data are
+in it. Its parts lie in `assets/`; placeholders are `%%NAME%%`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,6 @@ from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
-
-from plotly.offline import get_plotlyjs
 
 from ...common.writing import write_text
 from ..analyses.findings import studies_in
@@ -263,7 +261,7 @@ def html(results: Results, comparison: Comparison | None = None) -> str:
         "ENVIRONMENT": environment_list(results),
         "METHOD": method(results),
         "DATA": embedded_json([payload(panel) for panel in shown if panel.ks]),
-        "PLOTLY": get_plotlyjs(),
+        "PLOTLY": _asset("plotly-basic.min.js"),
         "SCRIPT": _asset("report.js"),
     }
     # Cut once, so that text inside one part is never taken for a placeholder.

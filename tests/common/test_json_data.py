@@ -63,10 +63,10 @@ def test_a_path_that_leads_to_the_data_comes_first() -> None:
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "1" * 5000, '"\\ud800"', "\x00"])
 def test_what_is_no_json_is_refused_with_the_reader_s_own_error(text: str) -> None:
-    with pytest.raises(BundleError, match="^f: not JSON"):
+    with pytest.raises(BundleError, match=r"^f: not JSON"):
         parse(text, "f", error=BundleError)
 
 
 def test_a_file_of_another_shape_is_refused() -> None:
-    with pytest.raises(ResultsError, match="^f: the file should be an object, not a list$"):
+    with pytest.raises(ResultsError, match=r"^f: the file should be an object, not a list$"):
         read_json(Whole, "[]", "f")
