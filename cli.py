@@ -68,8 +68,8 @@ def inspect(
 
 def verify(*, bundle: BundleArgument, as_json: AsJson = False, verbosity: Verbosity) -> None:
     """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
-    from .common.writing import others_in
     from .exporter.bundle.bundle import Bundle
+    from .exporter.bundle.destination import others_in
 
     opened = Bundle.open(bundle)
     checks = []

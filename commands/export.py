@@ -185,7 +185,7 @@ def export(
 ) -> None:
     """Export a checkpoint to a verified bundle: ONNX graphs, weights and a manifest."""
     console = verbosity.console()
-    from ..common.writing import check_destination
+    from ..exporter.bundle.destination import check_destination
 
     options = flags.options()
     wish = wished(engine, building.options(), options.target)

@@ -20,12 +20,12 @@ from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..common.environment import environment
 from ..common.files import Reading, hash_files, sha256
-from ..common.writing import atomic_directory, check_destination
 from ..errors import ParityError
 from ..graphs.lower import Lowered, LoweringRequest, lower
 from ..graphs.names import K_INPUT
 from ..graphs.precision.types import FLOAT_TYPES
 from .bundle.bundle import Bundle, graph_parity, selected_values
+from .bundle.destination import atomic_directory, check_destination
 from .bundle.manifest import (
     MANIFEST_FILE,
     FileRecord,

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.common.writing import atomic_directory
 from moexport.errors import BundleError
+from moexport.exporter.bundle.destination import atomic_directory
 from moexport.tests.command import Outcome, run, start
 from moexport.tests.recorded import DATA
 

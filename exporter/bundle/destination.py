@@ -1,0 +1,158 @@
+"""The folder that a bundle is written to: refused before any work, there whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from ...common.writing import HINTS, hint, nearest
+from ...errors import BundleError
+from .manifest import MANIFEST_FILE
+
+PARTIAL = ".partial"
+"""How the names of what is being written end: it is nobody's once its writer is gone."""
+
+
+def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) -> None:
+    """Raises `BundleError` when a bundle cannot be written there, before any work is done.
+
+    With `force` an existing bundle may be replaced, and an empty folder always; nothing else ever
+    is, and no bundle in which somebody keeps files of their own.
+    """
+    try:
+        destination.lstat()
+        present = True
+    except (FileNotFoundError, NotADirectoryError):
+        present = False
+    except OSError as error:
+        raise _unwritable(destination, error) from error
+    if present:
+        if not destination.is_dir():
+            raise BundleError(
+                f"{destination}: a file of this name exists", hint="choose another -o"
+            )
+        listed = _files_of_bundle(destination)
+        is_bundle = listed is not None
+        if not is_bundle and any(destination.iterdir()):
+            raise BundleError(
+                f"{destination}: the folder exists and is not a bundle; it is left untouched",
+                hint="choose another -o",
+            )
+        if is_bundle and not force:
+            raise BundleError(
+                f"{destination}: a bundle exists there", hint="--force replaces it when complete"
+            )
+        others = others_in(destination, listed or ())
+        if others:
+            raise BundleError(
+                f"{destination}: the bundle's folder holds what is not of the bundle: "
+                f"{', '.join(others[:6])}; it is left untouched",
+                hint="move that elsewhere, since --force replaces the folder, or choose another -o",
+            )
+    parent = nearest(destination.absolute().parent)
+    if not parent.is_dir():
+        raise BundleError(
+            f"{parent}: not a folder, so {destination.name} cannot lie in it",
+            hint="choose another -o",
+        )
+    if needed_bytes:
+        free = shutil.disk_usage(parent).free
+        if free < needed_bytes:
+            raise BundleError(
+                f"{parent}: no space: the bundle needs {needed_bytes / 1e6:.0f} MB and "
+                f"{free / 1e6:.0f} MB are free",
+                hint="free some space or choose another -o",
+            )
+
+
+def others_in(folder: Path, files: Collection[str]) -> list[str]:
+    """Returns the names of what lies in a bundle's folder and is none of its files."""
+    return sorted(
+        path.name
+        for path in folder.iterdir()
+        if path.name not in (MANIFEST_FILE, *files) and not path.name.endswith(PARTIAL)
+    )
+
+
+@contextmanager
+def atomic_directory(destination: Path, *, force: bool) -> Iterator[Path]:
+    """Yields a temporary folder beside `destination` and renames it there when all went well.
+
+    On any failure, an interrupt included, the temporary folder is removed and what was at the
+    destination stays. A link is followed: what it points to is replaced. Raises `BundleError` for
+    no space or no permission.
+    """
+    check_destination(destination, force=force)
+    place = destination.resolve()
+    partial: Path | None = None
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=PARTIAL, dir=place.parent))
+        partial.chmod(0o755)
+        yield partial
+        check_destination(destination, force=force)  # another export may have ended meanwhile
+        _replace(partial, place)
+    except OSError as error:
+        if error.errno in HINTS:
+            raise _unwritable(destination, error) from error
+        raise
+    finally:
+        if partial is not None:
+            _remove(partial)  # gone already when all went well
+
+
+def _files_of_bundle(folder: Path) -> set[str] | None:
+    """The files of the bundle in this folder; None where export did not write it.
+
+    Other programs keep a `manifest.json`, too.
+    """
+    try:
+        content = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    if not isinstance(content, dict) or not {"schema", "moexport", "layers"} <= content.keys():
+        return None
+    files = content.get("files")
+    return {MANIFEST_FILE, *(files if isinstance(files, dict) else ())}
+
+
+def _unwritable(destination: Path, error: OSError) -> BundleError:
+    return BundleError(
+        f"{destination}: cannot be written: {error.strerror}",
+        hint=hint(error),
+    )
+
+
+def _replace(partial: Path, destination: Path) -> None:
+    """Renames over an old bundle, which is moved aside first and put back if that fails."""
+    if not destination.exists():
+        partial.rename(destination)
+        return
+    old = partial.with_suffix(".old")
+    try:
+        destination.rename(old)
+        partial.rename(destination)
+    except BaseException:  # an interrupt between the two must not lose the old bundle
+        if old.exists() and not destination.exists():
+            old.rename(destination)
+        raise
+    finally:
+        if destination.exists():
+            _remove(old)
+
+
+def _remove(folder: Path) -> None:
+    """Removes a folder even when interrupted again meanwhile; the interrupt then follows."""
+    again: KeyboardInterrupt | None = None
+    while folder.exists():
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            break
+        except KeyboardInterrupt as interrupt:
+            again = interrupt
+    if again is not None:
+        raise again
