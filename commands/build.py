@@ -91,7 +91,7 @@ class BuildFlags:
             workspace=None if workspace is None else parse_bytes(workspace, "--workspace"),
             optimization_level=self.optimization_level,
             version_compatible=self.version_compatible,
-            hardware_compatible=self.hardware_compatible,  # type: ignore[arg-type]  # flavour checks
+            hardware_compatible=self.hardware_compatible,  # type: ignore[arg-type]  # backend checks
             strip_plan=self.strip_plan,
             refit=self.refit,
             tf32=self.tf32,

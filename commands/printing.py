@@ -230,8 +230,8 @@ def engine_plans_text(plans: Sequence[EnginePlan]) -> str:
     """What `build --dry-run` says."""
     lines = []
     for plan in plans:
-        version = plan.flavour.version()
-        lines.append(f"{plan.file} from {plan.graph.file}, {plan.flavour.title} {version}")
+        version = plan.backend.version()
+        lines.append(f"{plan.file} from {plan.graph.file}, {plan.backend.title} {version}")
         if plan.cards:
             lines.append(f"  compute capability {', '.join(plan.cards)}")
         lines += [f"  profile {each}" for each in plan.profiles]
@@ -244,8 +244,8 @@ def engine_plan_json(plan: EnginePlan) -> dict[str, Any]:
     return {
         "file": plan.file,
         "graph": plan.graph.file,
-        "flavour": plan.flavour.name,
-        "version": plan.flavour.version(),
+        "flavour": plan.backend.name,
+        "version": plan.backend.version(),
         "compute_capabilities": list(plan.cards),
         "profiles": [each.as_json() for each in plan.profiles],
         "options": plan.options.as_json(),

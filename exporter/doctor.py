@@ -96,7 +96,7 @@ def _runs(chosen: Backend, gpu: Gpu | None) -> Ability:
 
 
 def _on(chosen: Backend, gpu: Gpu, name: str) -> Ability:
-    """Whether a flavour that is installed serves the GPU."""
+    """Whether a backend that is installed serves the GPU."""
     try:
         chosen.check_serves(gpu)
     except ForeignEngineError as error:

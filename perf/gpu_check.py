@@ -1,6 +1,6 @@
 """What only a GPU can show: engines built, run, compared and timed. `make gpu-check` runs it.
 
-For each flavour, precision and lowering that the machine has: the engine's outputs against the
+For each backend, precision and lowering that the machine has: the engine's outputs against the
 PyTorch reference of its bundle, and its time for every k, on the GPU and from array to array; the
 same for ONNX Runtime's providers. Each of these is a process of its own, and the results are
 written after each, so that a crash costs one of them. What is left out is listed with the reason
@@ -95,15 +95,15 @@ def rows(folder: Path, size: argparse.Namespace, gpu: Gpu | None) -> Iterator[Ro
 
 def absent(runner: str, gpu: Gpu | None) -> str | None:
     """Returns why a runner is left out: it is not here, or does not serve this GPU."""
-    flavour: Backend | None = BACKENDS.get(runner)
-    if flavour is None and runner == "onnxruntime-tensorrt" and not TENSORRT.installed():
+    backend: Backend | None = BACKENDS.get(runner)
+    if backend is None and runner == "onnxruntime-tensorrt" and not TENSORRT.installed():
         return f"it needs TensorRT, which is not installed: {TENSORRT.install}"
-    if flavour is None:
+    if backend is None:
         return None
-    if not flavour.installed():
-        return f"not installed: {flavour.install}"
-    if gpu is not None and not flavour.serves(gpu.compute_capability):
-        return f"it serves {flavour.served}, and {gpu.name} is {gpu.compute_capability}"
+    if not backend.installed():
+        return f"not installed: {backend.install}"
+    if gpu is not None and not backend.serves(gpu.compute_capability):
+        return f"it serves {backend.served}, and {gpu.name} is {gpu.compute_capability}"
     return None
 
 

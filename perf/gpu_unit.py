@@ -97,9 +97,9 @@ RTOL = 1e-3
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """What is checked: a graph of a bundle, in a flavour or a provider of ONNX Runtime.
+    """What is checked: a graph of a bundle, in a backend or a provider of ONNX Runtime.
 
-    `runner` is a flavour's name or `onnxruntime-cuda`, `onnxruntime-tensorrt`; `graph` the file in
+    `runner` is a backend's name or `onnxruntime-cuda`, `onnxruntime-tensorrt`; `graph` the file in
     the folder `bundle`; `ks` are timed.
     """
 

@@ -94,7 +94,7 @@ def _abilities() -> dict[str, Ability]:
     return {ability.name: ability for ability in diagnose().abilities}
 
 
-def _flavour(name: str) -> Callable[[], str | None]:
+def _backend(name: str) -> Callable[[], str | None]:
     title = BACKENDS[name].title
     return _able(f"build {title} engines", f"run {title} engines")
 
@@ -117,9 +117,9 @@ KINDS = {
             _able("run on ONNX Runtime's TensorRT"),
             "onnx",
         ),
-        EngineKind(TENSORRT, TENSORRT, TENSORRT, _flavour(TENSORRT), "tensorrt"),
+        EngineKind(TENSORRT, TENSORRT, TENSORRT, _backend(TENSORRT), "tensorrt"),
         EngineKind(
-            TENSORRT_RTX, TENSORRT_RTX, TENSORRT_RTX, _flavour(TENSORRT_RTX), "tensorrt-rtx"
+            TENSORRT_RTX, TENSORRT_RTX, TENSORRT_RTX, _backend(TENSORRT_RTX), "tensorrt-rtx"
         ),
     )
 }

@@ -216,7 +216,7 @@ def _write_manifest(prepared: Prepared, lowered: Mapping[str, Lowered], folder: 
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def engine_options(model: Model, asked: Asked, flavour: str) -> EngineOptions:
+def engine_options(model: Model, asked: Asked, backend: str) -> EngineOptions:
     """Returns how a sweep compiles: a profile for each batch size, of exactly the inputs' shape.
 
     Finished engines are kept where those of `export` are.
@@ -227,7 +227,7 @@ def engine_options(model: Model, asked: Asked, flavour: str) -> EngineOptions:
         sizes = {axis: _exactly(size) for axis, size in named if isinstance(axis, str)}
     return EngineOptions(
         profiles=tuple({"batch": _exactly(batch)} | sizes for batch in sorted({*asked.batches})),
-        compute_capabilities=(CURRENT,) if BACKENDS[flavour].cards else (),
+        compute_capabilities=(CURRENT,) if BACKENDS[backend].cards else (),
         cache=default_cache(),
     )
 

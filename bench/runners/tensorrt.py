@@ -52,7 +52,7 @@ class BundleEngine:
     """Opens the engine that a bundle has of a graph; `k` is given where it is a graph input."""
 
     bundle: Path
-    flavour: str
+    backend: str
     graph: str
     k: int | None = None
 
@@ -62,8 +62,8 @@ class BundleEngine:
         A k outside its profiles is a `UsageError` before it is loaded.
         """
         opened = Bundle.open(self.bundle)
-        check_k(opened.engine_record(self.flavour, self.graph).ranges, self.k)
-        session = opened.engine(self.flavour, self.graph, eager=True)
+        check_k(opened.engine_record(self.backend, self.graph).ranges, self.k)
+        session = opened.engine(self.backend, self.graph, eager=True)
         return EngineRunner(session, self.k)
 
 
@@ -76,19 +76,19 @@ class GraphEngine:
     """
 
     bundle: Path
-    flavour: str
+    backend: str
     graph: str
     options: EngineOptions
 
     def __call__(self) -> EngineRunner:
         """Opens the engine; `EngineError` where it cannot be compiled as asked, or not run."""
         self.build()
-        return BundleEngine(self.bundle, self.flavour, self.graph)()
+        return BundleEngine(self.bundle, self.backend, self.graph)()
 
     def build(self) -> None:
         """Puts the engine into the bundle, unless it is there."""
         manifest = Bundle.open(self.bundle).manifest
         there = {(each.flavour, each.graph) for each in engines_of(manifest)}
-        if (self.flavour, self.graph) not in there:
-            plans = plan_engines(manifest, self.flavour, self.options, graph=self.graph)
+        if (self.backend, self.graph) not in there:
+            plans = plan_engines(manifest, self.backend, self.options, graph=self.graph)
             add_engines(self.bundle, manifest, plans)

@@ -69,7 +69,7 @@ class Bundle:
         return Session(path, options)
 
     def engine(
-        self, flavour: str, graph: str | None = None, *, trust: bool = False, eager: bool = False
+        self, backend: str, graph: str | None = None, *, trust: bool = False, eager: bool = False
     ) -> EngineSession:
         """Returns an engine of the bundle, ready to run on the GPU; `eager` as in `EngineSession`.
 
@@ -77,23 +77,23 @@ class Bundle:
         """
         from ..tensorrt.session import EngineSession
 
-        record = self.engine_record(flavour, graph)
+        record = self.engine_record(backend, graph)
         return EngineSession(self.path / record.file, trust=trust, eager=eager)
 
-    def engine_record(self, flavour: str, graph: str | None = None) -> EngineRecord:
+    def engine_record(self, backend: str, graph: str | None = None) -> EngineRecord:
         """Returns what the manifest says of an engine; nothing is loaded.
 
-        Raises `EngineError` where the bundle has none of that flavour for the graph.
+        Raises `EngineError` where the bundle has none of that backend for the graph.
         """
         from ..tensorrt.records import engines_of
 
         wanted = self.graph(graph).file
         for record in engines_of(self.manifest):
-            if record.flavour == flavour and record.graph == wanted:
+            if record.flavour == backend and record.graph == wanted:
                 return record
         raise EngineError(
-            f"{self.path}: holds no {flavour} engine of {wanted}",
-            hint=f"`moexport build {self.path} --target {flavour}` makes one",
+            f"{self.path}: holds no {backend} engine of {wanted}",
+            hint=f"`moexport build {self.path} --target {backend}` makes one",
         )
 
     def verify(self) -> Iterator[Check]:

@@ -244,12 +244,12 @@ TENSORRT_RTX = Backend(
 )
 
 BACKENDS: Mapping[str, Backend] = MappingProxyType(
-    {flavour.name: flavour for flavour in (TENSORRT, TENSORRT_RTX)}
+    {backend.name: backend for backend in (TENSORRT, TENSORRT_RTX)}
 )
 
 
 def backend_named(name: str) -> Backend:
-    """Returns the flavour of a target; `UsageError` for a target that has no engines."""
+    """Returns the backend of a target; `UsageError` for a target that has no engines."""
     if name not in BACKENDS:
         raise UsageError(
             f"--target {name}: engines are built for {' and '.join(BACKENDS)}",
@@ -259,7 +259,7 @@ def backend_named(name: str) -> Backend:
 
 
 def instead(compute_capability: str) -> str:
-    """Returns what to use on GPUs of a compute capability that a flavour does not serve."""
+    """Returns what to use on GPUs of a compute capability that a backend does not serve."""
     able = [each for each in BACKENDS.values() if each.serves(compute_capability)]
     if able:
         return (

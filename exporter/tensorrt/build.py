@@ -38,7 +38,7 @@ class Circumstances:
     """What was built when it failed; `on_gpu` says whether there was a GPU to try kernels on."""
 
     graph: Path
-    flavour: Backend
+    backend: Backend
     options: EngineOptions
     profiles: Sequence[Profile]
     on_gpu: bool
@@ -50,7 +50,7 @@ def less_host_memory(about: Circumstances) -> str:
     weights = "" if found is None else f" ({size(found)})"
     several, elsewhere = (
         ("about three", "build on a machine with more memory, which needs no GPU")
-        if about.flavour.builds_without_gpu
+        if about.backend.builds_without_gpu
         else ("several", "close other programs, or give the machine more memory")
     )
     return (
@@ -161,7 +161,7 @@ EXPLANATIONS = (
 
 def explained(lines: Sequence[str], about: Circumstances) -> EngineError:
     """Returns the error for a failed build, from what TensorRT and Polygraphy reported."""
-    title = about.flavour.title
+    title = about.backend.title
     said = [line for line in lines if "Invalid Engine. Please ensure" not in line] or list(lines)
     found = explanation(said, about)
     if found is not None:
@@ -191,7 +191,7 @@ def ended(status: int, printed: Sequence[str], about: Circumstances) -> EngineEr
     if explanation(said, about) is not None:
         return explained(said, about)
     return EngineError(
-        f"{about.flavour.title}: the build ended with status {status}"
+        f"{about.backend.title}: the build ended with status {status}"
         + (f": {_short(said[-1])}" if said else ""),
         hint="--verbose shows more; a crash inside TensorRT may go with another --lowering",
     )
@@ -202,7 +202,7 @@ def killed(about: Circumstances) -> EngineError:
     total = memory_bytes()
     machine = "its size is not known" if total is None else f"this machine has {size(total)}"
     return EngineError(
-        f"{about.flavour.title}: the build was killed, as the system does when memory runs out "
+        f"{about.backend.title}: the build was killed, as the system does when memory runs out "
         f"({machine})",
         hint=less_host_memory(about),
     )
@@ -251,7 +251,7 @@ class Built:
 
 def build_engine(
     graph: Path,
-    flavour: Backend,
+    backend: Backend,
     profiles: Sequence[Profile],
     options: EngineOptions,
     cards: Sequence[str],
@@ -264,7 +264,7 @@ def build_engine(
     cancels the build and leaves nothing behind either.
     """
     request = {
-        "flavour": flavour.name,
+        "flavour": backend.name,
         "graph": str(graph.absolute()),
         "output": str(output.absolute()),
         "profiles": [each.as_json() for each in profiles],
@@ -272,12 +272,12 @@ def build_engine(
         "options": _worker_options(options),
         "gpu": first_gpu() is not None,
     }
-    progress.step(f"compiling {output.name} with {flavour.title}", total=PER_MILLE)
+    progress.step(f"compiling {output.name} with {backend.title}", total=PER_MILLE)
     done = False
     try:
         answer = _run(request, progress)
         facts = _checked(
-            answer, Circumstances(graph, flavour, options, profiles, bool(request["gpu"]))
+            answer, Circumstances(graph, backend, options, profiles, bool(request["gpu"]))
         )
         done = True
     finally:

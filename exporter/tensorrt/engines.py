@@ -50,7 +50,7 @@ class EnginePlan:
 
     graph: GraphRecord
     file: str
-    flavour: Backend
+    backend: Backend
     profiles: tuple[Profile, ...]
     cards: tuple[str, ...]
     options: EngineOptions
@@ -64,7 +64,7 @@ def plan_engines(
     graph: str | None = None,
     ranges: Asked | None = None,
 ) -> list[EnginePlan]:
-    """Returns the engines of a bundle for a flavour: one per graph, or that of `graph` alone.
+    """Returns the engines of a bundle for a backend: one per graph, or that of `graph` alone.
 
     `ranges` are the sizes of axes that no profile names; without, those of the export. Raises
     `UsageError` and `MissingExtraError` before anything is read or built.
@@ -146,7 +146,7 @@ def make_engines(
     weights = {n: r.sha256 for n, r in manifest.files.items() if n.endswith((".bin", ".onnx"))}
     for each in plans:
         graph = directory / each.graph.file
-        check_graph(graph, each.flavour, manifest.layers)
+        check_graph(graph, each.backend, manifest.layers)
         key = _key(each, weights)
         there = None if rebuild else _in_bundle(directory, manifest, each, key)
         if there is not None:
@@ -176,13 +176,13 @@ def add_engines(
 def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
     gpu = first_gpu()
     own = {n: h for n, h in weights.items() if n.endswith(".bin") or n == plan.graph.file}
-    device = None if plan.flavour.builds_without_gpu or gpu is None else asdict(gpu)
+    device = None if plan.backend.builds_without_gpu or gpu is None else asdict(gpu)
     current = asdict(gpu) if gpu is not None and "current" in plan.cards else None
     return cache.engine_key(
         {
             "files": own,
-            "flavour": plan.flavour.name,
-            "version": plan.flavour.version(),
+            "flavour": plan.backend.name,
+            "version": plan.backend.version(),
             "profiles": [each.as_json() for each in plan.profiles],
             "cards": list(plan.cards),
             "options": plan.options.as_json(),
@@ -225,7 +225,7 @@ def _make(
         built = Built(path, **kept["built"])
     else:
         built = build_engine(
-            graph, plan.flavour, plan.profiles, plan.options, plan.cards, path, progress
+            graph, plan.backend, plan.profiles, plan.options, plan.cards, path, progress
         )
     try:
         check_precision(manifest, plan.graph, built)
@@ -247,14 +247,14 @@ def _make(
 
 def _record(plan: EnginePlan, key: str, built: Built) -> EngineRecord:
     gpu = first_gpu()
-    own = None if plan.flavour.builds_without_gpu or gpu is None else gpu
+    own = None if plan.backend.builds_without_gpu or gpu is None else gpu
     cards = list(plan.cards)
     if gpu is not None and (own is not None or "current" in cards):
         cards = [gpu.compute_capability]
     return EngineRecord(
         file=plan.file,
         graph=plan.graph.file,
-        flavour=plan.flavour.name,
+        flavour=plan.backend.name,
         version=built.version,
         compute_capabilities=cards,
         device=None if own is None else own.name,
@@ -290,7 +290,7 @@ def build_for_export(
 ) -> Manifest:
     """Returns a new bundle's manifest with its engines, which are built into its folder.
 
-    Without a wish (`engine` None) a flavour that cannot be built here leaves a note.
+    Without a wish (`engine` None) a backend that cannot be built here leaves a note.
     """
     if manifest.target not in BACKENDS or engine is False:
         return manifest
@@ -307,7 +307,7 @@ def build_for_export(
 
 
 def _check_can_build(chosen: Backend) -> None:
-    """Raises `MissingExtraError` or `EngineError` where the flavour cannot be built here."""
+    """Raises `MissingExtraError` or `EngineError` where the backend cannot be built here."""
     chosen.check_installed()
     if chosen.builds_without_gpu:
         return

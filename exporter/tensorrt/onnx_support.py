@@ -85,7 +85,7 @@ REFUSED_BY: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "tensorrt-rtx": {"NonZero": "its output's size depends on values, and no kernel does that"},
     }
 )
-"""Ops that an importer lists and the flavour does not compile, with the reason."""
+"""Ops that an importer lists and the backend does not compile, with the reason."""
 
 QUANTIZED = (onnx.TensorProto.INT8,)
 STANDARD_DOMAINS = ("", "ai.onnx")
@@ -100,13 +100,13 @@ class Refusal:
     reason: str
 
 
-def check_graph(path: Path, flavour: Backend, layers: Sequence[LayerRecord]) -> None:
-    """Raises `EngineError` for a graph that the flavour's importer would refuse.
+def check_graph(path: Path, backend: Backend, layers: Sequence[LayerRecord]) -> None:
+    """Raises `EngineError` for a graph that the backend's importer would refuse.
 
     The message names the first node, its layer and how many there are.
     """
     model = onnx.load(path, load_external_data=False)
-    found = list(refusals(model, flavour))
+    found = list(refusals(model, backend))
     if not found:
         return
     first = found[0]
@@ -114,16 +114,16 @@ def check_graph(path: Path, flavour: Backend, layers: Sequence[LayerRecord]) -> 
     where = f"layer {layer.name}" if layer else "the network around the MoE layers"
     more = f" ({len(found)} such nodes)" if len(found) > 1 else ""
     raise EngineError(
-        f"{path.name}: {flavour.title} does not take node {first.node} ({first.op}) of {where}: "
+        f"{path.name}: {backend.title} does not take node {first.node} ({first.op}) of {where}: "
         f"{first.reason}{more}",
-        hint=_instead(flavour, layer),
+        hint=_instead(backend, layer),
     )
 
 
-def _instead(flavour: Backend, layer: LayerRecord | None) -> str:
+def _instead(backend: Backend, layer: LayerRecord | None) -> str:
     from ...graphs.lowerings import lowerings_of
 
-    target: Target = "tensorrt" if flavour.name == "tensorrt" else "tensorrt-rtx"
+    target: Target = "tensorrt" if backend.name == "tensorrt" else "tensorrt-rtx"
     if layer is None:
         return "change that part of the network, or run this graph in ONNX Runtime (--target onnx)"
     kind: Kind = "soft-moe" if layer.kind == "soft-moe" else "mumoe"
@@ -134,14 +134,14 @@ def _instead(flavour: Backend, layer: LayerRecord | None) -> str:
     )
 
 
-def refusals(model: onnx.ModelProto, flavour: Backend) -> Iterator[Refusal]:
-    """Yields the nodes of a graph that the flavour's importer would refuse."""
+def refusals(model: onnx.ModelProto, backend: Backend) -> Iterator[Refusal]:
+    """Yields the nodes of a graph that the backend's importer would refuse."""
     constants: dict[str, onnx.TensorProto] = {}
     for node, initializers in _nodes(model.graph):
         constants.update(initializers)
         if node.op_type == "Constant" and node.attribute and node.attribute[0].HasField("t"):
             constants[node.output[0]] = node.attribute[0].t
-        reason = _reason(node, constants, flavour)
+        reason = _reason(node, constants, backend)
         if reason is not None:
             yield Refusal(node.name or node.output[0], _op(node), reason)
 
@@ -163,9 +163,9 @@ def _op(node: onnx.NodeProto) -> str:
 
 
 def _reason(
-    node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], flavour: Backend
+    node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto], backend: Backend
 ) -> str | None:
-    unknown = _unknown(node, flavour)
+    unknown = _unknown(node, backend)
     if unknown is not None:
         return unknown
     if node.op_type in ("QuantizeLinear", "DequantizeLinear"):
@@ -180,13 +180,13 @@ def _reason(
     return None
 
 
-def _unknown(node: onnx.NodeProto, flavour: Backend) -> str | None:
+def _unknown(node: onnx.NodeProto, backend: Backend) -> str | None:
     """Why the op itself is not taken."""
     if node.domain not in STANDARD_DOMAINS:
         return f"the domain {node.domain} is not its own"
     if node.op_type in NO_IMPORTER:
         return "its ONNX importer does not know the op"
-    return REFUSED_BY[flavour.name].get(node.op_type)
+    return REFUSED_BY[backend.name].get(node.op_type)
 
 
 def _quantization(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto]) -> str | None:

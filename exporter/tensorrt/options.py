@@ -1,4 +1,4 @@
-"""What a user asks of an engine, parsed and checked against the flavour before any work."""
+"""What a user asks of an engine, parsed and checked against the backend before any work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def option_name(field: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """The options of an engine build; a default is what the flavour does by itself.
+    """The options of an engine build; a default is what the backend does by itself.
 
     `profiles` are ranges by axis, one engine profile each; none means the ranges of the export.
     `workspace` is the scratch memory in bytes that a kernel may take on the GPU. `timing_cache`
@@ -59,20 +59,20 @@ class EngineOptions:
             if field.name != "cache" and getattr(self, field.name) != field.default
         ]
 
-    def check(self, flavour: Backend) -> None:
-        """Raises `UsageError` for what cannot be meant or what the flavour does not honour."""
+    def check(self, backend: Backend) -> None:
+        """Raises `UsageError` for what cannot be meant or what the backend does not honour."""
         for name in self.asked():
-            if name not in flavour.options:
-                why = flavour.refused[name]
+            if name not in backend.options:
+                why = backend.refused[name]
                 raise UsageError(
-                    f"{option_name(name)}: {flavour.title} does not have it: {why}",
-                    hint=f"leave {option_name(name)} out for --target {flavour.name}",
+                    f"{option_name(name)}: {backend.title} does not have it: {why}",
+                    hint=f"leave {option_name(name)} out for --target {backend.name}",
                 )
         level = self.optimization_level
-        if level is not None and not 0 <= level <= flavour.max_level:
+        if level is not None and not 0 <= level <= backend.max_level:
             raise UsageError(
-                f"--optimization-level {level}: {flavour.title} has levels 0 to "
-                f"{flavour.max_level}",
+                f"--optimization-level {level}: {backend.title} has levels 0 to "
+                f"{backend.max_level}",
                 hint="3 is its default; higher levels build longer",
             )
         if self.workspace is not None and self.workspace < 1:
@@ -86,8 +86,8 @@ class EngineOptions:
                 hint=f"choose one of: {', '.join(HARDWARE_LEVELS)}",
             )
         self._check_timing_cache()
-        self._check_cards(flavour)
-        self._check_gpu(flavour)
+        self._check_cards(backend)
+        self._check_gpu(backend)
 
     def _check_timing_cache(self) -> None:
         """The file is written when a build ends, which may be hours from now."""
@@ -100,14 +100,14 @@ class EngineOptions:
                 hint="name a file in a folder that exists and that you may write to",
             )
 
-    def _check_cards(self, flavour: Backend) -> None:
+    def _check_cards(self, backend: Backend) -> None:
         text = ",".join(self.compute_capabilities)
         if len(set(self.compute_capabilities)) < len(self.compute_capabilities):
             raise UsageError(f"--compute-capability {text}: one is repeated", hint="name each once")
         for each in self.compute_capabilities:
-            if each != CURRENT and each not in flavour.cards:
+            if each != CURRENT and each not in backend.cards:
                 raise UsageError(
-                    f"--compute-capability {each}: {flavour.title} compiles for {flavour.served}",
+                    f"--compute-capability {each}: {backend.title} compiles for {backend.served}",
                     hint=instead(each) if _NUMBERS.fullmatch(each) else "for example 8.6,8.9,12.0",
                 )
         if CURRENT in self.compute_capabilities and len(self.compute_capabilities) > 1:
@@ -116,22 +116,22 @@ class EngineOptions:
                 hint=f"name capabilities, or give {CURRENT} for the GPU of this machine",
             )
 
-    def _check_gpu(self, flavour: Backend) -> None:
+    def _check_gpu(self, backend: Backend) -> None:
         """What needs a GPU to build, where there is none or one that is not served."""
         gpu = first_gpu()
         if gpu is not None and CURRENT in self.compute_capabilities:
-            flavour.check_serves(gpu, UsageError)
-        if not flavour.builds_without_gpu or gpu is not None:
+            backend.check_serves(gpu, UsageError)
+        if not backend.builds_without_gpu or gpu is not None:
             return
         if CURRENT in self.compute_capabilities:
             raise UsageError(
                 f"--compute-capability {CURRENT}: there is no NVIDIA GPU here",
-                hint=f"name the card's: {', '.join(flavour.cards)}",
+                hint=f"name the card's: {', '.join(backend.cards)}",
             )
         for name in ("strip_plan", "refit"):
             if getattr(self, name):
                 raise UsageError(
-                    f"{option_name(name)}: {flavour.title} compiles refittable engines only where "
+                    f"{option_name(name)}: {backend.title} compiles refittable engines only where "
                     "there is an NVIDIA GPU, and there is none here",
                     hint=f"leave {option_name(name)} out, or build on the machine with the card",
                 )

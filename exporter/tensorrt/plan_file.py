@@ -32,7 +32,7 @@ SIZE_AT, VERSION_AT, HEADER_BYTES = 16, 24, 64
 class Header:
     """What the first bytes of a plan tell: who wrote it and how large it should be."""
 
-    flavour: Backend
+    backend: Backend
     version: str
     size: int
 
@@ -55,7 +55,7 @@ class Plan:
 
     path: Path
     record: EngineRecord | None
-    flavour: Backend
+    backend: Backend
 
 
 def find_plan(path: Path, *, trust: bool = False) -> Plan:
@@ -85,21 +85,21 @@ def find_plan(path: Path, *, trust: bool = False) -> Plan:
             "damaged or was replaced",
             hint=f"build it again with `moexport build`; {TRUST}",
         )
-    return Plan(path, record, _flavour(path, record, header))
+    return Plan(path, record, _backend(path, record, header))
 
 
-def _flavour(path: Path, record: EngineRecord | None, header: Header | None) -> Backend:
+def _backend(path: Path, record: EngineRecord | None, header: Header | None) -> Backend:
     if record is not None:
         listed = backend_named(record.flavour)
-        if header is not None and header.flavour != listed:
+        if header is not None and header.backend != listed:
             raise EngineError(
-                f"{path}: is an engine of {header.flavour.title}, and {MANIFEST_FILE} lists one of "
+                f"{path}: is an engine of {header.backend.title}, and {MANIFEST_FILE} lists one of "
                 f"{listed.title}",
                 hint=f"build it again with `moexport build {path.parent} --target {listed.name}`",
             )
         return listed
     if header is not None:
-        return header.flavour
+        return header.backend
     named = [each for name, each in BACKENDS.items() if name in path.name]
     if not named:
         raise EngineError(
@@ -126,15 +126,15 @@ def check_runs_here(plan: Plan) -> None:
     """
     gpu = first_gpu()
     if gpu is not None:
-        plan.flavour.check_serves(gpu)
+        plan.backend.check_serves(gpu)
     # The module's own word: a package's version can differ from it (8.6.1.post1 holds 8.6.1).
-    installed = str(plan.flavour.load().__version__)
+    installed = str(plan.backend.load().__version__)
     record = plan.record
     if record is None:
         return
     if record.version != installed and not record.options.get("version_compatible"):
         raise ForeignEngineError(
-            f"{plan.path}: built by {plan.flavour.title} {record.version}, and {installed} is "
+            f"{plan.path}: built by {plan.backend.title} {record.version}, and {installed} is "
             "installed; an engine runs in the version that built it",
             hint=f"build it again here with `moexport build {plan.path.parent}`, or install "
             f"{record.version}",
@@ -151,7 +151,7 @@ def _check_gpu(plan: Plan, record: EngineRecord, gpu: Gpu) -> None:
     if record.options.get("hardware_compatible"):
         return
     if gpu.compute_capability not in record.compute_capabilities:
-        option = "--compute-capability" if plan.flavour.cards else "--hardware-compatible"
+        option = "--compute-capability" if plan.backend.cards else "--hardware-compatible"
         raise ForeignEngineError(
             f"{plan.path}: built for {record.device or 'cards'} of compute capability "
             f"{', '.join(record.compute_capabilities)}, and this machine has {gpu.name} "
@@ -221,14 +221,14 @@ def collecting_logger(trt: Any) -> Any:
 
 
 def load_engine(plan: Plan) -> tuple[Any, Any, Any]:
-    """Returns the flavour's module, its runtime and the engine; they must live as long as it.
+    """Returns the backend's module, its runtime and the engine; they must live as long as it.
 
     Raises `ForeignEngineError` for an engine of another version or GPU, `EngineError` for a damaged
-    one and where there is no GPU; `MissingExtraError` where the flavour is not installed.
+    one and where there is no GPU; `MissingExtraError` where the backend is not installed.
     """
     check_runs_here(plan)
     cuda.check_device()
-    trt = plan.flavour.load()
+    trt = plan.backend.load()
     logger = collecting_logger(trt)
     runtime = trt.Runtime(logger)
     content = plan.path.read_bytes()
@@ -259,7 +259,7 @@ def unloadable(plan: Plan, lines: Sequence[str]) -> EngineError:
     """Returns the error for an engine that the runtime does not load, in its words."""
     said = lines[0] if lines else "it did not say why"
     return EngineError(
-        f"{plan.path}: {plan.flavour.title} cannot load it: {said}",
+        f"{plan.path}: {plan.backend.title} cannot load it: {said}",
         hint=f"build it again here with `moexport build {plan.path.parent}`",
     )
 
@@ -291,7 +291,7 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
     header = read_header(path)
     facts: dict[str, Any] = {
         "file": str(path),
-        "flavour": plan.flavour.name,
+        "flavour": plan.backend.name,
         "bytes": path.stat().st_size,
         "version": header.version if header is not None else None,
         "read_from": "header",

@@ -49,7 +49,7 @@ class Context:
     def __init__(self, plan: Plan, *, graphs: bool, eager: bool) -> None:
         self.path = plan.path
         self._trt, self._runtime, self._engine = load_engine(plan)
-        self.records_itself = plan.flavour.records_itself
+        self.records_itself = plan.backend.records_itself
         self._context = self._create(graphs, eager)
         if self._context is None:
             raise EngineError(
@@ -199,7 +199,7 @@ class EngineSession:
     ) -> None:
         plan = find_plan(path, trust=trust)
         self.path = path
-        self.flavour = plan.flavour.name
+        self.backend = plan.backend.name
         self.record = plan.record
         self._context = Context(plan, graphs=capture, eager=eager)
         self._capture = capture and not self._context.records_itself
@@ -228,8 +228,8 @@ class EngineSession:
 
     @property
     def provider(self) -> str:
-        """Who runs the graph: the flavour."""
-        return self.flavour
+        """Who runs the graph: the backend."""
+        return self.backend
 
     @property
     def recorded(self) -> bool | None:

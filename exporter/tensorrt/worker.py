@@ -60,7 +60,7 @@ class DishonouredError(RuntimeError):
 
 
 def compile_engine(
-    backend: ModuleType,
+    loaders: ModuleType,
     request: Mapping[str, Any],
     *,
     on_start: OnStart,
@@ -68,21 +68,21 @@ def compile_engine(
     on_step: OnStep,
 ) -> Compiled:
     """Returns the engine of a request; raises what Polygraphy raises, and `DishonouredError`."""
-    trt = tensorrt_of(backend)
-    network = backend.network_from_onnx_path(request["graph"], strongly_typed=True)
+    trt = tensorrt_of(loaders)
+    network = loaders.network_from_onnx_path(request["graph"], strongly_typed=True)
     read_back: dict[str, Any] = {}
     if "timing_cache" in request["options"]:
         check_timing_cache(network[0], Path(request["options"]["timing_cache"]))
-    config = backend.PostprocessConfig(
-        backend.CreateConfig(
-            profiles=_profiles(backend, request["profiles"]),
+    config = loaders.PostprocessConfig(
+        loaders.CreateConfig(
+            profiles=_profiles(loaders, request["profiles"]),
             progress_monitor=_monitor(trt, on_start, on_finish, on_step),
             **config_arguments(trt, request["options"]),
         ),
         lambda builder, network, config: _finish_config(trt, request, config, read_back),
     )
     layers = network_layers(network[1])
-    plan = backend.engine_bytes_from_network(
+    plan = loaders.engine_bytes_from_network(
         network, config, save_timing_cache=request["options"].get("timing_cache")
     )
     return Compiled(
@@ -97,11 +97,11 @@ def compile_engine(
     )
 
 
-def tensorrt_of(backend: ModuleType) -> Any:
+def tensorrt_of(loaders: ModuleType) -> Any:
     """Returns the TensorRT module that Polygraphy was told to use."""
     from polygraphy import config
 
-    del backend
+    del loaders
     return importlib.import_module("tensorrt_rtx" if config.USE_TENSORRT_RTX else "tensorrt")
 
 
@@ -129,10 +129,10 @@ def config_arguments(trt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
 HARDWARE = {"ampere-plus": "AMPERE_PLUS", "same-compute-capability": "SAME_COMPUTE_CAPABILITY"}
 
 
-def _profiles(backend: ModuleType, records: list[dict[str, Any]]) -> list[Any]:
+def _profiles(loaders: ModuleType, records: list[dict[str, Any]]) -> list[Any]:
     profiles = []
     for record in records:
-        profile = backend.Profile()
+        profile = loaders.Profile()
         for name, (low, opt, high) in record.items():
             if isinstance(low, list):
                 profile.add(name, tuple(low), tuple(opt), tuple(high))
@@ -371,7 +371,7 @@ def _build(
 ) -> dict[str, Any]:
     """Compiles the engine into the file that the request names and returns what was read back."""
     started = time.monotonic()
-    import polygraphy.backend.trt as backend
+    import polygraphy.backend.trt as loaders
     from polygraphy.logger import G_LOGGER
 
     G_LOGGER.module_severity = G_LOGGER.WARNING
@@ -381,7 +381,7 @@ def _build(
     parent = os.getppid()
     fraction = Fraction()
     compiled = compile_engine(
-        backend,
+        loaders,
         request,
         on_start=fraction.start,
         on_finish=fraction.finish,

@@ -101,7 +101,7 @@ def test_results_are_written_after_every_unit(
     assert "passed tensorrt, fp32, gather" in capsys.readouterr().err
 
 
-def test_a_flavour_that_does_not_serve_the_gpu_is_left_out_not_failed() -> None:
+def test_a_backend_that_does_not_serve_the_gpu_is_left_out_not_failed() -> None:
     if not TENSORRT_RTX.installed():
         pytest.skip(f"{TENSORRT_RTX.title} is not installed: {TENSORRT_RTX.install}")
     assert "NVIDIA H100 80GB HBM3 is 9.0" in (absent("tensorrt-rtx", H100) or "")

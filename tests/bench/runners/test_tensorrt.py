@@ -27,8 +27,8 @@ from moexport.exporter.tensorrt.records import EngineRecord, engines_of
 from moexport.tests.exporter.tensorrt.engines import needs_rtx
 from moexport.tests.recorded import read_case
 
-FLAVOUR = "tensorrt-rtx"
-ASKED = Asked(ks=(2,), lowerings=("gather",), batches=(1, 4), engines=(FLAVOUR,))
+BACKEND = "tensorrt-rtx"
+ASKED = Asked(ks=(2,), lowerings=("gather",), batches=(1, 4), engines=(BACKEND,))
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def built(opener: GraphEngine) -> EngineRecord:
 def test_a_sweep_compiles_an_engine_for_its_batches_when_it_is_opened(model: Model) -> None:
     with exported(model, replace(ASKED, shape=random_inputs(model, 1).shape[1:])) as candidate:
         (source,) = candidate.graphs
-        assert (source.engine, source.provider, source.k) == (FLAVOUR, FLAVOUR, 2)
+        assert (source.engine, source.provider, source.k) == (BACKEND, BACKEND, 2)
         assert pickle.loads(pickle.dumps(source.open)) == source.open
         opener = engine_of(candidate)
         record = built(opener)
-        assert record.flavour == FLAVOUR
+        assert record.flavour == BACKEND
         ranges = [(each.min[0], each.opt[0], each.max[0]) for each in record.ranges]
         assert ranges == [(1, 1, 1), (4, 4, 4)]
         assert set(record.precision) == {"fp32"}
@@ -105,7 +105,7 @@ def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) ->
             assert source.provider == "tensorrt"
             if source.engine == "tensorrt":
                 assert isinstance(source.open, GraphEngine)
-                assert source.open.flavour == "tensorrt"
+                assert source.open.backend == "tensorrt"
                 assert Bundle.open(source.open.bundle).manifest.target == "tensorrt"
                 folder = source.open.bundle
             else:
@@ -123,7 +123,7 @@ def test_a_bundle_takes_part_with_the_engine_that_it_holds(exported: Path) -> No
     bundle = moexport.Bundle.open(exported)
     case = read_case("soft_moe_vit")
     candidate = from_bundle(bundle, ASKED, model=moexport.load(case.weights, config=case.config))
-    assert [source.engine for source in candidate.graphs] == [FLAVOUR] * 2
+    assert [source.engine for source in candidate.graphs] == [BACKEND] * 2
     source = candidate.graphs[0].open
     assert isinstance(source, BundleEngine)
     with pytest.raises(EngineError, match=r"holds no tensorrt-rtx engine of model\.onnx"):

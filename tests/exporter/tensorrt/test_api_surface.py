@@ -66,7 +66,7 @@ RTX_ALONE = {
     ("IRuntimeConfig", "dynamic_shapes_kernel_specialization_strategy"),
     ("Runtime", "get_engine_validity"),
 }
-"""What only TensorRT-RTX has; our code asks for it where the flavour is that one, or has it."""
+"""What only TensorRT-RTX has; our code asks for it where the backend is that one, or has it."""
 
 NEVER_REACHED = {
     ("Builder", "build_engine"): "tried where build_serialized_network is missing",
@@ -264,7 +264,7 @@ def test_without_a_gpu_the_binding_takes_our_arguments_and_says_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "version", "works"),
+    ("backend", "version", "works"),
     [
         (TENSORRT, "10.11.0.33", False),
         (TENSORRT, "10.12.0.36", True),
@@ -276,10 +276,10 @@ def test_without_a_gpu_the_binding_takes_our_arguments_and_says_so() -> None:
     ids=lambda value: str(getattr(value, "name", value)),
 )
 def test_another_version_is_refused_with_the_versions_that_work(
-    flavour: Any, version: str, works: bool
+    backend: Any, version: str, works: bool
 ) -> None:
     if works:
-        flavour.check_version(version)
+        backend.check_version(version)
         return
     with pytest.raises(MissingExtraError, match=rf"{version} is installed, and moexport works"):
-        flavour.check_version(version)
+        backend.check_version(version)

@@ -1,4 +1,4 @@
-"""A GPU that a flavour does not serve is told, with what to use there instead."""
+"""A GPU that a backend does not serve is told, with what to use there instead."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ def test_the_cards_are_those_that_the_installed_builder_names() -> None:
 
 
 @pytest.mark.parametrize(
-    ("flavour", "served", "not_served"),
+    ("backend", "served", "not_served"),
     [
         (TENSORRT_RTX, "7.5 8.0 8.6 8.9 12.0 12.1", "6.1 7.0 8.7 9.0 10.0 10.3 11.0"),
         (TENSORRT, "7.5 8.0 8.9 9.0 10.0 12.0", "6.1 7.0"),
     ],
     ids=["tensorrt-rtx", "tensorrt"],
 )
-def test_each_flavour_serves_its_own_gpus(flavour: Backend, served: str, not_served: str) -> None:
-    assert all(flavour.serves(each) for each in served.split())
-    assert not any(flavour.serves(each) for each in not_served.split())
+def test_each_backend_serves_its_own_gpus(backend: Backend, served: str, not_served: str) -> None:
+    assert all(backend.serves(each) for each in served.split())
+    assert not any(backend.serves(each) for each in not_served.split())
 
 
 def test_the_refusal_names_the_gpu_and_the_way_out() -> None:
@@ -122,7 +122,7 @@ def test_an_engine_is_not_run_on_another_gpu(
     assert not (tmp_path / "y.npz").exists()
 
 
-def test_a_capability_that_only_the_other_flavour_serves_says_so(bundle: Path) -> None:
+def test_a_capability_that_only_the_other_backend_serves_says_so(bundle: Path) -> None:
     outcome = run("build", bundle, "--compute-capability", "9.0")
     assert outcome.code == 2
     assert "--compute-capability 9.0: TensorRT-RTX compiles for compute" in outcome.error

@@ -16,10 +16,10 @@ from moexport.tests.exporter.tensorrt.engines import needs_rtx
 GENERIC = "[!] Invalid Engine. Please ensure the engine was built correctly"
 
 
-def about(flavour: Backend = TENSORRT, *, on_gpu: bool = True, **options: Any) -> Circumstances:
+def about(backend: Backend = TENSORRT, *, on_gpu: bool = True, **options: Any) -> Circumstances:
     profile = Profile("input", (1, 3, 32, 32), (8, 3, 32, 32), (64, 3, 32, 32))
     return Circumstances(
-        Path("model.onnx"), flavour, EngineOptions(**options), [profile], on_gpu=on_gpu
+        Path("model.onnx"), backend, EngineOptions(**options), [profile], on_gpu=on_gpu
     )
 
 

@@ -394,7 +394,7 @@ def test_a_truncated_engine_is_not_loaded(left: int, with_engine: Path) -> None:
 
 
 @needs_rtx
-def test_an_engine_of_the_other_flavour_is_told_by_its_first_bytes(with_engine: Path) -> None:
+def test_an_engine_of_the_other_backend_is_told_by_its_first_bytes(with_engine: Path) -> None:
     edit_record(with_engine, flavour="tensorrt")
     outcome = run_engine(with_engine, "--trust-engine", engine="tensorrt")
     assert "is an engine of TensorRT-RTX, and manifest.json lists one of TensorRT" in outcome.error

@@ -43,28 +43,28 @@ def case() -> RecordedCase:
     return read_case("soft_moe_vit")
 
 
-def opened(flavour: Backend, case: RecordedCase, place: Path, **options: Any) -> EngineSession:
+def opened(backend: Backend, case: RecordedCase, place: Path, **options: Any) -> EngineSession:
     """An engine with a profile for one input and one for more, and k from 1 to 8."""
     bundle = moexport.export(
         moexport.load(case.weights, config=case.config),
         place,
         k="input",
-        target=flavour.name,  # type: ignore[arg-type]  # both are targets
+        target=backend.name,  # type: ignore[arg-type]  # both are targets
         lowering="gather",
         engine=EngineOptions(
             profiles=(parse_profile("batch=1,k=1:2:8"), parse_profile("batch=2:4:16,k=1:2:8")),
-            compute_capabilities=("current",) if flavour.builds_without_gpu else (),
+            compute_capabilities=("current",) if backend.builds_without_gpu else (),
             **options,
         ),
     )
-    found = bundle.engine(flavour.name)
+    found = bundle.engine(backend.name)
     assert isinstance(found, EngineSession)
     return found
 
 
 @pytest.fixture
-def session(flavour: Backend, case: RecordedCase, tmp_path: Path) -> Iterator[EngineSession]:
-    with opened(flavour, case, tmp_path / "out") as found:
+def session(backend: Backend, case: RecordedCase, tmp_path: Path) -> Iterator[EngineSession]:
+    with opened(backend, case, tmp_path / "out") as found:
         yield found
 
 
@@ -105,11 +105,11 @@ def test_work_that_comes_back_is_recorded_once(session: EngineSession, case: Rec
 
 
 def test_an_engine_without_weights_takes_the_bundles(
-    flavour: Backend, case: RecordedCase, tmp_path: Path
+    backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
-    with opened(flavour, case, tmp_path / "whole") as whole:
+    with opened(backend, case, tmp_path / "whole") as whole:
         size = whole.path.stat().st_size
-    with opened(flavour, case, tmp_path / "stripped", strip_plan=True) as stripped:
+    with opened(backend, case, tmp_path / "stripped", strip_plan=True) as stripped:
         assert stripped.path.stat().st_size < size
         assert_close(stripped(case.x, case.ks[0]), case.y(case.ks[0]))
 

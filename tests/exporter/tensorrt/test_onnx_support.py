@@ -75,10 +75,10 @@ CASES: dict[str, tuple[list[onnx.NodeProto], dict[str, np.ndarray], str | None]]
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("flavour", BACKENDS.values(), ids=list(BACKENDS))
-def test_a_graph_is_refused_for_the_right_reason(case: str, flavour: Any) -> None:
+@pytest.mark.parametrize("backend", BACKENDS.values(), ids=list(BACKENDS))
+def test_a_graph_is_refused_for_the_right_reason(case: str, backend: Any) -> None:
     nodes, constants, reason = CASES[case]
-    found = list(refusals(model(nodes, constants), flavour))
+    found = list(refusals(model(nodes, constants), backend))
     if reason is None:
         assert found == []
     else:
