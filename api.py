@@ -36,6 +36,7 @@ from .calibration.table import CalibrationTable, Method
 from .common.console import Progress, Silent
 from .common.timing import Protocol
 from .errors import UsageError
+from .exporter.axes import DEFAULT_BATCH, DEFAULT_TOKENS, parse_range
 from .exporter.bundle.bundle import Bundle
 from .exporter.checkpoints.load import load
 from .exporter.edits import read_edits
@@ -43,15 +44,12 @@ from .exporter.export import export as export_bundle
 from .exporter.inputs import random_inputs, with_axes
 from .exporter.model import Model
 from .exporter.options import (
-    DEFAULT_BATCH,
-    DEFAULT_TOKENS,
     ExportOptions,
     KOption,
     PrecisionOptions,
     Scope,
     parse_k,
     parse_lowerings,
-    parse_range,
 )
 from .exporter.quantization.accuracy_search import with_retention
 from .exporter.quantization.calibrate import CalibrationOptions, ranges_for_export

@@ -207,7 +207,7 @@ def build(
     verbosity: Verbosity,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs, into the bundle."""
-    from ..exporter.options import parse_range
+    from ..exporter.axes import parse_range
 
     options = flags.options()
     ranges = {

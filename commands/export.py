@@ -111,14 +111,9 @@ class GraphFlags:
 
     def options(self) -> ExportOptions:
         """Returns them parsed; `UsageError` for one that cannot be meant, or not for the target."""
+        from ..exporter.axes import parse_range
         from ..exporter.edits import read_edits
-        from ..exporter.options import (
-            ExportOptions,
-            PrecisionOptions,
-            parse_k,
-            parse_lowerings,
-            parse_range,
-        )
+        from ..exporter.options import ExportOptions, PrecisionOptions, parse_k, parse_lowerings
 
         options = ExportOptions(
             k=parse_k(self.k),

@@ -40,9 +40,10 @@ from .inputs import fixed_axes, parity_inputs
 from .measured_lowerings import tune
 from .model import Model, TensorSpec, edited
 from .options import TUNE, ExportOptions
-from .parity import PARITY_FILE, Parity, Reference, describe, first_different_layer, reference
+from .parity import PARITY_FILE, Parity, Reference, describe
 from .plan import GraphPlan, LayerPlan, Plan, check_request, plan
 from .precision import LayerPrecision, PrecisionPlan, apply_precision, precision_record
+from .reference import first_different_layer, reference
 from .tensorrt.engines import build_for_export, check_for_export
 from .tensorrt.options import EngineOptions
 from .trace import trace

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..calibration.feeds import Feed, batches, samples
 from ..errors import FeedError, UsageError
-from .bundle.manifest import PortRecord
-from .model import Model, TensorSpec
-from .options import DEFAULT_TOKENS, ExportOptions
+from .axes import DEFAULT_TOKENS
+
+if TYPE_CHECKING:
+    from .bundle.manifest import PortRecord
+    from .model import Model, TensorSpec
+    from .options import ExportOptions
 
 SAMPLES = 8
 MAX_BYTES = 64 << 20

@@ -17,9 +17,9 @@ from ..calibration.feeds import Feed
 from ..errors import UsageError
 from ..graphs.layers.base import MoELayer, replaced_layers
 from ..graphs.layers.mumoe import MuMoE, mumoe_layers
+from .axes import DEFAULT_TOKENS
 from .inputs import feed_inputs
 from .model import Model
-from .options import DEFAULT_TOKENS
 
 SHARES = (1, 2, 4, 8)
 

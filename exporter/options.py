@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from ..errors import LoweringError, UsageError
 from ..graphs.lowerings import lowering
@@ -22,7 +21,9 @@ from ..graphs.precision.types import (
     WeightQuantization,
 )
 from ..graphs.targets import Target
+from .axes import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .edits import NO_EDITS, Edits
+from .parity import TOLERANCES, Tolerance
 from .quantization.retention import Retention
 
 Scope = Literal["experts", "all"]
@@ -168,110 +169,6 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
 SINGLE = PrecisionOptions()
 """FP32 throughout."""
 
-
-@dataclass(frozen=True, slots=True)
-class AxisRange:
-    """Sizes of a dynamic axis: smallest, the one to be fast at, largest. Fixed where all agree."""
-
-    min: int
-    opt: int
-    max: int
-
-    @property
-    def fixed(self) -> bool:
-        """Whether the axis is a constant of the graph."""
-        return self.min == self.max
-
-    def __str__(self) -> str:
-        return str(self.opt) if self.fixed else f"{self.min}:{self.opt}:{self.max}"
-
-
-DEFAULT_BATCH = AxisRange(1, 1, 32)
-
-DEFAULT_TOKENS = AxisRange(1, 196, 1024)
-
-
-def parse_range(text: str, option: str) -> AxisRange:
-    """Returns sizes from `MIN:OPT:MAX` or one fixed size; `UsageError` names the option."""
-    try:
-        sizes = [int(part) for part in text.split(":")]
-    except ValueError:
-        sizes = []
-    if len(sizes) == 1:
-        sizes *= 3
-    if len(sizes) != len(("min", "opt", "max")):
-        raise UsageError(
-            f"{option} {text}: expected MIN:OPT:MAX or one size",
-            hint=f"{option} 1:8:32 for sizes 1 to 32, fastest at 8; {option} 8 for 8 alone",
-        )
-    low, opt, high = sizes
-    if not 1 <= low <= opt <= high:
-        raise UsageError(
-            f"{option} {text}: needs 1 ≤ MIN ≤ OPT ≤ MAX",
-            hint="sizes begin at 1"
-            if min(sizes) < 1
-            else f"the sizes in order are {':'.join(str(size) for size in sorted(sizes))}",
-        )
-    return AxisRange(low, opt, high)
-
-
-@dataclass(frozen=True, slots=True)
-class Tolerance:
-    """Bounds of a parity check.
-
-    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|. `routing` is the least share of
-    inputs in which every layer must choose the same experts. A choice between scores that are
-    closer than `tie`, relative to the k-th, is a tie: what comes before the layer is rounded, and
-    may order them either way. A muMoE layer's coefficients, which sum to 1, are the same choice
-    where none differs by more than `coefficient`; below FP32 only those count that one of both has
-    dropped, and `routing` is of tokens.
-    """
-
-    atol: float
-    rtol: float
-    routing: float
-    tie: float
-    coefficient: float = 1e-3
-
-
-def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
-    """Returns the bounds that a manifest's `parity` holds; without one, none may differ."""
-    bounds = parity or {}
-    exact = TOLERANCES["fp32"]
-    return Tolerance(
-        atol=bounds.get("atol", 0.0),
-        rtol=bounds.get("rtol", 0.0),
-        routing=bounds.get("routing", exact.routing),
-        tie=bounds.get("tie", exact.tie),
-        coefficient=bounds.get("coefficient", exact.coefficient),
-    )
-
-
-TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
-    {
-        "fp32": Tolerance(atol=1e-6, rtol=1e-4, routing=1.0, tie=1e-5),
-        "fp16": Tolerance(atol=1e-6, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
-        "bf16": Tolerance(atol=1e-6, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
-        "int8": Tolerance(atol=1e-6, rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2),
-    }
-)
-"""FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
-about 1% of error in each layer. The ties are what such an error moves a score by."""
-
-
-__all__ = [
-    "AUTO",
-    "DEFAULT_BATCH",
-    "DEFAULT_TOKENS",
-    "TARGETS",
-    "TUNE",
-    "AxisRange",
-    "ExportOptions",
-    "KOption",
-    "parse_k",
-    "parse_lowerings",
-    "parse_range",
-]
 
 AUTO = "auto"
 

@@ -1,36 +1,76 @@
 """Compares an exported graph with its PyTorch model: the values, and what its layers chose.
 
-The reference is recorded once, in PyTorch: the outputs with Algorithm 1, each layer's chosen
-experts with the margin by which they were chosen, and the untouched model's outputs. It is kept in
-the bundle, so that a bundle can be verified where its checkpoint is not.
+The reference is recorded once, in PyTorch (`reference.py`): the outputs with Algorithm 1, each
+layer's chosen experts with the margin by which they were chosen, and the untouched model's outputs.
+It is kept in the bundle, so that a bundle can be verified where its checkpoint and PyTorch are not.
 """
 
 from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import onnx
-import torch
-from torch import nn
 
 from ..errors import BundleError, FeedError, ParityError
-from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, recorded_choices
-from ..graphs.lower import LayerValues
-from .model import Model
-from .options import Tolerance
-from .session import Runner, Session, SessionOptions
+
+if TYPE_CHECKING:
+    from ..graphs.precision.types import Precision
+    from .session import Runner
 
 PARITY_FILE = "parity.npz"
 
 TIE = 1e-5
 """FP32 scores this close, relative to the k-th, are a tie: rounding may order them either way."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tolerance:
+    """Bounds of a parity check.
+
+    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|. `routing` is the least share of
+    inputs in which every layer must choose the same experts. A choice between scores that are
+    closer than `tie`, relative to the k-th, is a tie: what comes before the layer is rounded, and
+    may order them either way. A muMoE layer's coefficients, which sum to 1, are the same choice
+    where none differs by more than `coefficient`; below FP32 only those count that one of both has
+    dropped, and `routing` is of tokens.
+    """
+
+    atol: float
+    rtol: float
+    routing: float
+    tie: float
+    coefficient: float = 1e-3
+
+
+def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
+    """Returns the bounds that a manifest's `parity` holds; without one, none may differ."""
+    bounds = parity or {}
+    exact = TOLERANCES["fp32"]
+    return Tolerance(
+        atol=bounds.get("atol", 0.0),
+        rtol=bounds.get("rtol", 0.0),
+        routing=bounds.get("routing", exact.routing),
+        tie=bounds.get("tie", exact.tie),
+        coefficient=bounds.get("coefficient", exact.coefficient),
+    )
+
+
+TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
+    {
+        "fp32": Tolerance(atol=1e-6, rtol=1e-4, routing=1.0, tie=1e-5),
+        "fp16": Tolerance(atol=1e-6, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
+        "bf16": Tolerance(atol=1e-6, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
+        "int8": Tolerance(atol=1e-6, rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2),
+    }
+)
+"""FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
+about 1% of error in each layer. The ties are what such an error moves a score by."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,44 +169,6 @@ class Parity:
         return asdict(self)
 
 
-@torch.no_grad()
-def reference(
-    model: Model, x: np.ndarray, kept: Mapping[str, int], *, renormalize: bool, batch: int
-) -> Reference:
-    """Returns what PyTorch computes for inputs x, in batches of `batch`."""
-    original = model.original if model.original is not None else model.module
-    dense, y = [], []
-    specs = {name: layer.spec for name, layer in model.layers.items()}
-    choosing = {
-        choice_key(name, choice)
-        for name, k in kept.items()
-        for choice in specs[name].choices()
-        if k < specs[name].experts
-    }
-    selected: dict[str, list[np.ndarray]] = {}
-    margin: dict[str, list[np.ndarray]] = {}
-    for part in _batches(x, batch):
-        tokens = torch.from_numpy(np.ascontiguousarray(part))
-        dense.append(first_output(original(tokens)).numpy())
-        with (
-            algorithm_1(model.module, dict(kept), renormalize=renormalize),
-            recorded_choices(model.module) as records,
-        ):
-            y.append(first_output(model.module(tokens)).numpy())
-        for name, choice in records.items():
-            if name in choosing:
-                selected.setdefault(name, []).append(choice.chosen.numpy())
-                margin.setdefault(name, []).append(choice.margin.numpy())
-    return Reference(
-        x=x,
-        y=np.concatenate(y),
-        dense=np.concatenate(dense),
-        selected={name: np.concatenate(sets) for name, sets in selected.items()},
-        margin={name: np.concatenate(gaps) for name, gaps in margin.items()},
-        kept=dict(kept),
-    )
-
-
 def compare(
     session: Runner,
     expected: Reference,
@@ -185,7 +187,7 @@ def compare(
     # With k as an input a layer may choose at run time what it keeps whole at the k compared here.
     compared_values = {n: v for n, v in selected_values.items() if n in expected.selected}
     chosen: dict[str, list[np.ndarray]] = {name: [] for name in compared_values}
-    for part in _batches(expected.x, batch):
+    for part in chunks(expected.x, batch):
         values = session.run(part, k)
         outputs.append(values[session.output_names[0]])
         for name, value in compared_values.items():
@@ -214,13 +216,13 @@ def settled(expected: Reference, tie: float) -> Reference:
             "in every reference input some experts are chosen by less than rounding may change",
             hint="export again with other or more --data",
         )
-    return Reference(
+    return replace(
+        expected,
         x=expected.x[clear],
         y=expected.y[clear],
         dense=expected.dense[clear],
         selected={name: chosen[clear] for name, chosen in expected.selected.items()},
         margin={name: margin[clear] for name, margin in expected.margin.items()},
-        kept=expected.kept,
     )
 
 
@@ -375,67 +377,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(found), found, 0.0)
 
 
-def _batches(x: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def chunks(x: np.ndarray, size: int) -> Iterator[np.ndarray]:
+    """Yields the inputs in batches of `size`; the last may be smaller."""
     for start in range(0, len(x), size):
         yield x[start : start + size]
-
-
-def first_output(output: Any) -> torch.Tensor:
-    """Returns a backbone's output tensor; published layers give a tuple with auxiliary values."""
-    value = output[0] if isinstance(output, tuple) else output
-    assert isinstance(value, torch.Tensor)
-    return value
-
-
-@torch.no_grad()
-def first_different_layer(
-    model: Model,
-    path: Path,
-    values: Mapping[str, LayerValues],
-    expected: Reference,
-    *,
-    renormalize: bool,
-    rtol: float,
-    batch: int,
-) -> str:
-    """Returns where the first difference appears, in words: a layer, or the network around it.
-
-    The inputs and outputs of every MoE layer are compared in order, on the first `batch` inputs.
-    """
-    x = expected.x[:batch]
-    names = {name for layer in values.values() for name in (layer.input, layer.output)}
-    observe = dict.fromkeys(sorted(names), onnx.TensorProto.FLOAT)
-    session = Session(path, SessionOptions(plan_memory=False, observe=observe, rounded=True))
-    actual = session.run(x, next(iter(expected.kept.values())) if session.takes_k else None)
-    seen = _layer_values(model, x, expected.kept, renormalize=renormalize)
-    before = "the network before it"
-    for name, layer in values.items():
-        wanted_input, wanted_output = seen[name]
-        if _differs(actual[layer.input], wanted_input, rtol):
-            return f"{before}, at the input of layer {name}"
-        if _differs(actual[layer.output], wanted_output, rtol):
-            return f"layer {name}"
-        before = f"the network after layer {name}"
-    return f"{before.replace('before it', 'before the layers')}, at the output"
-
-
-def _layer_values(
-    model: Model, x: np.ndarray, kept: Mapping[str, int], *, renormalize: bool
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Each MoE layer's input and output in PyTorch, with Algorithm 1."""
-    seen: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-
-    def record(module: nn.Module, args: tuple[Any, ...], output: Any, name: str) -> None:
-        assert isinstance(module, MoELayer)
-        seen[name] = (module.tokens(args[0]).numpy(), output.numpy())
-
-    with ExitStack() as hooks, algorithm_1(model.module, dict(kept), renormalize=renormalize):
-        for name, layer in model.layers.items():
-            hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
-        model.module(torch.from_numpy(np.ascontiguousarray(x)))
-    return seen
-
-
-def _differs(actual: np.ndarray, wanted: np.ndarray, rtol: float) -> bool:
-    largest = float(np.abs(wanted).max(initial=0.0))
-    return not bool(np.abs(actual - wanted).max(initial=0.0) <= rtol * largest)

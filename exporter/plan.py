@@ -18,11 +18,12 @@ from ..graphs.lowerings.choice import LoweringChoice, check, choose
 from ..graphs.lowerings.cost import machine_for, predict_us
 from ..graphs.names import DOMAIN
 from ..graphs.targets import Target
+from .axes import AxisRange
 from .bundle.manifest import MAIN_GRAPH
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .inputs import fixed_axes
 from .model import Model, edited
-from .options import AUTO, CHOOSERS, TUNE, AxisRange, ExportOptions, KOption
+from .options import AUTO, CHOOSERS, TUNE, ExportOptions, KOption
 from .precision import PrecisionPlan
 
 

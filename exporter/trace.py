@@ -25,6 +25,7 @@ from ..errors import TraceError
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
+from .axes import TRACED_BATCH
 from .model import Model
 
 RANK = 4  # [b, heads, m, d / heads]
@@ -81,8 +82,6 @@ def _module(node: ir.Node) -> str:
     *modules, _ = ast.literal_eval(recorded)  # the last scope is the op itself
     return str(modules[-1]) if modules else ""
 
-
-TRACED_BATCH = 2  # a batch of 1 would let the tracer take the axis for a constant
 
 TRACED_SIZES = {"tokens": 7, "height": 3, "width": 5}
 

@@ -18,8 +18,7 @@ from typing import Any
 import moexport
 import numpy as np
 from moexport.errors import MoexportError
-from moexport.exporter.options import TOLERANCES
-from moexport.exporter.parity import PARITY_FILE, Parity, Reference, compare, settled
+from moexport.exporter.parity import PARITY_FILE, TOLERANCES, Parity, Reference, compare, settled
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
 from moexport.exporter.tensorrt.backends import BACKENDS
 from moexport.exporter.tensorrt.check import session_parity

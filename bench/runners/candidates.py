@@ -14,6 +14,7 @@ from ...common.console import Progress, Silent
 from ...common.files import hash_files
 from ...common.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
+from ...exporter.axes import AxisRange
 from ...exporter.bundle.bundle import Bundle, selected_values
 from ...exporter.bundle.manifest import MANIFEST_FILE
 from ...exporter.checkpoints.load import load
@@ -23,7 +24,6 @@ from ...exporter.model import Model, edited
 from ...exporter.options import (
     AUTO,
     TUNE,
-    AxisRange,
     ExportOptions,
     KOption,
     PrecisionOptions,

@@ -15,16 +15,15 @@ from ...calibration.feeds import batches
 from ...common.files import sha256
 from ...common.writing import check_file, whole_file
 from ...errors import BundleError, EngineError, FeedError, MoexportError, UsageError
-from ...graphs.lower import LayerValues
+from ..axes import TRACED_BATCH
 from ..inputs import with_axes
-from ..options import Tolerance, recorded
-from ..parity import PARITY_FILE, Parity, Reference, compare, describe
+from ..parity import PARITY_FILE, Parity, Reference, Tolerance, compare, describe, recorded
 from ..session import PROVIDERS, Runner, Session, SessionOptions, check_array
 from ..tensorrt.plan_file import TRUST
-from ..trace import TRACED_BATCH
 from .manifest import MANIFEST_FILE, Check, GraphRecord, Manifest, PortRecord, is_as_written
 
 if TYPE_CHECKING:
+    from ...graphs.lower import LayerValues
     from ..tensorrt.records import EngineRecord
     from ..tensorrt.session import EngineSession
 

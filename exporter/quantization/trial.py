@@ -31,8 +31,9 @@ from ..export import Prepared, graph_record, prepare, write_graphs
 from ..inputs import fitted, fixed_axes
 from ..model import Model
 from ..options import AUTO, TUNE, ExportOptions
-from ..parity import cosines, first_output
+from ..parity import cosines
 from ..plan import resolve_k
+from ..reference import first_output
 from .retention import Measure
 
 SAMPLES = 512

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ...errors import FeedError, ForeignEngineError, MissingExtraError, MoexportError, UsageError
 from ..bundle.manifest import Check, Manifest
-from ..options import recorded
-from ..parity import Parity, Reference, compare, settled
+from ..parity import Parity, Reference, compare, recorded, settled
 from .backends import backend_named, first_gpu
 from .records import EngineRecord, engines_of
-from .session import EngineSession
+
+if TYPE_CHECKING:
+    from .session import EngineSession
 
 
 def engine_checks(
@@ -78,6 +80,8 @@ def engine_parity(
     directory: Path, manifest: Manifest, record: EngineRecord, expected: Reference
 ) -> Parity:
     """Loads an engine and returns how far it is off; raises what loading and running raise."""
+    from .session import EngineSession  # needs PyTorch, which a bundle without engines does not
+
     with EngineSession(directory / record.file) as session:
         return session_parity(session, manifest, record, expected)
 

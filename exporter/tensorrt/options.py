@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ...errors import UsageError
-from ..options import AxisRange
+from ..axes import AxisRange
 from .backends import Backend, first_gpu, instead
 
 HardwareLevel = Literal["ampere-plus", "same-compute-capability"]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from moexport.exporter.options import TOLERANCES
-from moexport.exporter.parity import Parity, Reference, compare, cosines
+from moexport.exporter.parity import TOLERANCES, Parity, Reference, compare, cosines
 
 Y = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
 

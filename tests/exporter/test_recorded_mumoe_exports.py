@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
+from moexport.exporter.axes import TRACED_BATCH
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.session import Session
-from moexport.exporter.trace import TRACED_BATCH, TRACED_SIZES
+from moexport.exporter.trace import TRACED_SIZES
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import MUMOE, RecordedCase, read_case
 

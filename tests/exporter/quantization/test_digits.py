@@ -10,7 +10,8 @@ import onnx
 import pytest
 from moexport.bench.demo.digits import Training, load_digits, save, train
 from moexport.exporter.model import Model
-from moexport.exporter.parity import Reference, reference
+from moexport.exporter.parity import Reference
+from moexport.exporter.reference import reference
 from moexport.exporter.session import SessionOptions
 
 RANGES_FROM = 256

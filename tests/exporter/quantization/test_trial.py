@@ -11,8 +11,9 @@ import torch
 from moexport.calibration.feeds import Feed
 from moexport.common.console import Silent
 from moexport.errors import FeedError, UsageError
+from moexport.exporter.axes import parse_range
 from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.exporter.options import ExportOptions, parse_range
+from moexport.exporter.options import ExportOptions
 from moexport.exporter.quantization.trial import SAMPLES, ReferenceOutputs, reference_outputs
 from torch import Tensor, nn
 
