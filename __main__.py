@@ -25,6 +25,12 @@ INTERRUPTED = 130
 UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
 """The system's errors about a path that a user gave, wherever it is first looked at."""
 
+NO_MEMORY = re.compile(
+    r"failed to map segment|[Cc]annot allocate memory|can't allocate memory|bad_alloc|bad allocation"
+    r"|error return without exception set"
+)
+"""How the system's loader, C++ and PyTorch say that there is no memory."""
+
 
 def _interrupted(signum: int, _frame: object) -> NoReturn:
     raise KeyboardInterrupt(signal.Signals(signum).name)
@@ -82,6 +88,12 @@ def _run(console: Console) -> None:
             message = f"{error.filename}: {error.strerror}"
             console.error(message, "check the path and its permissions")
             sys.exit(1)
+        if _of_memory(error):
+            console.error(
+                f"the machine's memory ran out ({type(error).__name__}: {error})",
+                "close other programs, raise the limit (ulimit -v), or take a machine with more",
+            )
+            sys.exit(1)
         console.error(
             f"{type(error).__name__}: {error}",
             "this is a defect of moexport: --verbose shows where; please report it",
@@ -89,6 +101,23 @@ def _run(console: Console) -> None:
         sys.exit(1)
     if status == INTERRUPTED:  # what the parser makes of an interrupt
         raise KeyboardInterrupt
+
+
+def _of_memory(error: BaseException | None) -> bool:
+    """Whether an error, or what it came from, is that there was no memory.
+
+    Extensions tell of it in words of their own, or in none: a failed allocation that goes
+    unnoticed ends in CPython's `SystemError`.
+    """
+    while error is not None:
+        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+            return True
+        if isinstance(error, ImportError | RuntimeError | SystemError) and NO_MEMORY.search(
+            str(error)
+        ):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _say_usage(console: Console, error: TyperException) -> None:

@@ -208,3 +208,25 @@ def test_the_command_that_a_report_shows_can_be_typed_again(
     from moexport.commands.bench import _command
 
     assert shlex.split(_command()) == typed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+def test_memory_that_runs_out_while_libraries_load_is_no_defect() -> None:
+    command = shlex.join([*PROGRAM, "inspect", "nothing.pt"])
+    done = subprocess.run(  # noqa: S603
+        ["bash", "-c", f"ulimit -v 350000; exec {command}"],  # kB; PyTorch alone maps more
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 1
+    assert done.stderr.startswith("error: the machine's memory ran out (ImportError: ")
+    assert "hint: " in done.stderr
+
+
+@pytest.mark.parametrize("module", ["bundle.bundle", "tensorrt.engines", "session", "parity"])
+def test_what_runs_and_builds_a_bundle_needs_no_pytorch(module: str) -> None:
+    code = f"import sys, moexport.exporter.{module}; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
