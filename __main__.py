@@ -26,7 +26,7 @@ UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.
 """The system's errors about a path that a user gave, wherever it is first looked at."""
 
 NO_MEMORY = re.compile(
-    r"failed to map segment|[Cc]annot allocate memory|can't allocate memory|bad_alloc|bad allocation"
+    r"failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
     r"|error return without exception set"
 )
 """How the system's loader, C++ and PyTorch say that there is no memory."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.tests.command import run, run_program
+from moexport.tests.command import PROGRAM, run, run_program
 from moexport.tests.recorded import DATA
 
 COMMANDS = [
@@ -213,7 +214,7 @@ def test_the_command_that_a_report_shows_can_be_typed_again(
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
 def test_memory_that_runs_out_while_libraries_load_is_no_defect() -> None:
     command = shlex.join([*PROGRAM, "inspect", "nothing.pt"])
-    done = subprocess.run(  # noqa: S603
+    done = subprocess.run(
         ["bash", "-c", f"ulimit -v 350000; exec {command}"],  # kB; PyTorch alone maps more
         capture_output=True,
         text=True,
