@@ -31,8 +31,7 @@ from moexport.bench.paper import latency as latency_table
 from moexport.bench.paper import multilinear as tables_6_8
 from moexport.bench.paper import published
 from moexport.bench.results import Results, read
-from moexport.bench.schema import FILE as SCHEMA_FILE
-from moexport.bench.schema import schema_text
+from moexport.docs import results_schema
 from moexport.perf import calibration, startup
 from moexport.perf.__main__ import BENCHMARKS
 from moexport.perf.scale import from_json, measured_on
@@ -185,7 +184,7 @@ def refresh_lowerings() -> None:
 
 def refresh_schema() -> None:
     """Writes the JSON Schema of results files."""
-    (ROOT / "bench" / SCHEMA_FILE).write_text(schema_text(), encoding="utf-8")
+    results_schema.FILE.write_text(results_schema.text(), encoding="utf-8")
 
 
 def refresh_performance() -> None:

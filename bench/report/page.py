@@ -1,7 +1,7 @@
 """`report.html`: one self-contained page about a results file.
 
-The page fetches nothing: plotly.js (its basic bundle: scatter, bar, pie), style, script and data are
-in it. Its parts lie in `assets/`; placeholders are `%%NAME%%`.
+The page fetches nothing: plotly.js (the basic bundle: scatter, bar, pie), style, script and data
+are in it. Its parts lie in `assets/`; placeholders are `%%NAME%%`.
 """
 
 from __future__ import annotations
