@@ -1,4 +1,10 @@
-"""What a family is, and the checks they share: keys, shapes and configuration."""
+"""What a family is, and what the published codes share: sizes, checks, configuration, experts.
+
+A family is one published training code. Its module reads top to bottom: how its checkpoints are
+told, which sizes their shapes say, its MoE layer, the network around it where moexport knows that,
+and last its record, `FAMILY`. A new one is such a module, its name in `__init__.py`, and a recorded
+case in `tests/data`.
+"""
 
 from __future__ import annotations
 
@@ -17,82 +23,11 @@ from ...graphs.layers.soft_moe import Matrices, SoftMoE, SoftMoESpec, SoftMoEWei
 from ..model import TensorSpec
 
 Tensors = Mapping[str, Tensor]
-
 Shape = tuple[int, ...]
-
 Config = Mapping[str, Any]
-
 T = TypeVar("T")
 
-
-class LayerLayout(Protocol):
-    """How a published code stores a MoE layer of any kind.
-
-    `title` names the kind in messages; `mark` is a key that every such layer has.
-    """
-
-    @property
-    def family(self) -> str:
-        """The family that layers of this layout are named after."""
-        ...
-
-    @property
-    def title(self) -> str:
-        """`Soft MoE` or `muMoE`."""
-        ...
-
-    @property
-    def mark(self) -> str:
-        """A key that every such layer has."""
-        ...
-
-    @property
-    def match(self) -> Callable[[Tensors], bool]:
-        """Tells from local names and shapes whether tensors are such a layer."""
-        ...
-
-    def make(self, name: str, prefix: str, tensors: Tensors) -> MoELayer:
-        """Returns the layer that lies under `prefix`, named `name`; checks its keys and shapes."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class PublishedLayer:
-    """How one published code stores a Soft MoE layer: its names and shapes.
-
-    `mark` is a key that every such layer has. `match` tells from local names and shapes whether
-    tensors are such a layer; `shapes` gives the names and shapes that it must have; `read` turns
-    tensors of those shapes into the canonical layer, without copying expert weights. `leftovers`
-    is a pattern of local keys that its code leaves in the file without using them.
-    """
-
-    family: str
-    mark: str
-    match: Callable[[Tensors], bool]
-    shapes: Callable[[Tensors], dict[str, Shape]]
-    read: Callable[[str, Tensors], tuple[SoftMoESpec, SoftMoEWeights]]
-    leftovers: str | None = None
-
-    @property
-    def title(self) -> str:
-        """What such a layer is called."""
-        return "Soft MoE"
-
-    def make(self, name: str, prefix: str, tensors: Tensors) -> MoELayer:
-        """Returns the layer that lies under `prefix`, named `name`; checks its keys and shapes."""
-        return SoftMoE(*self.load(name, prefix, tensors))
-
-    def used(self, tensors: Tensors) -> dict[str, Tensor]:
-        """The tensors without left-overs."""
-        if self.leftovers is None:
-            return dict(tensors)
-        return {k: t for k, t in tensors.items() if not re.match(self.leftovers, k)}
-
-    def load(self, name: str, prefix: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-        """Returns the layer that lies under `prefix`, named `name`; checks its keys and shapes."""
-        local = self.used(under(tensors, prefix))
-        check_tensors(self.family, prefixed(local, prefix), prefixed(self.shapes(local), prefix))
-        return self.read(name, local)
+INCOMPLETE = "check that the file is complete and that --family is the code that trained it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +56,64 @@ class Family:
     layer: LayerLayout
 
 
+class LayerLayout(Protocol):
+    """How a published code stores a MoE layer of any kind.
+
+    `family` names the layout and `title` the kind of layer in messages, `mark` is a key that every
+    such layer has, and `match` tells from local names and shapes whether tensors are one.
+    """
+
+    @property
+    def family(self) -> str: ...
+    @property
+    def title(self) -> str: ...
+    @property
+    def mark(self) -> str: ...
+    @property
+    def match(self) -> Callable[[Tensors], bool]: ...
+
+    def make(self, name: str, prefix: str, tensors: Tensors) -> MoELayer:
+        """Returns the layer that lies under `prefix`, named `name`; checks its keys and shapes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class PublishedLayer:
+    """How one published code stores a Soft MoE layer: its names and shapes.
+
+    `shapes` gives the names and shapes that a layer must have; `read` turns tensors of those shapes
+    into the canonical layer, without copying expert weights. `leftovers` is a pattern of local keys
+    that its code leaves in the file without using them.
+    """
+
+    family: str
+    mark: str
+    match: Callable[[Tensors], bool]
+    shapes: Callable[[Tensors], dict[str, Shape]]
+    read: Callable[[str, Tensors], tuple[SoftMoESpec, SoftMoEWeights]]
+    leftovers: str | None = None
+    title: str = "Soft MoE"
+
+    def make(self, name: str, prefix: str, tensors: Tensors) -> MoELayer:
+        """Returns the layer that lies under `prefix`, named `name`; checks its keys and shapes."""
+        return SoftMoE(*self.load(name, prefix, tensors))
+
+    def load(self, name: str, prefix: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+        """Returns what `make` makes the layer of."""
+        local = self.used(under(tensors, prefix))
+        check_tensors(self.family, prefixed(local, prefix), prefixed(self.shapes(local), prefix))
+        return self.read(name, local)
+
+    def used(self, tensors: Tensors) -> dict[str, Tensor]:
+        """The tensors without left-overs."""
+        if self.leftovers is None:
+            return dict(tensors)
+        return {k: t for k, t in tensors.items() if not re.match(self.leftovers, k)}
+
+
+# --- keys and shapes ---------------------------------------------------------------------------
+
+
 def under(tensors: Tensors, prefix: str) -> dict[str, Tensor]:
     """The tensors whose keys start with `prefix`, by the rest of their keys."""
     return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
@@ -131,17 +124,6 @@ def prefixed(entries: Mapping[str, T], prefix: str) -> dict[str, T]:
     return {prefix + key: value for key, value in entries.items()}
 
 
-def phi_sizes(family: str, tensors: Tensors) -> tuple[int, int, int]:
-    """d, n, p of phi [d, n, p]; raises CheckpointError when it is missing or of another rank."""
-    phi = tensors.get("phi")
-    if phi is None or phi.ndim != 3:
-        raise CheckpointError(
-            f"not the weights of a {family} model: phi must be there, as [d, n, p]"
-        )
-    d, n, p = phi.shape
-    return d, n, p
-
-
 def find_layers(tensors: Tensors, layer: LayerLayout) -> list[str]:
     """Returns the prefixes (`blocks.3.mlp.`, or '') under which tensors are such a layer."""
     pattern = re.compile(rf"(.*\.)?{re.escape(layer.mark)}")
@@ -150,15 +132,30 @@ def find_layers(tensors: Tensors, layer: LayerLayout) -> list[str]:
     return [prefix for prefix in prefixes if layer.match(under(tensors, prefix))]
 
 
+def shape_of(family: str, tensors: Tensors, key: str, axes: str) -> Shape:
+    """The shape of a tensor that must be there with those axes, such as `d, n, p`.
+
+    Raises CheckpointError when it is missing or of another rank.
+    """
+    tensor = tensors.get(key)
+    if tensor is None or tensor.ndim != axes.count(",") + 1:
+        found = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
+        raise CheckpointError(
+            f"not the weights of a {family} model: {key} {found}, expected [{axes}]",
+            hint=INCOMPLETE,
+        )
+    return tuple(tensor.shape)
+
+
 def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, Shape]) -> None:
     """Raises CheckpointError unless `tensors` has exactly the keys and shapes expected."""
     problems = []
-    missing = [key for key in expected if key not in tensors]
-    extra = [key for key in tensors if key not in expected]
-    if missing:
-        problems.append(f"{_count(missing, 'missing key')} {some(missing)}")
-    if extra:
-        problems.append(f"{_count(extra, 'unexpected key')} {some(extra)}")
+    for keys, noun in (
+        ([key for key in expected if key not in tensors], "missing key"),
+        ([key for key in tensors if key not in expected], "unexpected key"),
+    ):
+        if keys:
+            problems.append(f"{len(keys)} {noun}{'s' * (len(keys) > 1)}: {some(keys)}")
     for key, shape in expected.items():
         tensor = tensors.get(key)
         if tensor is None:
@@ -172,19 +169,17 @@ def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, Shape]) 
     if problems:
         shown = problems[:6] + ([f"and {len(problems) - 6} more"] if len(problems) > 6 else [])
         raise CheckpointError(
-            f"not the weights of a {family} model: {'; '.join(shown)}",
-            hint="check that the file is complete and that --family is the code that trained it",
+            f"not the weights of a {family} model: {'; '.join(shown)}", hint=INCOMPLETE
         )
-
-
-def _count(keys: Sequence[str], noun: str) -> str:
-    return f"{len(keys)} {noun}{'s' if len(keys) > 1 else ''}:"
 
 
 def some(keys: Sequence[str], limit: int = 6) -> str:
     """The first keys, and how many more there are."""
     rest = f", … ({len(keys) - limit} more)" if len(keys) > limit else ""
     return ", ".join(keys[:limit]) + rest
+
+
+# --- configuration -----------------------------------------------------------------------------
 
 
 def settle(
@@ -220,10 +215,22 @@ def settle(
             f"{family}: shapes cannot tell {reasons}",
             hint=f"say it, with your model's values: {options}",
         )
-    settled = dict(read)
-    settled.update({key: given[key] for key in required})
-    settled.update({key: given.get(key, default) for key, default in free.items()})
-    return settled
+    return {
+        **read,
+        **{key: given[key] for key in required},
+        **{key: given.get(key, default) for key, default in free.items()},
+    }
+
+
+def check_options(family: str, given: Config, known: Sequence[str]) -> None:
+    """Raises FamilyError for a key of `given` that is not in `known`, naming the nearest."""
+    for key in given:
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            raise FamilyError(
+                f"{family}: unknown configuration key {key!r}",
+                hint=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
+            )
 
 
 def whole_number(family: str, key: str, value: Any) -> int:
@@ -242,13 +249,18 @@ def height_width(family: str, key: str, value: Any) -> tuple[int, int]:
 
     Raises FamilyError for anything else.
     """
-    sizes = value if isinstance(value, list | tuple) else (value, value)
-    if len(sizes) != 2:
+    pair = value if isinstance(value, list | tuple) else (value, value)
+    if len(pair) != 2:
         raise FamilyError(
             f"{family}: {key}={_shown(value)} is neither one size nor a height and a width",
             hint=f"for example --set {key}=224 or --set {key}=224,192",
         )
-    return whole_number(family, key, sizes[0]), whole_number(family, key, sizes[1])
+    return whole_number(family, key, pair[0]), whole_number(family, key, pair[1])
+
+
+def one_or_pair(height: int, width: int) -> int | list[int]:
+    """A height and a width as a constructor takes them: one number where they are equal."""
+    return height if height == width else [height, width]
 
 
 def check_heads(family: str, key: str, value: Any, dim: int) -> int:
@@ -262,17 +274,6 @@ def check_heads(family: str, key: str, value: Any, dim: int) -> int:
     return heads
 
 
-def check_options(family: str, given: Config, known: Sequence[str]) -> None:
-    """Raises FamilyError for a key of `given` that is not in `known`, naming the nearest."""
-    for key in given:
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            raise FamilyError(
-                f"{family}: unknown configuration key {key!r}",
-                hint=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
-            )
-
-
 def _same(given: Any, read: Any) -> bool:
     """Whether two values mean the same: a pair may be written as a list or, if equal, as one."""
     given = list(given) if isinstance(given, list | tuple) else given
@@ -282,6 +283,9 @@ def _same(given: Any, read: Any) -> bool:
 
 def _shown(value: Any) -> str:
     return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+
+
+# --- Soft MoE layers ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,9 +356,11 @@ def unit_phi(phi: Tensor, scale: Tensor | None, *, eps: float, kind: str = "l2")
         case "l2-rsqrt":
             length = (length + eps).sqrt()
     phi = phi / length
-    if scale is not None:
-        phi = phi * scale.double()
-    return phi.float()
+    return (phi if scale is None else phi * scale.double()).float()
+
+
+COSINE_EPS = 1e-12
+"""F.normalize's: a vector is divided by its length, or by this if it is shorter."""
 
 
 def cosine_layer(
@@ -368,23 +374,9 @@ def cosine_layer(
     x and phi are normalised and a scale is learnt, unless the layer was built with
     normalize=False and has no `scale`.
     """
-    d, n, p = tensors["phi"].shape
-    scale = tensors.get("scale")
-    spec = SoftMoESpec(
-        name,
-        experts=n,
-        slots=p,
-        dim=d,
-        hidden=hidden,
-        out=d,
-        norm="none" if scale is None else "l2",
-        norm_eps=0.0 if scale is None else COSINE_EPS,
-    )
-    phi = tensors["phi"]
-    if scale is not None:
-        phi = unit_phi(phi, scale, eps=COSINE_EPS)
-    return spec, SoftMoEWeights(phi, *matrices)
-
-
-COSINE_EPS = 1e-12
-"""F.normalize's: a vector is divided by its length, or by this if it is shorter."""
+    phi, scale = tensors["phi"], tensors.get("scale")
+    d, n, p = phi.shape
+    if scale is None:
+        return SoftMoESpec(name, n, p, d, hidden, out=d), SoftMoEWeights(phi, *matrices)
+    spec = SoftMoESpec(name, n, p, d, hidden, out=d, norm="l2", norm_eps=COSINE_EPS)
+    return spec, SoftMoEWeights(unit_phi(phi, scale, eps=COSINE_EPS), *matrices)

@@ -1,11 +1,15 @@
-"""`soft-moe-conv`: the layer of the Astroformer variant, whose experts are 1x1 convolutions."""
+"""`soft-moe-conv`: the layer of the Astroformer variant, whose experts are 1x1 convolutions.
+
+Told by `phi` [d, n, p] beside `experts.{i}.fc1.weight` [h, d, 1, 1]. The layer is that of
+`soft-moe-vit`; its tokens are the pixels of (b, d, H, W).
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
 from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from .base import Config, PublishedLayer, SeparateExperts, Shape, Tensors, cosine_layer, phi_sizes
+from .base import Config, PublishedLayer, SeparateExperts, Shape, Tensors, cosine_layer, shape_of
 from .layer_only import layer_family
 
 NAME = "soft-moe-conv"
@@ -18,13 +22,13 @@ def _match(tensors: Tensors) -> bool:
 
 
 def _shapes(tensors: Tensors) -> dict[str, Shape]:
-    d, n, p = phi_sizes(NAME, tensors)
+    d, n, p = shape_of(NAME, tensors, "phi", "d, n, p")
     scale: dict[str, Shape] = {"scale": (1,)} if "scale" in tensors else {}
     return {"phi": (d, n, p), **scale, **EXPERTS.shapes(tensors, n, d)}
 
 
 def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-    _, n, _ = phi_sizes(NAME, tensors)
+    n = tensors["phi"].shape[1]
     return cosine_layer(name, tensors, EXPERTS.matrices(tensors, n), EXPERTS.hidden(tensors))
 
 

@@ -1,4 +1,8 @@
-"""`soft-moe-fkodom`: the layer of fkodom/soft-mixture-of-experts, one linear map per expert."""
+"""`soft-moe-fkodom`: the layer of fkodom/soft-mixture-of-experts, one linear map per expert.
+
+Told by `phi` [d, n, p] beside `experts.weight` [n, d, o]. Nothing is normalised. Version 0.1 wrote
+the same keys and took the dispatch softmax over the batch, so the version is asked for.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from typing import Any
 
 from ...errors import FamilyError
 from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from .base import Config, PublishedLayer, Shape, Tensors, phi_sizes
+from .base import Config, PublishedLayer, Shape, Tensors, shape_of
 from .layer_only import layer_family
 
 NAME = "soft-moe-fkodom"
@@ -19,7 +23,7 @@ def _match(tensors: Tensors) -> bool:
 
 
 def _shapes(tensors: Tensors) -> dict[str, Shape]:
-    d, n, p = phi_sizes(NAME, tensors)
+    d, n, p = shape_of(NAME, tensors, "phi", "d, n, p")
     weight = tensors.get("experts.weight")
     o = weight.shape[-1] if weight is not None else d
     bias: dict[str, Shape] = {"experts.bias": (n, o)} if "experts.bias" in tensors else {}
@@ -27,10 +31,10 @@ def _shapes(tensors: Tensors) -> dict[str, Shape]:
 
 
 def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-    d, n, p = phi_sizes(NAME, tensors)
-    w1 = tensors["experts.weight"]
+    phi, w1 = tensors["phi"], tensors["experts.weight"]
+    d, n, p = phi.shape
     spec = SoftMoESpec(name, n, p, d, hidden=0, out=w1.shape[2], expert="linear")
-    return spec, SoftMoEWeights(tensors["phi"], w1, tensors.get("experts.bias"), None, None)
+    return spec, SoftMoEWeights(phi, w1, tensors.get("experts.bias"), None, None)
 
 
 def _config(spec: SoftMoESpec, tensors: Tensors, _: Config) -> dict[str, Any]:
@@ -44,7 +48,6 @@ def _config(spec: SoftMoESpec, tensors: Tensors, _: Config) -> dict[str, Any]:
 
 
 def _check(config: Config, _: SoftMoESpec) -> tuple[str, ...]:
-    """Version 0.1 wrote the same keys and computed something that no graph here computes."""
     version = str(config["version"])
     parts = re.match(r"v?(\d+)\.(\d+)", version)
     if parts is None:

@@ -1,8 +1,12 @@
-"""Families of which moexport knows the layer and not the network around it."""
+"""Families of which moexport knows the layer and not the network around it.
+
+Such a layer is exported by itself, as the whole graph. `layer_family` makes the family from a Soft
+MoE layer's layout; `choose_layer` finds the one to export in a file that holds more. The two
+backbones here are what stands around a single layer, also in a user's own network.
+"""
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -22,6 +26,9 @@ from .base import (
     settle,
     under,
 )
+
+LAYER = "layer"
+"""Option that picks one layer of a file that holds more, by its prefix."""
 
 
 class TokenBackbone(nn.Module):
@@ -50,17 +57,10 @@ class PixelBackbone(nn.Module):
         return y.reshape(y.shape[0], y.shape[1], x.shape[2], x.shape[3])
 
 
-LAYER = "layer"
-"""Option that picks one layer of a file that holds more, by its prefix."""
-
-Reader = Callable[[SoftMoESpec, Tensors, Config], dict[str, Any]]
-"""Configuration that the shapes of a layer say, by the names of its constructor."""
-
-
 def layer_family(
     layer: PublishedLayer,
     summary: str,
-    read_config: Reader,
+    read_config: Callable[[SoftMoESpec, Tensors, Config], dict[str, Any]],
     *,
     options: tuple[str, ...],
     required: Mapping[str, tuple[Any, str]] | None = None,
@@ -70,57 +70,41 @@ def layer_family(
 ) -> Family:
     """Returns a family that exports one layer: tokens (b, m, d), or with `pixels` (b, d, H, W).
 
-    `check` looks at the settled configuration and returns notes; it raises FamilyError for a model
-    that cannot be exported.
+    `read_config` says what shapes tell, by the names of the layer's constructor; `required` and
+    `free` are those of `settle`. `check` looks at the settled configuration and returns notes; it
+    raises FamilyError for a model that cannot be exported.
     """
-    build = functools.partial(
-        _build, layer, read_config, dict(required or {}), dict(free or {}), check, pixels
-    )
+
+    def build(tensors: Tensors, given: Config) -> Built:
+        prefix, notes = choose_layer(layer, tensors, given.get(LAYER))
+        spec, weights = layer.load("layer", prefix, tensors)
+        read = read_config(spec, under(tensors, prefix), given)
+        told = {key: value for key, value in given.items() if key != LAYER}
+        config = settle(layer.family, told, read, required=required, free=free)
+        if prefix:
+            config[LAYER] = prefix.removesuffix(".")
+        if check is not None:
+            notes += check(config, spec)
+
+        def shape(width: int) -> tuple[Dimension, ...]:
+            return ("batch", width, "height", "width") if pixels else ("batch", "tokens", width)
+
+        backbone = (PixelBackbone if pixels else TokenBackbone)(SoftMoE(spec, weights))
+        return Built(
+            backbone.eval(),
+            config,
+            TensorSpec("input", "float32", shape(spec.dim)),
+            TensorSpec("output", "float32", shape(spec.out)),
+            notes,
+        )
+
     return Family(
         name=layer.family,
         summary=summary,
-        options=(*options, *(required or {}), *(free or {}), LAYER),
+        options=(*options, *(required or ()), *(free or ()), LAYER),
         detect=lambda tensors: bool(find_layers(tensors, layer)),
         build=build,
         layer=layer,
-    )
-
-
-def _build(
-    layer: PublishedLayer,
-    read_config: Reader,
-    required: Mapping[str, tuple[Any, str]],
-    free: Config,
-    check: Callable[[Config, SoftMoESpec], tuple[str, ...]] | None,
-    pixels: bool,
-    tensors: Tensors,
-    given: Config,
-) -> Built:
-    prefix, notes = choose_layer(layer, tensors, given.get(LAYER))
-    spec, weights = layer.load("layer", prefix, tensors)
-    local = under(tensors, prefix)
-    options = {key: value for key, value in given.items() if key != LAYER}
-    config = settle(
-        layer.family, options, read_config(spec, local, given), required=required, free=free
-    )
-    if prefix:
-        config[LAYER] = prefix.removesuffix(".")
-    if check is not None:
-        notes += check(config, spec)
-    backbone: nn.Module = (PixelBackbone if pixels else TokenBackbone)(SoftMoE(spec, weights))
-    tail: tuple[Dimension, ...] = ("height", "width")
-    ins: tuple[Dimension, ...] = (
-        ("batch", spec.dim, *tail) if pixels else ("batch", "tokens", spec.dim)
-    )
-    outs: tuple[Dimension, ...] = (
-        ("batch", spec.out, *tail) if pixels else ("batch", "tokens", spec.out)
-    )
-    return Built(
-        backbone.eval(),
-        config,
-        TensorSpec("input", "float32", ins),
-        TensorSpec("output", "float32", outs),
-        notes,
     )
 
 
@@ -139,22 +123,20 @@ def choose_layer(
         return _the_only(layer, tensors, found), ()
     prefix = str(wanted).replace("/", ".").strip(".") + "."
     if prefix not in found:
-        listed = ", ".join(p.removesuffix(".") or "(the whole file)" for p in found)
         raise FamilyError(
-            f"{layer.family}: no layer at {wanted}", hint=f"layers in this file: {listed}"
+            f"{layer.family}: no layer at {wanted}",
+            hint=f"layers in this file: {', '.join(map(_place, found))}",
         )
     outside = sum(not key.startswith(prefix) for key in tensors)
-    return prefix, (
-        f"left out {outside} keys that are not of the layer {wanted}",
-    ) if outside else ()
+    note = f"left out {outside} keys that are not of the layer {wanted}"
+    return prefix, (note,) if outside else ()
 
 
 def _the_only(layer: LayerLayout, tensors: Tensors, found: list[str]) -> str:
-    prefix = found[0]
-    if len(found) == 1 and all(key.startswith(prefix) for key in tensors):
-        return prefix
-    names = [p.removesuffix(".") or "(the whole file)" for p in found]
     outside = [key for key in tensors if not any(key.startswith(p) for p in found)]
+    if len(found) == 1 and not outside:
+        return found[0]
+    names = [_place(prefix) for prefix in found]
     beside = f" beside other weights ({', '.join(outside[:3])}, …)" if outside else ""
     raise FamilyError(
         f"{layer.family}: the file holds {len(found)} {layer.title} layers "
@@ -162,3 +144,7 @@ def _the_only(layer: LayerLayout, tensors: Tensors, found: list[str]) -> str:
         hint="give the network as package.module:factory with --weights, or pick one layer: "
         f"--set {LAYER}={names[0]}",
     )
+
+
+def _place(prefix: str) -> str:
+    return prefix.removesuffix(".") or "(the whole file)"

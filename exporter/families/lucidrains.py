@@ -1,4 +1,9 @@
-"""`soft-moe-pytorch`: the layer of lucidrains/soft-moe-pytorch."""
+"""`soft-moe-pytorch`: the layer of lucidrains/soft-moe-pytorch.
+
+Told by `slot_embeds` [n, p, d] beside `norm.gamma`. The slots are embeddings that are normalised
+as the tokens are, with a gain of their own: RMSNorm, or LayerNorm where there is a `beta`. Experts
+are GEGLU where their first layer is twice as wide as the second takes.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +13,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn import functional as F
 
-from ...errors import CheckpointError, FamilyError
+from ...errors import FamilyError
 from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from .base import Config, PublishedLayer, SeparateExperts, Shape, Tensors
+from .base import Config, PublishedLayer, SeparateExperts, Shape, Tensors, shape_of
 from .layer_only import layer_family
 
 NAME = "soft-moe-pytorch"
@@ -24,25 +29,14 @@ def _match(tensors: Tensors) -> bool:
 
 
 def _experts(tensors: Tensors) -> SeparateExperts:
-    """GEGLU experts are told by a first layer twice as wide as the second takes."""
     plain = SeparateExperts(FIRST, SECOND)
     first, second = (plain.any_of(tensors, name, "weight") for name in (FIRST, SECOND))
     gated = first is not None and second is not None and first.shape[0] == 2 * second.shape[-1]
     return SeparateExperts(FIRST, SECOND, gated=gated)
 
 
-def _sizes(tensors: Tensors) -> tuple[int, int, int]:
-    slots = tensors.get("slot_embeds")
-    if slots is None or slots.ndim != 3:
-        raise CheckpointError(
-            f"not the weights of a {NAME} model: slot_embeds must be there, as [n, p, d]"
-        )
-    n, p, d = slots.shape
-    return n, p, d
-
-
 def _shapes(tensors: Tensors) -> dict[str, Shape]:
-    n, p, d = _sizes(tensors)
+    n, p, d = shape_of(NAME, tensors, "slot_embeds", "n, p, d")
     expected: dict[str, Shape] = {"slot_embeds": (n, p, d)}
     layer_norm = "norm.beta" in tensors or "slot_norm.beta" in tensors
     for norm in ("norm", "slot_norm"):
@@ -64,9 +58,8 @@ def _slots(tensors: Tensors) -> Tensor:
 
 
 def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-    n, p, d = _sizes(tensors)
+    n, p, d = tensors["slot_embeds"].shape
     experts = _experts(tensors)
-    w1, b1, w2, b2 = experts.matrices(tensors, n)
     gamma, beta = tensors["norm.gamma"], tensors.get("norm.beta")
     layer_norm = beta is not None
     # RMSNorm is x/‖x‖ with the gain √d·γ.
@@ -82,7 +75,8 @@ def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
         norm="layernorm" if layer_norm else "l2",
         norm_eps=LAYER_NORM_EPS if layer_norm else L2_EPS,
     )
-    return spec, SoftMoEWeights(_slots(tensors), w1, b1, w2, b2, gain, beta)
+    matrices = experts.matrices(tensors, n)
+    return spec, SoftMoEWeights(_slots(tensors), *matrices, gain, beta)
 
 
 def _config(spec: SoftMoESpec, _: Tensors, given: Config) -> dict[str, Any]:

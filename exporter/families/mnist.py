@@ -1,9 +1,13 @@
-"""`soft-moe-mnist`: the network of the MNIST experiments of "Beyond parameter count"."""
+"""`soft-moe-mnist`: the network of the MNIST experiments of "Beyond parameter count".
+
+Told by `phi` [d, n] beside `decoder.1.weight`. An image is cut into square patches, which are the
+tokens; one Soft MoE layer with ReLU experts without biases, and a linear map of all tokens. The
+normalised variant has a `normalization_scale_param`.
+"""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,8 +25,47 @@ from .base import (
     Tensors,
     check_tensors,
     settle,
+    shape_of,
     unit_phi,
 )
+
+NAME = "soft-moe-mnist"
+EPS = 1e-6
+SCALE = "normalization_scale_param"
+DECODER = "decoder.1.weight"
+EXPERTS = SeparateExperts("experts.{}.1", "experts.{}.3")
+
+
+def _match(tensors: Tensors) -> bool:
+    return tensors["phi"].ndim == 2 and EXPERTS.any_of(tensors, EXPERTS.first, "weight") is not None
+
+
+def _shapes(tensors: Tensors) -> dict[str, Shape]:
+    d, n = shape_of(NAME, tensors, "phi", "d, n")
+    scale: dict[str, Shape] = {SCALE: (1,)} if SCALE in tensors else {}
+    return {"phi": (d, n), **scale, **EXPERTS.shapes(tensors, n, d)}
+
+
+def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+    d, n = tensors["phi"].shape
+    phi, scale = tensors["phi"].unsqueeze(2), tensors.get(SCALE)
+    spec = SoftMoESpec(
+        name,
+        experts=n,
+        slots=1,
+        dim=d,
+        hidden=EXPERTS.hidden(tensors),
+        out=d,
+        activation="relu",
+        norm="none" if scale is None else "l2-plus",
+        norm_eps=0.0 if scale is None else EPS,
+    )
+    if scale is not None:
+        phi = unit_phi(phi, scale, eps=EPS, kind="l2-plus")
+    return spec, SoftMoEWeights(phi, *EXPERTS.matrices(tensors, n))
+
+
+LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read)
 
 
 class PatchClassifier(nn.Module):
@@ -44,61 +87,9 @@ class PatchClassifier(nn.Module):
         return logits
 
 
-NAME = "soft-moe-mnist"
-
-EPS = 1e-6
-
-SCALE = "normalization_scale_param"
-
-DECODER = "decoder.1.weight"
-
-EXPERTS = SeparateExperts("experts.{}.1", "experts.{}.3")
-
-
-def _match(tensors: Tensors) -> bool:
-    return tensors["phi"].ndim == 2 and EXPERTS.any_of(tensors, EXPERTS.first, "weight") is not None
-
-
-def _sizes(tensors: Tensors) -> tuple[int, int]:
-    phi = tensors.get("phi")
-    if phi is None or phi.ndim != 2:
-        raise CheckpointError(f"not the weights of a {NAME} model: phi must be there, as [d, n]")
-    d, n = phi.shape
-    return d, n
-
-
-def _shapes(tensors: Tensors) -> dict[str, Shape]:
-    d, n = _sizes(tensors)
-    scale: dict[str, Shape] = {SCALE: (1,)} if SCALE in tensors else {}
-    return {"phi": (d, n), **scale, **EXPERTS.shapes(tensors, n, d)}
-
-
-def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-    d, n = _sizes(tensors)
-    w1, b1, w2, b2 = EXPERTS.matrices(tensors, n)
-    phi, scale = tensors["phi"].unsqueeze(2), tensors.get(SCALE)
-    spec = SoftMoESpec(
-        name,
-        experts=n,
-        slots=1,
-        dim=d,
-        hidden=EXPERTS.hidden(tensors),
-        out=d,
-        activation="relu",
-        norm="none" if scale is None else "l2-plus",
-        norm_eps=0.0 if scale is None else EPS,
-    )
-    if scale is not None:
-        phi = unit_phi(phi, scale, eps=EPS, kind="l2-plus")
-    return spec, SoftMoEWeights(phi, w1, b1, w2, b2)
-
-
-LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read)
-
-
 def _build(tensors: Tensors, given: Config) -> Built:
     layer = {key: t for key, t in tensors.items() if key != DECODER}
-    d, _ = _sizes(layer)
+    d, _ = shape_of(NAME, layer, "phi", "d, n")
     decoder = tensors.get(DECODER)
     classes, features = decoder.shape if decoder is not None and decoder.ndim == 2 else (10, 4 * d)
     patch, grid = math.isqrt(d), math.isqrt(features // d)
@@ -106,7 +97,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
     if patch * patch != d or grid == 0:
         raise CheckpointError(f"{NAME}: phi is for tokens of width {d}, no square patch of pixels")
     spec, weights = LAYER.load("layer", "", layer)
-    read: dict[str, Any] = {
+    read = {
         "num_experts": spec.experts,
         "patch": patch,
         "hidden": spec.hidden,

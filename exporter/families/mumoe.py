@@ -1,10 +1,16 @@
-"""`mumoe` and `mumoe-clip`: one layer, block or head of james-oldfield/muMoE."""
+"""`mumoe` and `mumoe-clip`: one layer, block or head of james-oldfield/muMoE.
+
+Told by `projs.{e}` [d, n_e], one for each level of experts, beside `MuMoE.factors.{j}`: matrices of
+one rank (CP) or cores that chain (TR). `MuMoE.core` makes them a Tucker form and `MuMoE.weight`
+is the unfactorised tensor; the released code has neither. A second layer is `MuMoE2`. What the
+networks of this code share, `mumoe_mixer` and `mumoe_gpt2`, stands at the end.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
 from torch import Tensor, nn
@@ -33,10 +39,99 @@ from .base import (
 )
 from .layer_only import LAYER, TokenBackbone, choose_layer
 
+NAME = "mumoe"
+HEAD_NAME = "mumoe-clip"
+HEAD, BACKBONE = "1.", "0."
+"""Of a fine-tuned CLIP network: the muMoE head, and what is before it."""
+
+FIRST, SECOND = "MuMoE", "MuMoE2"
 WHOLE, CORE, FACTORS = "weight", "core", "factors"
 """The unfactorised tensor; the core of a Tucker form, beside its factors; factors or TR cores."""
 
-Shapes = list[tuple[int, ...]]
+COUNTER = "num_batches_tracked"
+ACTIVATION = "act"
+RANK = "input_rank"
+
+READ = (
+    *("MuMoE_layer", "input_dim", "output_dim", "expert_dims", "ranks", "second_dim"),
+    *("normalization", "use_bias", "hierarchy", "apply_ln"),
+)
+"""Constructor arguments that the shapes of a layer say."""
+
+CLASS_NAMES: dict[Form, str] = {
+    "cp": "CPMuMoE",
+    "tr": "TRMuMoE",
+    "tucker": "TuckerMuMoE",
+    "full": "FullMuMoE",
+}
+"""The first two are of the released code, which has no layers of the other forms."""
+
+Shapes = list[Shape]
+Sizes = tuple[tuple[int, ...], tuple[int, ...]]
+"""The sizes of a tensor's modes, and its ranks."""
+
+
+# --- the configuration -------------------------------------------------------------------------
+
+
+def read_activation(family: str, given: Config) -> tuple[GateActivation, tuple[str, ...]]:
+    """Returns the gate's activation, and a note where the published default was taken."""
+    value = given.get(ACTIVATION)
+    if value is None:
+        return "entmax15", (
+            f"the gate's activation is entmax15, the published one; --set "
+            f"{ACTIVATION}=… says otherwise",
+        )
+    value = "entmax15" if value == "entmax" else value
+    for known in get_args(GateActivation):
+        if value == known:
+            return known, ()
+    raise FamilyError(
+        f"{family}: {ACTIVATION}={value} is no activation of a gate",
+        hint=f"choose one of: {', '.join(get_args(GateActivation))}",
+    )
+
+
+def constructor(layer: MuMoE) -> dict[str, Any]:
+    """Returns the published constructor's arguments, as a layer's shapes say them."""
+    spec, first = layer.spec, layer.spec.tensors[0]
+    return {
+        "MuMoE_layer": CLASS_NAMES[first.form],
+        "input_dim": spec.dim,
+        "output_dim": first.out,
+        "expert_dims": list(spec.levels),
+        "ranks": _ranks(first),
+        "second_dim": spec.out if len(spec.tensors) > 1 else 0,
+        "normalization": spec.norm,
+        "use_bias": first.bias,
+        "hierarchy": len(spec.levels),
+        "apply_ln": spec.input_norm,
+    }
+
+
+def _ranks(tensor: FactorisedSpec) -> Any:
+    """The published way to write ranks: a number, a triple for each core, or a number per mode."""
+    match tensor.form:
+        case "cp":
+            return tensor.ranks[0]
+        case "tr":
+            following = (*tensor.ranks[1:], tensor.ranks[0])
+            return [[r, None, s] for r, s in zip(tensor.ranks, following, strict=True)]
+        case "tucker":
+            return list(tensor.ranks)
+        case "full":
+            return None
+
+
+def _without_modes(given: Config) -> dict[str, Any]:
+    """Ranks as `[r, None, r']`: the code fills in the mode's size, and ignores what stood there."""
+    ranks = given.get("ranks")
+    if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
+        return {**given, "ranks": [[r[0], None, r[2]] for r in ranks]}
+    return dict(given)
+
+
+# --- one tensor ---------------------------------------------------------------------------------
 
 
 def numbered(tensors: Tensors, name: str) -> list[Tensor]:
@@ -102,10 +197,6 @@ def _check_count(where: str, key: str, factors: Shapes, levels: tuple[int, ...])
         )
 
 
-Sizes = tuple[tuple[int, ...], tuple[int, ...]]
-"""The sizes of a tensor's modes, and its ranks."""
-
-
 def _whole(where: str, key: str, shape: tuple[int, ...], levels: tuple[int, ...]) -> Sizes:
     if len(shape) != len(levels) + 2:
         raise CheckpointError(
@@ -169,43 +260,7 @@ def _listed(shapes: Shapes) -> str:
     return ", ".join(str(list(shape)) for shape in shapes)
 
 
-NAME = "mumoe"
-
-HEAD_NAME = "mumoe-clip"
-
-HEAD = "1."
-
-BACKBONE = "0."
-
-ACTIVATION = "act"
-
-RANK = "input_rank"
-
-FIRST, SECOND = "MuMoE", "MuMoE2"
-
-COUNTER = "num_batches_tracked"
-
-CLASS_NAMES: dict[Form, str] = {
-    "cp": "CPMuMoE",
-    "tr": "TRMuMoE",
-    "tucker": "TuckerMuMoE",
-    "full": "FullMuMoE",
-}
-"""The first two are of the released code, which has no layers of the other forms."""
-
-READ = (
-    "MuMoE_layer",
-    "input_dim",
-    "output_dim",
-    "expert_dims",
-    "ranks",
-    "second_dim",
-    "normalization",
-    "use_bias",
-    "hierarchy",
-    "apply_ln",
-)
-"""Constructor arguments that the shapes of a layer say."""
+# --- one layer ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,120 +368,7 @@ def _shapes(spec: MuMoESpec) -> dict[str, Shape]:
     return expected
 
 
-def read_activation(family: str, given: Config) -> tuple[GateActivation, tuple[str, ...]]:
-    """Returns the gate's activation, and a note where the published default was taken."""
-    value = given.get(ACTIVATION)
-    if value is None:
-        return "entmax15", (
-            f"the gate's activation is entmax15, the published one; --set "
-            f"{ACTIVATION}=… says otherwise",
-        )
-    value = "entmax15" if value == "entmax" else value
-    for known in get_args(GateActivation):
-        if value == known:
-            return known, ()
-    raise FamilyError(
-        f"{family}: {ACTIVATION}={value} is no activation of a gate",
-        hint=f"choose one of: {', '.join(get_args(GateActivation))}",
-    )
-
-
-def constructor(layer: MuMoE) -> dict[str, Any]:
-    """Returns the published constructor's arguments, as a layer's shapes say them."""
-    spec, first = layer.spec, layer.spec.tensors[0]
-    return {
-        "MuMoE_layer": CLASS_NAMES[first.form],
-        "input_dim": spec.dim,
-        "output_dim": first.out,
-        "expert_dims": list(spec.levels),
-        "ranks": _ranks(first),
-        "second_dim": spec.out if len(spec.tensors) > 1 else 0,
-        "normalization": spec.norm,
-        "use_bias": first.bias,
-        "hierarchy": len(spec.levels),
-        "apply_ln": spec.input_norm,
-    }
-
-
-def _ranks(tensor: FactorisedSpec) -> Any:
-    """The published way to write ranks: a number, a triple for each core, or a number per mode."""
-    match tensor.form:
-        case "cp":
-            return tensor.ranks[0]
-        case "tr":
-            following = (*tensor.ranks[1:], tensor.ranks[0])
-            return [[r, None, s] for r, s in zip(tensor.ranks, following, strict=True)]
-        case "tucker":
-            return list(tensor.ranks)
-        case "full":
-            return None
-
-
-def _without_modes(given: Config) -> dict[str, Any]:
-    """Ranks as `[r, None, r']`: the code fills in the mode's size, and ignores what stood there."""
-    ranks = given.get("ranks")
-    if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
-        return {**given, "ranks": [[r[0], None, r[2]] for r in ranks]}
-    return dict(given)
-
-
-def _build(tensors: Tensors, given: Config) -> Built:
-    prefix, notes = choose_layer(LAYOUT, tensors, given.get(LAYER))
-    built = _one_layer(NAME, prefix, tensors, given, default_rank=3)
-    if prefix:
-        built.config[LAYER] = prefix.removesuffix(".")
-    return Built(built.module, built.config, built.input, built.output, (*notes, *built.notes))
-
-
-def _one_layer(
-    family: str, prefix: str, tensors: Tensors, given: Config, *, default_rank: int
-) -> Built:
-    activation, notes = read_activation(family, given)
-    layer = read_layer("layer", prefix, tensors, activation)
-    options = {k: v for k, v in _without_modes(given).items() if k != LAYER}
-    config = settle(
-        family,
-        options | {ACTIVATION: activation},
-        constructor(layer),
-        free={ACTIVATION: activation, RANK: default_rank},
-    )
-    rank = config[RANK]
-    if rank not in (2, 3):
-        raise FamilyError(
-            f"{family}: {RANK}={rank}, but a layer takes (batch, tokens, dim) or (batch, dim)",
-            hint=f"--set {RANK}=3, or 2 for vectors, whose output is (batch, 1, out)",
-        )
-    spec = layer.spec
-    middle: tuple[Dimension, ...] = ("tokens",) if rank == 3 else ()
-    return Built(
-        TokenBackbone(layer).eval(),
-        config,
-        TensorSpec(
-            "input",
-            "float32",
-            ("batch", *middle, spec.dim),
-            implied="tokens" if rank == 3 else None,
-        ),
-        TensorSpec("output", "float32", ("batch", *(middle or (1,)), spec.out)),
-        notes,
-    )
-
-
-def _build_head(tensors: Tensors, given: Config) -> Built:
-    built = _one_layer(HEAD_NAME, HEAD, tensors, given, default_rank=2)
-    outside = sum(key.startswith(BACKBONE) for key in tensors)
-    note = (
-        f"exported the head alone: left out {outside} tensors of the backbone (0.*); give the "
-        "whole network as package.module:factory with --weights"
-    )
-    notes = (note, *built.notes) if outside else built.notes
-    return Built(built.module, built.config, built.input, built.output, notes)
-
-
-def _is_head(tensors: Tensors) -> bool:
-    only = all(key.startswith((BACKBONE, HEAD)) for key in tensors)
-    return only and find_layers(tensors, LAYOUT) == [HEAD]
-
+# --- networks of such layers ----------------------------------------------------------------------
 
 BACKBONES: Mapping[str, str] = {"mumoe-mixer": "mixer_blocks.0.", "mumoe-gpt2": "transformer.h.0."}
 """Families of whole networks, and a prefix that tells them."""
@@ -436,30 +378,6 @@ def is_backbone(tensors: Tensors, family: str) -> bool:
     """Whether tensors are a network of that family with muMoE layers in it."""
     begins = any(key.startswith(BACKBONES[family]) for key in tensors)
     return begins and bool(find_layers(tensors, LAYOUT))
-
-
-def _is_layer(tensors: Tensors) -> bool:
-    known = _is_head(tensors) or any(is_backbone(tensors, family) for family in BACKBONES)
-    return bool(find_layers(tensors, LAYOUT)) and not known
-
-
-FAMILY = Family(
-    name=NAME,
-    summary="one muMoE layer, block or head (james-oldfield/muMoE)",
-    options=(*READ, ACTIVATION, RANK, LAYER),
-    detect=_is_layer,
-    build=_build,
-    layer=LAYOUT,
-)
-
-HEAD_FAMILY = Family(
-    name=HEAD_NAME,
-    summary="the muMoE head of a fine-tuned CLIP backbone (james-oldfield/muMoE, finetune)",
-    options=(*READ, ACTIVATION, RANK),
-    detect=_is_head,
-    build=_build_head,
-    layer=LAYOUT,
-)
 
 
 Backbone = TypeVar("Backbone", bound=nn.Module)
@@ -496,11 +414,11 @@ def filled(
     backbone: Backbone,
     tensors: Tensors,
     layers: Mapping[str, MuMoE],
-    width: Callable[[str], int],
+    widths: Mapping[str, int],
 ) -> Backbone:
     """Returns a backbone made on the meta device, with its weights, and its layers at their paths.
 
-    `width` is what a layer at a path takes and gives. Raises CheckpointError where weights or a
+    `widths` are what the layers take and give. Raises CheckpointError where weights or a
     layer do not fit the backbone.
     """
     inside = tuple(f"{path}." for path in layers)
@@ -508,12 +426,93 @@ def filled(
     expected: dict[str, Shape] = {k: tuple(t.shape) for k, t in backbone.state_dict().items()}
     check_tensors(name, own, expected)
     for path, layer in layers.items():
-        if (layer.spec.dim, layer.spec.out) != (width(path), width(path)):
+        if (layer.spec.dim, layer.spec.out) != (widths[path], widths[path]):
             raise CheckpointError(
                 f"{path}: a layer from {layer.spec.dim} to {layer.spec.out}, where the network is "
-                f"{width(path)} wide"
+                f"{widths[path]} wide"
             )
     backbone.load_state_dict(own, assign=True)
     for path, layer in layers.items():
         backbone.set_submodule(path, layer)
     return backbone.requires_grad_(False).eval()
+
+
+# --- layers and heads as models -------------------------------------------------------------------
+
+
+def _build(tensors: Tensors, given: Config) -> Built:
+    prefix, notes = choose_layer(LAYOUT, tensors, given.get(LAYER))
+    built = _one_layer(NAME, prefix, tensors, given, default_rank=3)
+    if prefix:
+        built.config[LAYER] = prefix.removesuffix(".")
+    return replace(built, notes=(*notes, *built.notes))
+
+
+def _one_layer(
+    family: str, prefix: str, tensors: Tensors, given: Config, *, default_rank: int
+) -> Built:
+    activation, notes = read_activation(family, given)
+    layer = read_layer("layer", prefix, tensors, activation)
+    options = {k: v for k, v in _without_modes(given).items() if k != LAYER}
+    config = settle(
+        family,
+        options | {ACTIVATION: activation},
+        constructor(layer),
+        free={ACTIVATION: activation, RANK: default_rank},
+    )
+    rank = config[RANK]
+    if rank not in (2, 3):
+        raise FamilyError(
+            f"{family}: {RANK}={rank}, but a layer takes (batch, tokens, dim) or (batch, dim)",
+            hint=f"--set {RANK}=3, or 2 for vectors, whose output is (batch, 1, out)",
+        )
+    spec = layer.spec
+    tokens: tuple[Dimension, ...] = ("batch", "tokens", spec.dim)
+    return Built(
+        TokenBackbone(layer).eval(),
+        config,
+        TensorSpec("input", "float32", tokens, implied="tokens")
+        if rank == 3
+        else TensorSpec("input", "float32", ("batch", spec.dim)),
+        TensorSpec("output", "float32", ("batch", "tokens" if rank == 3 else 1, spec.out)),
+        notes,
+    )
+
+
+def _build_head(tensors: Tensors, given: Config) -> Built:
+    built = _one_layer(HEAD_NAME, HEAD, tensors, given, default_rank=2)
+    outside = sum(key.startswith(BACKBONE) for key in tensors)
+    note = (
+        f"exported the head alone: left out {outside} tensors of the backbone (0.*); give the "
+        "whole network as package.module:factory with --weights"
+    )
+    return replace(built, notes=(note, *built.notes)) if outside else built
+
+
+def _is_head(tensors: Tensors) -> bool:
+    only = all(key.startswith((BACKBONE, HEAD)) for key in tensors)
+    return only and find_layers(tensors, LAYOUT) == [HEAD]
+
+
+def _is_layer(tensors: Tensors) -> bool:
+    known = _is_head(tensors) or any(is_backbone(tensors, family) for family in BACKBONES)
+    return bool(find_layers(tensors, LAYOUT)) and not known
+
+
+FAMILY = Family(
+    name=NAME,
+    summary="one muMoE layer, block or head (james-oldfield/muMoE)",
+    options=(*READ, ACTIVATION, RANK, LAYER),
+    detect=_is_layer,
+    build=_build,
+    layer=LAYOUT,
+)
+
+HEAD_FAMILY = Family(
+    name=HEAD_NAME,
+    summary="the muMoE head of a fine-tuned CLIP backbone (james-oldfield/muMoE, finetune)",
+    options=(*READ, ACTIVATION, RANK),
+    detect=_is_head,
+    build=_build_head,
+    layer=LAYOUT,
+)

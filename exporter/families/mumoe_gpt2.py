@@ -1,4 +1,8 @@
-"""`mumoe-gpt2`: nanoGPT's GPT-2 with a two-layer muMoE block for every MLP."""
+"""`mumoe-gpt2`: nanoGPT's GPT-2 with a two-layer muMoE block for every MLP.
+
+Told by `transformer.h.{l}.mlp.MuMoE_layer.*`. Attention takes normalised tokens, the muMoE block
+raw ones (it normalises its own input and gates on what came); the output layer is the embedding.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from torch.nn import functional as F
 
 from ...errors import CheckpointError
 from ..model import TensorSpec
-from .base import Built, Config, Tensors, check_heads, settle
+from .base import Built, Config, Tensors, check_heads, settle, shape_of
 from .mumoe import (
     ACTIVATION,
     CLASS_NAMES,
@@ -23,7 +27,18 @@ from .mumoe import (
     read_layer,
 )
 
+NAME = "mumoe-gpt2"
 NORM_EPS = 1e-5
+BLOCKS = "transformer.h."
+WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
+
+MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
+"""The causal mask that older PyTorch versions made the code keep as a buffer."""
+
+OPTIONS = (
+    *("block_size", "layer_type", "n_experts", "vocab_size", "n_layer", "n_head", "n_embd"),
+    *("bias", "dropout"),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,51 +133,21 @@ class GPT2(nn.Module):
         return F.linear(self.transformer["ln_f"](x), wte.weight)
 
 
-NAME = "mumoe-gpt2"
-
-BLOCKS = "transformer.h."
-
-WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
-
-MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
-"""The causal mask that older PyTorch versions made the code keep as a buffer."""
-
-OPTIONS = (
-    "block_size",
-    "layer_type",
-    "n_experts",
-    "vocab_size",
-    "n_layer",
-    "n_head",
-    "n_embd",
-    "bias",
-    "dropout",
-)
-
-
-def layer_path(block: int) -> str:
-    """Returns where the muMoE block of a transformer block is."""
-    return f"{BLOCKS}{block}.mlp.MuMoE_layer"
-
-
 def _build(tensors: Tensors, given: Config) -> Built:
     activation, notes = read_activation(NAME, given)
     tensors = {key: t for key, t in tensors.items() if not MASK.fullmatch(key)}
     head = tensors.pop(HEAD, None)
     blocks = block_numbers(NAME, tensors, BLOCKS)
-    layers = {
-        path: read_layer(path, f"{path}.", tensors, activation) for path in map(layer_path, blocks)
-    }
-    for key in (WTE, WPE):
-        if key not in tensors or tensors[key].ndim != 2:
-            raise CheckpointError(f"not the weights of a {NAME} model: {key} must be there")
-    vocabulary, dim = tensors[WTE].shape
-    first = layers[layer_path(0)].spec
+    paths = [f"{BLOCKS}{block}.mlp.MuMoE_layer" for block in blocks]
+    layers = {path: read_layer(path, f"{path}.", tensors, activation) for path in paths}
+    vocabulary, dim = shape_of(NAME, tensors, WTE, "v, d")
+    block_size, _ = shape_of(NAME, tensors, WPE, "m, d")
+    first = layers[paths[0]].spec
     config = settle(
         NAME,
         dict(given) | {ACTIVATION: activation},
         {
-            "block_size": tensors[WPE].shape[0],
+            "block_size": block_size,
             "layer_type": CLASS_NAMES[first.tensors[0].form],
             "n_experts": first.experts,
             "vocab_size": vocabulary,
@@ -174,16 +159,16 @@ def _build(tensors: Tensors, given: Config) -> Built:
         free={"dropout": 0.0, ACTIVATION: activation},
     )
     heads = config["n_head"] = check_heads(NAME, "n_head", config["n_head"], dim)
-    spec = GPT2Spec(config["block_size"], vocabulary, len(blocks), heads, dim, config["bias"])
+    spec = GPT2Spec(block_size, vocabulary, len(blocks), heads, dim, config["bias"])
     with torch.device("meta"):
         backbone = GPT2(spec)
-    backbone = filled(NAME, backbone, tensors, layers, lambda _: dim)
+    backbone = filled(NAME, backbone, tensors, layers, dict.fromkeys(paths, dim))
     if head is not None and not torch.equal(head, tensors[WTE]):
         raise CheckpointError(
             f"{HEAD} and {WTE} differ, and in this code they are one tensor",
             hint="give a network with an output layer of its own as package.module:factory",
         )
-    limits = (("tokens", spec.block_size),)
+    limits = (("tokens", block_size),)
     return Built(
         backbone,
         config,

@@ -1,17 +1,30 @@
-"""`mumoe-mixer`: the MLP-Mixer of the muMoE paper, every MLP a two-layer muMoE block."""
+"""`mumoe-mixer`: the MLP-Mixer of the muMoE paper, every MLP a two-layer muMoE block.
+
+Told by `mixer_blocks.{i}.0.fn.1.*` (over the tokens) and `mixer_blocks.{i}.1.fn.*` (over the
+channels), each a layer of `mumoe`. Shapes say how many patches there are and how many numbers a
+patch has, not which side and channels.
+"""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import CheckpointError, FamilyError
+from ...errors import FamilyError
 from ..model import TensorSpec
-from .base import Built, Config, Tensors, height_width, settle, whole_number
+from .base import (
+    Built,
+    Config,
+    Tensors,
+    height_width,
+    one_or_pair,
+    settle,
+    shape_of,
+    whole_number,
+)
 from .mumoe import (
     ACTIVATION,
     CLASS_NAMES,
@@ -20,6 +33,13 @@ from .mumoe import (
     filled,
     read_activation,
     read_layer,
+)
+
+NAME = "mumoe-mixer"
+BLOCKS = "mixer_blocks."
+OPTIONS = (
+    *("image_size", "channels", "patch_size", "dim", "depth", "num_classes", "expansion_factor"),
+    *("expansion_factor_token", "layer", "n_experts"),
 )
 
 
@@ -41,8 +61,38 @@ class MixerSpec:
 
     @property
     def pixels(self) -> int:
-        """PrecisionOptions in one patch."""
+        """Numbers in one patch."""
         return self.patch * self.patch * self.channels
+
+
+def _geometry(given: Config, tokens: int, pixels: int) -> tuple[tuple[int, int], int, int]:
+    """The grid, the patch's side and the channels: any one of three sizes gives the others.
+
+    Raises FamilyError where none was given, or where those given do not fit the shapes.
+    """
+    image, patch, channels = (given.get(key) for key in ("image_size", "patch_size", "channels"))
+    size = None if image is None else height_width(NAME, "image_size", image)
+    side = math.isqrt(tokens)
+    if patch is None and channels is not None:
+        patch = math.isqrt(pixels // whole_number(NAME, "channels", channels))
+    if patch is None and size is not None and size[0] == size[1] and side * side == tokens:
+        patch = size[0] // side
+    if patch is None:
+        raise FamilyError(
+            f"{NAME}: shapes cannot tell patch_size ({pixels} numbers in a patch may be few "
+            "channels of a large one, or many of a small one)",
+            hint="say it, with your model's value: --set patch_size=16",
+        )
+    patch = whole_number(NAME, "patch_size", patch)
+    grid = (side, side) if size is None else (size[0] // patch, size[1] // patch)
+    if grid[0] * grid[1] != tokens or pixels % (patch * patch):
+        raise FamilyError(
+            f"{NAME}: patch_size={patch}"
+            + (f" and image_size={image}" if image is not None else "")
+            + f" do not fit {tokens} patches of {pixels} numbers each",
+            hint="check patch_size, image_size and channels against the training run",
+        )
+    return grid, patch, pixels // (patch * patch)
 
 
 class Patches(nn.Module):
@@ -114,87 +164,25 @@ class MlpMixer(nn.Module):
         return logits
 
 
-NAME = "mumoe-mixer"
-
-BLOCKS = "mixer_blocks."
-
-OPTIONS = (
-    "image_size",
-    "channels",
-    "patch_size",
-    "dim",
-    "depth",
-    "num_classes",
-    "expansion_factor",
-    "expansion_factor_token",
-    "layer",
-    "n_experts",
-)
-
-
-def token_path(block: int) -> str:
-    """Returns where the token-mixing layer of a block is."""
-    return f"{BLOCKS}{block}.0.fn.1"
-
-
-def channel_path(block: int) -> str:
-    """Returns where the channel-mixing layer of a block is."""
-    return f"{BLOCKS}{block}.1.fn"
-
-
-def _matrix(tensors: Tensors, key: str) -> tuple[int, int]:
-    tensor = tensors.get(key)
-    if tensor is None or tensor.ndim != 2:
-        raise CheckpointError(
-            f"not the weights of a {NAME} model: {key} must be there, as a matrix"
-        )
-    return int(tensor.shape[0]), int(tensor.shape[1])
-
-
-def _geometry(given: Config, tokens: int, pixels: int) -> tuple[tuple[int, int], int, int]:
-    """The grid, the patch's side and the channels: any one of three sizes gives the others.
-
-    Raises FamilyError where none was given, or where those given do not fit the shapes.
-    """
-    image, patch, channels = (given.get(key) for key in ("image_size", "patch_size", "channels"))
-    size = None if image is None else height_width(NAME, "image_size", image)
-    side = math.isqrt(tokens)
-    if patch is None and channels is not None:
-        patch = math.isqrt(pixels // whole_number(NAME, "channels", channels))
-    if patch is None and size is not None and size[0] == size[1] and side * side == tokens:
-        patch = size[0] // side
-    if patch is None:
-        raise FamilyError(
-            f"{NAME}: shapes cannot tell patch_size ({pixels} numbers in a patch may be few "
-            "channels of a large one, or many of a small one)",
-            hint="say it, with your model's value: --set patch_size=16",
-        )
-    patch = whole_number(NAME, "patch_size", patch)
-    grid = (side, side) if size is None else (size[0] // patch, size[1] // patch)
-    if grid[0] * grid[1] != tokens or pixels % (patch * patch):
-        raise FamilyError(
-            f"{NAME}: patch_size={patch}"
-            + (f" and image_size={image}" if image is not None else "")
-            + f" do not fit {tokens} patches of {pixels} numbers each",
-            hint="check patch_size, image_size and channels against the training run",
-        )
-    return grid, patch, pixels // (patch * patch)
-
-
 def _build(tensors: Tensors, given: Config) -> Built:
     activation, notes = read_activation(NAME, given)
     blocks = block_numbers(NAME, tensors, BLOCKS)
-    paths = [path for block in blocks for path in (token_path(block), channel_path(block))]
-    layers = {path: read_layer(path, f"{path}.", tensors, activation) for path in paths}
-    dim, pixels = _matrix(tensors, "stem.1.weight")
-    classes, _ = _matrix(tensors, "head.2.weight")
-    token, channel = layers[token_path(0)].spec, layers[channel_path(0)].spec
+    over_tokens = [f"{BLOCKS}{block}.0.fn.1" for block in blocks]
+    over_channels = [f"{BLOCKS}{block}.1.fn" for block in blocks]
+    layers = {
+        path: read_layer(path, f"{path}.", tensors, activation)
+        for pair in zip(over_tokens, over_channels, strict=True)
+        for path in pair
+    }
+    dim, pixels = shape_of(NAME, tensors, "stem.1.weight", "d, pixels")
+    classes, _ = shape_of(NAME, tensors, "head.2.weight", "classes, d")
+    token, channel = layers[over_tokens[0]].spec, layers[over_channels[0]].spec
     grid, patch, channels = _geometry(given, token.dim, pixels)
     config = settle(
         NAME,
         dict(given) | {ACTIVATION: activation},
         {
-            "image_size": _one_size(grid[0] * patch, grid[1] * patch),
+            "image_size": one_or_pair(grid[0] * patch, grid[1] * patch),
             "channels": channels,
             "patch_size": patch,
             "dim": dim,
@@ -210,18 +198,14 @@ def _build(tensors: Tensors, given: Config) -> Built:
     spec = MixerSpec(grid, patch, channels, dim, len(blocks), classes)
     with torch.device("meta"):
         backbone = MlpMixer(spec)
-    widths = {token_path(block): spec.tokens for block in blocks}
+    widths = dict.fromkeys(over_tokens, spec.tokens) | dict.fromkeys(over_channels, dim)
     return Built(
-        filled(NAME, backbone, tensors, layers, lambda path: widths.get(path, spec.dim)),
+        filled(NAME, backbone, tensors, layers, widths),
         config,
         TensorSpec("input", "float32", ("batch", channels, grid[0] * patch, grid[1] * patch)),
         TensorSpec("output", "float32", ("batch", classes)),
         notes,
     )
-
-
-def _one_size(height: int, width: int) -> Any:
-    return height if height == width else [height, width]
 
 
 FAMILY = backbone_family(

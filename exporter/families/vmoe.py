@@ -1,12 +1,15 @@
-"""`soft-moe-vmoe`: the layer of google-research/vmoe, from a flat dict of JAX arrays."""
+"""`soft-moe-vmoe`: the layer of google-research/vmoe, from a flat dict of JAX arrays.
+
+Told by `Router.mu` [d, n, p] beside `Mlp.Dense_0.kernel` [n, d, h]. x is normalised inside the
+router alone: the slots average x as it came.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from ...errors import CheckpointError
 from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from .base import Config, PublishedLayer, Shape, Tensors, unit_phi
+from .base import Config, PublishedLayer, Shape, Tensors, shape_of, unit_phi
 from .layer_only import layer_family
 
 NAME = "soft-moe-vmoe"
@@ -19,24 +22,13 @@ def _match(tensors: Tensors) -> bool:
     return tensors[MU].ndim == 3 and f"{FIRST}.kernel" in tensors
 
 
-def _sizes(tensors: Tensors) -> tuple[int, int, int]:
-    mu = tensors.get(MU)
-    if mu is None or mu.ndim != 3:
-        raise CheckpointError(
-            f"not the weights of a {NAME} model: Router/mu must be there, as [d, n, p]"
-        )
-    d, n, p = mu.shape
-    return d, n, p
-
-
 def _shapes(tensors: Tensors) -> dict[str, Shape]:
-    d, n, p = _sizes(tensors)
-    kernel = tensors.get(f"{FIRST}.kernel")
+    d, n, p = shape_of(NAME, tensors, MU, "d, n, p")
+    kernel, scale = tensors.get(f"{FIRST}.kernel"), tensors.get(SCALE)
     h = kernel.shape[-1] if kernel is not None else 0
-    # A scalar parameter; some converters give it one axis.
-    scale = tensors.get(SCALE)
     return {
         MU: (d, n, p),
+        # A scalar parameter; some converters give it one axis.
         SCALE: (1,) if scale is not None and scale.ndim else (),
         f"{FIRST}.kernel": (n, d, h),
         f"{FIRST}.bias": (n, h),
@@ -46,9 +38,8 @@ def _shapes(tensors: Tensors) -> dict[str, Shape]:
 
 
 def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-    d, n, p = _sizes(tensors)
+    d, n, p = tensors[MU].shape
     w1, w2 = tensors[f"{FIRST}.kernel"], tensors[f"{SECOND}.kernel"]
-    phi = unit_phi(tensors[MU], tensors[SCALE], eps=EPS, kind="l2-rsqrt")
     spec = SoftMoESpec(
         name,
         experts=n,
@@ -59,8 +50,9 @@ def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
         activation="gelu-tanh",  # what jax.nn.gelu computes unless told otherwise
         norm="l2-rsqrt",
         norm_eps=EPS,
-        slots_from="raw",  # x is normalised inside the router alone
+        slots_from="raw",
     )
+    phi = unit_phi(tensors[MU], tensors[SCALE], eps=EPS, kind="l2-rsqrt")
     b1, b2 = tensors[f"{FIRST}.bias"], tensors[f"{SECOND}.bias"]
     return spec, SoftMoEWeights(phi, w1, b1, w2, b2)
 
