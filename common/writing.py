@@ -1,13 +1,24 @@
-"""Where commands write: missing folders are made, and a file is there whole or not at all."""
+"""Where commands write: a file or folder is there whole or not at all, and two take turns.
+
+What is being written has a random name beside its destination, ends up on the disk before it is
+renamed, and is locked by the process that writes it: so the next one that writes to the same place
+removes what a killed one has left.
+"""
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import os
+import re
+import secrets
+import shutil
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from ..errors import OutputError
 
@@ -99,19 +110,16 @@ def whole_file(place: Path) -> Iterator[Path]:
     """Yields a temporary file's path beside `place` and renames it there when all went well.
 
     It ends as `place` does. A link stays one: what it points to is replaced. On any failure what
-    was there stays; OutputError tells of one in writing.
+    was there stays; OutputError tells of one in writing. After a power cut either is there, whole.
     """
     check_file(place)
     target = place.resolve()
     make_folder(target.parent)
-    partial = target.with_name(f".{place.stem}.{os.getpid()}.partial{place.suffix}")
-    try:
-        with told(place):
-            yield partial
-            partial.replace(target)
-    finally:
-        with told(place):
-            partial.unlink(missing_ok=True)
+    with told(place), _owned(target, target.suffix, _new_file) as partial:
+        yield partial
+        to_disk(partial)
+        partial.replace(target)
+        to_disk(target.parent)
 
 
 def write_text(text: str, place: Path) -> None:
@@ -120,9 +128,206 @@ def write_text(text: str, place: Path) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def temporary_folder(target: Path) -> AbstractContextManager[Path]:
+    """A new, empty folder beside `target`, which is gone when the block ends."""
+    return _owned(target, "", Path.mkdir)
+
+
+def replace_folder(new: Path, target: Path) -> None:
+    """Puts a folder, which `temporary_folder` made for it, in the place of another.
+
+    Where the system can exchange the two there is a whole one at every moment, and the old one is
+    the temporary one afterwards. All is on the disk before.
+    """
+    for path in (*new.rglob("*"), new):
+        to_disk(path)
+    if not target.exists():
+        new.rename(target)
+    elif not _exchanged(new, target):
+        _replaced_in_turn(new, target)
+    to_disk(target.parent)
+
+
+def remove_folder(folder: Path) -> None:
+    """Removes a folder even when interrupted again meanwhile; the interrupt then follows."""
+    again: KeyboardInterrupt | None = None
+    while folder.exists():
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            break
+        except KeyboardInterrupt as interrupt:
+            again = interrupt
+    if again is not None:
+        raise again
+
+
+def to_disk(path: Path) -> None:
+    """Waits until a file's content, or a folder's list of names, would outlast a power cut."""
+    if path.is_dir() and sys.platform == "win32":  # opens no folders
+        return
+    handle = os.open(path, os.O_RDONLY if sys.platform != "win32" else os.O_RDWR)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP):  # of a file system without it
+            raise
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Holds a folder: another process waits at its own `locked` until the block ends.
+
+    The lock goes with the process that holds it. It is on the folder itself and leaves no file
+    behind, but on Windows, which locks files alone. Where a file system has no locks nothing waits.
+    """
+    if sys.platform == "win32":
+        handle = os.open(folder / f".lock{PARTIAL}", os.O_RDWR | os.O_CREAT)
+    else:
+        handle = os.open(folder, os.O_RDONLY)
+    try:
+        _lock(handle, wait=True)
+        yield
+    finally:
+        os.close(handle)
+
+
 def nearest(place: Path) -> Path:
     """Returns a path, or the first above it that exists."""
     path = place.absolute()
     while not path.exists() and path != path.parent:
         path = path.parent
     return path
+
+
+PARTIAL = ".partial"
+"""In the names of what is being written: it is nobody's once its writer is gone."""
+
+OLD = ".old"
+"""Ends the names of folders that are moved aside where the system cannot exchange two."""
+
+
+def _new_file(path: Path) -> None:
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
+    os.close(os.open(path, flags, 0o666))
+
+
+@contextmanager
+def _owned(target: Path, suffix: str, make: Callable[[Path], None]) -> Iterator[Path]:
+    """Yields something new beside `target`, which is removed when the block ends.
+
+    Nobody can tell its name before, so that no link waits there.
+    """
+    remove_leftovers(target, suffix)
+    stem = target.name.removesuffix(suffix)
+    while True:
+        path = target.with_name(f".{stem}.{secrets.token_hex(8)}{PARTIAL}{suffix}")
+        make(path)
+        handle = _owner(path)
+        try:
+            if path.exists():  # else another process took it for a leftover before it was locked
+                yield path
+                return
+        finally:
+            try:
+                _remove(path)
+            finally:
+                _release(handle)
+
+
+def remove_leftovers(target: Path, suffix: str = "") -> None:
+    """Removes what killed processes left of writing `target`; moves back what they moved aside."""
+    if sys.platform == "win32":  # tells not whether the owner lives
+        return
+    stem, own = re.escape(target.name.removesuffix(suffix)), os.geteuid()
+    name = re.compile(rf"\.{stem}\.[0-9a-f]{{16}}({re.escape(PARTIAL + suffix)}|{re.escape(OLD)})")
+    with suppress(OSError):  # what cannot be listed or removed is as harmless as it was
+        for path in target.parent.iterdir():
+            if not name.fullmatch(path.name) or path.is_symlink() or path.lstat().st_uid != own:
+                continue
+            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+            try:
+                if not _lock(handle, wait=False):
+                    continue
+                if path.name.endswith(OLD) and not target.exists():
+                    path.rename(target)
+                _remove(path)
+            finally:
+                os.close(handle)
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        remove_folder(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _owner(path: Path) -> int | None:
+    """A descriptor that locks a file or folder until it is closed; None where it is gone.
+
+    None on Windows, too, where a file that is open cannot be renamed.
+    """
+    if sys.platform == "win32":
+        return None
+    try:
+        handle = os.open(path, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    _lock(handle, wait=True)
+    return handle
+
+
+def _release(handle: int | None) -> None:
+    if handle is not None:
+        os.close(handle)
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    """Whether a descriptor is locked now, if that could be told."""
+    from filelock import lock_descriptor
+
+    try:
+        return lock_descriptor(handle, blocking=wait, poll_interval=0.005)
+    except OSError:  # some network file systems have no locks
+        return False
+
+
+_AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
+"""Of Linux's renameat2 (linux/fs.h, fcntl.h) and macOS's renamex_np (sys/stdio.h)."""
+
+
+def _exchanged(one: Path, other: Path) -> bool:
+    """Exchanges two folders in one step; False where the system cannot."""
+    libc: Any = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
+    names = os.fsencode(one), os.fsencode(other)
+    if hasattr(libc, "renameat2"):
+        code = libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
+    elif hasattr(libc, "renamex_np"):
+        code = libc.renamex_np(*names, _RENAME_SWAP)
+    else:
+        return False
+    if code == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # of a file system without it
+        return False
+    raise OSError(number, os.strerror(number), str(other))
+
+
+def _replaced_in_turn(new: Path, target: Path) -> None:
+    """Renames over a folder, which is moved aside first and put back if that fails."""
+    old = target.with_name(new.name.replace(PARTIAL, OLD))
+    handle = _owner(target)
+    try:
+        target.rename(old)
+        new.rename(target)
+    except BaseException:  # an interrupt between the two must not lose the old one
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    finally:
+        if target.exists():
+            remove_folder(old)
+        _release(handle)

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
-import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from ...common.writing import HINTS, hint, nearest
+from ...common.writing import (
+    HINTS,
+    PARTIAL,
+    hint,
+    nearest,
+    replace_folder,
+    temporary_folder,
+)
 from ...errors import BundleError
 from .manifest import MANIFEST_FILE
-
-PARTIAL = ".partial"
-"""How the names of what is being written end: it is nobody's once its writer is gone."""
 
 
 def check_destination(destination: Path, *, force: bool, needed_bytes: int = 0) -> None:
@@ -88,21 +92,21 @@ def atomic_directory(destination: Path, *, force: bool) -> Iterator[Path]:
     """
     check_destination(destination, force=force)
     place = destination.resolve()
-    partial: Path | None = None
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
-        partial = Path(tempfile.mkdtemp(prefix=f".{place.name}.", suffix=PARTIAL, dir=place.parent))
-        partial.chmod(0o755)
-        yield partial
-        check_destination(destination, force=force)  # another export may have ended meanwhile
-        _replace(partial, place)
+        with temporary_folder(place) as partial:
+            yield partial
+            check_destination(destination, force=force)  # another export may have ended meanwhile
+            replace_folder(partial, place)
     except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+            raise BundleError(
+                f"{destination}: another program wrote there meanwhile",
+                hint="choose another -o, or export again",
+            ) from error
         if error.errno in HINTS:
             raise _unwritable(destination, error) from error
         raise
-    finally:
-        if partial is not None:
-            _remove(partial)  # gone already when all went well
 
 
 def _files_of_bundle(folder: Path) -> set[str] | None:
@@ -125,34 +129,3 @@ def _unwritable(destination: Path, error: OSError) -> BundleError:
         f"{destination}: cannot be written: {error.strerror}",
         hint=hint(error),
     )
-
-
-def _replace(partial: Path, destination: Path) -> None:
-    """Renames over an old bundle, which is moved aside first and put back if that fails."""
-    if not destination.exists():
-        partial.rename(destination)
-        return
-    old = partial.with_suffix(".old")
-    try:
-        destination.rename(old)
-        partial.rename(destination)
-    except BaseException:  # an interrupt between the two must not lose the old bundle
-        if old.exists() and not destination.exists():
-            old.rename(destination)
-        raise
-    finally:
-        if destination.exists():
-            _remove(old)
-
-
-def _remove(folder: Path) -> None:
-    """Removes a folder even when interrupted again meanwhile; the interrupt then follows."""
-    again: KeyboardInterrupt | None = None
-    while folder.exists():
-        try:
-            shutil.rmtree(folder, ignore_errors=True)
-            break
-        except KeyboardInterrupt as interrupt:
-            again = interrupt
-    if again is not None:
-        raise again

@@ -14,36 +14,12 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...common.writing import whole_file, write_text
+from ...common.writing import locked, whole_file, write_text
 from ...errors import OutputError
-
-if sys.platform != "win32":
-    import fcntl
-
-
-@contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Holds a folder: another process waits at its own `locked` until the block ends.
-
-    The lock is on the folder itself, so it leaves no file behind and goes with the process that
-    holds it. Where the system has no such lock (Windows, some network file systems) nothing waits.
-    """
-    if sys.platform == "win32":
-        yield
-        return
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(handle)  # gives the lock back, too
-
 
 PLACE = "MOEXPORT_ENGINE_CACHE"
 """The environment's name for the folder; `off` keeps nothing."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...common.writing import locked, temporary_folder, to_disk, write_text
 from ...errors import BundleError
 from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest
-from .cache import locked
 from .profiles import Profile, check_k, choose
 
 
@@ -110,15 +108,32 @@ def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> None:
     manifest, and the new one is listed when its files are there. Two builds take turns, and each
     keeps what the other added.
     """
-    names = {name for each in made for name in each.files}
+    names = sorted({name for each in made for name in each.files})
+    with _told(directory), locked(directory):
+        if names:
+            for name in names:
+                to_disk(staged / name)
+            _write_manifest(directory, without_files(Manifest.read(directory), set(names)))
+            for name in names:
+                (staged / name).replace(directory / name)
+        manifest = with_engines(Manifest.read(directory), [each for each in made if each.files])
+        _write_manifest(directory, manifest)
+
+
+@contextmanager
+def staging(directory: Path) -> Iterator[Path]:
+    """Yields a temporary folder inside a bundle, which goes when the block ends."""
+    with ExitStack() as stack:
+        with _told(directory):
+            folder = stack.enter_context(temporary_folder(directory / "engines"))
+        yield folder
+
+
+@contextmanager
+def _told(directory: Path) -> Iterator[None]:
+    """What the system refuses to write is a `BundleError`."""
     try:
-        with locked(directory):
-            if names:
-                _write_manifest(directory, without_files(Manifest.read(directory), names))
-                for name in sorted(names):
-                    (staged / name).replace(directory / name)
-            manifest = with_engines(Manifest.read(directory), [each for each in made if each.files])
-            _write_manifest(directory, manifest)
+        yield
     except OSError as error:
         raise BundleError(
             f"{directory}: cannot be written: {error.strerror}",
@@ -126,23 +141,5 @@ def add_to_bundle(directory: Path, made: Sequence[Made], staged: Path) -> None:
         ) from error
 
 
-@contextmanager
-def staging(directory: Path) -> Iterator[Path]:
-    """Yields a temporary folder inside a bundle, which goes when the block ends."""
-    try:
-        folder = Path(tempfile.mkdtemp(prefix=".engines.", suffix=".partial", dir=directory))
-    except OSError as error:
-        raise BundleError(
-            f"{directory}: cannot be written: {error.strerror}",
-            hint="copy the bundle to a folder that you may write to",
-        ) from error
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 def _write_manifest(directory: Path, manifest: Manifest) -> None:
-    partial = directory / f".{MANIFEST_FILE}.partial"
-    partial.write_text(manifest.to_json(), encoding="utf-8")
-    partial.replace(directory / MANIFEST_FILE)
+    write_text(manifest.to_json(), directory / MANIFEST_FILE)

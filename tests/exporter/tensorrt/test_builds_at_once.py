@@ -25,8 +25,6 @@ from moexport.tests.exporter.tensorrt.engines import leftovers, needs_rtx
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import graph, random_layer, saved
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no lock on a folder")
-
 
 def together(work: Callable[[Path, int], None], folder: Path) -> None:
     """Runs a function in two processes at once; both must end well."""
@@ -75,6 +73,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 @needs_rtx
+@pytest.mark.skipif(sys.platform == "win32", reason="holds the lock as Unix does")
 def test_two_builds_take_turns_at_one_timing_cache(folder: Path) -> None:
     """TensorRT-RTX times nothing, and reads and writes the file as TensorRT does."""
     import fcntl

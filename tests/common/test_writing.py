@@ -1,0 +1,200 @@
+"""Files and folders are there whole or not at all, whoever else writes there or is killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from moexport.common import writing
+from moexport.common.writing import (
+    locked,
+    remove_leftovers,
+    replace_folder,
+    temporary_folder,
+    whole_file,
+    write_text,
+)
+from moexport.errors import OutputError
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from moexport.common.writing import {how}
+with {how}(Path(sys.argv[1])) as partial:
+    print(partial, flush=True)
+    time.sleep(60)
+"""
+
+
+def killed(how: str, target: Path) -> Path:
+    """What a process leaves that is killed while it writes."""
+    code = HOLD.format(how=how)
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(target)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    partial = Path(process.stdout.readline().strip())
+    if partial.is_dir():
+        (partial / "weights.bin").write_bytes(b"half")
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    return partial
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_the_name_of_what_is_being_written_is_not_known_before(tmp_path: Path) -> None:
+    seen = set()
+    for _ in range(3):
+        with whole_file(tmp_path / "y.npz") as partial:
+            assert partial.parent == tmp_path
+            assert partial.suffix == ".npz"
+            seen.add(partial.name)
+    assert len(seen) == 3
+
+
+def test_a_link_where_a_temporary_file_would_lie_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine").write_text("mine")
+    monkeypatch.setattr("secrets.token_hex", lambda _: "0" * 16)
+    (tmp_path / f".y.{'0' * 16}.partial.npz").symlink_to("mine")
+    with pytest.raises(OutputError, match="File exists"):
+        write_text("text", tmp_path / "y.npz")
+    assert (tmp_path / "mine").read_text() == "mine"
+
+
+def test_threads_may_write_the_same_file_at_once(tmp_path: Path) -> None:
+    texts = [str(number) * 100_000 for number in range(8)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda text: write_text(text, tmp_path / "y.json"), texts * 8))
+    assert (tmp_path / "y.json").read_text() in texts
+    assert names(tmp_path) == ["y.json"]
+
+
+@pytest.mark.parametrize("how", ["whole_file", "temporary_folder"])
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows tells not who is alive")
+def test_what_a_killed_process_left_is_removed_by_the_next(how: str, tmp_path: Path) -> None:
+    target = tmp_path / "out.json"
+    left = killed(how, target)
+    assert names(tmp_path) == [left.name]
+    with getattr(writing, how)(target):
+        assert not left.exists()
+    assert names(tmp_path) == (["out.json"] if how == "whole_file" else [])
+
+
+@pytest.mark.parametrize("how", ["whole_file", "temporary_folder"])
+def test_what_is_being_written_or_somebody_elses_is_left_alone(how: str, tmp_path: Path) -> None:
+    target = tmp_path / "out"
+    others = [".out.1234.partial", ".other.0123456789abcdef.partial", "out.partial"]
+    for name in others:
+        (tmp_path / name).write_text("mine")
+    with getattr(writing, how)(target) as partial:
+        remove_leftovers(target)
+        assert partial.exists()
+        assert names(tmp_path) == sorted([*others, partial.name])
+    for name in others:
+        assert (tmp_path / name).read_text() == "mine"
+
+
+def folder(place: Path, content: str) -> Path:
+    place.mkdir()
+    (place / "file").write_text(content)
+    return place
+
+
+@pytest.mark.parametrize("exchanges", [True, False])
+def test_a_folder_takes_the_place_of_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, exchanges: bool
+) -> None:
+    if not exchanges:
+        monkeypatch.setattr(writing, "_exchanged", lambda *_: False)
+    target = folder(tmp_path / "out", "old")
+    with temporary_folder(target) as partial:
+        (partial / "file").write_text("new")
+        replace_folder(partial, target)
+    assert (target / "file").read_text() == "new"
+    assert names(tmp_path) == ["out"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Linux can exchange two folders")
+def test_there_is_a_folder_at_every_moment_of_an_exchange(tmp_path: Path) -> None:
+    target = folder(tmp_path / "out", "0")
+    watcher = subprocess.Popen(
+        [
+            *(sys.executable, "-c"),
+            "import sys, os\n"
+            "print('ready', flush=True)\n"
+            "while not os.path.exists(sys.argv[2]): os.stat(sys.argv[1] + '/file')",
+            str(target),
+            str(tmp_path / "end"),
+        ],
+        stdout=subprocess.PIPE,
+    )
+    assert watcher.stdout is not None
+    watcher.stdout.readline()
+    for turn in range(50):
+        with temporary_folder(target) as partial:
+            (partial / "file").write_text(str(turn))
+            replace_folder(partial, target)
+    (tmp_path / "end").touch()
+    assert watcher.wait(30) == 0
+    watcher.stdout.close()
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows tells not who is alive")
+def test_a_folder_that_was_moved_aside_by_a_killed_process_comes_back(tmp_path: Path) -> None:
+    folder(tmp_path / f".out.{'a' * 16}.old", "old")
+    remove_leftovers(tmp_path / "out")
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    folder(tmp_path / f".out.{'b' * 16}.old", "older")
+    remove_leftovers(tmp_path / "out")
+    assert (tmp_path / "out" / "file").read_text() == "old"
+    assert names(tmp_path) == ["out"]
+
+
+def test_all_is_on_the_disk_before_it_is_renamed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[tuple[str, list[str]]] = []
+    real = os.fsync
+
+    def sync(handle: int) -> None:
+        path = Path(f"/proc/self/fd/{handle}").readlink()
+        synced.append((path.name, names(tmp_path)))
+        real(handle)
+
+    if sys.platform != "linux":
+        pytest.skip("reads descriptors as Linux shows them")
+    monkeypatch.setattr(os, "fsync", sync)
+    write_text("text", tmp_path / "a.json")
+    (file, before), (above, after) = synced
+    assert file.startswith(".a.")
+    assert "a.json" not in before
+    assert (above, after) == (tmp_path.name, ["a.json"])
+    synced.clear()
+    with temporary_folder(tmp_path / "out") as partial:
+        folder(partial / "inner", "new")
+        replace_folder(partial, tmp_path / "out")
+    assert {name for name, seen in synced if "out" not in seen} == {"file", "inner", partial.name}
+    assert synced[-1][0] == tmp_path.name
+
+
+def test_who_holds_a_folder_lets_others_wait(tmp_path: Path) -> None:
+    turns: list[int] = []
+
+    def work(number: int) -> None:
+        with locked(tmp_path):
+            turns.extend([number] * 3)
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(work, range(8)))
+    assert [turns[i : i + 3] for i in range(0, 24, 3)] == [[n] * 3 for n in turns[::3]]
+    assert sys.platform == "win32" or names(tmp_path) == []
