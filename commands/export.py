@@ -11,6 +11,7 @@ import typer
 from ..common.console import Console
 from ..common.text import size
 from ..errors import UsageError
+from ..graphs.targets import Target
 from .build import BuildFlags, wished
 from .options import (
     FEED,
@@ -22,7 +23,6 @@ from .options import (
     ModelFlags,
     Precision,
     Quantize,
-    Target,
     Verbosity,
     output_option,
 )
@@ -43,7 +43,7 @@ class GraphFlags:
     ] = "n"
     target: Annotated[
         Target, typer.Option(help="Who runs the graph; onnx is standard ops alone.")
-    ] = Target.ONNX
+    ] = "onnx"
     lowering: Annotated[
         str,
         typer.Option(
@@ -117,7 +117,7 @@ class GraphFlags:
 
         options = ExportOptions(
             k=parse_k(self.k),
-            target=self.target.value,
+            target=self.target,
             lowerings=parse_lowerings(self.lowering),
             batch=parse_range(self.batch, "--batch"),
             tokens=parse_range(self.tokens, "--tokens"),

@@ -20,16 +20,6 @@ if TYPE_CHECKING:
     from ..exporter.model import Model
 
 
-class Target(StrEnum):
-    """Who runs the graph; the names of `graphs.target.Target`."""
-
-    ONNX = "onnx"
-    ORT_CPU = "ort-cpu"
-    ORT_CUDA = "ort-cuda"
-    TENSORRT = "tensorrt"
-    TENSORRT_RTX = "tensorrt-rtx"
-
-
 class Method(StrEnum):
     """How a calibration chooses ranges; the names of `calibration.table.Method`."""
 

@@ -23,17 +23,17 @@ from ..common.environment import cpu_model
 from ..common.timing import Case, Latency, Protocol, measure
 from ..errors import LoweringError, MoexportError, UsageError
 from ..graphs.lower import LoweringRequest, lower
-from ..graphs.lowerings.base import AnyLowering, AnyWork
+from ..graphs.lowerings.base import AnyLowering
 from ..graphs.lowerings.choice import able
-from ..graphs.lowerings.cost import copied_bytes
+from ..graphs.lowerings.cost import AnyWork
 from ..graphs.names import DOMAIN
-from ..graphs.targets import Target
+from ..graphs.targets import TARGETS
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .model import Model
 from .options import ExportOptions
 from .plan import TimedLowering, TunedLayers, Tuning, layer_works, resolve_k
 from .precision import PrecisionPlan
-from .session import CPU, CUDA, Session, SessionOptions, check_provider
+from .session import CPU, Session, SessionOptions, check_provider
 from .tensorrt.backends import first_gpu
 
 PROTOCOL = Protocol(rounds=5, warmup=2, round_s=0.1, inputs=4)
@@ -46,9 +46,6 @@ SEED = 1
 
 IR_VERSION = 10
 """Of the graphs that are timed; every supported ONNX Runtime takes it."""
-
-PROVIDERS: Mapping[Target, str] = {"onnx": CPU, "ort-cpu": CPU, "ort-cuda": CUDA}
-"""Who runs the graphs of a target here; those of the others run as engines (`ExportOptions`)."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +72,8 @@ def tune(
     `UsageError` when the temporary folder has no space for a layer's weights, and `EngineError`
     when the target's provider does not run here.
     """
-    provider, threads = PROVIDERS[options.target], torch.get_num_threads()
+    provider, threads = TARGETS[options.target].provider, torch.get_num_threads()
+    assert provider is not None, "graphs of this target run as engines (`ExportOptions`)"
     check_provider(provider)
     session = SessionOptions(provider=provider, threads=threads)
     gpu = first_gpu() if provider != CPU else None
@@ -180,7 +178,7 @@ def _write(
     traced = _alone(group.node, options.opset)
     paths = {}
     for each in candidates:
-        copied = copied_bytes(each, work)
+        copied = each.copied_bytes(work)
         if copied > COPY_LIMIT_BYTES:
             left_out[each.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
             continue

@@ -20,7 +20,7 @@ from ..graphs.precision.types import (
     QuantFormat,
     WeightQuantization,
 )
-from ..graphs.targets import Target
+from ..graphs.targets import ENGINES, TARGETS, Target
 from .axes import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .edits import NO_EDITS, Edits
 from .parity import TOLERANCES, Tolerance
@@ -31,8 +31,6 @@ Scope = Literal["experts", "all"]
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 FLOATS: tuple[FloatName, ...] = get_args(FloatName)
-
-TENSORRT: frozenset[Target] = frozenset({"tensorrt", "tensorrt-rtx"})
 
 WEIGHT_BITS = (7, 8)
 
@@ -92,17 +90,15 @@ class PrecisionOptions:
         """The float type of everything that is not quantised."""
         if self.precision != "int8":
             return self.precision
-        return self.rest or ("fp16" if target in TENSORRT else "fp32")
+        return self.rest or TARGETS[target].rest
 
     def form(self, target: Target) -> QuantFormat:
         """How integer products are written for a target."""
-        if target in TENSORRT:
-            return "qdq"
-        return "kernel" if target == "ort-cpu" else "standard"
+        return TARGETS[target].integers
 
     def grid(self, target: Target) -> WeightQuantization:
         """The integers of weights for a target."""
-        if target in TENSORRT:
+        if target in ENGINES:
             return EIGHT_BITS
         return EIGHT_BITS_UNSIGNED if self.weight_bits == WEIGHT_BITS[1] else SEVEN_BITS
 
@@ -115,37 +111,22 @@ class PrecisionOptions:
         """Returns what a user should know of this precision on a target."""
         if self.retention is not None:
             return self.retention.notes()
-        if self.precision == "fp16" and target in ("onnx", "ort-cpu"):
-            return (
-                "ONNX Runtime computes FP16 in FP32 on a CPU: half the file, but not faster there",
-            )
-        if self.precision == "bf16" and target == "onnx":
-            return ("ONNX Runtime's CPU provider has no BF16 kernels: `run` emulates them",)
-        return ()
+        note = TARGETS[target].notes.get(self.precision)
+        return () if note is None else (note,)
 
     def _problems(self, target: Target) -> Iterator[tuple[str, str, str]]:
         """Yields what a target cannot take: the option, the reason and what to do."""
-        if self.precision == "bf16" and target == "ort-cpu":
-            yield (
-                "--precision bf16",
-                "ONNX Runtime's CPU provider has no BF16 kernels",
-                "int8 is what is fast there; bf16 is for tensorrt and tensorrt-rtx",
-            )
-        if self.precision == "int8" and target == "ort-cuda":
-            yield (
-                "--precision int8",
-                "ONNX Runtime's CUDA provider computes quantised graphs in floats, slower than "
-                "without",
-                "use --precision fp16, or --target tensorrt",
-            )
-        if self.precision == "int8" and target not in TENSORRT:
+        if self.precision in TARGETS[target].refused:
+            reason, instead = TARGETS[target].refused[self.precision]
+            yield f"--precision {self.precision}", reason, instead
+        if self.precision == "int8" and target not in ENGINES:
             if self.rest not in (None, "fp32"):
                 reason = "ONNX Runtime's integer products give FP32"
                 yield f"--rest {self.rest}", reason, "leave --rest out"
             if self.io != "fp32":
                 reason = "the graph around the integer products is FP32"
                 yield f"--io-precision {self.io}", reason, "leave --io-precision out"
-        if self.weight_bits == WEIGHT_BITS[0] and target in TENSORRT:
+        if self.weight_bits == WEIGHT_BITS[0] and target in ENGINES:
             reason = "its INT8 products are exact with all 8 bits"
             yield "--weight-bits 7", reason, "leave --weight-bits out"
         floats = self.float_name(target)
@@ -176,8 +157,6 @@ TUNE = "tune"
 
 CHOOSERS = (AUTO, TUNE)
 """What chooses among the lowerings: by prediction, or by measuring them here (`tune`)."""
-
-TARGETS: tuple[Target, ...] = get_args(Target)
 
 KOption = int | Fraction | Literal["n", "input"] | tuple[int, ...]
 """k as asked: a number, a share of n, all experts, a graph input, or a number per layer."""
@@ -241,14 +220,14 @@ class ExportOptions:
 
     def _check_tunable(self) -> None:
         """Raises `UsageError` where there is nothing in ONNX Runtime to be measured."""
-        if self.target in TENSORRT:
+        if self.target in ENGINES:
             raise UsageError(
                 f"--lowering tune for --target {self.target}: it times graphs in ONNX Runtime, and "
                 "this target runs engines",
                 hint="use auto, or name lowerings (--lowering gather,conditional) and compare "
                 "their engines on the machine with the GPU: `moexport bench BUNDLE`",
             )
-        if self.numbers.precision == "bf16" and self.target != "ort-cuda":
+        if self.numbers.precision == "bf16" and TARGETS[self.target].machine == "cpu":
             raise UsageError(
                 "--lowering tune: ONNX Runtime's CPU provider has no BF16 kernels to time",
                 hint="use auto, or another --precision",

@@ -13,9 +13,8 @@ from ..common.timing import Latency, differs
 from ..errors import UsageError
 from ..graphs.layers.base import MoESpec
 from ..graphs.lowerings import lowering
-from ..graphs.lowerings.base import AnyWork, WorkOf
 from ..graphs.lowerings.choice import LoweringChoice, check, choose
-from ..graphs.lowerings.cost import machine_for, predict_us
+from ..graphs.lowerings.cost import AnyWork, WorkOf, machine_for
 from ..graphs.names import DOMAIN
 from ..graphs.targets import Target
 from .axes import AxisRange
@@ -57,7 +56,7 @@ class TunedLayers:
     def choice(self, work: AnyWork, target: Target) -> LoweringChoice:
         """The choice for one of the layers, with the figures as its reason."""
         chosen = lowering(self.chosen)
-        predicted_us = predict_us(chosen, work, machine_for(target, work.precision))
+        predicted_us = chosen.predict_us(work, machine_for(target, work.precision))
         return LoweringChoice(chosen, self._reason(), predicted_us)
 
     def _reason(self) -> str:

@@ -17,12 +17,13 @@ from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from ..errors import BundleError, EngineError, FeedError, UsageError
 from ..graphs.names import K_INPUT
+from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
 from .tensorrt.backends import first_gpu
 from .tensorrt.profiles import check_given
 
-CPU = "CPUExecutionProvider"
+CPU = CPU_PROVIDER
 
-CUDA = "CUDAExecutionProvider"
+CUDA = CUDA_PROVIDER
 
 TENSORRT = "TensorrtExecutionProvider"
 

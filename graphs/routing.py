@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from .builder import Builder
 from .layers.stored import Layer
+from .targets import TARGETS
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +191,7 @@ def _squares(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
 def _short_sum(layer: Layer) -> int | None:
     """How many squares to add at a time: a divisor of d, or None for all at once."""
     small = layer.tokens is not None and layer.tokens * layer.spec.dim < SMALL_INPUT
-    if layer.target != "ort-cpu" or small:
+    if not TARGETS[layer.target].cpu_forms or small:
         return None
     widths = [w for w in SHORT_SUMS if layer.spec.dim % w == 0 and w < layer.spec.dim]
     return min(widths, key=lambda w: abs(w - 32), default=None)
@@ -267,7 +268,7 @@ is left as it is."""
 
 def _unpacked(layer: Layer) -> bool:
     """Whether phi is better a batch of one matrix, [1, d, n·p]."""
-    return layer.target == "ort-cpu" and layer.spec.experts * layer.spec.slots <= FEW_SLOTS
+    return TARGETS[layer.target].cpu_forms and layer.spec.experts * layer.spec.slots <= FEW_SLOTS
 
 
 FEW_ROWS = range(2, 5)
@@ -283,7 +284,7 @@ def _averages(
     """Adds weights [b, e·p, m] times the tokens [b, m, d]: [b, e·p, d]."""
     rows = 0 if experts is None else experts * layer.spec.slots
     large = layer.tokens is None or layer.tokens * layer.spec.dim >= LARGE_INPUT
-    if layer.target != "ort-cpu" or rows not in FEW_ROWS or not large:
+    if not TARGETS[layer.target].cpu_forms or rows not in FEW_ROWS or not large:
         return b.op("MatMul", weights, source, name="dispatch/slots")
     apart = b.op("Unsqueeze", weights, b.ints(2), name="dispatch/weights_apart")
     shared = b.op("Unsqueeze", source, b.ints(1), name="dispatch/tokens_shared")

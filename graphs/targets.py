@@ -1,8 +1,107 @@
-"""Who runs a graph."""
+"""Who runs a graph, and what follows from that; importing it loads nothing."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from .precision.types import FloatName, Precision, QuantFormat
 
 Target = Literal["onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"]
 """Who runs the graph. `onnx` means standard ONNX ops alone, so that any runtime can."""
+
+MachineKind = Literal["cpu", "gpu"]
+
+CPU_PROVIDER = "CPUExecutionProvider"
+CUDA_PROVIDER = "CUDAExecutionProvider"
+
+
+@dataclass(frozen=True, slots=True)
+class TargetRecord:
+    """The facts of one target, which everything else reads.
+
+    `machine` is what the cost model takes it to run on. Its graphs run in ONNX Runtime on
+    `provider`, or are compiled by the TensorRT `backend` of that name. `integers` is how products
+    of integers are written, and `rest` the usual float type around INT8 experts. A target that is
+    not `standard_ops` alone takes ONNX Runtime's own (`com.microsoft`); `data_sizes` says whether
+    it runs ops whose output's size depends on values (NonZero), and `cpu_forms` whether graphs take
+    the forms that ONNX Runtime's CPU kernels are fast at. `refused` has by precision a reason and
+    what to do instead, `notes` what a user should know.
+    """
+
+    name: Target
+    machine: MachineKind
+    integers: QuantFormat
+    provider: str | None = None
+    backend: str | None = None
+    rest: FloatName = "fp32"
+    standard_ops: bool = True
+    data_sizes: bool = True
+    cpu_forms: bool = False
+    refused: Mapping[Precision, tuple[str, str]] = field(default_factory=dict)
+    notes: Mapping[Precision, str] = field(default_factory=dict)
+
+
+_CPU_FP16 = "ONNX Runtime computes FP16 in FP32 on a CPU: half the file, but not faster there"
+
+_RECORDS = (
+    TargetRecord(
+        "onnx",
+        "cpu",
+        "standard",
+        provider=CPU_PROVIDER,
+        notes={
+            "fp16": _CPU_FP16,
+            "bf16": "ONNX Runtime's CPU provider has no BF16 kernels: `run` emulates them",
+        },
+    ),
+    TargetRecord(
+        "ort-cpu",
+        "cpu",
+        "kernel",
+        provider=CPU_PROVIDER,
+        standard_ops=False,
+        cpu_forms=True,
+        refused={
+            "bf16": (
+                "ONNX Runtime's CPU provider has no BF16 kernels",
+                "int8 is what is fast there; bf16 is for tensorrt and tensorrt-rtx",
+            )
+        },
+        notes={"fp16": _CPU_FP16},
+    ),
+    TargetRecord(
+        "ort-cuda",
+        "gpu",
+        "standard",
+        provider=CUDA_PROVIDER,
+        standard_ops=False,
+        refused={
+            "int8": (
+                "ONNX Runtime's CUDA provider computes quantised graphs in floats, slower than "
+                "without",
+                "use --precision fp16, or --target tensorrt",
+            )
+        },
+    ),
+    # NonZero and zero-row Gemms are beyond TensorRT's importers.
+    TargetRecord("tensorrt", "gpu", "qdq", backend="tensorrt", rest="fp16", data_sizes=False),
+    TargetRecord(
+        "tensorrt-rtx", "gpu", "qdq", backend="tensorrt-rtx", rest="fp16", data_sizes=False
+    ),
+)
+
+TARGETS: Mapping[Target, TargetRecord] = MappingProxyType({each.name: each for each in _RECORDS})
+
+EVERY_TARGET: frozenset[Target] = frozenset(TARGETS)
+"""Of a lowering that uses only ops that every runtime takes."""
+
+DATA_SIZES: frozenset[Target] = frozenset(each.name for each in _RECORDS if each.data_sizes)
+
+MICROSOFT_OPS: frozenset[Target] = EVERY_TARGET - {e.name for e in _RECORDS if e.standard_ops}
+
+ENGINES: frozenset[Target] = frozenset(each.name for each in _RECORDS if each.backend is not None)
+"""Those that compile a graph to an engine."""

@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 from moexport.bench.results import Results
 from moexport.graphs.lowerings import lowering
-from moexport.graphs.lowerings.base import Work
-from moexport.graphs.lowerings.cost import Machine, machine_for, predict_us
+from moexport.graphs.lowerings.cost import Machine, Work, machine_for
 from moexport.graphs.precision.types import Precision
 from scipy.optimize import least_squares
 
@@ -46,7 +45,7 @@ def fitted(results: Results, precision: Precision) -> Machine:
 
     def residuals(logarithms: np.ndarray) -> list[float]:
         rates = machine(logarithms)
-        return [float(np.log(predict_us(how, work, rates) / us)) for how, work, us in measured]
+        return [float(np.log(how.predict_us(work, rates) / us)) for how, work, us in measured]
 
     start = np.log([getattr(now, name) for name in RATES])
     return machine(least_squares(residuals, start, loss="soft_l1", f_scale=OUTLIER).x)
@@ -58,7 +57,7 @@ def slack(cell: Cell, machine: Machine) -> float:
     0 where the two are no further apart than the rounds of either.
     """
     predicted = min(
-        _lowered(cell), key=lambda found: predict_us(lowering(found[0]), found[1], machine)
+        _lowered(cell), key=lambda found: lowering(found[0]).predict_us(found[1], machine)
     )[0]
     return cell.slack_of(predicted)
 

@@ -31,8 +31,8 @@ from moexport.common.environment import environment, usable_cores
 from moexport.exporter.families.layer_only import TokenBackbone
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights, algorithm_1
-from moexport.graphs.lowerings.base import Work
 from moexport.graphs.lowerings.choice import choose
+from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.precision.types import Precision
 from torch import nn
 

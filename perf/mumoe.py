@@ -32,7 +32,7 @@ from moexport.graphs.layers.mumoe import (
     MuMoEWeights,
     mumoe_layers,
 )
-from moexport.graphs.lowerings.base import WorkOf
+from moexport.graphs.lowerings.cost import WorkOf
 from torch import Tensor, nn
 
 

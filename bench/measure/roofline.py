@@ -31,7 +31,7 @@ from ...common import timing
 from ...errors import TraceError
 from ...exporter.model import Dimension, Model
 from ...exporter.trace import layers_as_nodes
-from ...graphs.lowerings.base import AnyWork, WorkOf
+from ...graphs.lowerings.cost import AnyWork, WorkOf
 
 COUNTED_NAMESPACES = ("aten", "prims", "onnx_symbolic")
 """PyTorch's own operators, and the node that stands in for a MoE layer."""

@@ -30,9 +30,6 @@ from ..plan import resolve_k
 from ..precision import no_ranges
 from ..trace import trace
 
-OBSERVED_LOWERINGS = {"soft-moe": ("grouped",), "mumoe": ("factorised", "unfactorised")}
-"""By kind of layer, the lowerings that compute exactly the rows of the selection, and tap them."""
-
 GRAPH_FILE = "observing.onnx"
 
 
@@ -200,8 +197,7 @@ def _write(
 
 def _observed_lowering(spec: MoESpec) -> AnyLowering:
     """The lowering of an observing graph that serves a layer."""
-    known = lowerings_of(spec.kind)
-    serving = (known[name] for name in OBSERVED_LOWERINGS[spec.kind])
+    serving = (each for each in lowerings_of(spec.kind).values() if each.observable)
     return next(lowering for lowering in serving if lowering.unable(spec) is None)
 
 

@@ -12,20 +12,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING
 
 import numpy as np
 import onnx
 from onnx import numpy_helper
 
 from ...errors import EngineError
+from ...graphs.targets import TARGETS
 from ..bundle.manifest import LayerRecord
 from .backends import Backend
 from .profiles import MAX_K
-
-if TYPE_CHECKING:
-    from ...graphs.layers.base import Kind
-    from ...graphs.targets import Target
 
 NO_IMPORTER = frozenset(
     [
@@ -123,11 +119,10 @@ def check_graph(path: Path, backend: Backend, layers: Sequence[LayerRecord]) -> 
 def _instead(backend: Backend, layer: LayerRecord | None) -> str:
     from ...graphs.lowerings import lowerings_of
 
-    target: Target = "tensorrt" if backend.name == "tensorrt" else "tensorrt-rtx"
+    target = next(each.name for each in TARGETS.values() if each.backend == backend.name)
     if layer is None:
         return "change that part of the network, or run this graph in ONNX Runtime (--target onnx)"
-    kind: Kind = "soft-moe" if layer.kind == "soft-moe" else "mumoe"
-    able = [n for n, each in lowerings_of(kind).items() if target in each.targets]
+    able = [n for n, each in lowerings_of(layer.kind).items() if target in each.targets]
     return (
         f"export with --target {target}, which writes what it takes; lowerings that it runs: "
         f"{', '.join(able)}"

@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ...errors import LoweringError
-from ..layers.base import Kind
 from ..layers.mumoe import MuMoESpec
 from . import conditional, dense, factorised, fused, gather, gathered, grouped, unfactorised
 from .base import AnyLowering, Lowering, LoweringOf
@@ -36,7 +35,7 @@ MUMOE_LOWERINGS: Mapping[str, LoweringOf[MuMoESpec]] = MappingProxyType(
 ALL_LOWERINGS: Mapping[str, AnyLowering] = MappingProxyType({**LOWERINGS, **MUMOE_LOWERINGS})
 
 
-def lowerings_of(kind: Kind) -> Mapping[str, AnyLowering]:
+def lowerings_of(kind: str) -> Mapping[str, AnyLowering]:
     """Returns the lowerings that serve layers of a kind, by name."""
     return {name: record for name, record in ALL_LOWERINGS.items() if record.kind == kind}
 

@@ -1,4 +1,4 @@
-"""What a lowering is: a record that says what it can serve, and the builder of its nodes."""
+"""What a lowering is: a record of what it serves and costs, and the builder of its nodes."""
 
 from __future__ import annotations
 
@@ -14,64 +14,52 @@ from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import LayerOf, S
 from ..precision.types import Precision
 from ..targets import Target
-
-STANDARD: frozenset[Target] = frozenset({"onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"})
-"""Targets of a lowering that uses only ops that every runtime takes."""
-
-ONNX_RUNTIME: frozenset[Target] = frozenset({"ort-cpu", "ort-cuda"})
-
-
-@dataclass(frozen=True)  # no slots: calling an alias such as Layer sets an attribute
-class WorkOf(Generic[S]):
-    """The size of one layer's job: what a cost is a function of."""
-
-    spec: S
-    k: int
-    batch: int
-    tokens: int
-    precision: Precision = "fp32"
-
-    @property
-    def selections(self) -> int:
-        """How many (input, expert) pairs are computed: b·k."""
-        return self.batch * self.k
-
-    @property
-    def expected_active(self) -> float:
-        """Experts that at least one input selects, if inputs chose evenly and independently.
-
-        Real routers are less even, so this is the upper end; fewer active experts cost less.
-        """
-        n = self.spec.experts
-        return n * (1.0 - (1.0 - self.k / n) ** self.batch)
-
-
-@dataclass(frozen=True)  # no slots: calling an alias such as Layer sets an attribute
-class LoweringOf(Generic[S]):
-    """One way to compute a layer of one kind.
-
-    `build` adds the layer for tokens x [b, m, d] and returns y [b, m, o]. `unable` returns why the
-    lowering cannot serve a layer of its `kind` at all, or None. `inexact` returns how its result
-    differs from the layer's definition, or None where it is exact up to rounding; `auto` takes
-    exact lowerings only.
-    """
-
-    name: str
-    summary: str
-    targets: frozenset[Target]
-    build: Callable[[Builder, LayerOf[S], ir.Value], ir.Value]
-    unable: Callable[[S], str | None]
-    inexact: Callable[[S], str | None]
-    kind: Kind = "soft-moe"
-
-
-Lowering = LoweringOf[SoftMoESpec]
-AnyLowering = LoweringOf[Any]
-Work = WorkOf[SoftMoESpec]
-AnyWork = WorkOf[Any]
+from .cost import Machine, WorkOf
 
 
 def serves_all(spec: object) -> str | None:
     """The `unable` and `inexact` of a lowering without limits."""
     del spec
     return None
+
+
+def has_all_precisions(precision: Precision, target: Target) -> str | None:
+    """The `no_kernel` of a lowering whose ops every runtime has in every precision."""
+    del precision, target
+    return None
+
+
+def copies_nothing(work: object) -> float:
+    """The `copied_bytes` of a lowering that reads weights where they are."""
+    del work
+    return 0.0
+
+
+@dataclass(frozen=True)  # no slots: calling an alias such as Lowering sets an attribute
+class LoweringOf(Generic[S]):
+    """One way to compute a layer of one kind.
+
+    `build` adds the layer for tokens x [b, m, d] and returns y [b, m, o]. `predict_us` returns how
+    long one batch takes on a machine, in microseconds, and `copied_bytes` the weights that are
+    copied for it before they are multiplied, counted as FP32. `unable` returns why the lowering
+    cannot serve a layer of its `kind` at all, or None; `no_kernel` why it cannot in a precision on
+    a target. `inexact` returns how its result differs from the layer's definition, or None where it
+    is exact up to rounding; `auto` takes exact lowerings only. `observable` are those whose taps
+    see the rows of the selection alone, each once: what a calibration runs.
+    """
+
+    name: str
+    summary: str
+    targets: frozenset[Target]
+    build: Callable[[Builder, LayerOf[S], ir.Value], ir.Value]
+    predict_us: Callable[[WorkOf[S], Machine], float]
+    copied_bytes: Callable[[WorkOf[S]], float] = copies_nothing
+    unable: Callable[[S], str | None] = serves_all
+    no_kernel: Callable[[Precision, Target], str | None] = has_all_precisions
+    inexact: Callable[[S], str | None] = serves_all
+    observable: bool = False
+    kind: Kind = "soft-moe"
+
+
+Lowering = LoweringOf[SoftMoESpec]
+AnyLowering = LoweringOf[Any]

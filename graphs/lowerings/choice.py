@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ...errors import LoweringError
-from ..precision.types import Precision
 from ..targets import Target
 from . import lowerings_of
-from .base import AnyLowering, AnyWork
-from .cost import machine_for, predict_us
+from .base import AnyLowering
+from .cost import AnyWork, machine_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +42,7 @@ def _serves(lowering: AnyLowering, work: AnyWork, target: Target) -> bool:
     return (
         target in lowering.targets
         and lowering.unable(work.spec) is None
-        and without(lowering, work.precision, target) is None
+        and lowering.no_kernel(work.precision, target) is None
     )
 
 
@@ -53,7 +52,7 @@ def choose(work: AnyWork, target: Target) -> LoweringChoice:
     Raises `LoweringError` when no lowering serves the target.
     """
     machine = machine_for(target, work.precision)
-    candidates = [(predict_us(each, work, machine), each) for each in able(work, target)]
+    candidates = [(each.predict_us(work, machine), each) for each in able(work, target)]
     candidates.sort(key=lambda candidate: candidate[0])
     best_us, best = candidates[0]
     others = ", ".join(f"{record.name} {us / 1e3:.3g} ms" for us, record in candidates[1:])
@@ -62,15 +61,6 @@ def choose(work: AnyWork, target: Target) -> LoweringChoice:
         f"{work.batch}" + (f" (others: {others})" if others else "")
     )
     return LoweringChoice(best, reason, best_us)
-
-
-def without(lowering: AnyLowering, precision: Precision, target: Target) -> str | None:
-    """Returns why a lowering has no graph in a precision for a target, or None."""
-    if lowering.name != "fused" or precision == "fp32":
-        return None
-    if precision == "fp16" and target == "ort-cuda":
-        return None
-    return f"com.microsoft.MoE has no {precision.upper()} kernel there"
 
 
 def check(lowering: AnyLowering, work: AnyWork, target: Target) -> LoweringChoice:
@@ -82,7 +72,7 @@ def check(lowering: AnyLowering, work: AnyWork, target: Target) -> LoweringChoic
         problem = lowering.unable(spec)
     else:
         problem = f"the target {target} does not run it"
-    problem = problem or without(lowering, work.precision, target)
+    problem = problem or lowering.no_kernel(work.precision, target)
     if problem is not None:
         serving = [
             record.name
@@ -97,6 +87,5 @@ def check(lowering: AnyLowering, work: AnyWork, target: Target) -> LoweringChoic
     caveat = lowering.inexact(spec)
     if caveat is not None:
         reason += f"; {caveat}"
-    return LoweringChoice(
-        lowering, reason, predict_us(lowering, work, machine_for(target, work.precision))
-    )
+    machine = machine_for(target, work.precision)
+    return LoweringChoice(lowering, reason, lowering.predict_us(work, machine))

@@ -7,7 +7,17 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, masked_slots, route
-from .base import STANDARD, Lowering, serves_all
+from ..targets import EVERY_TARGET
+from .base import Lowering
+from .cost import (
+    Machine,
+    Work,
+    around_experts_us,
+    expert_bytes,
+    expert_macs,
+    expert_nodes,
+    unselected_macs,
+)
 from .experts import expert_rows, one_expert
 
 
@@ -69,11 +79,24 @@ def _zeros(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
     return b.op("Expand", b.number(0.0, layer.arithmetic.inner), shape, name="zeros")
 
 
+def predict_us(work: Work, machine: Machine) -> float:
+    """The chosen experts are read once and compute the whole batch; a branch per expert."""
+    n, active = work.spec.experts, work.expected_active
+    branches = n * machine.branch_us if work.k < n else 0.0
+    return (
+        expert_bytes(work, active) / machine.bytes_per_us
+        + expert_macs(work, work.batch * active) / machine.macs_per_us
+        + unselected_macs(work) / machine.batched_macs_per_us
+        + branches
+        + (expert_nodes(work) + 3) * n * machine.node_us
+        + around_experts_us(work, machine)
+    )
+
+
 LOWERING = Lowering(
     name="conditional",
     summary="an If per expert: the whole batch through it if any input chose it, else skipped",
-    targets=STANDARD,
+    targets=EVERY_TARGET,
     build=build,
-    unable=serves_all,
-    inexact=serves_all,
+    predict_us=predict_us,
 )

@@ -7,7 +7,9 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, masked_slots, route
-from .base import STANDARD, Lowering, serves_all
+from ..targets import EVERY_TARGET
+from .base import Lowering
+from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs, unselected_macs
 from .experts import batched_experts, expert_rows, stacked_weights
 
 
@@ -34,11 +36,24 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     return combine_outputs(b, layer, slots, outputs)
 
 
+def predict_us(work: Work, machine: Machine) -> float:
+    """Every expert is read and computed, for every input, whatever k is."""
+    n = work.spec.experts
+    rows = work.batch * work.spec.slots
+    # A single row per expert is computed while its weights stream by; further rows cost.
+    computed = expert_macs(work, work.batch * n) * (1.0 - 1.0 / rows)
+    return (
+        expert_bytes(work, n) / machine.stacked_bytes_per_us
+        + (computed + unselected_macs(work)) / machine.batched_macs_per_us
+        + 8 * machine.node_us
+        + around_experts_us(work, machine)
+    )
+
+
 LOWERING = Lowering(
     name="dense",
     summary="all experts in batched MatMuls; unselected columns of C are zeroed",
-    targets=STANDARD,
+    targets=EVERY_TARGET,
     build=build,
-    unable=serves_all,
-    inexact=serves_all,
+    predict_us=predict_us,
 )

@@ -16,8 +16,16 @@ from ..builder import Builder
 from ..gating import coefficients
 from ..layers.mumoe import FactorisedSpec, MuMoESpec, coefficients_name
 from ..layers.stored import MuMoELayer
-from .base import STANDARD, LoweringOf, serves_all
-from .multilinear import combined, factor_product, input_product, mixed, through_tensors
+from ..targets import EVERY_TARGET
+from .base import LoweringOf
+from .multilinear import (
+    all_coefficients_us,
+    combined,
+    factor_product,
+    input_product,
+    mixed,
+    through_tensors,
+)
 
 
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
@@ -124,9 +132,10 @@ def _unable(spec: MuMoESpec) -> str | None:
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     name="factorised",
     summary="products with the factors; the experts' weight tensor is never written out",
-    targets=STANDARD,
+    targets=EVERY_TARGET,
     build=build,
+    predict_us=all_coefficients_us,
     unable=_unable,
-    inexact=serves_all,
+    observable=True,
     kind="mumoe",
 )

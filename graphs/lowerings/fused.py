@@ -8,8 +8,11 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer
+from ..precision.types import Precision
 from ..routing import combine_outputs, route, selected_slots
-from .base import ONNX_RUNTIME, Lowering
+from ..targets import CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Target
+from .base import Lowering
+from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs
 from .experts import expert_rows
 
 _NEVER = -1.0e4  # a router logit whose softmax is exactly 0 in float32
@@ -97,11 +100,31 @@ def _inexact(spec: SoftMoESpec) -> str | None:
     return None
 
 
+def _no_kernel(precision: Precision, target: Target) -> str | None:
+    """The op has FP32 everywhere, and FP16 on CUDA."""
+    cuda = TARGETS[target].provider == CUDA_PROVIDER
+    if precision == "fp32" or (precision == "fp16" and cuda):
+        return None
+    return f"com.microsoft.MoE has no {precision.upper()} kernel there"
+
+
+def predict_us(work: Work, machine: Machine) -> float:
+    """The chosen experts are read once and compute the rows that chose them, in one node."""
+    return (
+        expert_bytes(work, work.expected_active) / machine.bytes_per_us
+        + expert_macs(work, work.selections) / machine.batched_macs_per_us
+        + 10 * machine.node_us
+        + around_experts_us(work, machine)
+    )
+
+
 LOWERING = Lowering(
     name="fused",
     summary="ONNX Runtime's com.microsoft.MoE, each slot a token with one-hot router logits",
-    targets=ONNX_RUNTIME,
+    targets=MICROSOFT_OPS,
     build=build,
+    predict_us=predict_us,
     unable=_unable,
+    no_kernel=_no_kernel,
     inexact=_inexact,
 )

@@ -7,8 +7,10 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
+from ..targets import EVERY_TARGET
 from . import dense
-from .base import STANDARD, Lowering, serves_all
+from .base import Lowering
+from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs
 from .experts import batched_experts, expert_rows, stacked_weights
 
 
@@ -37,11 +39,29 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     return combine_outputs(b, layer, slots, outputs)
 
 
+def copied_bytes(work: Work) -> float:
+    """Every input copies the experts that it keeps."""
+    selects = work.k < work.spec.experts
+    return expert_bytes(work, work.selections) if selects else 0.0
+
+
+def predict_us(work: Work, machine: Machine) -> float:
+    """The copy, and the arithmetic of the selected experts alone."""
+    if work.k == work.spec.experts:
+        return dense.predict_us(work, machine)  # nothing is to gather: it is the same graph
+    return (
+        copied_bytes(work) / machine.copy_bytes_per_us
+        + expert_macs(work, work.selections) / machine.batched_macs_per_us
+        + 12 * machine.node_us
+        + around_experts_us(work, machine)
+    )
+
+
 LOWERING = Lowering(
     name="gather",
     summary="gathers the weights of the selected experts, then batched MatMuls",
-    targets=STANDARD,
+    targets=EVERY_TARGET,
     build=build,
-    unable=serves_all,
-    inexact=serves_all,
+    predict_us=predict_us,
+    copied_bytes=copied_bytes,
 )

@@ -12,9 +12,11 @@ from ..builder import Builder
 from ..gating import KeptLevel, kept_levels
 from ..layers.mumoe import FactorisedSpec, MuMoESpec, coefficients_name
 from ..layers.stored import MuMoELayer
+from ..targets import EVERY_TARGET
 from . import unfactorised
-from .base import STANDARD, LoweringOf, serves_all
-from .multilinear import combined, mixed, through_tensors
+from .base import LoweringOf
+from .cost import Machine, WorkOf
+from .multilinear import combined, gate_us, mixed, through_tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,12 +96,32 @@ def _contract(
     return mixed(b, chosen.weights, outputs, name)
 
 
+def copied_bytes(work: WorkOf[MuMoESpec]) -> float:
+    """Every token copies the experts that it keeps."""
+    selects = work.k < work.spec.experts
+    return float(work.batch * work.tokens * work.spec.bytes_read(work.k)) if selects else 0.0
+
+
+def predict_us(work: WorkOf[MuMoESpec], machine: Machine) -> float:
+    """The copy, and the arithmetic of the kept experts alone."""
+    if work.k >= work.spec.experts:
+        # Nothing is to gather: it is the same graph.
+        return unfactorised.LOWERING.predict_us(work, machine)
+    macs = sum(work.spec.macs(work.tokens, work.k).values())
+    return (
+        copied_bytes(work) / machine.copy_bytes_per_us
+        + work.batch * macs / machine.batched_macs_per_us
+        + gate_us(work, machine)
+    )
+
+
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     name="gathered",
     summary="each token gathers the matrices of the experts that it keeps, and no others",
-    targets=STANDARD,
+    targets=EVERY_TARGET,
     build=build,
+    predict_us=predict_us,
+    copied_bytes=copied_bytes,
     unable=unfactorised.unable,
-    inexact=serves_all,
     kind="mumoe",
 )

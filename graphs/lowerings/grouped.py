@@ -13,7 +13,9 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
-from .base import ONNX_RUNTIME, Lowering, serves_all
+from ..targets import DATA_SIZES
+from .base import Lowering
+from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs, expert_nodes
 from .experts import expert_rows, first_product, hidden_rows, one_expert, second_product
 
 
@@ -122,12 +124,27 @@ def _concat(b: Builder, parts: list[ir.Value]) -> ir.Value:
     return b.op("Concat", *parts, axis=0, name="group/outputs")
 
 
+def predict_us(work: Work, machine: Machine) -> float:
+    """The chosen experts are read once and compute the rows that chose them; n chains of nodes."""
+    n = work.spec.experts
+    sorting = 12 if work.k < n else 3
+    nodes = (expert_nodes(work) + machine.integer_nodes) * n + sorting
+    if n >= MANY_EXPERTS and work.spec.expert != "linear":
+        # What lies between the matmuls is there once for all experts.
+        nodes -= n if machine.integer_nodes == 0 else 2 * n
+    return (
+        expert_bytes(work, work.expected_active) / machine.bytes_per_us
+        + expert_macs(work, work.selections) / machine.macs_per_us
+        + nodes * machine.node_us
+        + around_experts_us(work, machine)
+    )
+
+
 LOWERING = Lowering(
     name="grouped",
     summary="sorts rows by expert; each expert computes the rows that chose it, none in no time",
-    # Standard ops, but NonZero and zero-row Gemms are beyond TensorRT's importers.
-    targets=ONNX_RUNTIME | {"onnx"},
+    targets=DATA_SIZES,
     build=build,
-    unable=serves_all,
-    inexact=serves_all,
+    predict_us=predict_us,
+    observable=True,
 )

@@ -11,6 +11,7 @@ from ..builder import Builder
 from ..layers.mumoe import NORM_EPS, FactorisedSpec
 from ..layers.stored import MuMoELayer
 from ..precision.types import operand_of
+from .cost import AnyWork, Machine
 from .linear import Linear, operand, product
 
 Contract = Callable[[Builder, MuMoELayer, str, FactorisedSpec, ir.Value], ir.Value]
@@ -106,3 +107,20 @@ def mixed(b: Builder, weights: ir.Value, outputs: ir.Value, name: str) -> ir.Val
     row = b.op("Unsqueeze", weights, b.ints(2), name=f"{name}/weights")
     mix = b.op("MatMul", row, outputs, name=f"{name}/mix")
     return b.op("Squeeze", mix, b.ints(2), name=f"{name}/mixed")
+
+
+LEVEL_NODES = 50
+"""About as many nodes as one level of a layer takes."""
+
+
+def gate_us(work: AnyWork, machine: Machine) -> float:
+    """The nodes of a layer: few but for the gate's steps."""
+    return float(LEVEL_NODES * len(work.spec.levels) * machine.node_us)
+
+
+def all_coefficients_us(work: AnyWork, machine: Machine) -> float:
+    """A layer whose factors, or whole tensor, are read once for all tokens."""
+    everything = work.spec.experts
+    macs: int = sum(work.spec.macs(work.tokens, everything).values())
+    traffic: float = work.spec.bytes_read(everything) / machine.bytes_per_us
+    return max(traffic, work.batch * macs / machine.macs_per_us) + gate_us(work, machine)

@@ -10,8 +10,9 @@ from ..builder import Builder
 from ..gating import coefficients
 from ..layers.mumoe import FactorisedSpec, MuMoESpec
 from ..layers.stored import MuMoELayer
-from .base import STANDARD, LoweringOf, serves_all
-from .multilinear import combined, mixed, through_tensors
+from ..targets import EVERY_TARGET
+from .base import LoweringOf
+from .multilinear import all_coefficients_us, combined, mixed, through_tensors
 
 
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
@@ -58,9 +59,10 @@ def unable(spec: MuMoESpec) -> str | None:
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(
     name="unfactorised",
     summary="every expert of a weight tensor that is held whole computes every token",
-    targets=STANDARD,
+    targets=EVERY_TARGET,
     build=build,
+    predict_us=all_coefficients_us,
     unable=unable,
-    inexact=serves_all,
+    observable=True,
     kind="mumoe",
 )

@@ -13,7 +13,7 @@ from moexport.common.timing import summarise
 from moexport.errors import TraceError
 from moexport.exporter.model import Model
 from moexport.graphs.layers.soft_moe import SoftMoESpec
-from moexport.graphs.lowerings.base import WorkOf
+from moexport.graphs.lowerings.cost import WorkOf
 from moexport.tests.recorded import DATA, read_case
 from torch import Tensor, nn
 

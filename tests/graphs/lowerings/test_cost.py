@@ -10,9 +10,8 @@ import pytest
 from moexport.errors import LoweringError
 from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import ALL_LOWERINGS, LOWERINGS, lowering
-from moexport.graphs.lowerings.base import Work
 from moexport.graphs.lowerings.choice import check, choose
-from moexport.graphs.lowerings.cost import CPU, machine_for, predict_us
+from moexport.graphs.lowerings.cost import CPU, Work, machine_for
 from moexport.graphs.targets import Target
 
 TARGETS: tuple[Target, ...] = get_args(Target)
@@ -68,7 +67,7 @@ def test_the_choice_is_the_fastest_by_prediction() -> None:
     for spec, kept, batch in ((LARGE, 2, 1), (SMALL, 16, 1), (SMALL, 32, 16), (LARGE, 8, 100)):
         choice = choose(work(spec, kept, batch), "onnx")
         predictions = {
-            record.name: predict_us(record, work(spec, kept, batch), CPU)
+            record.name: record.predict_us(work(spec, kept, batch), CPU)
             for record in LOWERINGS.values()
             if "onnx" in record.targets and not record.inexact(spec)
         }
@@ -128,12 +127,12 @@ def test_more_work_is_never_predicted_to_take_less_time(
     machine, record, n = machine_for(target), lowering(name), spec.experts
     for batch in (1, 16, 100):
         # k = n is another graph: nothing is selected, so it is compared with no other k.
-        times = [predict_us(record, work(spec, k, batch), machine) for k in range(1, n)]
+        times = [record.predict_us(work(spec, k, batch), machine) for k in range(1, n)]
         assert all(a <= b * (1 + 1e-9) for a, b in itertools.pairwise(times))
     for kept in (1, n // 4, n):
-        times = [predict_us(record, work(spec, kept, b), machine) for b in (1, 2, 8, 32, 128)]
+        times = [record.predict_us(work(spec, kept, b), machine) for b in (1, 2, 8, 32, 128)]
         assert times == sorted(times)
-        times = [predict_us(record, work(spec, kept, 4, m), machine) for m in (1, 16, 196, 1024)]
+        times = [record.predict_us(work(spec, kept, 4, m), machine) for m in (1, 16, 196, 1024)]
         assert times == sorted(times)
 
 

@@ -20,8 +20,8 @@ from moexport.graphs.layers.mumoe import (
     entmax15,
     sparsemax,
 )
-from moexport.graphs.lowerings.base import WorkOf
 from moexport.graphs.lowerings.choice import choose
+from moexport.graphs.lowerings.cost import WorkOf
 from moexport.tests.graphs.mumoe_layers import (
     formula,
     graph,
