@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -21,6 +21,16 @@ def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         ]
         lines.append("  ".join(parts).rstrip())
     return "\n".join(lines)
+
+
+def markdown(
+    header: Sequence[str], rows: Iterable[Sequence[str]], *, words: int | None = None
+) -> str:
+    """Returns rows under a header as a Markdown table; columns after `words` are to the right."""
+    lines = ["|" + "".join(f" {c} |" if c else " |" for c in line) for line in (header, *rows)]
+    left = len(header) if words is None else words
+    rule = "|" + "---|" * left + "--:|" * (len(header) - left)
+    return "\n".join((lines[0], rule, *lines[1:]))
 
 
 def count(number: float) -> str:

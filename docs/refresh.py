@@ -13,7 +13,6 @@ python docs/refresh.py performance  the tables of docs/performance.md, and those
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shutil
 import sys
@@ -32,16 +31,15 @@ from moexport.bench.paper import multilinear as tables_6_8
 from moexport.bench.paper import published
 from moexport.bench.results import Results, read
 from moexport.docs import results_schema
-from moexport.perf import calibration, startup
+from moexport.perf import calibration, scale, startup
 from moexport.perf.__main__ import BENCHMARKS
-from moexport.perf.scale import from_json, measured_on
+from moexport.perf.record import kept, measured_on
 from moexport.perf.tables import (
     integer_table,
     integer_targets_table,
     layer_table,
     model_table,
     mumoe_table,
-    scale_table,
     targets_table,
 )
 
@@ -200,8 +198,8 @@ def refresh_performance() -> None:
 def performance_tables() -> dict[str, str]:
     """Returns what docs/performance.md shows of the kept results, by its markers."""
     results = read(RESULTS / "layers-cpu.json")
-    scales = (RESULTS / "scale-cpu.json").read_text(encoding="utf-8")
-    where = textwrap.fill(f"Measured on {measured_on(scales)}.", 100)
+    scales = RESULTS / "scale-cpu.json"
+    where = textwrap.fill(f"Measured on {measured_on(kept(scales))}.", 100)
     return {
         "machine": measured_by(results),
         "targets": targets_table(results) + "\n",
@@ -211,7 +209,7 @@ def performance_tables() -> dict[str, str]:
         "models": model_table(read(RESULTS / "models-cpu.json"), 1) + "\n",
         "models-16": model_table(read(RESULTS / "models-b16-cpu.json"), 16) + "\n",
         "mumoe": mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n",
-        "scale": f"{where}\n\n{scale_table(from_json(scales))}\n",
+        "scale": f"{where}\n\n{scale.table(scales)}\n",
         "startup": startup.table(RESULTS / "startup-cpu.json") + "\n",
     }
 
@@ -239,7 +237,7 @@ def measured_by(results: Results) -> str:
 def refresh_calibration() -> None:
     """Puts the methods and quantisers, side by side, into docs/calibration.md."""
     page = ROOT / "docs" / "calibration.md"
-    found = json.loads((RESULTS / "calibration-cpu.json").read_text(encoding="utf-8"))
+    found = kept(RESULTS / "calibration-cpu.json")
     facts = found["environment"]
     machine = f"{facts['cpu']['model']}, ONNX Runtime {facts['packages']['onnxruntime-gpu']}"
     replace_marked(page, "machine", f"Measured on {machine} (CPU), one thread.\n")

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-from moexport.bench.results import read, write
+from moexport.bench.results import Results, read, write
 
-from . import calibration, engine_scale, fit, layers, models, mumoe, scale, startup
+from . import calibration, fit, layers, models, mumoe, scale, startup
 from .tables import (
     integer_table,
     integer_targets_table,
     layer_table,
     model_table,
     mumoe_table,
-    scale_table,
     targets_table,
 )
 
@@ -53,64 +52,47 @@ def main(arguments: list[str]) -> None:
         print(fit.report(read(LAYERS)))
 
 
-def _layers(file: Path) -> None:
-    for so_far in layers.run(progress=_to_stderr):
-        write(so_far, file)
-
-
-def _layer_tables(file: Path) -> str:
-    results = read(file)
-    tables = (targets_table, layer_table, integer_targets_table, integer_table)
-    return "\n\n".join(table(results) for table in tables)
-
-
-def _models(file: Path) -> None:
-    for so_far in models.run(progress=_to_stderr):
-        write(so_far, file)
-
-
-def _mumoe(file: Path) -> None:
-    write(mumoe.run(progress=_to_stderr), file)
-
-
-def _scale(file: Path) -> None:
-    """Exports ViT-B/16: small experts (513 M, stored in 32 and 16 bits) and Table 3's (2.3 B)."""
-    measured = [
-        scale.export_scale(128, 384),
-        scale.export_scale(128, 384, "bfloat16"),
-        scale.export_scale(8, 30720),
-    ]
-    file.write_text(scale.to_json(measured), encoding="utf-8")
-
-
-def _calibration(file: Path) -> None:
-    found = calibration.run(progress=_to_stderr)
-    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
-
-
-def _calibration_tables(file: Path) -> str:
-    found = json.loads(file.read_text(encoding="utf-8"))
-    return f"{calibration.methods_table(found)}\n\n{calibration.tools_table(found)}"
-
-
-def _to_stderr(line: str) -> None:
+def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def _timed(
+    name: str, run: Callable[..., Iterable[Results]], *tables: Callable[[Results], str]
+) -> Benchmark:
+    """A benchmark whose results are rows; what there is so far is written again and again."""
+
+    def measure(file: Path) -> None:
+        for so_far in run(progress=_say):
+            write(so_far, file)
+
+    def shown(file: Path) -> str:
+        results = read(file)
+        return "\n\n".join(table(results) for table in tables)
+
+    return Benchmark(RESULTS / f"{name}-cpu.json", measure, shown)
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "layers": Benchmark(LAYERS, _layers, _layer_tables),
-    "models": Benchmark(RESULTS / "models-cpu.json", _models, lambda f: model_table(read(f))),
-    "mumoe": Benchmark(RESULTS / "mumoe-cpu.json", _mumoe, lambda f: mumoe_table(read(f))),
-    "scale": Benchmark(
-        RESULTS / "scale-cpu.json",
-        _scale,
-        lambda f: scale_table(scale.from_json(f.read_text(encoding="utf-8"))),
+    "layers": _timed(
+        "layers",
+        layers.run,
+        targets_table,
+        layer_table,
+        integer_targets_table,
+        integer_table,
     ),
+    "models": _timed("models", models.run, model_table),
+    "mumoe": _timed("mumoe", mumoe.run, mumoe_table),
+    "scale": Benchmark(RESULTS / "scale-cpu.json", scale.measure, scale.table),
     "engine-scale": Benchmark(
-        RESULTS / "engine-scale.json", engine_scale.measure, engine_scale.table
+        RESULTS / "engine-scale.json", scale.measure_engine, scale.engine_table
     ),
     "startup": Benchmark(RESULTS / "startup-cpu.json", startup.measure, startup.table),
-    "calibration": Benchmark(RESULTS / "calibration-cpu.json", _calibration, _calibration_tables),
+    "calibration": Benchmark(
+        RESULTS / "calibration-cpu.json",
+        partial(calibration.run, progress=_say),
+        calibration.tables,
+    ),
 }
 
 

@@ -2,7 +2,9 @@
 
 The paper's MNIST network on handwritten digits, ranges from the training images, accuracy on the
 whole test set. The other quantiser is `onnxruntime.quantization.quantize_static`, given the dense
-graph (k = n): it has no notion of experts that are chosen.
+graph (k = n): it has no notion of experts that are chosen. Each quantiser has a process of its own,
+so that its time and its peak memory are its own: `python -m perf.calibration ours CHECKPOINT FEED
+BUNDLE`, or `theirs GRAPH FEED OUT FORMAT METHOD`, prints seconds and megabytes as JSON.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,20 +25,31 @@ from moexport.bench.demo import digits
 from moexport.bench.metrics import jaccard
 from moexport.calibration.table import METHODS, CalibrationTable
 from moexport.common.environment import environment
+from moexport.common.text import markdown
 from moexport.common.timing import Protocol, measure
 from moexport.exporter.options import parse_k
 from moexport.exporter.quantization.calibrate import CalibrationOptions, Observed, observe_model
 from moexport.exporter.session import Session, SessionOptions
+from onnxruntime import quantization
+
+from .record import kept, peak_bytes
 
 EXPERTS = (16, 64)
-KEPT = ("n", "1/4")
+KS = ("n", "1/4")
 PERCENTILES = (99.0, 99.9, 99.99, 99.999)
 BATCHES = (1, 32)
 THREADS = 1
 """These networks are too small to share out."""
 
-NAIVE = ("minmax", "percentile", "entropy")
+STATIC_METHODS = {
+    "minmax": quantization.CalibrationMethod.MinMax,
+    "percentile": quantization.CalibrationMethod.Percentile,
+    "entropy": quantization.CalibrationMethod.Entropy,
+}
 """The methods of `quantize_static`."""
+
+QUANTISER_BATCH = 16
+"""Of both quantisers: what `moexport calibrate` runs at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +89,8 @@ class ToolRow:
     bytes: int
 
 
-def run(progress: Callable[[str], None]) -> dict[str, Any]:
-    """Trains the networks, measures everything and returns it, ready for JSON."""
+def run(file: Path, progress: Callable[[str], None]) -> None:
+    """Trains the networks, measures everything and writes it."""
     data = digits.load_digits()
     methods: list[MethodRow] = []
     tools: list[ToolRow] = []
@@ -89,12 +103,12 @@ def run(progress: Callable[[str], None]) -> dict[str, Any]:
             checkpoint = place / f"digits-n{experts}.pt"
             digits.save(digits.train(digits.Training(experts=experts), data.train), checkpoint)
             model = load(checkpoint)
-            for kept in KEPT:
-                progress(f"n = {experts}, k = {kept}: methods")
-                methods += compare_methods(model, feed, kept, data.test, place)
+            for k in KS:
+                progress(f"n = {experts}, k = {k}: methods")
+                methods += compare_methods(model, feed, k, data.test, place)
             progress(f"n = {experts}: quantisers")
             tools += compare_tools(checkpoint, feed, data.test, place)
-    return {
+    found = {
         "schema": 1,
         "environment": environment(),
         "samples": len(data.train),
@@ -102,22 +116,29 @@ def run(progress: Callable[[str], None]) -> dict[str, Any]:
         "methods": [asdict(row) for row in methods],
         "tools": [asdict(row) for row in tools],
     }
+    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+
+
+def tables(file: Path) -> str:
+    """Returns both tables of what a file holds as Markdown."""
+    found = kept(file)
+    return f"{methods_table(found)}\n\n{tools_table(found)}"
 
 
 def compare_methods(
-    model: Model, feed: Path, kept: str, test: Any, place: Path
+    model: Model, feed: Path, k: str, test: Any, place: Path
 ) -> Iterator[MethodRow]:
     """Yields a row per method; the model is observed once for all of them."""
-    seen = observe_model(model, feed, CalibrationOptions(k=parse_k(kept)))
+    seen = observe_model(model, feed, CalibrationOptions(k=parse_k(k)))
     (layer,) = model.layers.values()
-    name = f"n{layer.spec.experts}-{kept.replace('/', '-')}"
-    single = export(model, place / f"{name}-fp32", k=kept, target="ort-cpu", verify=False)
+    name = f"n{layer.spec.experts}-{k.replace('/', '-')}"
+    single = export(model, place / f"{name}-fp32", k=k, target="ort-cpu", verify=False)
     expected, routed = _answers(single, test.inputs)
-    for label, ranges in tables(seen):
+    for label, ranges in ranges_of(seen):
         bundle = export(
             model,
             place / f"{name}-{label}",
-            k=kept,
+            k=k,
             target="ort-cpu",
             precision="int8",
             calibration=ranges,
@@ -138,7 +159,7 @@ def compare_methods(
         )
 
 
-def tables(seen: Observed) -> Iterator[tuple[str, CalibrationTable]]:
+def ranges_of(seen: Observed) -> Iterator[tuple[str, CalibrationTable]]:
     """Yields the table of every method, and of several percentiles."""
     for method in METHODS:
         if method != "percentile":
@@ -171,7 +192,7 @@ def compare_tools(checkpoint: Path, feed: Path, test: Any, place: Path) -> list[
     costs["moexport"] = _child("ours", checkpoint, feed, out)
     graphs["moexport"] = out / "model.onnx"
     for form in ("QDQ", "QOperator"):
-        for method in NAIVE:
+        for method in STATIC_METHODS:
             tool = f"quantize_static {form} {method}"
             path = place / f"{experts}-{form}-{method}.onnx"
             costs[tool] = _child("theirs", graphs["FP32"], feed, path, form, method)
@@ -216,40 +237,72 @@ def _bytes(path: Path) -> int:
 
 def _child(*arguments: object) -> dict[str, float]:
     """Runs one quantiser in a process of its own; returns what it took."""
-    command = [sys.executable, "-m", "perf.quantisers", *map(str, arguments)]
+    command = [sys.executable, "-m", "perf.calibration", *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     cost: dict[str, float] = json.loads(done.stdout.splitlines()[-1])
     return cost
 
 
+class _Feed(quantization.CalibrationDataReader):  # type: ignore[misc]
+    """The feed as `quantize_static` reads it, in batches."""
+
+    def __init__(self, feed: Path) -> None:
+        x = np.load(feed)["input"]
+        self._batches: Iterator[np.ndarray] = (
+            x[start : start + QUANTISER_BATCH]
+            for start in range(0, len(x) // QUANTISER_BATCH * QUANTISER_BATCH, QUANTISER_BATCH)
+        )
+
+    def get_next(self) -> dict[str, np.ndarray] | None:
+        """The next batch by input name, or None at the end."""
+        batch = next(self._batches, None)
+        return None if batch is None else {"input": batch}
+
+
+def ours(checkpoint: Path, feed: Path, out: Path) -> None:
+    """Calibrates and exports with all experts."""
+    export(load(checkpoint), out, target="ort-cpu", precision="int8", data=feed, verify=False)
+
+
+def theirs(graph: Path, feed: Path, out: Path, form: str, method: str) -> None:
+    """`quantize_static`: activations uint8, weights int8 per channel, as ours."""
+    quantization.quantize_static(
+        graph,
+        out,
+        _Feed(feed),
+        quant_format=quantization.QuantFormat[form],
+        per_channel=True,
+        activation_type=quantization.QuantType.QUInt8,
+        weight_type=quantization.QuantType.QInt8,
+        calibrate_method=STATIC_METHODS[method],
+    )
+
+
 def methods_table(found: Mapping[str, Any]) -> str:
     """Returns the methods as Markdown: largest error of an output, and points of accuracy."""
     networks = sorted({(row["experts"], -row["k"]) for row in found["methods"]})
-    lines = [
-        "| method | " + " | ".join(f"n={n}, k={-k}" for n, k in networks) + " |",
-        "|---|" + "--:|" * len(networks),
-    ]
-    for method in dict.fromkeys(row["method"] for row in found["methods"]):
-        cells = {
-            (row["experts"], -row["k"]): row for row in found["methods"] if row["method"] == method
-        }
-        texts = [f"{cells[place]['max_error']:.4f} ({_points(cells[place])})" for place in networks]
-        lines.append(f"| `{method}` | {' | '.join(texts)} |")
-    return "\n".join(lines)
+    rows = {(row["method"], row["experts"], -row["k"]): row for row in found["methods"]}
+    return markdown(
+        ("method", *(f"n={n}, k={-k}" for n, k in networks)),
+        (
+            (f"`{method}`", *(_loss(rows[method, *network]) for network in networks))
+            for method in dict.fromkeys(row["method"] for row in found["methods"])
+        ),
+        words=1,
+    )
 
 
-def _points(row: Mapping[str, Any]) -> str:
+def _loss(row: Mapping[str, Any]) -> str:
     points = 100 * (row["int8_top1"] - row["fp32_top1"])
-    return f"{points:+.2f}".replace("-", "−") if abs(points) > 1e-9 else "0"
+    told = f"{points:+.2f}".replace("-", "−") if abs(points) > 1e-9 else "0"
+    return f"{row['max_error']:.4f} ({told})"
 
 
 def tools_table(found: Mapping[str, Any]) -> str:
     """Returns the quantisers as Markdown."""
-    batches = " | ".join(f"ms, batch {batch}" for batch in BATCHES)
-    lines = [
-        f"| n | quantiser | top-1 | {batches} | s to quantise | peak MB, of which imports | kB |",
-        "|--:|---|--:|" + "--:|" * (len(BATCHES) + 3),
-    ]
+    batches = tuple(f"ms, batch {batch}" for batch in BATCHES)
+    costs = ("s to quantise", "peak MB, of which imports", "kB")
+    rows = []
     for row in found["tools"]:
         ran = row["failure"] is None
         times = [f"{row['latency_ms'][str(batch)]:.3f}" if ran else "–" for batch in BATCHES]
@@ -257,8 +310,18 @@ def tools_table(found: Mapping[str, Any]) -> str:
         if row["calibration_s"] is not None:
             cost = (f"{row['calibration_s']:.1f}", f"{row['peak_mb']:.0f}, {row['base_mb']:.0f}")
         top1 = f"{row['top1']:.2%}" if ran else "does not run"
-        lines.append(
-            f"| {row['experts']} | {row['tool']} | {top1} | {' | '.join(times)} | "
-            f"{' | '.join(cost)} | {row['bytes'] / 1e3:.0f} |"
-        )
-    return "\n".join(lines)
+        kb = f"{row['bytes'] / 1e3:.0f}"
+        rows.append((str(row["experts"]), row["tool"], top1, *times, *cost, kb))
+    header = ("n", "quantiser", "top-1", *batches, *costs)
+    return markdown(header, rows, words=2)
+
+
+if __name__ == "__main__":
+    which, *arguments = sys.argv[1:]
+    base, started = peak_bytes(), time.monotonic()
+    if which == "ours":
+        ours(*map(Path, arguments))
+    else:
+        theirs(*map(Path, arguments[:3]), *arguments[3:])  # type: ignore[arg-type]
+    took = time.monotonic() - started
+    print(json.dumps({"seconds": took, "base_mb": base / 1e6, "peak_mb": peak_bytes() / 1e6}))

@@ -8,7 +8,7 @@ forms: by the calls of the authors' code (`published`), and as moexport's own re
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
@@ -92,7 +92,7 @@ def _contracted(spec: FactorisedSpec, factors: list[Tensor], a: Tensor, z: Tenso
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class TimedLayer:
     """A layer or block, how many tokens one input has, and the speed-up asked of it."""
 
     name: str
@@ -114,18 +114,20 @@ def _block(dim: int, hidden: int, experts: int, rank: int, norm: GateNorm) -> Mu
 
 MIXER = _block(512, 2048, 64, 384, "bn")
 
-SUBJECTS = (
-    Candidate("CP head (d=768, o=1000, n=128, R=512)", _head("cp", (512,)), 1, 5.0),
-    Candidate("TR head (d=768, o=1000, n=128, R=4, 4, 512)", _head("tr", (4, 4, 512)), 1, 7.0),
-    Candidate("GPT-2 CP block (d=768, n=256, R=556)", _block(768, 3072, 256, 556, "ln"), 1024, 2.0),
-    Candidate("Mixer S/16 CP channel block (n=64, R=384)", MIXER, 196, 2.0),
+LAYERS = (
+    TimedLayer("CP head (d=768, o=1000, n=128, R=512)", _head("cp", (512,)), 1, 5.0),
+    TimedLayer("TR head (d=768, o=1000, n=128, R=4, 4, 512)", _head("tr", (4, 4, 512)), 1, 7.0),
+    TimedLayer(
+        "GPT-2 CP block (d=768, n=256, R=556)", _block(768, 3072, 256, 556, "ln"), 1024, 2.0
+    ),
+    TimedLayer("Mixer S/16 CP channel block (n=64, R=384)", MIXER, 196, 2.0),
 )
 
 REFERENCE = "pytorch-einsum"
 """The engine of rows of moexport's own reference in PyTorch."""
 
 CALIBRATION_TOKENS = 256
-"""Tokens that give INT8 its ranges, in inputs of a candidate's size."""
+"""Tokens that give INT8 its ranges, in inputs of a layer's size."""
 
 
 def random_layer(spec: MuMoESpec) -> MuMoE:
@@ -147,26 +149,26 @@ def random_layer(spec: MuMoESpec) -> MuMoE:
     )
 
 
-def layer_model(candidate: Candidate) -> Model:
+def layer_model(layer: TimedLayer) -> Model:
     """The layer alone as a model, its token count a constant."""
-    spec, m = candidate.spec, candidate.tokens
+    spec, m = layer.spec, layer.tokens
     return Model(
         TokenBackbone(random_layer(spec)).eval(),
         "mumoe",
         {},
-        Source(candidate.name, ()),
+        Source(layer.name, ()),
         TensorSpec("input", "float32", ("batch", m, spec.dim)),
         TensorSpec("output", "float32", ("batch", m, spec.out)),
     )
 
 
 def run(
-    candidates: tuple[Candidate, ...] = SUBJECTS,
+    timed: tuple[TimedLayer, ...] = LAYERS,
     *,
     round_s: float = 0.5,
     progress: Callable[[str], None] = print,
-) -> Results:
-    """Returns four rows a candidate, both in PyTorch and the graphs in FP32 and INT8: b = 1, k = n.
+) -> Iterator[Results]:
+    """Yields four rows a layer, both in PyTorch and the graphs in FP32 and INT8: b = 1, k = n.
 
     Raises AssertionError where the two in PyTorch differ.
     """
@@ -174,11 +176,11 @@ def run(
     torch.set_num_threads(threads)
     rates = machine_rates(threads)
     rows: list[Row] = []
-    for candidate in candidates:
-        progress(candidate.name)
-        rows += _rows(candidate, threads, round_s, rates, progress)
-    return Results(
-        tuple(ModelInfo(s.name, "mumoe", "random weights", s.spec.parameters) for s in candidates),
+    for layer in timed:
+        progress(layer.name)
+        rows += _rows(layer, threads, round_s, rates, progress)
+    yield Results(
+        tuple(ModelInfo(s.name, "mumoe", "random weights", s.spec.parameters) for s in timed),
         tuple(rows),
         environment() | {"threads": threads},
         {"rounds": timing.MIN_ROUNDS, "round_s": round_s} | rates.as_json(),
@@ -188,16 +190,16 @@ def run(
 
 
 def _rows(
-    candidate: Candidate,
+    layer: TimedLayer,
     threads: int,
     round_s: float,
     rates: Rates,
     progress: Callable[[str], None],
 ) -> list[Row]:
-    model = layer_model(candidate)
+    model = layer_model(layer)
     random = np.random.default_rng(1)
-    x = random.standard_normal((1, candidate.tokens, candidate.spec.dim)).astype(np.float32)
-    seen = random.standard_normal((CALIBRATION_TOKENS // candidate.tokens or 1, *x.shape[1:]))
+    x = random.standard_normal((1, layer.tokens, layer.spec.dim)).astype(np.float32)
+    seen = random.standard_normal((CALIBRATION_TOKENS // layer.tokens or 1, *x.shape[1:]))
     asked = Asked(
         ks=("n",),
         precisions=("fp32", "int8"),
@@ -214,8 +216,8 @@ def _rows(
         measured = timing.measure(cases, timing.Protocol(round_s=round_s))
     for name, error in measured.failures.items():
         progress(f"failed: {name}: {error}")
-    n = candidate.spec.experts
-    work = WorkOf(candidate.spec, n, 1, candidate.tokens)
+    n = layer.spec.experts
+    work = WorkOf(layer.spec, n, 1, layer.tokens)
     return [
         Row(
             engine=engine,
@@ -223,7 +225,7 @@ def _rows(
             k=n,
             experts=n,
             batch=1,
-            model=candidate.name,
+            model=layer.name,
             provider="cpu",
             lowering=lowerings.get((engine, precision)),
             latency_ms=latency,

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
-from moexport.common.environment import environment
-from moexport.common.text import size
+from moexport.common.text import markdown, size
 from safetensors.torch import save_file
 
-from .scale import measured_on, vit_checkpoint
+from .record import keep, kept, measured_on
+from .scale import vit_checkpoint
 
-COMMAND = "python -m perf startup"
 RUNS = 15
 
 
@@ -46,13 +43,7 @@ def measure(file: Path) -> None:
             )
             for checkpoint in (pickled, flat)
         ]
-    body = {
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": COMMAND,
-        "environment": environment(),
-        "answers": [asdict(answer) for answer in answers],
-    }
-    file.write_text(json.dumps(body, indent=1) + "\n", encoding="utf-8")
+    keep(file, "startup", answers=[asdict(answer) for answer in answers])
 
 
 def _answer(command: str, about: str = "", folder: str | None = None) -> Answer:
@@ -71,15 +62,11 @@ def _answer(command: str, about: str = "", folder: str | None = None) -> Answer:
 
 def table(file: Path) -> str:
     """The results as Markdown, with the machine they were measured on."""
-    text = file.read_text(encoding="utf-8")
-    rows = [
-        f"Measured on {measured_on(text)}; {RUNS} runs each.",
-        "",
-        "| command | median | quickest | slowest |",
-        "|---|---|---|---|",
-    ]
-    for each in json.loads(text)["answers"]:
+    body = kept(file)
+    rows = []
+    for each in body["answers"]:
         seconds = each["seconds"]
         times = (statistics.median(seconds), min(seconds), max(seconds))
-        rows.append(f"| {each['command']} | " + " | ".join(f"{t:.2f} s" for t in times) + " |")
-    return "\n".join(rows)
+        rows.append((each["command"], *(f"{t:.2f} s" for t in times)))
+    listed = markdown(("command", "median", "quickest", "slowest"), rows)
+    return f"Measured on {measured_on(body)}; {RUNS} runs each.\n\n{listed}"

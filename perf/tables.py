@@ -1,12 +1,13 @@
-"""Markdown tables from a results file of `perf.layers`, and the targets beside them."""
+"""Markdown tables of the measured layers and models, and the speed targets beside them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results
-from moexport.common.text import count, size
+from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results, Row
+from moexport.common.text import count, markdown
 from moexport.common.timing import Latency
 from moexport.graphs.precision.types import Precision
 
@@ -24,11 +25,7 @@ from .layers import (
     chosen,
 )
 from .models import AUTO, EAGER, INT8
-from .mumoe import REFERENCE, SUBJECTS
-from .scale import Scale
-
-EXPORT_STEPS = ("loading", "tracing", "writing", "checking", "hashing")
-"""The steps of a verified export, by the first word of what it says."""
+from .mumoe import LAYERS, REFERENCE
 
 AUTO_SLACK = 0.15
 """`auto` may be this much slower than the best lowering of a cell."""
@@ -57,14 +54,19 @@ class Cell:
         """How many times faster `auto` is, with ≈ where a round of either was disturbed."""
         if baseline not in self.medians:
             return "–"
-        ratio = self.medians[baseline] / self.medians[self.auto]
+        ratio = self.medians[baseline] / self.auto_ms
         disturbed = max(self.spreads[baseline], self.spreads[self.auto]) > DISTURBED
         return f"{'≈ ' if disturbed else ''}{ratio:.1f}×"
 
     @property
+    def auto_ms(self) -> float:
+        """The time of `auto`."""
+        return self.medians[self.auto]
+
+    @property
     def over_limit(self) -> float:
         """The time of `auto` over the least time."""
-        return self.medians[self.auto] / self.limit
+        return self.auto_ms / self.limit
 
     @property
     def lowerings(self) -> tuple[str, ...]:
@@ -134,119 +136,121 @@ def layer_table(results: Results) -> str:
         PLAIN: "`torch.onnx`",
         ALGORITHM_2: "Algorithm 2",
     }
-    lines = [
-        f"| layer | batch | k | {' | '.join(baselines.values())} | "
-        + " | ".join(f"`{name}`" for name in LOWERINGS)
-        + " | limit | `auto` over limit | vs stacked | vs compile | vs `torch.onnx` |",
-        "|" + "---|" * (8 + len(baselines) + len(LOWERINGS)),
-    ]
-    for cell in cells(results, (*SHAPES, LARGE)):
-        columns = [_ms(cell.medians.get(name)) for name in baselines]
-        for name in LOWERINGS:
-            text = _ms(cell.medians.get(name))
-            columns.append(f"**{text}**" if name == cell.auto else text)
-        columns += [_ms(cell.limit), f"{cell.over_limit:.2f}"]
-        columns += [cell.speedup(name) for name in (STACKED, COMPILED, PLAIN)]
-        lines.append(f"| {cell.shape.name} | {cell.batch} | {cell.k} | {' | '.join(columns)} |")
-    return "\n".join(lines)
+    return markdown(
+        (
+            *("layer", "batch", "k", *baselines.values(), *(f"`{name}`" for name in LOWERINGS)),
+            *("limit", "`auto` over limit", "vs stacked", "vs compile", "vs `torch.onnx`"),
+        ),
+        (
+            (
+                *(cell.shape.name, str(cell.batch), str(cell.k)),
+                *(_ms(cell.medians.get(name)) for name in baselines),
+                *_lowered(cell),
+                *(cell.speedup(name) for name in (STACKED, COMPILED, PLAIN)),
+            )
+            for cell in cells(results, (*SHAPES, LARGE))
+        ),
+    )
 
 
 def integer_table(results: Results) -> str:
     """Returns INT8 beside FP32 as Markdown: medians in ms, the choice of `auto` in bold."""
-    floats = {(c.shape, c.batch, c.k): c for c in cells(results, (*SHAPES, LARGE))}
-    lines = [
-        "| layer | batch | k | FP32, `auto` | "
-        + " | ".join(f"`{name}`" for name in LOWERINGS)
-        + " | limit | `auto` over limit | vs FP32 | vs PyTorch, stacked | vs loop |",
-        "|" + "---|" * (9 + len(LOWERINGS)),
-    ]
-    for cell in cells(results, (*SHAPES, LARGE), "int8"):
-        single = floats.get((cell.shape, cell.batch, cell.k))
-        float_ms = None if single is None else single.medians[single.auto]
-        columns = [_ms(float_ms)]
-        for name in LOWERINGS:
-            text = _ms(cell.medians.get(name))
-            columns.append(f"**{text}**" if name == cell.auto else text)
-        columns += [
-            _ms(cell.limit),
-            f"{cell.over_limit:.2f}",
-            _times(float_ms, cell.medians[cell.auto]),
-            cell.speedup(STACKED),
-            cell.speedup(LOOP),
-        ]
-        lines.append(f"| {cell.shape.name} | {cell.batch} | {cell.k} | {' | '.join(columns)} |")
-    return "\n".join(lines)
+    floats = _grid(results, (*SHAPES, LARGE))
+    rows = []
+    for place, cell in _grid(results, (*SHAPES, LARGE), "int8").items():
+        single = floats.get(place)
+        float_ms = None if single is None else single.auto_ms
+        rows.append(
+            (
+                *(cell.shape.name, str(cell.batch), str(cell.k), _ms(float_ms), *_lowered(cell)),
+                _times(float_ms, cell.auto_ms),
+                *(cell.speedup(name) for name in (STACKED, LOOP)),
+            )
+        )
+    header = (
+        *("layer", "batch", "k", "FP32, `auto`", *(f"`{name}`" for name in LOWERINGS)),
+        *("limit", "`auto` over limit", "vs FP32", "vs PyTorch, stacked", "vs loop"),
+    )
+    return markdown(header, rows)
+
+
+def _lowered(cell: Cell) -> Iterator[str]:
+    """The median of each lowering, that of `auto` in bold; the limit, and `auto` over it."""
+    for name in LOWERINGS:
+        text = _ms(cell.medians.get(name))
+        yield f"**{text}**" if name == cell.auto else text
+    yield _ms(cell.limit)
+    yield f"{cell.over_limit:.2f}"
+
+
+def targets_table(results: Results) -> str:
+    """Returns the speed targets as Markdown, each with what was measured and what is possible."""
+    grid = _grid(results)
+    few, many = SHAPES
+    rows: list[tuple[str, ...]] = []
+    for shape, batch, k, floor in ((few, 1, 2, 14), (few, 100, 2, 9), (many, 1, 16, 8)):
+        cell = grid[shape, batch, k]
+        rows.append(
+            (
+                f"{shape.name}, batch {batch}, k = {k}: times PyTorch's dense layer",
+                *(f"{floor}×", cell.speedup(STACKED), cell.speedup(LOOP)),
+                f"{cell.medians[STACKED] / cell.limit:.1f}× ({cell.limit:.1f} ms)",
+            )
+        )
+    for shape in SHAPES:
+        n = shape.experts
+        ratio = grid[shape, 1, n // 4].auto_ms / grid[shape, 1, n].auto_ms
+        what = f"{shape.name}, batch 1: t(k = n/4) / t(k = n)"
+        rows.append((what, "≤ 0.30", f"{ratio:.2f}", "", ""))
+    rows += [(*row, "", "") for row in _worst(results, grid, "fp32")]
+    most = "most that memory and cores allow, vs stacked"
+    return markdown(("target", "asked", "vs stacked", "vs loop", most), rows)
 
 
 def integer_targets_table(results: Results) -> str:
     """Returns the targets of INT8 as Markdown, with what was measured."""
-    floats = {(c.shape, c.batch, c.k): c for c in cells(results)}
-    integers = {(c.shape, c.batch, c.k): c for c in cells(results, SHAPES, "int8")}
+    floats, integers = _grid(results), _grid(results, SHAPES, "int8")
     few, many = SHAPES
-    lines = [
-        "| target | asked, vs FP32 | vs FP32 | most, vs FP32's limit | asked, vs PyTorch | "
-        "vs stacked | vs loop | most, vs stacked |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
+    rows: list[tuple[str, ...]] = []
     for shape, batch, k, floor, untouched in (
         (few, 1, 2, 2.5, "60×"),
         (few, 100, 2, 1.8, "18×"),
         (many, 1, 16, 1.3, "–"),
     ):
         cell, single = integers[shape, batch, k], floats[shape, batch, k]
-        ratio = single.medians[single.auto] / cell.medians[cell.auto]
-        lines.append(
-            f"| {shape.name}, batch {batch}, k = {k} | {floor}× | {ratio:.1f}× | "
-            f"{single.limit / cell.limit:.1f}× | {untouched} | {cell.speedup(STACKED)} | "
-            f"{cell.speedup(LOOP)} | {cell.medians[STACKED] / cell.limit:.1f}× |"
+        rows.append(
+            (
+                f"{shape.name}, batch {batch}, k = {k}",
+                *(f"{floor}×", _times(single.auto_ms, cell.auto_ms)),
+                *(_times(single.limit, cell.limit), untouched),
+                *(cell.speedup(STACKED), cell.speedup(LOOP)),
+                _times(cell.medians[STACKED], cell.limit),
+            )
         )
-    lines += [f"{row} | | | | | |" for row in _worst_over_limit(results, "int8")]
-    worst = max(integers.values(), key=lambda cell: cell.auto_slack)
-    lines.append(
-        f"| `auto` over the best lowering, worst of {len(integers)} cells | ≤ 15% | "
-        f"{worst.auto_slack:.0%} ({worst.shape.name}, batch {worst.batch}, k = {worst.k}) "
-        "| | | | | |"
+    rows += [(*row, "", "", "", "", "") for row in _worst(results, integers, "int8")]
+    header = (
+        *("target", "asked, vs FP32", "vs FP32", "most, vs FP32's limit", "asked, vs PyTorch"),
+        *("vs stacked", "vs loop", "most, vs stacked"),
     )
-    return "\n".join(lines)
+    return markdown(header, rows)
 
 
-def targets_table(results: Results) -> str:
-    """Returns the speed targets as Markdown, each with what was measured and what is possible."""
-    grid = {(cell.shape, cell.batch, cell.k): cell for cell in cells(results)}
-    few, many = SHAPES
-    lines = [
-        "| target | asked | vs stacked | vs loop | most that memory and cores allow, vs stacked |",
-        "|---|---|---|---|---|",
-    ]
-    for shape, batch, k, floor in ((few, 1, 2, 14), (few, 100, 2, 9), (many, 1, 16, 8)):
-        cell = grid[shape, batch, k]
-        stacked = cell.medians[STACKED]
-        lines.append(
-            f"| {shape.name}, batch {batch}, k = {k}: times PyTorch's dense layer | {floor}× | "
-            f"{cell.speedup(STACKED)} | {cell.speedup(LOOP)} | "
-            f"{stacked / cell.limit:.1f}× ({cell.limit:.1f} ms) |"
-        )
-    for shape in SHAPES:
-        n = shape.experts
-        quarter, whole = grid[shape, 1, n // 4], grid[shape, 1, n]
-        ratio = quarter.medians[quarter.auto] / whole.medians[whole.auto]
-        lines.append(f"| {shape.name}, batch 1: t(k = n/4) / t(k = n) | ≤ 0.30 | {ratio:.2f} | | |")
-    lines += [f"{row} | | |" for row in _worst_over_limit(results, "fp32")]
-    worst = max(grid.values(), key=lambda cell: cell.auto_slack)
-    lines.append(
-        f"| `auto` over the best lowering, worst of {len(grid)} cells | ≤ 15% | "
-        f"{max(0.0, worst.auto_slack):.0%} ({worst.shape.name}, batch {worst.batch}, "
-        f"k = {worst.k}) | | |"
-    )
-    return "\n".join(lines)
+Grid = dict[tuple[Shape, int, int], Cell]
+"""Cells by their shape, batch and k."""
+
+
+def _grid(
+    results: Results, shapes: Sequence[Shape] = SHAPES, precision: Precision = "fp32"
+) -> Grid:
+    return {(cell.shape, cell.batch, cell.k): cell for cell in cells(results, shapes, precision)}
 
 
 LIMITS = {1: 1.5, 100: 2.0}
 """By batch: how many times the limit a layer may take, for k from n to n/8."""
 
 
-def _worst_over_limit(results: Results, precision: Precision) -> Iterator[str]:
-    """The first columns of a target's row: the worst cell over its limit, by batch."""
+def _worst(results: Results, grid: Grid, precision: Precision) -> Iterator[tuple[str, str, str]]:
+    """What is asked of all cells, and the worst: over its limit, by batch, and of `auto`."""
     for batch, bound in LIMITS.items():
         asked = [
             cell
@@ -255,9 +259,16 @@ def _worst_over_limit(results: Results, precision: Precision) -> Iterator[str]:
         ]
         worst = max(asked, key=lambda cell: cell.over_limit)
         yield (
-            f"| batch {batch}, k = n to n/8: time over limit, worst of {len(asked)} cells | "
-            f"≤ {bound} | {worst.over_limit:.2f} ({worst.shape.name}, k = {worst.k})"
+            f"batch {batch}, k = n to n/8: time over limit, worst of {len(asked)} cells",
+            f"≤ {bound}",
+            f"{worst.over_limit:.2f} ({worst.shape.name}, k = {worst.k})",
         )
+    worst = max(grid.values(), key=lambda cell: cell.auto_slack)
+    yield (
+        f"`auto` over the best lowering, worst of {len(grid)} cells",
+        f"≤ {AUTO_SLACK:.0%}",
+        f"{worst.auto_slack:.0%} ({worst.shape.name}, batch {worst.batch}, k = {worst.k})",
+    )
 
 
 def mumoe_table(results: Results) -> str:
@@ -266,31 +277,29 @@ def mumoe_table(results: Results) -> str:
     That is the weights streamed from memory, or the multiply-adds at the rate of a large matmul,
     whichever takes longer; weights that stay in a cache may take less.
     """
-    lines = [
-        "| layer | tokens | multiply-adds | asked | PyTorch, published | einsum alone | FP32 | "
-        "vs published | vs einsum | limit | over limit | INT8 | vs published | vs einsum | "
-        "vs FP32 | limit | over limit |",
-        "|" + "---|" * 17,
-    ]
-    for candidate in SUBJECTS:
-        rows = {(row.engine, row.precision): row for row in results.of_model(candidate.name)}
+    rows = []
+    for layer in LAYERS:
+        found = {(row.engine, row.precision): row for row in results.of_model(layer.name)}
         medians = {
-            key: row.latency_ms.median for key, row in rows.items() if row.latency_ms is not None
+            key: row.latency_ms.median for key, row in found.items() if row.latency_ms is not None
         }
         published, einsum = medians[PYTORCH_EAGER, "fp32"], medians[REFERENCE, "fp32"]
-        single = medians[ONNXRUNTIME, "fp32"]
-        integers = medians[ONNXRUNTIME, "int8"]
-        _, *beside_single = _beside_limit(single, rows[ONNXRUNTIME, "fp32"].limit_ms)
-        _, *beside_integers = _beside_limit(integers, rows[ONNXRUNTIME, "int8"].limit_ms)
-        macs = sum(candidate.spec.macs(candidate.tokens, candidate.spec.experts).values())
-        lines.append(
-            f"| {candidate.name} | {candidate.tokens} | {count(macs)} | {candidate.asked:g}× | "
-            f"{_ms(published)} | {_ms(einsum)} | {_ms(single)} | {_times(published, single)} | "
-            f"{_times(einsum, single)} | {' | '.join(beside_single)} | "
-            f"{_ms(integers)} | {_times(published, integers)} | {_times(einsum, integers)} | "
-            f"{_times(single, integers)} | {' | '.join(beside_integers)} |"
-        )
-    return "\n".join(lines)
+        single, integers = (ONNXRUNTIME, "fp32"), (ONNXRUNTIME, "int8")
+        macs = sum(layer.spec.macs(layer.tokens, layer.spec.experts).values())
+        cells = [layer.name, str(layer.tokens), count(macs), f"{layer.asked:g}×"]
+        cells += [_ms(published), _ms(einsum)]
+        for key in (single, integers):
+            ours = medians[key]
+            cells += [_ms(ours), _times(published, ours), _times(einsum, ours)]
+            cells += [_times(medians[single], ours)] if key == integers else []
+            cells += _limit(ours, found[key].limit_ms)
+        rows.append(cells)
+    header = (
+        *("layer", "tokens", "multiply-adds", "asked", "PyTorch, published", "einsum alone"),
+        *("FP32", "vs published", "vs einsum", "limit", "over limit"),
+        *("INT8", "vs published", "vs einsum", "vs FP32", "limit", "over limit"),
+    )
+    return markdown(header, rows)
 
 
 def model_table(results: Results, batch: int | None = None) -> str:
@@ -298,60 +307,45 @@ def model_table(results: Results, batch: int | None = None) -> str:
 
     Only one batch size where that is given.
     """
-    lines = [
-        "| model | batch | k | PyTorch eager | `torch.compile` | `torch.onnx` | exported, `auto` | "
-        "limit | over limit | vs eager | vs compile | vs `torch.onnx` | INT8 | limit | "
-        "over limit | vs eager |",
-        "|" + "---|" * 16,
-    ]
+    lines = []
     for model in results.models:
         rows = [row for row in results.of_model(model.name) if row.latency_ms is not None]
-        medians = {
-            (row.batch, str(row.lowering), row.k): row.latency_ms.median
-            for row in rows
-            if row.latency_ms is not None
-        }
-        limits = {(row.batch, str(row.lowering), row.k): row.limit_ms for row in rows}
+        found = {(row.batch, str(row.lowering), row.k): row for row in rows}
+
+        def median(*key: object, found: Mapping[Any, Row] = found) -> float | None:
+            row = found.get(key)
+            return None if row is None or row.latency_ms is None else row.latency_ms.median
+
         for row in rows:
             if row.lowering != AUTO or batch not in (None, row.batch):
                 continue
-            n, ours = row.experts, medians[row.batch, AUTO, row.k]
-            whole = [medians.get((row.batch, name, n)) for name in (EAGER, COMPILED, PLAIN)]
-            integers = medians.get((row.batch, INT8, row.k))
-            columns = [_ms(m) for m in whole]
-            columns += _beside_limit(ours, row.limit_ms)
-            columns += [_times(m, ours) for m in whole]
-            columns += _beside_limit(integers, limits.get((row.batch, INT8, row.k)))
-            columns += [_times(whole[0], integers)]
-            lines.append(f"| {model.name} | {row.batch} | {row.k} | {' | '.join(columns)} |")
-    return "\n".join(lines)
+            ours, integers = median(row.batch, AUTO, row.k), median(row.batch, INT8, row.k)
+            whole = [median(row.batch, name, row.experts) for name in (EAGER, COMPILED, PLAIN)]
+            integer_row = found.get((row.batch, INT8, row.k))
+            lines.append(
+                (
+                    *(model.name, str(row.batch), str(row.k), *map(_ms, whole)),
+                    *(_ms(ours), *_limit(ours, row.limit_ms), *(_times(m, ours) for m in whole)),
+                    _ms(integers),
+                    *_limit(integers, None if integer_row is None else integer_row.limit_ms),
+                    _times(whole[0], integers),
+                )
+            )
+    header = (
+        *("model", "batch", "k", "PyTorch eager", "`torch.compile`", "`torch.onnx`"),
+        *("exported, `auto`", "limit", "over limit", "vs eager", "vs compile", "vs `torch.onnx`"),
+        *("INT8", "limit", "over limit", "vs eager"),
+    )
+    return markdown(header, lines)
 
 
-def _beside_limit(ms: float | None, limit: float | None) -> list[str]:
-    """A time, the least time for it, and the one over the other."""
-    over = "–" if ms is None or limit is None else f"{ms / limit:.2f}"
-    return [_ms(ms), _ms(limit), over]
+def _limit(ms: float | None, limit: float | None) -> tuple[str, str]:
+    """The least time, and a time over it."""
+    return _ms(limit), "–" if ms is None or limit is None else f"{ms / limit:.2f}"
 
 
 def _times(slower: float | None, faster: float | None) -> str:
     return "–" if slower is None or faster is None else f"{slower / faster:.1f}×"
-
-
-def scale_table(measured: list[Scale]) -> str:
-    """Returns the exports of large models as Markdown."""
-    lines = [
-        "| experts | checkpoint | parameters | weights | export | load | trace | write | check | "
-        "hash | peak memory | × the weights |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    lines += [
-        f"| n={one.experts}, h={one.hidden} | {one.stored} | {count(one.parameters)} | "
-        f"{size(one.weights_bytes)} | {one.seconds:.0f} s | "
-        + " | ".join(f"{one.steps[step]:.1f} s" for step in EXPORT_STEPS)
-        + f" | {size(one.peak_bytes)} | {one.peak_bytes / one.weights_bytes:.2f} |"
-        for one in measured
-    ]
-    return "\n".join(lines)
 
 
 def _ms(value: float | None) -> str:

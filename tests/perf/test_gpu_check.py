@@ -16,8 +16,17 @@ from typing import Any
 import pytest
 from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Gpu, first_gpu
 from moexport.perf import gpu_check
-from moexport.perf.gpu_check import Row, absent, outcome, parser, run
-from moexport.perf.gpu_unit import Checked, Spread, Timed, types_of
+from moexport.perf.gpu_check import (
+    Checked,
+    Row,
+    Spread,
+    Timed,
+    absent,
+    outcome,
+    parser,
+    run,
+    types_of,
+)
 from moexport.tests.docs.documents import ROOT
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", "9.0", "580.65.06")

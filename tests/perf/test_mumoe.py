@@ -1,4 +1,4 @@
-"""What `benchmarks mumoe` times as the published code computes what the reference computes."""
+"""What `python -m perf mumoe` times as the published code computes what the reference computes."""
 
 from __future__ import annotations
 
