@@ -52,17 +52,13 @@ def main(arguments: list[str]) -> None:
         print(fit.report(read(LAYERS)))
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
-
-
 def _timed(
     name: str, run: Callable[..., Iterable[Results]], *tables: Callable[[Results], str]
 ) -> Benchmark:
     """A benchmark whose results are rows; what there is so far is written again and again."""
 
     def measure(file: Path) -> None:
-        for so_far in run(progress=_say):
+        for so_far in run(progress=layers.to_stderr):
             write(so_far, file)
 
     def shown(file: Path) -> str:
@@ -90,7 +86,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "startup": Benchmark(RESULTS / "startup-cpu.json", startup.measure, startup.table),
     "calibration": Benchmark(
         RESULTS / "calibration-cpu.json",
-        partial(calibration.run, progress=_say),
+        partial(calibration.run, progress=layers.to_stderr),
         calibration.tables,
     ),
 }

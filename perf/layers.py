@@ -10,7 +10,7 @@ import contextlib
 import io
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -19,6 +19,7 @@ from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TypeVar
 
 import numpy as np
 import onnxruntime as ort
@@ -35,41 +36,6 @@ from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.precision.types import Precision
 from torch import nn
-
-
-def compiled(module: nn.Module, x: torch.Tensor) -> Callable[[], object]:
-    """Returns a call of the module compiled for exactly this input."""
-    call = torch.compile(module, dynamic=False)
-    return lambda: call(x)
-
-
-def plain_onnx(
-    module: nn.Module, x: torch.Tensor, folder: Path, threads: int
-) -> Callable[[torch.Tensor], object]:
-    """Returns the module as `torch.onnx.export` writes it, in ONNX Runtime on a CPU."""
-    path = folder / "plain.onnx"
-    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
-        warnings.simplefilter("ignore")
-        program = torch.onnx.export(
-            module,
-            (x[:1].expand(2, *x.shape[1:]),),
-            dynamo=True,
-            input_names=["input"],
-            dynamic_shapes=({0: torch.export.Dim("batch")},),
-            verbose=False,
-        )
-        assert program is not None
-        program.save(path, external_data=True)
-    options = ort.SessionOptions()
-    options.intra_op_num_threads = threads
-    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-
-    def call(tokens: torch.Tensor) -> list[np.ndarray]:
-        outputs: list[np.ndarray] = session.run(None, {"input": tokens.numpy()})
-        return outputs
-
-    return call
-
 
 TOKENS, DIM = 197, 768
 
@@ -91,8 +57,10 @@ PyTorch itself."""
 
 ALGORITHM_2 = "algorithm-2"
 
-Case = tuple[str, int, Precision]
+Measured = tuple[str, int, Precision]
 """What is measured: a baseline or a lowering, its k, and its precision."""
+
+Key = TypeVar("Key", bound=tuple[object, ...])
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,13 +188,14 @@ def measure(
     with ExitStack() as stack:
         entered = _enter(shape, batches, threads, stack)
         for batch in batches:
-            found, rate = _heat(entered, batch, round_s, probes, _to_stderr)
+            found, rate = _time_batch(entered, batch, round_s, probes, to_stderr)
             rows += found
             rates.append(rate)
     return rows, rates
 
 
-def _to_stderr(line: str) -> None:
+def to_stderr(line: str) -> None:
+    """Says what is being measured, or failed."""
     print(line, file=sys.stderr, flush=True)
 
 
@@ -238,7 +207,7 @@ class _Entered:
     stacked: Model
     loop: Model
     plain: Callable[[torch.Tensor], object]
-    graphs: dict[Case, Callable[[np.ndarray], object]]
+    graphs: dict[Measured, Callable[[np.ndarray], object]]
 
 
 def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStack) -> _Entered:
@@ -253,7 +222,7 @@ def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStac
         precisions=("int8",),
         calibration=tokens_of(CALIBRATION_INPUTS),
     )
-    graphs: dict[Case, Callable[[np.ndarray], object]] = {}
+    graphs: dict[Measured, Callable[[np.ndarray], object]] = {}
     forms: tuple[tuple[Precision, Asked], ...] = (("fp32", floats), ("int8", integers))
     for precision, asked in forms:
         candidate = stack.enter_context(exported(loop, asked))
@@ -262,7 +231,7 @@ def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStac
     return _Entered(shape, stacked, loop, plain, graphs)
 
 
-def _heat(
+def _time_batch(
     entered: _Entered,
     batch: int,
     round_s: float,
@@ -273,7 +242,7 @@ def _heat(
     shape, x = entered.shape, tokens_of(batch)
     tokens = torch.from_numpy(x)
     n = shape.experts
-    calls: dict[Case, Callable[[], object]] = {
+    calls: dict[Measured, Callable[[], object]] = {
         (STACKED, n, "fp32"): partial(entered.stacked.module, tokens),
         (LOOP, n, "fp32"): partial(entered.loop.module, tokens),
         (COMPILED, n, "fp32"): compiled(entered.stacked.module, tokens),
@@ -285,21 +254,73 @@ def _heat(
         if _fits(shape, lowering, k, batch, precision):
             calls[lowering, k, precision] = partial(graph, x)
     progress(f"{shape.name}, batch {batch}: {len(calls)} cases")
-    cases = probes.cases | {
-        f"{name} {k} {precision}": (lambda _, call=call: call())
-        for (name, k, precision), call in calls.items()
-    }
-    with torch.inference_mode():
-        measured = timing.measure(cases, timing.Protocol(round_s=round_s, warmup=2, inputs=1))
-    for name, error in measured.failures.items():
-        progress(f"failed: {name}: {error}")
-    rates = probes.rates(measured.latencies)
+    protocol = timing.Protocol(round_s=round_s, warmup=2, inputs=1)
+    latencies, measured = timed_calls(calls, protocol, progress, probes)
+    rates = probes.rates(measured)
     rows = [
         _row(shape, k, batch, name, precision, latency, rates)
-        for name, k, precision in calls
-        if (latency := measured.latencies.get(f"{name} {k} {precision}")) is not None
+        for (name, k, precision), latency in latencies.items()
     ]
     return rows, rates
+
+
+def timed_calls(
+    calls: Mapping[Key, Callable[[], object]],
+    protocol: timing.Protocol,
+    progress: Callable[[str], None],
+    probes: Probes | None = None,
+) -> tuple[dict[Key, timing.Latency], Mapping[str, timing.Latency]]:
+    """Returns the latency of each call that does not fail, and all latencies by name.
+
+    All are interleaved, the `probes` of the machine's rates with them.
+    """
+    names = {" ".join(map(str, key)): key for key in calls}
+    cases: dict[str, timing.Case] = {} if probes is None else dict(probes.cases)
+    cases |= {name: partial(_ignoring_index, calls[key]) for name, key in names.items()}
+    with torch.inference_mode():
+        measured = timing.measure(cases, protocol)
+    for name, error in measured.failures.items():
+        progress(f"failed: {name}: {error}")
+    found = measured.latencies
+    return {key: found[name] for name, key in names.items() if name in found}, found
+
+
+def _ignoring_index(call: Callable[[], object], index: int) -> object:
+    return call()
+
+
+def compiled(module: nn.Module, x: torch.Tensor) -> Callable[[], object]:
+    """Returns a call of the module compiled for exactly this input."""
+    call = torch.compile(module, dynamic=False)
+    return lambda: call(x)
+
+
+def plain_onnx(
+    module: nn.Module, x: torch.Tensor, folder: Path, threads: int
+) -> Callable[[torch.Tensor], object]:
+    """Returns the module as `torch.onnx.export` writes it, in ONNX Runtime on a CPU."""
+    path = folder / "plain.onnx"
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(
+            module,
+            (x[:1].expand(2, *x.shape[1:]),),
+            dynamo=True,
+            input_names=["input"],
+            dynamic_shapes=({0: torch.export.Dim("batch")},),
+            verbose=False,
+        )
+        assert program is not None
+        program.save(path, external_data=True)
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = ort.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+
+    def call(tokens: torch.Tensor) -> list[np.ndarray]:
+        outputs: list[np.ndarray] = session.run(None, {"input": tokens.numpy()})
+        return outputs
+
+    return call
 
 
 def _typical(rates: list[Rates]) -> Rates:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
@@ -33,7 +32,7 @@ from moexport.bench.runners.candidates import Asked, exported
 from moexport.common import timing
 from moexport.common.environment import environment, usable_cores
 
-from .layers import COMPILED, PLAIN, Shape, compiled, plain_onnx
+from .layers import COMPILED, PLAIN, Shape, compiled, plain_onnx, timed_calls, to_stderr
 from .scale import vit_checkpoint
 
 SHAPES = (Shape(128, 384), Shape(8, 7680))
@@ -109,7 +108,7 @@ def _measure(shape: Shape, batch: int, round_s: float, threads: int) -> tuple[Mo
         vit = _enter(shape, batch, threads, stack)
         parameters = sum(p.numel() for p in vit.model.module.parameters())
         info = ModelInfo(vit.name, vit.model.family, "random weights", parameters)
-        return info, _heat(vit, batch, round_s, Probes(threads))
+        return info, _time_batch(vit, batch, round_s, Probes(threads))
 
 
 def _images(batch: int) -> np.ndarray:
@@ -138,7 +137,7 @@ def _enter(shape: Shape, batch: int, threads: int, stack: ExitStack) -> _Vit:
     return _Vit(shape, name_of(shape), model, work, plain, graphs, products)
 
 
-def _heat(
+def _time_batch(
     vit: _Vit,
     batch: int,
     round_s: float,
@@ -153,19 +152,10 @@ def _heat(
     }
     for case, graph in vit.graphs.items():
         calls[case] = partial(graph, x)
-    cases = probes.cases | {
-        f"{name} {k}": (lambda _, call=call: call()) for (name, k), call in calls.items()
-    }
-    with torch.inference_mode():
-        measured = timing.measure(cases, timing.Protocol(round_s=round_s, warmup=1))
-    for name, error in measured.failures.items():
-        print(f"failed: {name}: {error}", file=sys.stderr)
-    rates = probes.rates(measured.latencies)
-    return [
-        _row(vit, k, batch, name, latency, rates)
-        for name, k in calls
-        if (latency := measured.latencies.get(f"{name} {k}")) is not None
-    ]
+    protocol = timing.Protocol(round_s=round_s, warmup=1)
+    latencies, measured = timed_calls(calls, protocol, to_stderr, probes)
+    rates = probes.rates(measured)
+    return [_row(vit, k, batch, name, found, rates) for (name, k), found in latencies.items()]
 
 
 def _row(vit: _Vit, k: int, batch: int, name: str, latency: timing.Latency, rates: Rates) -> Row:

@@ -35,6 +35,8 @@ from moexport.graphs.layers.mumoe import (
 from moexport.graphs.lowerings.cost import WorkOf
 from torch import Tensor, nn
 
+from .layers import timed_calls
+
 
 class PublishedMuMoE(nn.Module):
     """The weights of a `MuMoE` of one level, entmax15 and no edits, in the published calls."""
@@ -112,14 +114,13 @@ def _block(dim: int, hidden: int, experts: int, rank: int, norm: GateNorm) -> Mu
     return MuMoESpec("layer", (first, second), norm=norm)
 
 
+GPT2 = _block(768, 3072, 256, 556, "ln")
 MIXER = _block(512, 2048, 64, 384, "bn")
 
 LAYERS = (
     TimedLayer("CP head (d=768, o=1000, n=128, R=512)", _head("cp", (512,)), 1, 5.0),
     TimedLayer("TR head (d=768, o=1000, n=128, R=4, 4, 512)", _head("tr", (4, 4, 512)), 1, 7.0),
-    TimedLayer(
-        "GPT-2 CP block (d=768, n=256, R=556)", _block(768, 3072, 256, 556, "ln"), 1024, 2.0
-    ),
+    TimedLayer("GPT-2 CP block (d=768, n=256, R=556)", GPT2, 1024, 2.0),
     TimedLayer("Mixer S/16 CP channel block (n=64, R=384)", MIXER, 196, 2.0),
 )
 
@@ -208,14 +209,11 @@ def _rows(
     )
     calls = _in_pytorch(model, torch.from_numpy(x))
     lowerings: dict[tuple[str, str], str] = {}
-    with exported(model, asked) as exports, torch.inference_mode():
+    with exported(model, asked) as exports:
         for graph in exports.graphs:
             key = (ONNXRUNTIME, graph.precision)
             calls[key], lowerings[key] = partial(graph.open(), x), graph.lowering
-        cases = {" ".join(key): (lambda _, call=call: call()) for key, call in calls.items()}
-        measured = timing.measure(cases, timing.Protocol(round_s=round_s))
-    for name, error in measured.failures.items():
-        progress(f"failed: {name}: {error}")
+        latencies, _ = timed_calls(calls, timing.Protocol(round_s=round_s), progress)
     n = layer.spec.experts
     work = WorkOf(layer.spec, n, 1, layer.tokens)
     return [
@@ -232,8 +230,7 @@ def _rows(
             limit_ms=limit_ms(tuple(layer_parts(work, int8_experts=precision == "int8")), rates),
             throughput=1000 / latency.median,
         )
-        for engine, precision in calls
-        if (latency := measured.latencies.get(f"{engine} {precision}")) is not None
+        for (engine, precision), latency in latencies.items()
     ]
 
 
