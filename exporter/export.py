@@ -28,6 +28,7 @@ from .bundle.bundle import Bundle, graph_parity, selected_values
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.manifest import (
     MANIFEST_FILE,
+    METADATA,
     FileRecord,
     GraphRecord,
     LayerRecord,
@@ -176,7 +177,7 @@ def _lower(
     lowered = lower(traced, choices)
     model = lowered.model
     model.producer_name, model.producer_version = "moexport", metadata.version("moexport")
-    model.metadata_props["moexport"] = json.dumps(
+    model.metadata_props[METADATA] = json.dumps(
         {
             "family": prepared.model.family,
             "precision": prepared.options.numbers.precision,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +12,13 @@ from typing import Any, Protocol
 import numpy as np
 import onnx
 import onnxruntime as ort
+from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from ..errors import BundleError, EngineError, FeedError, UsageError
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
+from .bundle.manifest import METADATA, GraphFacts
 from .tensorrt.backends import first_gpu
 from .tensorrt.profiles import check_given
 
@@ -169,10 +170,9 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 
 def _fewest_experts(session: ort.InferenceSession) -> int | None:
     """The largest k that every layer takes, as the graph's own metadata tells."""
-    record = session.get_modelmeta().custom_metadata_map.get("moexport")
-    if record is None:
-        return None
-    return min(int(layer["n"]) for layer in json.loads(record)["layers"].values())
+    text = session.get_modelmeta().custom_metadata_map.get(METADATA)
+    facts = None if text is None else GraphFacts.read(text, "the graph")
+    return min((layer.n for layer in facts.layers.values()), default=None) if facts else None
 
 
 def check_array(x: np.ndarray, name: str, dtype: str, shape: Sequence[object]) -> None:
@@ -241,17 +241,15 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     named = [options.provider, *fallbacks.get(options.provider, [CPU])]
     providers = [(name, PROVIDER_OPTIONS.get(name, {})) for name in named]
     try:
-        twin = _needs_twin(path, options)
-        if not options.observe and not twin:
-            session = ort.InferenceSession(str(path), settings, providers, enable_fallback=0)
-            return _on(session, options.provider)
-        settings.add_session_config_entry(
-            "session.model_external_initializers_file_folder_path", str(path.parent)
-        )
-        model = _observed(path, options.observe or {}, twin=twin)
-        session = ort.InferenceSession(model, settings, providers, enable_fallback=0)
+        model = _changed(path, options)
+        if model is not None:
+            settings.add_session_config_entry(
+                "session.model_external_initializers_file_folder_path", str(path.parent)
+            )
+        content = str(path) if model is None else bytes(model.SerializeToString())
+        session = ort.InferenceSession(content, settings, providers, enable_fallback=0)
         return _on(session, options.provider)
-    except (_STATE.Fail, *_LOAD_ERRORS) as error:
+    except (DecodeError, _STATE.Fail, *_LOAD_ERRORS) as error:
         if options.provider != CPU:
             raise EngineError(
                 f"{options.provider} cannot load {path.name}: {str(error).splitlines()[0]}",
@@ -288,41 +286,38 @@ _LOAD_ERRORS = (
 )
 
 
-def _needs_twin(path: Path, options: SessionOptions) -> bool:
-    """Whether a graph runs as its FP32 twin: where that is asked for, and BF16 on a CPU.
+def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
+    """The graph with inner values as outputs, or in FP32 with its own rounding; None as it is.
 
-    What a graph's floats are stands in its metadata, which is text within the file.
+    A BF16 graph is emulated on a CPU, which has no kernels for it, and an FP16 one where asked.
+    Weights stay where they are.
     """
-    if options.provider != CPU:
-        return False
-    content = path.read_bytes()
-    bf16, fp16 = (f'"floats": "{name}"'.encode() in content for name in ("bf16", "fp16"))
-    return bf16 or (fp16 and options.rounded)
-
-
-def _observed(path: Path, observe: Mapping[str, int], *, twin: bool) -> bytes:
-    """The model with inner values as further outputs; its weights stay where they are."""
-    import onnx
-
-    model = fp16_emulation(path) if twin else onnx.load(path, load_external_data=False)
+    if options.provider != CPU and not options.observe:
+        return None
+    model = onnx.load(path, load_external_data=False)
+    facts = GraphFacts.of(model, path.name)
+    emulated = ("bf16", "fp16") if options.rounded else ("bf16",)
+    twin = options.provider == CPU and facts is not None and facts.floats in emulated
+    if not twin and not options.observe:
+        return None
+    if twin:
+        model = fp16_emulation(model)
     known = {output.name for output in model.graph.output}
-    for name, element_type in observe.items():
+    for name, element_type in (options.observe or {}).items():
         if name not in known:
-            model.graph.output.append(onnx.helper.make_tensor_value_info(name, element_type, None))
-    return bytes(model.SerializeToString())
+            model.graph.output.append(helper.make_tensor_value_info(name, element_type, None))
+    return model
 
 
 HALF_TYPES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
 
 
-def fp16_emulation(path: Path) -> ModelProto:
-    """Returns a graph with FP32 kernels that rounds like the 16-bit graph at `path`.
+def fp16_emulation(model: ModelProto) -> ModelProto:
+    """Returns a graph with FP32 kernels that rounds like a 16-bit one.
 
     Its weights stay where they are, and its inputs and outputs are FP32.
     """
-    inferred = onnx.shape_inference.infer_shapes(
-        onnx.load(path, load_external_data=False), strict_mode=False
-    )
+    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=False)
     types = {
         value.name: value.type.tensor_type.elem_type
         for graph in _graphs(inferred.graph)

@@ -4,17 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from ...common.json_data import from_data, parse, read_json
 from ...errors import BundleError
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
 
 MANIFEST_FILE = "manifest.json"
 SCHEMA = 1
 
 MAIN_GRAPH = "model.onnx"
+
+METADATA = "moexport"
+"""The key of what a graph says of itself, in its metadata."""
 
 DIGEST = "sha256"
 """The key of the manifest's own hash."""
@@ -141,44 +149,87 @@ class Manifest:
 
     @staticmethod
     def read(directory: Path) -> Manifest:
-        """Reads a bundle's manifest; `BundleError` when there is none or it is not readable."""
+        """Reads a bundle's manifest; `BundleError` when there is none or it cannot be one."""
         path = directory / MANIFEST_FILE
-        if not path.is_file():
-            raise BundleError(
-                f"{directory}: not a bundle (there is no {MANIFEST_FILE})",
-                hint="a bundle is the folder that `moexport export -o` wrote",
-            )
-        try:
-            content = json.loads(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise BundleError(f"{path}: not readable as JSON ({error})") from error
+        content = _content(directory)
         found = content.get("schema") if isinstance(content, dict) else None
         if found != SCHEMA:
             raise BundleError(
                 f"{path}: schema {found!r}, but this version reads schema {SCHEMA}",
                 hint="use the version of moexport that wrote the bundle, or export again",
             )
-        known = {entry.name for entry in fields(Manifest)}
-        try:
-            manifest = Manifest(
-                **{key: value for key, value in content.items() if key in known}
-                | {
-                    "source": SourceRecord(**content["source"]),
-                    "layers": [LayerRecord(**layer) for layer in content["layers"]],
-                    "graphs": [GraphRecord(**graph) for graph in content["graphs"]],
-                    "inputs": [PortRecord(**port) for port in content["inputs"]],
-                    "outputs": [PortRecord(**port) for port in content["outputs"]],
-                    "files": {
-                        name: FileRecord(**record) for name, record in content["files"].items()
-                    },
-                }
-            )
-        except (KeyError, TypeError, AttributeError) as error:
-            raise BundleError(f"{path}: not a complete manifest ({error})") from error
-        for key in ("layers", "graphs", "inputs", "outputs"):
-            if not getattr(manifest, key):
-                raise BundleError(f"{path}: not a complete manifest ({key} is empty)")
+        manifest = from_data(
+            Manifest, content, f"{path}: not a complete manifest", error=BundleError
+        )
+        for problem in manifest._problems():
+            raise BundleError(f"{path}: not a complete manifest: {problem}")
         return manifest
+
+    def _problems(self) -> Iterator[str]:
+        """What no export writes, though its type is right."""
+        for key in ("layers", "graphs", "inputs", "outputs"):
+            if not getattr(self, key):
+                yield f"{key} is empty"
+        for name in (*self.files, *(graph.file for graph in self.graphs)):
+            if not is_plain_name(name):
+                yield f"{name!r} is no name of a file in the bundle's folder"
+        for layer in self.layers:
+            if layer.experts < 1 or not 1 <= (layer.k or 1) <= layer.experts:
+                yield f"layer {layer.name} has {layer.experts} experts and a k of {layer.k}"
+        for port in (*self.inputs, *self.outputs):
+            sizes = [each for each in port.shape if isinstance(each, int)]
+            if not port.shape or min([*sizes, *port.limits.values(), port.below or 1]) < 1:
+                yield f"{port.name} cannot be of shape {port.shape}"
+        for name, record in self.files.items():
+            if record.bytes < 0:
+                yield f"{name} cannot have {record.bytes} bytes"
+
+
+def is_plain_name(name: str) -> bool:
+    """Whether a name is of a file in the same folder, whatever system reads it."""
+    return bool(name) and name not in (".", "..") and not re.search(r"[/\\:\x00]", name)
+
+
+def _content(directory: Path) -> Any:
+    path = directory / MANIFEST_FILE
+    if not path.is_file():
+        raise BundleError(
+            f"{directory}: not a bundle (there is no {MANIFEST_FILE})",
+            hint="a bundle is the folder that `moexport export -o` wrote",
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise BundleError(f"{path}: not readable as JSON ({error})") from error
+    return parse(text, f"{path}: not readable as JSON", error=BundleError)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What a graph says of a MoE layer: experts, k (`k` for a graph input) and lowering."""
+
+    n: int
+    k: int | str
+    lowering: str
+
+
+@dataclass(frozen=True, slots=True)
+class GraphFacts:
+    """What a graph says of itself in its metadata: its layers, and the type of its floats."""
+
+    layers: dict[str, LayerFacts]
+    floats: str = "fp32"
+
+    @staticmethod
+    def read(text: str, file: str) -> GraphFacts:
+        """Reads the metadata entry `METADATA` of a graph; `BundleError` for what is none."""
+        return read_json(GraphFacts, text, f"{file}: metadata", error=BundleError)
+
+    @staticmethod
+    def of(model: ModelProto, file: str) -> GraphFacts | None:
+        """Returns what a graph says of itself; None for one that moexport did not write."""
+        found = [entry.value for entry in model.metadata_props if entry.key == METADATA]
+        return GraphFacts.read(found[0], file) if found else None
 
 
 def digest(content: Mapping[str, Any]) -> str:
@@ -191,5 +242,5 @@ def digest(content: Mapping[str, Any]) -> str:
 
 def is_as_written(directory: Path) -> bool:
     """Whether a bundle's manifest says what was written; only its layout may have changed."""
-    content = json.loads((directory / MANIFEST_FILE).read_text(encoding="utf-8"))
+    content = _content(directory)
     return bool(content.get(DIGEST) == digest(content))

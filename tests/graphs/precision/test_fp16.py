@@ -32,7 +32,7 @@ def rounded(
     """The layer's output as a 16-bit engine computes it, and the experts that it chose."""
     made = lowered(layer, lowering, 2, arithmetic=ComputeTypes(dtype), stream=dtype)
     ir.save(made.model, folder / "layer.onnx")
-    twin = fp16_emulation(folder / "layer.onnx")
+    twin = fp16_emulation(onnx.load(folder / "layer.onnx", load_external_data=False))
     selected = made.values["layer"].selected
     assert selected is not None
     twin.graph.output.append(_output(selected))
