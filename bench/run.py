@@ -139,7 +139,7 @@ def write_views(
             hint=f"for example -o {page.stem or 'report'}.html",
         )
     from .analyses.findings import studies_in
-    from .analyses.views import figures as charts
+    from .analyses.report import figures as charts
     from .report.figures import figures
     from .report.page import write_report
     from .report.text import to_csv, to_markdown

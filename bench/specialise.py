@@ -3,6 +3,8 @@
 For expert e, d_c = |ŷ_c − y_c| / y_c is the share of class c's accuracy that its removal changes.
 The distance of d to the one-hot vector of its largest entry is the expert's class polysemanticity
 (Eq. 4 of the muMoE paper): 0 for an expert without which one class is lost and no other changes.
+
+From top to bottom: what is found, how, its JSON and text, its figure.
 """
 
 from __future__ import annotations
@@ -16,8 +18,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import nn
 
@@ -30,9 +30,16 @@ from ..graphs.layers.base import NO_EDITS, LayerEdits, MoELayer, moe_layers, sha
 from ..graphs.layers.mumoe import MuMoE
 from .data import Array, LabelledData
 from .metrics import one_per_sample
-from .report.figures import COLOURS, INK, REFERENCE, STYLE
+from .report.figures import COLOURS, INK, REFERENCE, drawn
 
 BATCH = 64
+
+SCHEMA = 1
+
+JSON_FILE, FIGURE_FILE = "specialise.json", "specialise.png"
+
+SHOWN, DRAWN = 10, 40
+"""Experts in the text and in the figure, those that change most; the JSON holds all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +95,23 @@ class Specialisation:
         """Over the experts whose removal changes a class; None where there is no such expert."""
         values = [e.polysemanticity for e in self.experts if e.polysemanticity is not None]
         return sum(values) / len(values) if values else None
+
+    @property
+    def ranked(self) -> list[ExpertEffect]:
+        """The experts that change a class, those that change the accuracy most first."""
+        changing = [e for e in self.experts if e.polysemanticity is not None]
+        return sorted(
+            changing, key=lambda e: (-sum(abs(c or 0.0) for c in e.change), e.level, e.expert)
+        )
+
+    def expert_name(self, effect: ExpertEffect) -> str:
+        """An expert as `--ablate` takes it: its number, with its level where there are more."""
+        return f"{effect.level}.{effect.expert}" if len(self.levels) > 1 else str(effect.expert)
+
+    def overall(self, accuracy: Sequence[float | None]) -> float:
+        """An accuracy by class as the share of all inputs."""
+        right = sum((a or 0.0) * s for a, s in zip(accuracy, self.samples, strict=True))
+        return right / sum(self.samples)
 
 
 @torch.inference_mode()
@@ -272,14 +296,6 @@ def _scores(module: nn.Module, x: Array) -> Array:
     return scores
 
 
-SCHEMA = 1
-
-JSON_FILE, FIGURE_FILE = "specialise.json", "specialise.png"
-
-SHOWN = 10
-"""Experts in the text; the files hold all."""
-
-
 def to_json(found: Specialisation) -> str:
     """Returns everything as indented JSON, each list of numbers on one line."""
     content = asdict(found)
@@ -306,13 +322,12 @@ def write(found: Specialisation, directory: Path) -> tuple[Path, ...]:
 
 def text(found: Specialisation) -> str:
     """Returns the experts whose removal changes most, and how many change nothing."""
-    changing = ranked(found)
-    right = sum((a or 0.0) * s for a, s in zip(found.accuracy, found.samples, strict=True))
+    changing = found.ranked
     mean = found.mean_polysemanticity
     lines = [
         f"model       {found.model} ({found.family})",
         f"layer       {found.layer}: {' × '.join(map(str, found.levels))} experts, all kept",
-        f"accuracy    {right / sum(found.samples):.1%} of {sum(found.samples)} inputs",
+        f"accuracy    {found.overall(found.accuracy):.1%} of {sum(found.samples)} inputs",
         f"experts     {len(changing)} of {len(found.experts)} change the accuracy of a class when "
         "removed",
     ]
@@ -335,26 +350,12 @@ HEADER = (
 )
 
 
-def ranked(found: Specialisation) -> list[ExpertEffect]:
-    """Returns the experts that change a class, those that change the accuracy most first."""
-    changing = [e for e in found.experts if e.polysemanticity is not None]
-    return sorted(
-        changing, key=lambda e: (-sum(abs(c or 0.0) for c in e.change), e.level, e.expert)
-    )
-
-
-def expert_name(found: Specialisation, effect: ExpertEffect) -> str:
-    """Returns an expert as `--ablate` takes it: its number, with its level where there are more."""
-    return f"{effect.level}.{effect.expert}" if len(found.levels) > 1 else str(effect.expert)
-
-
 def _cells(found: Specialisation, effect: ExpertEffect) -> tuple[str, ...]:
     changed = effect.most_changed
-    right = sum((a or 0.0) * s for a, s in zip(effect.accuracy, found.samples, strict=True))
     return (
-        expert_name(found, effect),
+        found.expert_name(effect),
         str(effect.inputs),
-        f"{right / sum(found.samples):.1%}",
+        f"{found.overall(effect.accuracy):.1%}",
         str(changed),
         f"{found.accuracy[changed]:.1%}",
         f"{effect.accuracy[changed]:.1%}",
@@ -366,34 +367,24 @@ def _line(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
-ROWS = 40
-"""Experts drawn: those that change most."""
-
-
 def draw(found: Specialisation, path: Path) -> None:
     """Writes a PNG: a row per expert, its change of each class beside its polysemanticity."""
-    import matplotlib as mpl
-
-    shown = ranked(found)[:ROWS]
-    with mpl.rc_context(STYLE):
-        height = 1.9 + 0.21 * max(len(shown), 3)
-        figure = Figure(figsize=(8.6, height), dpi=200, layout="constrained")
-        FigureCanvasAgg(figure)
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=(1.9, 1))
+    shown = found.ranked[:DRAWN]
+    size = (8.6, 1.9 + 0.21 * max(len(shown), 3))
+    with drawn([path], size, sharey=True, width_ratios=(1.9, 1)) as ((left, right),):
         left.set_title("Change in accuracy, by class")
         if shown:
-            _changes(figure, left, found, shown)
+            _changes(left, found, shown)
             _distances(right, found, shown)
         else:
             for axes in (left, right):
                 axes.set_axis_off()
             left.text(0.5, 0.5, "no expert's removal changes a class", ha="center", color=INK)
-        figure.suptitle(_title(found, len(shown)), fontsize=9.5, color=INK)
-        figure.savefig(path, format="png")
+        left.figure.suptitle(_title(found, len(shown)), fontsize=9.5, color=INK)
 
 
 def _title(found: Specialisation, shown: int) -> str:
-    changing = len(ranked(found))
+    changing = len(found.ranked)
     text = (
         f"{Path(found.model).stem}, layer {found.layer}: removing {changing} of "
         f"{len(found.experts)} experts changes a class ({sum(found.samples)} inputs)"
@@ -401,7 +392,7 @@ def _title(found: Specialisation, shown: int) -> str:
     return text if shown == changing else f"{text}; the {shown} that change most"
 
 
-def _changes(figure: Figure, axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> None:
+def _changes(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> None:
     """A cell per expert and class: red where accuracy is lost, blue where it is won."""
     table = np.array([[np.nan if c is None else c for c in e.change] for e in shown])
     largest = float(np.nanmax(np.abs(table)))
@@ -409,11 +400,11 @@ def _changes(figure: Figure, axes: Axes, found: Specialisation, shown: list[Expe
         table, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto", interpolation="nearest"
     )
     axes.grid(visible=False)
-    axes.set_yticks(range(len(shown)), [expert_name(found, each) for each in shown], fontsize=7.5)
+    axes.set_yticks(range(len(shown)), [found.expert_name(each) for each in shown], fontsize=7.5)
     axes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
     axes.set_xlabel("class")
     axes.set_ylabel("expert removed")
-    bar = figure.colorbar(image, ax=axes, location="bottom", aspect=45, pad=0.02)
+    bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=45, pad=0.02)
     bar.ax.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     bar.outline.set_visible(False)
 

@@ -18,18 +18,19 @@ import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import moexport
 import onnx
 from moexport.bench.analyses.findings import studies_in
-from moexport.bench.analyses.views import figures as charts
-from moexport.bench.analyses.views import titled
+from moexport.bench.analyses.report import figures as charts
+from moexport.bench.analyses.report import titled
 from moexport.bench.paper import latency as latency_table
 from moexport.bench.paper import multilinear as tables_6_8
 from moexport.bench.paper import published
 from moexport.bench.results import Results, read
+from moexport.common.text import markdown
 from moexport.docs import results_schema
 from moexport.perf import calibration, scale, startup
 from moexport.perf.__main__ import BENCHMARKS
@@ -52,10 +53,7 @@ CASE = ROOT / "tests" / "data" / "soft_moe_vit" / "weights.pt"
 
 def demo_table(results: Results) -> str:
     """Returns the README's table: at batch 1, PyTorch untouched, then the export for each k."""
-    lines = [
-        "| n | experts kept, k | accuracy | of all experts' | latency, ms | vs PyTorch |",
-        "|--:|--:|--:|--:|--:|--:|",
-    ]
+    lines = []
     rows = [row for row in results.rows if row.batch == 1]
     rows.sort(key=lambda row: (row.experts, not row.is_reference, -row.k))
     for experts, group in itertools.groupby(rows, key=lambda row: row.experts):
@@ -67,14 +65,19 @@ def demo_table(results: Results) -> str:
                 untouched = row.latency_ms.median
             elif row.engine != "onnxruntime":
                 continue
-            kept = "PyTorch, untouched" if row.is_reference else str(row.k)
             share = row.accuracy.retention
             lines.append(
-                f"| {experts} | {kept} | {row.accuracy.top1:.1%} | "
-                f"{'–' if share is None else f'{share:.1%}'} | {row.latency_ms.median:.3f} | "
-                f"{untouched / row.latency_ms.median:.1f}× |"
+                (
+                    str(experts),
+                    "PyTorch, untouched" if row.is_reference else str(row.k),
+                    f"{row.accuracy.top1:.1%}",
+                    "–" if share is None else f"{share:.1%}",
+                    f"{row.latency_ms.median:.3f}",
+                    f"{untouched / row.latency_ms.median:.1f}×",
+                )
             )
-    return "\n".join(lines) + "\n"
+    header = ("n", "experts kept, k", "accuracy", "of all experts'", "latency, ms", "vs PyTorch")
+    return markdown(header, lines, words=0) + "\n"
 
 
 def mumoe_demo_table(directory: Path) -> str:
@@ -93,12 +96,12 @@ def mumoe_demo_table(directory: Path) -> str:
             key = None if row.is_reference else row.k
             column[key] = f"{quality}, {row.latency_ms.median:.3f} ms"
     models = sorted(columns, key=["digits-cp", "digits-tr", "mixer", "gpt2"].index)
-    named = ("CP classifier", "TR classifier", "Mixer", "GPT-2 (perplexity)")
-    lines = [f"| k | {' | '.join(named)} |", "|--:|--:|--:|--:|--:|"]
-    for k in columns[models[0]]:
-        cells = " | ".join(columns[model][k] for model in models)
-        lines.append(f"| {'PyTorch, untouched' if k is None else k} | {cells} |")
-    return "\n".join(lines) + "\n"
+    header = ("k", "CP classifier", "TR classifier", "Mixer", "GPT-2 (perplexity)")
+    rows = [
+        ("PyTorch, untouched" if k is None else str(k), *(columns[model][k] for model in models))
+        for k in columns[models[0]]
+    ]
+    return markdown(header, rows, words=0) + "\n"
 
 
 def layer_ops(bundle: moexport.Bundle, lowering: str) -> list[str]:
@@ -257,34 +260,22 @@ def refresh_paper() -> None:
     for suite in ("mnist", "mnist-normalised"):
         results = read(RESULTS / f"paper-{suite}.json")
         studies = studies_in(results.analyses)
-        found = titled(
-            studies,
-            retention=published.RETENTION,
-            best=published.BEST_SUBSET,
-            average=published.RANDOM_SUBSET,
-        )
+        found = titled(studies, published.MNIST)
         names = ("retention", "random", "subsets", "shares")
         for name, (header, rows) in zip(names, found.values(), strict=True):
             # An exhaustive search that was too large says nothing but its size.
-            kept = [row for row in rows if name != "subsets" or row[3] != "–"]
-            replace_marked(page, f"{suite}-{name}", markdown(header, kept))
-        for path in charts(studies, images, beside=published.RETENTION):
+            shown_rows = [row for row in rows if name != "subsets" or row[3] != "–"]
+            replace_marked(page, f"{suite}-{name}", markdown(header, shown_rows, words=1) + "\n")
+        for path in charts(studies, images, published.MNIST):
             path.replace(images / f"{suite}-{path.name}")
     latency = read(RESULTS / "paper-latency.json")
-    replace_marked(
-        page, "latency", markdown(latency_table.HEADER, latency_table.latency_rows(latency))
-    )
     multilinear = read(RESULTS / "paper-mumoe.json")
-    replace_marked(
-        page, "memory", markdown(tables_6_8.HEADER_6, tables_6_8.memory_rows(multilinear))
-    )
-    replace_marked(page, "work", markdown(tables_6_8.HEADER_8, tables_6_8.work_rows(multilinear)))
-
-
-def markdown(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Returns a table as Markdown, its numbers to the right."""
-    lines = [f"| {' | '.join(header)} |", "|---" + "|--:" * (len(header) - 1) + "|"]
-    return "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)]) + "\n"
+    for name, header, cells in (
+        ("latency", latency_table.HEADER, list(latency_table.latency_rows(latency))),
+        ("memory", tables_6_8.HEADER_6, tables_6_8.memory_rows(multilinear)),
+        ("work", tables_6_8.HEADER_8, tables_6_8.work_rows(multilinear)),
+    ):
+        replace_marked(page, name, markdown(header, cells, words=1) + "\n")
 
 
 def replace_marked(page: Path, name: str, content: str) -> None:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,30 +41,6 @@ TOLERANCE = 1e-4
 
 BLOCK = 1 << 23
 """Class scores that are held at once while subsets are tried."""
-
-
-class Classifier(Protocol):
-    """Class scores [samples, classes] of one model on fixed data."""
-
-    @property
-    def experts(self) -> Mapping[str, int]:
-        """The number of experts of each Soft MoE layer."""
-        ...
-
-    def algorithm_1(self, k: int) -> Tensor:
-        """Returns the scores with the k experts of the largest column sums of C."""
-        ...
-
-    def chosen(self, choice: Choice) -> Tensor:
-        """Returns the scores with the given experts of each layer."""
-        ...
-
-    def subsets(self, sets: Tensor) -> Iterator[Tensor]:
-        """Yields the scores [some sets, samples, classes] for sets [sets, k], in order.
-
-        Every input gets the same set in every layer.
-        """
-        ...
 
 
 class Passes:
@@ -178,6 +154,10 @@ class Sums:
             yield (mask @ by_expert).view(-1, samples, classes) + self.base
 
 
+Classifier = Sums | Passes
+"""Class scores [samples, classes] of one model on fixed data."""
+
+
 def classifier(
     name: str,
     model: Model,
@@ -186,7 +166,7 @@ def classifier(
     *,
     renormalize: bool = False,
     progress: Progress | None = None,
-) -> Sums | Passes:
+) -> Classifier:
     """Returns a classifier over the data: by sums where the model's scores are sums.
 
     That is tried, not read off the model: on a few inputs, sums over random sets must equal what
@@ -474,5 +454,5 @@ def _untouched_accuracy(of: Model, data: LabelledData, labels: Tensor, batch: in
     return accuracy(torch.cat(scores), labels)
 
 
-def _column_sums(model: Sums | Passes) -> dict[str, Tensor]:
+def _column_sums(model: Classifier) -> dict[str, Tensor]:
     return {model.layer: model.column_sums} if isinstance(model, Sums) else model.column_sums()

@@ -6,7 +6,6 @@ One network per n, of the same size whatever n is: h = int(784 / n). The paper t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,7 @@ from ...common.writing import make_folder
 from ...exporter.checkpoints.load import load
 from ..analyses.experts import Wanted, study
 from ..analyses.findings import EXPERTS, ExpertStudy
-from ..analyses.views import FRACTIONS, text
+from ..analyses.report import FRACTIONS, text
 from ..demo import digits
 from ..plan import Settings
 from ..results import Results
@@ -103,19 +102,9 @@ def run_mnist(
             progress=progress,
             analyses={EXPERTS: [one.as_json() for one in studies]},
         )
-    return results, tables(studies)
+    return results, text(studies, published.MNIST)
 
 
 def kept(n: int) -> tuple[int, ...]:
     """Returns n/2, n/4 and n/8, as far as they are whole: the paper's k."""
     return tuple(n // fraction for fraction in FRACTIONS if n % fraction == 0)
-
-
-def tables(studies: Sequence[ExpertStudy]) -> str:
-    """Returns our tables, the paper's numbers on MNIST in brackets, as text."""
-    return text(
-        studies,
-        retention=published.RETENTION,
-        best=published.BEST_SUBSET,
-        average=published.RANDOM_SUBSET,
-    )

@@ -9,32 +9,24 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import MappingProxyType
 
-RETENTION = MappingProxyType(
-    {
-        2: dict(
-            zip(
-                (2, 4, 8, 16, 32, 64, 128, 256),
-                (0.781, 0.803, 0.885, 0.942, 0.966, 0.970, 0.973, 0.982),
-                strict=True,
-            )
-        ),
-        4: dict(
-            zip(
-                (4, 8, 16, 32, 64, 128, 256),
-                (0.477, 0.608, 0.762, 0.864, 0.884, 0.902, 0.932),
-                strict=True,
-            )
-        ),
-        8: dict(
-            zip((8, 16, 32, 64, 128, 256), (0.403, 0.519, 0.716, 0.762, 0.804, 0.859), strict=True)
-        ),
-    }
-)
-"""MNIST: what Algorithm 1 keeps of the accuracy, by n/k and n."""
+from ..analyses.report import Printed
 
-BEST_SUBSET = MappingProxyType({4: 0.9469, 8: 0.9990, 16: 1.0})
-RANDOM_SUBSET = MappingProxyType({4: 0.4657, 8: 0.5195, 16: 0.5894})
-"""Table 1, MNIST, k = n/4: accuracy by n."""
+RETENTION = {
+    2: (0.781, 0.803, 0.885, 0.942, 0.966, 0.970, 0.973, 0.982),
+    4: (0.477, 0.608, 0.762, 0.864, 0.884, 0.902, 0.932),
+    8: (0.403, 0.519, 0.716, 0.762, 0.804, 0.859),
+}
+"""MNIST: what Algorithm 1 keeps of the accuracy, by n/k; n doubles from there to 256."""
+
+MNIST = Printed(
+    retention={
+        fraction: {fraction * 2**index: share for index, share in enumerate(shares)}
+        for fraction, shares in RETENTION.items()
+    },
+    best_subset={4: 0.9469, 8: 0.9990, 16: 1.0},
+    random_subset={4: 0.4657, 8: 0.5195, 16: 0.5894},
+)
+"""MNIST: what is kept, and Table 1."""
 
 
 @dataclass(frozen=True, slots=True)

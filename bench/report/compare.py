@@ -9,7 +9,7 @@ from ...common import timing
 from ...errors import MoexportError, UsageError
 from ..measure.latency import disturbance
 from ..results import Results, Row, by_identity, read
-from .views import line_name, milliseconds
+from .summary import line_name, milliseconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from ..results import Interval, Results
-from .views import Bar, Line, Panel, limit_lines, panels
+from .summary import Bar, Line, Panel, limit_lines, panels
 
 COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -66,25 +67,44 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
 
 
 def _draw(chosen: list[Panel], paths: Sequence[Path]) -> None:
-    import matplotlib as mpl
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(8, 0.75 + 3.1 * len(chosen)), dpi=200, layout="constrained")
-        FigureCanvasAgg(figure)
-        grid = figure.subplots(len(chosen), 2, squeeze=False)
+    with drawn(paths, (8, 0.75 + 3.1 * len(chosen)), rows=len(chosen), legend=3) as grid:
         for (left, right), panel in zip(grid, chosen, strict=True):
             _latency(left, panel)
             _quality(right, panel)
+
+
+@contextmanager
+def drawn(
+    paths: Sequence[Path],
+    size: tuple[float, float],
+    *,
+    rows: int = 1,
+    columns: int = 2,
+    legend: int = 4,
+    **subplots: Any,
+) -> Iterator[Any]:
+    """Yields a grid of axes in the report's style; the files are written when the context ends.
+
+    `size` is in inches. Below stands one legend of what the axes name, `legend` names in a row.
+    """
+    import matplotlib as mpl
+
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=size, dpi=200, layout="constrained")
+        FigureCanvasAgg(figure)
+        grid = figure.subplots(rows, columns, squeeze=False, **subplots)
+        yield grid
         handles: dict[str, Any] = {}
-        for axes in grid[:, 0]:
+        for axes in grid.flat:
             for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
                 handles.setdefault(label, handle)
-        figure.legend(
-            list(handles.values()),
-            list(handles),
-            loc="outside lower center",
-            ncols=min(3, len(handles)),
-        )
+        if handles:
+            figure.legend(
+                list(handles.values()),
+                list(handles),
+                loc="outside lower center",
+                ncols=min(legend, len(handles)),
+            )
         for path in paths:
             # Without a date in it, the same results make the same file.
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
@@ -110,7 +130,7 @@ def _latency(axes: Axes, panel: Panel) -> None:
         ks, least = zip(*limit.points, strict=True)
         axes.plot(ks, least, color=REFERENCE, linestyle=":", linewidth=1.2, label=limit.name)
     axes.set_ylim(0, panel.top_ms)
-    _k_axis(axes, panel)
+    log2_axis(axes, panel.ks, f"experts kept, k of {panel.experts}")
 
 
 def _quality(axes: Axes, panel: Panel) -> None:
@@ -118,7 +138,7 @@ def _quality(axes: Axes, panel: Panel) -> None:
         _perplexity(axes, panel)
     else:
         _accuracy(axes, panel)
-    _k_axis(axes, panel)
+    log2_axis(axes, panel.ks, f"experts kept, k of {panel.experts}")
 
 
 def _accuracy(axes: Axes, panel: Panel) -> None:
@@ -180,10 +200,10 @@ def _look(index: int) -> dict[str, Any]:
     }
 
 
-def _k_axis(axes: Axes, panel: Panel) -> None:
-    """Every measured k gets a tick, on a logarithmic axis: k is halved from point to point."""
+def log2_axis(axes: Axes, ticks: Sequence[int], label: str) -> None:
+    """A logarithmic axis with a tick for each value: k is halved from point to point."""
     axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(list(panel.ks)))
+    axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())
     axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel(f"experts kept, k of {panel.experts}")
+    axes.set_xlabel(label)

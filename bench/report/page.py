@@ -18,8 +18,7 @@ from ..analyses.findings import studies_in
 from ..measure.latency import disturbance
 from ..results import PYTORCH_EAGER, Results, Row
 from .compare import Comparison
-from .tables import analyses_section, comparison_section, parity_table, rows_table
-from .views import (
+from .summary import (
     GPU_MS,
     KEPT,
     NAMES,
@@ -37,6 +36,7 @@ from .views import (
     summary,
     times,
 )
+from .tables import analyses_section, comparison_section, parity_table, rows_table
 
 GPU_CLOCK = (
     "On a GPU the wall clock holds the copies to it and back and the wait for it; the host waits "

@@ -7,10 +7,10 @@ from html import escape
 
 from ...common.text import count, size
 from ..analyses.findings import ExpertStudy
-from ..analyses.views import titled
+from ..analyses.report import titled
 from ..results import Results, Row
 from .compare import Change, Comparison
-from .views import GPU_MS, Panel, line_name, milliseconds, over, percent, times
+from .summary import GPU_MS, Panel, line_name, milliseconds, over, percent, times
 
 UNTOUCHED = "PyTorch, untouched"
 

@@ -9,12 +9,12 @@ from collections.abc import Sequence
 from ...common.text import table
 from ...common.timing import Latency
 from ..analyses.findings import studies_in
-from ..analyses.views import text
+from ..analyses.report import text
 from ..measure.latency import disturbance
 from ..results import Results, Row
 from .compare import Comparison
 from .page import method_lines
-from .views import GPU_MS, caveat, line_name, milliseconds, over, panels, summary, times
+from .summary import GPU_MS, caveat, line_name, milliseconds, over, panels, summary, times
 
 LATENCY = (
     *("median_ms", "spread", "p90_ms", "p95_ms", "p99_ms", "min_ms", "max_ms", "mean_ms"),

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 from moexport.bench.report.compare import compare, earlier, fail_if, parse_share
 from moexport.bench.report.page import html
+from moexport.bench.report.summary import front, panels
 from moexport.bench.report.text import to_csv, to_markdown
-from moexport.bench.report.views import front, panels
 from moexport.bench.results import Results, Row, write
 from moexport.common.timing import summarise
 from moexport.errors import MoexportError, UsageError

@@ -14,7 +14,7 @@ import matplotlib.image
 import pytest
 from moexport.bench.report.figures import figures
 from moexport.bench.report.page import html, write_report
-from moexport.bench.report.views import caveat, choice, empty_charts, panels, summary, times
+from moexport.bench.report.summary import caveat, choice, empty_charts, panels, summary, times
 from moexport.bench.results import Interval, ModelInfo, Perplexity, Results, Row
 from moexport.common.timing import summarise
 

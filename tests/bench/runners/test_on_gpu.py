@@ -22,8 +22,8 @@ from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE
 from moexport.bench.plan import Settings
 from moexport.bench.report.page import html, method_lines, tiles
+from moexport.bench.report.summary import choice, panels, summary
 from moexport.bench.report.text import rows_table, to_csv, to_markdown
-from moexport.bench.report.views import choice, panels, summary
 from moexport.bench.results import Results, Row, read, to_json, write
 from moexport.bench.run import bench
 from moexport.bench.runners.available import KINDS, select

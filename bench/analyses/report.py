@@ -1,21 +1,18 @@
-"""Charts of what the analyses found, as PNG files."""
+"""What the analyses found as tables, the paper's numbers beside them, and as PNG charts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from ...common.text import table
-from ..report.figures import COLOURS, MARKERS, REFERENCE, STYLE
+from ..report.figures import COLOURS, MARKERS, REFERENCE, drawn, log2_axis
 from .findings import BestSubsets, ExpertStudy
 
 FRACTIONS = (2, 4, 8)
@@ -23,23 +20,46 @@ FRACTIONS = (2, 4, 8)
 
 Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
-Published = Mapping[int, Mapping[int, float]]
-"""What a paper printed of the accuracy kept, by n/k and n."""
 
-Printed = Mapping[int, float]
-"""What a paper printed for k = n/4, by n."""
+@dataclass(frozen=True, slots=True)
+class Printed:
+    """What a paper printed: of the accuracy kept, by n/k and n; of k = n/4, accuracy by n."""
 
-NOTHING: Mapping[int, float] = MappingProxyType({})
+    retention: Mapping[int, Mapping[int, float]] = field(default_factory=dict)
+    best_subset: Mapping[int, float] = field(default_factory=dict)
+    random_subset: Mapping[int, float] = field(default_factory=dict)
 
 
-def retention_rows(studies: Sequence[ExpertStudy], paper: Published = MappingProxyType({})) -> Rows:
+NOTHING = Printed()
+
+
+def text(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> str:
+    """Returns every table that has rows, under its title; the paper's numbers in brackets."""
+    return "\n\n".join(
+        f"{title}\n{table(header, rows)}"
+        for title, (header, rows) in titled(studies, paper).items()
+        if rows
+    )
+
+
+def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str, Rows]:
+    """Returns the tables by their titles."""
+    return {
+        "Accuracy kept by Algorithm 1": retention_rows(studies, paper),
+        "Algorithm 1 and random experts": random_rows(studies),
+        "All sets of k experts": subset_rows(studies, paper),
+        "The share of ΣC that the top experts hold": share_rows(studies),
+    }
+
+
+def retention_rows(studies: Sequence[ExpertStudy], paper: Printed) -> Rows:
     """Returns what is kept at n/2, n/4 and n/8, the paper's in brackets."""
     rows: list[tuple[str, ...]] = []
     for one in (each for each in studies if each.retention):
         cells = [one.model, percent(one.top1)]
         for fraction in FRACTIONS:
             kept = one.kept(one.experts // fraction) if one.experts % fraction == 0 else None
-            cells.append(beside(kept, paper.get(fraction, NOTHING).get(one.experts)))
+            cells.append(beside(kept, paper.retention.get(fraction, {}).get(one.experts)))
         rows.append(tuple(cells))
     return ("model", "all experts", *(f"kept at n/{each}" for each in FRACTIONS)), rows
 
@@ -59,13 +79,8 @@ def random_rows(studies: Sequence[ExpertStudy]) -> Rows:
     return header, rows
 
 
-def subset_rows(
-    studies: Sequence[ExpertStudy], best: Printed = NOTHING, average: Printed = NOTHING
-) -> Rows:
-    """Returns what exhaustive searches found; those that were too many have dashes.
-
-    `best` and `average` are the paper's, in brackets.
-    """
+def subset_rows(studies: Sequence[ExpertStudy], paper: Printed) -> Rows:
+    """Returns what exhaustive searches found; those that were too many have dashes."""
     header = ("model", "k", "sets", "best per input", "Algorithm 1", "best for all", "average")
     rows: list[tuple[str, ...]] = []
     for one in studies:
@@ -74,10 +89,10 @@ def subset_rows(
             rows.append(
                 (
                     *(one.model, f"{each.k}/{one.experts}", sets(each.subsets)),
-                    beside(each.best, best.get(quarter)),
+                    beside(each.best, paper.best_subset.get(quarter)),
                     percent(each.algorithm_1),
                     percent(each.fixed),
-                    beside(each.average, average.get(quarter)),
+                    beside(each.average, paper.random_subset.get(quarter)),
                     "–" if each.distinct is None else str(each.distinct),
                 )
             )
@@ -94,39 +109,6 @@ def share_rows(studies: Sequence[ExpertStudy]) -> Rows:
             held = [layer.mean[n // f - 1] if n % f == 0 else None for f in FRACTIONS]
             rows.append((one.model, layer.layer, *map(percent, held)))
     return header, rows
-
-
-def text(
-    studies: Sequence[ExpertStudy],
-    *,
-    retention: Published = MappingProxyType({}),
-    best: Printed = NOTHING,
-    average: Printed = NOTHING,
-) -> str:
-    """Returns every table that has rows, under its title; the paper's numbers in brackets."""
-    return "\n\n".join(
-        f"{title}\n{table(header, rows)}"
-        for title, (header, rows) in titled(
-            studies, retention=retention, best=best, average=average
-        ).items()
-        if rows
-    )
-
-
-def titled(
-    studies: Sequence[ExpertStudy],
-    *,
-    retention: Published = MappingProxyType({}),
-    best: Printed = NOTHING,
-    average: Printed = NOTHING,
-) -> dict[str, Rows]:
-    """Returns the tables by their titles."""
-    return {
-        "Accuracy kept by Algorithm 1": retention_rows(studies, retention),
-        "Algorithm 1 and random experts": random_rows(studies),
-        "All sets of k experts": subset_rows(studies, best, average),
-        "The share of ΣC that the top experts hold": share_rows(studies),
-    }
 
 
 def percent(share: float | None) -> str:
@@ -149,58 +131,37 @@ SHADES = 0.15, 0.95
 
 
 def figures(
-    studies: Sequence[ExpertStudy], directory: Path, *, beside: Published | None = None
+    studies: Sequence[ExpertStudy], directory: Path, paper: Printed = NOTHING
 ) -> tuple[Path, ...]:
     """Writes a chart for each analysis that was made; returns their paths.
 
     `experts_retention.png`, `experts_random.png`, `experts_subsets.png`, `experts_shares.png`.
     """
-    drawn: list[tuple[str, Callable[[Path], None]]] = []
-    if any(one.retention for one in studies):
-        drawn.append(("retention", lambda path: _retention(studies, path, beside or {})))
-    if any(one.random for one in studies):
-        drawn.append(("random", lambda path: _random(studies, path)))
-    if any(each.best is not None for one in studies for each in one.subsets):
-        drawn.append(("subsets", lambda path: _subsets(studies, path)))
-    if any(one.shares for one in studies):
-        drawn.append(("shares", lambda path: _shares(studies, path)))
+    made: list[tuple[str, bool, Callable[[Path], None]]] = [
+        (
+            "retention",
+            any(one.retention for one in studies),
+            lambda path: _retention(studies, path, paper),
+        ),
+        ("random", any(one.random for one in studies), lambda path: _random(studies, path)),
+        (
+            "subsets",
+            any(each.best is not None for one in studies for each in one.subsets),
+            lambda path: _subsets(studies, path),
+        ),
+        ("shares", any(one.shares for one in studies), lambda path: _shares(studies, path)),
+    ]
     written = []
-    for name, draw in drawn:
-        path = directory / f"experts_{name}.png"
-        draw(path)
-        written.append(path)
+    for name, there, draw in made:
+        if there:
+            written.append(directory / f"experts_{name}.png")
+            draw(written[-1])
     return tuple(written)
 
 
-@contextmanager
-def _page(
-    path: Path, columns: int, *, width: float = 8, height: float = 3.4, legend: int = 4
-) -> Iterator[Any]:
-    """Yields axes in a row; the figure is written when the context ends."""
-    import matplotlib as mpl
-
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width, height), dpi=200, layout="constrained")
-        FigureCanvasAgg(figure)
-        axes = figure.subplots(1, columns, squeeze=False)[0]
-        yield axes
-        handles: dict[str, Any] = {}
-        for one in axes:
-            for handle, label in zip(*one.get_legend_handles_labels(), strict=True):
-                handles.setdefault(label, handle)
-        if handles:
-            figure.legend(
-                list(handles.values()),
-                list(handles),
-                loc="outside lower center",
-                ncols=min(legend, len(handles)),
-            )
-        figure.savefig(path)
-
-
-def _retention(studies: Sequence[ExpertStudy], path: Path, beside: Published) -> None:
+def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> None:
     """What is kept over the share of experts, a line per model; and over n, a line per share."""
-    with _page(path, 2, height=4.0) as (left, right):
+    with drawn([path], (8, 4.0)) as ((left, right),):
         left.set_title("Accuracy kept by Algorithm 1")
         for one, colour in zip(studies, _shades(len(studies)), strict=True):
             points = [(k.k / one.experts, k.retention) for k in one.retention]
@@ -220,7 +181,9 @@ def _retention(studies: Sequence[ExpertStudy], path: Path, beside: Published) ->
                 look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.8}
                 right.plot(*zip(*ours, strict=True), label=f"k = n/{fraction}", **look)
             measured = {n for n, _ in ours}
-            paper = [(n, v) for n, v in beside.get(fraction, {}).items() if n in measured]
+            paper = [
+                (n, v) for n, v in printed.retention.get(fraction, {}).items() if n in measured
+            ]
             if paper:
                 right.plot(
                     *zip(*paper, strict=True), color=colour, linewidth=1.2, linestyle=":",
@@ -233,7 +196,7 @@ def _retention(studies: Sequence[ExpertStudy], path: Path, beside: Published) ->
 def _random(studies: Sequence[ExpertStudy], path: Path) -> None:
     """Algorithm 1 and random choices over n, a chart per share of experts."""
     shares = [f for f in FRACTIONS if any(_random_at(one, f) for one in studies)]
-    with _page(path, max(1, len(shares))) as charts:
+    with drawn([path], (8, 3.4), columns=max(1, len(shares))) as (charts,):
         for axes, fraction in zip(charts, shares, strict=False):
             axes.set_title(f"k = n/{fraction}")
             found = [(one.experts, each) for one in studies if (each := _random_at(one, fraction))]
@@ -266,7 +229,7 @@ def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
     ]
     places = np.arange(len(found))
     names = [f"{each.k} of {one.experts}" for one, each in found]
-    with _page(path, 2, height=4.2, legend=2) as (left, right):
+    with drawn([path], (8, 4.2), legend=2) as ((left, right),):
         left.set_title("Accuracy with k of n experts")
         kinds = (
             ("best per input, knowing the label", [each.best for _, each in found]),
@@ -292,7 +255,7 @@ def _subsets(studies: Sequence[ExpertStudy], path: Path) -> None:
 def _shares(studies: Sequence[ExpertStudy], path: Path) -> None:
     """What the top experts hold of ΣC, over their share of the experts."""
     lines = [(one, layer) for one in studies for layer in one.shares]
-    with _page(path, 1, width=6.4, height=4.0) as (axes,):
+    with drawn([path], (6.4, 4.0), columns=1) as ((axes,),):
         axes.set_title("What the top experts hold of ΣC")
         for (one, layer), colour in zip(lines, _shades(len(lines)), strict=True):
             x = np.arange(1, len(layer.mean) + 1) / len(layer.mean)
@@ -329,11 +292,7 @@ def _share_axis(axes: Axes, label: str) -> None:
 
 
 def _experts_axis(axes: Axes, studies: Sequence[ExpertStudy]) -> None:
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator(sorted({one.experts for one in studies})))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.set_xlabel("experts, n")
+    log2_axis(axes, sorted({one.experts for one in studies}), "experts, n")
 
 
 def _percent_axis(axes: Axes, label: str) -> None:
