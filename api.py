@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from .bench.analyses.experts import Wanted, parse_analyses, studied
+from .bench.cases import Candidate
 from .bench.data import Labelled, LabelledData, load_groups, open_labelled
 from .bench.plan import Settings
 from .bench.results import Results
@@ -21,13 +22,12 @@ from .bench.run import bench as run_bench
 from .bench.run import check_inputs
 from .bench.runners.available import parse_engines, select
 from .bench.runners.candidates import (
-    Asked,
+    Sweep,
     exported,
     from_bundle,
     parse_precisions,
     with_distinct_names,
 )
-from .bench.runners.pytorch import Candidate
 from .bench.specialise import Specialisation
 from .bench.specialise import specialise as run_specialise
 from .calibration.feeds import Feed
@@ -231,7 +231,7 @@ def bench(
     wanted = Wanted(parse_analyses(analysis), max_subsets=max_subsets) if analysis else None
     # The same threads for every engine: PyTorch's own choice, unless told.
     threads = threads or torch.get_num_threads()
-    asked = Asked(
+    asked = Sweep(
         ks=_swept(k),
         lowerings=parse_lowerings(lowering),
         batches=tuple(batch),
@@ -302,7 +302,7 @@ def specialise(
 
 
 def _candidates(
-    listed: Sequence[Model | Bundle], asked: Asked, stack: ExitStack, progress: Progress
+    listed: Sequence[Model | Bundle], asked: Sweep, stack: ExitStack, progress: Progress
 ) -> list[Candidate]:
     """A candidate per model; the bundles that follow a model are measured beside it."""
     candidates: list[Candidate] = []

@@ -26,16 +26,7 @@ from ..common.user_code import names_code
 from ..errors import FeedError, UsageError
 from ..exporter.model import TensorSpec
 
-__all__ = [
-    "Array",
-    "Labelled",
-    "LabelledBatch",
-    "LabelledData",
-    "Labels",
-    "fingerprint",
-    "in_batches",
-    "load_groups",
-]
+__all__ = ["Array", "Labelled", "LabelledData", "fingerprint", "load_groups", "open_labelled"]
 
 
 class Labelled(Protocol):
@@ -130,24 +121,6 @@ def fingerprint(*arrays: Array | None) -> str:
             digest.update(f"{array.dtype.str}{array.shape}".encode())
             digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()
-
-
-def in_batches(
-    run: Callable[[Array], Array], x: Array, *, most: int, takes: Callable[[int], bool]
-) -> Array:
-    """Maps inputs [b, …] to outputs [b, …] where only some batch sizes can run.
-
-    What is more than `most` runs in several batches; one of a size that nothing `takes` is filled
-    up to `most` with its last input, whose further outputs are dropped.
-    """
-    parts = []
-    for start in range(0, len(x), most):
-        part = x[start : start + most]
-        full = part
-        if not takes(len(part)):
-            full = np.ascontiguousarray(part[np.arange(most).clip(max=len(part) - 1)])
-        parts.append(run(full)[: len(part)])
-    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def load_groups(path: Path, name: str, samples: int) -> Array:

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from ..calibration.feeds import check_classes
+from ..calibration.feeds import Array, Labels, check_classes
 from ..common.console import Progress, Silent
 from ..common.timing import in_one_line
 from ..errors import FeedError
-from ..graphs.layers.soft_moe import soft_moe_layers
-from .data import Array, Labelled, Labels
-from .metrics import Closeness, Hits, Overlap, Sequences, Surprise
+from .cases import Candidate, Case
+from .data import Labelled
+from .metrics import (
+    NegativeLogLikelihood,
+    ParityStatistics,
+    RoutingOverlap,
+    SequenceLosses,
+    TopKCounts,
+)
 from .results import PYTORCH_COMPILE, PYTORCH_EAGER, Accuracy, Parity, Perplexity, RoutingAgreement
-from .runners.pytorch import Candidate, Case, Graph, PyTorch, Runner, untouched, with_algorithm_1
+from .runners.base import Runner
+from .runners.pytorch import PyTorch, outputs_of, untouched, with_algorithm_1
 
 SAVE_S = 10.0
 """How often the sums so far are kept for a run that goes on after a kill."""
@@ -43,60 +49,44 @@ class Quality:
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
-    """The running sums of one case."""
+class QualitySums:
+    """The running sums of one case, from which its quality follows."""
 
-    hits: Hits = field(default_factory=Hits)
-    surprise: Surprise = field(default_factory=Surprise)
-    overlap: Overlap = field(default_factory=Overlap)
-    closeness: Closeness = field(default_factory=Closeness)
+    top_k: TopKCounts = field(default_factory=TopKCounts)
+    nll: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)
+    routing: RoutingOverlap = field(default_factory=RoutingOverlap)
+    parity: ParityStatistics = field(default_factory=ParityStatistics)
 
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(
-            self.hits + other.hits,
-            self.surprise + other.surprise,
-            self.overlap + other.overlap,
-            self.closeness + other.closeness,
+    def __add__(self, other: QualitySums) -> QualitySums:
+        return QualitySums(
+            self.top_k + other.top_k,
+            self.nll + other.nll,
+            self.routing + other.routing,
+            self.parity + other.parity,
         )
 
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> Sums:
-        """Returns the sums that `asdict` made plain."""
-        return cls(
-            Hits(**body["hits"]),
-            Surprise(**body["surprise"]),
-            Overlap(**body["overlap"]),
-            Closeness(**body["closeness"]),
-        )
-
-    def quality(self, dense: Sums) -> Quality:
+    def quality(self, untouched: QualitySums) -> Quality:
         """Returns what the sums say beside those of the untouched model."""
         return Quality(
-            self.hits.accuracy(dense.hits) if self.hits.seen else None,
-            self.surprise.perplexity(dense.surprise) if self.surprise.tokens else None,
-            self.overlap.agreement() if self.overlap.samples else None,
-            self.closeness.parity(),
+            self.top_k.accuracy(untouched.top_k) if self.top_k.seen else None,
+            self.nll.perplexity(untouched.nll) if self.nll.tokens else None,
+            self.routing.agreement() if self.routing.samples else None,
+            self.parity.parity(),
         )
 
 
 @dataclass(frozen=True, slots=True)
-class State:
+class EvaluationState:
     """How far an evaluation is: samples seen, the untouched model's sums, everyone's by label."""
 
     seen: int = 0
-    dense: Sums = field(default_factory=Sums)
-    sums: dict[str, Sums] = field(default_factory=dict)
+    untouched: QualitySums = field(default_factory=QualitySums)
+    sums: dict[str, QualitySums] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
-    @classmethod
-    def from_json(cls, body: Mapping[str, Any]) -> State:
-        """Returns the state that `asdict` made plain."""
-        return cls(
-            body["seen"],
-            Sums.from_json(body["dense"]),
-            {label: Sums.from_json(sums) for label, sums in body["sums"].items()},
-            dict(body["failures"]),
-        )
+    def quality(self, case: Case) -> Quality:
+        """Returns the quality of a case that did not fail."""
+        return self.sums[case.label].quality(self.untouched)
 
 
 def evaluate(
@@ -107,146 +97,134 @@ def evaluate(
     *,
     limit: int | None = None,
     progress: Progress | None = None,
-    state: State | None = None,
-    keep: Callable[[dict[str, Any]], None] = lambda body: None,
-) -> tuple[dict[Case, Quality], dict[Case, str]]:
-    """Returns the quality of each case of a candidate, and in words what others failed at.
+    state: EvaluationState | None = None,
+    keep: Callable[[EvaluationState], None] = lambda state: None,
+) -> EvaluationState:
+    """Returns the sums of each case of a candidate, and in words what others failed at.
 
     One pass over the first `limit` samples, in batches of at most `batch`. The reference of a
     case is PyTorch with its k: the untouched model for k = n, Algorithm 1 by masking for
-    fewer; the edited model where the graphs are edited. An interrupted pass goes on from `state`;
-    what is handed to `keep` now and then makes one. Raises FeedError when PyTorch cannot run the
-    data.
+    fewer; the edited model where the graphs are edited. An interrupted pass goes on from `state`,
+    as it was handed to `keep` now and then. Raises FeedError when PyTorch cannot run the data.
     """
     progress = progress or Silent()
-    state = state or State()
-    base = untouched(candidate.model)
-    edited = bool(candidate.model.edits)
-    references = _references(candidate, {c.k for c in runners if c.k < c.experts or edited})
+    state = state or EvaluationState()
+    references = _References.of(candidate, runners)
     known = data.samples
     total = known if known is None or limit is None else min(known, limit)
     progress.step(f"{candidate.name}: accuracy, routing and parity", total=total or limit)
     progress.advance(state.seen)
-    size = min(batch, _fitting(base, data, candidate.name))
     done, saved = 0, time.monotonic()
-    for x, labels in data.stream(size, limit):
+    for x, labels in data.stream(min(batch, references.fitting(data)), limit):
         done += len(x)
         if done <= state.seen:
             continue
-        state = _add(state, runners, x, labels, base, references, candidate.name)
+        state = _after(state, runners, references, np.ascontiguousarray(x), labels)
         progress.advance(len(x))
         if time.monotonic() - saved > SAVE_S:
-            keep(asdict(state))
+            keep(state)
             saved = time.monotonic()
     if not state.seen:
         raise FeedError("the data hold no samples", hint="give at least one input")
-    keep(asdict(state))
-    return (
-        {
-            c: state.sums[c.label].quality(state.dense)
-            for c in runners
-            if c.label not in state.failures
-        },
-        {c: state.failures[c.label] for c in runners if c.label in state.failures},
-    )
+    keep(state)
+    return state
 
 
-def _fitting(base: PyTorch, data: Labelled, name: str) -> int:
-    """How many samples a batch may hold so that its outputs are not too large."""
-    first = data.head(1)
-    if not len(first):
-        return 1
-    return max(1, OUTPUT_BYTES // max(1, _outputs(base, first.inputs, name).nbytes))
+@dataclass(frozen=True, slots=True)
+class _References:
+    """What the cases of a candidate are compared with: PyTorch, untouched and by k."""
+
+    name: str
+    untouched: PyTorch
+    by_k: Mapping[int, PyTorch]
+
+    @staticmethod
+    def of(candidate: Candidate, runners: Mapping[Case, Runner]) -> _References:
+        """With all experts the untouched model is the reference, unless the model is edited."""
+        model, edited = candidate.model, bool(candidate.model.edits)
+        return _References(
+            candidate.name,
+            untouched(model),
+            {
+                k: with_algorithm_1(model, k, "masked", renormalize=candidate.renormalize)
+                for k in sorted({c.k for c in runners if c.k < c.experts or edited})
+            },
+        )
+
+    def outputs(self, x: Array) -> Array:
+        """Returns the untouched model's outputs; FeedError where it cannot run the inputs."""
+        return outputs_of(self.untouched, x, self.name)
+
+    def fitting(self, data: Labelled) -> int:
+        """How many samples a batch may hold so that its outputs are not too large."""
+        first = data.head(1)
+        if not len(first):
+            return 1
+        return max(1, OUTPUT_BYTES // max(1, self.outputs(first.inputs).nbytes))
 
 
-def _add(
-    state: State,
+def _after(
+    state: EvaluationState,
     runners: Mapping[Case, Runner],
+    references: _References,
     x: Array,
     labels: Labels | None,
-    base: PyTorch,
-    references: Mapping[int, PyTorch],
-    name: str,
-) -> State:
+) -> EvaluationState:
     """The state after one more batch."""
-    x = np.ascontiguousarray(x)
-    dense = _outputs(base, x, name)
+    dense = references.outputs(x)
     if labels is not None and labels.ndim == 1:
         check_classes(labels, dense.shape[-1], "the data", first=state.seen)
-    scores = _scored(dense, x, labels)
-    expected = {k: _expected(reference, x) for k, reference in references.items()}
+    scores = _scores(dense, x, labels)
+    expected = {k: reference.with_routing(x) for k, reference in references.by_k.items()}
     sums, failures = dict(state.sums), dict(state.failures)
     for case, runner in runners.items():
-        label = case.label
-        if label in failures:
+        if case.label in failures:
             continue
-        # With all experts the reference is the untouched model, and nothing is chosen.
         reference = None if case.engine in UNTOUCHED else expected.get(case.k)
         outputs, chosen = reference or (dense, {})
         try:
-            found = _sums(runner, x, labels, scores, outputs, chosen)
+            actual = runner.infer(x)
+            found = replace(
+                _judged(_scores(actual, x, labels), labels, scores),
+                routing=_overlap(runner, x, chosen),
+                parity=ParityStatistics.of(actual, outputs),
+            )
         except Exception as error:  # noqa: BLE001  the row says what failed; the others go on
-            failures[label] = in_one_line(error)
+            failures[case.label] = in_one_line(error)
         else:
-            sums[label] = sums.get(label, Sums()) + found
-    untouched_sums = state.dense + _score(scores, labels, scores)
-    return replace(
-        state, seen=state.seen + len(x), dense=untouched_sums, sums=sums, failures=failures
+            sums[case.label] = sums.get(case.label, QualitySums()) + found
+    return EvaluationState(
+        seen=state.seen + len(x),
+        untouched=state.untouched + _judged(scores, labels, scores),
+        sums=sums,
+        failures=failures,
     )
 
 
-def _sums(
-    runner: Runner,
-    x: Array,
-    labels: Labels | None,
-    untouched: Array | Sequences,
-    expected: Array,
-    chosen: Mapping[str, Array],
-) -> Sums:
-    outputs = runner(x)
-    score = _score(_scored(outputs, x, labels), labels, untouched)
-    found = replace(score, closeness=Closeness.of(outputs, expected))
-    if not (chosen and isinstance(runner, Graph)):
-        return found
-    selected = runner.selected(x)
-    choosing = {name: experts for name, experts in selected.items() if name in chosen}
-    return replace(found, overlap=Overlap.of(choosing, chosen))
-
-
-def _scored(outputs: Array, x: Array, labels: Labels | None) -> Array | Sequences:
+def _scores(outputs: Array, x: Array, labels: Labels | None) -> Array | SequenceLosses:
     """What outputs are judged by: themselves, or how they foretell tokens where both are tokens."""
     tokens = x.dtype.kind in "iu" and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
-    return Sequences.of(outputs, x, labels) if tokens else outputs
+    return SequenceLosses.of(outputs, x, labels) if tokens else outputs
 
 
-def _score(found: Array | Sequences, labels: Labels | None, untouched: Array | Sequences) -> Sums:
+def _judged(
+    scores: Array | SequenceLosses, labels: Labels | None, untouched: Array | SequenceLosses
+) -> QualitySums:
     """Accuracy where there are classes, perplexity of tokens; beside the untouched model's."""
-    if isinstance(found, Sequences) and isinstance(untouched, Sequences):
-        return Sums(surprise=Surprise.of(found, untouched))
-    if labels is None or isinstance(found, Sequences) or isinstance(untouched, Sequences):
-        return Sums()
-    return Sums(hits=Hits.of(found, labels, untouched))
+    if isinstance(scores, SequenceLosses) and isinstance(untouched, SequenceLosses):
+        return QualitySums(nll=NegativeLogLikelihood.of(scores, untouched))
+    if (
+        labels is None
+        or isinstance(scores, SequenceLosses)
+        or isinstance(untouched, SequenceLosses)
+    ):
+        return QualitySums()
+    return QualitySums(top_k=TopKCounts.of(scores, labels, untouched))
 
 
-def _references(candidate: Candidate, ks: Iterable[int]) -> dict[int, PyTorch]:
-    return {
-        k: with_algorithm_1(candidate.model, k, "masked", renormalize=candidate.renormalize)
-        for k in sorted(ks)
-    }
-
-
-def _expected(reference: PyTorch, x: Array) -> tuple[Array, dict[str, Array]]:
-    """The outputs of a reference, and the experts of the layers that choose among theirs."""
-    outputs, chosen = reference.with_routing(x)
-    sizes = {name: m.spec.experts for name, m in soft_moe_layers(reference.module).items()}
-    return outputs, {name: s for name, s in chosen.items() if s.shape[1] < sizes[name]}
-
-
-def _outputs(base: PyTorch, x: Array, name: str) -> Array:
-    try:
-        return base(np.ascontiguousarray(x))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise FeedError(
-            f"the PyTorch model {name} cannot run inputs of shape {x.shape}: {error}",
-            hint="the data must fit the model that is measured",
-        ) from error
+def _overlap(runner: Runner, x: Array, expected: Mapping[str, Array]) -> RoutingOverlap:
+    """How far the experts that a graph chose are those `expected` [b, k] of each layer."""
+    chosen = runner.selected(x) if expected else None
+    if chosen is None:
+        return RoutingOverlap()
+    return RoutingOverlap.of({n: s for n, s in chosen.items() if n in expected}, expected)

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
+from operator import add
 from typing import Self
 
 import numpy as np
 
-from ..calibration.feeds import IGNORED
+from ..calibration.feeds import IGNORED, Array, Labels
 from ..errors import FeedError, ParityError
-from .data import Array, Labels
 from .results import Accuracy, Interval, Parity, Perplexity, RoutingAgreement
 
 Z = 1.959963984540054
@@ -53,7 +53,7 @@ TOP = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Hits:
+class TopKCounts:
     """Samples classified right, of those seen.
 
     `among` counts those whose class is among the five best scores, None for five classes or fewer;
@@ -90,17 +90,17 @@ class Hits:
             both = int((right & (one_per_sample(untouched).argmax(axis=1) == labels)).sum())
         return cls(int(right.sum()), len(labels), among, both)
 
-    def __add__(self, other: Hits) -> Hits:
+    def __add__(self, other: TopKCounts) -> TopKCounts:
         if not (self.seen and other.seen):
             return self if self.seen else other
-        return Hits(
+        return TopKCounts(
             self.right + other.right,
             self.seen + other.seen,
             _sum(self.among, other.among),
             _sum(self.both, other.both),
         )
 
-    def accuracy(self, untouched: Hits) -> Accuracy:
+    def accuracy(self, untouched: TopKCounts) -> Accuracy:
         """Top-1 and top-5, and what top-1 is of the untouched model's on the same samples."""
         top1 = self.right / self.seen
         base = untouched.right / untouched.seen
@@ -128,7 +128,7 @@ def one_per_sample(outputs: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Overlap:
+class RoutingOverlap:
     """Agreement of chosen sets: summed Jaccard over samples and layers, samples equal in all."""
 
     jaccard: float = 0.0
@@ -158,13 +158,8 @@ class Overlap:
         samples = table.shape[1]
         return cls(float(table.sum()), table.size, int((table == 1).all(axis=0).sum()), samples)
 
-    def __add__(self, other: Overlap) -> Overlap:
-        return Overlap(
-            self.jaccard + other.jaccard,
-            self.pairs + other.pairs,
-            self.exact + other.exact,
-            self.samples + other.samples,
-        )
+    def __add__(self, other: RoutingOverlap) -> RoutingOverlap:
+        return RoutingOverlap(*map(add, astuple(self), astuple(other)))
 
     def agreement(self) -> RoutingAgreement:
         """The mean Jaccard index and the share of samples that agree in every layer."""
@@ -179,7 +174,7 @@ def jaccard(chosen: Array, reference: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class Closeness:
+class ParityStatistics:
     """Sums from which the largest difference and the cosine of all outputs follow."""
 
     max_abs: float = 0.0
@@ -199,8 +194,8 @@ class Closeness:
             raise ParityError(f"{int((~np.isfinite(a)).sum())} of {a.size} outputs are not finite")
         return cls(float(np.abs(a - b).max()), float(a @ b), float(a @ a), float(b @ b))
 
-    def __add__(self, other: Closeness) -> Closeness:
-        return Closeness(
+    def __add__(self, other: ParityStatistics) -> ParityStatistics:
+        return ParityStatistics(
             max(self.max_abs, other.max_abs),
             self.dot + other.dot,
             self.squares + other.squares,
@@ -216,14 +211,14 @@ class Closeness:
 
 
 @dataclass(frozen=True, slots=True)
-class Sequences:
+class SequenceLosses:
     """The summed negative log-likelihood [b], in nats, and the tokens [b] of each sequence."""
 
     nll: Array
     tokens: Labels
 
     @staticmethod
-    def of(logits: Array, ids: Labels, targets: Labels | None = None) -> Sequences:
+    def of(logits: Array, ids: Labels, targets: Labels | None = None) -> SequenceLosses:
         """Sums over logits [b, m, v] of token ids [b, m].
 
         Without `targets` [b, m] the target at a position is the next id, and the last position has
@@ -238,11 +233,11 @@ class Sequences:
             targets = np.full_like(ids, IGNORED)
             targets[:, :-1] = ids[:, 1:]
         nll = [_nll(each, wanted) for each, wanted in zip(logits, targets, strict=True)]
-        return Sequences(np.array(nll), (targets != IGNORED).sum(axis=1))
+        return SequenceLosses(np.array(nll), (targets != IGNORED).sum(axis=1))
 
 
 @dataclass(frozen=True, slots=True)
-class Surprise:
+class NegativeLogLikelihood:
     """Summed negative log-likelihood (nats) of the tokens of some sequences.
 
     `squares`, `cross` and `lengths` are Σ nll², Σ nll · tokens and Σ tokens² over the sequences,
@@ -260,11 +255,11 @@ class Surprise:
     apart_cross: float = 0.0
 
     @staticmethod
-    def of(found: Sequences, untouched: Sequences) -> Surprise:
+    def of(found: SequenceLosses, untouched: SequenceLosses) -> NegativeLogLikelihood:
         """Sums over sequences, beside the same sequences in the untouched model."""
         nll, tokens = found.nll, found.tokens
         apart = untouched.nll - nll
-        return Surprise(
+        return NegativeLogLikelihood(
             nll=float(nll.sum()),
             tokens=int(tokens.sum()),
             sequences=int((tokens > 0).sum()),
@@ -275,24 +270,15 @@ class Surprise:
             apart_cross=float(apart @ tokens),
         )
 
-    def __add__(self, other: Surprise) -> Surprise:
-        return Surprise(
-            self.nll + other.nll,
-            self.tokens + other.tokens,
-            self.sequences + other.sequences,
-            self.squares + other.squares,
-            self.cross + other.cross,
-            self.lengths + other.lengths,
-            self.apart_squares + other.apart_squares,
-            self.apart_cross + other.apart_cross,
-        )
+    def __add__(self, other: NegativeLogLikelihood) -> NegativeLogLikelihood:
+        return NegativeLogLikelihood(*map(add, astuple(self), astuple(other)))
 
     @property
     def mean(self) -> float:
         """Nats per token."""
         return self.nll / self.tokens
 
-    def perplexity(self, untouched: Surprise) -> Perplexity:
+    def perplexity(self, untouched: NegativeLogLikelihood) -> Perplexity:
         """exp(mean nll), and what is kept of the untouched model's on the same tokens.
 
         What is kept is exp(mean d): its interval is that of the mean of the differences, so that

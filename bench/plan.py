@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 
 from ..common import timing
 from ..errors import UsageError
+from .cases import Candidate, TimingGroup
 from .results import PYTORCH_COMPILE
-from .runners.pytorch import Candidate, Case, cases
+from .runners.pytorch import cases
 
 COMPILE_S = 30.0
 """What compiling a small network for one batch size takes."""
 
-PROBES = 3
+MACHINE_PROBES = 3
 """Cases of each group that measure the machine's own rates (`limits`)."""
 
 PROCESS_S = 4.0
@@ -48,27 +49,8 @@ class Settings:
 
 
 @dataclass(frozen=True, slots=True)
-class TimingGroup:
-    """Cases that are measured together, in turn, at one batch size."""
-
-    cases: tuple[Case, ...]
-    batch: int
-    protocol: timing.Protocol
-
-    @property
-    def model(self) -> str:
-        """The model that is measured."""
-        return self.cases[0].model
-
-    def seconds(self, call_ms: float) -> float:
-        """How long it takes with calls of so many milliseconds: more than `round_s` if need be."""
-        round_s = max(self.protocol.round_s, self.protocol.inputs * call_ms / 1e3)
-        return len(self.cases) * self.protocol.rounds * round_s
-
-
-@dataclass(frozen=True, slots=True)
-class Probe:
-    """Milliseconds of single calls of the untouched models, to foretell how long a sweep takes.
+class CallTimes:
+    """Milliseconds of single calls of the untouched models, which an estimate multiplies.
 
     `call` is keyed by model and batch size, `evaluation` (a batch of the evaluation) by model.
     """
@@ -133,7 +115,7 @@ def estimate(
     groups: Sequence[TimingGroup],
     settings: Settings,
     samples: int,
-    probe: Probe,
+    times: CallTimes,
     *,
     workers: int = 1,
 ) -> Estimate:
@@ -141,17 +123,17 @@ def estimate(
     by_model = {group.model: group.cases for group in groups}
     batches = math.ceil(samples / settings.evaluation_batch)
     quality = compiling = memory = 0.0
-    for model, entries in by_model.items():
+    for model, listed in by_model.items():
         # Every case, the untouched model, and a reference for every k.
-        passes = len(entries) + 1 + len({c.k for c in entries})
-        quality += passes * batches * probe.evaluation[model] / 1e3
-        compiled = sum(c.engine == PYTORCH_COMPILE for c in entries)
+        passes = len(listed) + 1 + len({c.k for c in listed})
+        quality += passes * batches * times.evaluation[model] / 1e3
+        compiled = sum(c.engine == PYTORCH_COMPILE for c in listed)
         compiling += compiled * len(settings.batches) * COMPILE_S
         if settings.memory:
-            memory += len(entries) * PROCESS_S / workers
-    timed = sum(group.seconds(probe.call[group.model, group.batch]) for group in groups)
+            memory += len(listed) * PROCESS_S / workers
+    timed = sum(group.seconds(times.call[group.model, group.batch]) for group in groups)
     if settings.limits:
-        timed += len(groups) * PROBES * settings.protocol.rounds * settings.protocol.round_s
+        timed += len(groups) * MACHINE_PROBES * settings.protocol.rounds * settings.protocol.round_s
     return Estimate(timed, quality, compiling, memory)
 
 
@@ -165,9 +147,7 @@ def describe(groups: Sequence[TimingGroup], expected: Estimate | None = None) ->
         first = group.cases[0]
         kinds: dict[str, list[str]] = {}
         for c in group.cases:
-            name = c.engine if c.lowering is None else f"{c.engine} {c.lowering} {c.precision}"
-            name += "" if c.provider in ("cpu", c.engine) else f" {c.provider}"
-            kinds.setdefault(name, []).append(str(c.k))
+            kinds.setdefault(c.runs_in, []).append(str(c.k))
         listed = "; ".join(f"{name} k={','.join(ks)}" for name, ks in kinds.items())
         lines.append(f"  {first.model}, n={first.experts}, batch {group.batch}: {listed}")
     return "\n".join(lines)

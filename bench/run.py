@@ -1,8 +1,8 @@
 """The benchmark: every case's accuracy, routing and parity, then its latency in turn.
 
-A plan says what will be measured; `measurement.Measurement` takes a candidate's pieces (quality,
-timing, memory, parts) and `bench` writes what they found. With a folder for the results, every
-piece that is complete is kept there, and a run that was killed goes on where it stopped.
+`plan` says what will be measured, `measure.rows` measures a candidate's pieces (quality, timing,
+memory, parts) and `bench` writes what they found. With a folder for the results, every piece that
+is complete is kept there, and a run that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from ..common.files import hash_files, sha256
 from ..common.writing import check_file, check_folder, make_folder, told, write_text
 from ..errors import FeedError, UsageError
 from ..exporter.model import Model, TensorSpec
-from .data import Array, Labelled, LabelledData, fingerprint
+from .cases import Candidate, GraphSource, TimingGroup
+from .data import Labelled, LabelledData, fingerprint
 from .journal import FILE as JOURNAL_FILE
 from .journal import Journal
 from .measure.latency import disturbance
 from .measure.memory import worker_count
-from .measure.rows import Measurement, weights_bytes
-from .plan import Estimate, Probe, Settings, TimingGroup, describe, estimate, plan
+from .measure.rows import Measurement
+from .plan import CallTimes, Estimate, Settings, describe, estimate, plan
 from .report.compare import Comparison, compare
 from .results import Absent, ModelInfo, Results, Row, write
-from .runners.pytorch import CUDA, Candidate, Runner, untouched, without_tf32
+from .runners.pytorch import CUDA, PyTorch, outputs_of, untouched, without_tf32
 
-PROBE_CALLS = 3
-"""Calls of which the fastest foretells the others: the first one allocates."""
+TRIAL_CALLS = 3
+"""Calls of which the fastest stands for the others: the first one allocates."""
 
 UNKNOWN_SAMPLES = 1000
 """Taken for an estimate where a feed does not tell how many samples it has."""
@@ -70,7 +71,9 @@ def bench(
     on_gpu = any(c.provider == CUDA for group in groups for c in group.cases)
     with with_threads(settings.threads), without_tf32() if on_gpu else nullcontext():
         facts = environment() | {"threads": torch.get_num_threads()}
-        progress.step(describe(groups, foretell(candidates, groups, head, data.samples, settings)))
+        progress.step(
+            describe(groups, expected_time(candidates, groups, head, data.samples, settings))
+        )
         models = tuple(model_info(candidate) for candidate in candidates)
         if out is not None:
             make_folder(out)
@@ -81,29 +84,29 @@ def bench(
                 "models": [asdict(model) for model in models],
                 "edits": [str(candidate.model.edits) for candidate in candidates],
                 "rows": [asdict(c) for group in groups for c in group.cases],
-                "graphs": [_graph_hash(graph.open) for s in candidates for graph in s.graphs],
+                "graphs": [_graph_hash(graph) for c in candidates for graph in c.graphs],
                 "data": data.fingerprint,
                 "settings": asdict(settings),
             },
         )
-        _tell(journal, progress)
+        _say_what_is_done(journal, progress)
         rows: list[Row] = []
-        rates: list[dict[str, Any]] = []
-        waited: list[dict[str, Any]] = []
-        seen = 0
+        protocol = asdict(settings.protocol) | {
+            "samples": 0,
+            "labelled": data.labelled,
+            "batches": list(settings.batches),
+        }
         for candidate in candidates:
             one = Measurement(candidate, groups, data, head, settings, journal, progress)
             rows += one.rows()
-            rates += one.rates
-            waited += one.waited
-            seen = max(seen, one.seen)
-        beside = {"rates": rates, "waited": waited}
+            protocol["samples"] = max(protocol["samples"], one.seen)
+            for name, found in one.beside.items():
+                protocol[name] = [*protocol.get(name, ()), *found]
         results = Results(
             models=models,
             rows=tuple(rows),
             environment=facts,
-            protocol=_protocol(settings, data, seen)
-            | {name: found for name, found in beside.items() if found},
+            protocol=protocol,
             command=command,
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             absent=tuple(absent),
@@ -153,7 +156,7 @@ def write_views(
     return (page, markdown, rows, *drawn)
 
 
-def foretell(
+def expected_time(
     candidates: Sequence[Candidate],
     groups: Sequence[TimingGroup],
     head: LabelledData,
@@ -172,25 +175,18 @@ def foretell(
         evaluation[candidate.name] = each * settings.evaluation_batch / size
     known = UNKNOWN_SAMPLES if samples is None else samples
     seen = min(known, settings.samples or known)
-    workers = worker_count(max(weights_bytes(candidate) for candidate in candidates))
-    return estimate(groups, settings, seen, Probe(calls, evaluation), workers=workers)
+    workers = worker_count(max(candidate.weights_bytes for candidate in candidates))
+    return estimate(groups, settings, seen, CallTimes(calls, evaluation), workers=workers)
 
 
-def _call_ms(runner: Runner, head: LabelledData, batch: int, name: str) -> float:
+def _call_ms(base: PyTorch, head: LabelledData, batch: int, name: str) -> float:
     x = head.batch(0, batch)
-    try:
-        return min(_once_ms(runner, x) for _ in range(PROBE_CALLS))
-    except (RuntimeError, ValueError, TypeError, IndexError) as error:
-        raise FeedError(
-            f"the PyTorch model {name} cannot run inputs of shape {x.shape}: {error}",
-            hint="the data must fit the model that is measured",
-        ) from error
-
-
-def _once_ms(runner: Runner, x: Array) -> float:
-    started = time.perf_counter()
-    runner(x)
-    return 1e3 * (time.perf_counter() - started)
+    times = []
+    for _ in range(TRIAL_CALLS):
+        started = time.perf_counter()
+        outputs_of(base, x, name)
+        times.append(1e3 * (time.perf_counter() - started))
+    return min(times)
 
 
 def check_inputs(spec: TensorSpec, data: LabelledData, model: str) -> None:
@@ -222,26 +218,18 @@ def model_hash(model: Model) -> str:
     return fingerprint(*(tensor.detach().cpu().numpy() for tensor in state.values()))
 
 
-def _graph_hash(opener: object) -> str:
+def _graph_hash(graph: GraphSource) -> str:
     """The hash of a graph's file; empty for one that is not a file."""
-    path = getattr(opener, "path", None)
-    return sha256(path) if isinstance(path, Path) and path.is_file() else ""
+    file = graph.loader.file
+    return sha256(file) if file is not None and file.is_file() else ""
 
 
-def _tell(journal: Journal, progress: Progress) -> None:
+def _say_what_is_done(journal: Journal, progress: Progress) -> None:
     if journal.resumed:
         progress.step(f"going on with an unfinished run: {journal.resumed} measurements are done")
     elif journal.discarded:
         changed = ", ".join(journal.discarded)
         progress.step(f"an unfinished run of something else was discarded (changed: {changed})")
-
-
-def _protocol(settings: Settings, data: Labelled, seen: int) -> dict[str, Any]:
-    return asdict(settings.protocol) | {
-        "samples": seen,
-        "labelled": data.labelled,
-        "batches": list(settings.batches),
-    }
 
 
 @contextmanager

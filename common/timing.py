@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,8 +20,39 @@ from .console import Progress, Silent
 NS_PER_MS = 1e6
 MIN_ROUNDS = 5
 
-Case = Callable[[int], object]
+Call = Callable[[int], object]
 """One call to be timed; its argument says which of the inputs to use (0, 1, …, taken in turn)."""
+
+
+class TimedCall:
+    """A call that says more of itself than a plain function does.
+
+    `inputs` are what it takes in turn, where that is not the protocol's number; one that `reopens`
+    is warmed up in every round.
+    """
+
+    inputs: int | None = None
+    reopens: bool = False
+
+    def __call__(self, index: int) -> object:
+        """Makes the call."""
+        raise NotImplementedError
+
+    def device_ms(self, index: int) -> float | None:
+        """Makes the call; returns the milliseconds that its device took, None if nobody tells."""
+        del index
+        return None
+
+    def rest(self) -> None:
+        """Told when the call's part of a round is over."""
+
+
+class _Plain(TimedCall):
+    def __init__(self, call: Call) -> None:
+        self._call = call
+
+    def __call__(self, index: int) -> object:
+        return self._call(index)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +129,7 @@ class Measured:
 
 
 def measure(
-    cases: Mapping[str, Case],
+    cases: Mapping[str, Call],
     protocol: Protocol,
     *,
     title: str = "timing",
@@ -110,12 +141,11 @@ def measure(
     """Returns the latency of each case, measured in interleaved rounds.
 
     A case that raises is left out from then on, and what it said kept in `failures`. Rounds
-    that an interrupted run has `done` count; each new one is handed to `keep`. A case that
-    has a method `rest` is told when its part of a round is over; one that has `inputs` takes so
-    many in turn instead of the protocol's. One that has `device_ms` is called by it, too, as often
-    and in turn with the timed passes: it returns the milliseconds that its device took.
+    that an interrupted run has `done` count; each new one is handed to `keep`. A `TimedCall` that
+    tells its device's time is called for that, too, as often and in turn with the timed passes.
     """
     progress = progress or Silent()
+    calls = {n: c if isinstance(c, TimedCall) else _Plain(c) for n, c in cases.items()}
     rounds = list(done)
     failures = {name: text for each in done for name, text in each.failures.items()}
     left = protocol.rounds - len(rounds)
@@ -126,18 +156,15 @@ def measure(
         for name in _order(cases, protocol.seed, number):
             if name not in failures:
                 try:
-                    call = cases[name]
-                    if name not in warm or hasattr(call, "rest"):
+                    call = calls[name]
+                    if name not in warm or call.reopens:
                         _warm_up(call, protocol.warmup)
                     warm.add(name)
-                    inputs = getattr(call, "inputs", protocol.inputs)
-                    ms, device_ms = _round_ms(call, replace(protocol, inputs=inputs), clock_ns)
+                    ms, device_ms = _round_ms(call, protocol, clock_ns)
                     found.ms[name] = ms
                     if device_ms:
                         found.device_ms[name] = device_ms
-                    rest = getattr(call, "rest", None)
-                    if rest is not None:
-                        rest()
+                    call.rest()
                 except Exception as error:  # noqa: BLE001  it may fail in any way it likes
                     found.failures[name] = failures[name] = in_one_line(error)
             progress.advance(1)
@@ -155,7 +182,7 @@ def measure(
     return Measured(latencies, failures, {name: summarise(ms) for name, ms in told.items() if ms})
 
 
-def _order(cases: Mapping[str, Case], seed: int, number: int) -> list[str]:
+def _order(cases: Mapping[str, Call], seed: int, number: int) -> list[str]:
     """A round's order: drawn anew for each, the same however many rounds were run before."""
     names = list(cases)
     random.Random(f"{seed}, {number}").shuffle(names)
@@ -168,28 +195,28 @@ def in_one_line(error: Exception) -> str:
     return text if isinstance(error, MoexportError) else f"{type(error).__name__}: {text}"
 
 
-def _warm_up(call: Case, calls: int) -> None:
+def _warm_up(call: TimedCall, calls: int) -> None:
     for index in range(calls):
         call(index)
 
 
 def _round_ms(
-    call: Case, protocol: Protocol, clock_ns: Callable[[], int]
+    call: TimedCall, protocol: Protocol, clock_ns: Callable[[], int]
 ) -> tuple[list[float], list[float]]:
     """Times whole passes over the inputs; returns milliseconds per call, and the device's."""
     # Brings the weights back into the caches, which the case before has filled with its own.
-    call(protocol.inputs - 1)
-    device_call: Callable[[int], float] | None = getattr(call, "device_ms", None)
+    inputs = call.inputs or protocol.inputs
+    call(inputs - 1)
     times_ms: list[float] = []
     device_ms: list[float] = []
     deadline_ns = clock_ns() + protocol.round_s * 1e9
     while not times_ms or clock_ns() < deadline_ns:
-        for index in range(protocol.inputs):
+        for index in range(inputs):
             start_ns = clock_ns()
             call(index)
             times_ms.append((clock_ns() - start_ns) / NS_PER_MS)
-        if device_call is not None:
-            device_ms += [device_call(index) for index in range(protocol.inputs)]
+        told = (call.device_ms(index) for index in range(inputs))
+        device_ms += [ms for ms in told if ms is not None]
     return times_ms, device_ms
 
 

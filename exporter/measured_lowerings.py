@@ -20,7 +20,7 @@ import torch
 
 from ..common.console import Progress, Silent
 from ..common.environment import cpu_model
-from ..common.timing import Case, Latency, Protocol, measure
+from ..common.timing import Call, Latency, Protocol, measure
 from ..errors import LoweringError, MoexportError, UsageError
 from ..graphs.lower import LoweringRequest, lower
 from ..graphs.lowerings.base import AnyLowering
@@ -226,7 +226,7 @@ def _timed(
     """Returns the latencies of the graphs that run; those that do not go into `left_out`."""
     batches = _tokens(group.work)
     k = group.work.k if group.k is None else None
-    cases: dict[str, Case] = {}
+    cases: dict[str, Call] = {}
     for name, path in paths.items():
         try:
             session = Session(path, options)

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from functools import partial
 from multiprocessing import get_context
@@ -24,9 +24,10 @@ from typing import TypeVar
 import numpy as np
 import onnxruntime as ort
 import torch
-from moexport.bench.measure.roofline import Probes, Rates, layer_parts, limit_ms
+from moexport.bench.measure.flops import layer_parts
+from moexport.bench.measure.roofline import Microbenchmarks, Rates, limit_ms
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.runners.candidates import Asked, exported
+from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing
 from moexport.common.environment import environment, usable_cores
 from moexport.exporter.families.layer_only import TokenBackbone
@@ -171,7 +172,7 @@ def run(
             tuple(rows),
             environment() | {"threads": threads},
             {"rounds": timing.MIN_ROUNDS, "round_s": round_s, "tokens": TOKENS, "dim": DIM}
-            | _typical(rates).as_json(),
+            | asdict(_typical(rates)),
             command="python -m perf layers",
             created=datetime.now(UTC).isoformat(timespec="seconds"),
         )
@@ -182,13 +183,13 @@ def measure(
 ) -> tuple[list[Row], list[Rates]]:
     """Returns the rows of a shape, and the machine's rates beside each batch."""
     torch.set_num_threads(threads)
-    probes = Probes(threads)
+    machine = Microbenchmarks(threads)
     rows: list[Row] = []
     rates: list[Rates] = []
     with ExitStack() as stack:
         entered = _enter(shape, batches, threads, stack)
         for batch in batches:
-            found, rate = _time_batch(entered, batch, round_s, probes, to_stderr)
+            found, rate = _time_batch(entered, batch, round_s, machine, to_stderr)
             rows += found
             rates.append(rate)
     return rows, rates
@@ -215,7 +216,7 @@ def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStac
     folder = Path(stack.enter_context(TemporaryDirectory(prefix="moexport-plain-")))
     plain = plain_onnx(stacked.module, torch.from_numpy(tokens_of(1)), folder, threads)
     lowerings = ("auto",) if shape == LARGE else LOWERINGS
-    floats = Asked(ks=shape.ks, lowerings=lowerings, batches=batches, threads=threads)
+    floats = Sweep(ks=shape.ks, lowerings=lowerings, batches=batches, threads=threads)
     integers = replace(
         floats,
         ks=shape.integer_ks,
@@ -223,11 +224,11 @@ def _enter(shape: Shape, batches: tuple[int, ...], threads: int, stack: ExitStac
         calibration=tokens_of(CALIBRATION_INPUTS),
     )
     graphs: dict[Measured, Callable[[np.ndarray], object]] = {}
-    forms: tuple[tuple[Precision, Asked], ...] = (("fp32", floats), ("int8", integers))
+    forms: tuple[tuple[Precision, Sweep], ...] = (("fp32", floats), ("int8", integers))
     for precision, asked in forms:
         candidate = stack.enter_context(exported(loop, asked))
         for source in candidate.graphs:
-            graphs[str(source.lowering), source.k, precision] = source.open()
+            graphs[str(source.lowering), source.k, precision] = source.open().infer
     return _Entered(shape, stacked, loop, plain, graphs)
 
 
@@ -235,7 +236,7 @@ def _time_batch(
     entered: _Entered,
     batch: int,
     round_s: float,
-    probes: Probes,
+    machine: Microbenchmarks,
     progress: Callable[[str], None],
 ) -> tuple[list[Row], Rates]:
     """Measures everything at one batch size; the machine's rates in the same rounds."""
@@ -255,8 +256,8 @@ def _time_batch(
             calls[lowering, k, precision] = partial(graph, x)
     progress(f"{shape.name}, batch {batch}: {len(calls)} cases")
     protocol = timing.Protocol(round_s=round_s, warmup=2, inputs=1)
-    latencies, measured = timed_calls(calls, protocol, progress, probes)
-    rates = probes.rates(measured)
+    latencies, measured = timed_calls(calls, protocol, progress, machine)
+    rates = machine.rates(measured)
     rows = [
         _row(shape, k, batch, name, precision, latency, rates)
         for (name, k, precision), latency in latencies.items()
@@ -268,14 +269,14 @@ def timed_calls(
     calls: Mapping[Key, Callable[[], object]],
     protocol: timing.Protocol,
     progress: Callable[[str], None],
-    probes: Probes | None = None,
+    machine: Microbenchmarks | None = None,
 ) -> tuple[dict[Key, timing.Latency], Mapping[str, timing.Latency]]:
     """Returns the latency of each call that does not fail, and all latencies by name.
 
-    All are interleaved, the `probes` of the machine's rates with them.
+    All are interleaved, the `machine` of the machine's rates with them.
     """
     names = {" ".join(map(str, key)): key for key in calls}
-    cases: dict[str, timing.Case] = {} if probes is None else dict(probes.cases)
+    cases: dict[str, timing.Call] = {} if machine is None else dict(machine.calls)
     cases |= {name: partial(_ignoring_index, calls[key]) for name, key in names.items()}
     with torch.inference_mode():
         measured = timing.measure(cases, protocol)

@@ -16,19 +16,17 @@ from tempfile import TemporaryDirectory
 import moexport
 import numpy as np
 import torch
-from moexport.bench.measure.limits import products_of
-from moexport.bench.measure.roofline import (
+from moexport.bench.measure.flops import (
     NO_PRODUCTS,
     IntegerLinear,
     ModelWork,
-    Probes,
     Products,
-    Rates,
-    limit_ms,
+    products_of,
     work_of,
 )
+from moexport.bench.measure.roofline import Microbenchmarks, Rates, limit_ms
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.runners.candidates import Asked, exported
+from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing
 from moexport.common.environment import environment, usable_cores
 
@@ -108,7 +106,7 @@ def _measure(shape: Shape, batch: int, round_s: float, threads: int) -> tuple[Mo
         vit = _enter(shape, batch, threads, stack)
         parameters = sum(p.numel() for p in vit.model.module.parameters())
         info = ModelInfo(vit.name, vit.model.family, "random weights", parameters)
-        return info, _time_batch(vit, batch, round_s, Probes(threads))
+        return info, _time_batch(vit, batch, round_s, Microbenchmarks(threads))
 
 
 def _images(batch: int) -> np.ndarray:
@@ -123,7 +121,7 @@ def _enter(shape: Shape, batch: int, threads: int, stack: ExitStack) -> _Vit:
     vit_checkpoint(checkpoint, experts=shape.experts, hidden=shape.hidden, stacked=True)
     model = moexport.load(checkpoint, config={"num_heads": 12})
     plain = plain_onnx(model.module, torch.from_numpy(_images(1)), folder, threads)
-    floats = Asked(ks=kept(shape), batches=(batch,), threads=threads)
+    floats = Sweep(ks=kept(shape), batches=(batch,), threads=threads)
     integers = replace(
         floats, precisions=("int8",), calibration=_images(CALIBRATION_IMAGES), scope="all"
     )
@@ -131,7 +129,7 @@ def _enter(shape: Shape, batch: int, threads: int, stack: ExitStack) -> _Vit:
     linears: tuple[IntegerLinear, ...] = ()
     for name, asked in ((AUTO, floats), (INT8, integers)):
         candidate = stack.enter_context(exported(model, asked))
-        graphs |= {(name, source.k): source.open() for source in candidate.graphs}
+        graphs |= {(name, source.k): source.open().infer for source in candidate.graphs}
         linears = candidate.graphs[0].integers
     work, products = work_of(model, _images(1)), products_of(linears, {"batch": 1})
     return _Vit(shape, name_of(shape), model, work, plain, graphs, products)
@@ -141,7 +139,7 @@ def _time_batch(
     vit: _Vit,
     batch: int,
     round_s: float,
-    probes: Probes,
+    machine: Microbenchmarks,
 ) -> list[Row]:
     x, n = _images(batch), vit.shape.experts
     images = torch.from_numpy(x)
@@ -153,8 +151,8 @@ def _time_batch(
     for case, graph in vit.graphs.items():
         calls[case] = partial(graph, x)
     protocol = timing.Protocol(round_s=round_s, warmup=1)
-    latencies, measured = timed_calls(calls, protocol, to_stderr, probes)
-    rates = probes.rates(measured)
+    latencies, measured = timed_calls(calls, protocol, to_stderr, machine)
+    rates = machine.rates(measured)
     return [_row(vit, k, batch, name, found, rates) for (name, k), found in latencies.items()]
 
 

@@ -9,7 +9,7 @@ forms: by the calls of the authors' code (`published`), and as moexport's own re
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from functools import partial
 
@@ -17,9 +17,10 @@ import numpy as np
 import torch
 from einops import einsum, rearrange
 from entmax import entmax15
-from moexport.bench.measure.roofline import Rates, layer_parts, limit_ms, machine_rates
+from moexport.bench.measure.flops import layer_parts
+from moexport.bench.measure.roofline import Rates, limit_ms, machine_rates
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
-from moexport.bench.runners.candidates import Asked, exported
+from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing
 from moexport.common.environment import environment, usable_cores
 from moexport.exporter.families.layer_only import TokenBackbone
@@ -184,7 +185,7 @@ def run(
         tuple(ModelInfo(s.name, "mumoe", "random weights", s.spec.parameters) for s in timed),
         tuple(rows),
         environment() | {"threads": threads},
-        {"rounds": timing.MIN_ROUNDS, "round_s": round_s} | rates.as_json(),
+        {"rounds": timing.MIN_ROUNDS, "round_s": round_s} | asdict(rates),
         command="python -m perf mumoe",
         created=datetime.now(UTC).isoformat(timespec="seconds"),
     )
@@ -201,7 +202,7 @@ def _rows(
     random = np.random.default_rng(1)
     x = random.standard_normal((1, layer.tokens, layer.spec.dim)).astype(np.float32)
     seen = random.standard_normal((CALIBRATION_TOKENS // layer.tokens or 1, *x.shape[1:]))
-    asked = Asked(
+    asked = Sweep(
         ks=("n",),
         precisions=("fp32", "int8"),
         calibration=seen.astype(np.float32),
@@ -212,7 +213,7 @@ def _rows(
     with exported(model, asked) as exports:
         for graph in exports.graphs:
             key = (ONNXRUNTIME, graph.precision)
-            calls[key], lowerings[key] = partial(graph.open(), x), graph.lowering
+            calls[key], lowerings[key] = partial(graph.open().infer, x), graph.lowering
         latencies, _ = timed_calls(calls, timing.Protocol(round_s=round_s), progress)
     n = layer.spec.experts
     work = WorkOf(layer.spec, n, 1, layer.tokens)

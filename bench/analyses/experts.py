@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import combinations
 from math import comb
@@ -17,15 +16,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...common.console import Progress, Silent
 from ...errors import FeedError, UsageError
 from ...exporter.model import Model
-from ...graphs.layers.base import sharing_weights
-from ...graphs.layers.soft_moe import recorded_routing, soft_moe_layers
+from ...graphs.layers.base import recorded_choices, sharing_weights
+from ...graphs.layers.soft_moe import soft_moe_layers
+from ..cases import Candidate
 from ..data import Labelled, LabelledData
-from ..runners.pytorch import Candidate, untouched
+from ..runners.pytorch import untouched
 from .findings import EXPERTS, PASSES, SUMS, BestSubsets, ExpertStudy, Kept, RandomChoice, Shares
 
 Choice = Mapping[str, Tensor]
@@ -88,35 +88,24 @@ class Passes:
         """Returns s [samples, n] of each layer, with all experts kept."""
         for layer in self.layers.values():
             layer.keep, layer.chooser = None, None
-        with recorded_scores(self.module) as parts:
-            self._scores()
+        parts: dict[str, list[Tensor]] = {name: [] for name in self.layers}
+        with recorded_choices(self.module) as choices:
+            for _ in self._batches():
+                for name, found in parts.items():
+                    scores = choices[name].scores
+                    assert scores is not None  # a Soft MoE layer ranks the experts of an input
+                    found.append(scores)
         return {name: torch.cat(batches) for name, batches in parts.items()}
 
-    @torch.inference_mode()
     def _scores(self) -> Tensor:
-        parts = []
+        return torch.cat(list(self._batches()))
+
+    @torch.inference_mode()
+    def _batches(self) -> Iterator[Tensor]:
+        """Yields the scores of each batch."""
         for rows in self.data.batches(self.batch):
             self._rows = rows
-            parts.append(self.module(torch.from_numpy(self.data.inputs[rows])))
-        return torch.cat(parts)
-
-
-@contextmanager
-def recorded_scores(module: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
-    """Within the context, each forward appends every layer's s [b, n] to the yielded lists."""
-    found: dict[str, list[Tensor]] = {name: [] for name in soft_moe_layers(module)}
-    with recorded_routing(module) as records:
-
-        def keep_scores(*_: object) -> None:
-            for name, routings in records.items():
-                found[name] += [routing.scores for routing in routings]
-                routings.clear()  # C and D of all batches would fill the memory
-
-        handle = module.register_forward_hook(keep_scores)
-        try:
-            yield found
-        finally:
-            handle.remove()
+            yield self.module(torch.from_numpy(self.data.inputs[rows]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +187,7 @@ def check(name: str, model: Model, data: LabelledData) -> None:
             f"the analyses of {name} need labels, and the data have none",
             hint="give --data an .npz with the arrays input and label",
         )
-    output = untouched(model)(data.inputs[:1])
+    output = untouched(model).infer(data.inputs[:1])
     if output.ndim != 2:
         raise FeedError(
             f"the analyses need class scores of shape (batch, classes), and {name} gives "
@@ -450,7 +439,7 @@ def _kept(model: Classifier, labels: Tensor, k: int, top1: float) -> Kept:
 
 def _untouched_accuracy(of: Model, data: LabelledData, labels: Tensor, batch: int) -> float:
     base = untouched(of)
-    scores = [torch.from_numpy(base(data.inputs[rows])) for rows in data.batches(batch)]
+    scores = [torch.from_numpy(base.infer(data.inputs[rows])) for rows in data.batches(batch)]
     return accuracy(torch.cat(scores), labels)
 
 

@@ -19,11 +19,11 @@ from ...exporter.bundle.bundle import Bundle
 from ...exporter.checkpoints.load import load
 from ...exporter.export import export
 from ...exporter.options import ExportOptions, parse_k
+from ..cases import Candidate
 from ..plan import Settings
 from ..report.text import rows_table
 from ..run import bench
-from ..runners.candidates import Asked, from_bundle
-from ..runners.pytorch import Candidate
+from ..runners.candidates import Sweep, from_bundle
 from . import digits
 
 EXPERTS = (16, 64)
@@ -141,7 +141,7 @@ def verified(bundle: Bundle) -> tuple[str, ...]:
 
 def _side_by_side(bundles: list[Bundle], name: str) -> Candidate:
     """The bundles of one network, one k each, as one candidate with all ks."""
-    asked = Asked(ks=(), threads=THREADS)
+    asked = Sweep(ks=(), threads=THREADS)
     candidates = [from_bundle(bundle, asked) for bundle in bundles]
     return replace(
         candidates[0],

@@ -29,7 +29,7 @@ from ..plan import Settings
 from ..report.text import rows_table
 from ..results import Results
 from ..run import bench, with_threads
-from ..runners.candidates import Asked, from_bundle
+from ..runners.candidates import Sweep, from_bundle
 from . import digits
 from .demo import THREADS, VERIFIED_HEADER, Outcome, claim, exported, verified
 
@@ -381,7 +381,7 @@ def _supports(model: Trained, data: Path) -> list[tuple[object, ...]]:
 def _measured(
     bundles: Sequence[Bundle], data: LabelledData, out: Path, progress: Progress
 ) -> Results:
-    asked = Asked(ks=tuple(parse_k(k) for k in KEPT), threads=THREADS)
+    asked = Sweep(ks=tuple(parse_k(k) for k in KEPT), threads=THREADS)
     return bench(
         [from_bundle(bundle, asked) for bundle in bundles],
         data,

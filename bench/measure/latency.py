@@ -1,4 +1,4 @@
-"""Carries out a group: cases timed in turn on the same real inputs."""
+"""The latency of cases timed in turn on the same inputs, and how far other work disturbed it."""
 
 from __future__ import annotations
 
@@ -6,84 +6,74 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ...calibration.feeds import Array
 from ...common import timing
 from ...common.console import Progress
-from ..data import Array, LabelledData
-from ..plan import TimingGroup
+from ..cases import Case, TimingGroup
+from ..data import LabelledData
 from ..results import Results
-from ..runners.pytorch import Case, Runner
+from ..runners.base import Loader, Runner
 
 
-class Turns:
-    """A case that runs the batches of a group in turn."""
+class TimedRunner(timing.TimedCall):
+    """A runner on the batches of a group in turn.
 
-    def __init__(self, runner: Runner, batches: Sequence[Array]) -> None:
-        self._runner, self._batches = runner, batches
+    Of a loader the runner is opened for its part of each round and closed after: it saves memory.
+    """
+
+    def __init__(self, runner: Runner | Loader, batches: Sequence[Array]) -> None:
+        self._open = runner if isinstance(runner, Loader) else None
+        self._runner = None if isinstance(runner, Loader) else runner
+        self._batches = batches
+        self.reopens = self._open is not None
 
     def __call__(self, index: int) -> object:
         """Runs one of the batches."""
-        return self._runner(self._batch(index))
+        return self._opened().infer(self._batch(index))
 
-    @property
-    def device_ms(self) -> Callable[[int], float] | None:
+    def device_ms(self, index: int) -> float | None:
         """Runs one of the batches and returns its time on the device; None if nobody can tell."""
-        tell: Callable[[Array], float] | None = getattr(self._runner, "device_ms", None)
-        return None if tell is None else lambda index: tell(self._batch(index))
+        return self._opened().device_ms(self._batch(index))
+
+    def rest(self) -> None:
+        """Closes a runner that is opened anew in every round."""
+        if self._open is not None and self._runner is not None:
+            self._runner.close()
+            self._runner = None
+
+    def _opened(self) -> Runner:
+        if self._runner is None:
+            assert self._open is not None
+            self._runner = self._open()
+        return self._runner
 
     def _batch(self, index: int) -> Array:
         return self._batches[index % len(self._batches)]
 
 
-class Reopened:
-    """A case that is opened for its part of each round and closed after: it saves memory."""
-
-    def __init__(self, open_it: Callable[[], Runner], batches: Sequence[Array]) -> None:
-        self._open, self._batches = open_it, batches
-        self._turns: Turns | None = None
-
-    def __call__(self, index: int) -> object:
-        """Runs one of the batches."""
-        if self._turns is None:
-            self._turns = Turns(self._open(), self._batches)
-        return self._turns(index)
-
-    @property
-    def device_ms(self) -> Callable[[int], float] | None:
-        """As of `Turns`, while the engine is open."""
-        return None if self._turns is None else self._turns.device_ms
-
-    def rest(self) -> None:
-        """Closes the engine."""
-        self._turns = None
-
-
 def measure_group(
     group: TimingGroup,
-    runners: Mapping[Case, Runner],
+    runners: Mapping[Case, Runner | Loader],
     data: LabelledData,
     *,
-    openers: Mapping[Case, Callable[[], Runner]] | None = None,
-    probes: Mapping[str, timing.Case] | None = None,
+    benchmarks: Mapping[str, timing.Call] | None = None,
     progress: Progress | None = None,
     done: Sequence[timing.Round] = (),
     keep: Callable[[timing.Round], None] = lambda found: None,
 ) -> timing.Measured:
     """Returns the latency of each case by its label, and in words what others failed at.
 
-    `runners` are open; `openers` are opened for each round anew; `probes` of the machine are timed
+    `runners` that are loaders are opened for each round anew; `benchmarks` of the machine are timed
     beside them, by their own names. Inputs are real: distinct batches of the data, in turn, the
     same for every case.
     """
     batches = group_batches(group, data)
     protocol = replace(group.protocol, inputs=len(batches))
-    calls: dict[str, timing.Case] = {c.label: Turns(r, batches) for c, r in runners.items()}
-    for case, opener in (openers or {}).items():
-        calls[case.label] = Reopened(opener, batches)
-    ordered = {c.label: calls[c.label] for c in group.cases if c.label in calls}
+    calls = {c.label: TimedRunner(runners[c], batches) for c in group.cases if c in runners}
     return timing.measure(
-        ordered | dict(probes or {}),
+        calls | dict(benchmarks or {}),
         protocol,
-        title=f"{group.cases[0].model}, batch {group.batch}: timing",
+        title=f"{group.model}, batch {group.batch}: timing",
         progress=progress,
         done=done,
         keep=keep,

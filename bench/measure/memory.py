@@ -12,23 +12,30 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...common.environment import memory_bytes, usable_cores
 from ...common.timing import in_one_line
-from ..data import Array
-from ..runners.pytorch import Runner
+from ..runners.base import Loader
 
 CALLS = 3
 
 TIMEOUT_S = 900.0
 
 MB = 1e6
+
+AT_ONCE = 4
+
+ROOM = 4
+"""A process may take this many times the weights, beside what a runtime takes by itself."""
+
+RUNTIME_BYTES = 500 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,25 +46,64 @@ class Memory:
     peak_mb: Mapping[int, float]
 
 
-def pickled(recipe: object) -> bytes | None:
-    """Returns a recipe as bytes, None for one that only this process understands."""
+def worker_count(weights_bytes: int) -> int:
+    """Returns how many processes may run at once: in half of the memory, and no more than cores."""
+    room = memory_bytes() or (8 << 30)
+    fitting = room // 2 // (ROOM * weights_bytes + RUNTIME_BYTES)
+    return max(1, min(AT_ONCE, usable_cores(), fitting))
+
+
+def measure_memories(
+    loaders: Mapping[str, Loader],
+    inputs: Mapping[int, Array],
+    *,
+    threads: int,
+    weights_bytes: int,
+    title: str,
+    progress: Progress,
+) -> Iterator[tuple[str, Memory]]:
+    """Yields the memory of each case as its process ends; one that fails is told and left out."""
+    jobs = {
+        label: data for label, loader in loaders.items() if (data := pickled(loader)) is not None
+    }
+    if not jobs:
+        return
+    progress.step(f"{title}: peak memory of {len(jobs)} processes", total=len(jobs))
+    with ThreadPoolExecutor(worker_count(weights_bytes)) as pool:
+        futures = {
+            pool.submit(measure_memory, data, inputs, threads=threads): label
+            for label, data in jobs.items()
+        }
+        for future in as_completed(futures):
+            label = futures[future]
+            try:
+                found = future.result()
+            except (RuntimeError, OSError, ValueError) as error:
+                progress.step(f"no memory for {label}: {in_one_line(error)}")
+            else:
+                yield label, found
+            progress.advance(1)
+
+
+def pickled(loader: object) -> bytes | None:
+    """Returns a loader as bytes, None for one that only this process understands."""
     try:
-        return pickle.dumps(recipe)
+        return pickle.dumps(loader)
     except (pickle.PicklingError, AttributeError, TypeError):
         return None
 
 
 def measure_memory(
-    recipe: bytes, inputs: Mapping[int, Array], *, threads: int | None = None
+    loader: bytes, inputs: Mapping[int, Array], *, threads: int | None = None
 ) -> Memory:
-    """Returns the memory of a recipe (`portable`) that runs these batches, by their size.
+    """Returns the memory of what a loader (`pickled`) opens, running these batches, by their size.
 
     Sizes run in ascending order, so that each one's peak is its own. Raises RuntimeError with the
     last line that the process wrote when it fails.
     """
     job = pickle.dumps(
         {
-            "recipe": recipe,
+            "loader": loader,
             "inputs": {size: inputs[size] for size in sorted(inputs)},
             "threads": threads,
         }
@@ -106,64 +152,19 @@ def peak_bytes() -> int:
 
 def _main() -> None:
     job: dict[str, Any] = pickle.load(sys.stdin.buffer)
-    recipe = pickle.loads(job["recipe"])  # imports the runtime
+    loader: Loader = pickle.loads(job["loader"])  # imports the runtime
     threads = job["threads"]
     if threads is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
     runtime = peak_bytes()
-    runner = getattr(recipe, "plain", recipe)()
+    runner = loader.deployed()
     peak = {}
     for size, x in job["inputs"].items():
         for _ in range(CALLS):
-            runner(x)
+            runner.infer(x)
         peak[size] = peak_bytes()
     print(json.dumps({"runtime": runtime, "peak": peak}))
 
 
 if __name__ == "__main__":
     _main()
-
-
-AT_ONCE = 4
-
-ROOM = 4
-"""A process may take this many times the weights, beside what a runtime takes by itself."""
-
-RUNTIME_BYTES = 500 << 20
-
-
-def worker_count(weights_bytes: int) -> int:
-    """Returns how many processes may run at once: in half of the memory, and no more than cores."""
-    room = memory_bytes() or (8 << 30)
-    fitting = room // 2 // (ROOM * weights_bytes + RUNTIME_BYTES)
-    return max(1, min(AT_ONCE, usable_cores(), fitting))
-
-
-def peaks(
-    recipes: Mapping[str, Callable[[], Runner]],
-    inputs: Mapping[int, Array],
-    *,
-    threads: int,
-    weights_bytes: int,
-    title: str,
-    progress: Progress,
-) -> Iterator[tuple[str, Memory]]:
-    """Yields the memory of each recipe as its process ends; one that fails is told and left out."""
-    jobs = {label: data for label, r in recipes.items() if (data := pickled(r)) is not None}
-    if not jobs:
-        return
-    progress.step(f"{title}: peak memory of {len(jobs)} processes", total=len(jobs))
-    with ThreadPoolExecutor(worker_count(weights_bytes)) as pool:
-        futures = {
-            pool.submit(measure_memory, data, inputs, threads=threads): label
-            for label, data in jobs.items()
-        }
-        for future in as_completed(futures):
-            label = futures[future]
-            try:
-                found = future.result()
-            except (RuntimeError, OSError, ValueError) as error:
-                progress.step(f"no memory for {label}: {in_one_line(error)}")
-            else:
-                yield label, found
-            progress.advance(1)

@@ -7,18 +7,16 @@ parts are for comparing with each other, the latency is measured without it.
 
 from __future__ import annotations
 
-import json
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
-from tempfile import TemporaryDirectory
-from typing import Any, Protocol
+from typing import Any
 
-from ..data import Array
+from ...calibration.feeds import Array
 from ..results import Part
+from ..runners.base import Loader
 
 WARMUP = 2
 PASSES = 3
@@ -31,14 +29,6 @@ DISPATCH = ("dispatch",)
 COMBINE = ("combine", "output")
 
 
-class Profiled(Protocol):
-    """A graph that can be opened with the runtime's profile on (`graph_runner.OnnxOpener`)."""
-
-    def profiled(self, prefix: Path) -> Any:
-        """Opens the graph; the profile's file name begins with `prefix`."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Event:
     """One timed span of a profile, in microseconds; its nodes may lie within one another."""
@@ -49,17 +39,13 @@ class Event:
     thread: int
 
 
-def parts_of(opener: Profiled, batches: Sequence[Array], layers: Sequence[str]) -> tuple[Part, ...]:
+def parts_of(loader: Loader, batches: Sequence[Array], layers: Sequence[str]) -> tuple[Part, ...]:
     """Returns the parts of a graph, as medians over calls with these batches in turn.
 
     `layers` are the names of its MoE layers. The first calls are left out: they allocate.
     """
-    with TemporaryDirectory(prefix="moexport-profile-") as folder:
-        graph = opener.profiled(Path(folder) / "profile")
-        for index in range(WARMUP + PASSES * len(batches)):
-            graph(batches[index % len(batches)])
-        text = graph.session.end_profile().read_text(encoding="utf-8")
-    return parts_of_profile(json.loads(text), layers, skip=WARMUP)
+    events = loader.profile(batches, WARMUP + PASSES * len(batches))
+    return parts_of_profile(events, layers, skip=WARMUP)
 
 
 def parts_of_profile(
@@ -83,7 +69,7 @@ def parts_of_profile(
     inside = [0.0] * len(runs)
     for event, own_us in own_times(nodes):
         run = bisect_right(starts, event.start) - 1
-        sums[place(event.name, layers)][run] += own_us
+        sums[part_of_node(event.name, layers)][run] += own_us
         inside[run] += own_us
     sums[None, "runtime"] = [
         max(0.0, end - start - own) for (start, end), own in zip(runs, inside, strict=True)
@@ -116,7 +102,7 @@ def _within(event: Event, outer: Event) -> bool:
     return event.thread == outer.thread and event.start >= outer.start and event.end <= outer.end
 
 
-def place(name: str, layers: Sequence[str]) -> tuple[str | None, str]:
+def part_of_node(name: str, layers: Sequence[str]) -> tuple[str | None, str]:
     """Returns the layer and part of a node by its name; `host` is the backbone."""
     for layer in layers:
         if name.startswith(f"{layer}/"):

@@ -1,157 +1,45 @@
 """The least time that a machine needs for a model's work, to divide measured times by.
 
-A model's work is a chain of parts, the backbone and its MoE layers, each with multiply-adds to do
-and bytes to move. A part takes at least the longer of the two at the machine's own rates (Williams,
-Waterman and Patterson, "Roofline", 2009), and the parts wait for each other. What stays in a cache
-between two calls can be faster than the limit, which moves every byte from memory.
+Each part of the work (`flops`) takes at least the longer of its multiply-adds and its bytes at the
+machine's own rates (Williams, Waterman and Patterson, "Roofline", 2009), and the parts wait for
+each other. What stays in a cache between two calls can be faster than the limit, which moves every
+byte from memory.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from math import prod
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 import onnxruntime as ort
 import torch
 from onnx import helper, numpy_helper
-from torch import Tensor, nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+from ...calibration.feeds import Array
 from ...common import timing
 from ...errors import TraceError
-from ...exporter.model import Dimension, Model
-from ...exporter.trace import layers_as_nodes
-from ...graphs.lowerings.cost import AnyWork, WorkOf
-
-COUNTED_NAMESPACES = ("aten", "prims", "onnx_symbolic")
-"""PyTorch's own operators, and the node that stands in for a MoE layer."""
-
-UNCOUNTED = re.compile(r"rnn|fft|cdist|linalg|attention|transformer|quantiz|sparse|mv$|dot$")
-"""Operators of PyTorch that multiply and whose multiply-adds its counter does not know."""
-
-
-@dataclass(frozen=True, slots=True)
-class BackboneWork:
-    """What one input asks for: multiply-adds, numbers of weights read, and each layer's tokens."""
-
-    macs: float
-    numbers: float
-    tokens: Mapping[str, int]
-
-
-def backbone_work(model: Model, x: np.ndarray) -> BackboneWork:
-    """Returns the work of one of the inputs x [b, …], the MoE layers left out.
-
-    PyTorch counts the multiply-adds of matrix products, convolutions and attention. Raises
-    `TraceError` that names the operators where the backbone calls others that multiply.
-    """
-    tokens: dict[str, int] = {}
-    names = list(model.layers)  # not to be found while nodes stand in their places
-    with layers_as_nodes(model.module) as backbone, torch.inference_mode(), _plain_attention():
-        hooks = [
-            backbone.get_submodule(name).register_forward_pre_hook(_noting(tokens, name))
-            for name in names
-        ]
-        reads = _Reads(backbone)
-        try:
-            # The later mode is asked first: it takes apart what the earlier one then sees.
-            with reads, FlopCounterMode(display=False) as counter:
-                backbone(torch.from_numpy(np.ascontiguousarray(x[:1])))
-        finally:
-            for hook in hooks:
-                hook.remove()
-    if reads.uncounted:
-        raise TraceError(
-            f"PyTorch does not count the operations of {', '.join(sorted(reads.uncounted))}"
-        )
-    return BackboneWork(counter.get_total_flops() / 2, reads.numbers, tokens)
-
-
-def _noting(tokens: dict[str, int], name: str) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-    """A hook that notes a layer's token count m: of [b, m, d], or one of [b, d]."""
-
-    def note(node: nn.Module, inputs: tuple[Any, ...]) -> None:
-        as_tokens: Callable[[Tensor], Tensor] = node.tokens  # type: ignore[assignment]
-        tokens[name] = prod(as_tokens(inputs[0]).shape[1:-1])
-
-    return note
-
-
-@contextmanager
-def _plain_attention() -> Iterator[None]:
-    """The counter knows attention as two matmuls, not as the kernels that fuse them on a CPU."""
-    before = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(before)
-
-
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's is not annotated
-    """Notes how much of each parameter is read, and what multiplies without being counted.
-
-    Of a table that is only looked up in, the rows are read that are asked for.
-    """
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._storages = {p.untyped_storage().data_ptr() for p in module.parameters()}
-        self._read: dict[int, int] = {}
-        self.uncounted: set[str] = set()
-
-    @property
-    def numbers(self) -> int:
-        """Numbers of parameters that were read, each once."""
-        return sum(self._read.values())
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Sequence[type],
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        """Runs an operator and notes what it reads."""
-        result = func(*args, **(kwargs or {}))
-        name = func._overloadpacket.__name__
-        counted = func._overloadpacket in flop_registry
-        if func.namespace not in COUNTED_NAMESPACES or (not counted and UNCOUNTED.search(name)):
-            self.uncounted.add(f"{func.namespace}::{name}")
-        if func.is_view:
-            return result
-        for each in (*args, *(kwargs or {}).values()):
-            for tensor in each if isinstance(each, list | tuple) else (each,):
-                if isinstance(tensor, Tensor):
-                    self._note(tensor, result if name == "embedding" else tensor)
-        return result
-
-    def _note(self, tensor: Tensor, read: Tensor) -> None:
-        if tensor.untyped_storage().data_ptr() in self._storages:
-            place = tensor.data_ptr()
-            self._read[place] = max(self._read.get(place, 0), min(tensor.numel(), read.numel()))
-
-
-FP32_BYTES = 4
+from ..cases import Candidate, Case, GraphSource
+from ..results import Work
+from .flops import FP32_BYTES, NO_PRODUCTS, ModelWork, Part, products_of, work_of
 
 STREAM_BYTES = 1 << 30
 """Larger than any cache."""
 
-INTEGER_MODES = ("input mode", "core", "output mode")
-"""The parts of a muMoE layer's multiply-adds that INT8 makes integer products."""
-
 _SQUARE = 2048
+
+SMALLEST_STREAM_BYTES = 1 << 20
+"""Of less, the sum that measures the bandwidth is mostly the call."""
+
+SQUARE = 1024
+"""Rows of the matrices whose product is timed: 20 ms on a core, at the rate of larger ones."""
+
+NUMBER_BYTES: Mapping[str, int] = {"fp16": 2, "bf16": 2}
+"""Of a precision that has not four: INT8 is FP32 around its experts on a CPU."""
+
+NO_GPU_RATES = "the rates of a GPU are not measured"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,133 +55,111 @@ class Rates:
     matmul_gflop_s: float
     int8_gop_s: float | None = None
 
-    def as_json(self) -> dict[str, float | None]:
-        """The rates by the names they have in `results.json`."""
-        return {
-            "stream_gb_s": self.stream_gb_s,
-            "matmul_gflop_s": self.matmul_gflop_s,
-            "int8_gop_s": self.int8_gop_s,
-        }
+
+def least_ms(part: Part, rates: Rates) -> float:
+    """Returns the milliseconds of one part, moving and computing at the same time."""
+    rate = rates.int8_gop_s if part.integer else rates.matmul_gflop_s
+    if rate is None:
+        raise ValueError(f"{part.name}: the rate of integer products was not measured")
+    return max(2e-6 * part.macs / rate, 1e-6 * part.bytes / rates.stream_gb_s)
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """One step of a model on one batch: its multiply-adds, and the bytes it must move once."""
-
-    name: str
-    macs: float
-    bytes: float
-    integer: bool = False
-
-    def least_ms(self, rates: Rates) -> float:
-        """Milliseconds at the machine's rates, moving and computing at the same time."""
-        rate = rates.int8_gop_s if self.integer else rates.matmul_gflop_s
-        if rate is None:
-            raise ValueError(f"{self.name}: the rate of integer products was not measured")
-        return max(2e-6 * self.macs / rate, 1e-6 * self.bytes / rates.stream_gb_s)
-
-
-def limit_ms(parts: tuple[Part, ...], rates: Rates) -> float:
+def limit_ms(parts: Iterable[Part], rates: Rates) -> float:
     """Returns the least time of parts that run one after the other, in milliseconds."""
-    return sum(part.least_ms(rates) for part in parts)
+    return sum(least_ms(part, rates) for part in parts)
 
 
 @dataclass(frozen=True, slots=True)
-class Products:
-    """Products with constant matrices: multiply-adds for one input, and numbers of weights."""
+class Limit:
+    """What a row asks of the machine and the least time for it; `reason` says why one is absent."""
 
-    macs: float = 0.0
-    numbers: float = 0.0
-
-
-NO_PRODUCTS = Products()
+    work: Work | None = None
+    limit_ms: float | None = None
+    reason: str | None = None
 
 
-@dataclass(frozen=True)
-class ModelWork:
-    """What one input of a model asks for: the backbone's multiply-adds, and each layer's tokens.
+class Limits:
+    """What the rows of a candidate ask of the machine.
 
-    `backbone_bytes` are those of its weights in FP32.
+    `benchmarks` of the machine are to be timed beside the rows. They stream as many bytes as the
+    model's weights hold: what fits in a cache is read at its rate, by the model and by them.
     """
 
-    model: Model
-    backbone_macs: float
-    backbone_bytes: float
-    tokens: Mapping[str, int]
+    def __init__(self, candidate: Candidate, x: Array, cases: Iterable[Case]) -> None:
+        self._machine = Microbenchmarks(
+            torch.get_num_threads(),
+            stream_bytes=min(max(candidate.weights_bytes, SMALLEST_STREAM_BYTES), STREAM_BYTES),
+            square=SQUARE,
+            integer=any(c.precision == "int8" for c in cases),
+        )
+        axes = zip(candidate.model.input.shape, (1, *x.shape[1:]), strict=False)
+        self._sizes = {name: size for name, size in axes if isinstance(name, str)}
+        self._work: ModelWork | None = None
+        self._reason = ""
+        try:
+            self._work = work_of(candidate.model, x)
+        except TraceError as error:
+            self._reason = error.message
+        except Exception as error:  # noqa: BLE001  a stranger's network: the row says what failed
+            self._reason = f"the backbone's work: {timing.in_one_line(error)}"
 
-    def parts(
-        self,
-        kept: Mapping[str, int],
-        batch: int,
-        *,
-        int8: Collection[str] = (),
-        int8_backbone: Products = NO_PRODUCTS,
-        number_bytes: int = FP32_BYTES,
-    ) -> tuple[Part, ...]:
-        """Returns the work of a batch with k = `kept[layer]` experts, the backbone first.
+    @property
+    def benchmarks(self) -> Mapping[str, timing.Call]:
+        """Those of the machine, by their names."""
+        return self._machine.calls
 
-        Of the layers in `int8` the experts' weights are bytes and their products integer products,
-        and so are the `int8_backbone` products of the backbone. All other numbers take
-        `number_bytes`.
+    def rates(self, measured: timing.Measured) -> Rates | str:
+        """Returns the rates that the benchmarks found, or why there are none."""
+        for name in self.benchmarks:
+            if name in measured.failures:
+                return f"{name}: {measured.failures[name]}"
+        return self._machine.rates(measured.latencies)
+
+    def of(self, case: Case, graph: GraphSource | None, batch: int, rates: Rates | str) -> Limit:
+        """Returns the work of a row and the least time for it; `graph` is the row's, if it is one.
+
+        A GPU's row has no limit. 16-bit numbers are counted with two bytes and multiplied at the
+        rate of FP32: so ONNX Runtime does on a CPU.
         """
-        numbers = self.backbone_bytes / FP32_BYTES - int8_backbone.numbers
-        parts = (
-            Part("host", batch * (self.backbone_macs - int8_backbone.macs), number_bytes * numbers),
-            Part("host/int8", batch * int8_backbone.macs, int8_backbone.numbers, integer=True),
+        if self._work is None:
+            return Limit(reason=self._reason)
+        try:
+            parts = self._parts(self._work, case, graph, batch)
+        except TraceError as error:
+            return Limit(reason=error.message)
+        work = Work(
+            operations=2 * sum(part.macs for part in parts if not part.integer),
+            int8_operations=2 * sum(part.macs for part in parts if part.integer),
+            bytes=sum(part.bytes for part in parts),
         )
-        backbone = (part for part in parts if part.macs)
-        layers = (
-            part
-            for name, layer in self.model.layers.items()
-            for part in layer_parts(
-                WorkOf(layer.spec, kept[name], batch, self.tokens[name]),
-                int8_experts=name in int8,
-                number_bytes=number_bytes,
-            )
+        if case.provider != "cpu":
+            return Limit(work, reason=NO_GPU_RATES)
+        if isinstance(rates, str):
+            return Limit(work, reason=rates)
+        return Limit(work, limit_ms(parts, rates))
+
+    def _parts(
+        self, work: ModelWork, case: Case, graph: GraphSource | None, batch: int
+    ) -> tuple[Part, ...]:
+        layers = work.model.layers
+        ks = {name: min(case.k, layer.spec.experts) for name, layer in layers.items()}
+        floating: frozenset[str] = frozenset()
+        int8_backbone = NO_PRODUCTS
+        if graph is not None:
+            ks |= graph.k_by_layer
+            floating = graph.floating
+            int8_backbone = products_of(graph.integers, self._sizes)
+        return work.parts(
+            ks,
+            batch,
+            int8=layers.keys() - floating if case.precision == "int8" else (),
+            int8_backbone=int8_backbone,
+            number_bytes=NUMBER_BYTES.get(case.precision, FP32_BYTES),
         )
-        return (*backbone, *layers)
 
 
-def layer_parts(
-    work: AnyWork, *, int8_experts: bool = False, number_bytes: int = FP32_BYTES
-) -> Iterator[Part]:
-    """Yields a layer's two kinds of work on one batch: passes over the tokens, and the experts.
-
-    The tokens [b, m, d] are read and the outputs [b, m, o] written once. Experts that nobody chose
-    are not read; with b·k ≥ n all are taken to be in use. A muMoE layer is one step, of which INT8
-    makes two: its large factors, and the gate with the rest.
-    """
-    spec, macs = work.spec, dict(work.spec.macs(work.tokens, work.k))
-    share = number_bytes / FP32_BYTES
-    moved = number_bytes * work.batch * work.tokens * (spec.dim + spec.out)
-    if spec.kind == "mumoe":
-        weights = share * spec.bytes_read(work.k)
-        if int8_experts:
-            # Each number of a factor takes part in one multiply-add of every token.
-            integers = sum(macs.pop(mode, 0) for mode in INTEGER_MODES)
-            numbers = integers / work.tokens
-            yield Part(f"{spec.name}/factors", work.batch * integers, numbers, integer=True)
-            weights -= share * FP32_BYTES * numbers
-        yield Part(spec.name, work.batch * sum(macs.values()), moved + weights)
-        return
-    experts = work.batch * macs.pop("experts")
-    active = min(spec.experts, work.selections)
-    weights = spec.bytes_read(active) * (1 / FP32_BYTES if int8_experts else share)
-    yield Part(f"{spec.name}/routing", work.batch * sum(macs.values()), moved)
-    yield Part(f"{spec.name}/experts", experts, weights, integer=int8_experts)
-
-
-def work_of(model: Model, x: np.ndarray) -> ModelWork:
-    """Returns what inputs like x [b, …] ask of a model, per input.
-
-    Raises `TraceError` for a backbone whose operations cannot be counted.
-    """
-    backbone = backbone_work(model, x)
-    return ModelWork(model, backbone.macs, FP32_BYTES * backbone.numbers, backbone.tokens)
-
-
-class Probe:
-    """A case that measures the machine with one call, whatever inputs others take."""
+class Microbenchmark(timing.TimedCall):
+    """One call that measures the machine, whatever inputs others take."""
 
     inputs = 1
 
@@ -306,8 +172,8 @@ class Probe:
         return self._call()
 
 
-class Probes:
-    """Cases that measure the machine: put beside others, they see the same disturbances.
+class Microbenchmarks:
+    """Calls that measure the machine: put beside others, they see the same disturbances.
 
     Streams `stream_bytes` and multiplies matrices of `square` rows and columns; integers only where
     `integer` asks for them.
@@ -330,11 +196,13 @@ class Probes:
         }
         if integer:
             calls["probe: int8"] = _product(np.int8, square, threads)
-        self.cases: dict[str, timing.Case] = {name: Probe(call) for name, call in calls.items()}
+        self.calls: dict[str, timing.Call] = {
+            name: Microbenchmark(call) for name, call in calls.items()
+        }
 
     def rates(self, latencies: Mapping[str, timing.Latency]) -> Rates:
-        """Returns the rates from the probes' medians among measured latencies."""
-        stream, by_torch, by_onnxruntime, *int8 = (latencies[name].median for name in self.cases)
+        """Returns the rates from the medians among measured latencies."""
+        stream, by_torch, by_onnxruntime, *int8 = (latencies[name].median for name in self.calls)
         return Rates(
             stream_gb_s=self._stream_bytes / 1e6 / stream,
             matmul_gflop_s=self._operations / 1e6 / min(by_torch, by_onnxruntime),
@@ -344,9 +212,9 @@ class Probes:
 
 def machine_rates(threads: int) -> Rates:
     """Measures this machine on its own; takes a few seconds and 1 GiB."""
-    probes = Probes(threads)
+    machine = Microbenchmarks(threads)
     protocol = timing.Protocol(round_s=0.3, warmup=2)
-    return probes.rates(timing.measure(probes.cases, protocol).latencies)
+    return machine.rates(timing.measure(machine.calls, protocol).latencies)
 
 
 def _product(
@@ -373,52 +241,3 @@ def _product(
         model.SerializeToString(), options, providers=["CPUExecutionProvider"]
     )
     return partial(session.run, None, {"x": x})
-
-
-QUANTIZE = "QuantizeLinear"
-
-
-@dataclass(frozen=True, slots=True)
-class IntegerLinear:
-    """An integer product y = x·W of the backbone: x [*rows, in], W [in, out].
-
-    The first of `rows` is the batch; None where the graph does not tell them.
-    """
-
-    node: str
-    rows: tuple[Dimension, ...] | None
-    weights: tuple[int, int]
-
-    def macs(self, sizes: Mapping[str, int]) -> int | None:
-        """Multiply-adds for the named axes' `sizes`, or None where these do not tell."""
-        if self.rows is None:
-            return None
-        try:
-            rows = prod(sizes[size] if isinstance(size, str) else size for size in self.rows)
-        except KeyError:
-            return None
-        return rows * prod(self.weights)
-
-
-def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, ...]:
-    """Returns those of the backbone's `nodes` that the graph file computes in integers."""
-    wanted = list(nodes)
-    if not wanted:
-        return ()
-    content = onnx.load(graph, load_external_data=False).graph
-    shapes = {
-        value.name: tuple(
-            dim.dim_param or dim.dim_value for dim in value.type.tensor_type.shape.dim
-        )
-        for value in (*content.input, *content.value_info)
-        if value.type.tensor_type.HasField("shape")
-    }
-    weights = {tensor.name: tuple(tensor.dims) for tensor in content.initializer}
-    rounded = {node.name: node.input[0] for node in content.node if node.op_type == QUANTIZE}
-    found = []
-    for name in wanted:
-        shape = shapes.get(rounded[f"{name}/integers"])
-        inputs, outputs = weights[f"{name}/weight"]
-        rows = None if shape is None else shape[:-1]
-        found.append(IntegerLinear(name, rows, (inputs, outputs)))
-    return tuple(found)

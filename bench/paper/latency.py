@@ -26,7 +26,7 @@ from ..data import LabelledData
 from ..plan import Settings
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, Results, Row
 from ..run import bench, write_all
-from ..runners.candidates import Asked, exported
+from ..runners.candidates import Sweep, exported
 from ..runners.pytorch import untouched
 from . import published
 from .published import TABLE_3, LatencyTable
@@ -149,7 +149,7 @@ def run_latency(
     parts: list[Results] = []
     passes: dict[str, dict[str, int]] = {}
     for batch in batches:
-        asked = Asked(ks=KEPT, batches=(batch,), threads=threads)
+        asked = Sweep(ks=KEPT, batches=(batch,), threads=threads)
         with exported(model, asked, name=describe(shape), progress=progress) as candidate:
             call_s = _seconds(model, random_tokens(shape, batch).inputs)
             # Algorithm 2 for every k but n, and the untouched model.
@@ -187,9 +187,9 @@ def describe(shape: LatencyTable) -> str:
 
 def _seconds(model: Model, x: np.ndarray) -> float:
     run = untouched(model)
-    run(x)
+    run.infer(x)
     started = time.perf_counter()
-    run(x)
+    run.infer(x)
     return time.perf_counter() - started
 
 

@@ -17,12 +17,12 @@ from ...exporter.checkpoints.load import load
 from ..analyses.experts import Wanted, study
 from ..analyses.findings import EXPERTS, ExpertStudy
 from ..analyses.report import FRACTIONS, text
+from ..cases import Candidate
 from ..demo import digits
 from ..plan import Settings
 from ..results import Results
 from ..run import bench
-from ..runners.candidates import Asked, exported
-from ..runners.pytorch import Candidate
+from ..runners.candidates import Sweep, exported
 from . import published
 
 NAME = "digits"
@@ -84,7 +84,7 @@ def run_mnist(
             candidates.append(
                 stack.enter_context(
                     exported(
-                        model, Asked((n, *ks), threads=suite.threads), name=name, progress=progress
+                        model, Sweep((n, *ks), threads=suite.threads), name=name, progress=progress
                     )
                 )
             )

@@ -7,10 +7,9 @@ weights for each expert, against the same in factors. Table 8 is of a layer with
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,9 @@ from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoE
 from ..measure.memory import measure_memory, pickled
 from ..results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
 from ..run import write_all
-from ..runners.candidates import Asked, exported
-from ..runners.pytorch import PyTorch, Runner
+from ..runners.base import Loader, Runner
+from ..runners.candidates import Sweep, exported
+from ..runners.pytorch import PyTorch
 from . import published
 
 DIM, OUT, EXPERTS, CHOSEN = 768, 1000, 128, 2
@@ -102,9 +102,15 @@ def open_layer(name: str) -> nn.Module:
     return MuMoE(spec, weights).eval()
 
 
-def open_runner(name: str) -> Runner:
-    """Returns a layer of Table 6 in PyTorch; another process can call it too."""
-    return PyTorch(open_layer(name))
+@dataclass(frozen=True, slots=True)
+class LayerLoader(Loader):
+    """Opens a layer of Table 6 in PyTorch; another process can do it too."""
+
+    name: str
+
+    def __call__(self) -> Runner:
+        """Opens the layer."""
+        return PyTorch(open_layer(self.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,21 +146,21 @@ def run_multilinear(
     """Returns the results of Tables 6 and 8, and the tables beside the paper's, as text."""
     threads = threads or torch.get_num_threads()
     inputs = np.random.default_rng(1).standard_normal((PROTOCOL.inputs, 1, 1, DIM), np.float32)
-    recipes: dict[tuple[str, str], Callable[[], Runner]] = {
-        (name, PYTORCH_EAGER): partial(open_runner, name) for name in published.TABLE_6
+    loaders: dict[tuple[str, str], Loader] = {
+        (name, PYTORCH_EAGER): LayerLoader(name) for name in published.TABLE_6
     }
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         with _exported("CP", threads) as cp, _exported("TR", threads) as tr:
             for name, candidate in (("CP", cp), ("TR", tr)):
-                recipes[name, ONNXRUNTIME] = candidate.graphs[0].open
+                loaders[name, ONNXRUNTIME] = candidate.graphs[0].loader
             progress.step("timing Table 6's layers")
-            measured = _measured(recipes, inputs)
+            measured = _measured(loaders, inputs)
             rows = []
-            for (name, engine), recipe in recipes.items():
+            for (name, engine), loader in loaders.items():
                 progress.step(f"the memory of {name}, {engine}")
-                job = pickled(recipe)
+                job = pickled(loader)
                 memory = (
                     None if job is None else measure_memory(job, {1: inputs[0]}, threads=threads)
                 )
@@ -189,20 +195,18 @@ def _exported(form: str, threads: int) -> Any:
         TensorSpec("input", "float32", ("batch", 1, DIM)),
         TensorSpec("output", "float32", ("batch", 1, OUT)),
     )
-    return exported(model, Asked(ks=("n",), threads=threads))
+    return exported(model, Sweep(ks=("n",), threads=threads))
 
 
 def _label(name: str, engine: str) -> str:
     return f"{name}, {engine}"
 
 
-def _measured(
-    recipes: Mapping[tuple[str, str], Callable[[], Runner]], inputs: np.ndarray
-) -> timing.Measured:
-    def timed(runner: Runner) -> timing.Case:
-        return lambda index: runner(inputs[index % len(inputs)])
+def _measured(loaders: Mapping[tuple[str, str], Loader], inputs: np.ndarray) -> timing.Measured:
+    def timed(runner: Runner) -> timing.Call:
+        return lambda index: runner.infer(inputs[index % len(inputs)])
 
-    calls = {_label(*key): timed(recipe()) for key, recipe in recipes.items()}
+    calls = {_label(*key): timed(loader()) for key, loader in loaders.items()}
     return timing.measure(calls, PROTOCOL)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import cast, get_args
 
+from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
 from ...common.files import hash_files
 from ...common.user_code import names_code
@@ -37,18 +38,18 @@ from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...graphs.lower import Lowered
 from ...graphs.precision.types import Precision
-from ..data import Array
-from ..measure.roofline import integer_linears
+from ..cases import Candidate, GraphSource
+from ..measure.flops import integer_linears
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from .available import KINDS, EngineKind
-from .onnxruntime import OnnxOpener
-from .pytorch import Candidate, Graph, GraphSource
-from .tensorrt import BundleEngine, GraphEngine
+from .base import Loader, Runner
+from .onnxruntime import OnnxLoader
+from .tensorrt import EngineLoader
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
-    """What a sweep asks of one model: the lists of its options.
+class Sweep:
+    """What to measure of one model: the lists of its options.
 
     `engines` are names of `available.KINDS`. `calibration` are the inputs [samples, …] from which
     INT8 takes its ranges, and `scope` is what it quantises. `shape` is that of one input, for which
@@ -83,7 +84,7 @@ class Asked:
 @contextmanager
 def exported(
     model: Model,
-    asked: Asked,
+    sweep: Sweep,
     *,
     name: str | None = None,
     progress: Progress | None = None,
@@ -97,39 +98,39 @@ def exported(
     graphs: list[GraphSource] = []
     specs = {layer: module.spec for layer, module in model.layers.items()}
     with TemporaryDirectory(prefix="moexport-bench-") as folder:
-        for runtime, precision in product(asked.runtimes, asked.precisions):
+        for runtime, precision in product(sweep.runtimes, sweep.precisions):
             place = Path(folder) / f"{runtime.name}-{precision}"
             place.mkdir()
             progress.step(f"exporting {model.source.path} for {runtime.name} in {precision}")
             try:
-                graphs += _sources(model, asked, runtime, precision, place)
+                graphs += _sources(model, sweep, runtime, precision, place)
             except (LoweringError, UsageError, CalibrationError) as error:
                 if precision == "fp32" and not runtime.compiles:
                     raise
                 # A precision that a model or target cannot take is a row that says so.
-                every = product(asked.ks, asked.lowerings)
+                every = product(sweep.ks, sweep.lowerings)
                 reasons = {(_largest(resolve_k(k, specs)), name): error for k, name in every}
                 graphs += _refused(reasons, runtime, precision)
-        said = [graph.open.reason for graph in graphs if isinstance(graph.open, Refused)]
+        said = [each.loader.reason for each in graphs if isinstance(each.loader, Refused)]
         if graphs and len(said) == len(graphs):
             raise said[0]
         yield Candidate(
             name=name or _named(model.source.path),
             model=model,
-            ks=tuple(sorted({_largest(resolve_k(k, specs)) for k in asked.ks}, reverse=True)),
+            ks=tuple(sorted({_largest(resolve_k(k, specs)) for k in sweep.ks}, reverse=True)),
             graphs=tuple(graphs),
-            renormalize=asked.renormalize,
-            engines=asked.engines,
+            renormalize=sweep.renormalize,
+            engines=sweep.engines,
         )
 
 
 @dataclass(frozen=True)
-class Refused:
+class Refused(Loader):
     """A graph that could not be exported: opening it tells why."""
 
     reason: MoexportError
 
-    def __call__(self) -> Graph:
+    def __call__(self) -> Runner:
         """Raises the reason."""
         raise self.reason
 
@@ -145,26 +146,26 @@ def _refused(
 
 
 def _sources(
-    model: Model, asked: Asked, runtime: EngineKind, precision: Precision, folder: Path
+    model: Model, sweep: Sweep, runtime: EngineKind, precision: Precision, folder: Path
 ) -> list[GraphSource]:
     """Exports the graphs of a sweep for one runtime; a lowering twice the same is one graph.
 
     One that cannot serve a layer in this precision is refused by itself.
     """
     assert runtime.target is not None
-    numbers = PrecisionOptions(precision, scope=asked.scope if precision == "int8" else "experts")
+    numbers = PrecisionOptions(precision, scope=sweep.scope if precision == "int8" else "experts")
     options = ExportOptions(
-        target=runtime.target, renormalize=asked.renormalize, numbers=numbers, verify=False
+        target=runtime.target, renormalize=sweep.renormalize, numbers=numbers, verify=False
     )
     table = None
     if precision == "int8":
-        table = table_for_export(model, options, data=asked.calibration)
+        table = table_for_export(model, options, data=sweep.calibration)
     prepared = prepare(model, options, table)
     integers = _integers({each.node: each.reason for each in prepared.numbers.linears})
     specs = {layer: module.spec for layer, module in model.layers.items()}
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
-    for k, lowering, batch in product(asked.ks, asked.lowerings, asked.batches):
+    for k, lowering, batch in product(sweep.ks, sweep.lowerings, sweep.batches):
         kept = resolve_k(k, specs)
         try:
             graph = plan_graph(
@@ -186,24 +187,24 @@ def _sources(
     lowered = write_graphs(prepared, folder)
     if runtime.compiles:
         _write_manifest(prepared, lowered, folder)
-    engine = engine_options(model, asked, runtime.engine) if runtime.compiles else None
+    engine = engine_options(model, sweep, runtime.engine) if runtime.compiles else None
     return refused + [
         GraphSource(
             k=k,
             lowering="+".join(sorted(set(names))),
-            open=GraphEngine(folder, runtime.engine, graph.file, engine)
+            loader=EngineLoader(folder, runtime.engine, graph.file, options=engine)
             if engine is not None
-            else OnnxOpener(
+            else OnnxLoader(
                 folder / graph.file,
                 selected_values(lowered[graph.file].values),
                 {n: spec.experts for n, spec in specs.items() if _has_sets(spec.kind)},
-                threads=asked.threads,
+                threads=sweep.threads,
                 provider=PROVIDERS[runtime.provider],
             ),
             provider=runtime.provider,
             precision=precision,
             engine=runtime.engine,
-            kept={layer.name: layer.work.k for layer in graph.layers},
+            k_by_layer={layer.name: layer.work.k for layer in graph.layers},
             integers=integer_linears(folder / graph.file, integers),
         )
         for (k, names), graph in graphs.items()
@@ -216,17 +217,17 @@ def _write_manifest(prepared: Prepared, lowered: Mapping[str, Lowered], folder: 
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
 
 
-def engine_options(model: Model, asked: Asked, backend: str) -> EngineOptions:
+def engine_options(model: Model, sweep: Sweep, backend: str) -> EngineOptions:
     """Returns how a sweep compiles: a profile for each batch size, of exactly the inputs' shape.
 
     Finished engines are kept where those of `export` are.
     """
     sizes: dict[str, AxisRange] = {}
-    if asked.shape is not None and len(asked.shape) == len(model.input.shape) - 1:
-        named = zip(model.input.shape[1:], asked.shape, strict=True)
+    if sweep.shape is not None and len(sweep.shape) == len(model.input.shape) - 1:
+        named = zip(model.input.shape[1:], sweep.shape, strict=True)
         sizes = {axis: _exactly(size) for axis, size in named if isinstance(axis, str)}
     return EngineOptions(
-        profiles=tuple({"batch": _exactly(batch)} | sizes for batch in sorted({*asked.batches})),
+        profiles=tuple({"batch": _exactly(batch)} | sizes for batch in sorted({*sweep.batches})),
         compute_capabilities=(CURRENT,) if BACKENDS[backend].cards else (),
         cache=default_cache(),
     )
@@ -245,10 +246,10 @@ def _largest(kept: Mapping[str, int | None]) -> int:
     return max(value for value in kept.values() if value is not None)
 
 
-def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> Candidate:
+def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> Candidate:
     """Returns a bundle beside the PyTorch model it was made from.
 
-    What is `asked` is measured where the bundle's k is a graph input; a baked k stays. Without
+    The k of a sweep are measured where the bundle's k is a graph input; a baked k stays. Without
     `model` the checkpoint that the manifest names is loaded; `UsageError` when it is gone or
     another.
     """
@@ -259,7 +260,7 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
     numbers = {layer.name: layer.precision for layer in record.layers}
     if takes_k:
         specs = {name: layer.spec for name, layer in model.layers.items()}
-        ks = [_largest(resolve_k(each, specs)) for each in asked.ks]
+        ks = [_largest(resolve_k(each, specs)) for each in sweep.ks]
     else:
         ks = [max(layer.k for layer in record.layers if layer.k is not None)]
     linears = _integers(record.numbers.get("linears", {}))
@@ -274,29 +275,29 @@ def from_bundle(bundle: Bundle, asked: Asked, *, model: Model | None = None) -> 
             GraphSource(
                 k=k,
                 lowering="+".join(sorted(set(graph.lowerings.values()))),
-                open=BundleEngine(bundle.path, runtime.engine, graph.file, k if takes_k else None)
+                loader=EngineLoader(bundle.path, runtime.engine, graph.file, k if takes_k else None)
                 if runtime.compiles
-                else OnnxOpener(
+                else OnnxLoader(
                     bundle.path / graph.file,
                     graph.selected,
                     {m.name: m.experts for m in record.layers if _has_sets(m.kind)},
                     k if takes_k else None,
-                    asked.threads,
+                    sweep.threads,
                     PROVIDERS[runtime.provider],
                 ),
                 provider=runtime.provider,
                 precision=record.precision,
                 engine=runtime.engine,
-                kept={layer.name: layer.k for layer in record.layers if layer.k is not None},
+                k_by_layer={layer.name: layer.k for layer in record.layers if layer.k is not None},
                 floating=frozenset(n for n, each in numbers.items() if each != "int8"),
                 integers=integers[graph.file],
             )
             for graph in record.graphs
             for k in ks
-            for runtime in asked.runtimes
+            for runtime in sweep.runtimes
         ),
         renormalize=record.renormalize,
-        engines=asked.engines,
+        engines=sweep.engines,
     )
 
 

@@ -1,33 +1,37 @@
-"""An exported graph as the benchmark runs it, and how it is opened here or in another process.
+"""An exported graph in ONNX Runtime, opened here or in another process.
 
 Imports ONNX Runtime alone: the process that measures a graph's memory must not hold PyTorch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
 
 import numpy as np
 
+from ...calibration.feeds import Array
 from ...exporter.session import CPU, Session, SessionOptions
-from ..data import Array
+from .base import Loader, Runner
 
 INT64 = 7
 """The element type of chosen experts: onnx.TensorProto.INT64."""
 
 
 @dataclass(frozen=True)
-class OnnxGraph:
-    """An exported graph, opened (`engines.Graph`)."""
+class OnnxRunner(Runner):
+    """An exported graph, opened."""
 
     session: Session
     selected_values: Mapping[str, str]
     experts: Mapping[str, int]
     k: int | None
 
-    def __call__(self, x: Array) -> Array:
+    def infer(self, x: Array) -> Array:
         """Maps inputs [b, …] to outputs [b, …]."""
         return self.session(x, self.k)
 
@@ -44,12 +48,14 @@ class OnnxGraph:
 
 
 @dataclass(frozen=True)
-class OnnxOpener:
+class OnnxLoader(Loader):
     """Opens a graph file; a plain value, so that another process can do it too.
 
     `selected` names the values that hold the chosen experts [b, k] of the layers that choose, and
     `experts` n of every layer that could. `k` is given where it is a graph input.
     """
+
+    profiles: ClassVar[bool] = True
 
     path: Path
     selected: Mapping[str, str] = field(default_factory=dict)
@@ -58,19 +64,32 @@ class OnnxOpener:
     threads: int | None = None
     provider: str = CPU
 
-    def __call__(self) -> OnnxGraph:
+    def __call__(self) -> OnnxRunner:
         """Opens the graph, with the chosen experts as further outputs."""
         sets = {layer: value for layer, value in self.selected.items() if layer in self.experts}
         observe = dict.fromkeys(sets.values(), INT64)
-        options = SessionOptions(provider=self.provider, threads=self.threads, observe=observe)
-        return OnnxGraph(Session(self.path, options), sets, self.experts, self.k)
+        session = Session(self.path, replace(self._options, observe=observe))
+        return OnnxRunner(session, sets, self.experts, self.k)
 
-    def plain(self) -> OnnxGraph:
+    def deployed(self) -> OnnxRunner:
         """Opens the graph as it is deployed: with nothing to observe."""
-        options = SessionOptions(provider=self.provider, threads=self.threads)
-        return OnnxGraph(Session(self.path, options), {}, {}, self.k)
+        return OnnxRunner(Session(self.path, self._options), {}, {}, self.k)
 
-    def profiled(self, prefix: Path) -> OnnxGraph:
-        """Opens the graph so that the runtime times its nodes."""
-        options = SessionOptions(provider=self.provider, threads=self.threads, profile=prefix)
-        return OnnxGraph(Session(self.path, options), {}, {}, self.k)
+    def profile(self, batches: Sequence[Array], calls: int) -> list[dict[str, Any]]:
+        """Returns the runtime's timing of every node over `calls` calls, batches in turn."""
+        with TemporaryDirectory(prefix="moexport-profile-") as folder:
+            options = replace(self._options, profile=Path(folder) / "profile")
+            session = Session(self.path, options)
+            for index in range(calls):
+                session(batches[index % len(batches)], self.k)
+            events: list[dict[str, Any]] = json.loads(session.end_profile().read_text("utf-8"))
+        return events
+
+    @property
+    def file(self) -> Path:
+        """The graph's file."""
+        return self.path
+
+    @property
+    def _options(self) -> SessionOptions:
+        return SessionOptions(provider=self.provider, threads=self.threads)

@@ -145,10 +145,12 @@ class RoutingDecision:
     `chosen` holds either the indices of the kept experts, int64 [b, k], ascending, or the weights
     of all experts after the choice, float32 [b, m, n]. `margin` [b] or [b, m] is the distance from
     the last one kept to the next, relative to the former; infinite where nothing was left out.
+    `scores` [b, n] are what an input's experts were ranked by, where a layer ranks them per input.
     """
 
     chosen: Tensor
     margin: Tensor
+    scores: Tensor | None = None
 
 
 def _float32() -> ir.DataType:

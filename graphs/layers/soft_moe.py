@@ -9,9 +9,7 @@ nothing is fused. What is exported is written independently, in `graphs.routing`
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -124,7 +122,6 @@ __all__ = [
     "SoftMoE",
     "SoftMoEWeights",
     "algorithm_1",
-    "recorded_routing",
     "soft_moe_layers",
 ]
 
@@ -240,7 +237,8 @@ class SoftMoE(MoELayer):
         kth = routing.scores.sort(dim=1, descending=True).values[:, k - 1]
         # Scores that underflow are ties: 0, not 0 / 0.
         tiny = torch.finfo(kth.dtype).tiny
-        return {"": RoutingDecision(routing.selected, routing.margin / kth.clamp_min(tiny))}
+        margin = routing.margin / kth.clamp_min(tiny)
+        return {"": RoutingDecision(routing.selected, margin, routing.scores)}
 
     def stored(self) -> Iterator[StoredPart]:
         """Yields phi, gain, shift and the experts, one expert at a time.
@@ -371,19 +369,3 @@ def _expert_arrays(
 def soft_moe_layers(model: nn.Module) -> dict[str, SoftMoE]:
     """Returns the Soft MoE layers of a model by module path, in module order."""
     return {name: m for name, m in model.named_modules() if isinstance(m, SoftMoE)}
-
-
-@contextmanager
-def recorded_routing(model: nn.Module) -> Iterator[dict[str, list[Routing]]]:
-    """Within the context, each forward appends every layer's routing to the yielded lists."""
-    records: dict[str, list[Routing]] = {}
-
-    def record(module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str) -> None:
-        assert isinstance(module, SoftMoE)
-        records[name].append(module.route(args[0]))
-
-    with ExitStack() as hooks:
-        for name, layer in soft_moe_layers(model).items():
-            records[name] = []
-            hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
-        yield records

@@ -8,16 +8,19 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moexport.bench.cases import Candidate, GraphSource
 from moexport.bench.data import Array, LabelledData
 from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE, Journal
 from moexport.bench.measure.latency import TASKS
 from moexport.bench.plan import Settings
 from moexport.bench.run import bench
-from moexport.bench.runners.pytorch import Candidate, GraphSource, with_algorithm_1
+from moexport.bench.runners.base import Runner
+from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol, Round, measure
 from moexport.exporter.model import Model
+from moexport.tests.bench.loaders import Made
 
 SETTINGS = Settings(
     batches=(1, 3),
@@ -53,23 +56,23 @@ class Steps(Silent):
         self.lines.append(text)
 
 
-class CountingGraph:
+class CountingGraph(Runner):
     """Counts what it computes."""
 
     def __init__(self, model: Model) -> None:
         self.torch = with_algorithm_1(model, 2, "masked")
         self.inputs = 0
 
-    def __call__(self, x: Array) -> Array:
+    def infer(self, x: Array) -> Array:
         self.inputs += len(x)
-        return self.torch(x)
+        return self.torch.infer(x)
 
     def selected(self, x: Array) -> dict[str, Array]:
         return self.torch.with_routing(x)[1]
 
 
 def candidate(model: Model, graph: CountingGraph) -> Candidate:
-    return Candidate("digits", model, graphs=(GraphSource(2, "dense", lambda: graph),))
+    return Candidate("digits", model, graphs=(GraphSource(2, "dense", Made(lambda: graph)),))
 
 
 def killed(model: Model, digits: Digits, out: Path, settings: Settings = SETTINGS) -> None:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from moexport.bench.metrics import Closeness, Hits, Overlap, jaccard
+from moexport.bench.metrics import ParityStatistics, RoutingOverlap, TopKCounts, jaccard
 from moexport.errors import FeedError, ParityError
 
 
 def test_accuracy_and_what_is_kept_of_the_untouched_model() -> None:
     labels = np.array([0, 1, 1, 0])
-    untouched = Hits.of(np.array([[2, 1], [0, 1], [0, 1], [0, 3]]), labels)
-    pruned = Hits.of(np.array([[2, 1], [0, 1], [5, 1], [0, 3]]), labels)
+    untouched = TopKCounts.of(np.array([[2, 1], [0, 1], [0, 1], [0, 3]]), labels)
+    pruned = TopKCounts.of(np.array([[2, 1], [0, 1], [5, 1], [0, 3]]), labels)
     found = pruned.accuracy(untouched)
     assert (found.top1, found.n) == (0.5, 4)
     assert found.retention == pytest.approx(0.5 / 0.75)
 
 
 def test_nothing_is_kept_of_a_model_that_gets_nothing_right() -> None:
-    assert Hits(0, 4).accuracy(Hits(0, 4)).retention is None
+    assert TopKCounts(0, 4).accuracy(TopKCounts(0, 4)).retention is None
 
 
 def test_jaccard_ignores_order() -> None:
@@ -29,15 +29,15 @@ def test_jaccard_ignores_order() -> None:
 def test_exact_means_equal_in_every_layer() -> None:
     reference = {"a": np.array([[0, 1], [0, 1]]), "b": np.array([[2, 3], [2, 3]])}
     chosen = {"a": np.array([[1, 0], [0, 1]]), "b": np.array([[2, 3], [1, 2]])}
-    found = Overlap.of(chosen, reference).agreement()
+    found = RoutingOverlap.of(chosen, reference).agreement()
     assert found.exact == 0.5
     assert found.jaccard == pytest.approx((1 + 1 + 1 + 1 / 3) / 4)
 
 
 def test_parity_by_hand() -> None:
-    found = Closeness.of(np.array([[1.0, 0.0]]), np.array([[0.0, 2.0]])).parity()
+    found = ParityStatistics.of(np.array([[1.0, 0.0]]), np.array([[0.0, 2.0]])).parity()
     assert (found.max_abs, found.cosine) == (2.0, 0.0)
-    same = Closeness.of(np.zeros((2, 2)), np.zeros((2, 2))).parity()
+    same = ParityStatistics.of(np.zeros((2, 2)), np.zeros((2, 2))).parity()
     assert (same.max_abs, same.cosine) == (0.0, 1.0)
 
 
@@ -47,13 +47,13 @@ def test_batches_add_up_to_the_whole() -> None:
     labels = random.integers(0, 5, 9)
     chosen, expected = random.permuted(np.tile(np.arange(6), (2, 9, 1)), axis=2)[..., :3]
     parts = [slice(0, 4), slice(4, 8), slice(8, 9)]
-    hits, overlap, closeness = Hits(), Overlap(), Closeness()
+    hits, overlap, closeness = TopKCounts(), RoutingOverlap(), ParityStatistics()
     for part in parts:
-        hits += Hits.of(a[part], labels[part])
-        overlap += Overlap.of({"l": chosen[part]}, {"l": expected[part]})
-        closeness += Closeness.of(a[part], b[part])
-    assert hits == Hits.of(a, labels)
-    whole = Overlap.of({"l": chosen}, {"l": expected}).agreement()
+        hits += TopKCounts.of(a[part], labels[part])
+        overlap += RoutingOverlap.of({"l": chosen[part]}, {"l": expected[part]})
+        closeness += ParityStatistics.of(a[part], b[part])
+    assert hits == TopKCounts.of(a, labels)
+    whole = RoutingOverlap.of({"l": chosen}, {"l": expected}).agreement()
     assert overlap.agreement().jaccard == pytest.approx(whole.jaccard)
     assert overlap.agreement().exact == whole.exact
     cosine = float((a * b).sum() / np.linalg.norm(a) / np.linalg.norm(b))
@@ -63,10 +63,10 @@ def test_batches_add_up_to_the_whole() -> None:
 
 def test_outputs_that_cannot_be_compared_are_refused() -> None:
     with pytest.raises(ParityError, match="shape"):
-        Closeness.of(np.zeros((2, 3)), np.zeros((2, 4)))
+        ParityStatistics.of(np.zeros((2, 3)), np.zeros((2, 4)))
     with pytest.raises(ParityError, match="1 of 2 outputs are not finite"):
-        Closeness.of(np.array([[np.nan, 1]]), np.ones((1, 2)))
+        ParityStatistics.of(np.array([[np.nan, 1]]), np.ones((1, 2)))
     with pytest.raises(ParityError, match="layer a"):
-        Overlap.of({"a": np.zeros((2, 3))}, {"a": np.zeros((2, 2))})
+        RoutingOverlap.of({"a": np.zeros((2, 3))}, {"a": np.zeros((2, 2))})
     with pytest.raises(FeedError, match="batch, classes"):
-        Hits.of(np.zeros((2, 3, 4)), np.zeros(2, np.int64))
+        TopKCounts.of(np.zeros((2, 3, 4)), np.zeros(2, np.int64))

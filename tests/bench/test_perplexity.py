@@ -7,15 +7,17 @@ import math
 import numpy as np
 import pytest
 import torch
-from moexport.bench.metrics import Sequences, Surprise
+from moexport.bench.metrics import NegativeLogLikelihood, SequenceLosses
 from moexport.bench.results import Interval
 from moexport.errors import FeedError
 
 
-def alone(logits: np.ndarray, ids: np.ndarray, targets: np.ndarray | None = None) -> Surprise:
+def alone(
+    logits: np.ndarray, ids: np.ndarray, targets: np.ndarray | None = None
+) -> NegativeLogLikelihood:
     """The sums of the untouched model itself."""
-    scored = Sequences.of(logits, ids, targets)
-    return Surprise.of(scored, scored)
+    scored = SequenceLosses.of(logits, ids, targets)
+    return NegativeLogLikelihood.of(scored, scored)
 
 
 def test_perplexity_is_that_of_the_next_token() -> None:
@@ -53,12 +55,14 @@ def test_the_interval_of_kept_perplexity_covers_what_is_kept_of_all_text() -> No
     targets = random.integers(0, 9, (texts, length))
     hard = random.standard_normal((texts, length, 9)) * random.uniform(0.2, 4, (texts, 1, 1))
     other = hard + 0.5 * random.standard_normal(hard.shape)
-    base, worse = (Sequences.of(each, targets, targets) for each in (hard, other))
+    base, worse = (SequenceLosses.of(each, targets, targets) for each in (hard, other))
     truth = math.exp((base.nll.sum() - worse.nll.sum()) / base.tokens.sum())
     covered, widths, unpaired = 0, [], []
     for drawn in random.integers(0, texts, (300, 60)):
-        before, now = (Sequences(s.nll[drawn], s.tokens[drawn]) for s in (base, worse))
-        found = Surprise.of(now, before).perplexity(Surprise.of(before, before))
+        before, now = (SequenceLosses(s.nll[drawn], s.tokens[drawn]) for s in (base, worse))
+        found = NegativeLogLikelihood.of(now, before).perplexity(
+            NegativeLogLikelihood.of(before, before)
+        )
         assert found.interval is not None
         assert found.retention_interval is not None
         low, high = found.retention_interval.low, found.retention_interval.high

@@ -9,17 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from moexport.bench.cases import Candidate, GraphSource
 from moexport.bench.data import Array, LabelledData
 from moexport.bench.demo.digits import Digits
 from moexport.bench.plan import Settings, describe, plan
 from moexport.bench.results import Results, Row, read
 from moexport.bench.run import bench
+from moexport.bench.runners.base import Runner
 from moexport.bench.runners.candidates import with_distinct_names
-from moexport.bench.runners.pytorch import Candidate, GraphSource, with_algorithm_1
+from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model
+from moexport.tests.bench.loaders import Made
 from moexport.tests.command import run_program
 from moexport.tests.recorded import DATA
 
@@ -36,15 +39,15 @@ class Told(Silent):
         self.lines.append(text)
 
 
-class InPlaceOfAGraph:
+class InPlaceOfAGraph(Runner):
     """Computes what a graph would, with PyTorch; `shift` makes it choose other experts."""
 
     def __init__(self, model: Model, k: int, shift: int = 0) -> None:
         self.torch, self.k = with_algorithm_1(model, k, "masked"), k
         self.shift = shift
 
-    def __call__(self, x: Array) -> Array:
-        return self.torch(x)
+    def infer(self, x: Array) -> Array:
+        return self.torch.infer(x)
 
     def selected(self, x: Array) -> dict[str, Array]:
         _, chosen = self.torch.with_routing(x)
@@ -52,23 +55,23 @@ class InPlaceOfAGraph:
 
 
 def source(model: Model, k: int, lowering: str, shift: int = 0) -> GraphSource:
-    return GraphSource(k, lowering, lambda: InPlaceOfAGraph(model, k, shift))
+    return GraphSource(k, lowering, Made(lambda: InPlaceOfAGraph(model, k, shift)))
 
 
 def unopened() -> InPlaceOfAGraph:
     raise RuntimeError("INVALID_GRAPH:\n  node If_3")
 
 
-class FailsAt:
+class FailsAt(Runner):
     """Runs until it meets a batch of a size, then raises."""
 
     def __init__(self, model: Model, size: int) -> None:
         self.torch, self.size = with_algorithm_1(model, 2, "masked"), size
 
-    def __call__(self, x: Array) -> Array:
+    def infer(self, x: Array) -> Array:
         if len(x) == self.size:
             raise MemoryError("no room")
-        return self.torch(x)
+        return self.torch.infer(x)
 
     def selected(self, x: Array) -> dict[str, Array]:
         return self.torch.with_routing(x)[1]
@@ -85,8 +88,8 @@ def found(model: Model, digits: Digits, tmp_path_factory: pytest.TempPathFactory
             source(model, 4, "dense"),
             source(model, 2, "dense"),
             source(model, 2, "shifted", shift=1),
-            GraphSource(2, "unopened", unopened),
-            GraphSource(2, "crashes", lambda: FailsAt(model, 3)),
+            GraphSource(2, "unopened", Made(unopened)),
+            GraphSource(2, "crashes", Made(lambda: FailsAt(model, 3))),
         ),
     )
     told = Told()
@@ -156,7 +159,7 @@ def test_fewer_experts_keep_what_algorithm_1_keeps(
     pick: Pick, model: Model, digits: Digits
 ) -> None:
     assert digits.test.labels is not None
-    scores = with_algorithm_1(model, 2, "masked")(digits.test.inputs[:100])
+    scores = with_algorithm_1(model, 2, "masked").infer(digits.test.inputs[:100])
     top1 = float((scores.argmax(1) == digits.test.labels[:100]).mean())
     for row in (
         pick(lowering="dense", k=2, batch=3),

@@ -7,7 +7,15 @@ from collections.abc import Callable
 
 import numpy as np
 import pytest
-from moexport.common.timing import Latency, Protocol, Round, differs, measure, summarise
+from moexport.common.timing import (
+    Latency,
+    Protocol,
+    Round,
+    TimedCall,
+    differs,
+    measure,
+    summarise,
+)
 from moexport.errors import UsageError
 
 
@@ -71,7 +79,7 @@ def test_rounds_interleave_in_an_order_that_the_seed_decides() -> None:
     assert len({tuple(each) for each in rounds}) > 1
 
 
-class Waiting:
+class Waiting(TimedCall):
     """Waits two milliseconds before it computes, and tells the processor's time as a device's."""
 
     def __init__(self) -> None:

@@ -47,7 +47,7 @@ def vit() -> tuple[Model, LabelledData]:
     """Two layers of 8 experts and what they make of a few inputs: its scores are no sums."""
     model = load(DATA / "soft_moe_vit" / "weights.pt", config={"num_heads": 4})
     x = random_inputs(model, 6)
-    labels = untouched(model)(x).argmax(axis=1)
+    labels = untouched(model).infer(x).argmax(axis=1)
     return model, LabelledData(x, labels.astype(np.int64))
 
 
@@ -66,17 +66,17 @@ def test_sums_are_what_the_model_computes_for_any_choice(model: Model, few: Labe
         exact = passes.chosen(choice)
         assert torch.allclose(sums.chosen(choice), exact, atol=1e-5 * float(exact.abs().max()))
     for k in (1, 2, 3):
-        expected = torch.from_numpy(with_algorithm_1(model, k, "masked")(few.inputs))
+        expected = torch.from_numpy(with_algorithm_1(model, k, "masked").infer(few.inputs))
         for way in (sums, passes):
             scores = way.algorithm_1(k)
             assert torch.allclose(scores, expected, atol=1e-5 * float(expected.abs().max()))
 
 
 def test_the_model_itself_is_left_as_it_was(model: Model, few: LabelledData) -> None:
-    before = untouched(model)(few.inputs)
+    before = untouched(model).infer(few.inputs)
     study("digits", model, few, [2], Wanted())
     assert all(layer.keep is None for layer in model.layers.values())
-    assert np.array_equal(untouched(model)(few.inputs), before)
+    assert np.array_equal(untouched(model).infer(few.inputs), before)
 
 
 def test_a_network_that_bends_its_layers_output_is_run_whole(
@@ -158,7 +158,9 @@ def test_a_network_of_two_layers_is_studied_by_passes(vit: tuple[Model, Labelled
     assert found.top1 == 1.0  # the labels are its own answers
     assert [each.k for each in found.retention] == [1, 7, 8]
     assert found.kept(8) == 1.0
-    by_hand = with_algorithm_1(model, 7, "selected")(data.inputs).argmax(axis=1) == data.labels
+    by_hand = (
+        with_algorithm_1(model, 7, "selected").infer(data.inputs).argmax(axis=1) == data.labels
+    )
     assert found.kept(7) == pytest.approx(by_hand.mean())
     assert [each.k for each in found.random] == [7, 1]
     assert [each.subsets for each in found.subsets] == [8, 8]

@@ -10,7 +10,7 @@ import torch
 from moexport.bench.demo import mumoe as mumoe_demo
 from moexport.bench.demo import mumoe as topics
 from moexport.bench.demo.mumoe import run_mumoe_demo
-from moexport.bench.metrics import Hits
+from moexport.bench.metrics import TopKCounts
 from moexport.bench.report.text import rows_table
 from moexport.bench.results import Perplexity, Results, Row
 from moexport.common.console import Silent
@@ -89,8 +89,10 @@ def test_the_text_is_split_by_topic_and_covers_its_characters() -> None:
 def test_a_heads_scores_are_judged_without_their_axis_of_one_token() -> None:
     scores = np.eye(7, dtype=np.float32)[:, None]
     labels = np.array([0, 1, 2, 3, 4, 0, 0])
-    assert Hits.of(scores, labels, scores) == Hits.of(scores[:, 0], labels, scores[:, 0])
-    assert Hits.of(scores, labels).right == 5
+    assert TopKCounts.of(scores, labels, scores) == TopKCounts.of(
+        scores[:, 0], labels, scores[:, 0]
+    )
+    assert TopKCounts.of(scores, labels).right == 5
 
 
 def test_the_summary_shows_a_token_models_perplexity() -> None:

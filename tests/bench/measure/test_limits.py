@@ -9,12 +9,20 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.measure.limits import Limits, products_of
-from moexport.bench.measure.roofline import IntegerLinear, Products, Rates, integer_linears, work_of
+from moexport.bench.cases import Candidate, Case, GraphSource
+from moexport.bench.measure.flops import (
+    IntegerLinear,
+    Products,
+    integer_linears,
+    products_of,
+    work_of,
+)
+from moexport.bench.measure.roofline import Limits, Rates
 from moexport.bench.results import Work
-from moexport.bench.runners.pytorch import Candidate, Case, Graph, GraphSource
+from moexport.bench.runners.base import Runner
 from moexport.common.timing import Measured
 from moexport.exporter.model import Model
+from moexport.tests.bench.loaders import Made
 from moexport.tests.recorded import read_case
 from torch import Tensor, nn
 
@@ -23,11 +31,11 @@ X = np.zeros((1, 1, 28, 28), np.float32)
 ROW = Case("digits", "onnxruntime", k=2, experts=4, lowering="grouped")
 
 
-def unopened() -> Graph:
+def unopened() -> Runner:
     raise NotImplementedError
 
 
-GRAPH = GraphSource(2, "grouped", unopened)
+GRAPH = GraphSource(2, "grouped", Made(unopened))
 
 
 @pytest.fixture
@@ -56,7 +64,7 @@ def test_a_graph_may_keep_another_number_of_experts_in_a_layer(
     limits: Limits, model: Model
 ) -> None:
     (name,) = model.layers
-    one = limits.of(ROW, replace(GRAPH, kept={name: 1}), 1, RATES)
+    one = limits.of(ROW, replace(GRAPH, k_by_layer={name: 1}), 1, RATES)
     assert one == limits.of(replace(ROW, k=1), None, 1, RATES)
 
 

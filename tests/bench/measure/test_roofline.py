@@ -8,7 +8,8 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.measure.roofline import Part, Probes, Rates, layer_parts, limit_ms, work_of
+from moexport.bench.measure.flops import Part, layer_parts, work_of
+from moexport.bench.measure.roofline import Microbenchmarks, Rates, least_ms, limit_ms
 from moexport.common.timing import summarise
 from moexport.errors import TraceError
 from moexport.exporter.model import Model
@@ -22,9 +23,9 @@ SPEC = SoftMoESpec("layer", experts=8, slots=2, dim=16, hidden=32, out=16, norm=
 
 
 def test_a_part_takes_the_longer_of_moving_and_computing() -> None:
-    assert Part("moves", macs=0, bytes=10e9).least_ms(RATES) == pytest.approx(1000.0)
-    assert Part("computes", macs=50e9, bytes=1.0).least_ms(RATES) == pytest.approx(1000.0)
-    assert Part("integers", 50e9, 1.0, integer=True).least_ms(RATES) == pytest.approx(250.0)
+    assert least_ms(Part("moves", macs=0, bytes=10e9), RATES) == pytest.approx(1000.0)
+    assert least_ms(Part("computes", macs=50e9, bytes=1.0), RATES) == pytest.approx(1000.0)
+    assert least_ms(Part("integers", 50e9, 1.0, integer=True), RATES) == pytest.approx(250.0)
 
 
 def test_parts_wait_for_each_other() -> None:
@@ -71,7 +72,7 @@ def test_a_backbone_multiply_adds_are_counted_without_its_moe_layers() -> None:
     # The class token and the positions are one sum, made when the model is built.
     apart = ("cls_token", "pos_embed", *model.layers)
     read = [p.numel() for name, p in state.items() if not name.startswith(apart)]
-    assert work.backbone_bytes == 4 * sum(read)
+    assert work.backbone_numbers == sum(read)
 
 
 class Around(nn.Module):
@@ -97,7 +98,7 @@ def around(before: nn.Module) -> Model:
 
 def test_of_a_table_the_rows_are_read_that_are_asked_for() -> None:
     work = work_of(around(nn.Identity()), np.arange(14).reshape(2, 7))
-    assert (work.backbone_macs, work.backbone_bytes) == (0, 4 * 7 * 24)
+    assert (work.backbone_macs, work.backbone_numbers) == (0, 7 * 24)
     assert work.tokens == {"moe": 7}
 
 
@@ -118,14 +119,14 @@ def test_a_backbone_whose_operations_nobody_counts_is_refused_by_their_name() ->
 
 
 def test_probes_beside_others_give_the_rates_of_those_rounds() -> None:
-    probes = Probes(threads=1, stream_bytes=1 << 20, square=64)
-    latencies = {name: summarise([[10.0]]) for name in probes.cases}
-    for case in probes.cases.values():
+    machine = Microbenchmarks(threads=1, stream_bytes=1 << 20, square=64)
+    latencies = {name: summarise([[10.0]]) for name in machine.calls}
+    for case in machine.calls.values():
         case(0)
-    rates = probes.rates(latencies)
+    rates = machine.rates(latencies)
     assert rates.stream_gb_s == pytest.approx((1 << 20) / 1e7)
     assert rates.matmul_gflop_s == rates.int8_gop_s == pytest.approx(2 * 64**3 / 1e7)
-    floats = Probes(threads=1, stream_bytes=1 << 20, square=64, integer=False)
+    floats = Microbenchmarks(threads=1, stream_bytes=1 << 20, square=64, integer=False)
     assert floats.rates(latencies).int8_gop_s is None
     with pytest.raises(ValueError, match="integer products"):
-        Part("integers", 1, 1, integer=True).least_ms(floats.rates(latencies))
+        least_ms(Part("integers", 1, 1, integer=True), floats.rates(latencies))

@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import moexport
 import pytest
-from moexport.bench.runners.candidates import Asked, Refused, exported
-from moexport.bench.runners.onnxruntime import OnnxOpener
-from moexport.bench.runners.pytorch import GraphSource
+from moexport.bench.cases import GraphSource
+from moexport.bench.runners.candidates import Refused, Sweep, exported
+from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.errors import LoweringError
 from moexport.exporter.model import Model
 from moexport.tests.recorded import read_case
 
-ASKED = Asked(ks=(2,), lowerings=("gather", "fused"), engines=("onnxruntime",))
+ASKED = Sweep(ks=(2,), lowerings=("gather", "fused"), engines=("onnxruntime",))
 
 
 @pytest.fixture(scope="module")
@@ -23,19 +23,19 @@ def model() -> Model:
 
 
 def opened_by(source: GraphSource) -> type:
-    return type(source.open)
+    return type(source.loader)
 
 
 def test_a_lowering_without_a_kernel_does_not_take_the_others_with_it(model: Model) -> None:
     with exported(model, replace(ASKED, precisions=("fp32", "fp16"))) as candidate:
         found = {(s.precision, s.lowering): opened_by(s) for s in candidate.graphs}
         assert found == {
-            ("fp32", "gather"): OnnxOpener,
-            ("fp32", "fused"): OnnxOpener,
-            ("fp16", "gather"): OnnxOpener,
+            ("fp32", "gather"): OnnxLoader,
+            ("fp32", "fused"): OnnxLoader,
+            ("fp16", "gather"): OnnxLoader,
             ("fp16", "fused"): Refused,
         }
-        (refused,) = (s for s in candidate.graphs if isinstance(s.open, Refused))
+        (refused,) = (s for s in candidate.graphs if isinstance(s.loader, Refused))
         with pytest.raises(LoweringError, match=r"com\.microsoft\.MoE has no FP16 kernel"):
             refused.open()
 

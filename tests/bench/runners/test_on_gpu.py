@@ -17,6 +17,7 @@ import moexport
 import numpy as np
 import pytest
 import torch
+from moexport.bench.cases import Candidate, Case, GraphSource
 from moexport.bench.data import Array
 from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE
@@ -27,10 +28,8 @@ from moexport.bench.report.text import rows_table, to_csv, to_markdown
 from moexport.bench.results import Results, Row, read, to_json, write
 from moexport.bench.run import bench
 from moexport.bench.runners.available import KINDS, select
+from moexport.bench.runners.base import Runner
 from moexport.bench.runners.pytorch import (
-    Candidate,
-    Case,
-    GraphSource,
     PyTorch,
     cases,
     on_device,
@@ -42,6 +41,7 @@ from moexport.common.console import Silent
 from moexport.common.timing import Protocol, summarise
 from moexport.exporter.model import Model
 from moexport.exporter.tensorrt.backends import first_gpu
+from moexport.tests.bench.loaders import Made
 from moexport.tests.bench.test_schema import problems
 from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
 
@@ -149,26 +149,26 @@ def test_the_engines_of_a_gpu_are_absent_with_the_reason() -> None:
         assert absent["pytorch-eager-cuda"] == "there is no NVIDIA GPU, or no driver for it"
     elif torch.version.cuda is None:
         assert absent["pytorch-eager-cuda"].startswith("this PyTorch was built without CUDA")
-    # Asked for or not, PyTorch is measured on the GPU beside what is measured there.
+    # Sweep for or not, PyTorch is measured on the GPU beside what is measured there.
     beside = select(("onnxruntime-cuda",)).names
     assert ("pytorch-eager-cuda" in beside) == ("onnxruntime-cuda" in beside and NO_GPU is None)
 
 
-class Clocked:
+class Clocked(Runner):
     """Computes as a graph of k = 2 and tells the processor time of its own thread."""
 
     def __init__(self, model: Model) -> None:
         self.torch = with_algorithm_1(model, 2, "masked")
 
-    def __call__(self, x: Array) -> Array:
-        return self.torch(x)
+    def infer(self, x: Array) -> Array:
+        return self.torch.infer(x)
 
     def selected(self, x: Array) -> dict[str, Array]:
         return self.torch.with_routing(x)[1]
 
     def device_ms(self, x: Array) -> float:
         begun = time.thread_time_ns()
-        self.torch(x)
+        self.torch.infer(x)
         return (time.thread_time_ns() - begun) / 1e6
 
 
@@ -188,7 +188,7 @@ def test_a_sweep_that_goes_on_keeps_the_times_of_the_device(
     model: Model, digits: Digits, tmp_path: Path
 ) -> None:
     candidate = Candidate(
-        "digits", model, graphs=(GraphSource(2, "dense", lambda: Clocked(model)),)
+        "digits", model, graphs=(GraphSource(2, "dense", Made(lambda: Clocked(model))),)
     )
     settings = replace(QUICK, batches=(1, 3))
     with pytest.raises(KilledError):
@@ -205,7 +205,7 @@ def test_a_sweep_that_goes_on_keeps_the_times_of_the_device(
     assert read(tmp_path / "results.json") == again
 
 
-def test_the_engines_of_a_gpu_are_contestants_with_copies_of_their_own(model: Model) -> None:
+def test_the_engines_of_a_gpu_are_cases_with_copies_of_their_own(model: Model) -> None:
     candidate = Candidate("digits", model, ks=(4, 2), engines=ON_GPU)
     found = cases(candidate)
     assert [(c.engine, c.provider, c.k) for c in found] == [
@@ -286,8 +286,9 @@ def test_pytorch_on_the_gpu_is_measured_beside_the_cpu(model: Model, digits: Dig
 def test_a_model_is_compiled_for_the_gpu(model: Model, digits: Digits) -> None:
     case = Case("digits", "pytorch-compile", 4, 4, "cuda")
     candidate = Candidate("digits", model, engines=("pytorch-compile-cuda",))
-    run = cases(candidate, (2,))[case].open()
+    run = cases(candidate, (2,))[case]()
     x = digits.test.inputs[:2]
-    np.testing.assert_allclose(run(x), PyTorch(model.module)(x), rtol=1e-3, atol=1e-3)
-    device_ms: Callable[[Array], float] = run.device_ms  # type: ignore[attr-defined]
-    assert 0 < device_ms(x) < 1000
+    np.testing.assert_allclose(run.infer(x), PyTorch(model.module).infer(x), rtol=1e-3, atol=1e-3)
+    device_ms = run.device_ms(x)
+    assert device_ms is not None
+    assert 0 < device_ms < 1000

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.bench.measure.memory import measure_memory, pickled
-from moexport.bench.measure.profile import parts_of, parts_of_profile, place
-from moexport.bench.runners.onnxruntime import OnnxOpener
+from moexport.bench.measure.profile import part_of_node, parts_of, parts_of_profile
+from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.exporter.bundle.bundle import Bundle
 
 
-def opener(exported: Path, lowering: str = "grouped") -> OnnxOpener:
-    return OnnxOpener(exported / Bundle.open(exported).graph(lowering).file, threads=1)
+def loader(exported: Path, lowering: str = "grouped") -> OnnxLoader:
+    return OnnxLoader(exported / Bundle.open(exported).graph(lowering).file, threads=1)
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def images() -> np.ndarray:
 def test_a_graph_is_measured_in_a_process_without_pytorch(
     exported: Path, images: np.ndarray
 ) -> None:
-    recipe = pickled(opener(exported))
+    recipe = pickled(loader(exported))
     assert recipe is not None
     found = measure_memory(recipe, {1: images[:1], 4: images}, threads=1)
     # PyTorch alone would be 200 MB more.
@@ -33,7 +33,7 @@ def test_a_graph_is_measured_in_a_process_without_pytorch(
 
 
 def test_what_fails_in_the_other_process_is_told(exported: Path, images: np.ndarray) -> None:
-    recipe = pickled(OnnxOpener(exported / "gone.onnx"))
+    recipe = pickled(OnnxLoader(exported / "gone.onnx"))
     assert recipe is not None
     with pytest.raises(RuntimeError, match=r"gone\.onnx"):
         measure_memory(recipe, {1: images[:1]})
@@ -43,7 +43,7 @@ def test_what_fails_in_the_other_process_is_told(exported: Path, images: np.ndar
 @pytest.mark.parametrize("lowering", ["grouped", "gather"])
 def test_every_layer_has_its_parts(exported: Path, images: np.ndarray, lowering: str) -> None:
     layers = ("blocks.2.mlp", "blocks.3.mlp")
-    found = parts_of(opener(exported, lowering), [images[:1], images[1:2]], layers)
+    found = parts_of(loader(exported, lowering), [images[:1], images[1:2]], layers)
     for layer in layers:
         named = {part.part for part in found if part.layer == layer}
         assert named == {"router", "dispatch", "experts", "combine"}
@@ -79,7 +79,7 @@ def test_a_branch_is_not_counted_twice() -> None:
 
 
 def test_nodes_are_placed_by_their_names() -> None:
-    assert place("m/gate.0/products", ["m"]) == ("m", "router")
-    assert place("m/group/sorted", ["m"]) == ("m", "experts")
-    assert place("m/output", ["m"]) == ("m", "combine")
-    assert place("m2/output", ["m"]) == (None, "host")
+    assert part_of_node("m/gate.0/products", ["m"]) == ("m", "router")
+    assert part_of_node("m/group/sorted", ["m"]) == ("m", "experts")
+    assert part_of_node("m/output", ["m"]) == ("m", "combine")
+    assert part_of_node("m2/output", ["m"]) == (None, "host")

@@ -10,12 +10,13 @@ from pathlib import Path
 import moexport
 import numpy as np
 import pytest
-from moexport.bench.data import in_batches
+from moexport.bench.cases import Candidate
 from moexport.bench.runners.available import KINDS, select
-from moexport.bench.runners.candidates import Asked, exported, from_bundle
-from moexport.bench.runners.onnxruntime import OnnxOpener
-from moexport.bench.runners.pytorch import Candidate, cases
-from moexport.bench.runners.tensorrt import BundleEngine, GraphEngine
+from moexport.bench.runners.base import in_batches
+from moexport.bench.runners.candidates import Sweep, exported, from_bundle
+from moexport.bench.runners.onnxruntime import OnnxLoader
+from moexport.bench.runners.pytorch import cases
+from moexport.bench.runners.tensorrt import EngineLoader
 from moexport.errors import EngineError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import Manifest
@@ -28,7 +29,7 @@ from moexport.tests.exporter.tensorrt.engines import needs_rtx
 from moexport.tests.recorded import read_case
 
 BACKEND = "tensorrt-rtx"
-ASKED = Asked(ks=(2,), lowerings=("gather",), batches=(1, 4), engines=(BACKEND,))
+ASKED = Sweep(ks=(2,), lowerings=("gather",), batches=(1, 4), engines=(BACKEND,))
 
 
 @pytest.fixture(scope="module")
@@ -37,17 +38,19 @@ def model() -> Model:
     return moexport.load(case.weights, config=case.config)
 
 
-def engine_of(candidate: Candidate) -> GraphEngine:
+def engine_of(candidate: Candidate) -> EngineLoader:
     """The only engine of a candidate, to be compiled for a card by name: there may be none here."""
     (source,) = candidate.graphs
-    assert isinstance(source.open, GraphEngine)
-    options = replace(source.open.options, compute_capabilities=("8.9",))
-    return replace(source.open, options=options)
+    assert isinstance(source.loader, EngineLoader)
+    assert source.loader.options is not None
+    options = replace(source.loader.options, compute_capabilities=("8.9",))
+    return replace(source.loader, options=options)
 
 
-def built(opener: GraphEngine) -> EngineRecord:
-    opener.build()
-    (record,) = engines_of(Manifest.read(opener.bundle))
+def built(loader: EngineLoader) -> EngineRecord:
+    assert loader.options is not None
+    loader.build(loader.options)
+    (record,) = engines_of(Manifest.read(loader.bundle))
     return record
 
 
@@ -56,16 +59,16 @@ def test_a_sweep_compiles_an_engine_for_its_batches_when_it_is_opened(model: Mod
     with exported(model, replace(ASKED, shape=random_inputs(model, 1).shape[1:])) as candidate:
         (source,) = candidate.graphs
         assert (source.engine, source.provider, source.k) == (BACKEND, BACKEND, 2)
-        assert pickle.loads(pickle.dumps(source.open)) == source.open
-        opener = engine_of(candidate)
-        record = built(opener)
+        assert pickle.loads(pickle.dumps(source.loader)) == source.loader
+        loader = engine_of(candidate)
+        record = built(loader)
         assert record.flavour == BACKEND
         ranges = [(each.min[0], each.opt[0], each.max[0]) for each in record.ranges]
         assert ranges == [(1, 1, 1), (4, 4, 4)]
         assert set(record.precision) == {"fp32"}
         if first_gpu() is None:
             with pytest.raises(EngineError, match="there is no NVIDIA GPU here"):
-                opener()
+                loader()
 
 
 @needs_rtx
@@ -84,15 +87,15 @@ def test_the_second_sweep_takes_its_engine_from_the_cache(
 @needs_rtx
 def test_an_engine_of_another_precision_than_was_asked_for_is_refused(model: Model) -> None:
     with exported(model, replace(ASKED, precisions=("fp16",))) as candidate:
-        opener = engine_of(candidate)
-        path = opener.bundle / "manifest.json"
+        loader = engine_of(candidate)
+        path = loader.bundle / "manifest.json"
         manifest = path.read_text()
         assert '"precision": "fp16"' in manifest
         path.write_text(manifest.replace('"precision": "fp16"', '"precision": "int8"'))
         with pytest.raises(EngineError, match="asked for in int8 and built in fp16"):
-            opener.build()
+            built(loader)
         path.write_text(manifest)
-        assert "fp16" in built(opener).precision
+        assert "fp16" in built(loader).precision
 
 
 def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) -> None:
@@ -104,15 +107,15 @@ def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) ->
         for source in candidate.graphs:
             assert source.provider == "tensorrt"
             if source.engine == "tensorrt":
-                assert isinstance(source.open, GraphEngine)
-                assert source.open.backend == "tensorrt"
-                assert Bundle.open(source.open.bundle).manifest.target == "tensorrt"
-                folder = source.open.bundle
+                assert isinstance(source.loader, EngineLoader)
+                assert source.loader.backend == "tensorrt"
+                assert Bundle.open(source.loader.bundle).manifest.target == "tensorrt"
+                folder = source.loader.bundle
             else:
-                assert isinstance(source.open, OnnxOpener)
-                assert source.open.provider == "TensorrtExecutionProvider"
-                assert source.open.path.is_file()
-                folder = source.open.path.parent
+                assert isinstance(source.loader, OnnxLoader)
+                assert source.loader.provider == "TensorrtExecutionProvider"
+                assert source.loader.path.is_file()
+                folder = source.loader.path.parent
             folders[source.engine, source.precision] = folder
         assert len(folders) == len(set(folders.values())) == 4
         labels = [each.label for each in cases(candidate)]
@@ -124,8 +127,8 @@ def test_a_bundle_takes_part_with_the_engine_that_it_holds(exported: Path) -> No
     case = read_case("soft_moe_vit")
     candidate = from_bundle(bundle, ASKED, model=moexport.load(case.weights, config=case.config))
     assert [source.engine for source in candidate.graphs] == [BACKEND] * 2
-    source = candidate.graphs[0].open
-    assert isinstance(source, BundleEngine)
+    source = candidate.graphs[0].loader
+    assert isinstance(source, EngineLoader)
     with pytest.raises(EngineError, match=r"holds no tensorrt-rtx engine of model\.onnx"):
         source()
 

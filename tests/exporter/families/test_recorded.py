@@ -9,12 +9,8 @@ import pytest
 import torch
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.checkpoints.state_dict import read_checkpoint
-from moexport.graphs.layers.soft_moe import (
-    Algorithm,
-    algorithm_1,
-    recorded_routing,
-    soft_moe_layers,
-)
+from moexport.graphs.layers.base import recorded_choices
+from moexport.graphs.layers.soft_moe import Algorithm, algorithm_1, soft_moe_layers
 from moexport.tests.recorded import RecordedCase, read_case
 
 TOLERANCE = 1e-5  # of max|y|: ten times tighter than what exported graphs must hold
@@ -44,16 +40,16 @@ def test_outputs_and_chosen_experts_are_those_recorded(
         keep = {} if k is None else dict.fromkeys(model.layers, k)
         with (
             torch.no_grad(),
-            recorded_routing(model.module) as routing,
+            recorded_choices(model.module) as choices,
             algorithm_1(model.module, keep, algorithm=algorithm),
         ):
             y = model.module(x).numpy()
         expected = soft_moe_case.y(k)
         assert np.abs(y - expected).max() <= TOLERANCE * np.abs(expected).max()
-        for records, chosen in zip(
-            routing.values(), soft_moe_case.chosen(k) if k else [], strict=False
+        for choice, chosen in zip(
+            choices.values(), soft_moe_case.chosen(k) if k else [], strict=False
         ):
-            assert np.array_equal(records[0].selected.numpy(), chosen)
+            assert np.array_equal(choice.chosen.numpy(), chosen)
 
 
 def test_expert_weights_are_views_of_what_was_read(

@@ -1,0 +1,94 @@
+"""What a benchmark runs, and what opens it: declared once for PyTorch, ONNX Runtime and TensorRT.
+
+Loads no runtime: the process that measures a graph's memory must not hold PyTorch.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from ...calibration.feeds import Array
+
+
+class Runner(ABC):
+    """A model, graph or engine that is open; k is part of it. Closed by leaving its context.
+
+    What a runtime cannot tell (`device_ms`, `selected`) is None.
+    """
+
+    @abstractmethod
+    def infer(self, x: Array) -> Array:
+        """Maps inputs [b, …] to outputs [b, …]."""
+
+    def device_ms(self, x: Array) -> float | None:
+        """Runs inputs [b, …] and returns the milliseconds that the device took, without copies."""
+        del x
+        return None
+
+    def selected(self, x: Array) -> Mapping[str, Array] | None:
+        """Returns the chosen experts [b, k], ascending, of each MoE layer by its name.
+
+        Layers that keep all their experts may be left out: they choose nothing.
+        """
+        del x
+        return None
+
+    def close(self) -> None:  # noqa: B027  most have nothing to give back but their memory
+        """Gives back what the runner holds."""
+
+    def __enter__(self) -> Runner:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class Loader(ABC):
+    """Opens a runner; that may export, compile or load, and may fail.
+
+    One that can be pickled is opened by another process too, which measures its memory.
+    """
+
+    profiles: ClassVar[bool] = False
+    """Whether `profile` can tell where the time goes."""
+
+    @abstractmethod
+    def __call__(self) -> Runner:
+        """Opens the runner, able to show what its layers choose."""
+
+    def deployed(self) -> Runner:
+        """Opens the runner as it is deployed: with nothing to observe."""
+        return self()
+
+    def profile(self, batches: Sequence[Array], calls: int) -> list[dict[str, Any]]:
+        """Returns the runtime's own events (Chrome trace) of `calls` calls, batches in turn."""
+        del batches, calls
+        return []
+
+    @property
+    def file(self) -> Path | None:
+        """The graph's file, where it is one."""
+        return None
+
+
+def in_batches(
+    run: Callable[[Array], Array], x: Array, *, most: int, takes: Callable[[int], bool]
+) -> Array:
+    """Maps inputs [b, …] to outputs [b, …] where only some batch sizes can run.
+
+    What is more than `most` runs in several batches; one of a size that nothing `takes` is filled
+    up to `most` with its last input, whose further outputs are dropped.
+    """
+    parts = []
+    for start in range(0, len(x), most):
+        part = x[start : start + most]
+        full = part
+        if not takes(len(part)):
+            full = np.ascontiguousarray(part[np.arange(most).clip(max=len(part) - 1)])
+        parts.append(run(full)[: len(part)])
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
