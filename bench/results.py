@@ -157,11 +157,16 @@ class Row:
         return self.provider not in (None, "cpu")
 
     @property
+    def median_ms(self) -> float | None:
+        """The median of its latency."""
+        return None if self.latency_ms is None else self.latency_ms.median
+
+    @property
     def over_limit(self) -> float | None:
         """The median time over the least time that the machine needs."""
-        if self.latency_ms is None or not self.limit_ms:
+        if self.median_ms is None or not self.limit_ms:
             return None
-        return self.latency_ms.median / self.limit_ms
+        return self.median_ms / self.limit_ms
 
     @property
     def kept(self) -> float | None:

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from ..results import Interval, Results
-from .summary import Bar, Line, Panel, limit_lines, panels
+from .summary import UNTOUCHED, Bar, Line, Panel, limit_lines, panels
 
 COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -188,7 +188,7 @@ def _with_bars(axes: Axes, ks: Sequence[int], bars: Sequence[Bar], **look: Any) 
 
 
 def _horizontal(axes: Axes, value: float) -> None:
-    axes.axhline(value, color=REFERENCE, linestyle="--", linewidth=1.4, label="PyTorch, untouched")
+    axes.axhline(value, color=REFERENCE, linestyle="--", linewidth=1.4, label=UNTOUCHED)
 
 
 def _look(index: int) -> dict[str, Any]:

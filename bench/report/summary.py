@@ -1,4 +1,4 @@
-"""What report and figures show of a results file: lines over k, references, and the summary."""
+"""What a results file says: its rows by model and batch, their lines over k, and the summary."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from ..results import PYTORCH_EAGER, Interval, Results, Row
 
 KEPT = 0.99
 """The summary's bar: the share of the untouched model's accuracy that a row must keep."""
+
+UNTOUCHED = "PyTorch, untouched"
+"""What tables and charts call the reference."""
 
 LIMIT = "limit of the machine"
 GPU_MS = "GPU ms"
@@ -70,18 +73,26 @@ class Panel:
     gpu_reference: Row | None = None
 
     @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of all lines."""
+        return tuple(row for line in self.lines for row in line.rows)
+
+    @property
+    def all_rows(self) -> tuple[Row, ...]:
+        """The rows of all lines, and the untouched model."""
+        return self.rows if self.reference is None else (*self.rows, self.reference)
+
+    @property
     def ks(self) -> tuple[int, ...]:
         """Every k that was measured, ascending."""
-        return tuple(sorted({row.k for line in self.lines for row in line.rows}))
+        return tuple(sorted({row.k for row in self.rows}))
 
     @property
     def quality(self) -> str | None:
         """What the models are judged by: `accuracy`, `perplexity`, or None without labels."""
-        rows = [row for line in self.lines for row in line.rows]
-        rows += [self.reference] if self.reference is not None else []
-        if any(row.accuracy is not None for row in rows):
+        if any(row.accuracy is not None for row in self.all_rows):
             return "accuracy"
-        return "perplexity" if any(row.perplexity is not None for row in rows) else None
+        return "perplexity" if any(row.perplexity is not None for row in self.all_rows) else None
 
     @property
     def top_ms(self) -> float:
@@ -89,9 +100,7 @@ class Panel:
 
         One disturbed round would otherwise flatten all lines.
         """
-        rows = [row for line in self.lines for row in line.rows]
-        rows += [self.reference] if self.reference is not None else []
-        latencies = [row.latency_ms for row in rows if row.latency_ms is not None]
+        latencies = [row.latency_ms for row in self.all_rows if row.latency_ms is not None]
         highest = max((each.median for each in latencies), default=1.0)
         bars = max((max(each.rounds) for each in latencies), default=1.0)
         return 1.06 * max(highest, min(bars, 1.5 * highest))
@@ -113,16 +122,16 @@ class Panel:
     def place(self, row: Row) -> str:
         """Where the base of a row ran, to end a sentence; empty where no row ran on a GPU."""
         base = self.base(row)
-        if base is None or not any(each.on_gpu for line in self.lines for each in line.rows):
+        if base is None or not any(each.on_gpu for each in self.rows):
             return ""
         return f" on the {'GPU' if base.on_gpu else 'CPU'}"
 
     def speedup(self, row: Row) -> float | None:
         """How many times faster than its base a row is, by medians of the wall clock."""
         base = self.base(row)
-        if base is None or base.latency_ms is None or row.latency_ms is None:
+        if base is None or base.median_ms is None or row.median_ms is None:
             return None
-        return base.latency_ms.median / row.latency_ms.median
+        return base.median_ms / row.median_ms
 
     def faster_or_slower(self, row: Row) -> bool:
         """Whether a row's speed can be told from its base's."""
@@ -142,10 +151,8 @@ class LimitLine:
 
 def limit_lines(panel: Panel) -> tuple[LimitLine, ...]:
     """Returns the limits of a panel's rows, one line for each precision with several k."""
-    rows = [row for line in panel.lines for row in line.rows]
-    rows += [panel.reference] if panel.reference is not None else []
     found: dict[str, dict[int, float]] = {}
-    for row in rows:
+    for row in panel.all_rows:
         if row.limit_ms is not None:
             found.setdefault(row.precision, {}).setdefault(row.k, row.limit_ms)
     return tuple(
@@ -170,6 +177,11 @@ def line_name(row: Row) -> str:
     return ", ".join(words)
 
 
+def row_name(row: Row) -> str:
+    """Returns what tables call a row: its engine, or that it is the reference."""
+    return UNTOUCHED if row.is_reference else line_name(row)
+
+
 def short_name(row: Row) -> str:
     """Returns the name of a row's engine where there is little room: `grouped, INT8`."""
     return line_name(row).removeprefix("ONNX Runtime, ")
@@ -180,9 +192,7 @@ def front(panel: Panel) -> tuple[Row, ...]:
 
     The untouched model takes part. Rows without either are left out.
     """
-    rows = [row for line in panel.lines for row in line.rows]
-    rows += [panel.reference] if panel.reference is not None else []
-    known = [row for row in rows if row.latency_ms is not None and row.kept is not None]
+    known = [row for row in panel.all_rows if row.latency_ms and row.kept is not None]
     best: list[Row] = []
     for row in sorted(known, key=lambda row: (_median(row), -(row.kept or 0.0))):
         if not best or (row.kept or 0.0) > (best[-1].kept or 0.0):
@@ -230,12 +240,7 @@ def choice(panel: Panel) -> Row | None:
     The rule: the fastest row that keeps at least 99% of the untouched model's accuracy; where none
     does, the one that keeps most. Without labels, the fastest. Never the untouched model itself.
     """
-    timed = [
-        row
-        for line in panel.lines
-        for row in line.rows
-        if row.latency_ms is not None and row is not panel.gpu_reference
-    ]
+    timed = [row for row in panel.rows if row.latency_ms and row is not panel.gpu_reference]
     if not timed:
         return None
     judged = [(row, kept) for row in timed if (kept := row.kept) is not None]
@@ -267,20 +272,19 @@ def caveat(panel: Panel) -> str:
     fewer = _next_below(panel, row)
     if fewer is None or fewer.kept is None:
         return ""
-    if max(r.kept or 0.0 for line in panel.lines for r in line.rows if r.k < row.k) >= KEPT:
+    if max(each.kept or 0.0 for each in panel.rows if each.k < row.k) >= KEPT:
         return f"Fewer experts are not faster here: {_claim(panel, fewer)}."
     return f"No smaller k keeps {KEPT:.0%}: {_claim(panel, fewer)}."
 
 
 def _export_alone(panel: Panel, row: Row) -> str:
     """The fastest row of the same engine and precision that computes all experts."""
+    alike = (row.engine, row.provider, row.precision)
     everything = [
         each
-        for line in panel.lines
-        for each in line.rows
+        for each in panel.rows
         if each.k == each.experts
-        and (each.engine, each.provider, each.precision)
-        == (row.engine, row.provider, row.precision)
+        and (each.engine, each.provider, each.precision) == alike
         and each.latency_ms is not None
     ]
     if not everything:
@@ -293,7 +297,7 @@ def _export_alone(panel: Panel, row: Row) -> str:
 def empty_charts(panel: Panel) -> dict[str, str]:
     """Returns which charts of the page have nothing to show, each with the reason in a sentence."""
     found = {}
-    rows = [row for line in panel.lines for row in line.rows]
+    rows = panel.rows
     if panel.quality is None:
         found["accuracy"] = "Accuracy is not drawn: the data have no labels."
     if all(row.kept is None for row in rows):
@@ -352,9 +356,7 @@ def _speed(panel: Panel, row: Row) -> str:
 
 def _next_below(panel: Panel, row: Row) -> Row | None:
     """The fastest row of the largest k below a row's."""
-    rows = [
-        r for line in panel.lines for r in line.rows if r.k < row.k and r.latency_ms is not None
-    ]
+    rows = [r for r in panel.rows if r.k < row.k and r.latency_ms is not None]
     return min(rows, key=lambda r: (-r.k, _median(r)), default=None)
 
 
@@ -377,4 +379,4 @@ def milliseconds(value: float) -> str:
 
 
 def _median(row: Row) -> float:
-    return float("inf") if row.latency_ms is None else row.latency_ms.median
+    return float("inf") if row.median_ms is None else row.median_ms

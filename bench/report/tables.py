@@ -10,9 +10,7 @@ from ..analyses.findings import ExpertStudy
 from ..analyses.report import titled
 from ..results import Results, Row
 from .compare import Change, Comparison
-from .summary import GPU_MS, Panel, line_name, milliseconds, over, percent, times
-
-UNTOUCHED = "PyTorch, untouched"
+from .summary import GPU_MS, Panel, line_name, milliseconds, over, percent, row_name, times
 
 DASH = '<span class="quiet">–</span>'
 
@@ -53,7 +51,7 @@ def rows_table(shown: Sequence[Panel], results: Results) -> str:
         panel = by_key[row.model, row.batch]
         lead: list[Cell] = [(escape(row.model), row.model)] if several else []
         lead += [(str(row.batch), row.batch)] if batches else []
-        name = UNTOUCHED if row.is_reference else line_name(row)
+        name = row_name(row)
         lead += [(escape(name), name), (f"{row.k}/{row.experts}", row.k)]
         body.append(_result_row(panel, row, lead, len(heads), token=token, device=device))
     head = "".join(
