@@ -149,7 +149,7 @@ def write_graphs(
     with WeightsWriter(directory, progress, model.source.mapped) as writer:
         write_backbone(writer, traced)
         stored = {
-            name: write_layer(writer, name, layer, prepared.numbers.layers[name].arithmetic)
+            name: write_layer(writer, name, layer, prepared.numbers.layers[name].compute)
             for name, layer in model.layers.items()
         }
     lowered = {}
@@ -169,7 +169,7 @@ def _lower(
             lowering=layer.choice.lowering,
             k=layer.k,
             renormalize=prepared.options.renormalize,
-            arithmetic=prepared.numbers.layers[layer.name].arithmetic,
+            compute=prepared.numbers.layers[layer.name].compute,
             target=prepared.options.target,
         )
         for layer in graph.layers

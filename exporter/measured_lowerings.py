@@ -106,7 +106,7 @@ def _groups(
         layer = numbers.layers[name]
         key = (
             *(replace(work.spec, name=""), kept[name], work.tokens, str(x.shape), x.dtype),
-            *(layer.precision, layer.arithmetic.inner),
+            *(layer.precision, layer.compute.inner),
         )
         alike.setdefault(key, []).append(name)
     return [
@@ -165,8 +165,8 @@ def _write(
     What copies too much for one batch is put into `left_out`.
     """
     name, work = group.names[0], group.work
-    layer, arithmetic = model.layers[name], numbers.layers[name].arithmetic
-    needed, free = layer_bytes(layer, arithmetic), shutil.disk_usage(folder).free
+    layer, compute = model.layers[name], numbers.layers[name].compute
+    needed, free = layer_bytes(layer, compute), shutil.disk_usage(folder).free
     if free < needed:
         raise UsageError(
             f"--lowering tune: {folder.parent} has {free / 1e6:.0f} MB free, and the weights of "
@@ -174,7 +174,7 @@ def _write(
             hint="free some space there, or set TMPDIR to a folder elsewhere",
         )
     with WeightsWriter(folder, sources=model.source.mapped) as writer:
-        tensors = write_layer(writer, name, layer, arithmetic)
+        tensors = write_layer(writer, name, layer, compute)
     traced = _alone(group.node, options.opset)
     paths = {}
     for each in candidates:
@@ -188,7 +188,7 @@ def _write(
             each,
             group.k,
             options.renormalize,
-            arithmetic,
+            compute,
             options.target,
         )
         paths[each.name] = folder / f"{each.name}.onnx"

@@ -92,11 +92,11 @@ class PrecisionOptions:
             return self.precision
         return self.rest or TARGETS[target].rest
 
-    def form(self, target: Target) -> QuantFormat:
+    def quant_format(self, target: Target) -> QuantFormat:
         """How integer products are written for a target."""
         return TARGETS[target].integers
 
-    def grid(self, target: Target) -> WeightQuantization:
+    def weight_quantization(self, target: Target) -> WeightQuantization:
         """The integers of weights for a target."""
         if target in ENGINES:
             return EIGHT_BITS

@@ -292,6 +292,6 @@ def _weights_bytes(model: Model, traced: ir.Model, numbers: PrecisionPlan) -> in
         if (tensor := value.const_value) is not None and tensor.nbytes >= INLINE_BYTES
     )
     layers = sum(
-        layer_bytes(layer, numbers.layers[name].arithmetic) for name, layer in model.layers.items()
+        layer_bytes(layer, numbers.layers[name].compute) for name, layer in model.layers.items()
     )
     return backbone + layers

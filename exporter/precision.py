@@ -16,7 +16,7 @@ from ..calibration.table import CalibrationTable
 from ..errors import LoweringError, UsageError
 from ..graphs.layers.base import MoELayer
 from ..graphs.lower import simplify
-from ..graphs.precision.backbone import QuantisedLinear, backbone_linears, quantize_backbone
+from ..graphs.precision.backbone import QuantizedLinear, backbone_linears, quantize_backbone
 from ..graphs.precision.fp16 import Fp32Node, beyond, misfit, to_fp16
 from ..graphs.precision.types import (
     EXPERT_OUTPUTS,
@@ -26,11 +26,11 @@ from ..graphs.precision.types import (
     HALF_TYPES,
     ComputeTypes,
     Precision,
-    Quantised,
+    QuantizedProducts,
     operand_of,
     range_key,
 )
-from ..graphs.precision.weights import NARROWED, activation_scale
+from ..graphs.precision.weights import CONVERTED, activation_scale
 from .model import Model
 from .options import ExportOptions
 
@@ -43,7 +43,7 @@ class LayerPrecision:
 
     precision: Precision
     reason: str
-    arithmetic: ComputeTypes
+    compute: ComputeTypes
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class PrecisionPlan:
 
     layers: Mapping[str, LayerPrecision]
     fp32_nodes: tuple[Fp32Node, ...] = ()
-    linears: tuple[QuantisedLinear, ...] = ()
+    linears: tuple[QuantizedLinear, ...] = ()
 
 
 def apply_precision(
@@ -72,15 +72,15 @@ def apply_precision(
             hint=f"the layers are {', '.join(model.layers)}",
         )
     layers = {name: _layer(name, layer, options, table) for name, layer in model.layers.items()}
-    linears: list[QuantisedLinear] = []
+    linears: list[QuantizedLinear] = []
     if numbers.precision == "int8" and numbers.scope == "all":
         assert table is not None
         linears = quantize_backbone(
             traced,
             list(backbone_linears(traced.graph)),
             table.range,
-            numbers.form(target),
-            numbers.grid(target),
+            numbers.quant_format(target),
+            numbers.weight_quantization(target),
             FLOAT_TYPES[numbers.float_name(target)],
         )
     dtype = FLOAT_TYPES[numbers.float_name(target)]
@@ -114,7 +114,7 @@ def _layer(
         return LayerPrecision(float_name, f"{reason}{around}", ComputeTypes(inner))
     if table is None:
         raise no_ranges()
-    form = numbers.form(target)
+    form = numbers.quant_format(target)
     scales = {
         part.name: activation_scale(table.range(range_key(name, operand)), inner, qdq=form == "qdq")
         for part in layer.stored()
@@ -125,9 +125,9 @@ def _layer(
             f"layer {name}: --precision int8 does not serve this layer: {NO_FACTORS}",
             hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
         )
-    quantised = Quantised(form, numbers.grid(target), scales)
+    quantized = QuantizedProducts(form, numbers.weight_quantization(target), scales)
     around = f"; {problem}, so FP32 around it" if problem else ""
-    return LayerPrecision("int8", f"asked for{around}", ComputeTypes(inner, quantised))
+    return LayerPrecision("int8", f"asked for{around}", ComputeTypes(inner, quantized))
 
 
 def no_ranges() -> UsageError:
@@ -148,7 +148,7 @@ def _overflow(
         if beyond(peak, inner):
             return f"{key} was seen to reach {peak:.3g}"
     for part in layer.stored():
-        if part.name.startswith(NARROWED):
+        if part.name.startswith(CONVERTED):
             for array in part.parts:
                 problem = misfit(array, inner)
                 if problem is not None:
@@ -195,11 +195,11 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, A
         "usual_fp32_nodes": usual,
     }
     if numbers.precision == "int8":
-        grid, form = numbers.grid(target), numbers.form(target)
+        weights, form = numbers.weight_quantization(target), numbers.quant_format(target)
         record |= {
             "form": form,
-            "weights": f"{grid.dtype.name.lower()}, per expert and output channel, "
-            f"-{grid.levels} to {grid.levels}",
+            "weights": f"{weights.dtype.name.lower()}, per expert and output channel, "
+            f"-{weights.levels} to {weights.levels}",
             "activations": "int8, per tensor, symmetric" if form == "qdq" else "uint8, per tensor",
             "linears": {linear.node: linear.reason for linear in plan.linears},
         }

@@ -114,6 +114,14 @@ class Builder:
         self.initializers.append(value)
         return value
 
+    def insert_before(self, graph: ir.Graph, node: ir.Node) -> None:
+        """Puts the nodes into a graph before `node`, and what they read among its initializers."""
+        for initializer in self.initializers:
+            assert initializer.name is not None
+            if initializer.name not in graph.initializers:
+                graph.register_initializer(initializer)
+        graph.insert_before(node, self.nodes)
+
     def nested(self, name: str) -> Builder:
         """Returns a builder for a branch's nodes, named below `LAYER/name`."""
         return Builder(f"{self.layer}/{name}")

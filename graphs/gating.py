@@ -17,7 +17,7 @@ import onnx_ir as ir
 from .builder import Builder
 from .layers.mumoe import NORM_EPS, coefficients_name, logit_scale
 from .layers.stored import MuMoELayer
-from .lowerings.linear import one_token
+from .precision.products import one_token
 
 ENTMAX_STEPS = ((64, 5), (256, 6), (2048, 7))
 """Newton steps for up to so many experts: one more than brought every distribution that was tried

@@ -47,7 +47,7 @@ class LoweringRequest:
     lowering: AnyLowering
     k: int | None
     renormalize: bool = False
-    arithmetic: ComputeTypes = FP32
+    compute: ComputeTypes = FP32
     target: Target = "onnx"
 
 
@@ -133,7 +133,7 @@ def _replace(
         k=k,
         tokens=tokens if isinstance(tokens, int) else None,
         renormalize=choice.renormalize,
-        arithmetic=choice.arithmetic,
+        compute=choice.compute,
         target=choice.target,
         x_type=x.dtype or ir.DataType.FLOAT,
         y_type=old.dtype or ir.DataType.FLOAT,
@@ -145,11 +145,7 @@ def _replace(
     y.shape, y.type = old.shape, old.type
     if old in graph.outputs:
         y.name = old.name  # the graph's own outputs keep their names
-    for initializer in b.initializers:
-        assert initializer.name is not None
-        if initializer.name not in graph.initializers:
-            graph.register_initializer(initializer)
-    graph.insert_before(node, b.nodes)
+    b.insert_before(graph, node)
     ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
     graph.remove(node, safe=True)
     for used in b.nodes:

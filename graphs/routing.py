@@ -92,7 +92,7 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
 
 def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
     """Adds y [b, m, o] = C·Ỹ for the experts' outputs [b, e·p, o], in the experts' float type."""
-    inner = layer.arithmetic.inner
+    inner = layer.compute.inner
     combine = b.cast(slots.combine, ir.DataType.FLOAT, inner, "combine/C_narrow")
     if inner == layer.y_type:
         return b.op("MatMul", combine, outputs, name="output")

@@ -33,6 +33,7 @@ from moexport.common.environment import environment, usable_cores
 from moexport.exporter.families.layer_only import TokenBackbone
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights, algorithm_1
+from moexport.graphs.lowerings import ALL_LOWERINGS
 from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.precision.types import Precision
@@ -338,8 +339,8 @@ def _fits(shape: Shape, lowering: str, k: int, batch: int, precision: Precision)
     """Whether a graph is measured at a batch: of a large layer, only what `auto` takes there."""
     if shape == LARGE:
         return lowering == chosen(shape, k, batch, precision)
-    copied = 4 * batch * k * spec_of(shape).parameters_per_expert
-    return lowering != "gather" or copied <= GATHER_LIMIT_BYTES or k == shape.experts
+    work = Work(spec_of(shape), k, batch, TOKENS, precision)
+    return ALL_LOWERINGS[lowering].copied_bytes(work) <= GATHER_LIMIT_BYTES
 
 
 def _algorithm_2(model: Model, k: int, tokens: torch.Tensor) -> torch.Tensor:

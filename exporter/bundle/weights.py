@@ -77,9 +77,9 @@ def size_of(shape: tuple[int, ...], dtype: ir.DataType) -> int:
     return dtype.bitwidth * prod(shape) // 8
 
 
-def layer_bytes(layer: MoELayer, arithmetic: ComputeTypes) -> int:
+def layer_bytes(layer: MoELayer, compute: ComputeTypes) -> int:
     """Returns the bytes that `write_layer` writes, paddings not counted; reads no weights."""
-    return sum(size_of(part.shape, part.dtype) for part in converted(layer.stored(), arithmetic))
+    return sum(size_of(part.shape, part.dtype) for part in converted(layer.stored(), compute))
 
 
 class WeightsWriter:
@@ -158,7 +158,7 @@ class StoredLayer:
 
 
 def write_layer(
-    writer: WeightsWriter, name: str, layer: MoELayer, arithmetic: ComputeTypes = FP32
+    writer: WeightsWriter, name: str, layer: MoELayer, compute: ComputeTypes = FP32
 ) -> StoredLayer:
     """Writes a layer's weights, in the numbers that it is to compute in.
 
@@ -168,7 +168,7 @@ def write_layer(
         name,
         {
             part.name: writer.add(part.parts, part.shape, part.dtype)
-            for part in converted(layer.stored(), arithmetic)
+            for part in converted(layer.stored(), compute)
         },
     )
 

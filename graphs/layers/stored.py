@@ -53,7 +53,7 @@ class LayerOf(Generic[S]):
     k: int | ir.Value
     tokens: int | None = None
     renormalize: bool = False
-    arithmetic: ComputeTypes = FP32
+    compute: ComputeTypes = FP32
     x_type: ir.DataType = ir.DataType.FLOAT
     y_type: ir.DataType = ir.DataType.FLOAT
     target: Target = "onnx"

@@ -76,7 +76,7 @@ def _zeros(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
     """Zeros [b·p, o] for the rows [b·p, d] of an expert that nobody chose."""
     count = b.op("Shape", rows, start=0, end=1, name="row_count")
     shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="shape")
-    return b.op("Expand", b.number(0.0, layer.arithmetic.inner), shape, name="zeros")
+    return b.op("Expand", b.number(0.0, layer.compute.inner), shape, name="zeros")
 
 
 def predict_us(work: Work, machine: Machine) -> float:

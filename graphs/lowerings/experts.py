@@ -8,14 +8,14 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..layers.stored import Layer
+from ..precision.products import Linear, operand, product
 from ..precision.types import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
-from .linear import Linear, operand, product, stacked_scale, stacked_weight
 
 
 def expert_rows(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
     """Adds the rows as the experts' first product takes them, in any shape: done once for all."""
-    narrow = b.cast(rows, ir.DataType.FLOAT, layer.arithmetic.inner, "experts/rows_narrow")
-    return operand(b, layer, "experts.w1", narrow, "experts/rows")
+    converted = b.cast(rows, ir.DataType.FLOAT, layer.compute.inner, "experts/rows_narrow")
+    return operand(b, layer.compute, "experts.w1", converted, "experts/rows")
 
 
 def activate(b: Builder, layer: Layer, hidden: ir.Value, name: str = "experts") -> ir.Value:
@@ -45,13 +45,44 @@ def stacked_weights(b: Builder, layer: Layer) -> dict[str, ir.Value]:
     for which in ("1", "2"):
         w, bias = f"w{which}", f"b{which}"
         if layer.tensors.has(f"experts.{w}"):
-            weights[w] = stacked_weight(b, layer, w)
+            weights[w] = _stacked_weight(b, layer, w)
         if layer.tensors.has(f"experts.{w}.scale"):
-            weights[f"{w}.scale"] = stacked_scale(b, layer, w)
+            weights[f"{w}.scale"] = _stacked_scale(b, layer, w)
         if layer.tensors.has(f"experts.{bias}"):
             stacked = layer.stacked(b, f"experts.{bias}")
             weights[bias] = b.op("Unsqueeze", stacked, b.ints(1), name=f"experts/{bias}_rows")
     return weights
+
+
+UNIT = 1.0 / 128.0
+"""What a step of a stacked weight in Q/DQ form is worth until its column's scale follows: a power
+of two, so that every float type holds the weights exactly, as numbers between −1 and 1."""
+
+
+def _stacked_weight(b: Builder, layer: Layer, key: str) -> ir.Value:
+    """The weights [n, in, out] of all experts.
+
+    In Q/DQ form they are numbers in steps of `UNIT`: one DequantizeLinear knows one axis, and their
+    scales have two. The constant may feed nothing but that node, so a Gather comes after it.
+    """
+    weight = layer.stacked(b, f"experts.{key}")
+    quantized = layer.compute.quantized
+    if quantized is None or quantized.format != "qdq":
+        return weight
+    unit = b.number(UNIT, layer.compute.inner)
+    return b.op("DequantizeLinear", weight, unit, name=f"experts/{key}_units")
+
+
+def _stacked_scale(b: Builder, layer: Layer, key: str) -> ir.Value:
+    """The scales of the weights [n, in, out] as [n, 1, out], for what `_stacked_weight` gives."""
+    scale = layer.stacked(b, f"experts.{key}.scale")
+    rows = b.op("Unsqueeze", scale, b.ints(1), name=f"experts/{key}_scale_rows")
+    quantized = layer.compute.quantized
+    assert quantized is not None
+    if quantized.format != "qdq":
+        return rows
+    per_unit = b.number(1.0 / UNIT, layer.compute.inner)
+    return b.op("Mul", rows, per_unit, name=f"experts/{key}_scale_per_unit")
 
 
 def batched_experts(
@@ -68,13 +99,13 @@ def batched_experts(
     def linear(which: str) -> Linear:
         w = f"w{which}"
         scale, bias = weights.get(f"{w}.scale"), weights.get(f"b{which}")
-        return Linear(f"experts.{w}", weights[w], scale, bias, stacked=True)
+        return Linear(f"experts.{w}", weights[w], scale, bias, "stacked")
 
-    hidden = product(b, layer, rows, linear("1"), "experts/products")
+    hidden = product(b, layer.compute, rows, linear("1"), "experts/products")
     if "w2" not in weights:
         return hidden
-    hidden = operand(b, layer, "experts.w2", activate(b, layer, hidden), "experts/hidden")
-    return product(b, layer, hidden, linear("2"), "experts/outputs")
+    hidden = operand(b, layer.compute, "experts.w2", activate(b, layer, hidden), "experts/hidden")
+    return product(b, layer.compute, hidden, linear("2"), "experts/outputs")
 
 
 def one_expert(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value:
@@ -88,7 +119,9 @@ def one_expert(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value
 def first_product(b: Builder, layer: Layer, index: int, rows: ir.Value) -> ir.Value:
     """Adds expert `index`'s first matmul on rows [r, d]; returns [r, inner]."""
     b.tap(EXPERT_INPUT, rows)
-    products = product(b, layer, rows, _linear(b, layer, index, "1"), f"experts/{index}/products")
+    products = product(
+        b, layer.compute, rows, _linear(b, layer, index, "1"), f"experts/{index}/products"
+    )
     b.tap(EXPERT_PRODUCTS, products)
     return products
 
@@ -97,12 +130,14 @@ def hidden_rows(b: Builder, layer: Layer, products: ir.Value, name: str) -> ir.V
     """Adds the nonlinearity on rows [r, inner] of any experts, ready for the second matmul."""
     hidden = activate(b, layer, products, name)
     b.tap(EXPERT_HIDDEN, hidden)
-    return operand(b, layer, "experts.w2", hidden, f"{name}/hidden")
+    return operand(b, layer.compute, "experts.w2", hidden, f"{name}/hidden")
 
 
 def second_product(b: Builder, layer: Layer, index: int, hidden: ir.Value) -> ir.Value:
     """Adds expert `index`'s second matmul on rows of `hidden_rows`; returns [r, o]."""
-    outputs = product(b, layer, hidden, _linear(b, layer, index, "2"), f"experts/{index}/outputs")
+    outputs = product(
+        b, layer.compute, hidden, _linear(b, layer, index, "2"), f"experts/{index}/outputs"
+    )
     b.tap(EXPERT_OUTPUTS, outputs)
     return outputs
 
@@ -116,6 +151,4 @@ def _linear(b: Builder, layer: Layer, index: int, which: str) -> Linear:
 
     w = f"w{which}"
     weight = layer.expert(b, f"experts.{w}", index)
-    return Linear(
-        f"experts.{w}", weight, constant(f"{w}.scale"), constant(f"b{which}"), stacked=False
-    )
+    return Linear(f"experts.{w}", weight, constant(f"{w}.scale"), constant(f"b{which}"))

@@ -31,13 +31,11 @@ from .multilinear import (
 def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
     """Adds the gate once, then one or two factorised tensors that share its coefficients."""
     gates = coefficients(b, layer, x)
-    narrow = [
-        b.cast(
-            gate, ir.DataType.FLOAT, layer.arithmetic.inner, f"{coefficients_name(level)}_narrow"
-        )
+    converted = [
+        b.cast(gate, ir.DataType.FLOAT, layer.compute.inner, f"{coefficients_name(level)}_narrow")
         for level, gate in enumerate(gates)
     ]
-    return through_tensors(b, layer, x, gates, partial(_CONTRACTIONS[layer.spec.form], narrow))
+    return through_tensors(b, layer, x, gates, partial(_CONTRACTIONS[layer.spec.form], converted))
 
 
 def _cp(

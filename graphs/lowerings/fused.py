@@ -8,6 +8,7 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer
+from ..names import MICROSOFT
 from ..precision.types import Precision
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Target
@@ -42,12 +43,12 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     outputs = b.op(
         "MoE",
         rows,
-        b.cast(logits, ir.DataType.FLOAT, layer.arithmetic.inner, "experts/logits_narrow"),
+        b.cast(logits, ir.DataType.FLOAT, layer.compute.inner, "experts/logits_narrow"),
         transposed["w1"],
         biases["b1"],
         transposed["w2"],
         biases["b2"],
-        domain="com.microsoft",
+        domain=MICROSOFT,
         k=1,
         activation_type="relu" if layer.spec.activation == "relu" else "gelu",
         normalize_routing_weights=1,

@@ -64,7 +64,7 @@ def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> _Chosen:
     products = combined(b, weights, "combinations")
     return _Chosen(
         combined(b, numbers, "combinations/numbers", "Add"),
-        b.cast(products, ir.DataType.FLOAT, layer.arithmetic.inner, "combinations/narrow"),
+        b.cast(products, ir.DataType.FLOAT, layer.compute.inner, "combinations/narrow"),
     )
 
 

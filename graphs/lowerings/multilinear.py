@@ -10,9 +10,9 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.mumoe import NORM_EPS, FactorisedSpec
 from ..layers.stored import MuMoELayer
+from ..precision.products import Linear, operand, product
 from ..precision.types import operand_of
 from .cost import AnyWork, Machine
-from .linear import Linear, operand, product
 
 Contract = Callable[[Builder, MuMoELayer, str, FactorisedSpec, ir.Value], ir.Value]
 """Adds y = W(a_1, …, a_E, z) [b, m, o] for the tensor of that name and its input z [b, m, d]."""
@@ -25,7 +25,7 @@ def through_tensors(
 
     x is normalised before where the layer asks for it, in FP32, like everything that the gate does.
     """
-    single, inner = ir.DataType.FLOAT, layer.arithmetic.inner
+    single, inner = ir.DataType.FLOAT, layer.compute.inner
     if layer.spec.input_norm:
         z = b.op(
             "LayerNormalization",
@@ -83,8 +83,10 @@ def factor_product(
     assert met is not None, f"{key} is no large factor"
     b.tap(met, rows)
     scale = layer.stacked(b, f"{key}.scale") if layer.tensors.has(f"{key}.scale") else None
-    factor = Linear(key, layer.stacked(b, key), scale, bias, stacked=False, flat=False)
-    return product(b, layer, operand(b, layer, key, rows, name), factor, name)
+    factor = Linear(
+        key, layer.stacked(b, key), scale, bias, "token" if layer.tokens == 1 else "tokens"
+    )
+    return product(b, layer.compute, operand(b, layer.compute, key, rows, name), factor, name)
 
 
 def combined(b: Builder, vectors: Sequence[ir.Value], name: str, op: str = "Mul") -> ir.Value:

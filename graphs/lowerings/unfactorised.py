@@ -19,7 +19,7 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
     """Adds the gate once, then one or two tensors as a product with all experts, and a mix."""
     gates = coefficients(b, layer, x)
     weights = combined(b, gates, "combinations")
-    weights = b.cast(weights, ir.DataType.FLOAT, layer.arithmetic.inner, "combinations/narrow")
+    weights = b.cast(weights, ir.DataType.FLOAT, layer.compute.inner, "combinations/narrow")
     return through_tensors(b, layer, x, gates, partial(_contract, weights))
 
 

@@ -13,8 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
-from .types import QuantFormat, Range, WeightQuantization, range_key
-from .weights import activation_scale, quantise
+from ..builder import Builder
+from ..names import MICROSOFT
+from .products import Linear, operand, product
+from .types import (
+    ComputeTypes,
+    QuantFormat,
+    QuantizedProducts,
+    Range,
+    WeightQuantization,
+    range_key,
+)
+from .weights import activation_scale, quantize
 
 INPUT = "input"
 
@@ -58,7 +68,7 @@ HEAD = "it gives the graph's output"
 
 
 @dataclass(frozen=True, slots=True)
-class QuantisedLinear:
+class QuantizedLinear:
     """A linear layer of the backbone; `reason`: why it stayed in floats, None where it is INT8."""
 
     node: str
@@ -70,9 +80,9 @@ def quantize_backbone(
     linears: list[BackboneLinear],
     range_of: Callable[[str], Range],
     form: QuantFormat,
-    grid: WeightQuantization,
+    weights: WeightQuantization,
     float_type: ir.DataType,
-) -> list[QuantisedLinear]:
+) -> list[QuantizedLinear]:
     """Replaces the linear layers of a traced model by INT8 ones, in place; tells of each.
 
     `float_type` is what the model will compute in: scales are numbers that it holds.
@@ -81,13 +91,14 @@ def quantize_backbone(
     for linear in linears:
         name = linear.node.name
         assert name is not None
-        if _is_head(model.graph, linear.node):
-            made.append(QuantisedLinear(name, HEAD))
-            continue
-        _replace(model.graph, linear, range_of(linear.key), form, grid, float_type)
-        made.append(QuantisedLinear(name, None))
+        head = _is_head(model.graph, linear.node)
+        if not head:
+            scale = activation_scale(range_of(linear.key), float_type, qdq=form == "qdq")
+            quantized = QuantizedProducts(form, weights, {linear.key: scale})
+            _replace(model.graph, linear, quantized, float_type)
+        made.append(QuantizedLinear(name, HEAD if head else None))
     if form == "kernel" and any(each.reason is None for each in made):
-        model.graph.opset_imports.setdefault("com.microsoft", 1)
+        model.graph.opset_imports.setdefault(MICROSOFT, 1)
     return made
 
 
@@ -104,98 +115,34 @@ def _is_head(graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _replace(
-    graph: ir.Graph,
-    linear: BackboneLinear,
-    seen: Range,
-    form: QuantFormat,
-    grid: WeightQuantization,
-    float_type: ir.DataType,
+    graph: ir.Graph, linear: BackboneLinear, quantized: QuantizedProducts, float_type: ir.DataType
 ) -> None:
     node, tensor = linear.node, linear.weight.const_value
     assert tensor is not None and node.name is not None
     matrix = tensor.numpy().T if linear.transposed else tensor.numpy()
-    integers, scale = quantise(matrix, grid, float_type)
-    write = _Writer(graph, node)
-    qdq = form == "qdq"
-    activation = activation_scale(seen, float_type, qdq=qdq)
-    step = write.constant("step", np.array(activation.scale, np.float32))
-    kind = np.int8 if qdq else np.uint8
-    zero = write.constant("zero", np.array(activation.zero_point, kind))
-    rows = write.op("QuantizeLinear", [linear.input, step, zero], "integers")
-    weight = write.constant("weight", integers)
-    weight_zero = (
-        write.constant("weight_zero", np.array(grid.zero_point, np.uint8))
-        if grid.zero_point
-        else None
+    integers, scale = quantize(matrix, quantized.weights, float_type)
+    if quantized.format != "qdq":
+        scale = scale * np.float32(quantized.inputs[linear.key].scale)
+    b = Builder(node.name)
+    compute = ComputeTypes(quantized=quantized)
+    rows = operand(b, compute, linear.key, linear.input, "products")
+    weight, scales = (
+        b.weight(ir.tensor(array), f"{node.name}/{name}")
+        for name, array in (("weight", integers), ("scale", scale))
     )
+    constants = Linear(linear.key, weight, scales, None, "tokens")
+    y = product(b, compute, rows, constants, "products")
     bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
-    if qdq:
-        rows = write.op("DequantizeLinear", [rows, step, zero], "rounded")
-        scales = write.constant("scale", scale)
-        weight = write.op("DequantizeLinear", [weight, scales], "dequantised", axis=1)
-        product = write.op("MatMul", [rows, weight], "products")
-    else:
-        scales = write.constant("scale", (scale * np.float32(activation.scale)))
-        if form == "kernel":
-            one = write.constant("one", np.array(1.0, np.float32))
-            operands = [rows, weight, one, scales, zero, weight_zero]
-            product = write.op("MatMulIntegerToFloat", operands, "products", domain="com.microsoft")
-        else:
-            sums = write.op("MatMulInteger", [rows, weight, zero, weight_zero], "sums")
-            floats = write.op("Cast", [sums], "floats", to=ir.DataType.FLOAT.value)
-            product = write.op("Mul", [floats, scales], "products")
     if bias is not None:
-        product = write.op("Add", [product, bias], "output")
-    write.finish(product)
-
-
-class _Writer:
-    """Puts nodes in the place of one, named below it."""
-
-    def __init__(self, graph: ir.Graph, node: ir.Node) -> None:
-        self._graph, self._node = graph, node
-
-    def constant(self, name: str, array: np.ndarray) -> ir.Value:
-        """Returns an initializer."""
-        full = f"{self._node.name}/{name}"
-        tensor = ir.tensor(array, name=full)
-        value = ir.Value(
-            name=full,
-            shape=ir.Shape(array.shape),
-            type=ir.TensorType(tensor.dtype),
-            const_value=tensor,
-        )
-        self._graph.register_initializer(value)
-        return value
-
-    def op(
-        self,
-        op_type: str,
-        inputs: list[ir.Value | None],
-        name: str,
-        *,
-        domain: str = "",
-        **attributes: int,
-    ) -> ir.Value:
-        """Adds a node with one output before the one that is replaced."""
-        full = f"{self._node.name}/{name}"
-        kind = {"QuantizeLinear": None, "MatMulInteger": ir.DataType.INT32}.get(
-            op_type, ir.DataType.FLOAT
-        )
-        if kind is None:
-            zero = inputs[2]
-            assert zero is not None and zero.dtype is not None
-            kind = zero.dtype
-        output = ir.Value(name=full, type=ir.TensorType(kind))
-        node = ir.node(
-            op_type, inputs, attributes=attributes, domain=domain, outputs=[output], name=full
-        )
-        self._graph.insert_before(self._node, node)
-        return output
-
-    def finish(self, product: ir.Value) -> None:
-        """Lets the result take the place of the node's output, and removes the node."""
-        old = self._node.outputs[0]
-        product.shape = old.shape
-        ir.convenience.replace_all_uses_with(old, product, replace_graph_outputs=True)
-        self._graph.remove(self._node, safe=True)
+        y = b.op("Add", y, bias, name="output")
+    b.insert_before(graph, node)
+    for each in b.nodes:  # what narrows the backbone to 16 bits goes by the types
+        zero = each.inputs[2] if each.op_type == "QuantizeLinear" else None
+        integer = ir.DataType.INT32 if each.op_type == "MatMulInteger" else ir.DataType.FLOAT
+        dtype = integer if zero is None else zero.dtype
+        assert dtype is not None
+        each.outputs[0].type = ir.TensorType(dtype)
+    old = node.outputs[0]
+    y.shape = old.shape
+    ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
+    graph.remove(node, safe=True)

@@ -157,11 +157,11 @@ EIGHT_BITS = WeightQuantization(127, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Quantised:
+class QuantizedProducts:
     """The integer products of a layer: by weight, the scale of what is multiplied with it."""
 
-    form: QuantFormat
-    grid: WeightQuantization
+    format: QuantFormat
+    weights: WeightQuantization
     inputs: Mapping[str, Scale]
 
 
@@ -170,11 +170,11 @@ class ComputeTypes:
     """In what numbers one layer computes, whatever type its tokens come in.
 
     `inner` is the float type of the experts' (or factors') products; router and gate are FP32
-    always. `quantised` tells which products take integers.
+    always. `quantized` tells which products take integers.
     """
 
     inner: ir.DataType = ir.DataType.FLOAT
-    quantised: Quantised | None = None
+    quantized: QuantizedProducts | None = None
 
 
 FP32 = ComputeTypes()

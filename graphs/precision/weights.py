@@ -1,7 +1,7 @@
 """A layer's weights in the numbers that its graph computes in: 16-bit floats, or integers.
 
-Only what multiplies in the experts, or in a muMoE layer's factors, is narrowed: router and gate
-keep FP32. Everything streams: one expert's matrix is narrowed while it is written.
+Only what multiplies in the experts, or in a muMoE layer's factors, is converted: router and gate
+keep FP32. Everything streams: one expert's matrix is converted while it is written.
 """
 
 from __future__ import annotations
@@ -14,44 +14,46 @@ import numpy as np
 import onnx_ir as ir
 
 from ..layers.base import StoredPart
-from .types import ComputeTypes, Quantised, Range, Scale, WeightQuantization
+from .types import ComputeTypes, QuantizedProducts, Range, Scale, WeightQuantization
 
-NARROWED = ("experts.", "tensor.")
+CONVERTED = ("experts.", "tensor.")
 """How the names of those weights begin."""
 
 TINY = float(np.finfo(np.float16).tiny)
 """The scale of a column of zeros: any positive number that every float type holds."""
 
 
-def converted(parts: Iterator[StoredPart], arithmetic: ComputeTypes) -> Iterator[StoredPart]:
-    """Yields a layer's weights as `arithmetic` wants them.
+def converted(parts: Iterator[StoredPart], compute: ComputeTypes) -> Iterator[StoredPart]:
+    """Yields a layer's weights as `compute` wants them.
 
     A weight W that multiplies as integers is followed by `W.scale` [..., out]: the real number that
     one step of it stands for, times one step of what it is multiplied with where the form is not
     `qdq`. Its parts are known once those of W have been read.
     """
     for part in parts:
-        quantised = arithmetic.quantised
-        if not part.name.startswith(NARROWED):
+        quantized = compute.quantized
+        if not part.name.startswith(CONVERTED):
             yield part
-        elif quantised is not None and part.name in quantised.inputs:
-            yield from _integers(part, quantised, arithmetic.inner)
+        elif quantized is not None and part.name in quantized.inputs:
+            yield from _integers(part, quantized, compute.inner)
         else:
-            yield replace(part, dtype=arithmetic.inner)
+            yield replace(part, dtype=compute.inner)
 
 
-def _integers(part: StoredPart, quantised: Quantised, inner: ir.DataType) -> Iterator[StoredPart]:
-    qdq = quantised.form == "qdq"
-    factor = 1.0 if qdq else quantised.inputs[part.name].scale
+def _integers(
+    part: StoredPart, quantized: QuantizedProducts, inner: ir.DataType
+) -> Iterator[StoredPart]:
+    qdq = quantized.format == "qdq"
+    factor = 1.0 if qdq else quantized.inputs[part.name].scale
     scales: list[np.ndarray] = []
 
     def rounded() -> Iterator[np.ndarray]:
         for matrix in part.parts:
-            integers, scale = quantise(matrix, quantised.grid, inner)
+            integers, scale = quantize(matrix, quantized.weights, inner)
             scales.append(scale * np.float32(factor))
             yield integers
 
-    yield replace(part, parts=rounded(), dtype=quantised.grid.dtype)
+    yield replace(part, parts=rounded(), dtype=quantized.weights.dtype)
     yield StoredPart(
         f"{part.name}.scale",
         (*part.shape[:-2], part.shape[-1]),
@@ -60,8 +62,8 @@ def _integers(part: StoredPart, quantised: Quantised, inner: ir.DataType) -> Ite
     )
 
 
-def quantise(
-    matrix: np.ndarray, grid: WeightQuantization, scale_type: ir.DataType = ir.DataType.FLOAT
+def quantize(
+    matrix: np.ndarray, weights: WeightQuantization, scale_type: ir.DataType = ir.DataType.FLOAT
 ) -> tuple[np.ndarray, np.ndarray]:
     """Returns a matrix [in, out] as integers with a scale [out] per column, float32.
 
@@ -69,10 +71,12 @@ def quantise(
     nothing more.
     """
     largest = np.abs(matrix).max(axis=0, initial=0.0)
-    scale = rounded_to(largest / grid.levels, scale_type)
+    scale = rounded_to(largest / weights.levels, scale_type)
     scale = np.where(scale > 0, scale, np.float32(TINY))
-    integers = np.clip(np.rint(matrix / scale), -grid.levels, grid.levels) + grid.zero_point
-    return integers.astype(np.uint8 if grid.zero_point else np.int8), scale
+    integers = (
+        np.clip(np.rint(matrix / scale), -weights.levels, weights.levels) + weights.zero_point
+    )
+    return integers.astype(np.uint8 if weights.zero_point else np.int8), scale
 
 
 def activation_scale(seen: Range, dtype: ir.DataType, *, qdq: bool) -> Scale:

@@ -95,11 +95,11 @@ class InMemory:
         return ir.tensor(self.arrays[name][index], name=f"{name}/{index}")
 
 
-def arrays_of(layer: MuMoE, arithmetic: ComputeTypes = FP32) -> dict[str, np.ndarray]:
+def arrays_of(layer: MuMoE, compute: ComputeTypes = FP32) -> dict[str, np.ndarray]:
     """The layer's weights as they are stored, by name."""
     return {
         part.name: np.concatenate([a.reshape(-1) for a in part.parts]).reshape(part.shape)
-        for part in converted(layer.stored(), arithmetic)
+        for part in converted(layer.stored(), compute)
     }
 
 
@@ -107,7 +107,7 @@ def graph(
     layer: MuMoE,
     kept: int | None = None,
     lowering: str | None = None,
-    arithmetic: ComputeTypes = FP32,
+    compute: ComputeTypes = FP32,
     tokens: int | None = None,
 ) -> ir.Model:
     """The layer alone as a model from `x` [b, m, d] to `output`; m is `tokens`, or any."""
@@ -121,10 +121,10 @@ def graph(
     b = Builder(spec.name)
     found = MuMoELayer(
         spec,
-        InMemory(arrays_of(layer, arithmetic)),
+        InMemory(arrays_of(layer, compute)),
         spec.experts if kept is None else kept,
         tokens=tokens,
-        arithmetic=arithmetic,
+        compute=compute,
     )
     y = record.build(b, found, x)
     y.type = ir.TensorType(ir.DataType.FLOAT)

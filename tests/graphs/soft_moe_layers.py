@@ -84,12 +84,12 @@ class TinyLayer:
                 yield StoredPart(full, single.shape, single if name[0] in "wb" else [single])
 
 
-class NarrowTensors:
+class ConvertedTensors:
     """A layer's weights in the numbers of an arithmetic, in memory."""
 
-    def __init__(self, layer: TinyLayer, arithmetic: ComputeTypes) -> None:
+    def __init__(self, layer: TinyLayer, compute: ComputeTypes) -> None:
         self._arrays: dict[str, ir.TensorProtocol] = {}
-        for part in converted(layer.parts(), arithmetic):
+        for part in converted(layer.parts(), compute):
             array = np.concatenate([np.ravel(piece) for piece in part.parts]).reshape(part.shape)
             self._arrays[part.name] = ir.tensor(array.astype(part.dtype.numpy()), name=part.name)
 
@@ -253,7 +253,7 @@ def lowered(
     *,
     renormalize: bool = False,
     tensors: LayerTensors | None = None,
-    arithmetic: ComputeTypes = FP32,
+    compute: ComputeTypes = FP32,
     stream: ir.DataType = ir.DataType.FLOAT,
     target: Target = "onnx",
 ) -> Lowered:
@@ -270,10 +270,8 @@ def lowered(
     node = ir.node(spec.op_type, [x], attributes={"layer": spec.name}, domain=DOMAIN, outputs=[y])
     graph = ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, DOMAIN: 1}, name="one_layer")
     if tensors is None:
-        tensors = layer if arithmetic == FP32 else NarrowTensors(layer, arithmetic)
-    choice = LoweringRequest(
-        spec, tensors, LOWERINGS[lowering], kept, renormalize, arithmetic, target
-    )
+        tensors = layer if compute == FP32 else ConvertedTensors(layer, compute)
+    choice = LoweringRequest(spec, tensors, LOWERINGS[lowering], kept, renormalize, compute, target)
     return lower(ir.Model(graph, ir_version=10), {spec.name: choice})
 
 

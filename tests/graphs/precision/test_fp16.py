@@ -30,7 +30,7 @@ def rounded(
     layer: TinyLayer, lowering: str, dtype: ir.DataType, folder: Path, x: Array
 ) -> tuple[Array, Array]:
     """The layer's output as a 16-bit engine computes it, and the experts that it chose."""
-    made = lowered(layer, lowering, 2, arithmetic=ComputeTypes(dtype), stream=dtype)
+    made = lowered(layer, lowering, 2, compute=ComputeTypes(dtype), stream=dtype)
     ir.save(made.model, folder / "layer.onnx")
     twin = fp16_emulation(onnx.load(folder / "layer.onnx", load_external_data=False))
     selected = made.values["layer"].selected

@@ -12,13 +12,13 @@ from moexport.graphs.layers.mumoe import Form, MuMoE, MuMoESpec
 from moexport.graphs.precision.types import (
     ComputeTypes,
     QuantFormat,
-    Quantised,
+    QuantizedProducts,
     Range,
     Scale,
     WeightQuantization,
     operand_of,
 )
-from moexport.graphs.precision.weights import quantise
+from moexport.graphs.precision.weights import quantize
 from moexport.tests.exporter.families.reference import Array, gelu, layer_norm
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import arrays_of, formula, graph, name_of, random_layer, run
@@ -36,8 +36,8 @@ SPECS = [
 class Factors:
     """A layer's formula in float64, factor by factor, and what meets each large factor."""
 
-    def __init__(self, layer: MuMoE, quantised: Quantised | None = None) -> None:
-        self.layer, self.quantised = layer, quantised
+    def __init__(self, layer: MuMoE, quantized: QuantizedProducts | None = None) -> None:
+        self.layer, self.quantized = layer, quantized
         self.arrays = {name: a.astype(np.float64) for name, a in arrays_of(layer).items()}
         self.seen: dict[str, Array] = {}
 
@@ -45,12 +45,12 @@ class Factors:
         """Rows times a large factor, both rounded where it is quantised."""
         self.seen[key] = rows
         weight = self.arrays[key]
-        if self.quantised is not None:
-            grid = self.quantised.grid
-            integers, scale = quantise(weight.astype(np.float32), grid)
+        if self.quantized is not None:
+            grid = self.quantized.weights
+            integers, scale = quantize(weight.astype(np.float32), grid)
             weight = (integers.astype(np.float64) - grid.zero_point) * scale
-            signed = self.quantised.form == "qdq"
-            rows = rounded(rows, self.quantised.inputs[key], signed=signed)
+            signed = self.quantized.format == "qdq"
+            rows = rounded(rows, self.quantized.inputs[key], signed=signed)
         return rows @ weight
 
     def __call__(self, x: Array) -> Array:
@@ -94,7 +94,7 @@ def int8(layer: MuMoE, x: Array, form: QuantFormat, grid: WeightQuantization) ->
         return seen.symmetric() if form == "qdq" else seen.affine()
 
     scales = {key: scale(values) for key, values in exact.seen.items()}
-    return ComputeTypes(quantised=Quantised(form, grid, scales))
+    return ComputeTypes(quantized=QuantizedProducts(form, grid, scales))
 
 
 @pytest.mark.parametrize("spec", SPECS, ids=name_of)
@@ -104,9 +104,9 @@ def test_every_form_rounds_as_written_down(
 ) -> None:
     layer = random_layer(spec)
     x = np.random.default_rng(1).standard_normal((3, 5, spec.dim))
-    arithmetic = int8(layer, x, form, grid)
-    wanted = Factors(layer, arithmetic.quantised)(x.astype(np.float32).astype(np.float64))
-    y = run(graph(layer, arithmetic=arithmetic), x)
+    compute = int8(layer, x, form, grid)
+    wanted = Factors(layer, compute.quantized)(x.astype(np.float32).astype(np.float64))
+    y = run(graph(layer, compute=compute), x)
     off = np.abs(y - wanted)
     # A number half-way between two integers may go either way in float32: one step, rarely.
     assert np.median(off) <= 5e-6 * np.abs(wanted).max()
@@ -122,8 +122,8 @@ def test_int8_is_close_to_the_whole_tensor(spec: MuMoESpec, keep: int | None) ->
     exact = formula(layer, x, keep)
     assert np.abs(Factors(layer)(x) - formula(layer, x)).max() <= 1e-6 * np.abs(exact).max()
     for form, grid in FORMS:
-        arithmetic = int8(layer, x, form, grid)
-        y = run(graph(layer, keep, arithmetic=arithmetic), x)
+        compute = int8(layer, x, form, grid)
+        y = run(graph(layer, keep, compute=compute), x)
         assert 1e-5 < np.abs(y - exact).max() / np.abs(exact).max() < 0.05
 
 
@@ -132,9 +132,9 @@ def test_large_factors_are_bytes_and_the_gate_is_not_rounded(spec: MuMoESpec) ->
     layer = random_layer(spec)
     x = np.random.default_rng(1).standard_normal((3, 5, spec.dim))
     for form, grid in FORMS:
-        arithmetic = int8(layer, x, form, grid)
-        model = graph(layer, arithmetic=arithmetic)
-        arrays, single = arrays_of(layer, arithmetic), arrays_of(layer)
+        compute = int8(layer, x, form, grid)
+        model = graph(layer, compute=compute)
+        arrays, single = arrays_of(layer, compute), arrays_of(layer)
         for name, array in single.items():
             if operand_of(name) is None:
                 assert np.array_equal(arrays[name], array)

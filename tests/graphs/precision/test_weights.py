@@ -16,12 +16,12 @@ from moexport.graphs.precision.types import (
     SEVEN_BITS,
     ComputeTypes,
     QuantFormat,
-    Quantised,
+    QuantizedProducts,
     Range,
     Scale,
     WeightQuantization,
 )
-from moexport.graphs.precision.weights import quantise
+from moexport.graphs.precision.weights import quantize
 from moexport.tests.graphs.soft_moe_layers import (
     Array,
     TinyLayer,
@@ -52,7 +52,7 @@ def int8(layer: TinyLayer, form: QuantFormat, grid: WeightQuantization) -> Compu
     inputs = {"experts.w1": scale(INPUT)}
     if layer.w2 is not None:
         inputs["experts.w2"] = scale(HIDDEN)
-    return ComputeTypes(quantised=Quantised(form, grid, inputs))
+    return ComputeTypes(quantized=QuantizedProducts(form, grid, inputs))
 
 
 def rounded(x: Array, scale: Scale, *, signed: bool) -> Array:
@@ -62,15 +62,15 @@ def rounded(x: Array, scale: Scale, *, signed: bool) -> Array:
     return np.asarray((steps - scale.zero_point) * scale.scale)
 
 
-def as_integers(layer: TinyLayer, arithmetic: ComputeTypes) -> TinyLayer:
+def as_integers(layer: TinyLayer, compute: ComputeTypes) -> TinyLayer:
     """The layer with weights that were integers; its activations still have to be rounded."""
-    assert arithmetic.quantised is not None
-    grid = arithmetic.quantised.grid
+    assert compute.quantized is not None
+    grid = compute.quantized.weights
 
     def through(weights: Array) -> Array:
         found = []
         for matrix in weights:
-            integers, scale = quantise(matrix.astype(np.float32), grid)
+            integers, scale = quantize(matrix.astype(np.float32), grid)
             found.append((integers.astype(np.float64) - grid.zero_point) * scale)
         return np.stack(found)
 
@@ -78,25 +78,25 @@ def as_integers(layer: TinyLayer, arithmetic: ComputeTypes) -> TinyLayer:
     return replace(layer, w1=through(layer.w1), w2=w2)
 
 
-def expected(layer: TinyLayer, arithmetic: ComputeTypes, x: Array, k: int) -> Array:
+def expected(layer: TinyLayer, compute: ComputeTypes, x: Array, k: int) -> Array:
     """The formulas in float64 with weights and activations rounded where the graph rounds them."""
-    quantised = arithmetic.quantised
-    assert quantised is not None
-    signed = quantised.form == "qdq"
+    quantized = compute.quantized
+    assert quantized is not None
+    signed = quantized.format == "qdq"
 
     def operand(key: str, rows: Array) -> Array:
-        return rounded(rows, quantised.inputs[f"experts.{key}"], signed=signed)
+        return rounded(rows, quantized.inputs[f"experts.{key}"], signed=signed)
 
-    return soft_moe(as_integers(layer, arithmetic), x, k, operand=operand)[0]
+    return soft_moe(as_integers(layer, compute), x, k, operand=operand)[0]
 
 
 def assert_computes(
-    layer: TinyLayer, lowering: str, kept: int | None, arithmetic: ComputeTypes, k: int
+    layer: TinyLayer, lowering: str, kept: int | None, compute: ComputeTypes, k: int
 ) -> None:
     x = tokens(5, 4)
     feeds = {"input": x} if kept is not None else {"input": x, "k": np.array([k])}
-    y = session(lowered(layer, lowering, kept, arithmetic=arithmetic)).run(None, feeds)[0]
-    wanted = expected(layer, arithmetic, x, k)
+    y = session(lowered(layer, lowering, kept, compute=compute)).run(None, feeds)[0]
+    wanted = expected(layer, compute, x, k)
     off = np.abs(y - wanted)
     # A number half-way between two integers may go either way in float32: one step, rarely.
     assert np.median(off) <= 2e-6 * np.abs(wanted).max()
@@ -110,10 +110,10 @@ def test_every_lowering_rounds_as_written_down(
     lowering: str, form: QuantFormat, grid: WeightQuantization, slots: int
 ) -> None:
     layer = tiny_layer(slots=slots)
-    arithmetic = int8(layer, form, grid)
-    assert_computes(layer, lowering, 2, arithmetic, 2)
-    assert_computes(layer, lowering, 5, arithmetic, 5)
-    assert_computes(layer, lowering, None, arithmetic, 3)
+    compute = int8(layer, form, grid)
+    assert_computes(layer, lowering, 2, compute, 2)
+    assert_computes(layer, lowering, 5, compute, 5)
+    assert_computes(layer, lowering, None, compute, 3)
 
 
 @pytest.mark.parametrize("expert", get_args(ExpertKind))
@@ -133,9 +133,9 @@ def test_many_grouped_experts_round_their_hidden_rows_together(
     form: QuantFormat, grid: WeightQuantization
 ) -> None:
     layer = tiny_layer(experts=MANY_EXPERTS, slots=2)
-    arithmetic = int8(layer, form, grid)
-    assert_computes(layer, "grouped", 3, arithmetic, 3)
-    assert_computes(layer, "grouped", MANY_EXPERTS, arithmetic, MANY_EXPERTS)
+    compute = int8(layer, form, grid)
+    assert_computes(layer, "grouped", 3, compute, 3)
+    assert_computes(layer, "grouped", MANY_EXPERTS, compute, MANY_EXPERTS)
 
 
 def extreme(width: int) -> TinyLayer:
@@ -166,10 +166,10 @@ def test_the_largest_sums_do_not_saturate(
     sums = Range(0.0, float(width), 0.0, float(width), 1)
     scales = [r.symmetric() if form == "qdq" else r.affine() for r in (largest, sums)]
     inputs = dict(zip(("experts.w1", "experts.w2"), scales, strict=True))
-    arithmetic = ComputeTypes(quantised=Quantised(form, grid, inputs))
+    compute = ComputeTypes(quantized=QuantizedProducts(form, grid, inputs))
     for batch in (1, 2, 7, 40):
         x = np.ones((batch, 3, width), dtype=np.float32)
-        y = session(lowered(layer, lowering, 2, arithmetic=arithmetic)).run(None, {"input": x})[0]
+        y = session(lowered(layer, lowering, 2, compute=compute)).run(None, {"input": x})[0]
         combined = np.exp([0.0, 1e-3 * width, 2e-3 * width])
         kept = combined[1:].sum() / combined.sum()
         assert np.allclose(y, 5 * width * kept, rtol=1e-5)
@@ -180,7 +180,7 @@ def test_scales_are_numbers_that_their_type_holds() -> None:
     matrix = random.standard_normal((64, 9)).astype(np.float32) * 0.01
     matrix[:, 4] = 0.0
     for dtype in (ir.DataType.FLOAT16, ir.DataType.BFLOAT16):
-        integers, scale = quantise(matrix, EIGHT_BITS, dtype)
+        integers, scale = quantize(matrix, EIGHT_BITS, dtype)
         assert np.array_equal(scale, scale.astype(dtype.numpy()).astype(np.float32))
         assert not integers[:, 4].any()
         assert np.abs(integers * scale - matrix).max() <= 0.51 * scale.max()

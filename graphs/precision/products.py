@@ -1,0 +1,151 @@
+"""One product with a constant matrix, rows·w + b: in floats, in integers, or in Q/DQ form.
+
+In INT8 activations have one scale and weights one per column: x ≈ (q − z)·s and
+w[:, j] ≈ v[:, j]·t[j] with integers q, v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and
+one multiplication per result brings it back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..names import MICROSOFT
+from .types import ComputeTypes, QuantizedProducts
+
+Rows = Literal["matrix", "tokens", "token", "stacked"]
+"""What a product is of. `matrix`: [r, in]·[in, out]; `tokens`: the rows have any rank; `token`: one
+row per input, [b, 1, in]; `stacked`: [..., r, in]·[..., in, out], several matrices at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """The constants of rows·w + b.
+
+    Of `stacked` ones `bias` and `scale` are [..., 1, out], else [out]. `key` names the weight among
+    the layer's; `scale` belongs to one of integers.
+    """
+
+    key: str
+    weight: ir.Value
+    scale: ir.Value | None
+    bias: ir.Value | None
+    rows: Rows = "matrix"
+
+
+def operand(b: Builder, compute: ComputeTypes, key: str, rows: ir.Value, name: str) -> ir.Value:
+    """Adds the rows as the product with weight `key` takes them, in any shape.
+
+    Integers where it multiplies integers; in Q/DQ form they are rounded beside the product, where
+    the runtime looks for it.
+    """
+    quantized = compute.quantized
+    if quantized is None or quantized.format == "qdq":
+        return rows
+    return b.op(
+        "QuantizeLinear", rows, *_scale(b, compute, quantized, key), name=f"{name}_integers"
+    )
+
+
+def product(
+    b: Builder, compute: ComputeTypes, rows: ir.Value, linear: Linear, name: str
+) -> ir.Value:
+    """Adds rows·w + b for rows that `operand` prepared: [..., r, in] to [..., r, out]."""
+    quantized = compute.quantized
+    if quantized is None:
+        return _floats(b, rows, linear, name)
+    if quantized.format == "qdq":
+        scale, zero = _scale(b, compute, quantized, linear.key)
+        integers = b.op("QuantizeLinear", rows, scale, zero, name=f"{name}_integers")
+        return _rounded(
+            b, b.op("DequantizeLinear", integers, scale, zero, name=f"{name}_rounded"), linear, name
+        )
+    return _integers(b, quantized, rows, linear, name)
+
+
+def one_token(b: Builder, rows: ir.Value, weight: ir.Value, bias: ir.Value, name: str) -> ir.Value:
+    """Adds rows·w + b for rows [b, 1, in], as one Gemm between two changes of shape.
+
+    ONNX Runtime fuses an Add with a MatMul of matrices only; with a row per input the Add is worth
+    3% of a whole layer.
+    """
+    assert weight.shape is not None
+    width, out = weight.shape.numpy()
+    flat = b.op("Reshape", rows, b.ints(-1, width), name=f"{name}_rows")
+    product = b.op("Gemm", flat, weight, bias, name=f"{name}_flat")
+    return b.op("Reshape", product, b.ints(-1, 1, out), name=name)
+
+
+def _floats(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
+    if linear.bias is None:
+        return b.op("MatMul", rows, linear.weight, name=name)
+    if linear.rows == "matrix":
+        return b.op("Gemm", rows, linear.weight, linear.bias, name=name)
+    if linear.rows == "token":
+        return one_token(b, rows, linear.weight, linear.bias, name)
+    products = b.op("MatMul", rows, linear.weight, name=f"{name}_unbiased")
+    return b.op("Add", products, linear.bias, name=name)
+
+
+def _rounded(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
+    """Products of rounded floats, which a runtime turns into integer ones."""
+    if linear.rows == "stacked":
+        return _scaled(b, b.op("MatMul", rows, linear.weight, name=f"{name}_units"), linear, name)
+    weight = b.op("DequantizeLinear", linear.weight, linear.scale, axis=1, name=f"{name}_weight")
+    form: Rows = "matrix" if linear.rows == "matrix" else "tokens"
+    return _floats(b, rows, replace(linear, weight=weight, scale=None, rows=form), name)
+
+
+def _integers(
+    b: Builder, quantized: QuantizedProducts, rows: ir.Value, linear: Linear, name: str
+) -> ir.Value:
+    """Integer products; their `scale` holds both steps, that of the rows and that of the weight."""
+    zero = b.constant(np.array(quantized.inputs[linear.key].zero_point, dtype=np.uint8))
+    weight_zero = None
+    if quantized.weights.zero_point:
+        weight_zero = b.constant(np.array(quantized.weights.zero_point, dtype=np.uint8))
+    if quantized.format == "standard":
+        sums = b.op(
+            "MatMulInteger", rows, linear.weight, zero, weight_zero, name=f"{name}_integers"
+        )
+        floats = b.op("Cast", sums, to=ir.DataType.FLOAT.value, name=f"{name}_float")
+        return _scaled(b, floats, linear, name)
+    # The kernel adds a bias of one row: that of stacked weights comes after it.
+    apart = linear.bias if linear.rows == "stacked" else None
+    products = b.op(
+        "MatMulIntegerToFloat",
+        rows,
+        linear.weight,
+        b.number(1.0),
+        linear.scale,
+        zero,
+        weight_zero,
+        linear.bias if apart is None else None,
+        domain=MICROSOFT,
+        name=name if apart is None else f"{name}_unbiased",
+    )
+    return products if apart is None else b.op("Add", products, apart, name=name)
+
+
+def _scaled(b: Builder, products: ir.Value, linear: Linear, name: str) -> ir.Value:
+    """Adds products·scale + bias."""
+    if linear.bias is None:
+        return b.op("Mul", products, linear.scale, name=name)
+    scaled = b.op("Mul", products, linear.scale, name=f"{name}_scaled")
+    return b.op("Add", scaled, linear.bias, name=name)
+
+
+def _scale(
+    b: Builder, compute: ComputeTypes, quantized: QuantizedProducts, key: str
+) -> tuple[ir.Value, ir.Value]:
+    """The step and the zero point of what meets a weight, as constants."""
+    scale = quantized.inputs[key]
+    kind = np.int8 if quantized.format == "qdq" else np.uint8
+    return (
+        b.number(scale.scale, compute.inner),
+        b.constant(np.array(scale.zero_point, dtype=kind)),
+    )
