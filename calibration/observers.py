@@ -18,8 +18,8 @@ import onnxruntime as ort
 from ..errors import CalibrationError
 from ..graphs.builder import Builder
 from ..graphs.lower import LoweringRequest, lower
-from ..graphs.precision.backbone import INPUT, backbone_linears
-from ..graphs.precision.types import is_ranged, range_key
+from ..graphs.names import INPUT, is_ranged, range_key
+from ..graphs.precision.backbone import backbone_linears
 from .methods import BINS, HALF, Histogram
 
 MASK = 1e30
@@ -93,7 +93,7 @@ def observing_graph(traced: ir.Model, choices: Mapping[str, LoweringRequest]) ->
     """Returns a copy of a traced model that observes instead of answering.
 
     Ranged are the inputs of the backbone's linear layers and, of each MoE layer, what its lowering
-    taps (`types.range_key`); the lowering must compute the rows of the selection alone. Peaks
+    taps (`names.range_key`); the lowering must compute the rows of the selection alone. Peaks
     are taken of every other float value that an op of the backbone or of an expert makes.
     """
     model = traced.clone()

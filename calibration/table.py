@@ -42,7 +42,7 @@ class Origin:
 
 @dataclass(frozen=True, slots=True)
 class CalibrationTable:
-    """Ranges by tensor (`types.range_key`), and the largest absolute values of the others.
+    """Ranges by tensor (`names.range_key`), and the largest absolute values of the others.
 
     `peaks` holds max|x| of every float value of the backbone by its name in the traced graph, and
     of the values inside MoE layers that are no input of a matrix product: what a 16-bit float must

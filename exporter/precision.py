@@ -16,19 +16,16 @@ from ..calibration.table import CalibrationTable
 from ..errors import LoweringError, UsageError
 from ..graphs.layers.base import MoELayer
 from ..graphs.lower import simplify
+from ..graphs.names import EXPERT_OUTPUTS, EXPERT_PRODUCTS, operand_of, range_key
 from ..graphs.precision.backbone import QuantizedLinear, backbone_linears, quantize_backbone
 from ..graphs.precision.fp16 import Fp32Node, beyond, misfit, to_fp16
 from ..graphs.precision.types import (
-    EXPERT_OUTPUTS,
-    EXPERT_PRODUCTS,
     FLOAT_TYPES,
     FP32,
     HALF_TYPES,
     ComputeTypes,
     Precision,
     QuantizedProducts,
-    operand_of,
-    range_key,
 )
 from ..graphs.precision.weights import CONVERTED, activation_scale
 from .model import Model

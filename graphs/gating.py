@@ -14,8 +14,9 @@ from dataclasses import dataclass
 import numpy as np
 import onnx_ir as ir
 
+from . import names
 from .builder import Builder
-from .layers.mumoe import NORM_EPS, coefficients_name, logit_scale
+from .layers.mumoe import NORM_EPS, logit_scale
 from .layers.stored import MuMoELayer
 from .precision.products import one_token
 
@@ -69,7 +70,7 @@ def kept_levels(b: Builder, layer: MuMoELayer, x: ir.Value) -> list[KeptLevel]:
     found = []
     for level, n in enumerate(layer.spec.levels):
         logits = _logits(b, layer, level, x)
-        name = coefficients_name(level)
+        name = names.coefficients(level)
         selects = not isinstance(layer.k, int) or layer.k < n
         a = activations[layer.spec.activation](b, logits, n, f"all_{name}" if selects else name)
         found.append(_largest(b, layer, a, n, name) if selects else KeptLevel(a, None))

@@ -13,7 +13,7 @@ from .builder import Builder
 from .layers.base import MoESpec, choice_key
 from .layers.stored import LayerOf, LayerTensors
 from .lowerings.base import AnyLowering
-from .names import DOMAIN, K_INPUT
+from .names import DOMAIN, K_INPUT, in_layer
 from .precision.types import FP32, ComputeTypes
 from .targets import Target
 
@@ -155,7 +155,7 @@ def _replace(
         input=x.name,
         output=y.name,
         choices={
-            choice_key(choice.spec.name, key): f"{choice.spec.name}/{value}"
+            choice_key(choice.spec.name, key): in_layer(choice.spec.name, value)
             for key, value in choice.spec.choices().items()
         }
         if layer.selects

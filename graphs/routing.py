@@ -16,6 +16,7 @@ import onnx_ir as ir
 
 from .builder import Builder
 from .layers.stored import Layer
+from .names import OUTPUT, SELECTED
 from .targets import TARGETS
 
 
@@ -86,8 +87,8 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
         by_slot = b.op("Transpose", routed.combine, perm=[0, 2, 1], name="router/C_by_slot")
         by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
         combine = b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
-    kept = layer.k if isinstance(layer.k, int) else None
-    return Slots(_dispatch(b, layer, routed, logits, kept), combine)
+    experts = layer.k if isinstance(layer.k, int) else None
+    return Slots(_dispatch(b, layer, routed, logits, experts), combine)
 
 
 def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
@@ -95,9 +96,9 @@ def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -
     inner = layer.compute.inner
     combine = b.cast(slots.combine, ir.DataType.FLOAT, inner, "combine/C_narrow")
     if inner == layer.y_type:
-        return b.op("MatMul", combine, outputs, name="output")
+        return b.op("MatMul", combine, outputs, name=OUTPUT)
     output = b.op("MatMul", combine, outputs, name="combine/products")
-    return b.cast(output, inner, layer.y_type, "output")
+    return b.cast(output, inner, layer.y_type, OUTPUT)
 
 
 def selection_mask(b: Builder, layer: Layer, selected: ir.Value) -> ir.Value:
@@ -233,7 +234,7 @@ def _select(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
         scores = b.op("ReduceSum", by_expert, b.ints(2), keepdims=0, name="router/scores")
     k = b.ints(layer.k) if isinstance(layer.k, int) else layer.k
     _, selected = b.ops(
-        "TopK", scores, k, axis=1, largest=1, sorted=1, names=("router/top", "selected")
+        "TopK", scores, k, axis=1, largest=1, sorted=1, names=("router/top", SELECTED)
     )
     return selected
 

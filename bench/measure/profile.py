@@ -15,18 +15,12 @@ from statistics import median
 from typing import Any
 
 from ...calibration.feeds import Array
+from ...graphs.names import PARTS, part_of
 from ..results import Part
 from ..runners.base import Loader
 
 WARMUP = 2
 PASSES = 3
-
-PARTS = ("router", "dispatch", "experts", "combine")
-"""The parts of a layer, in the order in which they run."""
-
-ROUTER = ("router", "gate", "selected", "input")
-DISPATCH = ("dispatch",)
-COMBINE = ("combine", "output")
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +99,7 @@ def _within(event: Event, outer: Event) -> bool:
 def part_of_node(name: str, layers: Sequence[str]) -> tuple[str | None, str]:
     """Returns the layer and part of a node by its name; `host` is the backbone."""
     for layer in layers:
-        if name.startswith(f"{layer}/"):
-            what = name.removeprefix(f"{layer}/").split("/")[0].split(".")[0]
-            for part, words in (("router", ROUTER), ("dispatch", DISPATCH), ("combine", COMBINE)):
-                if what in words:
-                    return layer, part
-            return layer, "experts"
+        part = part_of(name, layer)
+        if part is not None:
+            return layer, part
     return None, "host"

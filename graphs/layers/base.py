@@ -126,11 +126,11 @@ class MoESpec(Protocol):
         ...
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
-        """Multiply-adds for one input of `tokens` tokens with k = `kept`, by part."""
+        """Multiply-adds for one input of `tokens` tokens by part."""
         ...
 
     def bytes_read(self, k: int) -> int:
-        """FP32 bytes of expert weights that a run with k = `kept` reads."""
+        """FP32 bytes of expert weights that a run with that k reads."""
         ...
 
     def choices(self) -> dict[str, str]:

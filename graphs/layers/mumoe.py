@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from .. import names
 from .base import Kind, LayerEdits, MoELayer, RoutingDecision, StoredPart, frozen
 
 Form = Literal["cp", "tr", "tucker", "full"]
@@ -76,7 +77,7 @@ class FactorisedSpec:
 
     @property
     def parameters(self) -> int:
-        """PrecisionOptions in all factors or cores."""
+        """Numbers in all factors or cores."""
         return sum(prod(shape) for shape in self.shapes)
 
     def combinations_of(self, k: int) -> int:
@@ -212,14 +213,9 @@ class MuMoESpec:
     def choices(self) -> dict[str, str]:
         """The kept coefficients of each level: `coefficients`, `coefficients_2` and so on."""
         return {
-            "" if level == 0 else f"level {level + 1}": coefficients_name(level)
+            "" if level == 0 else f"level {level + 1}": names.coefficients(level)
             for level in range(len(self.levels))
         }
-
-
-def coefficients_name(level: int) -> str:
-    """Returns what the kept coefficients of a level are called in a graph."""
-    return "coefficients" if level == 0 else f"coefficients_{level + 1}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ..names import SELECTED
 from .base import Algorithm, Kind, MoELayer, RoutingDecision, StoredPart, algorithm_1, frozen
 
 ExpertKind = Literal["mlp", "geglu", "linear"]
@@ -111,7 +112,7 @@ class SoftMoESpec:
 
     def choices(self) -> dict[str, str]:
         """The chosen experts, `selected` [b, k]."""
-        return {"": "selected"}
+        return {"": SELECTED}
 
 
 __all__ = [

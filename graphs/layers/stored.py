@@ -43,7 +43,7 @@ class LayerTensors(Protocol):
 class LayerOf(Generic[S]):
     """One node to lower: the layer, its weights and how many experts it keeps.
 
-    `kept` is Algorithm 1's k: a number, or the graph input (int64, shape [1]) that carries it.
+    `k` is Algorithm 1's k: a number, or the graph input (int64, shape [1]) that carries it.
     `tokens` is m, or None where the token axis is dynamic. `x_type` and `y_type` are the float
     types of the tokens in and out.
     """

@@ -8,8 +8,8 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..layers.stored import Layer
+from ..names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
 from ..precision.products import Linear, operand, product
-from ..precision.types import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
 
 
 def expert_rows(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:

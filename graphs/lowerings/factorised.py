@@ -12,9 +12,10 @@ from math import prod
 
 import onnx_ir as ir
 
+from .. import names
 from ..builder import Builder
 from ..gating import coefficients
-from ..layers.mumoe import FactorisedSpec, MuMoESpec, coefficients_name
+from ..layers.mumoe import FactorisedSpec, MuMoESpec
 from ..layers.stored import MuMoELayer
 from ..targets import EVERY_TARGET
 from .base import LoweringOf
@@ -32,7 +33,7 @@ def build(b: Builder, layer: MuMoELayer, x: ir.Value) -> ir.Value:
     """Adds the gate once, then one or two factorised tensors that share its coefficients."""
     gates = coefficients(b, layer, x)
     converted = [
-        b.cast(gate, ir.DataType.FLOAT, layer.compute.inner, f"{coefficients_name(level)}_narrow")
+        b.cast(gate, ir.DataType.FLOAT, layer.compute.inner, f"{names.coefficients(level)}_narrow")
         for level, gate in enumerate(gates)
     ]
     return through_tensors(b, layer, x, gates, partial(_CONTRACTIONS[layer.spec.form], converted))

@@ -8,9 +8,10 @@ from functools import partial
 import numpy as np
 import onnx_ir as ir
 
+from .. import names
 from ..builder import Builder
 from ..gating import KeptLevel, kept_levels
-from ..layers.mumoe import FactorisedSpec, MuMoESpec, coefficients_name
+from ..layers.mumoe import FactorisedSpec, MuMoESpec
 from ..layers.stored import MuMoELayer
 from ..targets import EVERY_TARGET
 from . import unfactorised
@@ -47,7 +48,7 @@ def _chosen(b: Builder, layer: MuMoELayer, levels: list[KeptLevel]) -> _Chosen:
     step = 1
     for level, n in reversed(list(enumerate(layer.spec.levels))):
         kept = levels[level]
-        name = coefficients_name(level)
+        name = names.coefficients(level)
         if kept.indices is None:  # fewer experts than k: all are kept
             index, values = b.constant(np.arange(n).reshape(1, 1, n)), kept.coefficients
         else:

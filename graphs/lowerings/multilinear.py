@@ -10,8 +10,8 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.mumoe import NORM_EPS, FactorisedSpec
 from ..layers.stored import MuMoELayer
+from ..names import operand_of
 from ..precision.products import Linear, operand, product
-from ..precision.types import operand_of
 from .cost import AnyWork, Machine
 
 Contract = Callable[[Builder, MuMoELayer, str, FactorisedSpec, ir.Value], ir.Value]

@@ -14,7 +14,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..names import MICROSOFT
+from ..names import INPUT, MICROSOFT, range_key
 from .products import Linear, operand, product
 from .types import (
     ComputeTypes,
@@ -22,11 +22,8 @@ from .types import (
     QuantizedProducts,
     Range,
     WeightQuantization,
-    range_key,
 )
 from .weights import activation_scale, quantize
-
-INPUT = "input"
 
 
 @dataclass(frozen=True, slots=True)

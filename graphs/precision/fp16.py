@@ -1,8 +1,8 @@
-"""Narrows a traced backbone to 16-bit floats, with nodes that stay in FP32.
+"""Converts a traced backbone to 16-bit floats, with nodes that stay in FP32.
 
 Every node either computes in 16 bits or stays as it is, for a reason that is kept; casts stand
 where the two meet. MoE layers are nodes here, whose insides are the lowering's
-(`types.py`): their outputs are narrow, and their inputs what they come as, since a router
+(`types.py`): their outputs have 16 bits, and their inputs what they come as, since a router
 reads them in FP32 and would see what a cast there and back has lost.
 """
 
@@ -19,7 +19,7 @@ from ..names import DOMAIN
 
 FLOAT = ir.DataType.FLOAT
 
-NARROW_OPS = frozenset(
+FP16_OPS = frozenset(
     {
         *("MatMul", "Gemm", "Conv", "Add", "Sub", "Mul", "Div", "Neg", "Abs", "Max", "Min", "Clip"),
         *("Relu", "Gelu", "Tanh", "Sigmoid", "Erf", "HardSigmoid", "HardSwish", "LeakyRelu"),
@@ -34,7 +34,7 @@ element without growing, and what only moves values."""
 
 _STATISTICS = "its mean and variance are sums over many values"
 _SUM = "a sum over many values"
-WIDE_OPS: Mapping[str, str] = MappingProxyType(
+FP32_OPS: Mapping[str, str] = MappingProxyType(
     {
         "Softmax": "exponentials, and their sum",
         "LogSoftmax": "exponentials, and their sum",
@@ -66,7 +66,7 @@ its normal range, reached where many are too small for it."""
 
 
 ORDINARY = 1e-4
-"""PrecisionOptions whose root mean square is above this lose no more than 3e-8 of it each."""
+"""Numbers whose root mean square is above this lose no more than 3e-8 of it each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,12 +86,12 @@ def to_fp16(
     peaks: Mapping[str, float] = MappingProxyType({}),
     io: ir.DataType = FLOAT,
 ) -> list[Fp32Node]:
-    """Narrows a traced model's backbone to `dtype`, in place, and returns what stayed in FP32.
+    """Converts a traced model's backbone to `dtype`, in place, and returns what stayed in FP32.
 
     `peaks` are max|x| of values by name, where they were observed. Float inputs and outputs of the
     graph become `io`.
     """
-    work = _Narrowing(model.graph, dtype, peaks)
+    work = _Conversion(model.graph, dtype, peaks)
     for value in model.graph.inputs:
         if value.dtype == FLOAT:
             value.type = ir.TensorType(io)
@@ -131,7 +131,7 @@ def beyond(peak: float, dtype: ir.DataType) -> bool:
 
 
 @dataclass
-class _Narrowing:
+class _Conversion:
     """The state of one pass: the float type of every value so far, and the casts already made."""
 
     graph: ir.Graph
@@ -180,13 +180,13 @@ class _Narrowing:
     def _reason(
         self, node: ir.Node, floats: list[ir.Value], made: list[ir.Value]
     ) -> tuple[str | None, bool]:
-        """Why a node stays in FP32, and whether its kind always does; None where it is narrowed."""
+        """Why a node stays in FP32, and whether its kind always does; None where it has 16 bits."""
         if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
             return "it holds a graph of its own", False
         if node.domain not in ("", DOMAIN):
             return UNKNOWN, False
-        if not node.domain and node.op_type not in NARROW_OPS:
-            usual = WIDE_OPS.get(node.op_type)
+        if not node.domain and node.op_type not in FP16_OPS:
+            usual = FP32_OPS.get(node.op_type)
             return usual or UNKNOWN, usual is not None
         for value in made if node.domain == DOMAIN else (*floats, *made):
             assert value.name is not None
@@ -206,14 +206,14 @@ class _Narrowing:
         return self._misfits[value]
 
     def _as(self, value: ir.Value, target: ir.DataType, user: ir.Node) -> ir.Value:
-        """The value in the type that a node computes in: itself, a narrow constant, or a cast."""
+        """The value in the type that a node computes in: itself, a 16-bit constant, or a cast."""
         if self.types.get(value, FLOAT) == target:
             return value
         key = (value, target)
         if key not in self._casts:
             name = f"{value.name}/{'narrow' if target == self.dtype else 'wide'}"
             if value.is_initializer():
-                self._casts[key] = self._narrow_constant(value, name)
+                self._casts[key] = self._fp16_constant(value, name)
             else:
                 cast = _cast(value, target, name)
                 self.graph.insert_before(user, cast)
@@ -221,18 +221,20 @@ class _Narrowing:
                 self._casts[key].shape = value.shape
         return self._casts[key]
 
-    def _narrow_constant(self, value: ir.Value, name: str) -> ir.Value:
-        """The constant in 16 bits, converted when it is written; what nobody needs wide goes."""
+    def _fp16_constant(self, value: ir.Value, name: str) -> ir.Value:
+        """The constant in 16 bits, converted when it is written; what nobody needs in FP32 goes."""
         tensor, dtype = value.const_value, self.dtype
         assert tensor is not None
 
         def convert() -> ir.TensorProtocol:
             return ir.Tensor(tensor.numpy().astype(dtype.numpy()), name=name)
 
-        lazy = ir.LazyTensor(convert, dtype=dtype, shape=ir.Shape(tensor.shape.numpy()), name=name)
-        narrow = ir.Value(name=name, shape=value.shape, type=ir.TensorType(dtype), const_value=lazy)
-        self.graph.register_initializer(narrow)
-        return narrow
+        shape = ir.Shape(tensor.shape.numpy())
+        lazy = ir.LazyTensor(convert, dtype=dtype, shape=shape, name=name)
+        type_ = ir.TensorType(dtype)
+        converted = ir.Value(name=name, shape=value.shape, type=type_, const_value=lazy)
+        self.graph.register_initializer(converted)
+        return converted
 
 
 def _cast(value: ir.Value, target: ir.DataType, name: str) -> ir.Node:

@@ -16,36 +16,6 @@ UINT8_LEVELS = 255
 INT8_LEVELS = 127
 """The largest number of a signed byte that has an opposite: the steps of a symmetric scale."""
 
-EXPERT_INPUT = "experts.input"
-"""The rows that the selection sends to experts, [r, d]."""
-
-EXPERT_HIDDEN = "experts.hidden"
-"""The same rows between an expert's matrices, after the activation, [r, h]."""
-
-EXPERT_PRODUCTS = "experts.products"
-"""Before the activation: nothing that is quantised, but a 16-bit float must hold it."""
-
-EXPERT_OUTPUTS = "experts.outputs"
-"""After the second matrix: as above."""
-
-_OPERANDS: Mapping[str, Mapping[str, str]] = MappingProxyType(
-    {
-        "experts": {"w1": "input", "w2": "hidden"},
-        "tensor": {"input": "input", "core": "reduced", "output": "product"},
-    }
-)
-"""By the first and the last part of the name of a weight, what its operand is called there."""
-
-
-def operand_of(weight: str) -> str | None:
-    """Returns the tensor that a layer's weight is multiplied with as integers, None for others.
-
-    `experts.input` of `experts.w1`; of a muMoE layer `tensor.0.product` of `tensor.0.output`.
-    """
-    group, _, part = weight.rpartition(".")
-    operand = _OPERANDS.get(group.partition(".")[0], {}).get(part)
-    return None if operand is None else f"{group}.{operand}"
-
 
 @dataclass(frozen=True, slots=True)
 class Scale:
@@ -86,23 +56,6 @@ class Range:
     def symmetric(self, levels: int = INT8_LEVELS) -> Scale:
         """Returns the scale to integers −`levels` … `levels`, as TensorRT requires."""
         return Scale(_float32(max(abs(self.low), abs(self.high)) / levels), 0)
-
-
-def is_ranged(tensor: str) -> bool:
-    """Whether a layer's tensor meets a matrix, so that it may be quantised and needs a range."""
-    return tensor.rpartition(".")[2] in ("input", "hidden", "reduced", "product")
-
-
-def range_key(layer: str, tensor: str) -> str:
-    """Returns the name of a tensor in a table of ranges.
-
-    Of a Soft MoE layer: `LAYER/experts.input` and `LAYER/experts.hidden`, over the rows that the
-    selection sends to experts. Of a muMoE layer's tensor t: `LAYER/tensor.{t}.input`,
-    `LAYER/tensor.{t}.product`, what meets the output factor, and `LAYER/tensor.{t}.reduced`, what
-    meets Tucker's core. Of a linear layer of the backbone: `NODE/input` with the node's name in the
-    traced graph (`blocks.0.attn.qkv/MatMul/input`). No name depends on a lowering.
-    """
-    return f"{layer}/{tensor}"
 
 
 def _float32(value: float) -> float:

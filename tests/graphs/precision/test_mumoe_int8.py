@@ -9,6 +9,7 @@ import onnx_ir as ir
 import pytest
 import torch
 from moexport.graphs.layers.mumoe import Form, MuMoE, MuMoESpec
+from moexport.graphs.names import operand_of
 from moexport.graphs.precision.types import (
     ComputeTypes,
     QuantFormat,
@@ -16,7 +17,6 @@ from moexport.graphs.precision.types import (
     Range,
     Scale,
     WeightQuantization,
-    operand_of,
 )
 from moexport.graphs.precision.weights import quantize
 from moexport.tests.exporter.families.reference import Array, gelu, layer_norm
