@@ -6,14 +6,20 @@ VENV := .venv
 BIN := $(VENV)/bin
 DEMO_DIR ?= demo
 
+# ONNX Runtime's package with CUDA, where there is an NVIDIA GPU; else the one for CPUs, a tenth of it.
+ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
+OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
+
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe test lint bench gpu-check clean
+.PHONY: demo demo-mumoe test lint docs bench gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	# In one environment the two packages overwrite one another.
+	! $(BIN)/pip show --quiet $(OTHER) 2>/dev/null || $(BIN)/pip uninstall --quiet --yes onnxruntime onnxruntime-gpu
+	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,$(ORT)]'
 	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[rtx]' \
 		|| echo 'no TensorRT-RTX wheel for this platform: engine builds are skipped'
 	mkdir -p $(VENV)/src && ln -sfn ../.. $(VENV)/src/moexport
@@ -34,6 +40,13 @@ lint: $(VENV)/ready
 	$(BIN)/ruff format --check .
 	# The root is the package; mypy finds it under its own name through this link.
 	MYPYPATH=$(VENV)/src $(BIN)/mypy -p moexport
+	# What Windows does not have is used behind a check of sys.platform alone.
+	MYPYPATH=$(VENV)/src $(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 \
+		--no-warn-unreachable --exclude /tests/ -p moexport
+
+# The pages as a site that needs no network to be read: site/index.html.
+docs: $(VENV)/ready
+	$(BIN)/mkdocs build --quiet --strict
 
 bench: $(VENV)/ready
 	$(BIN)/python -m perf
@@ -47,4 +60,4 @@ gpu-check: $(VENV)/ready
 	exit $$failed
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import errno
 import gc
+import io
 import os
 import re
 import signal
@@ -40,6 +41,8 @@ def main() -> None:
     """Runs the command line: exit 0 on success, 2 for bad usage, 1 for anything else."""
     if sys.stderr is None:  # a program that starts this one may have closed it
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
+    if isinstance(sys.stdout, io.TextIOWrapper):  # Windows' code pages have no ≤ and no ×
+        sys.stdout.reconfigure(errors="replace")
     console = Console(verbose=any(re.fullmatch(r"--verbose|-q*v[qv]*", arg) for arg in sys.argv))
     # A terminated export cleans up after itself as an interrupted one does.
     for name in ("SIGTERM", "SIGHUP"):

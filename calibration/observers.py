@@ -13,8 +13,8 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 
+from ..common.onnx_runtime import ort
 from ..errors import CalibrationError
 from ..graphs.builder import Builder
 from ..graphs.lower import LoweringRequest, lower

@@ -6,6 +6,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -85,10 +86,31 @@ def usable_cores() -> int:
 
 def memory_bytes() -> int | None:
     """Returns the machine's memory in bytes, or None where the system does not tell."""
+    if sys.platform == "win32":
+        return None
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # Windows has no sysconf
+    except (OSError, ValueError):
         return None
+
+
+def peak_memory_bytes() -> int:
+    """Returns the most memory that this process has held; 0 on Windows, which is not asked.
+
+    Linux tells it of this program alone; what `getrusage` tells begins with the size of whoever
+    started it.
+    """
+    if sys.platform == "win32":
+        return 0
+    status = Path("/proc/self/status")
+    if status.is_file():
+        for line in status.read_text(encoding="utf-8").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    import resource
+
+    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return usage * (1 if sys.platform == "darwin" else 1024)
 
 
 def gpus() -> list[dict[str, str]] | None:

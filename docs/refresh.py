@@ -225,6 +225,11 @@ def one_run_tables(folder: Path) -> dict[str, str]:
     }
 
 
+def onnxruntime_of(packages: Mapping[str, str]) -> str:
+    """Returns ONNX Runtime's version; one of its two packages was installed."""
+    return packages.get("onnxruntime") or packages["onnxruntime-gpu"]
+
+
 def measured_by(results: Results) -> str:
     """Returns when and on what layers were measured, and how fast the machine was: its medians."""
     facts, rates = results.environment, results.protocol
@@ -232,7 +237,7 @@ def measured_by(results: Results) -> str:
     machine = (
         f"Measured on {results.created[:10]}: {facts['cpu']['model']}, {facts['threads']} threads, "
         f"streaming {rates['stream_gb_s']:.0f} GB/s, matmul {rates['matmul_gflop_s']:.0f} GFLOP/s; "
-        f"ONNX Runtime {packages['onnxruntime-gpu']} (CPU), torch {packages['torch']}."
+        f"ONNX Runtime {onnxruntime_of(packages)} (CPU), torch {packages['torch']}."
     )
     return textwrap.fill(machine, 100) + "\n"
 
@@ -242,7 +247,7 @@ def refresh_calibration() -> None:
     page = ROOT / "docs" / "calibration.md"
     found = kept(RESULTS / "calibration-cpu.json")
     facts = found["environment"]
-    machine = f"{facts['cpu']['model']}, ONNX Runtime {facts['packages']['onnxruntime-gpu']}"
+    machine = f"{facts['cpu']['model']}, ONNX Runtime {onnxruntime_of(facts['packages'])}"
     replace_marked(page, "machine", f"Measured on {machine} (CPU), one thread.\n")
     replace_marked(page, "methods", calibration.methods_table(found) + "\n")
     replace_marked(page, "tools", calibration.tools_table(found) + "\n")

@@ -6,10 +6,12 @@ import importlib.util
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..common.environment import environment
+from ..common.environment import environment, versions
 from ..errors import ForeignEngineError, MissingExtraError
 from .tensorrt.backends import BACKENDS, Backend, Gpu, first_gpu
 from .tensorrt.cuda import runtime
+
+GPU_PACKAGE = "pip uninstall onnxruntime, then pip install 'moexport[gpu]'"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ def diagnose() -> Diagnosis:
 def abilities(gpu: Gpu | None) -> tuple[Ability, ...]:
     """Returns what works here with this GPU."""
     return (
-        Ability("export to ONNX", True, "PyTorch traces, ONNX Runtime checks parity"),
+        _export(),
         _onnxruntime("run on CPU", "CPUExecutionProvider", gpu),
         _onnxruntime("run on CUDA", "CUDAExecutionProvider", gpu),
         _onnxruntime("run on ONNX Runtime's TensorRT", "TensorrtExecutionProvider", gpu),
@@ -50,16 +52,30 @@ def abilities(gpu: Gpu | None) -> tuple[Ability, ...]:
     )
 
 
-def _onnxruntime(name: str, provider: str, gpu: Gpu | None) -> Ability:
-    import onnxruntime
+def _export() -> Ability:
+    name = "export to ONNX"
+    try:
+        from ..common.onnx_runtime import ort
+    except MissingExtraError as error:
+        return Ability(name, False, f"{error.message}: {error.hint}")
+    del ort
+    both = versions(("onnxruntime", "onnxruntime-gpu"))
+    if len(both) == 2:
+        return Ability(name, True, f"but {' and '.join(both)} overwrite one another: keep one")
+    return Ability(name, True, "PyTorch traces, ONNX Runtime checks parity")
 
-    present = provider in onnxruntime.get_available_providers()
-    if not present:
-        instead = "" if provider.startswith("CPU") else ": pip install onnxruntime-gpu"
+
+def _onnxruntime(name: str, provider: str, gpu: Gpu | None) -> Ability:
+    try:
+        from ..common.onnx_runtime import ort
+    except MissingExtraError as error:
+        return Ability(name, False, f"{error.message}: {error.hint}")
+    if provider not in ort.get_available_providers():
+        instead = "" if provider.startswith("CPU") else f": {GPU_PACKAGE}"
         return Ability(name, False, f"this ONNX Runtime was built without {provider}{instead}")
     if not provider.startswith("CPU") and not gpu:
         return Ability(name, False, f"{provider} is installed, but there is no NVIDIA GPU")
-    return Ability(name, True, f"ONNX Runtime {onnxruntime.__version__}, {provider}")
+    return Ability(name, True, f"ONNX Runtime {ort.__version__}, {provider}")
 
 
 def _engines(chosen: Backend, gpu: Gpu | None) -> tuple[Ability, Ability]:

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
-import onnxruntime as ort
 import torch
 
 from ..common.console import Progress, Silent
 from ..common.environment import cpu_model
+from ..common.onnx_runtime import ort
 from ..common.timing import Call, Latency, Protocol, measure
 from ..errors import LoweringError, MoexportError, UsageError
 from ..graphs.lower import LoweringRequest, lower

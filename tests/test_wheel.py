@@ -1,50 +1,135 @@
-"""The wheel holds all that the installed package needs: code, the report's page, the schema."""
+"""What is uploaded: an sdist that is all of the project, and the wheel that is made from it."""
 
 from __future__ import annotations
 
+import functools
+import re
 import shutil
+import socket
 import subprocess
 import sys
+import tarfile
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
+from moexport.tests.recorded import DATA
 
 ROOT = Path(__file__).parents[1]
 FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs")
 """All that is part of the package below its root; tests, documents and benchmarks stay behind."""
 
+PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")
+ELSEWHERE = {"build", "demo", "demo-mumoe", "dist", "site"}
+"""What programs write beside the sources."""
 
-def test_the_wheel_holds_every_module_and_what_they_read(tmp_path: Path) -> None:
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist of a copy of the sources, so that nothing is written among them."""
     pytest.importorskip("setuptools", minversion="77")
-    source = tmp_path / "source"
-    source.mkdir()
-    hidden = shutil.ignore_patterns("__pycache__", ".*")
-    for folder in FOLDERS:
-        shutil.copytree(ROOT / folder, source / folder, ignore=hidden)
-    top = [*ROOT.glob("*.py"), *(ROOT / n for n in ("pyproject.toml", "README.md", "LICENSE"))]
-    for file in (*top, ROOT / "py.typed"):
-        shutil.copy(file, source)
-    wanted = {
-        f"moexport/{file.relative_to(source)}"
-        for file in source.rglob("*")
-        if file.is_file() and file.name not in ("pyproject.toml", "README.md", "LICENSE")
-    }
+    folder = tmp_path_factory.mktemp("sdist")
+
+    def left_out(place: str, names: list[str]) -> set[str]:
+        hidden = {n for n in names if n[0] == "." and n != ".ci" or n.endswith(".egg-info")}
+        return hidden | {"__pycache__"} | (ELSEWHERE if Path(place) == ROOT else set())
+
+    shutil.copytree(ROOT, folder / "source", ignore=left_out)
+    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
     subprocess.run(
-        [
-            *(sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"),
-            *("--disable-pip-version-check", "-w", tmp_path, source),
-        ],
+        [sys.executable, "-c", build, folder],
+        cwd=folder / "source",
         check=True,
         capture_output=True,
     )
-    (wheel,) = tmp_path.glob("moexport-*.whl")
+    (archive,) = folder.glob("moexport-*.tar.gz")
+    return archive
+
+
+@pytest.fixture(scope="module")
+def wheel(sdist: Path) -> Path:
+    """The wheel that is built from the sdist alone."""
+    subprocess.run(
+        [*PIP, "wheel", "--no-deps", "--no-build-isolation", "-w", sdist.parent, sdist],
+        check=True,
+        capture_output=True,
+    )
+    (built,) = sdist.parent.glob("moexport-*.whl")
+    return built
+
+
+def test_the_sdist_holds_what_a_clone_holds(sdist: Path) -> None:
+    with tarfile.open(sdist) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    if listed.returncode:
+        pytest.skip("these sources are no clone")
+    wanted = {name for name in listed.stdout.splitlines() if (ROOT / name).exists()}
+    assert wanted - names == {".gitignore"}
+
+
+def test_the_wheel_holds_every_module_and_what_they_read(wheel: Path) -> None:
+    sources = [
+        *(file for file in ROOT.glob("*.py") if file.name != "setup.py"),
+        *(file for name in FOLDERS for file in (ROOT / name).rglob("*") if file.is_file()),
+        ROOT / "py.typed",
+    ]
+    wanted = {
+        f"moexport/{file.relative_to(ROOT).as_posix()}"
+        for file in sources
+        if "__pycache__" not in file.parts
+    }
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
         entry = next(name for name in names if name.endswith("entry_points.txt"))
         assert "moexport = moexport.__main__:main" in archive.read(entry).decode()
     assert {name for name in names if name.startswith("moexport/")} == wanted
-    page = ("report.html", "report.js", "plotly-basic.min.js", "plotly-basic.LICENSE.txt")
-    for asset in (*(f"report/assets/{name}" for name in page), "results.schema.json"):
+    for asset in ("report/assets/report.html", "report/assets/report.js", "results.schema.json"):
         assert f"moexport/bench/{asset}" in names
     assert "moexport/py.typed" in names
+
+
+def test_a_package_index_takes_both_and_its_page_links_to_no_file_beside_it(
+    sdist: Path, wheel: Path
+) -> None:
+    pytest.importorskip("twine")
+    subprocess.run(
+        [sys.executable, "-m", "twine", "check", "--strict", sdist, wheel],
+        check=True,
+        capture_output=True,
+    )
+    with zipfile.ZipFile(wheel) as archive:
+        name = next(name for name in archive.namelist() if name.endswith("/METADATA"))
+        metadata = Parser().parsestr(archive.read(name).decode())
+    assert metadata["Description-Content-Type"] == "text/markdown"
+    page = str(metadata.get_payload())
+    assert page.startswith("# moexport")
+    assert re.findall(r"\]\((?!https://|#)[^)]*\)", page) == []
+    assert "docs/guide.md" in page
+
+
+def test_the_wheel_works_where_there_is_no_checkout(wheel: Path, tmp_path: Path) -> None:
+    subprocess.run([*PIP, "install", "--no-deps", "--target", tmp_path / "site", wheel], check=True)
+    program = f"import sys; sys.path.insert(0, {str(tmp_path / 'site')!r})\n" + (
+        "import moexport.cli; print(moexport.cli.__file__, flush=True)\n"
+        "from moexport.__main__ import main; main()"
+    )
+    model = DATA / "soft_moe_mnist" / "weights.pt"
+    run = functools.partial(subprocess.run, capture_output=True, text=True, check=True)
+    for command in (["export", str(model), "-o", "out", "--k", "4"], ["verify", "out"]):
+        done = run([sys.executable, "-c", program, *command], cwd=tmp_path)
+        assert done.stdout.splitlines()[0] == str(tmp_path / "site" / "moexport" / "cli.py")
+    assert "parity of model.onnx" in done.stdout
+
+
+def test_what_the_wheel_needs_can_be_installed_together(wheel: Path) -> None:
+    try:
+        socket.create_connection(("pypi.org", 443), timeout=3).close()
+    except OSError as error:
+        pytest.skip(f"no package index can be reached: {error}")
+    # Resolved afresh, as in an empty environment, by the packages' metadata; nothing is installed.
+    dry = [*PIP, "install", "--dry-run", "--ignore-installed", f"{wheel}[cpu]"]
+    subprocess.run(dry, check=True, capture_output=True, timeout=120)

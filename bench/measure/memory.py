@@ -20,7 +20,7 @@ from typing import Any
 
 from ...calibration.feeds import Array
 from ...common.console import Progress
-from ...common.environment import memory_bytes, usable_cores
+from ...common.environment import memory_bytes, peak_memory_bytes, usable_cores
 from ...common.timing import in_one_line
 from ..runners.base import Loader
 
@@ -133,36 +133,19 @@ def _import_path(package: str) -> list[str]:
     return [p for p in sys.path if p and str(Path(p).resolve()) != package]
 
 
-def peak_bytes() -> int:
-    """Returns the largest resident set that this process has had.
-
-    Linux tells it per program: what `getrusage` says would include the process that started this
-    one.
-    """
-    try:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-    except OSError:  # not Linux
-        import resource
-
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return peak if sys.platform == "darwin" else peak * 1024
-    (line,) = [line for line in lines if line.startswith("VmHWM:")]
-    return int(line.split()[1]) * 1024
-
-
 def _main() -> None:
     job: dict[str, Any] = pickle.load(sys.stdin.buffer)
     loader: Loader = pickle.loads(job["loader"])  # imports the runtime
     threads = job["threads"]
     if threads is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
-    runtime = peak_bytes()
+    runtime = peak_memory_bytes()
     runner = loader.deployed()
     peak = {}
     for size, x in job["inputs"].items():
         for _ in range(CALLS):
             runner.infer(x)
-        peak[size] = peak_bytes()
+        peak[size] = peak_memory_bytes()
     print(json.dumps({"runtime": runtime, "peak": peak}))
 
 

@@ -14,12 +14,12 @@ from functools import partial
 
 import numpy as np
 import onnx
-import onnxruntime as ort
 import torch
 from onnx import helper, numpy_helper
 
 from ...calibration.feeds import Array
 from ...common import timing
+from ...common.onnx_runtime import ort
 from ...errors import TraceError
 from ..cases import Candidate, Case, GraphSource
 from ..results import Work

@@ -365,6 +365,6 @@ def _checked(answer: Answer, about: Circumstances) -> Mapping[str, Any]:
         return answer.event
     if answer.event.get("event") == "failed":
         raise explained(answer.event["lines"], about)
-    if answer.status == -signal.SIGKILL:
+    if sys.platform != "win32" and answer.status == -signal.SIGKILL:
         raise killed(about)
     raise ended(answer.status, answer.printed.splitlines(), about)

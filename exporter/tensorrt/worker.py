@@ -11,7 +11,6 @@ import importlib
 import json
 import logging
 import os
-import resource
 import signal
 import sys
 import threading
@@ -21,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
+
+from ...common.environment import peak_memory_bytes
 
 OnStart = Callable[[str, "str | None", int], None]
 
@@ -394,21 +395,6 @@ def _build(
         "seconds": round(time.monotonic() - started, 3),
         "peak_memory_bytes": peak_memory_bytes(),
     }
-
-
-def peak_memory_bytes() -> int:
-    """Returns the most memory that this process has held.
-
-    Linux tells it of this program alone; what `getrusage` tells begins with the size of whoever
-    started it.
-    """
-    status = Path("/proc/self/status")
-    if status.is_file():
-        for line in status.read_text(encoding="utf-8").splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    usage = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return usage * (1 if sys.platform == "darwin" else 1024)
 
 
 def _step(events: Events, per_mille: int, stop: threading.Event, parent: int) -> bool:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from moexport.common import environment as module
-from moexport.common.environment import cpu_model, environment, versions
+from moexport.common.environment import cpu_model, environment, peak_memory_bytes, versions
 
 
 def test_the_environment_is_json_and_names_versions_and_cpu() -> None:
@@ -20,6 +20,10 @@ def test_the_environment_is_json_and_names_versions_and_cpu() -> None:
     assert found["cpu"]["model"]
     assert found["cpu"]["cores"] >= 1
     assert found["gpu"] is None or found["gpu"][0]["name"]
+
+
+def test_the_peak_is_of_this_process() -> None:
+    assert 10 << 20 < peak_memory_bytes() < 64 << 30
 
 
 def test_packages_that_are_not_installed_are_left_out() -> None:

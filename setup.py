@@ -1,0 +1,27 @@
+"""The README as a package index shows it, where no other page lies beside it."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from setuptools import setup
+
+FIGURE = re.compile(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*")
+LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]*)[^)]*\)")
+SOURCES = "https://pypi.org/project/moexport/#files"
+
+
+def named(link: re.Match[str]) -> str:
+    """Returns what stands for a link to a file of the sources: its text, and the file's name."""
+    text, file = link.groups()
+    return text if file in text else f"{text} ({file})"
+
+
+readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+setup(
+    script_name="setup.py",  # so that it is left out of the wheel, whose root is this folder
+    long_description=f"{LINK.sub(named, FIGURE.sub('', readme))}\n"
+    f"The pages that are named here come with the [sources]({SOURCES}).\n",
+    long_description_content_type="text/markdown",
+)

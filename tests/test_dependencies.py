@@ -1,0 +1,104 @@
+"""What is imported is declared: nothing comes by chance with another package."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+import tomllib
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moexport.common.onnx_runtime import INSTALL
+from moexport.tests.recorded import DATA
+from moexport.tests.test_wheel import FOLDERS, ROOT
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+MODULES = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx-cu13", "cuda": "cuda-bindings"}
+"""Packages of a module that few machines have installed, so that the module cannot tell them."""
+
+
+def imported(file: Path) -> set[str]:
+    """Top-level modules of other packages that a file imports, also inside functions."""
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {name.name.partition(".")[0] for name in node.names}
+        elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+            top = node.module.partition(".")[0]
+            found.add("protobuf" if node.module.startswith("google.protobuf") else top)
+    return found - sys.stdlib_module_names - {"moexport"}
+
+
+def named(requirements: list[str]) -> set[str]:
+    """Names of distributions in requirements, as PyPI compares them."""
+    return {
+        re.split(r"[^\w.-]", each)[0].lower().replace("_", "-")
+        for each in requirements
+        if not each.startswith("moexport[")
+    }
+
+
+def distributions(modules: set[str]) -> set[str]:
+    known = metadata.packages_distributions()
+    return {
+        MODULES.get(module, known.get(module, [module])[0]).lower().replace("_", "-")
+        for module in modules
+    }
+
+
+EXTRAS: dict[str, list[str]] = PROJECT["optional-dependencies"]
+RUNTIME = named(EXTRAS["cpu"] + EXTRAS["gpu"])
+SOURCES = [*ROOT.glob("*.py"), *(file for name in FOLDERS for file in (ROOT / name).rglob("*.py"))]
+
+
+def test_every_import_of_the_package_is_a_declared_dependency_and_every_dependency_is_used() -> (
+    None
+):
+    wanted = distributions({name for file in SOURCES for name in imported(file)})
+    wanted -= {"setuptools"}  # of setup.py alone
+    required = named(PROJECT["dependencies"])
+    optional = named([each for name in ("demo", "tensorrt", "rtx") for each in EXTRAS[name]])
+    assert wanted <= required | optional | RUNTIME, wanted - required - optional - RUNTIME
+    assert required <= wanted, required - wanted
+    assert not RUNTIME & required  # one of the two, as the user's machine needs it
+
+
+def test_what_the_tests_and_benchmarks_import_comes_with_the_extra_of_developers() -> None:
+    files = [file for name in ("tests", "perf", "docs") for file in (ROOT / name).rglob("*.py")]
+    wanted = distributions({name for file in files for name in imported(file)})
+    extras = [each for name in EXTRAS for each in EXTRAS[name]]
+    assert wanted <= named(PROJECT["dependencies"] + extras) | {"scipy"}, wanted
+
+
+WITHOUT = """
+import sys
+sys.modules["onnxruntime"] = {left}
+from moexport.tests.command import run
+export = run("export", {model!r}, "-o", "out")
+assert export.code == 1, export
+print(export.err)
+assert run("inspect", {model!r}).code == 0  # which needs none
+print(run("doctor").out)
+"""
+
+
+@pytest.mark.parametrize(
+    "left", ["None", "type(sys)('onnxruntime')"], ids=["nothing", "an empty folder"]
+)
+def test_without_onnx_runtime_the_user_is_told_which_packages_there_are(
+    left: str, tmp_path: Path
+) -> None:
+    code = WITHOUT.format(left=left, model=str(DATA / "soft_moe_mnist" / "weights.pt"))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert (
+        f"error: ONNX Runtime is not installed, or only a part of it\nhint: {INSTALL}"
+        in done.stdout
+    )
+    assert re.search(rf"no +export to ONNX .*{re.escape(INSTALL)}", done.stdout)
