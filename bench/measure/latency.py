@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 
 from ...calibration.feeds import Array
 from ...common import timing
@@ -14,32 +16,44 @@ from ..data import LabelledData
 from ..results import Results
 from ..runners.base import Loader, Runner
 
+PREPARATIONS = 100
+"""How often a call is prepared to learn what that takes: some microseconds each."""
+
 
 class TimedRunner(timing.TimedCall):
-    """A runner on the batches of a group in turn.
+    """The runtime's own call on the batches of a group in turn, prepared before it is timed.
 
-    Of a loader the runner is opened for its part of each round and closed after: it saves memory.
+    `wrapper_ms` is what the package's call adds to it, where that is left out. Of a loader the
+    runner is opened for its part of each round and closed after: it saves memory.
     """
 
     def __init__(self, runner: Runner | Loader, batches: Sequence[Array]) -> None:
         self._open = runner if isinstance(runner, Loader) else None
         self._runner = None if isinstance(runner, Loader) else runner
         self._batches = batches
+        self._calls: list[Callable[[], object]] = []
+        self.wrapper_ms: float | None = None
         self.reopens = self._open is not None
 
     def __call__(self, index: int) -> object:
         """Runs one of the batches."""
-        return self._opened().infer(self._batch(index))
+        if not self._calls:
+            runner = self._opened()
+            self._calls = [runner.bound(batch) for batch in self._batches]
+            if runner.wraps and self.wrapper_ms is None:
+                self.wrapper_ms = preparing_ms(runner, self._batches[0])
+        return self._calls[index % len(self._calls)]()
 
     def device_ms(self, index: int) -> float | None:
         """Runs one of the batches and returns its time on the device; None if nobody can tell."""
-        return self._opened().device_ms(self._batch(index))
+        return self._opened().device_ms(self._batches[index % len(self._batches)])
 
     def rest(self) -> None:
         """Closes a runner that is opened anew in every round."""
         if self._open is not None and self._runner is not None:
             self._runner.close()
             self._runner = None
+            self._calls.clear()  # they hold the engine
 
     def _opened(self) -> Runner:
         if self._runner is None:
@@ -47,8 +61,15 @@ class TimedRunner(timing.TimedCall):
             self._runner = self._open()
         return self._runner
 
-    def _batch(self, index: int) -> Array:
-        return self._batches[index % len(self._batches)]
+
+def preparing_ms(runner: Runner, x: Array) -> float:
+    """Returns the median milliseconds of preparing a call: what a wrapper adds to each."""
+    times_ns = []
+    for _ in range(PREPARATIONS):
+        started = time.perf_counter_ns()
+        runner.bound(x)
+        times_ns.append(time.perf_counter_ns() - started)
+    return median(times_ns) / timing.NS_PER_MS
 
 
 def measure_group(
@@ -60,8 +81,8 @@ def measure_group(
     progress: Progress | None = None,
     done: Sequence[timing.Round] = (),
     keep: Callable[[timing.Round], None] = lambda found: None,
-) -> timing.Measured:
-    """Returns the latency of each case by its label, and in words what others failed at.
+) -> tuple[timing.Measured, dict[str, float]]:
+    """Returns the latency of each case by its label, and what the wrapper adds where that is known.
 
     `runners` that are loaders are opened for each round anew; `benchmarks` of the machine are timed
     beside them, by their own names. Inputs are real: distinct batches of the data, in turn, the
@@ -70,7 +91,7 @@ def measure_group(
     batches = group_batches(group, data)
     protocol = replace(group.protocol, inputs=len(batches))
     calls = {c.label: TimedRunner(runners[c], batches) for c in group.cases if c in runners}
-    return timing.measure(
+    measured = timing.measure(
         calls | dict(benchmarks or {}),
         protocol,
         title=f"{group.model}, batch {group.batch}: timing",
@@ -78,6 +99,8 @@ def measure_group(
         done=done,
         keep=keep,
     )
+    added = {label: call.wrapper_ms for label, call in calls.items()}
+    return measured, {label: ms for label, ms in added.items() if ms is not None}
 
 
 def group_batches(group: TimingGroup, data: LabelledData) -> list[Array]:

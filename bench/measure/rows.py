@@ -31,7 +31,8 @@ class Measurement:
     """The pieces of one candidate, each taken from the journal where an earlier run has done it.
 
     `seen` samples were evaluated. `beside` is what else the protocol tells: the machine's `rates`,
-    as measured with each group, and the share of the time for which threads `waited` for a core.
+    as measured with each group, the share of the time for which threads `waited` for a core, and
+    the milliseconds that the `wrapper` adds to a graph's bare call.
     """
 
     candidate: Candidate
@@ -148,7 +149,7 @@ class Measurement:
             for each in self.journal.found("round", **keys)
         ]
         before = Scheduled.now()
-        measured = measure_group(
+        measured, wrapper_ms = measure_group(
             group,
             runners,
             self.head,
@@ -165,6 +166,8 @@ class Measurement:
             shares.append(share)
         if shares:
             self._tell("waited", {**keys, "share": max(shares)})
+        for label, ms in wrapper_ms.items():
+            self._tell("wrapper", {**keys, "case": label, "ms": ms})
         return measured
 
     def _limits(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,9 +22,20 @@ class Runner(ABC):
     What a runtime cannot tell (`device_ms`, `selected`) is None.
     """
 
+    wraps: ClassVar[bool] = False
+    """Whether `bound` leaves out what `infer` does beside calling the runtime."""
+
     @abstractmethod
     def infer(self, x: Array) -> Array:
         """Maps inputs [b, …] to outputs [b, …]."""
+
+    def bound(self, x: Array) -> Callable[[], object]:
+        """Returns the call that is timed for inputs [b, …].
+
+        Where `wraps`, it is the runtime's own, without the checks and names that `infer` puts
+        around it: preparing it here takes what they take in a call of `infer`.
+        """
+        return partial(self.infer, x)
 
     def device_ms(self, x: Array) -> float | None:
         """Runs inputs [b, …] and returns the milliseconds that the device took, without copies."""

@@ -6,7 +6,7 @@ Imports ONNX Runtime alone: the process that measures a graph's memory must not 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -26,6 +26,8 @@ INT64 = 7
 class OnnxRunner(Runner):
     """An exported graph, opened."""
 
+    wraps: ClassVar[bool] = True
+
     session: Session
     selected_values: Mapping[str, str]
     experts: Mapping[str, int]
@@ -34,6 +36,10 @@ class OnnxRunner(Runner):
     def infer(self, x: Array) -> Array:
         """Maps inputs [b, …] to outputs [b, …]."""
         return self.session(x, self.k)
+
+    def bound(self, x: Array) -> Callable[[], list[Array]]:
+        """Returns the bare `session.run` for inputs [b, …], with the first output alone."""
+        return self.session.bound(x, self.k)
 
     def selected(self, x: Array) -> dict[str, Array]:
         """Returns the chosen experts [b, k], ascending, of each layer: all n without a choice."""

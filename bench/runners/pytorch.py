@@ -41,6 +41,16 @@ class PyTorch(Runner):
         result: Array = output.numpy()
         return result
 
+    def bound(self, x: Array) -> Callable[[], object]:
+        """Returns the module's own call for inputs [b, …], tensor to tensor."""
+        inputs = torch.from_numpy(x)
+
+        @torch.inference_mode()
+        def call() -> object:
+            return self.module(inputs)
+
+        return call
+
     @torch.inference_mode()
     def with_routing(self, x: Array) -> tuple[Array, dict[str, Array]]:
         """Returns the outputs, and the chosen experts [b, k] of each Soft MoE layer with k < n."""
@@ -107,6 +117,10 @@ class CompiledPyTorch(Runner):
         """Maps inputs [b, …] to outputs [b, …]."""
         most, takes = max(self._sizes), self._sizes.__contains__
         return in_batches(self._runner.infer, x, most=most, takes=takes)
+
+    def bound(self, x: Array) -> Callable[[], object]:
+        """Returns the module's own call where it was compiled for inputs [b, …] as they are."""
+        return self._runner.bound(x) if len(x) in self._sizes else super().bound(x)
 
     def device_ms(self, x: Array) -> float | None:
         """Returns the GPU's time for inputs [b, …]; None on a CPU."""

@@ -228,6 +228,9 @@ def test_the_program_itself_measures(tmp_path: Path) -> None:
     rows = read(tmp_path / "report" / "results.json").rows
     assert [(row.engine, row.k) for row in rows] == [("pytorch-eager", 4), ("onnxruntime", 2)]
     assert [row.error for row in rows] == [None, None]
+    (wrapper,) = read(tmp_path / "report" / "results.json").protocol["wrapper"]
+    assert (wrapper["model"], wrapper["batch"]) == ("weights", 1)
+    assert wrapper["case"].startswith("weights: onnxruntime") and 0 < wrapper["ms"] < 10
 
 
 def test_models_of_one_name_are_told_apart_by_their_folders(model: Model) -> None:

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moexport.bench.measure.latency import TimedRunner
 from moexport.bench.measure.memory import measure_memory, pickled
 from moexport.bench.measure.profile import part_of_node, parts_of, parts_of_profile
 from moexport.bench.runners.onnxruntime import OnnxLoader
+from moexport.errors import FeedError
 from moexport.exporter.bundle.bundle import Bundle
 
 
@@ -30,6 +32,22 @@ def test_a_graph_is_measured_in_a_process_without_pytorch(
     # PyTorch alone would be 200 MB more.
     assert 20 < found.runtime_mb < 180
     assert found.runtime_mb < found.peak_mb[1] <= found.peak_mb[4]
+
+
+def test_what_is_timed_is_the_runtimes_own_call(exported: Path, images: np.ndarray) -> None:
+    runner = loader(exported)()
+    call = runner.bound(images)
+    (bare,) = call()
+    np.testing.assert_array_equal(bare, runner.infer(images))
+    # The inputs were checked when the call was prepared.
+    with pytest.raises(FeedError, match="takes float32"):
+        runner.bound(images[0])
+    timed = TimedRunner(loader(exported), [images])
+    timed(0)
+    timed.rest()
+    assert timed.wrapper_ms is not None
+    assert timed.wrapper_ms > 0
+    timed(1)  # it is opened again
 
 
 def test_what_fails_in_the_other_process_is_told(exported: Path, images: np.ndarray) -> None:
