@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from .common.console import Console
-from .common.writing import FULL
 from .errors import MoexportError, UsageError
 
 if TYPE_CHECKING:
@@ -26,9 +25,9 @@ INTERRUPTED = 130
 UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
 """The system's errors about a path that a user gave, wherever it is first looked at."""
 
-NO_MEMORY = re.compile(
-    r"failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
-    r"|error return without exception set"
+NO_MEMORY = (
+    "failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
+    "|error return without exception set"
 )
 """How the system's loader, C++ and PyTorch say that there is no memory."""
 
@@ -81,6 +80,8 @@ def _run(console: Console) -> None:
     except Exception as error:
         if console.verbose:
             raise
+        from .common.writing import FULL  # only now: --help takes no longer than it must
+
         if isinstance(error, OSError) and error.errno in FULL:
             console.error(
                 f"{error.filename or 'a file'}: cannot be written: {error.strerror}",
@@ -115,9 +116,8 @@ def _of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True
-        if isinstance(error, ImportError | RuntimeError | SystemError) and NO_MEMORY.search(
-            str(error)
-        ):
+        told = isinstance(error, ImportError | RuntimeError | SystemError)
+        if told and re.search(NO_MEMORY, str(error)):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -66,14 +66,25 @@ def inspect(
     print(json_text(found.as_json()) if as_json else model_text(found))
 
 
-def verify(*, bundle: BundleArgument, as_json: AsJson = False, verbosity: Verbosity) -> None:
+def verify(
+    *,
+    bundle: BundleArgument,
+    atol: Annotated[
+        float | None, typer.Option(min=0, help="Allowed difference [default: by precision].")
+    ] = None,
+    rtol: Annotated[
+        float | None, typer.Option(min=0, help="The same, of max|y| [default: by precision].")
+    ] = None,
+    as_json: AsJson = False,
+    verbosity: Verbosity,
+) -> None:
     """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
     from .exporter.bundle.bundle import Bundle
     from .exporter.bundle.destination import others_in
 
     opened = Bundle.open(bundle)
     checks = []
-    for check in opened.verify():
+    for check in opened.verify(atol=atol, rtol=rtol):
         checks.append(check)
         if not as_json and not verbosity.quiet:
             print(check_text(check))
@@ -103,25 +114,32 @@ def run(
     graph: Annotated[
         str | None, typer.Option(help="A file or lowering, where the bundle holds several.")
     ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Inputs at once [default: the largest batch of the export]."),
+    ] = None,
     runner: RunnerFlags,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Compare no file with the manifest's hash.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
     verbosity: Verbosity,
 ) -> None:
     """Run a bundle on inputs from an .npz file, in ONNX Runtime or as an engine."""
     runner.check()
-    from .exporter.bundle.bundle import run_file
+    from .exporter.bundle.run import RunOptions, run_file
 
-    written = run_file(
-        bundle,
-        input_file,
-        output,
-        k=k,
+    options = RunOptions(
         graph=graph,
-        threads=runner.threads,
         engine=runner.engine.value,
         provider=runner.provider.value,
+        threads=runner.threads,
         trust_engine=runner.trust_engine,
+        batch_size=batch_size,
+        check=not no_check,
     )
-    console = verbosity.console()
+    with verbosity.console() as console:
+        written = run_file(bundle, input_file, output, options, k=k, force=force, progress=console)
     console.note(f"{output}: output of shape {written.shape}")
     if written.not_finite:
         console.note(

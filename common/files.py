@@ -1,14 +1,25 @@
-"""Gives memory-mapped pages back, so that reading a large file does not fill the memory."""
+"""Files that are read: their hashes, remembered, and the memory that mapped ones take.
+
+The pages of a mapped file are given back, so that reading a large one does not fill the memory.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
+import json
 import mmap
+import os
+import stat
 import sys
+import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+from ..errors import OutputError
+from .writing import write_text
 
 STEP_BYTES = 256 << 20
 """So much of a mapped file is read before its pages are dropped, which takes tens of ms."""
@@ -99,3 +110,81 @@ def hash_files(files: Sequence[Path]) -> str:
     if len(digests) == 1:
         return digests[0]
     return hashlib.sha256("".join(digests).encode()).hexdigest() if digests else ""
+
+
+def known_sha256(path: Path) -> str:
+    """Returns the SHA-256 of a file as hex digits, from memory where the file has not changed.
+
+    It is known by device, inode, size and the times of its last changes, in this process and in a
+    file of the user's own cache folder. A file that was changed within the last seconds is not
+    remembered: another change might leave the same times.
+    """
+    found = path.stat()
+    times = (found.st_mtime_ns, found.st_ctime_ns)
+    key = ":".join(map(str, (found.st_dev, found.st_ino, found.st_size, *times)))
+    kept = _HASHES.get(key) or _remembered().get(key)
+    if kept is not None:
+        return kept
+    digest = sha256(path)
+    if time.time_ns() - max(times) > SETTLED_NS:
+        _HASHES[key] = digest
+        _remember(key, digest)
+    return digest
+
+
+SETTLED_NS = 3_000_000_000
+"""File systems tell times in steps of up to two seconds."""
+
+MOST_HASHES = 1000
+
+_HASHES: dict[str, str] = {}
+
+
+def _remembered() -> dict[str, str]:
+    """The hashes of earlier processes; none from a file that others may have written."""
+    folder = cache_folder()
+    if folder is None or why_not_private(folder) is not None:
+        return {}
+    try:
+        content = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    entries = content.items() if isinstance(content, dict) else ()
+    return {key: value for key, value in entries if isinstance(value, str)}
+
+
+def _remember(key: str, digest: str) -> None:
+    folder = cache_folder()
+    if folder is None:
+        return
+    with suppress(OSError, OutputError):  # a cache is no promise
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        entries = [*_remembered().items(), (key, digest)][-MOST_HASHES:]
+        write_text(json.dumps(dict(entries), indent=0) + "\n", folder / "hashes.json")
+
+
+def cache_folder() -> Path | None:
+    """Returns the folder for what this user's runs of moexport remember; None without a home."""
+    try:
+        if sys.platform == "win32":
+            base = os.environ.get("LOCALAPPDATA")
+            return (Path(base) if base else Path.home() / "AppData" / "Local") / "moexport"
+        base = os.environ.get("XDG_CACHE_HOME")
+        return (Path(base) if base else Path.home() / ".cache") / "moexport"
+    except RuntimeError:
+        return None
+
+
+def why_not_private(folder: Path) -> str | None:
+    """Returns who but this user could have put files into a folder, in words; None for nobody.
+
+    Nobody can where there is no folder, and on Windows a user's own folder is theirs alone.
+    """
+    if sys.platform == "win32" or not folder.exists():
+        return None
+    found = folder.stat()
+    if found.st_uid not in (os.geteuid(), 0):
+        return f"it belongs to user {found.st_uid}"
+    if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return f"others may write to it (mode {stat.S_IMODE(found.st_mode):o})"
+    return None

@@ -24,7 +24,7 @@ from ..errors import ParityError
 from ..graphs.lower import Lowered, LoweringRequest, lower
 from ..graphs.names import K_INPUT
 from ..graphs.precision.types import FLOAT_TYPES
-from .bundle.bundle import Bundle, graph_parity, selected_values
+from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.manifest import (
     MANIFEST_FILE,
@@ -36,6 +36,7 @@ from .bundle.manifest import (
     PortRecord,
     SourceRecord,
 )
+from .bundle.verify import graph_parity, selected_values
 from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
 from .inputs import fixed_axes, parity_inputs
 from .measured_lowerings import tune

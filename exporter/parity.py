@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
+from ..common.json_data import from_data
 from ..errors import BundleError, FeedError, ParityError
 
 if TYPE_CHECKING:
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
     from .session import Runner
 
 PARITY_FILE = "parity.npz"
+
+UNREADABLE = (OSError, ValueError, TypeError, KeyError, EOFError, NotImplementedError, MemoryError)
+"""What numpy and the reader of zip archives raise for files that are no arrays."""
 
 TIE = 1e-5
 """FP32 scores this close, relative to the k-th, are a tie: rounding may order them either way."""
@@ -49,15 +53,13 @@ class Tolerance:
 
 
 def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
-    """Returns the bounds that a manifest's `parity` holds; without one, none may differ."""
-    bounds = parity or {}
-    exact = TOLERANCES["fp32"]
-    return Tolerance(
-        atol=bounds.get("atol", 0.0),
-        rtol=bounds.get("rtol", 0.0),
-        routing=bounds.get("routing", exact.routing),
-        tie=bounds.get("tie", exact.tie),
-        coefficient=bounds.get("coefficient", exact.coefficient),
+    """Returns the bounds that a manifest's `parity` holds; without one, none may differ.
+
+    Raises `BundleError` for what are no bounds.
+    """
+    bounds = asdict(TOLERANCES["fp32"]) | {"atol": 0.0, "rtol": 0.0}
+    return from_data(
+        Tolerance, bounds | dict(parity or {}), "manifest.json", at="parity", error=BundleError
     )
 
 
@@ -107,7 +109,7 @@ class Reference:
         try:
             with np.load(path, allow_pickle=False) as stored:
                 arrays = dict(stored)
-            return Reference(
+            found = Reference(
                 x=arrays["x"],
                 y=arrays["y"],
                 dense=arrays["dense"],
@@ -115,8 +117,26 @@ class Reference:
                 margin=_group(arrays, "margin/"),
                 kept={layer: int(k) for layer, k in _group(arrays, "kept/").items()},
             )
-        except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile) as error:
+        except (*UNREADABLE, zipfile.BadZipFile) as error:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
+        for problem in found._problems():
+            raise BundleError(f"{path}: not a readable parity record: {problem}")
+        return found
+
+    def _problems(self) -> Iterator[str]:
+        """In what it is no record of one model's outputs."""
+        per_input = {"y": self.y, "dense": self.dense, **self.selected, **self.margin}
+        if self.x.ndim == 0 or not self.x.size:
+            yield "it holds no inputs"
+        for name, array in {"x": self.x, **per_input}.items():
+            if array.dtype.kind not in "fiu":
+                yield f"'{name}' is {array.dtype.name}, not numbers"
+            elif array.shape[:1] != self.x.shape[:1] or not array.size:
+                yield f"'{name}' is of shape {array.shape}, for inputs {self.x.shape}"
+        if self.y.shape != self.dense.shape:
+            yield f"outputs {self.y.shape} and {self.dense.shape} are of different shapes"
+        if self.selected.keys() != self.margin.keys() or not self.kept:
+            yield "its choices are not complete"
 
     def observed(self, values: Mapping[str, str]) -> dict[str, int]:
         """Returns the ONNX element types of the values that hold recorded choices, by name."""
@@ -163,6 +183,8 @@ class Parity:
     routing: float = 1.0
     tie: float = TIE
     coefficient: float = 1e-3
+    compared: int | None = None
+    """Inputs of which anything was compared; None in records that do not tell."""
 
     def as_json(self) -> dict[str, Any]:
         """The record as it stands in a manifest."""
@@ -228,11 +250,13 @@ def settled(expected: Reference, tie: float) -> Reference:
 
 def describe(parity: Parity) -> str:
     """One line about a parity result."""
-    text = (
+    values = (
         f"max |difference| {parity.max_abs:.2g} ({parity.max_rel:.2g} of max|y|), "
-        f"cosine {parity.cosine:.7f}, same experts in {parity.routing_agreement:.0%} of "
-        f"{parity.samples} inputs"
+        f"cosine {parity.cosine:.7f}"
     )
+    if parity.compared == 0:  # outputs of other experts differ, which says nothing
+        values = "no output was compared, for want of an input with the same experts"
+    text = f"{values}, same experts in {parity.routing_agreement:.0%} of {parity.samples} inputs"
     if parity.ties:
         text += f" ({parity.ties} tied, not compared)"
     if parity.first_difference:
@@ -361,6 +385,7 @@ def _parity(expected: Reference, y: np.ndarray, routing: _Routing, tolerance: To
         routing=tolerance.routing,
         tie=tolerance.tie,
         coefficient=tolerance.coefficient,
+        compared=int(routing.same.reshape(len(y), -1).any(axis=1).sum()),
     )
 
 

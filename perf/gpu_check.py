@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -30,10 +30,18 @@ import numpy as np
 from moexport.common.environment import environment
 from moexport.common.writing import write_text
 from moexport.errors import MoexportError
-from moexport.exporter.parity import PARITY_FILE, TOLERANCES, Parity, Reference, compare, settled
+from moexport.exporter.bundle.verify import engine_parity
+from moexport.exporter.parity import (
+    PARITY_FILE,
+    TOLERANCES,
+    Parity,
+    Reference,
+    compare,
+    recorded,
+    settled,
+)
 from moexport.exporter.session import PROVIDERS, Session, SessionOptions
 from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, Backend, Gpu, first_gpu
-from moexport.exporter.tensorrt.check import session_parity
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import parse_profile
 from moexport.exporter.tensorrt.records import engines_of
@@ -295,9 +303,10 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
     (record,) = (each for each in engines_of(built.manifest) if each.graph == unit.graph)
     rtol = RTOL if unit.precision == "fp32" else TOLERANCES[unit.precision].rtol
     with EngineSession(built.path / record.file, eager=True) as session:
-        parity = session_parity(session, built.manifest, record, expected, rtol=rtol)
+        bounds = replace(recorded(built.manifest.parity), rtol=rtol)
+        parity = engine_parity(session, built.manifest, record, expected, bounds)
         times = list(timed(session, expected.x, unit.ks, session.gpu_ms))
-        recorded = session.recorded
+        captured = session.recorded
     listing = json.loads((built.path / record.layers).read_text(encoding="utf-8"))
     return Checked(
         runner=unit.runner,
@@ -305,7 +314,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
         lowering=unit.lowering,
         **_found(parity),
         times=times,
-        recorded=recorded,
+        recorded=captured,
         build_s=record.seconds,
         plan_bytes=(built.path / record.file).stat().st_size,
         products=record.precision,

@@ -16,8 +16,9 @@ from ...common.files import hash_files
 from ...common.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
 from ...exporter.axes import AxisRange
-from ...exporter.bundle.bundle import Bundle, selected_values
+from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.manifest import MANIFEST_FILE
+from ...exporter.bundle.verify import selected_values
 from ...exporter.checkpoints.load import load
 from ...exporter.edits import Edits
 from ...exporter.export import Prepared, manifest_of, prepare, write_graphs

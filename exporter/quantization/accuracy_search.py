@@ -15,7 +15,7 @@ from ...calibration.table import CalibrationTable
 from ...common.console import Progress, Silent
 from ...errors import ParityError, UsageError
 from ...graphs.precision.types import FloatName
-from ..bundle.bundle import checking_session, graph_parity
+from ..bundle.verify import checking_session, graph_parity
 from ..export import expect, trace_for
 from ..inputs import feed_inputs
 from ..model import Model, edited

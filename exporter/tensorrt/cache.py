@@ -13,11 +13,11 @@ import hashlib
 import json
 import os
 import shutil
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...common.files import cache_folder, sha256
 from ...common.writing import locked, whole_file, write_text
 from ...errors import OutputError
 
@@ -36,13 +36,8 @@ def default_cache() -> Path | None:
     named = os.environ.get(PLACE)
     if named is not None:
         return None if named.strip().lower() in ("", "off") else Path(named)
-    if sys.platform == "win32":
-        base = os.environ.get("LOCALAPPDATA")
-        root = Path(base) if base else Path.home() / "AppData" / "Local"
-    else:
-        base = os.environ.get("XDG_CACHE_HOME")
-        root = Path(base) if base else Path.home() / ".cache"
-    return root / "moexport" / "engines"
+    folder = cache_folder()
+    return None if folder is None else folder / "engines"
 
 
 def engine_key(parts: Mapping[str, Any]) -> str:
@@ -67,9 +62,7 @@ def _take(folder: Path, key: str, destination: Path) -> Mapping[str, Any] | None
     plan, notes = _files(folder, key)
     try:
         facts: dict[str, Any] = json.loads(notes.read_text(encoding="utf-8"))
-        with plan.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        sound = digest == facts["sha256"]
+        sound = sha256(plan) == facts["sha256"]
     except (OSError, ValueError, KeyError, TypeError):
         sound = False
     if not sound:

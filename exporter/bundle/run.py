@@ -1,0 +1,249 @@
+"""Runs a bundle on a file of inputs, a batch at a time, into a file of outputs."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ...calibration.feeds import batches, count
+from ...common.console import Progress, Silent
+from ...common.writing import check_file, whole_file
+from ...errors import FeedError, OutputError, UsageError
+from ..axes import DEFAULT_BATCH, AxisRange, parse_range
+from ..inputs import with_axes
+from ..session import PROVIDERS, Runner, SessionOptions, check_array
+from .bundle import Bundle
+from .manifest import Manifest, PortRecord
+
+ONNXRUNTIME = "onnxruntime"
+
+
+@dataclass(frozen=True, slots=True)
+class RunOptions:
+    """How a bundle is run.
+
+    `engine` is who runs it: `onnxruntime` on a `provider` with so many `threads`, or an engine that
+    was built, which `trust_engine` loads though no manifest vouches for it. `graph` is a file or
+    lowering of several. `batch_size` inputs run at once: without, as many as the bundle was
+    exported for at the most, and for an engine all of them. `check` compares files with the
+    manifest's hashes first.
+    """
+
+    graph: str | None = None
+    engine: str = ONNXRUNTIME
+    provider: str = "cpu"
+    threads: int | None = None
+    trust_engine: bool = False
+    batch_size: int | None = None
+    check: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """What a run wrote: the output's shape, and how many of its values are NaN or infinite."""
+
+    shape: tuple[int, ...]
+    not_finite: int
+
+
+def run_file(
+    bundle_path: Path,
+    input_file: Path,
+    output_file: Path,
+    options: RunOptions | None = None,
+    *,
+    k: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Outputs:
+    """Writes a bundle's output for the inputs of an `.npz` to another one; tells what it wrote.
+
+    Inputs are read, and outputs written, a batch at a time. Raises `UsageError` for a k outside
+    1 … n, a batch size outside the bundle's range and an output file of another kind or that is the
+    input; `OutputError` for one that exists, unless `force`; `FeedError` for inputs that do not
+    fit; and what an engine's profiles do not contain before it is loaded.
+    """
+    options, progress = options or RunOptions(), progress or Silent()
+    _check_output(output_file, input_file, force=force)
+    bundle = Bundle.open(bundle_path, check=options.check)
+    record = bundle.manifest
+    fewest = min(layer.experts for layer in record.layers)
+    if k is not None and not 1 <= k <= fewest:
+        raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
+    port = record.inputs[0]
+    total = count(str(input_file), port.name)
+    feed = _in_batches(_stacking(input_file, port), _sizes(record, options, total))
+    first = next(feed, None)
+    if first is None:
+        raise FeedError(f"{input_file}: holds no inputs")
+    session = _opened(bundle, options, first, k)
+    progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
+    with whole_file(output_file) as partial, _Rows(partial, record.outputs[0].name, total) as rows:
+        for x in _with(first, feed):
+            rows.add(session(x, k))
+            progress.advance(len(x))
+        if total is not None and rows.shape[0] != total:
+            raise FeedError(f"{input_file}: changed while it was read")
+    return Outputs(rows.shape, rows.not_finite)
+
+
+def _check_output(output: Path, source: Path, *, force: bool) -> None:
+    check_file(output)
+    if output.suffix != ".npz":
+        raise UsageError(
+            f"--output {output}: outputs are written as an .npz archive",
+            hint=f"for example -o {output.stem.lstrip('-') or 'y'}.npz",
+        )
+    if output.exists() and source.exists() and output.samefile(source):
+        raise UsageError(
+            f"--output {output}: that is the input, which would be lost", hint="choose another -o"
+        )
+    if output.exists() and not force:
+        raise OutputError(f"{output}: a file exists there", hint="--force replaces it")
+
+
+def _opened(bundle: Bundle, options: RunOptions, x: np.ndarray, k: int | None) -> Runner:
+    if options.engine == ONNXRUNTIME:
+        chosen = SessionOptions(PROVIDERS[options.provider], threads=options.threads)
+        return bundle.session(options.graph, chosen)
+    # What cannot run is refused before anything is loaded, on a machine without a GPU too.
+    port = bundle.manifest.inputs[0]
+    found = bundle.engine_record(options.engine, options.graph)
+    check_array(x, port.name, port.dtype, port.shape)
+    found.check_fits(x.shape, k)
+    return bundle.engine(options.engine, options.graph, trust=options.trust_engine)
+
+
+def _sizes(record: Manifest, options: RunOptions, total: int | None) -> AxisRange:
+    """The sizes of batches: smallest, usual and largest."""
+    axis = record.inputs[0].shape[0]
+    fixed = AxisRange(axis, axis, axis) if isinstance(axis, int) else None
+    known = fixed or (parse_range(record.batch, "--batch") if record.batch else DEFAULT_BATCH)
+    asked = options.batch_size
+    if options.engine != ONNXRUNTIME:  # its profiles are what it takes
+        usual = asked or total or known.max
+        return AxisRange(1, usual, usual)
+    if asked is not None and not known.min <= asked <= known.max:
+        raise UsageError(
+            f"--batch-size {asked}: the bundle was exported for batches of {known}",
+            hint=f"choose {known.min} to {known.max}, or export with another --batch",
+        )
+    return AxisRange(known.min, asked or known.max, known.max)
+
+
+def _stacking(path: Path, port: PortRecord) -> Iterator[np.ndarray]:
+    """The inputs of a feed, a few at a time; they must stack, since none may be left out."""
+    shape: tuple[int, ...] | None = None
+    for part in batches(path, port.name):
+        shape = part.shape[1:] if shape is None else shape
+        if part.shape[1:] != shape:
+            found = ", ".join(map(str, sorted({part.shape[1:], shape})))
+            raise FeedError(
+                f"{path}: its arrays do not stack: inputs of {found}",
+                hint="run each size of inputs by itself",
+            )
+        yield _fitted(part, port)
+
+
+def _in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.ndarray]:
+    """Inputs in batches of the usual size; the last are shared out so that none is too small."""
+    held: list[np.ndarray] = []
+    for part in parts:
+        held.append(part)
+        if sum(map(len, held)) >= sizes.opt + sizes.min:
+            rest = np.concatenate(held)
+            while len(rest) >= sizes.opt + sizes.min:
+                yield rest[: sizes.opt]
+                rest = rest[sizes.opt :]
+            held = [rest]
+    if not held:
+        return
+    rest = held[0] if len(held) == 1 else np.concatenate(held)
+    if sizes.min <= len(rest) <= sizes.opt or not len(rest):  # that there are none, others say
+        yield rest
+    elif len(rest) > sizes.opt and len(rest) - sizes.min >= sizes.min:
+        yield rest[: len(rest) - sizes.min]
+        yield rest[len(rest) - sizes.min :]
+    else:
+        raise FeedError(
+            f"{len(rest)} inputs are left, and the bundle was exported for batches of {sizes.min}"
+            + ("" if sizes.min == sizes.max else f" to {sizes.max}"),
+            hint="give a number of inputs that batches of that size make up, or export again with "
+            "--batch 1:8:32",
+        )
+
+
+def _fitted(x: np.ndarray, port: PortRecord) -> np.ndarray:
+    """The inputs with the axis that may be left out; FeedError where they go too far."""
+    x = with_axes(x, port)
+    if x.ndim == len(port.shape):
+        for axis, most in port.limits.items():
+            size = x.shape[port.shape.index(axis)] if axis in port.shape else 0
+            if size > most:
+                raise FeedError(
+                    f"input '{port.name}': {size} {axis}, but the model takes at most {most}",
+                    hint=f"cut the inputs to {most} {axis}",
+                )
+    if port.below is not None and x.dtype.kind in "iu" and x.size:
+        low, high = int(x.min()), int(x.max())
+        if low < 0 or high >= port.below:
+            raise FeedError(
+                f"input '{port.name}' holds {low if low < 0 else high}, but the model takes values "
+                f"from 0 to {port.below - 1}",
+                hint="token ids are those of the tokenizer that the model was trained with",
+            )
+    return x
+
+
+def _with(first: np.ndarray, rest: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
+    yield first
+    yield from rest
+
+
+class _Rows:
+    """An `.npz` archive of one array that grows by rows; a context manager that ends it.
+
+    Its length stands before its rows: where it is not known they are kept until the end.
+    """
+
+    def __init__(self, path: Path, name: str, total: int | None) -> None:
+        self.shape: tuple[int, ...] = ()
+        self.not_finite = 0
+        self._total, self._parts = total, list[np.ndarray]()
+        self._archive = zipfile.ZipFile(path, "w", zipfile.ZIP_STORED)
+        self._file = self._archive.open(f"{name}.npy", "w", force_zip64=True)
+
+    def __enter__(self) -> _Rows:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._parts:
+            self._total = self.shape[0]
+            self._begin(self._parts[0])
+            for part in self._parts:
+                self._file.write(part.tobytes())
+        self._file.close()
+        self._archive.close()
+
+    def add(self, y: np.ndarray) -> None:
+        """Writes the rows of a batch."""
+        self.not_finite += int(y.size - np.isfinite(y).sum())
+        if not self.shape and self._total is not None:
+            self._begin(y)
+        self.shape = (len(y) + (self.shape[0] if self.shape else 0), *y.shape[1:])
+        if self._total is None:
+            self._parts.append(y)
+        else:
+            self._file.write(np.ascontiguousarray(y).tobytes())
+
+    def _begin(self, y: np.ndarray) -> None:
+        header = {
+            "descr": np.lib.format.dtype_to_descr(y.dtype),
+            "fortran_order": False,
+            "shape": (self._total, *y.shape[1:]),
+        }
+        np.lib.format.write_array_header_2_0(self._file, header)

@@ -1,0 +1,334 @@
+"""Whether a bundle is what was written and computes what PyTorch computed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import onnx
+from google.protobuf.message import DecodeError
+
+from ...common.files import sha256
+from ...errors import FeedError, ForeignEngineError, MissingExtraError, MoexportError, UsageError
+from ..axes import TRACED_BATCH
+from ..parity import (
+    PARITY_FILE,
+    TOLERANCES,
+    Parity,
+    Reference,
+    Tolerance,
+    compare,
+    describe,
+    recorded,
+    settled,
+)
+from ..session import Session, SessionOptions
+from ..tensorrt.backends import backend_named, first_gpu
+from ..tensorrt.plan_file import TRUST
+from ..tensorrt.records import EngineRecord, engines_of
+from .manifest import MANIFEST_FILE, Check, GraphFacts, GraphRecord, Manifest, is_as_written
+
+if TYPE_CHECKING:
+    from ...graphs.lower import LayerValues
+    from ..tensorrt.session import EngineSession
+
+AS_RECORDED = "SHA-256 as recorded"
+
+CHANGED = "the content has changed"
+
+LARGE_WEIGHTS_BYTES = 1 << 30
+"""Beyond this a check runs without pre-packed weights: slower, at half the memory."""
+
+
+def verify(
+    directory: Path, manifest: Manifest, *, atol: float | None = None, rtol: float | None = None
+) -> Iterator[Check]:
+    """Yields the checks: every file's hash, every graph's validity, every graph's parity.
+
+    A later one that damage would only make fail in less clear words is left out.
+    """
+    same = is_as_written(directory)
+    yield Check(f"hash of {MANIFEST_FILE}", same, AS_RECORDED if same else CHANGED)
+    damaged = not same
+    for name, record in manifest.files.items():
+        check = _hash_check(directory / name, record.sha256, record.bytes)
+        damaged |= not check.passed
+        yield check
+    if damaged:
+        return
+    valid = []
+    for graph in manifest.graphs:
+        check = _graph_check(directory, manifest, graph)
+        yield check
+        if check.passed:
+            valid.append(graph)
+    bounds = _bounds(manifest, atol, rtol)
+    if PARITY_FILE not in manifest.files:
+        yield from _engine_checks(directory, manifest, None, bounds)
+        yield Check("parity", False, _why_no_reference(manifest))
+        return
+    expected = Reference.load(directory / PARITY_FILE)
+    for graph in valid:
+        yield _parity_check(directory, manifest, graph, expected, bounds)
+    yield from _engine_checks(directory, manifest, expected, bounds)
+
+
+def external_files(model: onnx.ModelProto) -> set[str]:
+    """Returns the names of the files that a graph keeps weights in."""
+    return {
+        entry.value
+        for tensor in model.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
+
+
+def graph_parity(
+    directory: Path,
+    graph: GraphRecord,
+    expected: Reference,
+    *,
+    fixed_batch: int | None,
+    k_input: bool,
+    tolerance: Tolerance,
+) -> Parity:
+    """Runs a graph of a bundle, or of one being written, against its reference."""
+    return compare(
+        checking_session(directory, graph, observe=expected.observed(graph.selected)),
+        expected,
+        graph.selected,
+        batch=fixed_batch or TRACED_BATCH + 1,
+        tolerance=tolerance,
+        k=next(iter(expected.kept.values())) if k_input else None,
+    )
+
+
+def checking_session(
+    directory: Path, graph: GraphRecord, *, observe: Mapping[str, int] | None = None
+) -> Session:
+    """Returns a graph of a bundle, or of one being written, ready for its values to be compared."""
+    weights = sum(file.stat().st_size for file in directory.glob("*.bin"))
+    prepack = weights < LARGE_WEIGHTS_BYTES
+    return Session(
+        directory / graph.file,
+        SessionOptions(prepack=prepack, plan_memory=False, observe=observe, rounded=True),
+    )
+
+
+def selected_values(values: Mapping[str, LayerValues]) -> dict[str, str]:
+    """Returns the names of the values that hold what was chosen, of the layers that choose."""
+    return {key: name for layer in values.values() for key, name in layer.choices.items()}
+
+
+def engine_parity(
+    session: EngineSession,
+    manifest: Manifest,
+    record: EngineRecord,
+    expected: Reference,
+    tolerance: Tolerance | None = None,
+) -> Parity:
+    """Runs an engine on the reference's inputs, but for ties, and returns how far it is off.
+
+    Raises `FeedError` where the profiles do not contain them.
+    """
+    bounds = tolerance or recorded(manifest.parity)
+    runs = _runs(manifest, record, expected, bounds.tie)
+    return compare(session, runs.clear, {}, batch=runs.batch, tolerance=bounds, k=runs.k)
+
+
+def _hash_check(path: Path, expected: str, size: int) -> Check:
+    name = f"hash of {path.name}"
+    if not path.is_file():
+        return Check(name, False, "the file is missing")
+    trust = f"; `moexport run` with {TRUST}" if path.suffix == ".plan" else ""
+    if path.stat().st_size != size:
+        return Check(name, False, f"{path.stat().st_size} bytes, not {size}{trust}")
+    same = sha256(path) == expected
+    return Check(name, same, AS_RECORDED if same else f"{CHANGED}{trust}")
+
+
+def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Check:
+    """Whether a graph is valid and what the manifest says of it."""
+    path = directory / graph.file
+    name = f"ONNX check of {path.name}"
+    if graph.file not in manifest.files:
+        return Check(name, False, f"{MANIFEST_FILE} lists no hash of it")
+    try:
+        onnx.checker.check_model(str(path))
+        model = onnx.load(path, load_external_data=False)
+        wrong = next(_differences(model, manifest, graph), None)
+    except (onnx.checker.ValidationError, DecodeError) as error:
+        detail = str(error).strip().splitlines()[0]
+        if "symbolic link" in detail:
+            detail += " Copy the bundle with links followed: cp -rL"
+        return Check(name, False, detail)
+    except MoexportError as error:
+        return Check(name, False, error.message)
+    return Check(name, wrong is None, wrong or f"valid, {len(model.graph.node)} nodes")
+
+
+def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord) -> Iterator[str]:
+    """In what a graph is not what the manifest says."""
+    for file in sorted(external_files(model) - manifest.files.keys()):
+        yield f"it keeps weights in {file}, of which {MANIFEST_FILE} lists no hash"
+    takes_k = {"k"} if manifest.k == "input" else set()
+    stored = {tensor.name for tensor in model.graph.initializer}
+    for what, found, listed in (
+        ("inputs", {each.name for each in model.graph.input} - stored, manifest.inputs),
+        ("outputs", {each.name for each in model.graph.output}, manifest.outputs),
+    ):
+        wanted = {port.name for port in listed} | (takes_k if what == "inputs" else set())
+        if not wanted <= found or (what == "inputs" and found != wanted):
+            yield f"its {what} are {_listed(found)}, and {MANIFEST_FILE} lists {_listed(wanted)}"
+    facts = GraphFacts.of(model, graph.file)
+    if facts is None:
+        yield "it has no metadata of moexport"
+        return
+    for layer in manifest.layers:
+        told = facts.layers.get(layer.name)
+        k = "k" if layer.k is None else layer.k
+        lowering = graph.lowerings.get(layer.name)
+        if told is None or (told.n, told.k, told.lowering) != (layer.experts, k, lowering):
+            says = "does not name it"
+            if told is not None:
+                says = f"says {told.n} experts, k {told.k}, lowering {told.lowering}"
+            yield (
+                f"layer {layer.name}: {MANIFEST_FILE} says {layer.experts} experts, k {k}, "
+                f"lowering {lowering}, and the graph {says}"
+            )
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "none"
+
+
+def _why_no_reference(manifest: Manifest) -> str:
+    """A bundle that was never compared is told from one that has lost its reference."""
+    if manifest.parity is None and all(graph.parity is None for graph in manifest.graphs):
+        return "the bundle was exported with --no-verify: no reference"
+    return f"{MANIFEST_FILE} tells of a comparison and does not list {PARITY_FILE}: it is not whole"
+
+
+def _bounds(manifest: Manifest, atol: float | None, rtol: float | None) -> Tolerance:
+    """The bounds of a comparison: those given, else the usual ones of the precision.
+
+    What the manifest holds may only make them tighter: whoever changes a bundle may write anything.
+    """
+    usual = next((t for name, t in TOLERANCES.items() if name == manifest.precision), None)
+    usual = usual or TOLERANCES["fp32"]
+    found = recorded(manifest.parity) if manifest.parity is not None else usual
+    return Tolerance(
+        atol=min(usual.atol, found.atol) if atol is None else atol,
+        rtol=min(usual.rtol, found.rtol) if rtol is None else rtol,
+        routing=max(usual.routing, found.routing),
+        tie=min(usual.tie, found.tie),
+        coefficient=min(usual.coefficient, found.coefficient),
+    )
+
+
+def _parity_check(
+    directory: Path,
+    manifest: Manifest,
+    graph: GraphRecord,
+    expected: Reference,
+    bounds: Tolerance,
+) -> Check:
+    name = f"parity of {graph.file}"
+    size = manifest.inputs[0].shape[0]
+    try:
+        parity = graph_parity(
+            directory,
+            graph,
+            expected,
+            fixed_batch=size if isinstance(size, int) else None,
+            k_input=manifest.k == "input",
+            tolerance=bounds,
+        )
+    except MoexportError as error:
+        return Check(name, False, error.message)
+    detail = describe(parity)
+    asked = recorded(manifest.parity)
+    if not parity.passed and (asked.atol > bounds.atol or asked.rtol > bounds.rtol):
+        detail += (
+            f"; it was exported with wider bounds than {manifest.precision} has by itself: "
+            f"`verify --atol {asked.atol:g} --rtol {asked.rtol:g}` compares with those"
+        )
+    return Check(name, parity.passed, detail)
+
+
+def _engine_checks(
+    directory: Path, manifest: Manifest, expected: Reference | None, bounds: Tolerance
+) -> Iterator[Check]:
+    """Yields a check for every engine: parity where it can run here, else why it was not run."""
+    for record in engines_of(manifest):
+        why_not = _why_not_run(manifest, record, expected, bounds)
+        if why_not is not None:
+            built = f"the file that {backend_named(record.flavour).title} {record.version} built"
+            yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
+        elif expected is not None:
+            yield _engine_check(directory, manifest, record, expected, bounds)
+
+
+def _engine_check(
+    directory: Path,
+    manifest: Manifest,
+    record: EngineRecord,
+    expected: Reference,
+    bounds: Tolerance,
+) -> Check:
+    from ..tensorrt.session import EngineSession  # needs PyTorch, which a graph does not
+
+    name = f"parity of {record.file}"
+    try:
+        with EngineSession(directory / record.file) as session:
+            parity = engine_parity(session, manifest, record, expected, bounds)
+    except (ForeignEngineError, MissingExtraError) as error:
+        return Check(name, True, f"not run: {error.message}")
+    except MoexportError as error:
+        return Check(name, False, error.message)
+    left = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
+    return Check(
+        name,
+        parity.passed,
+        f"max |difference| {parity.max_abs:.2g} ({parity.max_rel:.2g} of max|y|), cosine "
+        f"{parity.cosine:.7f} in {parity.samples}{left} inputs; an engine does not show its "
+        "routing",
+    )
+
+
+def _why_not_run(
+    manifest: Manifest, record: EngineRecord, expected: Reference | None, bounds: Tolerance
+) -> str | None:
+    """Why an engine cannot be compared here, as far as that is known without loading it."""
+    if expected is not None:
+        try:
+            _runs(manifest, record, expected, bounds.tie)
+        except (FeedError, UsageError) as error:
+            return error.message
+    return None if first_gpu() is not None else "there is no NVIDIA GPU here"
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """What an engine is run with: the reference without ties, its batch size and k."""
+
+    clear: Reference
+    batch: int
+    k: int | None
+
+
+def _runs(manifest: Manifest, record: EngineRecord, expected: Reference, tie: float) -> _Runs:
+    """Raises `FeedError` or `UsageError` where the profiles do not contain the reference's inputs.
+
+    An engine has no inner values to look at, so its routing is not compared, and inputs whose
+    routing is a tie are left out.
+    """
+    clear = settled(expected, tie)
+    count, *rest = clear.x.shape
+    batch = min(record.ranges[0].max[0], count)
+    k = next(iter(clear.kept.values())) if manifest.k == "input" else None
+    for size in (batch, count % batch or batch):
+        record.check_fits((size, *rest), k)
+    return _Runs(clear, batch, k)
