@@ -7,11 +7,9 @@ removes what a killed one has left.
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
-import secrets
 import shutil
 import stat
 import sys
@@ -222,7 +220,7 @@ def _owned(target: Path, suffix: str, make: Callable[[Path], None]) -> Iterator[
     remove_leftovers(target, suffix)
     stem = target.name.removesuffix(suffix)
     while True:
-        path = target.with_name(f".{stem}.{secrets.token_hex(8)}{PARTIAL}{suffix}")
+        path = target.with_name(f".{stem}.{os.urandom(8).hex()}{PARTIAL}{suffix}")
         make(path)
         handle = _owner(path)
         try:
@@ -300,6 +298,8 @@ _AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
 
 def _exchanged(one: Path, other: Path) -> bool:
     """Exchanges two folders in one step; False where the system cannot."""
+    import ctypes
+
     libc: Any = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
     names = os.fsencode(one), os.fsencode(other)
     if hasattr(libc, "renameat2"):

@@ -64,7 +64,7 @@ def test_a_link_where_a_temporary_file_would_lie_is_not_followed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine").write_text("mine")
-    monkeypatch.setattr("secrets.token_hex", lambda _: "0" * 16)
+    monkeypatch.setattr(os, "urandom", bytes)
     (tmp_path / f".y.{'0' * 16}.partial.npz").symlink_to("mine")
     with pytest.raises(OutputError, match="File exists"):
         write_text("text", tmp_path / "y.npz")
