@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .api import bench, build, calibrate, export, load, specialise
     from .exporter.bundle.bundle import Bundle
+    from .exporter.checkpoints.adapters import adapts
+    from .exporter.checkpoints.own_layers import MuMoE, SoftMoE
     from .exporter.model import Model
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
@@ -20,7 +22,10 @@ __all__ = [
     "Bundle",
     "EngineOptions",
     "Model",
+    "MuMoE",
     "Session",
+    "SoftMoE",
+    "adapts",
     "bench",
     "build",
     "calibrate",
@@ -30,6 +35,7 @@ __all__ = [
 ]
 
 _HOMES = {
+    "adapts": ".exporter.checkpoints.adapters",
     "bench": ".api",
     "build": ".api",
     "calibrate": ".api",
@@ -39,7 +45,9 @@ _HOMES = {
     "Bundle": ".exporter.bundle.bundle",
     "EngineOptions": ".exporter.tensorrt.options",
     "Model": ".exporter.model",
+    "MuMoE": ".exporter.checkpoints.own_layers",
     "Session": ".exporter.session",
+    "SoftMoE": ".exporter.checkpoints.own_layers",
 }
 
 

@@ -61,7 +61,7 @@ def inspect(
 
     with verbosity.console() as console:
         # Only coefficients that are to be counted need the weights: shapes tell the rest.
-        shapes = reading.load(model, console, values=data is not None)
+        shapes = reading.load(model, console, data=data, values=data is not None)
         found = inspect_model(shapes, data)
     print(json_text(found.as_json()) if as_json else model_text(found))
 

@@ -144,10 +144,14 @@ def _measure(
     from ..api import bench as run_bench
     from ..exporter.bundle.bundle import Bundle
 
+    # A folder of images by class can be read once the model has said its size, not before.
+    example = flags.data
+    if example is not None and Path(example).is_dir() and not any(Path(example).glob("*.npy")):
+        example = None
     listed = [
         Bundle.open(name)
         if (Path(name) / "manifest.json").is_file()
-        else reading.load(name, console)
+        else reading.load(name, console, data=example)
         for name in models
     ]
     return run_bench(
@@ -218,7 +222,7 @@ def specialise(
     if output is not None:
         check_folder(output)
     with verbosity.console() as console:
-        loaded = reading.load(model, console)
+        loaded = reading.load(model, console, data=data)
         found = run_specialise(loaded, data, layer=layer, group_by=group_by, progress=console)
     written = () if output is None else write(found, output)
     print(to_json(found) if as_json else text(found), end="" if as_json else "\n")

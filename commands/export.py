@@ -191,7 +191,7 @@ def export(
     from ..exporter.quantization.accuracy_search import with_retention
     from ..exporter.quantization.calibrate import ranges_for_export
 
-    loaded = reading.load(model, console)
+    loaded = reading.load(model, console, data=flags.data)
     for note in loaded.notes:
         console.note(note)
     check_request(loaded, options)
@@ -305,7 +305,7 @@ def calibrate(
 
     options = flags.options()
     with verbosity.console() as console:
-        loaded = reading.load(model, console)
+        loaded = reading.load(model, console, data=data)
         table, made = calibrate_to(output, loaded, data, options, force=force, progress=console)
         if not made:
             console.note(f"{output} is up to date: same model, feed, k and method")

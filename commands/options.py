@@ -119,14 +119,31 @@ class ModelFlags:
     weights: Annotated[
         Path | None, typer.Option(help="The weights for a package.module:factory.")
     ] = None
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(metavar="MODULE:FUNCTION", help="Says what the factory's own MoE layers are."),
+    ] = None
 
-    def load(self, source: str, console: Console, *, values: bool = True) -> Model:
-        """Returns the model that a command names; raises what `checkpoints.load` raises."""
+    def load(
+        self, source: str, console: Console, *, data: str | Path | None = None, values: bool = True
+    ) -> Model:
+        """Returns the model that a command names; raises what `checkpoints.load` raises.
+
+        A factory's network is checked on the first inputs of `data`.
+        """
         console.step(f"loading {source}")
         from ..exporter.checkpoints.load import load, read_config
 
         config = read_config(self.config, self.sets or ())
-        return load(source, family=self.family, config=config, weights=self.weights, values=values)
+        return load(
+            source,
+            family=self.family,
+            config=config,
+            weights=self.weights,
+            example=data,
+            adapter=self.adapter or (),
+            values=values,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

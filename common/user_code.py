@@ -1,13 +1,16 @@
-"""Code of the user's own, named `package.module:attribute`: a network's factory, or a feed."""
+"""Code of the user's own, named `package.module:attribute`: a factory, an adapter, a feed."""
 
 from __future__ import annotations
 
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+
+from ..errors import MoexportError, UsageError
 
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_][\w.]*")
 
@@ -30,3 +33,37 @@ def attribute_of(module: ModuleType, name: str) -> Any:
     for part in name.partition(":")[2].split("."):
         found = getattr(found, part)
     return found
+
+
+def callable_named(source: str, what: str) -> Callable[..., Any]:
+    """Returns the callable of a name; UsageError, which tells import errors of the user's apart.
+
+    `what` is it in messages: `a factory`.
+    """
+    if not names_code(source):
+        raise UsageError(f"{source}: not the name of {what}", hint="package.module:function")
+    name, _, attribute = source.partition(":")
+    try:
+        module = module_of(source)
+    except MoexportError:
+        raise
+    except ModuleNotFoundError as error:
+        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
+            raise UsageError(
+                f"{source}: no module named {error.name}",
+                hint="run from the folder that holds it, or install its package",
+            ) from error
+        raise UsageError(
+            f"{source}: importing {name} failed: {error}", hint="install what it needs"
+        ) from error
+    except Exception as error:  # the user's code may fail in any way
+        raise UsageError(
+            f"{source}: importing {name} failed: {type(error).__name__}: {error}"
+        ) from error
+    try:
+        found = attribute_of(module, source)
+    except AttributeError as error:
+        raise UsageError(f"{source}: {name} has no {attribute}") from error
+    if not callable(found):
+        raise UsageError(f"{source}: {attribute} is a {type(found).__name__}, not callable")
+    return found  # type: ignore[no-any-return]

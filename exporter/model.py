@@ -13,6 +13,7 @@ import numpy as np
 from torch import nn
 
 from ..common.files import Reading
+from ..common.user_code import names_code
 from ..errors import UsageError
 from ..graphs.layers.base import LayerEdits, MoELayer, MoESpec, Rewrite, moe_layers, sharing_weights
 from .edits import NO_EDITS, Ablation, Edits, LayerRewrite
@@ -51,12 +52,20 @@ class Source:
     """Where a model came from: its files, or the factory that built it and its `weights`.
 
     `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
+    `adapters` name the functions that said what layers of the factory's network are.
     """
 
     path: str
     files: tuple[Path, ...]
     weights: str | None = None
     mapped: tuple[Path, ...] = ()
+    adapters: tuple[str, ...] = ()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether another process can load it: not where code is of a notebook or this script."""
+        by_name = all(names_code(a) and not a.startswith("__main__:") for a in self.adapters)
+        return by_name and bool(self.files or names_code(self.path))
 
 
 @dataclass(frozen=True)

@@ -229,9 +229,7 @@ class TorchLoader(Loader):
         return self.form.of(self.place())
 
     def __reduce__(self) -> tuple[type[TorchLoader], tuple[TorchForm, Callable[[], Model]]]:
-        if self.model is None or not (
-            names_code(self.model.source.path) or self.model.source.files
-        ):
+        if self.model is None or not self.model.source.elsewhere:
             raise TypeError("a model without a source cannot be opened by another process")
         source, by_code = self.model.source, names_code(self.model.source.path)
         again = functools.partial(
@@ -242,6 +240,7 @@ class TorchLoader(Loader):
             family=None if by_code else self.model.family,
             config=self.model.config,
             example=self.model.example if by_code else None,
+            adapter=source.adapters,
         )
         return TorchLoader, (self.form, again)
 

@@ -16,8 +16,9 @@ from ...common.user_code import names_code
 from ...errors import CheckpointError, FamilyError, UsageError
 from ..families import Family, detect, family_named
 from ..model import Model, Source
+from .adapters import Adapter
 from .state_dict import Checkpoint, read_checkpoint
-from .user_network import load_factory
+from .user_network import Example, load_factory
 
 
 def read_config(file: Path | None = None, sets: Sequence[str] = ()) -> dict[str, Any]:
@@ -86,16 +87,19 @@ def load(
     family: str | None = None,
     config: Mapping[str, Any] | None = None,
     weights: str | os.PathLike[str] | None = None,
-    example: np.ndarray | None = None,
+    example: Example | None = None,
+    adapter: Adapter | str | Sequence[Adapter | str] = (),
     values: bool = True,
 ) -> Model:
     """Returns the trained model that `source` names, ready to trace.
 
     `source` is a checkpoint (a file, an index of shards, a folder) or `package.module:factory`,
     which may take `weights` from a checkpoint. `config` says what shapes cannot tell: the
-    constructor arguments of the published code, or of the factory. `example` [b, …] is an input to
-    check a factory's model with. Without `values` a checkpoint's weights are neither checked nor
-    converted (`checkpoint.read_checkpoint`): enough to look at a model, not to run or export it.
+    constructor arguments of the published code, or of the factory. `example` are inputs [b, …] to
+    check a factory's model with, or a file of them. `adapter` says what the factory's own layers
+    are (`moexport.adapts`): a function, its `package.module:adapt`, or several. Without `values` a
+    checkpoint's weights are neither checked nor converted (`checkpoint.read_checkpoint`): enough
+    to look at a model, not to run or export it.
 
     Raises CheckpointError, FamilyError, ParityError or UsageError: what was wrong, where, and what
     to do.
@@ -107,13 +111,21 @@ def load(
                 f"--family {family}: a factory's layers are found by their structure",
                 hint="leave --family out",
             )
-        return load_factory(str(source), given, None if weights is None else Path(weights), example)
+        adapters = [adapter] if isinstance(adapter, str) or callable(adapter) else adapter
+        path = None if weights is None else Path(weights)
+        return load_factory(str(source), given, path, example, adapters)
     if weights is not None:
         raise UsageError(
             f"--weights goes with package.module:factory, and {source} is a checkpoint already",
             hint="leave --weights out",
         )
-    return _load_checkpoint(Path(source), family, given, example, values=values)
+    if adapter:
+        raise UsageError(
+            f"--adapter says what the layers of a network are, and {source} holds weights alone",
+            hint=f"give the network: package.module:factory --weights {source}",
+        )
+    array = example if isinstance(example, np.ndarray) else None
+    return _load_checkpoint(Path(source), family, given, array, values=values)
 
 
 def _load_checkpoint(

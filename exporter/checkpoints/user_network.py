@@ -1,8 +1,12 @@
-"""MoE layers found in a user's own network by the names and shapes of their parameters."""
+"""A user's own network: built by a factory, its MoE layers found, replaced by ours and compared.
+
+A layer is found by an adapter for its class (`adapters`), as one of moexport's own classes, or by
+the names and shapes of its parameters, which are then those of a published layer.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,254 +17,56 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...common.user_code import attribute_of, module_of
+from ...calibration.feeds import samples
+from ...common.user_code import callable_named
 from ...errors import CheckpointError, FamilyError, MoexportError, ParityError, UsageError
 from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
-from ..families import FAMILIES, LAYOUTS, LayerLayout
-from ..families.base import Tensors, find_layers
+from ..families import FAMILIES, LAYOUTS
+from ..families.base import find_layers
 from ..families.layer_only import PixelBackbone, TokenBackbone
 from ..model import Model, Source, TensorSpec
+from .adapters import (
+    EXAMPLE,
+    TOLERANCE,
+    Adapter,
+    Described,
+    adapter_name,
+    adapter_of,
+    adapters_for,
+    check_described,
+    describe,
+    difference,
+)
 from .state_dict import Checkpoint, read_checkpoint
-
-TOLERANCE = 1e-4
-"""Largest difference from the user's own forward, as a fraction of max|y|, in float32."""
-
-
-@dataclass(frozen=True, slots=True)
-class FoundLayer:
-    """A module whose parameters are those of a published layer: where it is, and of which kind.
-
-    `aliases` are further names under which the network holds the same module.
-    """
-
-    path: str
-    layer: LayerLayout
-    aliases: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class OwnLayer:
-    """A layer of moexport's own classes in a user's network: it is taken as it is."""
-
-    module: MoELayer
-    mark: str = ""
-
-    @property
-    def family(self) -> str:
-        """What it is called in notes."""
-        return self.module.spec.kind
-
-    @property
-    def title(self) -> str:
-        """The class."""
-        return type(self.module).__name__
-
-    @property
-    def match(self) -> Callable[[Tensors], bool]:
-        """Parameters do not tell it: its class does."""
-        return lambda _: False
-
-    def make(self, name: str, prefix: str, tensors: Tensors) -> MoELayer:
-        """Returns the layer with the weights it has, under the name of its place."""
-        del prefix, tensors
-        layer = sharing_weights(self.module)
-        assert isinstance(layer, MoELayer)
-        # Specs are dataclasses, which their protocol does not say.
-        layer.spec = replace(self.module.spec, name=name)  # type: ignore[type-var]
-        return layer
-
-
-@dataclass(frozen=True, slots=True)
-class Passage:
-    """What one forward pass showed: each found layer's input rank and output, and the result."""
-
-    order: tuple[str, ...]
-    ranks: Mapping[str, int]
-    outputs: Mapping[str, Tensor]
-    result: Tensor
-
-
-def find_in_module(module: nn.Module) -> tuple[FoundLayer, ...]:
-    """Returns the MoE layers that a network holds; raises FamilyError when it holds none."""
-    tensors = module.state_dict()
-    paths: dict[int, list[str]] = {}
-    for path, sub in module.named_modules(remove_duplicate=False):
-        paths.setdefault(id(sub), []).append(path)
-    layouts: dict[str, LayerLayout] = {
-        prefix.removesuffix("."): layer
-        for layer in LAYOUTS
-        for prefix in find_layers(tensors, layer)
-    }
-    layouts |= {path: OwnLayer(layer) for path, layer in moe_layers(module).items()}
-    found = [
-        FoundLayer(first, layouts[first], tuple(others))
-        for first, *others in paths.values()
-        if first in layouts
-    ]
-    if not found:
-        names = ", ".join(list(tensors)[:6])
-        raise FamilyError(
-            f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport "
-            f"knows (its parameters: {names}, …)",
-            hint=f"known layers: {', '.join(FAMILIES)}; the layer must be a module of its own",
-        )
-    return tuple(found)
-
-
-def pass_through(
-    module: nn.Module, found: tuple[FoundLayer, ...], inputs: Tensor, what: str
-) -> Passage:
-    """Runs the network once on `inputs` and returns what its MoE layers did.
-
-    Raises FamilyError when a layer is called with more than its tokens, or never, or when the
-    result is not one tensor.
-    """
-    order: list[str] = []
-    ranks: dict[str, int] = {}
-    outputs: dict[str, Tensor] = {}
-
-    def record(
-        path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
-    ) -> None:
-        tokens = args[0] if len(args) == 1 and not kwargs else None
-        if not isinstance(tokens, Tensor) or not isinstance(out, Tensor):
-            raise FamilyError(
-                f"{what}: {path or 'the layer'} is called with more than its tokens, or "
-                "returns more than a tensor",
-                hint="its forward must be y = layer(x) at inference",
-            )
-        order.append(path)
-        ranks[path] = tokens.ndim
-        outputs[path] = out.detach()
-
-    with ExitStack() as hooks, torch.no_grad():
-        for path in (layer.path for layer in found):
-            sub = module.get_submodule(path)
-            hooks.enter_context(sub.register_forward_hook(partial(record, path), with_kwargs=True))
-        try:
-            result = module(inputs)
-        except MoexportError:
-            raise
-        except Exception as error:  # the user's code may fail in any way
-            raise UsageError(
-                f"{what}: its forward failed on an input of shape {list(inputs.shape)}: "
-                f"{type(error).__name__}: {error}",
-                hint="does the example, or --set input_shape=…, fit the network?",
-            ) from error
-    unused = [layer.path for layer in found if layer.path not in ranks]
-    if unused:
-        raise FamilyError(
-            f"{what}: the layer {unused[0] or '(the network itself)'} was not called as a module "
-            f"on an input of shape {list(inputs.shape)}"
-        )
-    if not isinstance(result, Tensor):
-        raise FamilyError(
-            f"{what}: its forward returned a {type(result).__name__}, not one tensor",
-            hint="give a factory whose forward returns the logits alone",
-        )
-    return Passage(tuple(order), ranks, outputs, result)
-
-
-def swapped(
-    module: nn.Module, found: tuple[FoundLayer, ...], ranks: Mapping[str, int]
-) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
-    """Returns a copy of the network with ours for its MoE layers, their paths, and notes.
-
-    All tensors are shared with `module`. `ranks` tells which layers work on pixels (b, d, H, W).
-    Raises FamilyError for a layer with parameters that the published code does not have.
-    """
-    tensors = module.state_dict()
-    try:
-        twin = sharing_weights(module)
-    except (TypeError, RuntimeError) as error:
-        raise FamilyError(
-            f"{type(module).__name__} cannot be copied, so its layers cannot be replaced: {error}",
-            hint="keep what cannot be copied (locks, files, results) out of its attributes",
-        ) from error
-    names, notes = [], []
-    for place in found:
-        prefix = place.path + "." if place.path else ""
-        backbone = _backbone(place.path, ranks[place.path])
-        name = f"{place.path}.layer".removeprefix(".") if backbone else place.path
-        try:
-            layer: nn.Module = place.layer.make(name, prefix, tensors)
-        except CheckpointError as error:
-            raise FamilyError(
-                f"{place.path or 'the network'} resembles a {place.layer.family} layer: "
-                f"{error.message}",
-                hint="only layers whose parameters are those of a published code are known",
-            ) from error
-        layer = backbone(layer) if backbone else layer
-        for path in (place.path, *place.aliases):
-            twin = _with_submodule(twin, path, layer.eval())
-        names.append(name)
-        notes.append(f"{place.path or 'the network'} replaced as a {place.layer.family} layer")
-    return twin, tuple(names), tuple(notes)
-
-
-def _backbone(path: str, rank: int) -> type[PixelBackbone] | type[TokenBackbone] | None:
-    """What must stand around our layer in place of the user's: a change of layout, or a name."""
-    if rank == 4:
-        return PixelBackbone
-    return None if path else TokenBackbone
-
-
-def _with_submodule(module: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
-    if not path:
-        return replacement
-    parent, _, name = path.rpartition(".")
-    setattr(module.get_submodule(parent), name, replacement)
-    return module
-
-
-def check_same(own: Passage, ours: Passage, what: str) -> None:
-    """Raises ParityError unless both passes gave the same, naming the first layer that differs."""
-    for path in own.order:
-        miss = _miss(own.outputs[path], ours.outputs[path])
-        if miss is not None:
-            raise ParityError(
-                f"{what}: the layer {path or '(the network itself)'} computes something else than "
-                f"the published layer that its parameters resemble: {miss}",
-                hint="its forward differs (dispatch and combine swapped, another normalisation or "
-                "activation, …), and such a layer is not supported",
-            )
-    miss = _miss(own.result, ours.result)
-    if miss is not None:
-        raise ParityError(
-            f"{what}: every MoE layer agrees, but the result does not: {miss}",
-            hint="is the network in eval mode deterministic?",
-        )
-
-
-def _miss(expected: Tensor, actual: Tensor) -> str | None:
-    """How two tensors differ; None where they agree within TOLERANCE of the larger's maximum."""
-    if expected.shape != actual.shape:
-        return f"shape {list(actual.shape)} instead of {list(expected.shape)}"
-    largest = float(expected.abs().max())
-    error = float((expected - actual).abs().max())
-    if error <= TOLERANCE * largest:  # false for NaN, too
-        return None
-    return f"off by {error:.2e} where max|y| is {largest:.2e}"
-
 
 INPUT_SHAPE = "input_shape"
 
-EXAMPLE = "example_input"
+EXAMPLE_INPUT = "example_input"
 
-EXAMPLE_BATCH = 2
+RANDOM_INPUTS = 2
+
+FEED_INPUTS = 8
+
+Example = np.ndarray | str | Path
+"""Inputs [b, …], or where they are (`calibration.feeds`): the first few of them are taken."""
 
 
 def load_factory(
-    source: str, config: Mapping[str, Any], weights: Path | None, example: np.ndarray | None
+    source: str,
+    config: Mapping[str, Any],
+    weights: Path | None,
+    example: Example | None,
+    adapters: Sequence[Adapter | str] = (),
 ) -> Model:
-    """Returns the network that a factory builds, its Soft MoE layers replaced by ours.
+    """Returns the network that a factory builds, its MoE layers replaced by ours.
 
     `config` are the factory's arguments, and `input_shape` without the batch where the network has
     no `example_input` and no `example` [b, …] is given. Both networks run on that input; a
     difference is a ParityError. The user's own module is kept as `Model.original`.
     """
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
-    module = _built(source, _find(source), arguments)
+    module = _built(source, callable_named(source, "a factory"), arguments)
+    given = adapters_for(adapters)
     notes: tuple[str, ...] = ()
     files: tuple[Path, ...] = ()
     mapped: tuple[Path, ...] = ()
@@ -275,20 +81,23 @@ def load_factory(
         notes += ("converted the network to float32",)
     module = module.float().eval().requires_grad_(False)
     inputs, note = _example(source, module, config.get(INPUT_SHAPE), example)
-    found = find_in_module(module)
-    own = pass_through(module, found, inputs, source)
+    found = find_in_module(module, given)
+    own = recorded_forward(module, found, inputs, source)
     # In the order in which they are called.
     found = tuple(sorted(found, key=lambda layer: own.order.index(layer.path)))
-    twin, layers, replaced = swapped(module, found, own.ranks)
-    ours = pass_through(twin, found, inputs, source)
-    check_same(own, ours, source)
-    array = inputs.numpy()
-    result = own.result.numpy()
+    for place in found:
+        _check_adapter(place, own, source)
+    twin, layers, replaced = swapped(module, found, own)
+    check_same(own, recorded_forward(twin, found, inputs, source), source)
+    array, result = inputs.numpy(), own.result.numpy()
+    used = {adapter_name(layer.adapter): None for layer in found if layer.adapter is not None}
     return Model(
         module=twin,
         family="factory",
         config=dict(config),
-        source=Source(source, files, None if weights is None else str(weights), mapped),
+        source=Source(
+            source, files, None if weights is None else str(weights), mapped, adapters=tuple(used)
+        ),
         input=TensorSpec("input", array.dtype.name, ("batch", *array.shape[1:])),
         output=TensorSpec("output", result.dtype.name, ("batch", *result.shape[1:])),
         notes=(*notes, *note, *replaced),
@@ -296,34 +105,6 @@ def load_factory(
         example=array,
         order=layers,
     )
-
-
-def _find(source: str) -> Callable[..., object]:
-    """The callable that `package.module:factory` names; the current directory is importable."""
-    name, _, attribute = source.partition(":")
-    try:
-        module = module_of(source)
-    except ModuleNotFoundError as error:
-        if error.name is not None and f"{name}.".startswith(f"{error.name}."):
-            raise UsageError(
-                f"{source}: no module named {error.name}",
-                hint="run from the folder that holds it, or install its package",
-            ) from error
-        raise UsageError(
-            f"{source}: importing {name} failed: {error}", hint="install what it needs"
-        ) from error
-    except Exception as error:  # the user's code may fail in any way
-        raise UsageError(
-            f"{source}: importing {name} failed: {type(error).__name__}: {error}"
-        ) from error
-    try:
-        found = attribute_of(module, source)
-    except AttributeError as error:
-        raise UsageError(f"{source}: {name} has no {attribute}") from error
-    if not callable(found):
-        raise UsageError(f"{source}: {attribute} is a {type(found).__name__}, not callable")
-    factory: Callable[..., object] = found
-    return factory
 
 
 def _built(source: str, factory: Callable[..., object], arguments: dict[str, Any]) -> nn.Module:
@@ -372,20 +153,21 @@ def _named_as(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[st
 
 
 def _example(
-    source: str, module: nn.Module, shape: object, given: np.ndarray | None
+    source: str, module: nn.Module, shape: object, given: Example | None
 ) -> tuple[Tensor, tuple[str, ...]]:
     """The input [b, …] on which both networks run, and a note where it is random."""
     if given is not None:
-        array = given.astype(np.float32) if given.dtype.kind == "f" else given
+        array = given if isinstance(given, np.ndarray) else samples(given, "input", FEED_INPUTS)
+        array = array.astype(np.float32) if array.dtype.kind == "f" else array
         return torch.from_numpy(np.ascontiguousarray(array)), ()
-    own = getattr(module, EXAMPLE, None)
+    own = getattr(module, EXAMPLE_INPUT, None)
     if own is not None:
         value = own() if callable(own) else own
         if isinstance(value, np.ndarray):
             value = torch.from_numpy(value)
         if not isinstance(value, Tensor):
             raise UsageError(
-                f"{source}: {EXAMPLE} is a {type(value).__name__}, not a tensor or an array"
+                f"{source}: {EXAMPLE_INPUT} is a {type(value).__name__}, not a tensor or an array"
             )
         return value.detach(), ()
     sizes = [shape] if isinstance(shape, int) else shape
@@ -394,8 +176,298 @@ def _example(
         raise UsageError(
             f"{source}: no input to check the replaced layers with{given_text}",
             hint=f"--set {INPUT_SHAPE}=3,224,224 (without the batch), --data with real inputs, or "
-            f"an attribute {EXAMPLE} on the network",
+            f"an attribute {EXAMPLE_INPUT} on the network",
         )
     generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(EXAMPLE_BATCH, *sizes, generator=generator)
+    inputs = torch.randn(RANDOM_INPUTS, *sizes, generator=generator)
     return inputs, (f"the replaced layers were checked on random inputs of shape {list(sizes)}",)
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayer:
+    """A MoE layer in a user's network: where it is, what it is called, and what takes its place.
+
+    `make` returns our layer under a name. `adapter` said what it is and is to be believed only
+    where `described` computes what the layer does. `aliases` are further names under which the
+    network holds the same module.
+    """
+
+    path: str
+    title: str
+    make: Callable[[str], MoELayer]
+    aliases: tuple[str, ...] = ()
+    adapter: Adapter | None = None
+    described: Described | None = None
+
+    @property
+    def at(self) -> str:
+        """Its place in messages."""
+        return f"the layer {self.path or '(the network itself)'}"
+
+
+def find_in_module(
+    module: nn.Module, adapters: Mapping[type, Adapter] | None = None
+) -> tuple[FoundLayer, ...]:
+    """Returns the MoE layers that a network holds.
+
+    Raises FamilyError when it holds none, and UsageError for an adapter of `adapters` whose class
+    does not occur, or that does not say what a layer is.
+    """
+    tensors = module.state_dict()
+    paths: dict[int, list[str]] = {}
+    for path, sub in module.named_modules(remove_duplicate=False):
+        paths.setdefault(id(sub), []).append(path)
+    adapted = _adapted(module, adapters or {})
+    found = {
+        prefix.removesuffix("."): FoundLayer(
+            prefix.removesuffix("."),
+            f"a {layout.family} layer",
+            partial(layout.make, prefix=prefix, tensors=tensors),
+        )
+        for layout in LAYOUTS
+        for prefix in find_layers(tensors, layout)
+    }
+    for path, own in moe_layers(module).items():
+        found[path] = FoundLayer(path, f"a {own.spec.kind} layer", partial(_renamed, own))
+    inside = tuple(f"{path}." if path else "" for path in adapted)
+    found = {path: each for path, each in found.items() if not path.startswith(inside)} | adapted
+    places = tuple(
+        replace(found[first], aliases=tuple(others))
+        for first, *others in paths.values()
+        if first in found
+    )
+    if not places:
+        names = ", ".join(list(tensors)[:6])
+        raise FamilyError(
+            f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport "
+            f"knows (its parameters: {names}, …)",
+            hint=f"{EXAMPLE.format(name=_likely_class(module))}; layers known by the names and "
+            f"shapes of their parameters: {', '.join(FAMILIES)}; the layer must be a module of "
+            "its own",
+        )
+    return places
+
+
+def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, FoundLayer]:
+    """The layers that an adapter describes, the outermost where they lie in each other."""
+    found: dict[str, FoundLayer] = {}
+    unused = dict(adapters)
+    for path, sub in module.named_modules():
+        if any(path.startswith(f"{outer}." if outer else "") for outer in found):
+            continue
+        adapter = adapter_of(sub, adapters)
+        if adapter is None:
+            continue
+        unused = {cls: each for cls, each in unused.items() if each is not adapter}
+        described = describe(adapter, sub, f"the layer {path or '(the network itself)'}")
+        title = f"what the adapter {adapter_name(adapter)} says"
+        found[path] = FoundLayer(path, title, described.build, (), adapter, described)
+    if unused:
+        cls, adapter = next(iter(unused.items()))
+        raise UsageError(
+            f"the adapter {adapter_name(adapter)} is for {cls.__name__}, and "
+            f"{type(module).__name__} holds no such layer",
+            hint=f"classes in it: {', '.join(_own_classes(module)) or 'those of torch.nn alone'}",
+        )
+    return found
+
+
+def _own_classes(module: nn.Module) -> list[str]:
+    """The names of the classes in a network that are not PyTorch's, each once."""
+    classes = (type(sub) for sub in module.modules())
+    return list(dict.fromkeys(c.__name__ for c in classes if not c.__module__.startswith("torch.")))
+
+
+def _likely_class(module: nn.Module) -> str:
+    """The user's class to show in an example: one that is called a MoE, or any of the user's."""
+    inner = [name for child in module.children() for name in _own_classes(child)]
+    return next((name for name in inner if "moe" in name.lower()), (*inner, "MyLayer")[0])
+
+
+def _renamed(layer: MoELayer, name: str) -> MoELayer:
+    """A layer of moexport's own classes with the weights it has, under the name of its place."""
+    twin = sharing_weights(layer)
+    assert isinstance(twin, MoELayer)
+    # Specs are dataclasses, which their protocol does not say.
+    twin.spec = replace(layer.spec, name=name)  # type: ignore[type-var]
+    return twin
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What one forward pass showed: each found layer's input and output, and the result."""
+
+    order: tuple[str, ...]
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    result: Tensor
+
+
+def recorded_forward(
+    module: nn.Module, found: tuple[FoundLayer, ...], inputs: Tensor, what: str
+) -> Recorded:
+    """Runs the network once on `inputs` and returns what its MoE layers did.
+
+    Raises FamilyError when a layer is called with more than its tokens, or never, or when the
+    result is not one tensor.
+    """
+    order: list[str] = []
+    taken: dict[str, Tensor] = {}
+    outputs: dict[str, Tensor] = {}
+
+    def record(
+        path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
+    ) -> None:
+        tokens = args[0] if len(args) == 1 and not kwargs else None
+        if not isinstance(tokens, Tensor) or not isinstance(out, Tensor):
+            raise FamilyError(
+                f"{what}: {path or 'the layer'} is called with more than its tokens, or "
+                "returns more than a tensor",
+                hint="its forward must be y = layer(x) at inference",
+            )
+        order.append(path)
+        taken[path] = tokens.detach()
+        outputs[path] = out.detach()
+
+    with ExitStack() as hooks, torch.no_grad():
+        for path in (layer.path for layer in found):
+            sub = module.get_submodule(path)
+            hooks.enter_context(sub.register_forward_hook(partial(record, path), with_kwargs=True))
+        try:
+            result = module(inputs)
+        except MoexportError:
+            raise
+        except Exception as error:  # the user's code may fail in any way
+            raise UsageError(
+                f"{what}: its forward failed on an input of shape {list(inputs.shape)}: "
+                f"{type(error).__name__}: {error}",
+                hint="does the example, or --set input_shape=…, fit the network?",
+            ) from error
+    unused = [layer.path for layer in found if layer.path not in taken]
+    if unused:
+        raise FamilyError(
+            f"{what}: the layer {unused[0] or '(the network itself)'} was not called as a module "
+            f"on an input of shape {list(inputs.shape)}"
+        )
+    if not isinstance(result, Tensor):
+        raise FamilyError(
+            f"{what}: its forward returned a {type(result).__name__}, not one tensor",
+            hint="give a factory whose forward returns the logits alone",
+        )
+    return Recorded(tuple(order), taken, outputs, result)
+
+
+def _check_adapter(place: FoundLayer, own: Recorded, source: str) -> None:
+    """Raises ParityError unless what an adapter says computes what the layer did."""
+    if place.described is None:
+        return
+    x, y = own.inputs[place.path], own.outputs[place.path]
+    spec, backbone = place.make("").spec, _backbone(place.path, x, y)
+    ranks = (3, 4) if spec.kind == "soft-moe" else (2, 3, 4)
+    if x.ndim not in ranks or x.shape[1 if backbone is PixelBackbone else -1] != spec.dim:
+        raise UsageError(
+            f"{source}: {place.at} is called on {list(x.shape)}, and what its adapter says takes "
+            f"tokens (b, m, {spec.dim}) or pixels (b, {spec.dim}, height, width)",
+            hint="phi is [d, n, p], a gate [d, n]: d is the width of a token",
+        )
+
+    def run(layer: nn.Module, x: Tensor) -> Tensor:
+        result: Tensor = (backbone(layer) if backbone else layer)(x)
+        return result
+
+    check_described(place.described, x, y, run, f"{source}: {place.at}")
+
+
+class VectorBackbone(nn.Module):
+    """A muMoE layer whose user calls it on vectors (b, d), without a token axis: returns (b, o)."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the layer's output for one token each."""
+        y: Tensor = self.layer(x.unsqueeze(1))
+        return y.squeeze(1)
+
+
+def _backbone(path: str, x: Tensor, y: Tensor) -> Callable[[nn.Module], nn.Module] | None:
+    """What must stand around our layer in place of the user's: a change of layout, or a name."""
+    if x.ndim == 4:
+        return PixelBackbone
+    if x.ndim == y.ndim == 2:
+        return VectorBackbone
+    return None if path else TokenBackbone
+
+
+def swapped(
+    module: nn.Module, found: tuple[FoundLayer, ...], own: Recorded
+) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
+    """Returns a copy of the network with ours for its MoE layers, their paths, and notes.
+
+    All tensors are shared with `module`. Raises FamilyError for a layer with parameters that the
+    published code does not have.
+    """
+    try:
+        twin = sharing_weights(module)
+    except (TypeError, RuntimeError) as error:
+        raise FamilyError(
+            f"{type(module).__name__} cannot be copied, so its layers cannot be replaced: {error}",
+            hint="keep what cannot be copied (locks, files, results) out of its attributes",
+        ) from error
+    names, notes = [], []
+    for place in found:
+        path = place.path
+        backbone = _backbone(path, own.inputs[path], own.outputs[path])
+        name = f"{path}.layer".removeprefix(".") if backbone else path
+        try:
+            ours: nn.Module = place.make(name)
+        except CheckpointError as error:
+            raise FamilyError(
+                f"{path or 'the network'} resembles {place.title}: {error.message}",
+                hint=f"its parameters are not those of the published code: "
+                f"{EXAMPLE.format(name=type(module.get_submodule(path)).__name__)}",
+            ) from error
+        ours = backbone(ours) if backbone else ours
+        for each in (path, *place.aliases):
+            twin = _with_submodule(twin, each, ours.eval())
+        names.append(name)
+        notes.append(f"{path or 'the network'} replaced as {place.title}")
+    return twin, tuple(names), tuple(notes)
+
+
+def _with_submodule(module: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
+    if not path:
+        return replacement
+    parent, _, name = path.rpartition(".")
+    setattr(module.get_submodule(parent), name, replacement)
+    return module
+
+
+def check_same(own: Recorded, ours: Recorded, what: str) -> None:
+    """Raises ParityError unless both passes gave the same, naming the first layer that differs."""
+    for path in own.order:
+        miss = _miss(own.outputs[path], ours.outputs[path])
+        if miss is not None:
+            raise ParityError(
+                f"{what}: the layer {path or '(the network itself)'} computes something else than "
+                f"the published layer that its parameters resemble: {miss}",
+                hint="its forward differs (dispatch and combine swapped, another normalisation or "
+                f"activation, …): {EXAMPLE.format(name='MyLayer')}",
+            )
+    miss = _miss(own.result, ours.result)
+    if miss is not None:
+        raise ParityError(
+            f"{what}: every MoE layer agrees, but the result does not: {miss}",
+            hint="is the network in eval mode deterministic?",
+        )
+
+
+def _miss(expected: Tensor, actual: Tensor) -> str | None:
+    """How two tensors differ; None where they agree within TOLERANCE of the larger's maximum."""
+    if expected.shape != actual.shape:
+        return f"shape {list(actual.shape)} instead of {list(expected.shape)}"
+    if difference(expected, actual) <= TOLERANCE:
+        return None
+    error, largest = float((expected - actual).abs().max()), float(expected.abs().max())
+    return f"off by {error:.2e} where max|y| is {largest:.2e}"

@@ -29,7 +29,10 @@ LAYOUTS: tuple[LayerLayout, ...] = tuple(
 )
 """The layouts of MoE layers that moexport knows; several families may share one."""
 
-OTHER_BACKBONES = "give the network as package.module:factory with --weights"
+OTHER_BACKBONES = (
+    "give the network as package.module:factory with --weights, and say what a MoE layer in words "
+    "of its own is with @moexport.adapts (docs/own-layer.md)"
+)
 
 
 def family_named(name: str) -> Family:
