@@ -79,6 +79,8 @@ def inspect(model: Model, data: Feed | None = None) -> ModelReport:
     Reads no weights and runs nothing, unless there is `data` to count a muMoE's coefficients on.
     """
     tokens = token_counts(model)
+    # Of a factory's network the data are the example first: it need not have muMoE layers.
+    counted = model.family != "factory" or bool(mumoe_layers(model.module))
     layers = tuple(
         LayerReport(
             name=name,
@@ -102,13 +104,8 @@ def inspect(model: Model, data: Feed | None = None) -> ModelReport:
         layers=layers,
         costs=_costs(model, tokens),
         notes=model.notes,
-        support=() if data is None else _support(model, data),
+        support=support(model, data) if counted and data is not None else (),
     )
-
-
-def _support(model: Model, data: Feed) -> tuple[SupportReport, ...]:
-
-    return support(model, data)
 
 
 def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, int]:

@@ -51,15 +51,15 @@ class Slots:
 def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     """Adds the router for tokens x [b, m, d]."""
     x = b.cast(x, layer.x_type, ir.DataType.FLOAT, "router/tokens_fp32")
-    source, scale = _normalise(b, layer, x)
+    normalised, scale = _normalise(b, layer, x)
     phi = layer.stacked(b, "phi", batched=_unpacked(layer))
-    logits = b.op("MatMul", source, phi, name="router/products")
+    logits = b.op("MatMul", normalised, phi, name="router/products")
     if scale is not None:
         logits = b.op("Mul", logits, scale, name="router/logits")
     combine = b.op("Softmax", logits, axis=-1, name="router/C")
     selected = _select(b, layer, combine) if layer.selects else None
     return Routed(
-        source=source,
+        source=x if layer.spec.slots_from == "raw" else normalised,
         scale=_dispatch_scale(b, layer, scale),
         logits=logits,
         logits_by_slot=b.op("Transpose", logits, perm=[0, 2, 1], name="router/logits_by_slot"),

@@ -30,7 +30,7 @@ TOLERANCE = 1e-4
 CLOSE = 1e-5
 """A layer that is further off than this may be another one: the other options are tried, too."""
 
-TRIED_INPUTS = 2
+TRIED_INPUTS = 8
 
 PAGE = "docs/own-layer.md"
 
@@ -151,8 +151,7 @@ def check_described(
         if off <= CLOSE:
             return
         tried = _tried(described, x[:TRIED_INPUTS], y[:TRIED_INPUTS], run)
-    best = min(trial.off for trial in tried)
-    if off <= TOLERANCE and best > off / 10:
+    if off <= TOLERANCE and not _closer(tried):
         return
     raise _mismatch(at, off, tried)
 
@@ -161,7 +160,7 @@ def check_described(
 class _Trial:
     """Options that were changed, and how far off y then is, as it is and with x taken from it."""
 
-    changed: dict[str, Any]
+    changed: dict[str, str]
     off: float
     off_without_x: float
 
@@ -178,13 +177,19 @@ def _tried(
     return sorted(trials, key=lambda trial: len(trial.changed))
 
 
+def _closer(tried: Sequence[_Trial]) -> list[_Trial]:
+    """Those that match, and far better than what was said."""
+    said = next(trial.off for trial in tried if not trial.changed)
+    return [trial for trial in tried if trial.off <= min(TOLERANCE, said / 10)]
+
+
 def _mismatch(at: str, off: float, tried: Sequence[_Trial]) -> ParityError:
     """What to say of a layer that is not what its adapter says: which options match, or none."""
     begins = f"{at} computes something else than its adapter says: off by {_share(off)} of max|y|"
-    nearest = min(tried, key=lambda trial: trial.off)
-    if nearest.off <= TOLERANCE:
-        limit = min(TOLERANCE, max(10 * nearest.off, CLOSE))
-        fitting = [trial.changed for trial in tried if trial.off <= limit]
+    closer = _closer(tried)
+    if closer:
+        limit = max(10 * min(trial.off for trial in closer), CLOSE)
+        fitting = [trial.changed for trial in closer if trial.off <= limit]
         fewest = [_said(each) for each in fitting if len(each) == len(fitting[0])]
         return ParityError(
             f"{begins}; it matches with {' or with '.join(fewest[:3])}",
@@ -198,8 +203,13 @@ def _mismatch(at: str, off: float, tried: Sequence[_Trial]) -> ParityError:
             "adds its input",
             hint="move that addition out of the layer: x + layer(x) in the module that calls it",
         )
-    shown = sorted((t for t in tried if len(t.changed) == 1), key=lambda trial: trial.off)[:6]
-    shown += [nearest] if len(nearest.changed) > 1 else []
+    nearest = min(tried, key=lambda trial: trial.off)
+    single: dict[tuple[tuple[str, str], ...], _Trial] = {}
+    for trial in sorted(tried, key=lambda trial: trial.off):
+        keys = trial.changed.keys() - {"eps"} or trial.changed.keys()
+        if len(keys) == 1:  # with the eps that goes with it best
+            single.setdefault(tuple((key, trial.changed[key]) for key in keys), trial)
+    shown = [*single.values()] if nearest in single.values() else [*single.values(), nearest]
     listed = ", ".join(f"{_said(each.changed)}: {_share(each.off)}" for each in shown)
     return ParityError(
         f"{begins}; none of {len(tried)} combinations of options matches ({listed})",
@@ -209,10 +219,10 @@ def _mismatch(at: str, off: float, tried: Sequence[_Trial]) -> ParityError:
     )
 
 
-def _said(changed: Mapping[str, Any]) -> str:
+def _said(changed: Mapping[str, str]) -> str:
     if not changed:
         return "the options as they are"
-    return ", ".join(f"{key}={value!r}" for key, value in changed.items())
+    return ", ".join(f"{key}={value}" for key, value in changed.items())
 
 
 def _share(share: float) -> str:

@@ -37,7 +37,14 @@ Expert = Linear | Sequence[Linear]
 DEFAULT_EPS: Mapping[NormKind, float] = {"none": 0.0, "l2": 1e-12, "layernorm": 1e-5}
 """Those of `F.normalize` and `nn.LayerNorm`; the others have no usual one, and it must be said."""
 
-EPS_TRIED = (1e-12, 1e-8, 1e-6, 1e-5)
+TRIED: Mapping[NormKind, tuple[float, ...]] = {
+    "none": (0.0,),
+    "l2": (1e-12,),
+    "l2-plus": (1e-6,),
+    "l2-rsqrt": (1e-6,),
+    "layernorm": (1e-5, 1e-6, 1e-12),
+}
+"""Each normalisation with the eps that are usual: real tokens are too long to tell others apart."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -92,36 +99,31 @@ class SoftMoE:
         )
         return soft_moe.SoftMoE(spec, SoftMoEWeights(phi, w1, b1, w2, b2, gain, shift)).eval()
 
-    def variants(self) -> Iterator[tuple[dict[str, Any], SoftMoE]]:
+    def variants(self) -> Iterator[tuple[dict[str, str], SoftMoE]]:
         """Yields the same weights with every combination of the few options, and what changed."""
         spec = self.build("").spec
-        given = self._normalisation(spec.dim)
-        norms = [given[:2]]
-        for kind in get_args(NormKind):
-            usual = (DEFAULT_EPS[kind],) if kind in DEFAULT_EPS else EPS_TRIED
-            norms += [(kind, eps) for eps in usual]
+        said = self._normalisation(spec.dim)
+        norms = dict.fromkeys([said[:2], *((kind, eps) for kind in TRIED for eps in TRIED[kind])])
         activations = get_args(Activation) if spec.expert == "mlp" else (spec.activation,)
-        for (norm, eps), slots_from, activation in product(
-            dict.fromkeys(norms), get_args(SlotSource), activations
+        for (norm, eps), source, activation, root in product(
+            norms, get_args(SlotSource), activations, (False, True)
         ):
-            if norm == "none" and slots_from != self.slots_from:
+            if norm == "none" and source != self.slots_from:
                 continue  # the same tokens
-            changed: dict[str, Any] = {} if norm == spec.norm else {"norm": norm}
-            if eps != spec.norm_eps and eps != DEFAULT_EPS.get(norm):
-                changed["eps"] = eps  # the usual one need not be said
-            changed |= {} if slots_from == self.slots_from else {"slots_from": slots_from}
-            changed |= {} if activation == self.activation else {"activation": activation}
+            if root and not norm.startswith("l2"):
+                continue
+            options = {"norm": norm, "slots_from": source, "activation": activation}
+            before = {"norm": said[0], "slots_from": self.slots_from, "activation": self.activation}
+            changed = {key: repr(new) for key, new in options.items() if new != before[key]}
+            if eps != (said[1] if norm == said[0] else DEFAULT_EPS.get(norm)):
+                changed["eps"] = f"{eps:g}"  # the usual one need not be said
+            gain, shift = said[2], said[3] if norm == "layernorm" else None
+            if root:  # an RMSNorm is x̂·√d·γ
+                gain = torch.full((spec.dim,), spec.dim**0.5) * (1 if gain is None else gain)
+                changed["gain"] = "d**0.5" if said[2] is None else "d**0.5 * gain"
             yield (
                 changed,
-                replace(
-                    self,
-                    norm=norm,
-                    eps=eps,
-                    gain=given[2],
-                    shift=given[3] if norm == "layernorm" else None,
-                    slots_from=slots_from,
-                    activation=activation,
-                ),
+                replace(self, **options, eps=eps, gain=gain, shift=shift),
             )
 
     def _normalisation(self, d: int) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
@@ -176,11 +178,15 @@ class SoftMoE:
                 "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
             )
         assert self.experts is not None
-        if not isinstance(self.experts, Iterable) or len(listed := list(self.experts)) != n:
-            given = len(listed) if isinstance(self.experts, Iterable) else "no list"
+        listed = list(self.experts) if isinstance(self.experts, Iterable) else []
+        if len(listed) != n:
+            slots = n // len(listed) if listed and n % len(listed) == 0 else 0
             raise UsageError(
-                f"experts is {given}, and phi {list(self.phi.shape)} is for n = {n}",
-                hint="experts=[(e.up, e.down) for e in layer.experts]; phi is [d, n, p]",
+                f"experts has {len(listed)} entries, and phi {list(self.phi.shape)} is for n = {n}",
+                hint=f"{slots} slots per expert are phi.unflatten(1, ({len(listed)}, {slots})) where "
+                "an expert's slots stand together"
+                if slots and self.phi.ndim == 2
+                else "experts=[(e.up, e.down) for e in layer.experts]; phi is [d, n, p]",
             )
         experts = [_maps(f"experts[{e}]", expert) for e, expert in enumerate(listed)]
         counts = {len(maps) for maps in experts}
@@ -283,16 +289,16 @@ class MuMoE:
         )
         return mumoe.MuMoE(spec, weights).eval()
 
-    def variants(self) -> Iterator[tuple[dict[str, Any], MuMoE]]:
+    def variants(self) -> Iterator[tuple[dict[str, str], MuMoE]]:
         """Yields the same weights with every combination of the few options, and what changed."""
         biased = any(bias.any() for bias in self._gates()[1])
         norms: list[Any] = [self.norm, *(n for n in ("none", "ln") if n != self.norm)]
         if biased:
             norms = [norm for norm in norms if norm != "ln"]
         for norm, activation in product(norms, get_args(GateActivation)):
-            changed = {} if norm is self.norm else {"norm": norm}
+            changed = {} if norm is self.norm else {"norm": repr(norm)}
             if activation != self.activation:
-                changed["activation"] = activation
+                changed["activation"] = repr(activation)
             yield changed, replace(self, norm=norm, activation=activation)
 
     def _gates(self) -> tuple[list[Tensor], list[Tensor]]:
