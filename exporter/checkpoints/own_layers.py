@@ -183,7 +183,7 @@ class SoftMoE:
             slots = n // len(listed) if listed and n % len(listed) == 0 else 0
             raise UsageError(
                 f"experts has {len(listed)} entries, and phi {list(self.phi.shape)} is for n = {n}",
-                hint=f"{slots} slots per expert are phi.unflatten(1, ({len(listed)}, {slots})) where "
+                hint=f"{slots} slots per expert: phi.unflatten(1, ({len(listed)}, {slots})) where "
                 "an expert's slots stand together"
                 if slots and self.phi.ndim == 2
                 else "experts=[(e.up, e.down) for e in layer.experts]; phi is [d, n, p]",
