@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pickle
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -417,15 +419,13 @@ def test_python_takes_the_function_itself_and_shares_its_weights(tmp_path: Path)
 
 def test_a_benchmark_opens_the_layer_in_another_process_too() -> None:
     model = load("own:soft", example=FEED, adapter="own:adapt")
-    entries = cases(Candidate("own", model, (4,), (), engines=("pytorch-eager",))).values()
-    outcome = run(
-        *("bench", "own:soft", "--adapter", "own:adapt", "--data", FEED, "-o", "report"),
-        *("--engine", "onnxruntime", "--k", "n,2", "--rounds", "5"),
-    )
-    assert outcome.code == 0, outcome.err
-    (row,) = [line for line in outcome.out.splitlines() if line.lstrip().startswith("2/4")]
-    assert row.split()[-1] == "100.0%"
-    assert list(entries)
+    candidate = Candidate("own", model, (2,), (), engines=("pytorch-algorithm-2",))
+    (entry,) = cases(candidate).values()
+    assert pickle.loads(pickle.dumps(entry.recipe))() is not None
+    here = replace(model, source=replace(model.source, adapters=("__main__:adapt",)))
+    (entry,) = cases(replace(candidate, model=here)).values()
+    with pytest.raises(TypeError, match="another process"):
+        pickle.dumps(entry.recipe)
 
 
 # --- --data is the example in every command ------------------------------------------------------
