@@ -12,7 +12,8 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.runners.pytorch import Candidate, cases
+from moexport.bench.cases import Candidate
+from moexport.bench.runners.pytorch import cases
 from moexport.errors import FamilyError, FeedError, ParityError, UsageError
 from moexport.exporter.checkpoints.adapters import adapts
 from moexport.exporter.checkpoints.load import load
@@ -419,13 +420,14 @@ def test_python_takes_the_function_itself_and_shares_its_weights(tmp_path: Path)
 
 def test_a_benchmark_opens_the_layer_in_another_process_too() -> None:
     model = load("own:soft", example=FEED, adapter="own:adapt")
-    candidate = Candidate("own", model, (2,), (), engines=("pytorch-algorithm-2",))
-    (entry,) = cases(candidate).values()
-    assert pickle.loads(pickle.dumps(entry.recipe))() is not None
+    for loader in cases(
+        Candidate("own", model, (2,), (), engines=("pytorch-algorithm-2",))
+    ).values():
+        assert pickle.loads(pickle.dumps(loader))() is not None
     here = replace(model, source=replace(model.source, adapters=("__main__:adapt",)))
-    (entry,) = cases(replace(candidate, model=here)).values()
+    loader, *_ = cases(Candidate("own", here, (2,), ())).values()
     with pytest.raises(TypeError, match="another process"):
-        pickle.dumps(entry.recipe)
+        pickle.dumps(loader)
 
 
 # --- --data is the example in every command ------------------------------------------------------
