@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -258,6 +257,14 @@ def write(results: Results, path: Path) -> None:
     write_text(to_json(results), path)
 
 
+@dataclass(frozen=True, slots=True)
+class _Header:
+    """What every results file must hold, beside what `Results` needs."""
+
+    schema: int
+    environment: dict[str, Any]
+
+
 def read(path: Path) -> Results:
     """Returns the results in a file. Raises ResultsError, naming the file and the field."""
     try:
@@ -289,16 +296,3 @@ def from_json(text: str, *, name: str = "results.json") -> Results:
                 f"{name}: field rows[{index}].k is {row.k}, and the model has {row.experts} experts"
             )
     return results
-
-
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What every results file must hold, beside what `Results` needs."""
-
-    schema: int
-    environment: dict[str, Any]
-
-
-def by_identity(rows: tuple[Row, ...]) -> Mapping[tuple[object, ...], Row]:
-    """Returns rows by what tells them apart."""
-    return {row.identity: row for row in rows}

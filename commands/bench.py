@@ -116,7 +116,7 @@ def bench(
         raise UsageError(
             "bench: no model to measure", hint="moexport bench vit.pt -o report, or --paper mnist"
         )
-    from ..bench.report.compare import earlier, fail_if, parse_share
+    from ..bench.report.compare import check_regression, earlier, parse_share
     from ..bench.report.text import rows_table
 
     share = None if flags.fail_if_slower is None else parse_share(flags.fail_if_slower)
@@ -125,7 +125,7 @@ def bench(
     console.finish()
     _print_results(results, rows_table(results), output, as_json=as_json)
     if before is not None:
-        for line in fail_if(before, results, share):
+        for line in check_regression(before, results, share):
             console.note(line)
     elif share is not None:
         console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
@@ -253,7 +253,7 @@ def report(
     paths = write_views(now, output, comparison)
     if comparison is not None:
         print(comparison.sentence)
-        for line in (*(change.label for change in comparison.told), *comparison.notes):
+        for line in (*(change.label for change in comparison.notable), *comparison.notes):
             print(f"  {line}")
     console.note(f"wrote {', '.join(str(path) for path in paths)}")
 

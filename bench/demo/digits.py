@@ -125,19 +125,6 @@ class SoftMoEMnist(nn.Module):
             state[f"experts.{e}.3.weight"] = self.w2[e].T
         return {key: value.detach().clone().contiguous() for key, value in state.items()}
 
-    def load_published(self, state: dict[str, Tensor]) -> None:
-        """Takes the weights from a state dict with the keys of the released code."""
-        numbers = range(self.experts)
-        own = {
-            "phi": state["phi"],
-            "decoder.weight": state["decoder.1.weight"],
-            "w1": torch.stack([state[f"experts.{e}.1.weight"].T for e in numbers]),
-            "w2": torch.stack([state[f"experts.{e}.3.weight"].T for e in numbers]),
-        }
-        if self.normalization_scale_param is not None:
-            own["normalization_scale_param"] = state["normalization_scale_param"]
-        self.load_state_dict(own)
-
 
 def patches(images: Tensor) -> Tensor:
     """Returns the four 14×14 patches of each image, row-major: [b, 1, 28, 28] to [b, 4, 196]."""
@@ -181,13 +168,3 @@ def train(settings: Training, data: LabelledData) -> SoftMoEMnist:
 def save(model: SoftMoEMnist, path: Path) -> None:
     """Writes the weights as the released code does: a state dict in a `.pt` file."""
     torch.save(model.published_state_dict(), path)
-
-
-def accuracy(model: nn.Module, data: LabelledData) -> float:
-    """Returns the share of labelled images that a network classifies right, 0..1."""
-    if data.labels is None:
-        raise FeedError("accuracy needs labels, and this data has none")
-    with torch.inference_mode():
-        scores = model(torch.from_numpy(data.inputs))
-    predicted = scores.argmax(dim=1).numpy()
-    return float((predicted == data.labels).mean())

@@ -208,8 +208,8 @@ def latency_rows(results: Results) -> Iterator[tuple[str, ...]]:
             yield (
                 str(batch),
                 str(k),
-                _ms(_median(reference)),
-                _ms(_median(reference) if k == 8 else _of(rows, PYTORCH_ALGORITHM_2, k)),
+                _ms(reference.median_ms),
+                _ms(reference.median_ms if k == 8 else _of(rows, PYTORCH_ALGORITHM_2, k)),
                 _ms(ours),
                 "–" if ours is None or whole is None else f"{ours / whole:.2f}",
                 _ms(paper.get(k)),
@@ -231,16 +231,12 @@ def latency_table(results: Results) -> str:
 
 def _best(rows: list[Row], k: int) -> float | None:
     """The exported graph's median; the fastest where the cost model chose one per batch size."""
-    found = [_median(row) for row in rows if row.engine == ONNXRUNTIME and row.k == k]
+    found = [row.median_ms for row in rows if row.engine == ONNXRUNTIME and row.k == k]
     return min((each for each in found if each is not None), default=None)
 
 
 def _of(rows: list[Row], engine: str, k: int) -> float | None:
-    return next((_median(row) for row in rows if (row.engine, row.k) == (engine, k)), None)
-
-
-def _median(row: Row) -> float | None:
-    return None if row.latency_ms is None else row.latency_ms.median
+    return next((row.median_ms for row in rows if (row.engine, row.k) == (engine, k)), None)
 
 
 def _ms(value: float | None) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...common import timing
 from ...errors import MoexportError, UsageError
 from ..measure.latency import disturbance
-from ..results import Results, Row, by_identity, read
+from ..results import Results, Row, read
 from .summary import line_name, milliseconds
 
 
@@ -26,13 +26,13 @@ class Change:
         return None if old is None or new is None else new.median / old.median
 
     @property
-    def beyond(self) -> bool:
+    def beyond_spread(self) -> bool:
         """Whether the latencies differ by more than the spread of the rounds of either."""
         old, new = self.before.latency_ms, self.now.latency_ms
         return old is not None and new is not None and timing.differs(old, new)
 
     @property
-    def moved(self) -> bool:
+    def quality_changed(self) -> bool:
         """Whether more or less is kept, by more than both 95% intervals allow."""
         old, new = self.before.kept_interval, self.now.kept_interval
         if old is None or new is None:
@@ -41,7 +41,7 @@ class Change:
 
     def slower_than(self, share: float) -> bool:
         """Whether the row is slower by more than a share, and by more than the spread."""
-        return self.beyond and self.ratio is not None and self.ratio > 1 + share
+        return self.beyond_spread and self.ratio is not None and self.ratio > 1 + share
 
     @property
     def broken(self) -> bool:
@@ -78,12 +78,12 @@ class Comparison:
     @property
     def faster(self) -> tuple[Change, ...]:
         """Rows that are faster by more than the spread."""
-        return tuple(c for c in self.changes if c.beyond and (c.ratio or 1.0) < 1)
+        return tuple(c for c in self.changes if c.beyond_spread and (c.ratio or 1.0) < 1)
 
     @property
-    def told(self) -> tuple[Change, ...]:
+    def notable(self) -> tuple[Change, ...]:
         """Rows with something to tell: another latency, another accuracy, a failure."""
-        return tuple(c for c in self.changes if c.beyond or c.moved or c.broken)
+        return tuple(c for c in self.changes if c.beyond_spread or c.quality_changed or c.broken)
 
     @property
     def sentence(self) -> str:
@@ -101,7 +101,8 @@ class Comparison:
 
 def compare(before: Results, now: Results) -> Comparison:
     """Returns the rows of two files by what they measure, and notes on what else differs."""
-    old, new = by_identity(before.rows), by_identity(now.rows)
+    old = {row.identity: row for row in before.rows}
+    new = {row.identity: row for row in now.rows}
     shared = [key for key in new if key in old]
     return Comparison(
         tuple(Change(old[key], new[key]) for key in shared),
@@ -161,14 +162,14 @@ def earlier(out: Path, named: Path | None, *, wanted: bool) -> Results | None:
     return read(own) if wanted and own.is_file() else None
 
 
-def fail_if(before: Results, now: Results, share: float | None) -> tuple[str, ...]:
+def check_regression(before: Results, now: Results, share: float | None) -> tuple[str, ...]:
     """Returns what changed, in lines; raises MoexportError where rows are slower than allowed.
 
     A row is slower when it is so by more than `share` and by more than the spread of its rounds. A
     row that fails and did not before counts too.
     """
     comparison = compare(before, now)
-    lines = (comparison.sentence, *(c.label for c in comparison.told), *comparison.notes)
+    lines = (comparison.sentence, *(c.label for c in comparison.notable), *comparison.notes)
     worse = () if share is None else comparison.failures(share)
     if share is not None and not comparison.changes:
         raise MoexportError(

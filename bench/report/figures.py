@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from ..results import Interval, Results
-from .summary import UNTOUCHED, Bar, Line, Panel, limit_lines, panels
+from .summary import UNTOUCHED, ErrorBar, Section, Series, limit_lines, sections
 
 COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -53,10 +53,10 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
     The smallest batch size is `latency_accuracy`, others `latency_accuracy_batch{b}`; each holds a
     row of two charts per model.
     """
-    by_batch: dict[int, list[Panel]] = {}
-    for panel in panels(results):
-        if panel.lines:
-            by_batch.setdefault(panel.batch, []).append(panel)
+    by_batch: dict[int, list[Section]] = {}
+    for section in sections(results):
+        if section.series:
+            by_batch.setdefault(section.batch, []).append(section)
     written = []
     for index, batch in enumerate(sorted(by_batch)):
         name = "latency_accuracy" if index == 0 else f"latency_accuracy_batch{batch}"
@@ -66,11 +66,11 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
     return tuple(written)
 
 
-def _draw(chosen: list[Panel], paths: Sequence[Path]) -> None:
+def _draw(chosen: list[Section], paths: Sequence[Path]) -> None:
     with drawn(paths, (8, 0.75 + 3.1 * len(chosen)), rows=len(chosen), legend=3) as grid:
-        for (left, right), panel in zip(grid, chosen, strict=True):
-            _latency(left, panel)
-            _quality(right, panel)
+        for (left, right), section in zip(grid, chosen, strict=True):
+            _latency(left, section)
+            _quality(right, section)
 
 
 @contextmanager
@@ -110,78 +110,78 @@ def drawn(
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _latency(axes: Axes, panel: Panel) -> None:
-    axes.set_title(f"{panel.model}: latency, batch {panel.batch}")
+def _latency(axes: Axes, section: Section) -> None:
+    axes.set_title(f"{section.model}: latency, batch {section.batch}")
     axes.set_ylabel("median, ms")
-    reference = None if panel.reference is None else panel.reference.latency_ms
+    reference = None if section.reference is None else section.reference.latency_ms
     if reference is not None:
         _horizontal(axes, reference.median)
-        rounds = [min(each, panel.top_ms) for each in reference.rounds]
+        rounds = [min(each, section.top_ms) for each in reference.rounds]
         axes.axhspan(min(rounds), max(rounds), color=REFERENCE, alpha=0.13, linewidth=0)
-    for line in panel.lines:
+    for line in section.series:
         measured = [(row.k, row.latency_ms) for row in line.rows if row.latency_ms is not None]
-        bars = [panel.bar(latency) for _, latency in measured]
+        bars = [section.bar(latency) for _, latency in measured]
         _with_bars(axes, [k for k, _ in measured], bars, label=line.name, **_look(line.look))
         # A bar that goes on outside ends in an arrow.
         look = _look(line.look) | {"marker": "^", "clip_on": False}
         for k in (k for (k, _), bar in zip(measured, bars, strict=True) if bar.cut):
-            axes.plot(k, 0.985 * panel.top_ms, **look)
-    for limit in limit_lines(panel):
+            axes.plot(k, 0.985 * section.top_ms, **look)
+    for limit in limit_lines(section):
         ks, least = zip(*limit.points, strict=True)
         axes.plot(ks, least, color=REFERENCE, linestyle=":", linewidth=1.2, label=limit.name)
-    axes.set_ylim(0, panel.top_ms)
-    log2_axis(axes, panel.ks, f"experts kept, k of {panel.experts}")
+    axes.set_ylim(0, section.top_ms)
+    log2_axis(axes, section.ks, f"experts kept, k of {section.experts}")
 
 
-def _quality(axes: Axes, panel: Panel) -> None:
-    if panel.quality == "perplexity":
-        _perplexity(axes, panel)
+def _quality(axes: Axes, section: Section) -> None:
+    if section.quality == "perplexity":
+        _perplexity(axes, section)
     else:
-        _accuracy(axes, panel)
-    log2_axis(axes, panel.ks, f"experts kept, k of {panel.experts}")
+        _accuracy(axes, section)
+    log2_axis(axes, section.ks, f"experts kept, k of {section.experts}")
 
 
-def _accuracy(axes: Axes, panel: Panel) -> None:
-    axes.set_title(f"{panel.model}: accuracy kept")
+def _accuracy(axes: Axes, section: Section) -> None:
+    axes.set_title(f"{section.model}: accuracy kept")
     axes.set_ylabel("% of all experts' accuracy")
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     _horizontal(axes, 1.0)
-    for line, looks in _nested(panel):
+    for line, looks in _nested(section):
         bars = {row.k: _bar(row.kept, row.kept_interval) for row in line.rows}
         known = {k: bar for k, bar in bars.items() if bar is not None}
         _with_bars(axes, list(known), list(known.values()), **looks)
-    if panel.quality is None:
+    if section.quality is None:
         axes.text(
             0.5, 0.5, "not measured: no labels", transform=axes.transAxes, ha="center", color=INK
         )
     axes.set_ylim(bottom=0, top=max(1.05, axes.get_ylim()[1]))
 
 
-def _perplexity(axes: Axes, panel: Panel) -> None:
-    axes.set_title(f"{panel.model}: perplexity")
+def _perplexity(axes: Axes, section: Section) -> None:
+    axes.set_title(f"{section.model}: perplexity")
     axes.set_ylabel("perplexity, less is better")
-    reference = panel.reference
+    reference = section.reference
     if reference is not None and reference.perplexity is not None:
         _horizontal(axes, reference.perplexity.value)
-    for line, looks in _nested(panel):
+    for line, looks in _nested(section):
         found = {row.k: row.perplexity for row in line.rows if row.perplexity is not None}
-        bars = [Bar.around(each.value, each.interval) for each in found.values()]
+        bars = [ErrorBar.around(each.value, each.interval) for each in found.values()]
         _with_bars(axes, list(found), bars, **looks)
 
 
-def _bar(value: float | None, interval: Interval | None) -> Bar | None:
-    return None if value is None else Bar.around(value, interval)
+def _bar(value: float | None, interval: Interval | None) -> ErrorBar | None:
+    return None if value is None else ErrorBar.around(value, interval)
 
 
-def _nested(panel: Panel) -> list[tuple[Line, dict[str, Any]]]:
+def _nested(section: Section) -> list[tuple[Series, dict[str, Any]]]:
     """Engines with one k mostly agree: earlier marks are larger, so that all can be seen."""
     return [
         (line, _look(line.look) | {"markersize": max(3.5, 9 - 2 * index)})
-        for index, line in enumerate(panel.lines)
+        for index, line in enumerate(section.series)
     ]
 
 
-def _with_bars(axes: Axes, ks: Sequence[int], bars: Sequence[Bar], **look: Any) -> None:
+def _with_bars(axes: Axes, ks: Sequence[int], bars: Sequence[ErrorBar], **look: Any) -> None:
     error = [[bar.below for bar in bars], [bar.above for bar in bars]]
     values = [bar.value for bar in bars]
     axes.errorbar(ks, values, yerr=error, capsize=2.5, elinewidth=1, **look)

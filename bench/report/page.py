@@ -23,16 +23,16 @@ from .summary import (
     KEPT,
     NAMES,
     UNTOUCHED,
-    Panel,
+    Section,
     caveat,
-    choice,
     empty_charts,
-    front,
+    headline,
     limit_lines,
     line_name,
     milliseconds,
-    panels,
+    pareto_front,
     percent,
+    sections,
     short_name,
     summary,
     times,
@@ -50,7 +50,7 @@ def html(results: Results, comparison: Comparison | None = None) -> str:
 
     With a `comparison` it also says what changed since an earlier file.
     """
-    shown = panels(results)
+    shown = sections(results)
     names = [model.name for model in results.models]
     parts = {
         "TITLE": escape(f"moexport benchmark: {', '.join(names)}"),
@@ -68,7 +68,7 @@ def html(results: Results, comparison: Comparison | None = None) -> str:
         "ROWS": rows_table(shown, results),
         "ENVIRONMENT": environment_list(results),
         "METHOD": method(results),
-        "DATA": embedded_json([payload(panel) for panel in shown if panel.ks]),
+        "DATA": embedded_json([payload(section) for section in shown if section.ks]),
         "PLOTLY": _asset("plotly-basic.min.js"),
         "SCRIPT": _asset("report.js"),
     }
@@ -86,39 +86,39 @@ def embedded_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
 
 
-def payload(panel: Panel) -> dict[str, Any]:
+def payload(section: Section) -> dict[str, Any]:
     """Returns what the page's script draws for one model and batch size."""
-    reference = panel.reference
-    best = front(panel)
+    reference = section.reference
+    best = pareto_front(section)
     return {
-        "model": panel.model,
-        "batch": panel.batch,
-        "experts": panel.experts,
-        "ks": list(panel.ks),
-        "top": panel.top_ms,
-        "quality": panel.quality,
-        "summary": summary(panel),
-        "caveat": caveat(panel),
-        "tiles": tiles(panel),
-        "empty": empty_charts(panel),
-        "reference": None if reference is None else _point(panel, reference, UNTOUCHED, best),
+        "model": section.model,
+        "batch": section.batch,
+        "experts": section.experts,
+        "ks": list(section.ks),
+        "top": section.top_ms,
+        "quality": section.quality,
+        "summary": summary(section),
+        "caveat": caveat(section),
+        "tiles": tiles(section),
+        "empty": empty_charts(section),
+        "reference": None if reference is None else _point(section, reference, UNTOUCHED, best),
         "limits": [
             {"name": line.name, "points": [{"k": k, "ms": ms} for k, ms in line.points]}
-            for line in limit_lines(panel)
+            for line in limit_lines(section)
         ],
         "lines": [
             {
                 "name": line.name,
                 "short": short_name(line.rows[0]),
                 "look": line.look,
-                "points": [_point(panel, row, line.name, best) for row in line.rows],
+                "points": [_point(section, row, line.name, best) for row in line.rows],
             }
-            for line in panel.lines
+            for line in section.series
         ],
     }
 
 
-def _point(panel: Panel, row: Row, name: str, best: Sequence[Row]) -> dict[str, Any]:
+def _point(section: Section, row: Row, name: str, best: Sequence[Row]) -> dict[str, Any]:
     return {
         "name": name,
         "k": row.k,
@@ -127,25 +127,25 @@ def _point(panel: Panel, row: Row, name: str, best: Sequence[Row]) -> dict[str, 
         "memory": row.peak_memory_mb,
         "runtime": row.runtime_memory_mb,
         "parts": [{"layer": p.layer, "part": p.part, "ms": p.ms} for p in row.parts],
-        **_latency(panel, row),
+        **_latency(section, row),
         **_quality(row),
         **_agreement(row),
-        "row": "<br>".join(_lines(panel, row, name)),
+        "row": "<br>".join(_lines(section, row, name)),
     }
 
 
-def _latency(panel: Panel, row: Row) -> dict[str, Any]:
+def _latency(section: Section, row: Row) -> dict[str, Any]:
     latency = row.latency_ms
     if latency is None:
         return {"median": None, "above": 0, "below": 0, "cut": False, "latency": ""}
-    ratio = panel.speedup(row)
-    speed = "" if ratio is None or panel.base(row) is row else f", {times(ratio)}"
+    ratio = section.speedup(row)
+    speed = "" if ratio is None or section.base(row) is row else f", {times(ratio)}"
     device = "" if row.device_ms is None else f", on the GPU {milliseconds(row.device_ms.median)}"
     return {
         "median": latency.median,
         "above": max(0.0, max(latency.rounds) - latency.median),
         "below": max(0.0, latency.median - min(latency.rounds)),
-        "cut": panel.bar(latency).cut,
+        "cut": section.bar(latency).cut,
         "latency": f"{milliseconds(latency.median)} ms{speed} (p90 {milliseconds(latency.p90)}"
         f"{device})",
     }
@@ -181,10 +181,10 @@ def _agreement(row: Row) -> dict[str, Any]:
     return {"exact": row.routing.exact, "agreement": text}
 
 
-def _lines(panel: Panel, row: Row, name: str) -> list[str]:
+def _lines(section: Section, row: Row, name: str) -> list[str]:
     """A row in a few lines, for where the pointer rests on it."""
     lines = [f"<b>{escape(name)}</b>", f"k = {row.k} of {row.experts}, batch {row.batch}"]
-    latency = _latency(panel, row)["latency"]
+    latency = _latency(section, row)["latency"]
     quality = _quality(row)["accuracy"]
     lines += [str(text) for text in (latency, quality) if text]
     if row.routing is not None:
@@ -194,20 +194,20 @@ def _lines(panel: Panel, row: Row, name: str) -> list[str]:
     return lines
 
 
-def tiles(panel: Panel) -> str:
+def tiles(section: Section) -> str:
     """Returns the numbers of the row that the summary is about, as HTML."""
-    row = choice(panel)
+    row = headline(section)
     if row is None:
         return ""
-    ratio = panel.speedup(row)
-    about = "" if panel.faster_or_slower(row) else "≈ "
-    reference = panel.reference
+    ratio = section.speedup(row)
+    about = "" if section.faster_or_slower(row) else "≈ "
+    reference = section.reference
     found = [
         ("Experts computed", f"{row.k} of {row.experts}", line_name(row)),
         (
             "Speed",
             "–" if ratio is None else about + times(ratio),
-            f"against the untouched PyTorch model{panel.place(row)}",
+            f"against the untouched PyTorch model{section.place(row)}",
         ),
         (
             "Perplexity kept" if row.perplexity is not None else "Accuracy kept",

@@ -30,7 +30,7 @@ NAMES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Line:
+class Series:
     """The rows of one engine, lowering, precision and provider at one batch size, by k.
 
     `look` numbers the lines of a results file: one colour and marker wherever a line appears.
@@ -42,7 +42,7 @@ class Line:
 
 
 @dataclass(frozen=True, slots=True)
-class Bar:
+class ErrorBar:
     """A value and how far its bar reaches; `cut` where it goes on outside of the chart."""
 
     value: float
@@ -51,15 +51,15 @@ class Bar:
     cut: bool = False
 
     @staticmethod
-    def around(value: float, interval: Interval | None) -> Bar:
+    def around(value: float, interval: Interval | None) -> ErrorBar:
         """Returns a value with its interval, or without a bar."""
         if interval is None:
-            return Bar(value, 0.0, 0.0)
-        return Bar(value, max(0.0, value - interval.low), max(0.0, interval.high - value))
+            return ErrorBar(value, 0.0, 0.0)
+        return ErrorBar(value, max(0.0, value - interval.low), max(0.0, interval.high - value))
 
 
 @dataclass(frozen=True, slots=True)
-class Panel:
+class Section:
     """One model at one batch size: its lines over k and the untouched model beside them.
 
     `reference` is the untouched model on the CPU, `gpu_reference` on the GPU: one of the lines.
@@ -69,13 +69,13 @@ class Panel:
     batch: int
     experts: int
     reference: Row | None
-    lines: tuple[Line, ...]
+    series: tuple[Series, ...]
     gpu_reference: Row | None = None
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """The rows of all lines."""
-        return tuple(row for line in self.lines for row in line.rows)
+        return tuple(row for line in self.series for row in line.rows)
 
     @property
     def all_rows(self) -> tuple[Row, ...]:
@@ -105,13 +105,13 @@ class Panel:
         bars = max((max(each.rounds) for each in latencies), default=1.0)
         return 1.06 * max(highest, min(bars, 1.5 * highest))
 
-    def bar(self, latency: Latency) -> Bar:
+    def bar(self, latency: Latency) -> ErrorBar:
         """Returns a median with the range of its rounds, as far as the chart reaches."""
         # A median of all calls can lie outside the medians of its rounds by a hair.
         below = max(0.0, latency.median - min(latency.rounds))
         above = max(0.0, max(latency.rounds) - latency.median)
         room = self.top_ms - latency.median
-        return Bar(latency.median, below, min(above, room), cut=above > room)
+        return ErrorBar(latency.median, below, min(above, room), cut=above > room)
 
     def base(self, row: Row) -> Row | None:
         """The untouched model that a row's speed is against: on a GPU the GPU's, if measured."""
@@ -149,10 +149,10 @@ class LimitLine:
     points: tuple[tuple[int, float], ...]
 
 
-def limit_lines(panel: Panel) -> tuple[LimitLine, ...]:
-    """Returns the limits of a panel's rows, one line for each precision with several k."""
+def limit_lines(section: Section) -> tuple[LimitLine, ...]:
+    """Returns the limits of a section's rows, one line for each precision with several k."""
     found: dict[str, dict[int, float]] = {}
-    for row in panel.all_rows:
+    for row in section.all_rows:
         if row.limit_ms is not None:
             found.setdefault(row.precision, {}).setdefault(row.k, row.limit_ms)
     return tuple(
@@ -187,12 +187,12 @@ def short_name(row: Row) -> str:
     return line_name(row).removeprefix("ONNX Runtime, ")
 
 
-def front(panel: Panel) -> tuple[Row, ...]:
+def pareto_front(section: Section) -> tuple[Row, ...]:
     """Returns the rows that no other row beats in both latency and what is kept, fastest first.
 
     The untouched model takes part. Rows without either are left out.
     """
-    known = [row for row in panel.all_rows if row.latency_ms and row.kept is not None]
+    known = [row for row in section.all_rows if row.latency_ms and row.kept is not None]
     best: list[Row] = []
     for row in sorted(known, key=lambda row: (_median(row), -(row.kept or 0.0))):
         if not best or (row.kept or 0.0) > (best[-1].kept or 0.0):
@@ -200,8 +200,8 @@ def front(panel: Panel) -> tuple[Row, ...]:
     return tuple(best)
 
 
-def panels(results: Results) -> tuple[Panel, ...]:
-    """Returns a panel for each model and batch size, models in order, batches ascending.
+def sections(results: Results) -> tuple[Section, ...]:
+    """Returns a section for each model and batch size, models in order, batches ascending.
 
     Rows that failed are in no line.
     """
@@ -212,16 +212,16 @@ def panels(results: Results) -> tuple[Panel, ...]:
         for batch in sorted({row.batch for row in rows}):
             here = [r for r in rows if r.batch == batch and r.error is None]
             lines = (
-                Line(name, look, tuple(sorted(_named(here, name), key=lambda row: row.k)))
+                Series(name, look, tuple(sorted(_named(here, name), key=lambda row: row.k)))
                 for look, name in enumerate(names)
             )
             found.append(
-                Panel(
+                Section(
                     model=model,
                     batch=batch,
                     experts=max(row.experts for row in rows),
                     reference=next((r for r in here if r.is_reference), None),
-                    lines=tuple(line for line in lines if line.rows),
+                    series=tuple(line for line in lines if line.rows),
                     gpu_reference=next(
                         (r for r in here if r.engine == PYTORCH_EAGER and r.on_gpu), None
                     ),
@@ -234,13 +234,13 @@ def _named(rows: list[Row], name: str) -> list[Row]:
     return [row for row in rows if not row.is_reference and line_name(row) == name]
 
 
-def choice(panel: Panel) -> Row | None:
-    """Returns the row that a panel's summary is about.
+def headline(section: Section) -> Row | None:
+    """Returns the row that a section's summary is about.
 
     The rule: the fastest row that keeps at least 99% of the untouched model's accuracy; where none
     does, the one that keeps most. Without labels, the fastest. Never the untouched model itself.
     """
-    timed = [row for row in panel.rows if row.latency_ms and row is not panel.gpu_reference]
+    timed = [row for row in section.rows if row.latency_ms and row is not section.gpu_reference]
     if not timed:
         return None
     judged = [(row, kept) for row in timed if (kept := row.kept) is not None]
@@ -251,38 +251,38 @@ def choice(panel: Panel) -> Row | None:
     return min(timed, key=_median)
 
 
-def summary(panel: Panel) -> str:
+def summary(section: Section) -> str:
     """Returns one sentence: what the chosen row keeps, and its speed against the PyTorch model."""
-    row = choice(panel)
+    row = headline(section)
     if row is None:
-        return f"Nothing could be measured for {panel.model} at batch {panel.batch}."
-    return f"{_claim(panel, row)} (batch {panel.batch})."
+        return f"Nothing could be measured for {section.model} at batch {section.batch}."
+    return f"{_claim(section, row)} (batch {section.batch})."
 
 
-def caveat(panel: Panel) -> str:
+def caveat(section: Section) -> str:
     """Returns a second sentence: what the summary's k adds to the export, or what fewer would do.
 
     Empty where there is no row to say it of.
     """
-    row = choice(panel)
+    row = headline(section)
     if row is None:
         return ""
     if row.k < row.experts:
-        return _export_alone(panel, row)
-    fewer = _next_below(panel, row)
+        return _export_alone(section, row)
+    fewer = _next_below(section, row)
     if fewer is None or fewer.kept is None:
         return ""
-    if max(each.kept or 0.0 for each in panel.rows if each.k < row.k) >= KEPT:
-        return f"Fewer experts are not faster here: {_claim(panel, fewer)}."
-    return f"No smaller k keeps {KEPT:.0%}: {_claim(panel, fewer)}."
+    if max(each.kept or 0.0 for each in section.rows if each.k < row.k) >= KEPT:
+        return f"Fewer experts are not faster here: {_claim(section, fewer)}."
+    return f"No smaller k keeps {KEPT:.0%}: {_claim(section, fewer)}."
 
 
-def _export_alone(panel: Panel, row: Row) -> str:
+def _export_alone(section: Section, row: Row) -> str:
     """The fastest row of the same engine and precision that computes all experts."""
     alike = (row.engine, row.provider, row.precision)
     everything = [
         each
-        for each in panel.rows
+        for each in section.rows
         if each.k == each.experts
         and (each.engine, each.provider, each.precision) == alike
         and each.latency_ms is not None
@@ -290,15 +290,15 @@ def _export_alone(panel: Panel, row: Row) -> str:
     if not everything:
         return ""
     best = min(everything, key=_median)
-    keeps = _keeps(panel, best, one=True)
-    return f"With all {best.experts} experts {line_name(best)} {keeps}{_speed(panel, best)}."
+    keeps = _keeps(section, best, one=True)
+    return f"With all {best.experts} experts {line_name(best)} {keeps}{_speed(section, best)}."
 
 
-def empty_charts(panel: Panel) -> dict[str, str]:
+def empty_charts(section: Section) -> dict[str, str]:
     """Returns which charts of the page have nothing to show, each with the reason in a sentence."""
     found = {}
-    rows = panel.rows
-    if panel.quality is None:
+    rows = section.rows
+    if section.quality is None:
         found["accuracy"] = "Accuracy is not drawn: the data have no labels."
     if all(row.kept is None for row in rows):
         found["pareto"] = "What speed costs is not drawn: it is not known what the rows keep."
@@ -318,8 +318,8 @@ def _why_no_routing(rows: Sequence[Row]) -> str:
     )
 
 
-def _claim(panel: Panel, row: Row) -> str:
-    return f"{_experts(row)} {_keeps(panel, row)}{_speed(panel, row)}"
+def _claim(section: Section, row: Row) -> str:
+    return f"{_experts(row)} {_keeps(section, row)}{_speed(section, row)}"
 
 
 def _experts(row: Row) -> str:
@@ -334,29 +334,29 @@ def percent(share: float) -> str:
     return f"{share:.1%}".replace(".0%", "%")
 
 
-def _keeps(panel: Panel, row: Row, *, one: bool | None = None) -> str:
+def _keeps(section: Section, row: Row, *, one: bool | None = None) -> str:
     """What a row keeps; `one` says whether its candidate is one thing: k is, experts are not."""
     one = row.k < row.experts if one is None else one
     kept, s = row.kept, "s" if one else ""
     if row.perplexity is not None:
-        base = None if panel.reference is None else panel.reference.perplexity
+        base = None if section.reference is None else section.reference.perplexity
         untouched = "" if base is None else f" (untouched: {base.value:.4g})"
         return f"{'has' if one else 'have'} perplexity {row.perplexity.value:.4g}{untouched}"
     return f"run{s}" if kept is None else f"keep{s} {percent(kept)} of the accuracy"
 
 
-def _speed(panel: Panel, row: Row) -> str:
-    ratio = panel.speedup(row)
+def _speed(section: Section, row: Row) -> str:
+    ratio = section.speedup(row)
     if ratio is None:
         return ""
-    if not panel.faster_or_slower(row):
-        return f" at the speed of the PyTorch model{panel.place(row)}, within the spread"
-    return f" at {times(ratio)} the speed of the PyTorch model{panel.place(row)}"
+    if not section.faster_or_slower(row):
+        return f" at the speed of the PyTorch model{section.place(row)}, within the spread"
+    return f" at {times(ratio)} the speed of the PyTorch model{section.place(row)}"
 
 
-def _next_below(panel: Panel, row: Row) -> Row | None:
+def _next_below(section: Section, row: Row) -> Row | None:
     """The fastest row of the largest k below a row's."""
-    rows = [r for r in panel.rows if r.k < row.k and r.latency_ms is not None]
+    rows = [r for r in section.rows if r.k < row.k and r.latency_ms is not None]
     return min(rows, key=lambda r: (-r.k, _median(r)), default=None)
 
 

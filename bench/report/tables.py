@@ -10,7 +10,7 @@ from ..analyses.findings import ExpertStudy
 from ..analyses.report import titled
 from ..results import Results, Row
 from .compare import Change, Comparison
-from .summary import GPU_MS, Panel, line_name, milliseconds, over, percent, row_name, times
+from .summary import GPU_MS, Section, line_name, milliseconds, over, percent, row_name, times
 
 DASH = '<span class="quiet">–</span>'
 
@@ -26,34 +26,27 @@ Cell = tuple[str, object]
 NONE: Cell = (DASH, None)
 
 
-def rows_table(shown: Sequence[Panel], results: Results) -> str:
+def rows_table(shown: Sequence[Section], results: Results) -> str:
     """Returns every row of the results, failed ones too; the page's script sorts and filters it."""
     device = any(row.device_ms is not None for row in results.rows)
-    heads = ["Engine", "k", "Median ms", *([GPU_MS] if device else [])]
-    heads += ["Speed", "× limit", "Spread"]
-    text = 1
     several = len({row.model for row in results.rows}) > 1
     batches = len({row.batch for row in results.rows}) > 1
-    if batches:
-        heads.insert(0, "Batch")
-    if several:
-        heads.insert(0, "Model")
-        text = 3 if batches else 2
-    elif batches:
-        text = 2
+    heads = [*(["Model"] if several else []), *(["Batch"] if batches else []), "Engine", "k"]
+    text = len(heads) - 1
+    heads += ["Median ms", *([GPU_MS] if device else []), "Speed", "× limit", "Spread"]
     token = any(row.perplexity is not None for row in results.rows)
     heads += ["Perplexity"] if token else ["Top-1", "Top-5"]
     heads += ["Kept", "Same experts", "p90", "p95", "p99", "Min", "Max", "Mean", "Std", "Calls"]
     heads += ["Inputs/s", "Memory MB"]
-    by_key = {(panel.model, panel.batch): panel for panel in shown}
+    by_key = {(section.model, section.batch): section for section in shown}
     body = []
     for row in results.rows:
-        panel = by_key[row.model, row.batch]
+        section = by_key[row.model, row.batch]
         lead: list[Cell] = [(escape(row.model), row.model)] if several else []
         lead += [(str(row.batch), row.batch)] if batches else []
         name = row_name(row)
         lead += [(escape(name), name), (f"{row.k}/{row.experts}", row.k)]
-        body.append(_result_row(panel, row, lead, len(heads), token=token, device=device))
+        body.append(_result_row(section, row, lead, len(heads), token=token, device=device))
     head = "".join(
         f'<th scope="col"{_text_class(index, text)}>{escape(name)}</th>'
         for index, name in enumerate(heads)
@@ -69,7 +62,7 @@ def _text_class(index: int, text: int) -> str:
 
 
 def _result_row(
-    panel: Panel, row: Row, lead: Sequence[Cell], columns: int, *, token: bool, device: bool
+    section: Section, row: Row, lead: Sequence[Cell], columns: int, *, token: bool, device: bool
 ) -> str:
     data = {
         "model": row.model,
@@ -85,7 +78,7 @@ def _result_row(
         cells = _cells(lead, text)
         wide = f'<td class="error" colspan="{columns - len(lead)}">{escape(row.error)}</td>'
         return f"<tr{kind}{attributes}>{cells}{wide}</tr>"
-    speed = _speed(panel, row)
+    speed = _speed(section, row)
     if device:
         speed.insert(1, _device(row))
     found = [*lead, *speed, *_quality(row, token=token), *_latencies(row)]
@@ -100,16 +93,16 @@ def _cells(cells: Sequence[Cell], text: int) -> str:
     )
 
 
-def _speed(panel: Panel, row: Row) -> list[Cell]:
+def _speed(section: Section, row: Row) -> list[Cell]:
     latency = row.latency_ms
     if latency is None:
         return [NONE] * 4
-    ratio = panel.speedup(row)
+    ratio = section.speedup(row)
     speed: Cell = NONE
     if ratio is not None:
-        itself = panel.base(row) is row
+        itself = section.base(row) is row
         shown = "1×" if itself else times(ratio)
-        if not itself and not panel.faster_or_slower(row):
+        if not itself and not section.faster_or_slower(row):
             title = "within the spread: no difference"
             shown = f'<span class="quiet" title="{title}">≈ {shown}</span>'
         speed = (shown, ratio)
@@ -207,16 +200,16 @@ def html_row(cells: Sequence[str]) -> str:
     return f"<tr>{body}</tr>"
 
 
-def parity_table(shown: Sequence[Panel]) -> str:
+def parity_table(shown: Sequence[Section]) -> str:
     """Returns, per graph and k, whether PyTorch's experts were chosen and its values computed."""
     groups: dict[str, list[str]] = {}
-    for panel in shown:
+    for section in shown:
         # Agreement does not depend on the batch size: it is taken once, and told once.
-        if panel.model in groups:
+        if section.model in groups:
             continue
-        groups[panel.model] = [
+        groups[section.model] = [
             _parity_row(line.name, row)
-            for line in panel.lines
+            for line in section.series
             for row in line.rows
             if row.parity is not None or row.routing is not None
         ]
@@ -245,7 +238,7 @@ def comparison_section(comparison: Comparison | None) -> str:
     notes = "".join(f'<p class="note">{escape(note)}</p>' for note in comparison.notes)
     heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
     groups: dict[str, list[str]] = {}
-    for change in comparison.told:
+    for change in comparison.notable:
         key = f"{change.now.model}, batch {change.now.batch}"
         groups.setdefault(key, []).append(_change_row(change))
     listed = table(heads, groups) if groups else ""
@@ -258,7 +251,7 @@ def _change_row(change: Change) -> str:
     ratio = change.ratio
     moved = DASH
     if ratio is not None:
-        kind = "" if not change.beyond else "good" if ratio < 1 else "bad"
+        kind = "" if not change.beyond_spread else "good" if ratio < 1 else "bad"
         sign = f"{ratio - 1:+.0%}"
         moved = f'<span class="{kind or "quiet"}">{sign if kind else "≈ " + sign}</span>'
     kept = [DASH if row.kept is None else percent(row.kept) for row in (change.before, change.now)]

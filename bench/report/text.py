@@ -20,8 +20,8 @@ from .summary import (
     line_name,
     milliseconds,
     over,
-    panels,
     row_name,
+    sections,
     summary,
     times,
 )
@@ -31,16 +31,16 @@ def rows_table(results: Results) -> str:
     """Returns a table per model and batch size, the untouched model first, then by k; analyses."""
     blocks = []
     device = (GPU_MS,) if _has_device_times(results) else ()
-    for panel in panels(results):
+    for section in sections(results):
         rows = sorted(
-            panel.all_rows, key=lambda row: (not row.is_reference, -row.k, line_name(row))
+            section.all_rows, key=lambda row: (not row.is_reference, -row.k, line_name(row))
         )
         header = (
             *("k", "engine", "batch", "ms (median)", *device, "vs PyTorch", "× limit"),
-            *(panel.quality or "accuracy", "kept", "same experts"),
+            *(section.quality or "accuracy", "kept", "same experts"),
         )
-        cells = [_cells(row, panel.speedup(row), device=bool(device)) for row in rows]
-        blocks.append(f"{panel.model}, batch {panel.batch}\n{table(header, cells)}")
+        cells = [_cells(row, section.speedup(row), device=bool(device)) for row in rows]
+        blocks.append(f"{section.model}, batch {section.batch}\n{table(header, cells)}")
     found = studies_text(studies_in(results.analyses))
     return "\n\n".join(each for each in (*blocks, "\n".join(_failures(results)), found) if each)
 
@@ -96,17 +96,17 @@ def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
         *("engine", "k", "median, ms", *device),
         *("vs PyTorch", "× limit", "spread", "quality", "kept", "same experts"),
     )
-    for panel in panels(results):
-        lines += [f"## {panel.model}, batch {panel.batch}", "", summary(panel), ""]
-        if caveat(panel):
-            lines += [caveat(panel), ""]
-        here = [r for r in results.of_model(panel.model) if r.batch == panel.batch]
-        rows = [_markdown_cells(row, panel.speedup(row), device=bool(device)) for row in here]
+    for section in sections(results):
+        lines += [f"## {section.model}, batch {section.batch}", "", summary(section), ""]
+        if caveat(section):
+            lines += [caveat(section), ""]
+        here = [r for r in results.of_model(section.model) if r.batch == section.batch]
+        rows = [_markdown_cells(row, section.speedup(row), device=bool(device)) for row in here]
         rows = [(*row, *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
     if comparison is not None:
         lines += ["## What changed", "", comparison.sentence, ""]
-        lines += [f"- {change.label}" for change in comparison.told]
+        lines += [f"- {change.label}" for change in comparison.notable]
         lines += [f"- {note}" for note in comparison.notes] + [""]
     if disturbance(results):
         lines += [f"> {disturbance(results)}", ""]
@@ -156,7 +156,7 @@ COLUMNS = (
 
 def to_csv(results: Results) -> str:
     """Returns every row as CSV, one column per number."""
-    found = {(panel.model, panel.batch): panel for panel in panels(results)}
+    found = {(section.model, section.batch): section for section in sections(results)}
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)

@@ -9,9 +9,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from moexport.bench.report.compare import compare, earlier, fail_if, parse_share
+from moexport.bench.report.compare import check_regression, compare, earlier, parse_share
 from moexport.bench.report.page import html
-from moexport.bench.report.summary import front, panels
+from moexport.bench.report.summary import pareto_front, sections
 from moexport.bench.report.text import to_csv, to_markdown
 from moexport.bench.results import Results, Row, write
 from moexport.common.timing import summarise
@@ -50,12 +50,12 @@ def test_the_report_tells_what_changed(results: Results, slower: Results) -> Non
 
 def test_a_row_that_is_slower_than_allowed_fails(results: Results, slower: Results) -> None:
     with pytest.raises(MoexportError, match=r"1 of 4 rows .* k = 4: 1\.00 → 1\.40 ms"):
-        fail_if(results, slower, 0.05)
-    assert fail_if(results, slower, 0.5)[0].startswith("Of 4 rows")
-    assert fail_if(results, results, 0.0)
+        check_regression(results, slower, 0.05)
+    assert check_regression(results, slower, 0.5)[0].startswith("Of 4 rows")
+    assert check_regression(results, results, 0.0)
     noisy = summarise([[0.9], [1.2], [1.4], [1.4], [2.0]])
     rows = tuple(replace(r, latency_ms=noisy) if r.k == 4 else r for r in slower.rows)
-    assert fail_if(results, replace(slower, rows=rows), 0.05)
+    assert check_regression(results, replace(slower, rows=rows), 0.05)
 
 
 def test_a_row_that_fails_where_it_did_not_counts_as_slower(
@@ -63,13 +63,13 @@ def test_a_row_that_fails_where_it_did_not_counts_as_slower(
 ) -> None:
     broken = row(4, 1.0, None, latency_ms=None, error="MemoryError: no room")
     with pytest.raises(MoexportError, match="MemoryError: no room"):
-        fail_if(results, replace(results, rows=(results.rows[0], broken)), 0.05)
+        check_regression(results, replace(results, rows=(results.rows[0], broken)), 0.05)
 
 
 def test_results_without_a_row_in_common_are_refused(results: Results, row: RowMaker) -> None:
     other = replace(results, rows=(row(16, 1.0, None, model="another"),))
     with pytest.raises(MoexportError, match="no row in common"):
-        fail_if(results, other, 0.05)
+        check_regression(results, other, 0.05)
 
 
 @pytest.mark.parametrize(("text", "share"), [("5%", 0.05), ("0.05", 0.05), ("0%", 0.0)])
@@ -121,8 +121,8 @@ def test_rows_are_csv_and_markdown(results: Results) -> None:
 
 def test_the_front_holds_what_nothing_beats(results: Results, row: RowMaker) -> None:
     rows = (*results.rows, row(4, 1.5, 0.9, lowering="dense"))
-    (panel,) = panels(replace(results, rows=rows))
-    assert [(r.k, r.lowering) for r in front(panel)] == [
+    (section,) = sections(replace(results, rows=rows))
+    assert [(r.k, r.lowering) for r in pareto_front(section)] == [
         (2, "grouped"),
         (4, "grouped"),
         (16, "grouped"),

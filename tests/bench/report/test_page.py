@@ -14,7 +14,7 @@ import matplotlib.image
 import pytest
 from moexport.bench.report.figures import figures
 from moexport.bench.report.page import html, write_report
-from moexport.bench.report.summary import caveat, choice, empty_charts, panels, summary, times
+from moexport.bench.report.summary import caveat, empty_charts, headline, sections, summary, times
 from moexport.bench.results import Interval, ModelInfo, Perplexity, Results, Row
 from moexport.common.timing import summarise
 
@@ -47,11 +47,11 @@ class Page(HTMLParser):
 
 
 def test_the_summary_is_about_the_fastest_row_that_keeps_99_percent(results: Results) -> None:
-    (panel,) = panels(results)
-    chosen = choice(panel)
+    (section,) = sections(results)
+    chosen = headline(section)
     assert chosen is not None
     assert chosen.k == 4
-    assert summary(panel) == (
+    assert summary(section) == (
         "k = 4 of 16 keeps 99.2% of the accuracy at 3.1× the speed of the PyTorch model (batch 1)."
     )
 
@@ -60,56 +60,58 @@ def test_the_summary_says_what_is_kept_when_nothing_keeps_99_percent(
     results: Results, row: RowMaker
 ) -> None:
     rows = (results.rows[0], row(8, 2.0, 0.95), row(4, 1.0, 0.9))
-    (panel,) = panels(replace(results, rows=rows))
-    assert summary(panel).startswith("k = 8 of 16 keeps 95% of the accuracy at 1.6× the speed")
+    (section,) = sections(replace(results, rows=rows))
+    assert summary(section).startswith("k = 8 of 16 keeps 95% of the accuracy at 1.6× the speed")
 
 
 def test_where_only_all_experts_keep_99_percent_the_next_k_is_told(
     results: Results, row: RowMaker
 ) -> None:
     rows = (results.rows[0], row(16, 2.0, 1.0), row(8, 1.0, 0.95), row(4, 0.5, 0.7))
-    (panel,) = panels(replace(results, rows=rows))
-    assert summary(panel).startswith("All 16 experts keep 100% of the accuracy at 1.6×")
-    assert caveat(panel).startswith("No smaller k keeps 99%: k = 8 of 16 keeps 95% of the accuracy")
+    (section,) = sections(replace(results, rows=rows))
+    assert summary(section).startswith("All 16 experts keep 100% of the accuracy at 1.6×")
+    assert caveat(section).startswith(
+        "No smaller k keeps 99%: k = 8 of 16 keeps 95% of the accuracy"
+    )
 
 
 def test_a_difference_below_the_spread_is_not_sold_as_one(results: Results, row: RowMaker) -> None:
-    (panel,) = panels(replace(results, rows=(results.rows[0], row(4, 3.08, 1.0))))
-    assert "at the speed of the PyTorch model, within the spread" in summary(panel)
+    (section,) = sections(replace(results, rows=(results.rows[0], row(4, 3.08, 1.0))))
+    assert "at the speed of the PyTorch model, within the spread" in summary(section)
 
 
 def test_what_the_export_alone_gives_is_told_beside_a_smaller_k(
     results: Results, row: RowMaker
 ) -> None:
-    (panel,) = panels(results)
-    assert caveat(panel) == (
+    (section,) = sections(results)
+    assert caveat(section) == (
         "With all 16 experts ONNX Runtime, grouped keeps 100% of the accuracy at 1.6× the speed of "
         "the PyTorch model."
     )
     alone = (results.rows[0], row(4, 1.0, 1.0))
-    assert caveat(panels(replace(results, rows=alone))[0]) == ""
+    assert caveat(sections(replace(results, rows=alone))[0]) == ""
 
 
 def test_charts_with_nothing_in_them_are_left_out_with_a_reason(
     results: Results, row: RowMaker
 ) -> None:
-    assert empty_charts(panels(results)[0]) == {}
+    assert empty_charts(sections(results)[0]) == {}
     everything = (results.rows[0], row(16, 1.0, 1.0, routing=None))
-    (panel,) = panels(replace(results, rows=everything))
-    assert empty_charts(panel) == {
+    (section,) = sections(replace(results, rows=everything))
+    assert empty_charts(section) == {
         "routing": "Routing agreement is not drawn: every row here computes all its experts."
     }
     weighed = replace(results, rows=(*everything, row(4, 1.0, None, routing=None)))
-    assert "do not choose one set of experts" in empty_charts(panels(weighed)[0])["routing"]
+    assert "do not choose one set of experts" in empty_charts(sections(weighed)[0])["routing"]
     unlabelled = tuple(replace(each, accuracy=None) for each in results.rows)
-    found = empty_charts(panels(replace(results, rows=unlabelled))[0])
+    found = empty_charts(sections(replace(results, rows=unlabelled))[0])
     assert set(found) == {"accuracy", "pareto"}
 
 
 def test_without_labels_the_fastest_row_is_told(results: Results, row: RowMaker) -> None:
     rows = (replace(results.rows[0], accuracy=None), row(4, 1.0, None), row(2, 0.5, None))
     changed = replace(results, rows=rows)
-    assert summary(panels(changed)[0]).startswith("k = 2 of 16 runs at 6.2× the speed")
+    assert summary(sections(changed)[0]).startswith("k = 2 of 16 runs at 6.2× the speed")
     assert "Accuracy is not drawn: the data have no labels." in html(changed)
 
 
@@ -129,7 +131,7 @@ def test_the_page_fetches_nothing(results: Results) -> None:
 
 def test_the_page_tells_every_row_the_machine_and_the_command(results: Results) -> None:
     page = Page(html(results))
-    assert summary(panels(results)[0]) in page.text
+    assert summary(sections(results)[0]) in page.text
     for name in ("PyTorch, untouched", "ONNX Runtime, grouped", "16/16", "4/16", "2/16"):
         assert name in page.text
     assert "RuntimeError: <no such op>" in page.text
@@ -154,9 +156,9 @@ def test_the_charts_hold_every_line_and_the_untouched_model(results: Results) ->
 def test_one_disturbed_round_does_not_flatten_the_chart(results: Results, row: RowMaker) -> None:
     disturbed = summarise([[1.0], [1.0], [1.0], [1.0], [90.0]])
     rows = (*results.rows[:2], row(4, 1.0, 1.0, latency_ms=disturbed))
-    (panel,) = panels(replace(results, rows=rows))
-    assert panel.top_ms < 2 * 3.1
-    assert panels(results)[0].top_ms > 3.1 * 1.01
+    (section,) = sections(replace(results, rows=rows))
+    assert section.top_ms < 2 * 3.1
+    assert sections(results)[0].top_ms > 3.1 * 1.01
 
 
 def test_text_from_a_results_file_cannot_become_markup(results: Results) -> None:
@@ -174,7 +176,7 @@ def test_several_models_and_batches_become_panels_in_order(results: Results, row
         for batch in (64, 1)
         for r in results.rows
     ]
-    found = panels(replace(results, rows=tuple(rows)))
+    found = sections(replace(results, rows=tuple(rows)))
     assert [(p.model, p.batch) for p in found] == [("one", 1), ("one", 64), ("two", 1), ("two", 64)]
 
 
@@ -194,7 +196,7 @@ def test_a_token_models_figure_shows_its_perplexity(
     rows = (replace(judged(16, 6.3), engine="pytorch-eager"), judged(16, 6.3), judged(1, 12.8))
     _, drawn = figures(replace(results, rows=rows), tmp_path)
     words = re.findall(r"<!-- (.+?) -->", drawn.read_text())
-    said = summary(panels(replace(results, rows=rows))[0])
+    said = summary(sections(replace(results, rows=rows))[0])
     assert said.startswith("All 16 experts have perplexity 6.3 (untouched: 6.3)")
     assert "perplexity, less is better" in words
     assert "digits: perplexity" in words
@@ -211,12 +213,12 @@ def test_a_bar_that_goes_on_outside_of_the_chart_is_cut_and_says_so(
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # of a layout in which nothing fits
         figures(replace(results, rows=rows), tmp_path)
-    (panel,) = panels(replace(results, rows=rows))
-    bar = panel.bar(disturbed)
+    (section,) = sections(replace(results, rows=rows))
+    bar = section.bar(disturbed)
     assert bar.cut
-    assert bar.value + bar.above == panel.top_ms
-    for line in panels(results)[0].lines:
-        assert not any(panel.bar(r.latency_ms).cut for r in line.rows if r.latency_ms is not None)
+    assert bar.value + bar.above == section.top_ms
+    for line in sections(results)[0].series:
+        assert not any(section.bar(r.latency_ms).cut for r in line.rows if r.latency_ms is not None)
 
 
 def test_views_are_files_that_can_be_made_again(results: Results, tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE
 from moexport.bench.plan import Settings
 from moexport.bench.report.page import html, method_lines, tiles
-from moexport.bench.report.summary import choice, panels, summary
+from moexport.bench.report.summary import headline, sections, summary
 from moexport.bench.report.text import rows_table, to_csv, to_markdown
 from moexport.bench.results import Results, Row, read, to_json, write
 from moexport.bench.run import bench
@@ -76,26 +76,26 @@ def ms(median: float) -> object:
 
 
 def test_a_row_of_a_gpu_is_compared_with_pytorch_on_the_gpu(on_gpu: Results) -> None:
-    (panel,) = panels(on_gpu)
-    assert panel.reference is on_gpu.rows[0]
-    assert panel.gpu_reference is on_gpu.rows[5]
+    (section,) = sections(on_gpu)
+    assert section.reference is on_gpu.rows[0]
+    assert section.gpu_reference is on_gpu.rows[5]
     engine, by_onnxruntime = on_gpu.rows[6:]
-    assert panel.speedup(engine) == pytest.approx(2.0)
-    assert panel.speedup(by_onnxruntime) == pytest.approx(0.625)
-    assert panel.speedup(on_gpu.rows[2]) == pytest.approx(3.1)
-    assert summary(panel) == (
+    assert section.speedup(engine) == pytest.approx(2.0)
+    assert section.speedup(by_onnxruntime) == pytest.approx(0.625)
+    assert section.speedup(on_gpu.rows[2]) == pytest.approx(3.1)
+    assert summary(section) == (
         "k = 8 of 16 keeps 100% of the accuracy at 2.0× the speed of the PyTorch model on the GPU "
         "(batch 1)."
     )
-    assert "against the untouched PyTorch model on the GPU" in tiles(panel)
+    assert "against the untouched PyTorch model on the GPU" in tiles(section)
 
 
 def test_without_pytorch_on_the_gpu_the_report_says_that_it_compares_with_the_cpu(
     on_gpu: Results,
 ) -> None:
     without = replace(on_gpu, rows=(*on_gpu.rows[:5], *on_gpu.rows[6:]))
-    (panel,) = panels(without)
-    assert "at 12.4× the speed of the PyTorch model on the CPU" in summary(panel)
+    (section,) = sections(without)
+    assert "at 12.4× the speed of the PyTorch model on the CPU" in summary(section)
     told = " ".join(method_lines(without))
     assert "with the untouched PyTorch model on the CPU: on the GPU it was not measured" in told
 
@@ -104,10 +104,10 @@ def test_the_untouched_model_is_never_the_row_that_is_recommended(
     on_gpu: Results, row: RowMaker
 ) -> None:
     rows = (on_gpu.rows[0], row(16, 2.0, 1.0), on_gpu.rows[5])
-    (panel,) = panels(replace(on_gpu, rows=rows))
-    chosen = choice(panel)
+    (section,) = sections(replace(on_gpu, rows=rows))
+    chosen = headline(section)
     assert chosen is rows[1]
-    assert "on the CPU" in summary(panel)
+    assert "on the CPU" in summary(section)
 
 
 def test_gpu_times_are_shown_where_there_are_any(on_gpu: Results, results: Results) -> None:
@@ -274,8 +274,8 @@ def test_pytorch_on_the_gpu_is_measured_beside_the_cpu(model: Model, digits: Dig
         assert 0 < row.device_ms.median < 1000
         assert row.parity.max_abs < 1e-3
     assert {p.device.type for p in model.module.parameters()} == {"cpu"}
-    (panel,) = panels(found)
-    assert panel.gpu_reference is gpu
+    (section,) = sections(found)
+    assert section.gpu_reference is gpu
 
 
 @pytest.mark.gpu
