@@ -16,7 +16,6 @@ from ..calibration.feeds import (
     Array,
     LabelledBatch,
     Labels,
-    batches,
     check_classes,
     labelled_batches,
     limited_pairs,
@@ -199,17 +198,8 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
             f"--pixels {pixels}: {where} is no folder of images",
             hint="leave it out: other inputs are taken as they are",
         )
-    if path.is_dir():
-        first = next(batches(where, spec.name))
-        return Streamed(
-            partial(_pairs, where, spec.name),
-            None,
-            labelled=False,
-            fingerprint=f"{where} {fingerprint(first)}",
-            input_name=spec.name,
-        )
-    if names_code(where):
-        return _iterable(where, spec)
+    if path.is_dir() or names_code(where):
+        return _unknown_length(where, spec)
     if not path.is_file():
         raise FeedError(f"{path}: no such file", hint="give an .npz file with inputs and labels")
     return _archive(path, spec)
@@ -229,19 +219,15 @@ def _pairs(where: str, name: str) -> Iterator[LabelledBatch]:
     for inputs, labels in labelled_batches(where, name):
         if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
             raise FeedError(f"{where}: input '{name}' holds NaN or infinite values")
-        yield _floats(inputs), labels
+        yield inputs.astype(np.float32, copy=False) if inputs.dtype.kind == "f" else inputs, labels
 
 
-def _floats(x: Array) -> Array:
-    return x.astype(np.float32, copy=False) if x.dtype.kind == "f" else x
-
-
-def _iterable(where: str, spec: TensorSpec) -> Streamed:
+def _unknown_length(where: str, spec: TensorSpec) -> Streamed:
+    """A folder of arrays or what code yields: it can only be told from what comes first."""
     pairs = partial(_pairs, where, spec.name)
     first = next(pairs(), None)
     if first is None:
         raise FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
-    # What code yields can only be told from what it yields first.
     return Streamed(
         pairs,
         None,

@@ -22,7 +22,7 @@ from ..common.environment import environment
 from ..common.files import hash_files, sha256
 from ..common.writing import check_file, check_folder, make_folder, told, write_text
 from ..errors import FeedError, UsageError
-from ..exporter.model import Model, TensorSpec
+from ..exporter.model import TensorSpec
 from .cases import Candidate, GraphSource, TimingGroup
 from .data import Labelled, LabelledData, fingerprint
 from .journal import FILE as JOURNAL_FILE
@@ -204,18 +204,12 @@ def check_inputs(spec: TensorSpec, data: LabelledData, model: str) -> None:
 
 
 def model_info(candidate: Candidate) -> ModelInfo:
-    """Returns what the report says of a model."""
-    model = candidate.model
+    """Returns what the report says of a model, with the SHA-256 of its files, else its weights."""
+    model, source = candidate.model, candidate.model.source
     parameters = sum(p.numel() for p in model.module.parameters())
-    return ModelInfo(candidate.name, model.family, model.source.path, parameters, model_hash(model))
-
-
-def model_hash(model: Model) -> str:
-    """Returns the SHA-256 of a model's files, of its weights where it came from none."""
-    if model.source.files:
-        return hash_files(model.source.files)
-    state = model.module.state_dict()
-    return fingerprint(*(tensor.detach().cpu().numpy() for tensor in state.values()))
+    weights = (tensor.detach().cpu().numpy() for tensor in model.module.state_dict().values())
+    sha256 = hash_files(source.files) if source.files else fingerprint(*weights)
+    return ModelInfo(candidate.name, model.family, source.path, parameters, sha256)
 
 
 def _graph_hash(graph: GraphSource) -> str:

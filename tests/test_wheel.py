@@ -32,7 +32,7 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("sdist")
 
     def left_out(place: str, names: list[str]) -> set[str]:
-        hidden = {n for n in names if n[0] == "." and n != ".ci" or n.endswith(".egg-info")}
+        hidden = {n for n in names if (n[0] == "." and n != ".ci") or n.endswith(".egg-info")}
         return hidden | {"__pycache__"} | (ELSEWHERE if Path(place) == ROOT else set())
 
     shutil.copytree(ROOT, folder / "source", ignore=left_out)

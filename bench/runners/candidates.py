@@ -167,20 +167,20 @@ def _sources(
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
     for k, lowering, batch in product(sweep.ks, sweep.lowerings, sweep.batches):
-        kept = resolve_k(k, specs)
+        ks = resolve_k(k, specs)
         try:
             graph = plan_graph(
                 model,
                 prepared.traced,
-                kept,
+                ks,
                 replace(options, batch=AxisRange(1, batch, batch)),
                 lowering_name=lowering,
                 file=f"model-{len(graphs)}.onnx",
             )
         except LoweringError as error:
-            reasons[_largest(kept), lowering] = error
+            reasons[_largest(ks), lowering] = error
         else:
-            graphs.setdefault((_largest(kept), graph.lowerings), graph)
+            graphs.setdefault((_largest(ks), graph.lowerings), graph)
     refused = _refused(reasons, runtime, precision)
     if not graphs:
         return refused
@@ -189,18 +189,15 @@ def _sources(
     if runtime.compiles:
         _write_manifest(prepared, lowered, folder)
     engine = engine_options(model, sweep, runtime.engine) if runtime.compiles else None
+    experts = {name: spec.experts for name, spec in specs.items() if _has_sets(spec.kind)}
     return refused + [
         GraphSource(
             k=k,
             lowering="+".join(sorted(set(names))),
-            loader=EngineLoader(folder, runtime.engine, graph.file, options=engine)
-            if engine is not None
-            else OnnxLoader(
-                folder / graph.file,
-                selected_values(lowered[graph.file].values),
-                {n: spec.experts for n, spec in specs.items() if _has_sets(spec.kind)},
-                threads=sweep.threads,
-                provider=PROVIDERS[runtime.provider],
+            loader=_loader(
+                *(runtime, sweep, folder / graph.file),
+                *(selected_values(lowered[graph.file].values), experts),
+                engine=engine,
             ),
             provider=runtime.provider,
             precision=precision,
@@ -210,6 +207,21 @@ def _sources(
         )
         for (k, names), graph in graphs.items()
     ]
+
+
+def _loader(
+    runtime: EngineKind,
+    sweep: Sweep,
+    file: Path,
+    selected: Mapping[str, str],
+    experts: Mapping[str, int],
+    k: int | None = None,
+    engine: EngineOptions | None = None,
+) -> Loader:
+    """What opens a graph's `file` in a runtime; `k` where it is an input of the graph."""
+    if runtime.compiles:
+        return EngineLoader(file.parent, runtime.engine, file.name, k, engine)
+    return OnnxLoader(file, selected, experts, k, sweep.threads, PROVIDERS[runtime.provider])
 
 
 def _write_manifest(prepared: Prepared, lowered: Mapping[str, Lowered], folder: Path) -> None:
@@ -243,8 +255,8 @@ def _exactly(size: int) -> AxisRange:
     return AxisRange(size, size, size)
 
 
-def _largest(kept: Mapping[str, int | None]) -> int:
-    return max(value for value in kept.values() if value is not None)
+def _largest(ks: Mapping[str, int | None]) -> int:
+    return max(value for value in ks.values() if value is not None)
 
 
 def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> Candidate:
@@ -258,7 +270,7 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
     edits = Edits.from_records(record.edits, str(bundle.path / MANIFEST_FILE))
     model = edited(model or _source_of(bundle), edits)
     takes_k = record.k == "input"
-    numbers = {layer.name: layer.precision for layer in record.layers}
+    experts = {m.name: m.experts for m in record.layers if _has_sets(m.kind)}
     if takes_k:
         specs = {name: layer.spec for name, layer in model.layers.items()}
         ks = [_largest(resolve_k(each, specs)) for each in sweep.ks]
@@ -276,21 +288,15 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
             GraphSource(
                 k=k,
                 lowering="+".join(sorted(set(graph.lowerings.values()))),
-                loader=EngineLoader(bundle.path, runtime.engine, graph.file, k if takes_k else None)
-                if runtime.compiles
-                else OnnxLoader(
-                    bundle.path / graph.file,
-                    graph.selected,
-                    {m.name: m.experts for m in record.layers if _has_sets(m.kind)},
+                loader=_loader(
+                    *(runtime, sweep, bundle.path / graph.file, graph.selected, experts),
                     k if takes_k else None,
-                    sweep.threads,
-                    PROVIDERS[runtime.provider],
                 ),
                 provider=runtime.provider,
                 precision=record.precision,
                 engine=runtime.engine,
                 k_by_layer={layer.name: layer.k for layer in record.layers if layer.k is not None},
-                floating=frozenset(n for n, each in numbers.items() if each != "int8"),
+                floating=frozenset(m.name for m in record.layers if m.precision != "int8"),
                 integers=integers[graph.file],
             )
             for graph in record.graphs
