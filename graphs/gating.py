@@ -118,15 +118,18 @@ def _entmax15(b: Builder, halves: ir.Value, n: int, name: str) -> ir.Value:
 def _sparsemax(b: Builder, logits: ir.Value, n: int, name: str) -> ir.Value:
     """Adds p = [z − τ]₊ with Σp = 1, from τ = max z − 1: the slope is the size of the support."""
     r = _start(b, logits, name)
-    for _ in range(sparsemax_steps(n)):
+    steps = sparsemax_steps(n)
+    for step in range(1, steps + 1):
         total = b.op("ReduceSum", r, b.ints(-1), keepdims=1, name=f"{name}/total")
         signs = b.op("Sign", r, name=f"{name}/signs")
         support = b.op("ReduceSum", signs, b.ints(-1), keepdims=1, name=f"{name}/support")
         excess = b.op("Sub", total, b.number(1.0), name=f"{name}/excess")
         # Rounding may put τ right of the root: going back would bring zeros to life.
         excess = b.op("Relu", excess, name=f"{name}/excess_left")
-        r = _step(b, r, b.op("Div", excess, support, name=f"{name}/step"), name)
-    return b.op("Identity", r, name=name)
+        moved = b.op("Div", excess, support, name=f"{name}/step")
+        # Others look the result up by its name, which an Identity behind it would lose.
+        r = _step(b, r, moved, name, name if step == steps else None)
+    return r
 
 
 def _start(b: Builder, z: ir.Value, name: str) -> ir.Value:
@@ -136,9 +139,11 @@ def _start(b: Builder, z: ir.Value, name: str) -> ir.Value:
     return _step(b, z, start, name)
 
 
-def _step(b: Builder, r: ir.Value, step: ir.Value, name: str) -> ir.Value:
+def _step(
+    b: Builder, r: ir.Value, step: ir.Value, name: str, result: str | None = None
+) -> ir.Value:
     moved = b.op("Sub", r, step, name=f"{name}/moved")
-    return b.op("Relu", moved, name=f"{name}/above")
+    return b.op("Relu", moved, name=result or f"{name}/above")
 
 
 def _largest(b: Builder, layer: MuMoELayer, a: ir.Value, n: int, name: str) -> KeptLevel:

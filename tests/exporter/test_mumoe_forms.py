@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import onnx
@@ -12,7 +13,7 @@ import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.checkpoints.load import load
-from moexport.graphs.layers.mumoe import Form, MuMoE, MuMoESpec
+from moexport.graphs.layers.mumoe import Form, GateActivation, MuMoE, MuMoESpec
 from moexport.tests.command import Outcome, run
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import formula, random_layer, state_of
@@ -154,3 +155,18 @@ def test_tensors_that_do_not_fit_are_refused(
     assert "layer.pt" in outcome.error
     assert re.search(words, outcome.error), outcome.error
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("activation", get_args(GateActivation))
+@pytest.mark.parametrize("form", ["cp", "full"])
+def test_a_level_smaller_than_k_keeps_the_name_of_its_coefficients(
+    form: Form, activation: GateActivation, tmp_path: Path
+) -> None:
+    layer = random_layer(spec_of(form, (5, 2), activation=activation))
+    outcome = export(layer, tmp_path, "--k", "3", "--set", f"act={activation}")
+    assert outcome.code == 0, outcome.err
+    bundle = Bundle.open(tmp_path / "out")
+    assert_computes_the_formula(layer, bundle, 3, None)
+    graph = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False).graph
+    made = {value for node in graph.node for value in node.output}
+    assert set(bundle.manifest.graphs[0].selected.values()) <= made
