@@ -183,7 +183,7 @@ def _place(ablation: Ablation, spec: MoESpec) -> tuple[int, int]:
 
 def _check_rewrite(each: LayerRewrite, spec: MoESpec) -> None:
     what = f"--rewrite: output {each.rewrite.output} of layer {spec.name}"
-    if spec.kind != "mumoe":
+    if not spec.rewritable:
         raise UsageError(
             f"{what}: a {spec.kind} layer has no coefficients to re-write an output by",
             hint="only muMoE layers can be re-written; --ablate works for both kinds",

@@ -290,7 +290,7 @@ def _torch_forms(
     if kind.engine in (PYTORCH_EAGER, PYTORCH_COMPILE):
         yield TorchForm(kind.engine, n, batches, provider=kind.provider)
     # Algorithm 2 is a loop over a Soft MoE layer's experts: a muMoE layer has nothing to loop over.
-    loops = any(m.spec.kind == "soft-moe" for m in candidate.model.layers.values())
+    loops = any(m.spec.chooses_sets for m in candidate.model.layers.values())
     if loops and kind.engine == PYTORCH_ALGORITHM_2:
         for k in candidate.ks:
             if k < n:

@@ -1,12 +1,14 @@
-"""What the exporter needs of a MoE layer, whatever its kind: Soft MoE or muMoE.
+"""The contract of a kind of MoE layer: what Soft MoE and muMoE offer, and any further kind must.
 
-A kind brings a spec (sizes and behaviour), a PyTorch module (the reference) and lowerings. Tracing,
-planning, writing weights and checking go through the names of this module alone.
+A kind is one file beside this one: a spec (`MoESpec`: sizes, behaviour, what it costs and chooses),
+a PyTorch module (`MoELayer`: the reference, its choices and its stored weights), and lowerings that
+name the kind. Tracing, planning, writing weights and checking go through the names of this module.
 """
 
 from __future__ import annotations
 
 import copy
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -59,7 +61,8 @@ class LayerEdits:
 NO_EDITS = LayerEdits()
 
 
-Kind = Literal["soft-moe", "mumoe"]
+Kind = str
+"""What a spec and the lowerings that serve it call their kind of layer: `soft-moe`, `mumoe`."""
 
 Algorithm = Literal["masked", "selected"]
 """How eager PyTorch applies Algorithm 1. `masked`: every expert runs, unselected columns of C are
@@ -125,6 +128,16 @@ class MoESpec(Protocol):
         """Whether the weights of the kept experts can be divided by their sum."""
         ...
 
+    @property
+    def chooses_sets(self) -> bool:
+        """Whether each input chooses a set of k experts, which eager PyTorch can loop over."""
+        ...
+
+    @property
+    def rewritable(self) -> bool:
+        """Whether coefficients mix the experts, by which outputs can be re-written (`Rewrite`)."""
+        ...
+
     def macs(self, tokens: int, k: int) -> dict[str, int]:
         """Multiply-adds for one input of `tokens` tokens by part."""
         ...
@@ -173,7 +186,7 @@ class StoredPart:
     dtype: ir.DataType = field(default_factory=_float32)
 
 
-class MoELayer(nn.Module):
+class MoELayer(nn.Module, ABC):
     """A MoE layer in PyTorch, (b, m, d) to (b, m, o).
 
     `keep` is k; None computes all experts, as the model was trained. `renormalize` and `algorithm`
@@ -194,13 +207,17 @@ class MoELayer(nn.Module):
         """Returns an input as the layer's node takes it: [b, m, d]."""
         return x
 
+    @abstractmethod
+    def forward(self, x: Tensor) -> Tensor:
+        """Maps tokens x [b, m, d] to [b, m, o], as the published code does."""
+
+    @abstractmethod
     def choices(self, x: Tensor) -> dict[str, RoutingDecision]:
         """Returns what the layer chooses for inputs x, by the names of `MoESpec.choices`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def stored(self) -> Iterator[StoredPart]:
-        """Yields the weights as the lowerings of this kind find them."""
-        raise NotImplementedError
+        """Yields the weights as the lowerings of this kind find them (`LayerTensors`)."""
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

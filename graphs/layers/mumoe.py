@@ -185,6 +185,16 @@ class MuMoESpec:
         return False
 
     @property
+    def chooses_sets(self) -> bool:
+        """False: every token has its coefficients, of which k are not zero."""
+        return False
+
+    @property
+    def rewritable(self) -> bool:
+        """True: by Eq. 5."""
+        return True
+
+    @property
     def gate_parameters(self) -> int:
         """Weights of the gating projections."""
         return self.dim * sum(self.levels)

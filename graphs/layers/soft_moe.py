@@ -80,6 +80,16 @@ class SoftMoESpec:
         return True
 
     @property
+    def chooses_sets(self) -> bool:
+        """True: S, the k experts with the largest scores."""
+        return True
+
+    @property
+    def rewritable(self) -> bool:
+        """False: there are no coefficients of that kind."""
+        return False
+
+    @property
     def inner(self) -> int:
         """Columns of an expert's first matrix: h, 2h for `geglu`, o for `linear`."""
         if self.expert == "linear":
