@@ -16,6 +16,7 @@ import numpy as np
 
 from ..calibration.feeds import IGNORED, Array, Labels
 from ..errors import FeedError, ParityError
+from ..exporter.parity import jaccard
 from .results import Accuracy, Interval, Parity, Perplexity, RoutingAgreement
 
 Z = 1.959963984540054
@@ -164,13 +165,6 @@ class RoutingOverlap:
     def agreement(self) -> RoutingAgreement:
         """The mean Jaccard index and the share of samples that agree in every layer."""
         return RoutingAgreement(self.jaccard / self.pairs, self.exact / self.samples)
-
-
-def jaccard(chosen: Array, reference: Array) -> Array:
-    """Returns |A∩B| / |A∪B| of the sets in each row: [b, k], [b, k] to [b]; order is ignored."""
-    common = (chosen[:, :, None] == reference[:, None, :]).any(axis=2).sum(axis=1)
-    shares: Array = common / (chosen.shape[1] + reference.shape[1] - common)
-    return shares
 
 
 @dataclass(frozen=True, slots=True)

@@ -339,9 +339,14 @@ def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
         one, other = actual > 0, expected > 0
         shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
         return float(shares.mean())
-    k = expected.shape[1]
-    common = (actual[:, :, None] == expected[:, None, :]).any(axis=2).sum(axis=1)
-    return float((common / (2 * k - common)).mean())
+    return float(jaccard(actual, expected).mean())
+
+
+def jaccard(chosen: np.ndarray, reference: np.ndarray) -> np.ndarray:
+    """Returns |A∩B| / |A∪B| of the sets in each row: [b, k], [b, k] to [b]; order is ignored."""
+    common = (chosen[:, :, None] == reference[:, None, :]).any(axis=2).sum(axis=1)
+    shares: np.ndarray = common / (chosen.shape[1] + reference.shape[1] - common)
+    return shares
 
 
 def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> np.ndarray:

@@ -22,12 +22,12 @@ from typing import Any
 import numpy as np
 from moexport import Bundle, Model, export, load
 from moexport.bench.demo import digits
-from moexport.bench.metrics import jaccard
 from moexport.calibration.table import METHODS, CalibrationTable
 from moexport.common.environment import environment
 from moexport.common.text import markdown
 from moexport.common.timing import Protocol, measure
 from moexport.exporter.options import parse_k
+from moexport.exporter.parity import jaccard
 from moexport.exporter.quantization.calibrate import CalibrationOptions, Observed, observe_model
 from moexport.exporter.session import Session, SessionOptions
 from onnxruntime import quantization
