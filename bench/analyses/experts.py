@@ -291,28 +291,32 @@ def study(
     def say(what: str) -> None:
         watcher.step(f"{name}: {what}")
 
-    by_sums = isinstance(model, Sums)
-    limit = wanted.max_subsets or (SUBSETS_BY_SUMS if by_sums else SUBSETS_BY_PASSES)
-    retention: tuple[Kept, ...] = ()
-    chosen: tuple[RandomChoice, ...] = ()
-    subsets: tuple[BestSubsets, ...] = ()
-    shares: tuple[Shares, ...] = ()
-    if "retention" in wanted.names:
+    def retention() -> Iterator[Kept]:
         # Sums give every k for next to nothing.
         every = range(1, n + 1) if by_sums else sorted({*fewer, n})
         say(f"Algorithm 1 for {len(every)} values of k")
-        retention = tuple(_kept(model, labels, k, top1) for k in every)
-    if "random" in wanted.names:
+        for k in every:
+            found = accuracy(model.algorithm_1(k), labels)
+            yield Kept(k, found, found / top1 if top1 > 0 else None)
+
+    def chosen() -> Iterator[RandomChoice]:
         for k in fewer:
             say(f"k = {k} at random, {wanted.seeds} seeds")
-            chosen = (*chosen, random_choice(model, labels, k, wanted.seeds))
-    if "subsets" in wanted.names:
+            yield random_choice(model, labels, k, wanted.seeds)
+
+    def subsets() -> Iterator[BestSubsets]:
+        limit = wanted.max_subsets or (SUBSETS_BY_SUMS if by_sums else SUBSETS_BY_PASSES)
         for k in fewer:
             say(f"{comb(n, k):,} subsets of {k}")
-            subsets = (*subsets, best_subsets(model, labels, k, limit))
-    if "shares" in wanted.names:
+            yield best_subsets(model, labels, k, limit)
+
+    def shares() -> Iterator[Shares]:
         say("what the top experts hold")
-        shares = tuple(shares_of(name, s) for name, s in _column_sums(model).items())
+        for layer, sums in _column_sums(model).items():
+            yield shares_of(layer, sums)
+
+    by_sums = isinstance(model, Sums)
+    names = wanted.names
     return ExpertStudy(
         model=name,
         experts=n,
@@ -320,10 +324,10 @@ def study(
         samples=len(data),
         top1=top1,
         method=SUMS if by_sums else PASSES,
-        retention=retention,
-        random=chosen,
-        subsets=subsets,
-        shares=shares,
+        retention=tuple(retention()) if "retention" in names else (),
+        random=tuple(chosen()) if "random" in names else (),
+        subsets=tuple(subsets()) if "subsets" in names else (),
+        shares=tuple(shares()) if "shares" in names else (),
     )
 
 
@@ -430,11 +434,6 @@ def shares_of(layer: str, column_sums: Tensor) -> Shares:
     return Shares(
         layer, tuple(held.mean(axis=0).tolist()), tuple(low.tolist()), tuple(high.tolist())
     )
-
-
-def _kept(model: Classifier, labels: Tensor, k: int, top1: float) -> Kept:
-    found = accuracy(model.algorithm_1(k), labels)
-    return Kept(k, found, found / top1 if top1 > 0 else None)
 
 
 def _untouched_accuracy(of: Model, data: LabelledData, labels: Tensor, batch: int) -> float:

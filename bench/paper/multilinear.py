@@ -27,7 +27,7 @@ from ...exporter.model import Model, Source, TensorSpec
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights, activate
 from ..measure.memory import measure_memory, pickled
 from ..results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
-from ..run import write_all
+from ..run import with_threads, write_all
 from ..runners.base import Loader, Runner
 from ..runners.candidates import Sweep, exported
 from ..runners.pytorch import PyTorch
@@ -149,30 +149,21 @@ def run_multilinear(
     loaders: dict[tuple[str, str], Loader] = {
         (name, PYTORCH_EAGER): LayerLoader(name) for name in published.TABLE_6
     }
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        with _exported("CP", threads) as cp, _exported("TR", threads) as tr:
-            for name, candidate in (("CP", cp), ("TR", tr)):
-                loaders[name, ONNXRUNTIME] = candidate.graphs[0].loader
-            progress.step("timing Table 6's layers")
-            measured = _measured(loaders, inputs)
-            rows = []
-            for (name, engine), loader in loaders.items():
-                progress.step(f"the memory of {name}, {engine}")
-                job = pickled(loader)
-                memory = (
-                    None if job is None else measure_memory(job, {1: inputs[0]}, threads=threads)
-                )
-                rows.append(
-                    replace(
-                        _row(name, engine, measured),
-                        peak_memory_mb=None if memory is None else memory.peak_mb[1],
-                        runtime_memory_mb=None if memory is None else memory.runtime_mb,
-                    )
-                )
-    finally:
-        torch.set_num_threads(before)
+    with with_threads(threads), _exported("CP", threads) as cp, _exported("TR", threads) as tr:
+        for name, candidate in (("CP", cp), ("TR", tr)):
+            loaders[name, ONNXRUNTIME] = candidate.graphs[0].loader
+        progress.step("timing Table 6's layers")
+        measured = _measured(loaders, inputs)
+        rows = []
+        for (name, engine), loader in loaders.items():
+            progress.step(f"the memory of {name}, {engine}")
+            row = _row(name, engine, measured)
+            job = pickled(loader)
+            if job is not None:
+                memory = measure_memory(job, {1: inputs[0]}, threads=threads)
+                peak, alone = memory.peak_mb[1], memory.runtime_mb
+                row = replace(row, peak_memory_mb=peak, runtime_memory_mb=alone)
+            rows.append(row)
     results = Results(
         tuple(_info(name) for name in published.TABLE_6),
         tuple(rows),
@@ -281,4 +272,4 @@ def _growth(row: Row) -> str:
 
 
 def _ms(row: Row) -> str:
-    return "–" if row.latency_ms is None else f"{row.latency_ms.median:.3f}"
+    return "–" if row.median_ms is None else f"{row.median_ms:.3f}"
