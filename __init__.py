@@ -1,8 +1,8 @@
 """moexport: deploy trained Soft MoE and muMoE models that choose k of n experts per input.
 
-`load`, `calibrate`, `export`, `build`, `bench` and `specialise` do from Python what the command
-line does. They, and the classes they return, are imported on first use: `import moexport` alone
-loads neither torch nor ONNX Runtime.
+The functions (`moexport.export` …) do from Python what the commands of their names do. They, and
+the classes they return, are imported on first use: `import moexport` alone loads neither torch nor
+ONNX Runtime.
 """
 
 from __future__ import annotations
@@ -10,7 +10,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import bench, build, calibrate, export, load, specialise
+    from .api import (
+        bench,
+        build,
+        calibrate,
+        demo,
+        doctor,
+        export,
+        inspect,
+        load,
+        plan,
+        report,
+        run,
+        sensitivity,
+        specialise,
+        verify,
+    )
     from .exporter.bundle.bundle import Bundle
     from .exporter.checkpoints.adapters import adapts
     from .exporter.checkpoints.own_layers import MuMoE, SoftMoE
@@ -29,19 +44,21 @@ __all__ = [
     "bench",
     "build",
     "calibrate",
+    "demo",
+    "doctor",
     "export",
+    "inspect",
     "load",
+    "plan",
+    "report",
+    "run",
+    "sensitivity",
     "specialise",
+    "verify",
 ]
 
-_HOMES = {
+_ELSEWHERE = {
     "adapts": ".exporter.checkpoints.adapters",
-    "bench": ".api",
-    "build": ".api",
-    "calibrate": ".api",
-    "export": ".api",
-    "load": ".api",
-    "specialise": ".api",
     "Bundle": ".exporter.bundle.bundle",
     "EngineOptions": ".exporter.tensorrt.options",
     "Model": ".exporter.model",
@@ -52,8 +69,8 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'moexport' has no attribute '{name}'")
     from importlib import import_module
 
-    return getattr(import_module(_HOMES[name], __name__), name)
+    return getattr(import_module(_ELSEWHERE.get(name, ".api"), __name__), name)

@@ -25,9 +25,9 @@ INTERRUPTED = 130
 UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
 """The system's errors about a path that a user gave, wherever it is first looked at."""
 
-NO_MEMORY = (
-    "failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
-    "|error return without exception set"
+NO_MEMORY = re.compile(
+    r"failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
+    r"|error return without exception set"
 )
 """How the system's loader, C++ and PyTorch say that there is no memory."""
 
@@ -116,8 +116,9 @@ def _of_memory(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
             return True
-        told = isinstance(error, ImportError | RuntimeError | SystemError)
-        if told and re.search(NO_MEMORY, str(error)):
+        if isinstance(error, ImportError | RuntimeError | SystemError) and NO_MEMORY.search(
+            str(error)
+        ):
             return True
         error = error.__cause__ or error.__context__
     return False
@@ -129,8 +130,10 @@ def _say_usage(console: Console, error: TyperException) -> None:
     if len(sys.argv) == 1:  # the message is the help
         print(error.format_message(), file=sys.stderr)
         return
+    # A choice that is none is a "Value error" of the parser's: that word tells a user nothing.
+    message = error.format_message().replace("Value error, ", "")
     command = context.command_path if context is not None else "moexport"
-    console.error(error.format_message(), f"{command} --help shows the options and an example")
+    console.error(message, f"{command} --help shows the options and an example")
 
 
 if __name__ == "__main__":

@@ -1,108 +1,224 @@
-"""The Python calls, with the words of the command line."""
+"""The Python calls, in the words of the command line, which makes the same ones.
+
+Each takes `progress` (`common.console.Progress`), which is told of every step; nothing is said
+without. What a call needs is imported by the call: `import moexport` is quick.
+"""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import replace
-from fractions import Fraction
+import inspect as introspection
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-import torch
+if TYPE_CHECKING:
+    import numpy as np
 
-from .bench.analyses.experts import Wanted, parse_analyses, studied
-from .bench.cases import Candidate
-from .bench.data import Labelled, LabelledData, load_groups, open_labelled
-from .bench.plan import Settings
-from .bench.results import Results
-from .bench.run import bench as run_bench
-from .bench.run import check_inputs
-from .bench.runners.available import parse_engines, select
-from .bench.runners.candidates import (
-    Sweep,
-    exported,
-    from_bundle,
-    parse_precisions,
-    with_distinct_names,
-)
-from .bench.specialise import Specialisation
-from .bench.specialise import specialise as run_specialise
-from .calibration.feeds import Feed
-from .calibration.methods import DEFAULT_METHOD, DEFAULT_PERCENTILE
-from .calibration.table import CalibrationTable, Method
-from .common.console import Progress, Silent
-from .common.timing import Protocol
-from .errors import UsageError
-from .exporter.axes import DEFAULT_BATCH, DEFAULT_TOKENS, parse_range
-from .exporter.bundle.bundle import Bundle
-from .exporter.checkpoints.load import load
-from .exporter.edits import read_edits
-from .exporter.export import export as export_bundle
-from .exporter.inputs import random_inputs, with_axes
-from .exporter.model import Model
-from .exporter.options import (
-    ExportOptions,
-    KOption,
-    PrecisionOptions,
-    Scope,
-    parse_k,
-    parse_lowerings,
-)
-from .exporter.quantization.accuracy_search import with_retention
-from .exporter.quantization.calibrate import CalibrationOptions, ranges_for_export
-from .exporter.quantization.calibrate import calibrate as run_calibration
-from .exporter.tensorrt.cache import default_cache
-from .exporter.tensorrt.engines import add_engines, plan_engines
-from .exporter.tensorrt.options import EngineOptions
-from .graphs.precision.types import FloatName, Precision
-from .graphs.targets import Target
+    from .bench.data import Labelled, LabelledData
+    from .bench.demo.demo import Outcome
+    from .bench.report.compare import Comparison
+    from .bench.results import Results
+    from .bench.specialise import Specialisation
+    from .calibration.feeds import Feed
+    from .calibration.table import CalibrationTable
+    from .common.console import Progress
+    from .exporter.bundle.bundle import Bundle
+    from .exporter.bundle.manifest import Check, Manifest
+    from .exporter.bundle.run import Outputs
+    from .exporter.checkpoints.adapters import Adapter
+    from .exporter.checkpoints.user_network import Example
+    from .exporter.doctor import Diagnosis
+    from .exporter.inspect import ModelReport
+    from .exporter.job import ExportJob
+    from .exporter.model import Model
+    from .exporter.plan import Plan
+    from .exporter.quantization.accuracy_search import LayerSensitivity
+    from .exporter.tensorrt.engines import EnginePlan
+    from .exporter.tensorrt.options import EngineOptions
+    from .exporter.tensorrt.records import Made
+    from .graphs.choices import FloatName, Method, Precision, Scope
+    from .graphs.targets import Target
 
-__all__ = ["bench", "build", "calibrate", "export", "load", "specialise"]
+    K = int | float | str | Sequence[int]
+
+AnyPath = str | Path
+
+
+def load(
+    source: AnyPath,
+    *,
+    family: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    weights: AnyPath | None = None,
+    example: Example | None = None,
+    adapter: Adapter | str | Sequence[Adapter | str] = (),
+    values: bool = True,
+    progress: Progress | None = None,
+) -> Model:
+    """Returns the trained model that `source` names, ready to be exported.
+
+    Args:
+        source: a checkpoint (a file, an index of shards, a folder) or `package.module:factory`.
+        family: the published code that it is of, by name; found by its keys and shapes (None).
+        config: what shapes cannot tell: arguments of the published constructor or the factory.
+        weights: a checkpoint for a factory's network; without, it has what the factory gave it.
+        example: inputs [b, ...] to check a factory's network with, or a file of them (None).
+        adapter: says what the factory's own MoE layers are (`moexport.adapts`): a function, its
+            "package.module:adapt", or several (none).
+        values: False leaves the weights unread: enough to look at a model, not to run it (True).
+        progress: is told of every step (None: nobody).
+
+    Raises:
+        CheckpointError: what is wrong with the file.
+        FamilyError: which family it may be, or what is missing to tell.
+        ParityError: where a factory's network does not compute what its layers should.
+        UsageError: which argument cannot be meant.
+    """
+    from .exporter.checkpoints.load import load as load_model
+
+    if progress is not None:
+        progress.step(f"loading {source}")
+    return load_model(
+        source,
+        family=family,
+        config=config,
+        weights=weights,
+        example=example,
+        adapter=adapter,
+        values=values,
+    )
+
+
+def inspect(
+    model: Model | AnyPath,
+    data: Feed | None = None,
+    *,
+    progress: Progress | None = None,
+    **loading: Any,
+) -> ModelReport:
+    """Returns what a model is before it is exported: its layers, its sizes, what each k costs.
+
+    Args:
+        model: a loaded model, or what `load` takes, of which the shapes alone are read.
+        data: inputs on which a muMoE's coefficients that are not zero are counted (None: not).
+        progress: is told of every step (None: nobody).
+        **loading: `family`, `config` and `weights`, as `load` takes them.
+    """
+    from .exporter.inspect import inspect as inspect_model
+
+    if isinstance(model, str | Path):
+        # A factory's network is checked on the data, too.
+        given = {"example": data if isinstance(data, str | Path) else None, **loading}
+        model = load(model, values=data is not None, progress=progress, **given)
+    return inspect_model(model, data)
+
+
+def inspect_bundle(bundle: Bundle | AnyPath) -> Manifest:
+    """Returns what a bundle's manifest says of it."""
+    from .exporter.bundle.manifest import Manifest
+
+    return Manifest.read(_folder(bundle))
+
+
+def inspect_engine(plan_file: AnyPath, *, trust: bool = False) -> Mapping[str, Any]:
+    """Returns what is known of an engine, by its `.plan` file.
+
+    With `trust` one that no manifest vouches for is loaded, too: a plan is code.
+    """
+    from .exporter.tensorrt.plan_file import engine_facts
+
+    return engine_facts(Path(plan_file), trust=trust)
 
 
 def calibrate(
-    model: Model,
+    model: Model | Callable[[], Model],
     data: Feed,
     *,
-    k: int | float | str | Sequence[int] = "n",
-    method: Method = DEFAULT_METHOD,
-    percentile: float = DEFAULT_PERCENTILE,
+    k: K = "n",
+    method: Method = "percentile",
+    percentile: float | None = None,
     samples: int | None = None,
     batch: int = 16,
     renormalize: bool = False,
-    workspace: str | Path | None = None,
+    workspace: AnyPath | None = None,
+    out: AnyPath | None = None,
+    force: bool = False,
     progress: Progress | None = None,
 ) -> CalibrationTable:
-    """Returns the ranges of a model's tensors over the inputs of a feed; `.write(path)` keeps them.
+    """Returns the ranges of a model's tensors over inputs; `.write(path)` keeps them.
 
-    The arguments are the options of `moexport calibrate`. The weights are written to a temporary
-    folder in `workspace`, the system's own by default. Raises whatever
-    `exporter.quantization.calibrate.calibrate` raises.
+    Args:
+        model: a loaded model, or a function that loads it.
+        data: its inputs, as in `export`.
+        k: experts kept, as in `export`, but for "input" ("n").
+        method: how ranges are chosen: minmax, percentile, entropy or mse ("percentile").
+        percentile: the share of values in range, in %, with that method (None: 99.99).
+        samples: how many inputs are taken (None: all).
+        batch: inputs that are run at once (16).
+        renormalize: as the export will be (False).
+        workspace: a folder for the weights while they are in use (None: that of `out`, or the
+            system's temporary one).
+        out: a file for the table; one of the same origin that is there is returned (None).
+        force: replace a table of another origin (False).
+        progress: is told of every step (None: nobody).
+
+    Raises:
+        UsageError: an option cannot be meant.
+        FeedError: the inputs do not fit the model.
+        CalibrationError: a tensor's values give no range, or the table at `out` is of another
+            origin.
     """
-    options = CalibrationOptions(
-        k=parse_k(_k_text(k)),
-        method=method,
-        percentile=percentile,
-        samples=samples,
-        batch=batch,
-        renormalize=renormalize,
-    )
+    from .exporter.options import parse_k
+    from .exporter.quantization.calibrate import CalibrationOptions, calibrate_to
+    from .exporter.quantization.calibrate import calibrate as run
+
+    options = CalibrationOptions(parse_k(k), method, percentile, samples, batch, renormalize)
+    loaded = model() if callable(model) else model
+    if out is not None:
+        return calibrate_to(Path(out), loaded, data, options, force=force, progress=progress)
     place = None if workspace is None else Path(workspace)
-    return run_calibration(model, data, options, workspace=place, progress=progress)
+    return run(loaded, data, options, workspace=place, progress=progress)
+
+
+def sensitivity(
+    model: Model,
+    table: CalibrationTable,
+    data: Feed,
+    *,
+    k: K = "n",
+    samples: int | None = None,
+    renormalize: bool = False,
+    progress: Progress | None = None,
+) -> tuple[LayerSensitivity, ...]:
+    """Returns what INT8 does to each MoE layer alone, on a CPU, the most sensitive layer first.
+
+    Args:
+        model: a loaded model.
+        table: what `calibrate` returned for it.
+        data: its inputs, as in `export`.
+        k: as the table was made with ("n").
+        samples: how many inputs are compared, at most 64 (None: 64).
+        renormalize: as the table was made with (False).
+        progress: is told of every step (None: nobody).
+    """
+    from .exporter.options import parse_k
+    from .exporter.quantization.accuracy_search import rank
+    from .exporter.quantization.calibrate import CalibrationOptions
+
+    options = CalibrationOptions(parse_k(k), samples=samples, renormalize=renormalize)
+    return rank(model, options, table, data, progress=progress)
 
 
 def export(
-    model: Model,
-    destination: str | Path,
+    model: Model | Callable[[], Model],
+    destination: AnyPath,
     *,
-    k: int | float | str | Sequence[int] = "n",
+    k: K = "n",
     target: Target = "onnx",
     lowering: str = "auto",
-    batch: str | int = str(DEFAULT_BATCH),
-    tokens: str | int = str(DEFAULT_TOKENS),
+    batch: str | int = "1:1:32",
+    tokens: str | int = "1:196:1024",
     opset: int = 20,
     renormalize: bool = False,
     precision: Precision = "fp32",
@@ -110,94 +226,303 @@ def export(
     rest: FloatName | None = None,
     weight_bits: int | None = None,
     io_precision: FloatName = "fp32",
-    method: Method = DEFAULT_METHOD,
-    calibration: CalibrationTable | str | Path | None = None,
+    method: Method | None = None,
+    calibration: CalibrationTable | AnyPath | None = None,
     keep_floating: Sequence[str] = (),
     min_retention: float | None = None,
     atol: float | None = None,
     rtol: float | None = None,
     data: Feed | None = None,
     ablate: str | Sequence[str] = (),
-    rewrite: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = None,
     verify: bool = True,
     engine: EngineOptions | bool | None = None,
     force: bool = False,
+    progress: Progress | None = None,
 ) -> Bundle:
-    """Writes a verified bundle of a loaded model and returns it.
+    """Writes a verified bundle of a model (ONNX graphs, weights, a manifest) and returns it.
 
-    `keep_floating` names MoE layers that INT8 leaves as they are.
-    The arguments are the options of `moexport export`, those of engines together in `engine`;
-    `rewrite` may also be the entries of such a file. Raises `UsageError` for one that cannot be
-    meant, and whatever `exporter.export.export` raises.
+    All that cannot be meant is refused before the work begins, and nothing half-written is left.
+
+    Args:
+        model: a loaded model, or a function that loads it, called when what needs no model is
+            checked.
+        destination: the folder to write.
+        k: experts kept of the n of each layer: a number (4), a share (0.25 or "n/4"), all ("n"), a
+            number per layer ([4, 4, 8]), or "input": the graph takes k as an input ("n").
+        target: who runs the graph: onnx (standard ops alone), ort-cpu, ort-cuda, tensorrt or
+            tensorrt-rtx ("onnx").
+        lowering: how experts are computed: auto predicts the fastest, tune measures, or a name
+            (dense, gather, grouped, ...); "a,b" writes a graph of each ("auto").
+        batch: inputs per call, "MIN:OPT:MAX", fastest at OPT; one number fixes it ("1:1:32").
+        tokens: the same for the tokens m of an input, where that axis is dynamic ("1:196:1024").
+        opset: the ONNX opset, 20 to 23 (20).
+        renormalize: divide C by its sum over the kept experts (False).
+        precision: what the graph computes in: fp32, fp16, bf16 or int8, which needs `data` or
+            `calibration` ("fp32").
+        quantize: what is INT8: experts, or all linear layers ("experts").
+        rest: the float type of what is not INT8: fp32, fp16 or bf16 (None: fp32; for TensorRT
+            fp16).
+        weight_bits: bits of INT8 weights on CPUs: 7, or 8, slower on those without VNNI (None: 7;
+            for TensorRT 8).
+        io_precision: the type of the graph's float inputs and outputs ("fp32").
+        method: how INT8 ranges are chosen from `data`: minmax, percentile, entropy or mse (None:
+            percentile).
+        calibration: the ranges instead: what `calibrate` returned, or its file (None).
+        keep_floating: names of MoE layers that INT8 leaves as they are (none).
+        min_retention: the share of FP32's accuracy, above 0 to 1, for which INT8 leaves the most
+            sensitive layers in floats (None: all are INT8).
+        atol: the absolute difference from PyTorch that is allowed (None: 1e-6).
+        rtol: the difference allowed as a share of max|y| (None: FP32 1e-4, FP16 0.01, BF16 0.05,
+            INT8 0.1).
+        data: real inputs for ranges and comparison: an array [s, ...], an iterable of batches
+            [b, ...], an .npz, a folder of .npy, or "package.module:iterable" (None: random ones are
+            compared).
+        ablate: experts that contribute nothing, "LAYER:EXPERT" counted from 0, "LAYER:3,5" (none).
+        rewrite: outputs of muMoE layers to re-write: a JSON file, or its entries (None).
+        verify: compare every graph with PyTorch; a miss is an error (True).
+        engine: True compiles a TensorRT engine, `EngineOptions` says how, False writes graphs alone
+            (None: where the target has engines and this machine can).
+        force: replace a bundle that is there (False).
+        progress: is told of every step (None: nobody).
+
+    Raises:
+        UsageError: an argument cannot be meant.
+        BundleError: the destination cannot be written.
+        FeedError: the inputs do not fit the model.
+        CalibrationError: the ranges are of another model, or of fewer experts.
+        LoweringError: a layer cannot be served.
+        TraceError: the network cannot be traced.
+        ParityError: a graph is further from PyTorch than is allowed.
+        EngineError: the engine that was asked for cannot be compiled.
     """
+    asked = SimpleNamespace(**locals())  # the parameters: nothing else is bound yet
+    from .exporter.export import export as run
+
+    return run(_job(asked), progress)
+
+
+def plan(model: Model | Callable[[], Model], destination: AnyPath, **options: Any) -> Plan:
+    """Returns what `export` would write with the same arguments; traces, but writes nothing.
+
+    A bundle that is at `destination` does not matter.
+    """
+    from .exporter.export import export_plan
+
+    given = introspection.signature(export).bind(model, destination, **{**options, "force": True})
+    given.apply_defaults()
+    asked = SimpleNamespace(**given.arguments)
+    return export_plan(_job(asked), asked.progress)
+
+
+def _job(asked: SimpleNamespace) -> ExportJob:
+    """The job that the parameters of `export` describe."""
+    from .exporter.axes import parse_range
+    from .exporter.edits import read_edits
+    from .exporter.job import export_job
+    from .exporter.options import ExportOptions, PrecisionOptions, parse_k, parse_lowerings
+
     options = ExportOptions(
-        k=parse_k(_k_text(k)),
-        target=target,
-        lowerings=parse_lowerings(lowering),
-        batch=parse_range(str(batch), "batch"),
-        tokens=parse_range(str(tokens), "tokens"),
-        opset=opset,
-        renormalize=renormalize,
-        atol=atol,
-        rtol=rtol,
-        verify=verify,
-        edits=read_edits(ablate, rewrite),
-        numbers=PrecisionOptions(
-            precision,
-            rest,
-            quantize,
-            io_precision,
-            weight_bits,
-            floating=frozenset(keep_floating),
-            min_retention=min_retention,
+        k=parse_k(asked.k),
+        target=asked.target,
+        lowerings=parse_lowerings(asked.lowering),
+        batch=parse_range(str(asked.batch), "--batch"),
+        tokens=parse_range(str(asked.tokens), "--tokens"),
+        opset=asked.opset,
+        renormalize=asked.renormalize,
+        atol=asked.atol,
+        rtol=asked.rtol,
+        verify=asked.verify,
+        precision=PrecisionOptions(
+            asked.precision,
+            asked.rest,
+            asked.quantize,
+            asked.io_precision,
+            asked.weight_bits,
+            frozenset(asked.keep_floating),
+            asked.min_retention,
         ),
+        edits=read_edits(asked.ablate, asked.rewrite),
     )
-    table = calibration if isinstance(calibration, CalibrationTable) else None
-    if table is None:
-        path = None if calibration is None else Path(str(calibration))
-        table = ranges_for_export(model, options, method=method, data=data, path=path)
-    options = with_retention(model, options, table, data)
-    return export_bundle(
-        model,
-        Path(destination),
+    table = asked.calibration
+    return export_job(
+        asked.model,
         options,
-        data=data,
-        table=table,
-        engine=engine,
-        force=force,
+        destination=Path(asked.destination),
+        data=asked.data,
+        calibration=Path(table) if isinstance(table, str) else table,
+        method=asked.method,
+        engine=asked.engine,
+        force=asked.force,
     )
 
 
 def build(
-    bundle: Bundle,
+    bundle: Bundle | AnyPath,
     *,
     target: str | None = None,
     graph: str | None = None,
+    batch: str | int | None = None,
+    tokens: str | int | None = None,
     options: EngineOptions | None = None,
     rebuild: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
-    """Compiles the engines of a bundle's graphs into it and returns it with its new manifest.
+    """Compiles the engines of a bundle's graphs into it; returns it with its new manifest.
 
-    Raises what `exporter.tensorrt.engines.plan_engines` and `add_engines` raise.
+    Args:
+        bundle: a bundle, or its folder.
+        target: tensorrt or tensorrt-rtx (None: the bundle's).
+        graph: a file or lowering, where the bundle holds several (None: all).
+        batch: inputs per call, "MIN:OPT:MAX", where no profile names them (None: as exported).
+        tokens: the same for the token axis (None: as exported).
+        options: profiles, compute capabilities and the rest of a build (None: the defaults).
+        rebuild: build what is there already (False).
+        progress: is told of every step (None: nobody).
+
+    Raises:
+        UsageError: before anything is built, where an option cannot be meant.
+        MissingExtraError: before anything is built, where a package is missing.
+        EngineError: a graph is refused, or its build fails.
     """
-    wanted = options or EngineOptions(cache=default_cache())
-    name = target or bundle.manifest.target
-    plans = plan_engines(bundle.manifest, name, wanted, graph=graph)
-    add_engines(bundle.path, bundle.manifest, plans, progress, rebuild=rebuild)
-    return Bundle.open(bundle.path)
+    from .exporter.bundle.bundle import Bundle
+
+    plans = build_plan(
+        bundle, target=target, graph=graph, batch=batch, tokens=tokens, options=options
+    )
+    build_engines(bundle, plans, rebuild=rebuild, progress=progress)
+    return Bundle.open(_folder(bundle))
+
+
+def build_plan(
+    bundle: Bundle | AnyPath,
+    *,
+    target: str | None = None,
+    graph: str | None = None,
+    batch: str | int | None = None,
+    tokens: str | int | None = None,
+    options: EngineOptions | None = None,
+) -> list[EnginePlan]:
+    """Returns the engines that `build` would compile with the same arguments; builds nothing."""
+    from .exporter.axes import parse_range
+    from .exporter.bundle.manifest import Manifest
+    from .exporter.tensorrt.cache import default_cache
+    from .exporter.tensorrt.engines import plan_engines
+    from .exporter.tensorrt.options import EngineOptions
+
+    ranges = {
+        axis: parse_range(str(sizes), f"--{axis}")
+        for axis, sizes in (("batch", batch), ("tokens", tokens))
+        if sizes is not None
+    }
+    manifest = Manifest.read(_folder(bundle))
+    options = options or EngineOptions(cache=default_cache())
+    return plan_engines(manifest, target or manifest.target, options, graph=graph, ranges=ranges)
+
+
+def build_engines(
+    bundle: Bundle | AnyPath,
+    plans: Sequence[EnginePlan],
+    *,
+    rebuild: bool = False,
+    progress: Progress | None = None,
+) -> list[Made]:
+    """Compiles the engines of `build_plan` into a bundle; returns each, and whether it was there.
+
+    Raises what `build` raises.
+    """
+    from .exporter.bundle.manifest import Manifest
+    from .exporter.tensorrt.engines import add_engines
+
+    folder = _folder(bundle)
+    return add_engines(folder, Manifest.read(folder), plans, progress, rebuild=rebuild)
+
+
+def verify(
+    bundle: Bundle | AnyPath,
+    *,
+    atol: float | None = None,
+    rtol: float | None = None,
+    progress: Progress | None = None,
+) -> Iterator[Check]:
+    """Yields the checks of a bundle as they are made: hashes, valid graphs, parity, engines.
+
+    Args:
+        bundle: a bundle, or its folder.
+        atol: the absolute difference from PyTorch that is allowed (None: by precision).
+        rtol: the difference allowed as a share of max|y| (None: by precision).
+        progress: is told of every check (None: nobody).
+    """
+    from .exporter.bundle.bundle import Bundle
+
+    for check in Bundle.open(_folder(bundle)).verify(atol=atol, rtol=rtol):
+        if progress is not None:
+            progress.step(check.name)
+        yield check
+
+
+def others_in(bundle: Bundle | AnyPath) -> list[str]:
+    """Returns the names of what lies in a bundle's folder and is not of it: `verify` skips it."""
+    from .exporter.bundle.destination import others_in as others
+    from .exporter.bundle.manifest import Manifest
+
+    return others(_folder(bundle), Manifest.read(_folder(bundle)).files)
+
+
+def run(
+    bundle: Bundle | AnyPath,
+    inputs: AnyPath,
+    outputs: AnyPath,
+    *,
+    k: int | None = None,
+    graph: str | None = None,
+    threads: int | None = None,
+    engine: str = "onnxruntime",
+    provider: str = "cpu",
+    trust_engine: bool = False,
+    batch_size: int | None = None,
+    check: bool = True,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Outputs:
+    """Writes a bundle's outputs for the inputs of a file; `Bundle.session` runs it on arrays.
+
+    Args:
+        bundle: a bundle, or its folder.
+        inputs: an `.npz` of inputs [b, ...] as the model takes them.
+        outputs: the `.npz` to write.
+        k: experts kept, where k is a graph input (None).
+        graph: a file or lowering, where the bundle holds several (None: the main one).
+        threads: of ONNX Runtime (None: its own choice).
+        engine: who runs it: onnxruntime, tensorrt or tensorrt-rtx ("onnxruntime").
+        provider: where ONNX Runtime runs it: cpu, cuda or tensorrt ("cpu").
+        trust_engine: load an engine that no manifest vouches for; a plan is code (False).
+        batch_size: inputs that run at once (None: the largest batch of the export).
+        check: compare the files that are opened with the manifest's hashes (True).
+        force: replace outputs that are there (False).
+        progress: is told of every step (None: nobody).
+
+    Raises:
+        UsageError: an argument cannot be meant.
+        FeedError: the inputs do not fit the model.
+    """
+    from .exporter.bundle.run import RunOptions, run_file
+
+    options = RunOptions(graph, engine, provider, threads, trust_engine, batch_size, check)
+    places = (_folder(bundle), Path(inputs), Path(outputs))
+    return run_file(*places, options, k=k, force=force, progress=progress)
 
 
 def bench(
-    models: Model | Bundle | Sequence[Model | Bundle],
+    models: Model | Bundle | AnyPath | Sequence[Model | Bundle | AnyPath],
     *,
-    data: str | Path | Labelled | np.ndarray | None = None,
+    data: AnyPath | Labelled | np.ndarray | None = None,
     k: Sequence[int | float | str] = ("n", "1/2", "1/4", "1/8"),
     lowering: str = "auto",
     precision: str = "fp32",
     engine: str = "all",
     batch: Sequence[int] = (1,),
-    out: str | Path | None = None,
+    out: AnyPath | None = None,
     rounds: int = 5,
     round_s: float = 0.2,
     samples: int | None = None,
@@ -210,70 +535,170 @@ def bench(
     max_subsets: int | None = None,
     command: str = "",
     progress: Progress | None = None,
+    **loading: Any,
 ) -> Results:
     """Measures models and bundles against the untouched PyTorch model; returns every row.
 
     A bundle that follows the model it was made from is compared with that; alone it loads the
-    checkpoint that its manifest names. A model is exported for every `k` and `lowering`. `data` is
-    labelled data (`bench.data.open_labelled` says what can be, and `pixels`), an array of
-    inputs, or None for random inputs, which tell latency and parity only. With `out`, results.json,
-    report.html and figures are written there, and a call that was interrupted goes on where it
-    stopped; the report tells what changed since `before`. `analysis` names what
-    `bench.analyses` is to find out about the experts of classifiers: a list, or `all`.
+    checkpoint that its manifest names. A model is exported for every `k`, `lowering` and
+    `precision`. A call that was interrupted goes on where it stopped, if `out` is the same.
+
+    Args:
+        models: loaded models, bundles, or what names them; one or a list.
+        data: labelled data: an .npz, a folder of images by class, "package.module:iterable" or an
+            array of inputs (None: random inputs, which tell latency and parity only).
+        k: experts kept: numbers, shares or "n" (all, a half, a quarter, an eighth).
+        lowering: names of lowerings, a list as text; auto predicts the fastest ("auto").
+        precision: a list as text: fp32, fp16, bf16, int8, ranges from `data` ("fp32").
+        engine: a list as text: pytorch-compile, onnxruntime, tensorrt-rtx, ... ("all").
+        batch: inputs per call ((1,)).
+        out: a folder for results.json, report.html and figures (None: nothing is written).
+        rounds: how many times all cases take turns, 5 at least (5).
+        round_s: seconds of each case's turn (0.2).
+        samples: inputs for accuracy (None: all).
+        threads: of every engine (None: PyTorch's own choice).
+        memory: measure peak memory, in a process of each case's own (True).
+        parts: measure the time of the parts of a graph (True).
+        pixels: the scale of images: unit, symmetric or imagenet (None: as the folder says).
+        before: earlier results to compare with in the report (None).
+        analysis: a list as text of what to find out about the experts of classifiers: retention,
+            random, subsets, shares, or all ("": nothing).
+        max_subsets: the most sets of experts that are tried (None: the analysis's own bound).
+        command: what the results say they were made by ("").
+        progress: is told of every step (None: nobody).
+        **loading: `family`, `config` and `weights`, as `load` takes them.
+
+    Raises:
+        UsageError: before anything is measured, where an argument cannot be meant.
+        FeedError: before anything is measured, where the data do not fit.
     """
-    listed = [models] if isinstance(models, Model | Bundle) else list(models)
-    watcher = progress or Silent()
-    engines = parse_engines(engine)
-    selection = select(engines)
-    for each in selection.absent:
-        if each.engine in engines:
-            watcher.step(f"not measured: {each.engine}: {each.reason}")
-    wanted = Wanted(parse_analyses(analysis), max_subsets=max_subsets) if analysis else None
-    # The same threads for every engine: PyTorch's own choice, unless told.
-    threads = threads or torch.get_num_threads()
-    asked = Sweep(
-        ks=_swept(k),
-        lowerings=parse_lowerings(lowering),
-        batches=tuple(batch),
-        engines=selection.names,
-        precisions=parse_precisions(precision),
-        threads=threads,
+    from .bench.sweep import sweep
+    from .common.writing import check_folder
+    from .exporter.bundle.bundle import Bundle
+    from .exporter.model import Model
+
+    if out is not None:
+        check_folder(Path(out))
+
+    # A folder of images by class can be read once the model has said its size, not before.
+    images = (
+        isinstance(data, str | Path) and Path(data).is_dir() and not any(Path(data).glob("*.npy"))
     )
-    first = next((item for item in listed if isinstance(item, Model)), None)
-    labelled = None if first is None else _labelled(data, first, max(batch), pixels)
-    if labelled is not None:
-        asked = replace(asked, shape=labelled.head(1).inputs.shape[1:])
-        if "int8" in asked.precisions:
-            asked = replace(asked, calibration=labelled.head(CALIBRATION_INPUTS).inputs)
-    settings = Settings(
-        batches=tuple(batch),
-        protocol=Protocol(rounds=rounds, round_s=round_s, inputs=8),
+    example = data if isinstance(data, str | Path) and not images else None
+
+    def opened(each: Model | Bundle | AnyPath) -> Model | Bundle:
+        if isinstance(each, Model | Bundle):
+            return each
+        if (Path(each) / "manifest.json").is_file():
+            return Bundle.open(each)
+        return load(each, progress=progress, **{"example": example, **loading})
+
+    listed = [models] if isinstance(models, Model | Bundle | str | Path) else models
+    return sweep(
+        [opened(each) for each in listed],
+        data=data,
+        k=k,
+        lowering=lowering,
+        precision=precision,
+        engine=engine,
+        batch=batch,
+        out=None if out is None else Path(out),
+        rounds=rounds,
+        round_s=round_s,
         samples=samples,
         threads=threads,
         memory=memory,
         parts=parts,
+        pixels=pixels,
+        before=before,
+        analysis=analysis,
+        max_subsets=max_subsets,
+        command=command,
+        progress=progress,
     )
-    with ExitStack() as stack:
-        candidates = _candidates(listed, asked, stack, watcher)
-        if labelled is None:
-            labelled = _labelled(data, candidates[0].model, max(batch), pixels)
-        analyses = studied(candidates, labelled, wanted, samples, watcher) if wanted else {}
-        return run_bench(
-            candidates,
-            labelled,
-            settings,
-            out=None if out is None else Path(out),
-            command=command,
-            progress=watcher,
-            absent=selection.absent,
-            before=before,
-            analyses=analyses,
-        )
+
+
+def paper(
+    name: str,
+    out: AnyPath,
+    *,
+    threads: int | None = None,
+    command: str = "",
+    progress: Progress | None = None,
+) -> tuple[Results, str]:
+    """Runs an experiment of the papers; returns its results and its tables beside the paper's.
+
+    Args:
+        name: mnist, mnist-normalised or latency (Soft MoE), or mumoe.
+        out: a folder for results, report and figures.
+        threads: of every engine (None: the experiment's own choice).
+        command: what the results say they were made by ("").
+        progress: is told of every step (None: nobody).
+    """
+    from .bench.paper import run_paper
+    from .common.console import Silent
+    from .common.writing import check_folder
+
+    check_folder(Path(out))
+    return run_paper(name, Path(out), progress or Silent(), threads=threads, command=command)
+
+
+def report(
+    results: Results | AnyPath,
+    output: AnyPath,
+    *,
+    compare: Results | AnyPath | None = None,
+    progress: Progress | None = None,
+) -> tuple[tuple[Path, ...], Comparison | None]:
+    """Writes the report of results again; returns the files and what changed since `compare`.
+
+    Args:
+        results: what `bench` returned, or its results.json.
+        output: the page, .html; Markdown, CSV and figures go beside it.
+        compare: earlier results, or their file (None).
+        progress: is told of every step (None: nobody).
+    """
+    from .bench.report.compare import compare as compared
+    from .bench.results import Results, read
+    from .bench.run import write_views
+
+    def known(each: Results | AnyPath) -> Results:
+        return each if isinstance(each, Results) else read(Path(each))
+
+    now = known(results)
+    comparison = None if compare is None else compared(known(compare), now)
+    if progress is not None:
+        progress.step(f"writing {output}")
+    return write_views(now, Path(output), comparison), comparison
+
+
+def demo(
+    out: AnyPath = "demo",
+    *,
+    family: str = "soft-moe",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Outcome:
+    """Trains networks on handwritten digits, exports, verifies and measures them.
+
+    Args:
+        out: the folder where everything goes ("demo").
+        family: the kind of MoE layers, soft-moe or mumoe ("soft-moe").
+        force: write over an earlier demo (False).
+        progress: is told of every step (None: nobody).
+    """
+    from .common.console import Silent
+
+    if family == "mumoe":
+        from .bench.demo.mumoe import run_mumoe_demo as run_it
+    else:
+        from .bench.demo.demo import run_demo as run_it
+    return run_it(Path(out), progress or Silent(), force=force)
 
 
 def specialise(
     model: Model,
-    data: str | Path | LabelledData,
+    data: AnyPath | LabelledData,
     *,
     layer: str | None = None,
     group_by: str | Sequence[int | bool | str] | None = None,
@@ -281,84 +706,31 @@ def specialise(
 ) -> Specialisation:
     """Removes each expert of a layer in turn; returns how the accuracy of every class changes.
 
-    `layer` is the last MoE layer where it is not said. `group_by` is the subgroup of each input, or
-    names an array of the `.npz`: a re-write takes a subgroup's mean coefficients. The labels, where
-    it is not said.
+    Args:
+        model: a loaded model.
+        data: labelled inputs, or an .npz that holds `input` and `label`.
+        layer: the layer whose experts are removed (None: the last MoE layer).
+        group_by: the subgroup of each input, or the name of an array of the .npz: a re-write takes
+            a subgroup's mean coefficients (None: the labels).
+        progress: is told of every step (None: nobody).
     """
-    labelled = _labelled(data, model, 1).head(sys.maxsize)
-    labelled = replace(labelled, inputs=with_axes(labelled.inputs, model.input))
-    check_inputs(model.input, labelled, model.source.path)
-    groups: np.ndarray | None = None
-    if isinstance(group_by, str):
-        if isinstance(data, LabelledData):
-            raise UsageError(
-                f"group_by={group_by!r} names an array of a file, and the data are none",
-                hint="give the subgroup of each input as a sequence",
-            )
-        groups = load_groups(Path(data), group_by, len(labelled))
-    elif group_by is not None:
-        groups = np.asarray(group_by)
-    return run_specialise(model, labelled, layer=layer, groups=groups, progress=progress)
+    from .bench.sweep import specialised
+
+    return specialised(model, data, layer=layer, group_by=group_by, progress=progress)
 
 
-def _candidates(
-    listed: Sequence[Model | Bundle], asked: Sweep, stack: ExitStack, progress: Progress
-) -> list[Candidate]:
-    """A candidate per model; the bundles that follow a model are measured beside it."""
-    candidates: list[Candidate] = []
-    places: list[Path] = []
-    model: Model | None = None
-    for index, item in enumerate(listed):
-        if isinstance(item, Bundle):
-            candidates.append(from_bundle(item, asked, model=model))
-            places.append(item.path)
-            continue
-        model = item
-        followed = index + 1 < len(listed) and isinstance(listed[index + 1], Bundle)
-        if not followed:
-            candidates.append(stack.enter_context(exported(model, asked, progress=progress)))
-            places.append(Path(model.source.path))
-    return with_distinct_names(candidates, places)
+def doctor(*, progress: Progress | None = None) -> Diagnosis:
+    """Returns what this machine can build and run, and why not the rest; builds nothing.
+
+    Args:
+        progress: is told of every step (None: nobody).
+    """
+    from .exporter.doctor import diagnose
+
+    if progress is not None:
+        progress.step("looking at packages and hardware")
+    return diagnose()
 
 
-RANDOM_INPUTS = 16
-CALIBRATION_INPUTS = 256
-"""INT8 takes its ranges from this many of the benchmark's inputs; their labels play no part."""
-
-
-def _labelled(
-    data: str | Path | Labelled | np.ndarray | None,
-    model: Model,
-    batch: int,
-    pixels: str | None = None,
-) -> Labelled:
-    if isinstance(data, str | Path):
-        return open_labelled(str(data), model.input, pixels)
-    if pixels is not None:
-        raise UsageError(
-            f"--pixels {pixels}: there is no folder of images", hint="give one with --data"
-        )
-    if data is None:
-        data = random_inputs(model, max(batch, RANDOM_INPUTS))
-    if isinstance(data, np.ndarray):
-        return LabelledData(data, None, model.input.name)
-    return data
-
-
-def _swept(k: Sequence[int | float | str]) -> tuple[KOption, ...]:
-    """The k of a sweep: at least one, and none left to the run."""
-    ks = tuple(parse_k(_k_text(each)) for each in k)
-    if not ks or "input" in ks:
-        raise UsageError(
-            "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
-            hint="for example --k n,0.5,0.25; a bundle whose k is an input is measured at each",
-        )
-    return ks
-
-
-def _k_text(k: int | float | str | Sequence[int]) -> str:
-    if isinstance(k, float):
-        return f"{Fraction(k).limit_denominator(1 << 20)}" if not k.is_integer() else f"{k}"
-    if isinstance(k, Sequence) and not isinstance(k, str):
-        return ",".join(str(each) for each in k)
-    return str(k)  # numpy's integers among them; what cannot be meant is refused as text
+def _folder(bundle: Bundle | AnyPath) -> Path:
+    return Path(bundle) if isinstance(bundle, str | Path) else bundle.path

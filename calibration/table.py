@@ -7,16 +7,16 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from ..common.writing import write_text
 from ..errors import CalibrationError
+from ..graphs.choices import Method
 from ..graphs.precision.types import Range
 
 CALIBRATION_FILE = "calibration.json"
 SCHEMA = 1
 
-Method = Literal["minmax", "percentile", "entropy", "mse"]
 METHODS: tuple[Method, ...] = get_args(Method)
 
 _WRITES = "`moexport calibrate MODEL --data FEED -o table.json` writes one"

@@ -4,30 +4,26 @@ from __future__ import annotations
 
 import shlex
 import sys
-from collections.abc import Sequence
-from dataclasses import dataclass
-from enum import StrEnum
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from ..common.console import Console
-from ..common.writing import check_folder
+from .. import api
 from ..errors import UsageError
-from .options import AsJson, Kind, ModelArgument, ModelFlags, Verbosity, output_option, typed_source
+from .options import AsJson, ModelArgument, ModelFlags, Verbosity, output_option, typed_source
 
 if TYPE_CHECKING:
     from ..bench.results import Results
 
 
-class Paper(StrEnum):
-    """Experiments of the papers; the names of `bench.paper`."""
+Paper = Literal["mnist", "mnist-normalised", "latency", "mumoe"]
+"""Experiments of the papers: the names of `bench.paper`."""
 
-    MNIST = "mnist"
-    MNIST_NORMALISED = "mnist-normalised"
-    LATENCY = "latency"
-    MUMOE = "mumoe"
+
+Trained = Literal["soft-moe", "mumoe"]
+"""Kinds of MoE layers that the demo trains."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,14 +99,17 @@ def bench(
     Run again after an interruption, it goes on where it stopped.
     """
     console = verbosity.console()
-    check_folder(output)
     if paper is not None:
         if models:
             raise UsageError(
-                f"--paper {paper.value} makes its own models, and {models[0]} was named too",
+                f"--paper {paper} makes its own models, and {models[0]} was named too",
                 hint="leave the model or --paper out",
             )
-        _paper(console, paper, output, flags.threads, as_json=as_json)
+        with console:
+            results, text = api.paper(
+                paper, output, threads=flags.threads, command=_command(), progress=console
+            )
+        _print_results(results, text, output, as_json=as_json)
         return
     if not models:
         raise UsageError(
@@ -121,7 +120,18 @@ def bench(
 
     share = None if flags.fail_if_slower is None else parse_share(flags.fail_if_slower)
     before = earlier(output, flags.compare, wanted=share is not None)
-    results = _measure(models, output, reading, flags, before, console)
+    given = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in _JUDGED}
+    given["k"] = [part.strip() for part in flags.k.split(",") if part.strip()]
+    given["batch"] = _sizes(flags.batch, "--batch")
+    results = api.bench(
+        models,
+        **given,
+        **reading.given(),
+        out=output,
+        before=before,
+        command=_command(),
+        progress=console,
+    )
     console.finish()
     _print_results(results, rows_table(results), output, as_json=as_json)
     if before is not None:
@@ -131,59 +141,8 @@ def bench(
         console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
 
 
-def _measure(
-    models: Sequence[str],
-    output: Path,
-    reading: ModelFlags,
-    flags: BenchFlags,
-    before: Results | None,
-    console: Console,
-) -> Results:
-    """Loads the models and bundles and returns their rows."""
-    batches = _sizes(flags.batch, "--batch")
-    from ..api import bench as run_bench
-    from ..exporter.bundle.bundle import Bundle
-
-    # A folder of images by class can be read once the model has said its size, not before.
-    example = flags.data
-    if example is not None and Path(example).is_dir() and not any(Path(example).glob("*.npy")):
-        example = None
-    listed = [
-        Bundle.open(name)
-        if (Path(name) / "manifest.json").is_file()
-        else reading.load(name, console, data=example)
-        for name in models
-    ]
-    return run_bench(
-        listed,
-        data=flags.data,
-        k=[part.strip() for part in flags.k.split(",") if part.strip()],
-        lowering=flags.lowering,
-        precision=flags.precision,
-        engine=flags.engine,
-        batch=batches,
-        out=output,
-        rounds=flags.rounds,
-        samples=flags.samples,
-        threads=flags.threads,
-        memory=flags.memory,
-        pixels=flags.pixels,
-        before=before,
-        analysis=flags.analysis,
-        max_subsets=flags.max_subsets,
-        command=_command(),
-        progress=console,
-    )
-
-
-def _paper(
-    console: Console, paper: Paper, output: Path, threads: int | None, *, as_json: bool
-) -> None:
-    from ..bench.paper import run_paper
-
-    with console:
-        results, text = run_paper(paper.value, output, console, threads=threads, command=_command())
-    _print_results(results, text, output, as_json=as_json)
+_JUDGED = ("compare", "fail_if_slower")
+"""What is done with the results: nothing that is measured."""
 
 
 def _print_results(results: Results, text: str, output: Path, *, as_json: bool) -> None:
@@ -216,14 +175,14 @@ def specialise(
     verbosity: Verbosity,
 ) -> None:
     """Say what each expert is for: how its removal changes the accuracy of every class."""
-    from ..api import specialise as run_specialise
     from ..bench.specialise import text, to_json, write
+    from ..common.writing import check_folder
 
     if output is not None:
         check_folder(output)
     with verbosity.console() as console:
-        loaded = reading.load(model, console, data=data)
-        found = run_specialise(loaded, data, layer=layer, group_by=group_by, progress=console)
+        loaded = reading.loader(model, console, data)()
+        found = api.specialise(loaded, data, layer=layer, group_by=group_by, progress=console)
     written = () if output is None else write(found, output)
     print(to_json(found) if as_json else text(found), end="" if as_json else "\n")
     if written and not as_json:
@@ -243,14 +202,8 @@ def report(
     verbosity: Verbosity,
 ) -> None:
     """Make the report again from a results file."""
-    from ..bench.report.compare import compare as compare_results
-    from ..bench.results import read
-    from ..bench.run import write_views
-
     console = verbosity.console()
-    now = read(results)
-    comparison = None if compare is None else compare_results(read(compare), now)
-    paths = write_views(now, output, comparison)
+    paths, comparison = api.report(results, output, compare=compare)
     if comparison is not None:
         print(comparison.sentence)
         for line in (*(change.label for change in comparison.notable), *comparison.notes):
@@ -262,19 +215,14 @@ def demo(
     *,
     output: Annotated[Path, output_option("DIR", "Where everything goes.")] = Path("demo"),
     family: Annotated[
-        Kind, typer.Option(help="The kind of networks that are trained.")
-    ] = Kind.SOFT_MOE,
+        Trained, typer.Option(help="The kind of networks that are trained.")
+    ] = "soft-moe",
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier demo.")] = False,
     verbosity: Verbosity,
 ) -> None:
     """Train Soft MoEs or muMoEs on handwritten digits, export, verify and measure them."""
-    if family is Kind.MUMOE:
-        from ..bench.demo.mumoe import run_mumoe_demo as run
-    else:
-        from ..bench.demo.demo import run_demo as run
-
     with verbosity.console() as console:
-        outcome = run(output, console, force=force)
+        outcome = api.demo(output, family=family, force=force, progress=console)
     print(outcome.text)
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
+from .. import api
+from ..common.text import size
 from ..errors import UsageError
 from .options import AsJson, BundleArgument, Verbosity
-from .printing import engine_plan_json, engine_plans_text, json_text, made_text
+from .printing import json_text
 
 if TYPE_CHECKING:
+    from ..exporter.tensorrt.engines import EnginePlan
     from ..exporter.tensorrt.options import EngineOptions
+    from ..exporter.tensorrt.records import Made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,21 +103,11 @@ class BuildFlags:
         )
 
 
-class Engine(StrEnum):
-    """Who runs a bundle."""
+Engine = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+"""Who runs a bundle."""
 
-    ONNXRUNTIME = "onnxruntime"
-    TENSORRT = "tensorrt"
-    TENSORRT_RTX = "tensorrt-rtx"
-
-
-class Provider(StrEnum):
-    """Where ONNX Runtime runs a graph; the names of `exporter.session.PROVIDERS`."""
-
-    CPU = "cpu"
-    CUDA = "cuda"
-    TENSORRT = "tensorrt"
-
+Provider = Literal["cpu", "cuda", "tensorrt"]
+"""Where ONNX Runtime runs a graph: the names of `exporter.session.PROVIDERS`."""
 
 TrustEngine = Annotated[
     bool,
@@ -132,35 +126,32 @@ class RunnerFlags:
     ] = None
     engine: Annotated[
         Engine, typer.Option(help="ONNX Runtime, or an engine that was built into the bundle.")
-    ] = Engine.ONNXRUNTIME
-    provider: Annotated[Provider, typer.Option(help="Where ONNX Runtime runs the graph.")] = (
-        Provider.CPU
-    )
+    ] = "onnxruntime"
+    provider: Annotated[Provider, typer.Option(help="Where ONNX Runtime runs the graph.")] = "cpu"
     trust_engine: TrustEngine = False
 
     def check(self) -> None:
         """Raises `UsageError` for options that the chosen runner does not have."""
-        if self.engine is Engine.ONNXRUNTIME:
+        if self.engine == "onnxruntime":
             if self.trust_engine:
                 raise UsageError(
                     "--trust-engine: no engine is loaded with --engine onnxruntime",
                     hint="name one: --engine tensorrt-rtx",
                 )
             return
-        if self.provider is not Provider.CPU or self.threads is not None:
+        if self.provider != "cpu" or self.threads is not None:
             option = "--threads" if self.threads is not None else "--provider"
             raise UsageError(
-                f"{option}: it is ONNX Runtime's, and {self.engine.value} runs the engine",
+                f"{option}: it is ONNX Runtime's, and {self.engine} runs the engine",
                 hint=f"leave {option} out, or choose --engine onnxruntime",
             )
 
 
-def wished(engine: bool | None, options: EngineOptions, target: str) -> EngineOptions | bool | None:
+def wished(engine: bool | None, options: EngineOptions) -> EngineOptions | bool | None:
     """Returns what an export shall do about engines: an option of theirs asks for them.
 
-    Raises `UsageError` for an option that the target's engines do not have.
+    Raises `UsageError` for such an option beside --no-engine.
     """
-    from ..exporter.tensorrt.backends import BACKENDS, backend_named
     from ..exporter.tensorrt.options import option_name
 
     asked = options.asked()
@@ -168,15 +159,7 @@ def wished(engine: bool | None, options: EngineOptions, target: str) -> EngineOp
         raise UsageError(
             f"--no-engine and {option_name(asked[0])} exclude each other", hint="leave one out"
         )
-    if engine is False or (target not in BACKENDS and not engine and not asked):
-        return False
-    if target not in BACKENDS and asked:
-        raise UsageError(
-            f"{option_name(asked[0])}: --target {target} has no engines",
-            hint=f"engines are built for --target {' and '.join(BACKENDS)}",
-        )
-    options.check(backend_named(target))
-    return options if engine or asked else None
+    return options if engine or asked else engine
 
 
 def build(
@@ -207,27 +190,56 @@ def build(
     verbosity: Verbosity,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs, into the bundle."""
-    from ..exporter.axes import parse_range
-
-    options = flags.options()
-    ranges = {
-        axis: parse_range(text, f"--{axis}")
-        for axis, text in (("batch", batch), ("tokens", tokens))
-        if text is not None
-    }
-    from ..exporter.bundle.manifest import Manifest
-    from ..exporter.tensorrt.engines import add_engines, plan_engines
-
-    manifest = Manifest.read(bundle)
-    plans = plan_engines(manifest, target or manifest.target, options, graph=graph, ranges=ranges)
+    plans = api.build_plan(
+        bundle, target=target, graph=graph, batch=batch, tokens=tokens, options=flags.options()
+    )
     if dry_run:
         shown = [engine_plan_json(each) for each in plans]
         print(json_text(shown) if as_json else engine_plans_text(plans))
         return
     with verbosity.console() as console:
-        made = add_engines(bundle, manifest, plans, console, rebuild=force)
+        made = api.build_engines(bundle, plans, rebuild=force, progress=console)
     if as_json:
         print(json_text([each.record.as_json() for each in made]))
         return
     for each in made:
         print(made_text(bundle, each))
+
+
+def engine_plans_text(plans: Sequence[EnginePlan]) -> str:
+    """What `build --dry-run` says."""
+    lines = []
+    for plan in plans:
+        version = plan.backend.version()
+        lines.append(f"{plan.file} from {plan.graph.file}, {plan.backend.title} {version}")
+        if plan.cards:
+            lines.append(f"  compute capability {', '.join(plan.cards)}")
+        lines += [f"  profile {each}" for each in plan.profiles]
+    lines.append("nothing was built (--dry-run)")
+    return "\n".join(lines)
+
+
+def engine_plan_json(plan: EnginePlan) -> dict[str, Any]:
+    """An engine that is to be built as plain data."""
+    return {
+        "file": plan.file,
+        "graph": plan.graph.file,
+        "flavour": plan.backend.name,
+        "version": plan.backend.version(),
+        "compute_capabilities": list(plan.cards),
+        "profiles": [each.as_json() for each in plan.profiles],
+        "options": plan.options.as_json(),
+    }
+
+
+def made_text(bundle: Path, made: Made) -> str:
+    """One line about an engine that `build` has put into a bundle, or found there."""
+    record = made.record
+    counts = ", ".join(f"{number} in {name}" for name, number in record.precision.items())
+    how = {
+        "bundle": "there already",
+        "cache": "taken from the cache",
+        None: f"built in {record.seconds:.1f} s, {size(record.peak_memory_bytes)} at the most",
+    }[made.reused]
+    place = bundle / record.file
+    return f"{place}: {size(place.stat().st_size)}, {counts} products, {how}"

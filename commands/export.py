@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from .. import api
 from ..common.console import Console
-from ..common.text import size
-from ..errors import UsageError
+from ..common.text import count, size, table
+from ..graphs.choices import FloatName, Method, Precision, Scope
 from ..graphs.targets import Target
 from .build import BuildFlags, wished
-from .options import (
-    FEED,
-    AsJson,
-    Data,
-    FloatType,
-    Method,
-    ModelArgument,
-    ModelFlags,
-    Precision,
-    Quantize,
-    Verbosity,
-    output_option,
-)
-from .printing import departures, harms_text, json_text, plan_json, plan_text, table_text
+from .options import FEED, AsJson, Data, ModelArgument, ModelFlags, Verbosity, output_option
+from .printing import backbone_departures, json_text, precisions_text, tuning_text
 
 if TYPE_CHECKING:
+    from ..calibration.table import CalibrationTable
     from ..exporter.bundle.manifest import Manifest
-    from ..exporter.options import ExportOptions
-    from ..exporter.quantization.calibrate import CalibrationOptions
+    from ..exporter.model import Model
+    from ..exporter.plan import Plan
+    from ..exporter.quantization.accuracy_search import LayerSensitivity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,20 +56,20 @@ class GraphFlags:
     ] = False
     precision: Annotated[
         Precision, typer.Option(help="What the graph computes in; int8 needs --data.")
-    ] = Precision.FP32
-    quantize: Annotated[Quantize, typer.Option(help="int8: the experts, or all linear layers.")] = (
-        Quantize.EXPERTS
+    ] = "fp32"
+    quantize: Annotated[Scope, typer.Option(help="int8: the experts, or all linear layers.")] = (
+        "experts"
     )
     rest: Annotated[
-        FloatType | None,
+        FloatName | None,
         typer.Option(help="int8: the float type of the rest [default: fp32; for TensorRT fp16]."),
     ] = None
     weight_bits: Annotated[
         int | None, typer.Option(help="int8 on CPUs: 7, or 8, slower on those without VNNI.")
     ] = None
     io_precision: Annotated[
-        FloatType, typer.Option(help="The type of the graph's float inputs and outputs.")
-    ] = FloatType.FP32
+        FloatName, typer.Option(help="The type of the graph's float inputs and outputs.")
+    ] = "fp32"
     min_retention: Annotated[
         float | None,
         typer.Option(metavar="SHARE", help="int8: keeps layers in floats until 0.99 is kept."),
@@ -109,52 +102,10 @@ class GraphFlags:
         bool, typer.Option("--no-verify", help="Write the bundle without comparing it.")
     ] = False
 
-    def options(self) -> ExportOptions:
-        """Returns them parsed; `UsageError` for one that cannot be meant, or not for the target."""
-        from ..exporter.axes import parse_range
-        from ..exporter.edits import read_edits
-        from ..exporter.options import ExportOptions, PrecisionOptions, parse_k, parse_lowerings
-
-        options = ExportOptions(
-            k=parse_k(self.k),
-            target=self.target,
-            lowerings=parse_lowerings(self.lowering),
-            batch=parse_range(self.batch, "--batch"),
-            tokens=parse_range(self.tokens, "--tokens"),
-            opset=self.opset,
-            renormalize=self.renormalize,
-            atol=self.atol,
-            rtol=self.rtol,
-            verify=not self.no_verify,
-            numbers=PrecisionOptions(
-                precision=self.precision.value,
-                rest=None if self.rest is None else self.rest.value,
-                scope=self.quantize.value,
-                io=self.io_precision.value,
-                weight_bits=self.weight_bits,
-                min_retention=self.min_retention,
-            ),
-            edits=read_edits(self.ablate or (), self.rewrite),
-        )
-        options.numbers.check(options.target)
-        self._check_method()
-        return options
-
-    def _check_method(self) -> None:
-        """Raises UsageError for a --method that nothing would make use of."""
-        if self.method is None:
-            return
-        if self.precision is not Precision.INT8:
-            raise UsageError(
-                f"--method belongs to --precision int8, not to {self.precision.value}",
-                hint="add --precision int8, or leave --method out",
-            )
-        if self.calibration is not None:
-            raise UsageError(
-                f"--method {self.method.value}: the ranges are those of the table "
-                f"{self.calibration}",
-                hint="leave --method out, or make another table with `moexport calibrate --method`",
-            )
+    def given(self) -> dict[str, Any]:
+        """Returns them as `moexport.export` takes them."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return given | {"verify": not given.pop("no_verify"), "ablate": self.ablate or ()}
 
 
 def export(
@@ -180,66 +131,110 @@ def export(
 ) -> None:
     """Export a checkpoint to a verified bundle: ONNX graphs, weights and a manifest."""
     console = verbosity.console()
-    from ..exporter.bundle.destination import check_destination
+    read = reading.loader(model, console, flags.data)
+    told: list[str] = []  # before the work begins, so not again after it
 
-    options = flags.options()
-    wish = wished(engine, building.options(), options.target)
-    check_destination(output, force=force or dry_run)
-    from ..exporter.export import export as export_bundle
-    from ..exporter.export import prepare
-    from ..exporter.plan import check_request
-    from ..exporter.quantization.accuracy_search import with_retention
-    from ..exporter.quantization.calibrate import ranges_for_export
-
-    loaded = reading.load(model, console, data=flags.data)
-    for note in loaded.notes:
-        console.note(note)
-    check_request(loaded, options)
-    for text in options.edits.texts():
-        console.note(f"edited: {text}")
-    data = flags.data
-    table = ranges_for_export(
-        loaded,
-        options,
-        method=(flags.method or Method.PERCENTILE).value,
-        data=data,
-        path=flags.calibration,
-        progress=console,
-    )
-    options = with_retention(loaded, options, table, data, progress=console)
-    if dry_run:
-        console.step("tracing")
-        prepared = prepare(loaded, options, table, console)
-        console.finish()
-        for note in options.numbers.notes(options.target):
+    def load() -> Model:
+        loaded = read()
+        told.extend(loaded.notes)
+        for note in loaded.notes:
             console.note(note)
-        print(json_text(plan_json(prepared, output)) if as_json else plan_text(prepared, output))
+        return loaded
+
+    given = flags.given() | {"engine": wished(engine, building.options()), "progress": console}
+    if dry_run:
+        planned = api.plan(load, output, **given)
+        for note in (*_edited(planned.job.model.edits.texts()), *planned.notes):
+            console.note(note)
+        print(json_text(plan_json(planned)) if as_json else plan_text(planned))
         return
-    bundle = export_bundle(
-        loaded, output, options, data=data, table=table, engine=wish, force=force, progress=console
-    )
+    bundle = api.export(load, output, **given, force=force)
     console.finish()
     if as_json:
         print(bundle.manifest.to_json(), end="")
         return
-    _say_exported(output, bundle.manifest, console, told=len(loaded.notes))
+    _say_exported(output, bundle.manifest, console, told)
 
 
-def _say_exported(output: Path, manifest: Manifest, console: Console, *, told: int) -> None:
-    """Says what was written and how well it does; the first `told` notes were said before."""
+def _say_exported(output: Path, manifest: Manifest, console: Console, told: Sequence[str]) -> None:
+    """Says what was written and how well it does, but for what was `told` before."""
+    from ..exporter.edits import Edits
+    from ..exporter.parity import Parity, describe
+
+    for text in _edited(Edits.from_records(manifest.edits, "manifest.json").texts()):
+        console.note(text)
     for layer in manifest.layers:
-        kept = "a graph input" if layer.k is None else f"{layer.k} of {layer.experts}"
-        console.note(f"{layer.name}: k = {kept}, {layer.lowering} ({layer.reason})")
-    for text in departures(manifest):
+        k = "a graph input" if layer.k is None else f"{layer.k} of {layer.experts}"
+        console.note(f"{layer.name}: k = {k}, {layer.lowering} ({layer.reason})")
+    for layer in manifest.layers:
+        if layer.precision != manifest.precision:
+            console.note(f"{layer.name}: in {layer.precision}: {layer.precision_reason}")
+    for text in backbone_departures(manifest):
         console.note(text)
     if manifest.parity is not None:
-        from ..exporter.parity import Parity, describe
-
         console.note(describe(Parity(**manifest.parity)))
-    for note in manifest.notes[told:]:
+    for note in manifest.notes[len(told) :]:
         console.note(note)
     total = sum(record.bytes for record in manifest.files.values())
     print(f"{output}: {', '.join(manifest.files)} ({size(total)})")
+
+
+def _edited(texts: Sequence[str]) -> list[str]:
+    return [f"edited: {text}" for text in texts]
+
+
+def plan_text(plan: Plan) -> str:
+    """What `export --dry-run` says."""
+    layers = plan.precision.layers
+    folder = plan.job.destination or Path()
+    blocks = []
+    if plan.job.options.precision.name != "fp32":
+        blocks.append(precisions_text((n, r.precision, r.reason) for n, r in layers.items()) + "\n")
+    for graph in plan.graphs:
+        rows = [
+            (
+                layer.name,
+                "input" if layer.k is None else f"{layer.k}/{layer.work.spec.experts}",
+                layer.choice.lowering.name,
+                layer.choice.reason,
+            )
+            for layer in graph.layers
+        ]
+        blocks.append(
+            f"{folder / graph.file}\n{table(('MoE layer', 'k/n', 'lowering', 'reason'), rows)}\n"
+            f"MoE layers together: about {graph.predicted_us / 1e3:.3g} ms a batch (predicted)\n"
+        )
+    if plan.tuning is not None:
+        blocks.append("\n".join(tuning_text(plan.tuning.as_json())))
+    blocks.append(f"weights: {size(plan.weights_bytes)}; nothing was written (--dry-run)")
+    return "\n".join(blocks)
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data, with notes and with what `--lowering tune` measured, if any."""
+    layers = plan.precision.layers
+    more: dict[str, Any] = {} if plan.tuning is None else {"tuning": plan.tuning.as_json()}
+    more |= {"notes": plan.notes} if plan.notes else {}
+    return {
+        "output": str(plan.job.destination),
+        "files": plan.files,
+        "graphs": {
+            graph.file: [
+                {
+                    "name": layer.name,
+                    "k": layer.k,
+                    "experts": layer.work.spec.experts,
+                    "lowering": layer.choice.lowering.name,
+                    "reason": layer.choice.reason,
+                    "precision": layers[layer.name].precision,
+                    "precision_reason": layers[layer.name].reason,
+                    "predicted_us": round(layer.choice.predicted_us, 1),
+                }
+                for layer in graph.layers
+            ]
+            for graph in plan.graphs
+        },
+    } | more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -250,7 +245,7 @@ class CalibrationFlags:
         "n"
     )
     method: Annotated[Method, typer.Option(help="How ranges are chosen from what was seen.")] = (
-        Method.PERCENTILE
+        "percentile"
     )
     percentile: Annotated[
         float | None,
@@ -261,27 +256,6 @@ class CalibrationFlags:
     renormalize: Annotated[bool, typer.Option("--renormalize", help="As the export will be.")] = (
         False
     )
-
-    def options(self) -> CalibrationOptions:
-        """Returns them parsed; `UsageError` for one that cannot be meant."""
-        from ..calibration.methods import DEFAULT_PERCENTILE
-        from ..exporter.options import parse_k
-        from ..exporter.quantization.calibrate import CalibrationOptions
-
-        if self.percentile is not None and self.method is not Method.PERCENTILE:
-            raise UsageError(
-                f"--percentile {self.percentile:g}: the method is {self.method.value}, which has "
-                "none",
-                hint="leave --percentile out, or give --method percentile",
-            )
-        return CalibrationOptions(
-            k=parse_k(self.k),
-            method=self.method.value,
-            percentile=DEFAULT_PERCENTILE if self.percentile is None else self.percentile,
-            samples=self.samples,
-            batch=self.batch,
-            renormalize=self.renormalize,
-        )
 
 
 def calibrate(
@@ -301,20 +275,46 @@ def calibrate(
     verbosity: Verbosity,
 ) -> None:
     """Find the range of every tensor over real inputs, for INT8 and FP16 exports."""
-    from ..exporter.quantization.calibrate import calibrate_to
-
-    options = flags.options()
+    given = {field.name: getattr(flags, field.name) for field in fields(flags)}
     with verbosity.console() as console:
-        loaded = reading.load(model, console, data=data)
-        table, made = calibrate_to(output, loaded, data, options, force=force, progress=console)
-        if not made:
-            console.note(f"{output} is up to date: same model, feed, k and method")
+        load = cache(reading.loader(model, console, data))
+        found = api.calibrate(load, data, **given, out=output, force=force, progress=console)
         if sensitivity:
-            from ..exporter.quantization.accuracy_search import rank
-
-            harms = rank(loaded, options, table, data, progress=console)
+            same = {name: given[name] for name in ("k", "samples", "renormalize")}
+            ranked = api.sensitivity(load(), found, data, **same, progress=console)
             console.finish()
-            records = [asdict(harm) for harm in harms]
-            print(json_text({"layers": records}) if as_json else harms_text(harms))
+            records = [asdict(each) for each in ranked]
+            print(json_text({"layers": records}) if as_json else sensitivity_text(ranked))
             return
-    print(table.to_json() if as_json else table_text(table), end="\n" if not as_json else "")
+    print(found.to_json() if as_json else table_text(found), end="\n" if not as_json else "")
+
+
+def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:
+    """Returns what INT8 does to each layer alone, the most sensitive first."""
+    rows = [
+        (h.layer, f"{h.cosine:.7f}", f"{h.max_rel:.2g}", f"{h.routing:.1%}", f"{h.jaccard:.4f}")
+        for h in ranked
+    ]
+    return table(("MoE layer", "cosine", "error of max|y|", "same experts", "Jaccard"), rows)
+
+
+def table_text(calibration: CalibrationTable) -> str:
+    """Returns a calibration table's ranges beside what was observed, and what it was made from."""
+    origin = calibration.origin
+    rows = [
+        (
+            key,
+            f"{r.low:.4g}",
+            f"{r.high:.4g}",
+            f"{r.minimum:.4g}",
+            f"{r.maximum:.4g}",
+            count(r.count),
+        )
+        for key, r in calibration.ranges.items()
+    ]
+    how = origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
+    kept = ", ".join(f"{layer} {k}" for layer, k in origin.k.items())
+    return (
+        table(("tensor", "low", "high", "minimum", "maximum", "values"), rows)
+        + f"\n\n{how} over {origin.samples:,} inputs; k: {kept}"
+    )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from enum import StrEnum
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
@@ -13,51 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 import typer
 from typer.core import TyperCommand, TyperGroup
 
+from .. import api
 from ..common.console import Console
 from ..errors import UsageError
 
 if TYPE_CHECKING:
     from ..exporter.model import Model
-
-
-class Method(StrEnum):
-    """How a calibration chooses ranges; the names of `calibration.table.Method`."""
-
-    MINMAX = "minmax"
-    PERCENTILE = "percentile"
-    ENTROPY = "entropy"
-    MSE = "mse"
-
-
-class Precision(StrEnum):
-    """What a graph computes in; the names of `graphs.precision.types.Precision`."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-    INT8 = "int8"
-
-
-class FloatType(StrEnum):
-    """The float types among them."""
-
-    FP32 = "fp32"
-    FP16 = "fp16"
-    BF16 = "bf16"
-
-
-class Quantize(StrEnum):
-    """What INT8 is for; the names of `exporter.numbers.Scope`."""
-
-    EXPERTS = "experts"
-    ALL = "all"
-
-
-class Kind(StrEnum):
-    """Kinds of MoE layers; the names of `graphs.moe.Kind`."""
-
-    SOFT_MOE = "soft-moe"
-    MUMOE = "mumoe"
 
 
 def typed_path(text: str | Path) -> Path:
@@ -119,31 +79,36 @@ class ModelFlags:
     weights: Annotated[
         Path | None, typer.Option(help="The weights for a package.module:factory.")
     ] = None
+
     adapter: Annotated[
         list[str] | None,
         typer.Option(metavar="MODULE:FUNCTION", help="Says what the factory's own MoE layers are."),
     ] = None
 
-    def load(
-        self, source: str, console: Console, *, data: str | Path | None = None, values: bool = True
-    ) -> Model:
-        """Returns the model that a command names; raises what `checkpoints.load` raises.
+    def given(self) -> dict[str, Any]:
+        """Returns them as `moexport.load` takes them, the configuration read."""
+        from ..exporter.checkpoints.load import read_config
+
+        config = read_config(self.config, self.sets or ())
+        return {
+            "family": self.family,
+            "config": config,
+            "weights": self.weights,
+            "adapter": self.adapter or (),
+        }
+
+    def loader(
+        self, source: str, console: Console, data: str | Path | None = None
+    ) -> Callable[[], Model]:
+        """Returns what loads the model that a command names, when it is called.
 
         A factory's network is checked on the first inputs of `data`.
         """
-        console.step(f"loading {source}")
-        from ..exporter.checkpoints.load import load, read_config
 
-        config = read_config(self.config, self.sets or ())
-        return load(
-            source,
-            family=self.family,
-            config=config,
-            weights=self.weights,
-            example=data,
-            adapter=self.adapter or (),
-            values=values,
-        )
+        def load() -> Model:
+            return api.load(source, **self.given(), example=data, progress=console)
+
+        return load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -56,19 +56,18 @@ def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
     }
 
 
-def parity_inputs(model: Model, options: ExportOptions, data: Feed | None) -> np.ndarray:
+def parity_inputs(model: Model, fixed: Mapping[str, int], data: Feed | None) -> np.ndarray:
     """Returns inputs [s, …] to compare with: as many as fit, exactly a batch where that is fixed.
 
     They come from `data`, from the model's own example, or from a random generator that begins the
-    same every time. Raises `FeedError` when the feed does not fit the model.
+    same every time; `fixed` is `ExportJob.fixed`. Raises `FeedError` when the feed does not fit.
     """
-    fixed = fixed_axes(model.input, options)
     batch = fixed.get("batch")
     if data is not None:
         return feed_inputs(model, data, batch or SAMPLES, fixed)
     if model.example is not None and batch is None:
         return model.example.astype(model.input.dtype)
-    return random_inputs(model, batch or SAMPLES, SIZES | fixed)
+    return random_inputs(model, batch or SAMPLES, {**SIZES, **fixed})
 
 
 def feed_inputs(

@@ -9,9 +9,10 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -20,18 +21,17 @@ import torch
 from ..common.console import Progress, Silent
 from ..common.environment import cpu_model
 from ..common.onnx_runtime import ort
-from ..common.timing import Call, Latency, Protocol, measure
+from ..common.timing import Call, Latency, Protocol, differs, measure
 from ..errors import LoweringError, MoexportError, UsageError
 from ..graphs.lower import LoweringRequest, lower
+from ..graphs.lowerings import lowering
 from ..graphs.lowerings.base import AnyLowering
-from ..graphs.lowerings.choice import able
-from ..graphs.lowerings.cost import AnyWork
+from ..graphs.lowerings.choice import LoweringChoice, able
+from ..graphs.lowerings.cost import AnyWork, machine_for
 from ..graphs.names import DOMAIN
-from ..graphs.targets import TARGETS
+from ..graphs.targets import TARGETS, Target
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
-from .model import Model
-from .options import ExportOptions
-from .plan import TimedLowering, TunedLayers, Tuning, layer_works, resolve_k
+from .job import ExportJob
 from .precision import PrecisionPlan
 from .session import CPU, Session, SessionOptions, check_provider
 from .tensorrt.backends import first_gpu
@@ -48,6 +48,79 @@ IR_VERSION = 10
 """Of the graphs that are timed; every supported ONNX Runtime takes it."""
 
 
+@dataclass(frozen=True, slots=True)
+class TimedLowering:
+    """One lowering of a layer and what one batch took, in milliseconds."""
+
+    lowering: str
+    latency_ms: Latency
+
+
+@dataclass(frozen=True, slots=True)
+class TunedLayers:
+    """Layers of one shape and k, measured once: each candidate's latency, the fastest first.
+
+    `layers` are their names and `k` what was kept, also where k is a graph input. `left_out` says
+    why a lowering that could serve was not timed. Without candidates there was nothing to compare:
+    `chosen` is the only one.
+    """
+
+    layers: tuple[str, ...]
+    experts: int
+    k: int
+    batch: int
+    tokens: int
+    precision: str
+    chosen: str
+    candidates: tuple[TimedLowering, ...]
+    left_out: Mapping[str, str] = field(default_factory=dict)
+
+    def choice(self, work: AnyWork, target: Target) -> LoweringChoice:
+        """The choice for one of the layers, with the figures as its reason."""
+        chosen = lowering(self.chosen)
+        predicted_us = chosen.predict_us(work, machine_for(target, work.precision))
+        return LoweringChoice(chosen, self._reason(), predicted_us)
+
+    def _reason(self) -> str:
+        if not self.candidates:
+            return "the only lowering for this layer and target: nothing was measured"
+        best, *others = self.candidates
+        listed = [
+            f"{other.lowering} {other.latency_ms.median:.3g} ms"
+            + ("" if differs(best.latency_ms, other.latency_ms) else ", no difference")
+            for other in others
+        ] + list(self.left_out)
+        return (
+            f"measured {best.latency_ms.median:.3g} ms, spread {best.latency_ms.spread:.0%}, for "
+            f"k = {self.k} of {self.experts} at batch {self.batch}"
+            + (f" (others: {'; '.join(listed)})" if listed else "")
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Everything that was measured for one export, and on what: as it stands in the manifest.
+
+    `machine` is the CPU or GPU, `inputs` says what the layers were fed.
+    """
+
+    machine: str
+    provider: str
+    runtime: str
+    threads: int
+    rounds: int
+    inputs: str
+    measured: tuple[TunedLayers, ...]
+
+    def of(self, layer: str) -> TunedLayers:
+        """Returns what was found for a layer."""
+        return next(group for group in self.measured if layer in group.layers)
+
+    def as_json(self) -> dict[str, Any]:
+        """The record as plain data."""
+        return asdict(self)
+
+
 @dataclass(frozen=True)
 class _Group:
     """Layers that are measured as one: the node of the first, and the names of all."""
@@ -59,11 +132,7 @@ class _Group:
 
 
 def tune(
-    model: Model,
-    traced: ir.Model,
-    options: ExportOptions,
-    numbers: PrecisionPlan,
-    progress: Progress | None = None,
+    job: ExportJob, traced: ir.Model, precision: PrecisionPlan, progress: Progress | None = None
 ) -> Tuning:
     """Returns the latency of every candidate for every layer of a traced model.
 
@@ -72,7 +141,7 @@ def tune(
     `UsageError` when the temporary folder has no space for a layer's weights, and `EngineError`
     when the target's provider does not run here.
     """
-    provider, threads = TARGETS[options.target].provider, torch.get_num_threads()
+    provider, threads = TARGETS[job.options.target].provider, torch.get_num_threads()
     assert provider is not None, "graphs of this target run as engines (`ExportOptions`)"
     check_provider(provider)
     session = SessionOptions(provider=provider, threads=threads)
@@ -85,17 +154,14 @@ def tune(
         rounds=PROTOCOL.rounds,
         inputs=INPUTS,
         measured=tuple(
-            _measured(group, model, options, numbers, session, progress or Silent())
-            for group in _groups(model, traced, options, numbers)
+            _measured(group, job, precision, session, progress or Silent())
+            for group in _groups(job, traced, precision)
         ),
     )
 
 
-def _groups(
-    model: Model, traced: ir.Model, options: ExportOptions, numbers: PrecisionPlan
-) -> list[_Group]:
-    kept = resolve_k(options.k, {name: layer.spec for name, layer in model.layers.items()})
-    works = layer_works(model, traced, kept, options)
+def _groups(job: ExportJob, traced: ir.Model, precision: PrecisionPlan) -> list[_Group]:
+    works = job.works(traced)
     nodes = {
         node.attributes.get_string("layer"): node for node in traced.graph if node.domain == DOMAIN
     }
@@ -103,33 +169,32 @@ def _groups(
     for name, work in works.items():
         (x,) = nodes[name].inputs
         assert x is not None and x.shape is not None
-        layer = numbers.layers[name]
+        layer = precision.layers[name]
         key = (
-            *(replace(work.spec, name=""), kept[name], work.tokens, str(x.shape), x.dtype),
+            *(replace(work.spec, name=""), job.k[name], work.tokens, str(x.shape), x.dtype),
             *(layer.precision, layer.compute.inner),
         )
         alike.setdefault(key, []).append(name)
     return [
-        _Group(nodes[names[0]], tuple(names), works[names[0]], kept[names[0]])
+        _Group(nodes[names[0]], tuple(names), works[names[0]], job.k[names[0]])
         for names in alike.values()
     ]
 
 
 def _measured(
     group: _Group,
-    model: Model,
-    options: ExportOptions,
-    numbers: PrecisionPlan,
+    job: ExportJob,
+    precision: PrecisionPlan,
     session: SessionOptions,
     progress: Progress,
 ) -> TunedLayers:
     work, name = group.work, group.names[0]
-    candidates = able(work, options.target)
+    candidates = able(work, job.options.target)
     latencies: dict[str, Latency] = {}
     left_out: dict[str, str] = {}
     if len(candidates) > 1:
         with tempfile.TemporaryDirectory(prefix="moexport-tune-") as folder:
-            paths = _write(group, model, options, numbers, candidates, Path(folder), left_out)
+            paths = _write(group, job, precision, candidates, Path(folder), left_out)
             latencies = _timed(paths, group, session, progress, left_out)
         if not latencies:
             reasons = "; ".join(f"{lowering}: {reason}" for lowering, reason in left_out.items())
@@ -144,7 +209,7 @@ def _measured(
         k=work.k,
         batch=work.batch,
         tokens=work.tokens,
-        precision=numbers.layers[name].precision,
+        precision=precision.layers[name].precision,
         chosen=ranked[0] if ranked else candidates[0].name,
         candidates=tuple(TimedLowering(each, latencies[each]) for each in ranked),
         left_out=left_out,
@@ -153,9 +218,8 @@ def _measured(
 
 def _write(
     group: _Group,
-    model: Model,
-    options: ExportOptions,
-    numbers: PrecisionPlan,
+    job: ExportJob,
+    precision: PrecisionPlan,
     candidates: Sequence[AnyLowering],
     folder: Path,
     left_out: dict[str, str],
@@ -165,7 +229,7 @@ def _write(
     What copies too much for one batch is put into `left_out`.
     """
     name, work = group.names[0], group.work
-    layer, compute = model.layers[name], numbers.layers[name].compute
+    layer, compute = job.model.layers[name], precision.layers[name].compute
     needed, free = layer_bytes(layer, compute), shutil.disk_usage(folder).free
     if free < needed:
         raise UsageError(
@@ -173,9 +237,9 @@ def _write(
             f"{name} take {needed / 1e6:.0f} MB",
             hint="free some space there, or set TMPDIR to a folder elsewhere",
         )
-    with WeightsWriter(folder, sources=model.source.mapped) as writer:
+    with WeightsWriter(folder, sources=job.model.source.mapped) as writer:
         tensors = write_layer(writer, name, layer, compute)
-    traced = _alone(group.node, options.opset)
+    traced = _alone(group.node, job.options.opset)
     paths = {}
     for each in candidates:
         copied = each.copied_bytes(work)
@@ -187,9 +251,9 @@ def _write(
             tensors,
             each,
             group.k,
-            options.renormalize,
+            job.options.renormalize,
             compute,
-            options.target,
+            job.options.target,
         )
         paths[each.name] = folder / f"{each.name}.onnx"
         ir.save(lower(traced, {name: choice}).model, paths[each.name])

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 from ..errors import LoweringError, UsageError
+from ..graphs.choices import FloatName, Precision, Scope
 from ..graphs.lowerings import lowering
 from ..graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
     PRECISIONS,
     SEVEN_BITS,
-    FloatName,
-    Precision,
     QuantFormat,
     WeightQuantization,
 )
@@ -24,9 +23,9 @@ from ..graphs.targets import ENGINES, TARGETS, Target
 from .axes import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .edits import NO_EDITS, Edits
 from .parity import TOLERANCES, Tolerance
-from .quantization.retention import Retention
 
-Scope = Literal["experts", "all"]
+if TYPE_CHECKING:
+    from ..graphs.layers.base import MoESpec
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
@@ -43,21 +42,20 @@ class PrecisionOptions:
     is quantised beside the experts; `io` is the type of the graph's float inputs and outputs.
     `weight_bits` are those of INT8 weights, None for the target's usual ones. The layers named in
     `floating` keep the rest's type; `min_retention` lets more of them do so
-    (`retention.with_retention`), and `retention` tells what came of it.
+    (`quantization.accuracy_search`).
     """
 
-    precision: Precision = "fp32"
+    name: Precision = "fp32"
     rest: FloatName | None = None
     scope: Scope = "experts"
     io: FloatName = "fp32"
     weight_bits: int | None = None
     floating: frozenset[str] = frozenset()
     min_retention: float | None = None
-    retention: Retention | None = None
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be meant."""
-        _one_of("--precision", self.precision, PRECISIONS)
+        _one_of("--precision", self.name, PRECISIONS)
         _one_of("--quantize", self.scope, SCOPES)
         _one_of("--io-precision", self.io, FLOATS)
         if self.rest is not None:
@@ -80,16 +78,16 @@ class PrecisionOptions:
             "--min-retention": share is not None,
         }
         for option, given in asked.items():
-            if given and self.precision != "int8":
+            if given and self.name != "int8":
                 raise UsageError(
-                    f"{option} belongs to --precision int8, not to {self.precision}",
+                    f"{option} belongs to --precision int8, not to {self.name}",
                     hint=f"add --precision int8, or leave {option} out",
                 )
 
     def float_name(self, target: Target) -> FloatName:
         """The float type of everything that is not quantised."""
-        if self.precision != "int8":
-            return self.precision
+        if self.name != "int8":
+            return self.name
         return self.rest or TARGETS[target].rest
 
     def quant_format(self, target: Target) -> QuantFormat:
@@ -109,17 +107,15 @@ class PrecisionOptions:
 
     def notes(self, target: Target) -> tuple[str, ...]:
         """Returns what a user should know of this precision on a target."""
-        if self.retention is not None:
-            return self.retention.notes()
-        note = TARGETS[target].notes.get(self.precision)
+        note = TARGETS[target].notes.get(self.name)
         return () if note is None else (note,)
 
     def _problems(self, target: Target) -> Iterator[tuple[str, str, str]]:
         """Yields what a target cannot take: the option, the reason and what to do."""
-        if self.precision in TARGETS[target].refused:
-            reason, instead = TARGETS[target].refused[self.precision]
-            yield f"--precision {self.precision}", reason, instead
-        if self.precision == "int8" and target not in ENGINES:
+        if self.name in TARGETS[target].refused:
+            reason, instead = TARGETS[target].refused[self.name]
+            yield f"--precision {self.name}", reason, instead
+        if self.name == "int8" and target not in ENGINES:
             if self.rest not in (None, "fp32"):
                 reason = "ONNX Runtime's integer products give FP32"
                 yield f"--rest {self.rest}", reason, "leave --rest out"
@@ -147,10 +143,6 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
         )
 
 
-SINGLE = PrecisionOptions()
-"""FP32 throughout."""
-
-
 AUTO = "auto"
 
 TUNE = "tune"
@@ -168,7 +160,7 @@ class ExportOptions:
 
     `lowerings` names the graphs to write, `auto`, `tune` or a name each; the first is `model.onnx`.
     Parity holds where |difference| ≤ atol + rtol · max|y|; None stands for what the precision
-    allows (`tolerance`). `numbers` says in what precision the graph computes.
+    allows (`tolerance`). `precision` says in what numbers the graph computes.
     """
 
     k: KOption = "n"
@@ -182,7 +174,7 @@ class ExportOptions:
     rtol: float | None = None
     verify: bool = True
     edits: Edits = NO_EDITS
-    numbers: PrecisionOptions = SINGLE
+    precision: PrecisionOptions = PrecisionOptions()
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for a value that cannot be meant."""
@@ -206,7 +198,7 @@ class ExportOptions:
             )
         if TUNE in self.lowerings:
             self._check_tunable()
-        if self.k == "input" and self.numbers.min_retention is not None:
+        if self.k == "input" and self.precision.min_retention is not None:
             raise UsageError(
                 "--min-retention with --k input: retention is that of one k, and this graph has "
                 "many",
@@ -227,7 +219,7 @@ class ExportOptions:
                 hint="use auto, or name lowerings (--lowering gather,conditional) and compare "
                 "their engines on the machine with the GPU: `moexport bench BUNDLE`",
             )
-        if self.numbers.precision == "bf16" and TARGETS[self.target].machine == "cpu":
+        if self.precision.name == "bf16" and TARGETS[self.target].machine == "cpu":
             raise UsageError(
                 "--lowering tune: ONNX Runtime's CPU provider has no BF16 kernels to time",
                 hint="use auto, or another --precision",
@@ -236,7 +228,7 @@ class ExportOptions:
     @property
     def tolerance(self) -> Tolerance:
         """The bounds of the parity check: those asked for, else those of the precision."""
-        usual = TOLERANCES[self.numbers.precision]
+        usual = TOLERANCES[self.precision.name]
         return replace(
             usual,
             atol=usual.atol if self.atol is None else self.atol,
@@ -249,8 +241,16 @@ MIN_OPSET = 20
 MAX_OPSET = 23
 
 
-def parse_k(text: str) -> KOption:
-    """Returns k from `4`, `0.25`, `n/4`, `n`, `input` or `4,4,8`; `UsageError` for all else."""
+def parse_k(k: int | float | str | Sequence[int]) -> KOption:
+    """Returns k from `4`, `0.25`, `n/4`, `n`, `input`, `4,4,8` or as numbers.
+
+    Raises `UsageError` for all else.
+    """
+    if isinstance(k, float) and not k.is_integer():
+        k = str(Fraction(k).limit_denominator(1 << 20))
+    elif isinstance(k, Sequence) and not isinstance(k, str):
+        k = ",".join(map(str, k))
+    text = str(k)  # numpy's integers among them; what cannot be meant is refused as text
     value = text.strip()
     if value in ("n", "input"):
         return value  # type: ignore[return-value]  # the two literals
@@ -278,6 +278,41 @@ def _positive(text: str) -> int:
     if value < 1:
         raise UsageError(
             f"--k {text}: at least one expert must be kept", hint="use 1 ≤ k ≤ n, or n for all"
+        )
+    return value
+
+
+def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]:
+    """Returns each layer's k, None where it is a graph input.
+
+    Raises `UsageError` for a k above n and for a list of the wrong length.
+    """
+    names = list(specs)
+    if k == "input":
+        return dict.fromkeys(names)
+    if isinstance(k, tuple):
+        if len(k) != len(names):
+            raise UsageError(
+                f"--k {','.join(map(str, k))}: {len(k)} values for {len(names)} MoE layers",
+                hint=f"give one k for all, or one each for: {', '.join(names)}",
+            )
+        asked: list[int | Fraction | str] = list(k)
+    else:
+        asked = [k] * len(names)
+    return {name: _of_layer(value, specs[name]) for name, value in zip(names, asked, strict=True)}
+
+
+def _of_layer(value: int | Fraction | str, spec: MoESpec) -> int:
+    n = spec.experts
+    if value == "n":
+        return n
+    if isinstance(value, Fraction):
+        return max(1, round(value * n))
+    assert isinstance(value, int)
+    if not 1 <= value <= n:
+        raise UsageError(
+            f"--k {value}: layer {spec.name} has {n} experts",
+            hint=f"use 1 ≤ k ≤ {n}, or n for all",
         )
     return value
 

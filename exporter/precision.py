@@ -6,14 +6,14 @@ beyond a 16-bit float's range or below it, and values that were observed to come
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 import onnx_ir as ir
 
 from ..calibration.table import CalibrationTable
-from ..errors import LoweringError, UsageError
+from ..graphs.choices import FloatName, Precision
 from ..graphs.layers.base import MoELayer
 from ..graphs.lower import simplify
 from ..graphs.names import EXPERT_OUTPUTS, EXPERT_PRODUCTS, operand_of, range_key
@@ -24,14 +24,84 @@ from ..graphs.precision.types import (
     FP32,
     HALF_TYPES,
     ComputeTypes,
-    Precision,
     QuantizedProducts,
 )
 from ..graphs.precision.weights import CONVERTED, activation_scale
-from .model import Model
+from .job import ExportJob
 from .options import ExportOptions
 
-NO_FACTORS = "its weight tensor is held whole, and integer products are those of factors"
+Measure = Literal["accuracy", "agreement", "cosine"]
+
+BACKBONE = "the linear layers outside the MoE layers"
+"""The part of a model that `--quantize all` adds to its MoE layers, all together."""
+
+_MEASURES: dict[Measure, str] = {
+    "accuracy": "accuracy over FP32's on {n} labelled inputs",
+    "agreement": "share of {n} inputs without labels that get FP32's class",
+    "cosine": "mean cosine with FP32's outputs on {n} inputs",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KeptPart:
+    """A part that stayed in floats, and the retention that was too low while it was INT8."""
+
+    name: str
+    before: float
+
+
+@dataclass(frozen=True, slots=True)
+class Retention:
+    """What INT8 keeps of what the FP32 model answers on the inputs of a feed.
+
+    `reached` is `measure` (`quantization.trial.ReferenceOutputs`) over `samples` inputs, with the
+    parts `kept` in `floats`, in the order in which they were given up. `whole`: nothing is left in
+    INT8.
+    """
+
+    asked: float
+    reached: float
+    measure: Measure
+    samples: int
+    floats: FloatName
+    kept: tuple[KeptPart, ...]
+    whole: bool
+
+    def reason(self, layer: str) -> str | None:
+        """Why a layer stayed in floats, None where it is INT8."""
+        for part in self.kept:
+            if part.name == layer:
+                return (
+                    f"kept in {self.floats} for --min-retention {self.asked:g}: {part.before:.4f} "
+                    "with it in INT8"
+                )
+        return None
+
+    def notes(self) -> tuple[str, ...]:
+        """Returns what a user should know: what was reached, by which measure, at what price."""
+        names = ", ".join(part.name for part in self.kept) or "nothing"
+        notes = [
+            f"--min-retention {self.asked:g}: {self.reached:.4f} reached "
+            f"({self.how}); kept in {self.floats}: {names}"
+        ]
+        if self.whole:
+            notes.append(f"nothing is left in INT8: --precision {self.floats} writes the same")
+        if 0 < 1 - self.asked < 1 / self.samples:
+            notes.append(
+                f"one of {self.samples} inputs is {1 / self.samples:.2g} of the retention: more "
+                "inputs in --data measure it more finely"
+            )
+        return tuple(notes)
+
+    @property
+    def how(self) -> str:
+        """The measure in words."""
+        return _MEASURES[self.measure].format(n=self.samples)
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The parts that stayed in floats."""
+        return frozenset(part.name for part in self.kept)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,94 +115,96 @@ class LayerPrecision:
 
 @dataclass(frozen=True)
 class PrecisionPlan:
-    """In what every part of a model computes."""
+    """In what every part of a model computes; `retention` is what `--min-retention` found."""
 
     layers: Mapping[str, LayerPrecision]
     fp32_nodes: tuple[Fp32Node, ...] = ()
     linears: tuple[QuantizedLinear, ...] = ()
+    retention: Retention | None = None
+
+
+def quantised_parts(job: ExportJob) -> list[str]:
+    """Returns what a job asks to be INT8: its MoE layers, and `BACKBONE` with `--quantize all`."""
+    asked = job.options.precision
+    layers = [name for name in job.model.layers if name not in asked.floating]
+    return [*layers, BACKBONE] if asked.scope == "all" else layers
 
 
 def apply_precision(
-    model: Model, traced: ir.Model, options: ExportOptions, table: CalibrationTable | None
+    job: ExportJob,
+    traced: ir.Model,
+    table: CalibrationTable | None,
+    *,
+    floats: Collection[str] = (),
+    retention: Retention | None = None,
 ) -> PrecisionPlan:
     """Narrows a traced model's backbone in place and returns the plan for it and for the layers.
 
-    Raises `UsageError` for a precision that the target or the model cannot take, and where INT8
-    has no ranges; `CalibrationError` for a table without a layer's ranges.
+    `floats` are parts that stay in floats although the job asks for INT8, and those of `retention`,
+    which tells why. Raises `CalibrationError` for a table without a layer's ranges.
     """
-    numbers, target = options.numbers, options.target
-    numbers.check(target)
-    unknown = numbers.floating - model.layers.keys()
-    if unknown:
-        raise UsageError(
-            f"no MoE layer is called {', '.join(sorted(unknown))}",
-            hint=f"the layers are {', '.join(model.layers)}",
-        )
-    layers = {name: _layer(name, layer, options, table) for name, layer in model.layers.items()}
+    asked, target = job.options.precision, job.options.target
+    quantised = {*quantised_parts(job)} - {*floats}
+    if retention is not None:
+        quantised -= retention.names
+    layers = {}
+    for name, layer in job.model.layers.items():
+        found = None if retention is None else retention.reason(name)
+        reason = None if name in quantised else found or "left out of the quantisation"
+        layers[name] = _layer(name, layer, job.options, table, reason)
+    dtype = FLOAT_TYPES[asked.float_name(target)]
     linears: list[QuantizedLinear] = []
-    if numbers.precision == "int8" and numbers.scope == "all":
+    if asked.name == "int8" and BACKBONE in quantised:
         assert table is not None
         linears = quantize_backbone(
             traced,
             list(backbone_linears(traced.graph)),
             table.range,
-            numbers.quant_format(target),
-            numbers.weight_quantization(target),
-            FLOAT_TYPES[numbers.float_name(target)],
+            asked.quant_format(target),
+            asked.weight_quantization(target),
+            dtype,
         )
-    dtype = FLOAT_TYPES[numbers.float_name(target)]
     fp32_nodes: list[Fp32Node] = []
     if dtype in HALF_TYPES:
         peaks = {} if table is None else table.peaks
-        fp32_nodes = to_fp16(traced, dtype, peaks=peaks, io=FLOAT_TYPES[numbers.io])
-    if linears or fp32_nodes or dtype in HALF_TYPES:
+        fp32_nodes = to_fp16(traced, dtype, peaks=peaks, io=FLOAT_TYPES[asked.io])
+    if linears or dtype in HALF_TYPES:
         simplify(traced)
-    return PrecisionPlan(layers, tuple(fp32_nodes), tuple(linears))
+    return PrecisionPlan(layers, tuple(fp32_nodes), tuple(linears), retention)
 
 
 def _layer(
-    name: str, layer: MoELayer, options: ExportOptions, table: CalibrationTable | None
+    name: str,
+    layer: MoELayer,
+    options: ExportOptions,
+    table: CalibrationTable | None,
+    left_out: str | None,
 ) -> LayerPrecision:
-    numbers, target = options.numbers, options.target
-    float_name = numbers.float_name(target)
+    """The precision of a layer; `left_out` is why it stays in floats where INT8 is asked for."""
+    asked, target = options.precision, options.target
+    float_name = asked.float_name(target)
     inner = FLOAT_TYPES[float_name]
     problem = _overflow(name, layer, inner, table)
     if problem is not None:
         inner, float_name = ir.DataType.FLOAT, "fp32"
-    kept = f"{problem}: kept in FP32" if problem else "asked for"
-    if numbers.precision != "int8":
+    if asked.name != "int8":
+        reason = f"{problem}: kept in FP32" if problem else "asked for"
         return LayerPrecision(
-            float_name, kept, ComputeTypes(inner) if inner != FP32.inner else FP32
+            float_name, reason, ComputeTypes(inner) if inner != FP32.inner else FP32
         )
-    if name in numbers.floating:
-        measured = None if numbers.retention is None else numbers.retention.reason(name)
-        reason = measured or "left out of the quantisation"
-        around = f"; {problem}, so FP32" if problem else ""
-        return LayerPrecision(float_name, f"{reason}{around}", ComputeTypes(inner))
-    if table is None:
-        raise no_ranges()
-    form = numbers.quant_format(target)
+    around = f"; {problem}, so FP32" if problem else ""
+    if left_out is not None:
+        return LayerPrecision(float_name, f"{left_out}{around}", ComputeTypes(inner))
+    assert table is not None, "a job without ranges is refused (`export_job`)"
+    form = asked.quant_format(target)
     scales = {
         part.name: activation_scale(table.range(range_key(name, operand)), inner, qdq=form == "qdq")
         for part in layer.stored()
         if (operand := operand_of(part.name)) is not None
     }
-    if not scales:
-        raise LoweringError(
-            f"layer {name}: --precision int8 does not serve this layer: {NO_FACTORS}",
-            hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
-        )
-    quantized = QuantizedProducts(form, numbers.weight_quantization(target), scales)
-    around = f"; {problem}, so FP32 around it" if problem else ""
-    return LayerPrecision("int8", f"asked for{around}", ComputeTypes(inner, quantized))
-
-
-def no_ranges() -> UsageError:
-    """Returns the error for INT8 without a table and without inputs to make one from."""
-    return UsageError(
-        "--precision int8: ranges come from real inputs, and there are none",
-        hint="give a feed with --data, or a table with --calibration",
-    )
+    quantised = QuantizedProducts(form, asked.weight_quantization(target), scales)
+    around = f"{around} around it" if around else ""
+    return LayerPrecision("int8", f"asked for{around}", ComputeTypes(inner, quantised))
 
 
 def _overflow(
@@ -175,24 +247,24 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, A
     `fp32_nodes` are the nodes that stayed in FP32 for this model's weights or values,
     `usual_fp32_nodes` counts the others by op type. With INT8: how weights and activations are
     written, and `linears`, the backbone's, null where they are INT8 and the reason where not;
-    `retention` (`retained.Retention`) where `--min-retention` was asked for.
+    `retention` (`Retention`) where `--min-retention` was asked for.
     """
-    numbers, target = options.numbers, options.target
-    if numbers.precision == "fp32":
+    asked, target = options.precision, options.target
+    if asked.name == "fp32":
         return {}
     usual: dict[str, int] = {}
     for node in plan.fp32_nodes:
         if node.usual:
             usual[node.op_type] = usual.get(node.op_type, 0) + 1
     record: dict[str, Any] = {
-        "rest": numbers.float_name(target),
+        "rest": asked.float_name(target),
         "router": "fp32",
-        "io": numbers.io,
+        "io": asked.io,
         "fp32_nodes": [asdict(node) for node in plan.fp32_nodes if not node.usual],
         "usual_fp32_nodes": usual,
     }
-    if numbers.precision == "int8":
-        weights, form = numbers.weight_quantization(target), numbers.quant_format(target)
+    if asked.name == "int8":
+        weights, form = asked.weight_quantization(target), asked.quant_format(target)
         record |= {
             "form": form,
             "weights": f"{weights.dtype.name.lower()}, per expert and output channel, "
@@ -200,6 +272,6 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, A
             "activations": "int8, per tensor, symmetric" if form == "qdq" else "uint8, per tensor",
             "linears": {linear.node: linear.reason for linear in plan.linears},
         }
-    if numbers.retention is not None:
-        record["retention"] = numbers.retention.as_json()
+    if plan.retention is not None:
+        record["retention"] = asdict(plan.retention)
     return record

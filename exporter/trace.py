@@ -12,7 +12,7 @@ import logging
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import onnx_ir as ir
@@ -108,7 +108,7 @@ class _Node(nn.Module):
         )
 
 
-def trace(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None) -> ir.Model:
+def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = None) -> ir.Model:
     """Returns the traced graph of a model, every named axis of its input dynamic.
 
     `fixed` gives the sizes of axes that are to be constants instead. Raises `TraceError` when the

@@ -8,7 +8,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
-    from .precision.types import FloatName, Precision, QuantFormat
+    from .choices import FloatName, Precision
+    from .precision.types import QuantFormat
 
 Target = Literal["onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"]
 """Who runs the graph. `onnx` means standard ONNX ops alone, so that any runtime can."""

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 from moexport.bench.results import Results
+from moexport.graphs.choices import Precision
 from moexport.graphs.lowerings import lowering
 from moexport.graphs.lowerings.cost import Machine, Work, machine_for
-from moexport.graphs.precision.types import Precision
 from scipy.optimize import least_squares
 
 from .layers import HELD_OUT, SHAPES, TOKENS, spec_of

@@ -32,11 +32,11 @@ from moexport.common import timing
 from moexport.common.environment import environment, usable_cores
 from moexport.exporter.families.layer_only import TokenBackbone
 from moexport.exporter.model import Model, Source, TensorSpec
+from moexport.graphs.choices import Precision
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights, algorithm_1
 from moexport.graphs.lowerings import ALL_LOWERINGS
 from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.lowerings.cost import Work
-from moexport.graphs.precision.types import Precision
 from torch import nn
 
 TOKENS, DIM = 197, 768

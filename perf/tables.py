@@ -9,7 +9,7 @@ from typing import Any
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results, Row
 from moexport.common.text import count, markdown
 from moexport.common.timing import Latency
-from moexport.graphs.precision.types import Precision
+from moexport.graphs.choices import Precision
 
 from .layers import (
     ALGORITHM_2,

@@ -18,6 +18,7 @@ from ...errors import BundleError, MoexportError
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.checkpoints.load import load
 from ...exporter.export import export
+from ...exporter.job import export_job
 from ...exporter.options import ExportOptions, parse_k
 from ..cases import Candidate
 from ..plan import Settings
@@ -118,7 +119,8 @@ def exported(
     """Returns the bundle of a checkpoint with k = `kept`, compared with PyTorch on the data."""
     progress.step(f"exporting {out.name}")
     model = load(checkpoint, config=dict(config or {}))
-    return export(model, out, ExportOptions(k=parse_k(kept)), data=str(data), force=True)
+    options = ExportOptions(k=parse_k(kept))
+    return export(export_job(model, options, destination=out, data=str(data), force=True))
 
 
 def verified(bundle: Bundle) -> tuple[str, ...]:

@@ -21,24 +21,18 @@ from ...exporter.bundle.manifest import MANIFEST_FILE
 from ...exporter.bundle.verify import selected_values
 from ...exporter.checkpoints.load import load
 from ...exporter.edits import Edits
-from ...exporter.export import Prepared, manifest_of, prepare, write_graphs
+from ...exporter.export import export_plan
+from ...exporter.job import export_job
 from ...exporter.model import Model, edited
-from ...exporter.options import (
-    AUTO,
-    TUNE,
-    ExportOptions,
-    KOption,
-    PrecisionOptions,
-    Scope,
-)
-from ...exporter.plan import GraphPlan, plan_graph, resolve_k
-from ...exporter.quantization.calibrate import table_for_export
+from ...exporter.options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions, resolve_k
+from ...exporter.plan import GraphPlan, Plan, plan_graph
 from ...exporter.session import PROVIDERS
 from ...exporter.tensorrt.backends import BACKENDS
 from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
+from ...exporter.write import manifest_of, write_graphs
+from ...graphs.choices import Precision, Scope
 from ...graphs.lower import Lowered
-from ...graphs.precision.types import Precision
 from ..cases import Candidate, GraphSource
 from ..measure.flops import integer_linears
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
@@ -154,29 +148,26 @@ def _sources(
     One that cannot serve a layer in this precision is refused by itself.
     """
     assert runtime.target is not None
-    numbers = PrecisionOptions(precision, scope=sweep.scope if precision == "int8" else "experts")
     options = ExportOptions(
-        target=runtime.target, renormalize=sweep.renormalize, numbers=numbers, verify=False
+        target=runtime.target,
+        renormalize=sweep.renormalize,
+        precision=PrecisionOptions(
+            precision, scope=sweep.scope if precision == "int8" else "experts"
+        ),
+        verify=False,
     )
-    table = None
-    if precision == "int8":
-        table = table_for_export(model, options, data=sweep.calibration)
-    prepared = prepare(model, options, table)
-    integers = _integers({each.node: each.reason for each in prepared.numbers.linears})
+    data = sweep.calibration if precision == "int8" else None
+    planned = export_plan(export_job(model, options, data=data))
+    integers = _integers({each.node: each.reason for each in planned.precision.linears})
     specs = {layer: module.spec for layer, module in model.layers.items()}
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
     for k, lowering, batch in product(sweep.ks, sweep.lowerings, sweep.batches):
         ks = resolve_k(k, specs)
         try:
-            graph = plan_graph(
-                model,
-                prepared.traced,
-                ks,
-                replace(options, batch=AxisRange(1, batch, batch)),
-                lowering_name=lowering,
-                file=f"model-{len(graphs)}.onnx",
-            )
+            sized = replace(options, batch=AxisRange(1, batch, batch))
+            job = replace(planned.job, options=sized, k=ks)
+            graph = plan_graph(job, planned.traced, lowering, f"model-{len(graphs)}.onnx")
         except LoweringError as error:
             reasons[_largest(ks), lowering] = error
         else:
@@ -184,10 +175,10 @@ def _sources(
     refused = _refused(reasons, runtime, precision)
     if not graphs:
         return refused
-    prepared = replace(prepared, plan=replace(prepared.plan, graphs=tuple(graphs.values())))
-    lowered = write_graphs(prepared, folder)
+    planned = replace(planned, graphs=tuple(graphs.values()))
+    lowered = write_graphs(planned, folder)
     if runtime.compiles:
-        _write_manifest(prepared, lowered, folder)
+        _write_manifest(planned, lowered, folder)
     engine = engine_options(model, sweep, runtime.engine) if runtime.compiles else None
     experts = {name: spec.experts for name, spec in specs.items() if _has_sets(spec.kind)}
     return refused + [
@@ -224,9 +215,9 @@ def _loader(
     return OnnxLoader(file, selected, experts, k, sweep.threads, PROVIDERS[runtime.provider])
 
 
-def _write_manifest(prepared: Prepared, lowered: Mapping[str, Lowered], folder: Path) -> None:
+def _write_manifest(planned: Plan, lowered: Mapping[str, Lowered], folder: Path) -> None:
     """Makes the folder a bundle, which is what engines are built into."""
-    manifest = manifest_of(prepared, lowered, {}, folder, real_inputs=False)
+    manifest = manifest_of(planned, lowered, {}, folder)
     (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
 
 

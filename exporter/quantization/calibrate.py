@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
@@ -14,20 +14,19 @@ import onnx_ir as ir
 from ...calibration.feeds import Feed, FeedHash, count, limited, rebatched
 from ...calibration.methods import DEFAULT_METHOD, DEFAULT_PERCENTILE, choose
 from ...calibration.observers import Observations, ObservingGraph, observe, observing_graph
-from ...calibration.table import METHODS, CalibrationTable, Method, Origin, is_table
+from ...calibration.table import METHODS, CalibrationTable, Origin, is_table
 from ...common.console import Progress, Silent
 from ...common.writing import check_file, make_folder, told
 from ...errors import CalibrationError, UsageError
+from ...graphs.choices import Method
 from ...graphs.layers.base import MoESpec
 from ...graphs.lower import LoweringRequest
 from ...graphs.lowerings import lowerings_of
 from ...graphs.lowerings.base import AnyLowering
 from ..bundle.weights import WeightsWriter, write_backbone, write_layer
 from ..inputs import feed_batches
-from ..model import Model, edited, fingerprint
-from ..options import ExportOptions, KOption
-from ..plan import resolve_k
-from ..precision import no_ranges
+from ..model import Model, fingerprint
+from ..options import KOption, resolve_k
 from ..trace import trace
 
 GRAPH_FILE = "observing.onnx"
@@ -37,14 +36,15 @@ GRAPH_FILE = "observing.onnx"
 class CalibrationOptions:
     """The options of `calibrate`.
 
-    `samples` is how many inputs of the feed are taken, None for all. `batch` is how many the
-    observing graph runs at once, whatever the feed's own batches: it costs memory and saves time,
-    and changes a range by no more than the rounding of the model's own arithmetic.
+    `percentile` is in %, None for 99.99. `samples` is how many inputs of the feed are taken, None
+    for all. `batch` is how many the observing graph runs at once, whatever the feed's own batches:
+    it costs memory and saves time, and changes a range by no more than the rounding of the model's
+    own arithmetic.
     """
 
     k: KOption = "n"
     method: Method = DEFAULT_METHOD
-    percentile: float = DEFAULT_PERCENTILE
+    percentile: float | None = None
     samples: int | None = None
     batch: int = 16
     renormalize: bool = False
@@ -61,7 +61,12 @@ class CalibrationOptions:
                 f"--method {self.method}: there is no such method",
                 hint=f"choose one of: {', '.join(METHODS)}",
             )
-        if not 50 < self.percentile <= 100:
+        if self.percentile is not None and self.method != "percentile":
+            raise UsageError(
+                f"--percentile {self.percentile:g}: the method is {self.method}, which has none",
+                hint="leave --percentile out, or give --method percentile",
+            )
+        if self.percentile is not None and not 50 < self.percentile <= 100:
             raise UsageError(
                 f"--percentile {self.percentile:g}: a share above 50 and up to 100",
                 hint="--percentile 99.99 leaves out the outermost 0.01 % of the values",
@@ -69,6 +74,11 @@ class CalibrationOptions:
         for name, value in (("--samples", self.samples), ("--batch", self.batch)):
             if value is not None and value < 1:
                 raise UsageError(f"{name} {value}: at least 1", hint=f"leave {name} out")
+
+    @property
+    def share(self) -> float:
+        """The share of values in range, in %, where the method is `percentile`."""
+        return DEFAULT_PERCENTILE if self.percentile is None else self.percentile
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,7 @@ def calibrate(
     """
     options = options or CalibrationOptions()
     seen = observe_model(model, data, options, workspace=workspace, progress=progress)
-    return seen.table(options.method, options.percentile)
+    return seen.table(options.method, options.share)
 
 
 def observe_model(
@@ -213,10 +223,7 @@ def _reported(batches: Iterator[np.ndarray], progress: Progress) -> Iterator[np.
         progress.advance(len(batch))
 
 
-PEAK_SAMPLES = 64
-"""Inputs whose largest values tell whether FP16 overflows, with `half.HEADROOM` to spare."""
-
-_AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
+AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
 
 
 def calibrate_to(
@@ -227,8 +234,8 @@ def calibrate_to(
     *,
     force: bool = False,
     progress: Progress | None = None,
-) -> tuple[CalibrationTable, bool]:
-    """Returns the table at `path`, made now unless it is there already, and whether it was made.
+) -> CalibrationTable:
+    """Returns the table at `path`, made now unless it is there already.
 
     A table that is there is used where it has the same origin: model, feed, k and method. Raises
     `CalibrationError` that says what differs otherwise, unless `force` replaces it; what is no
@@ -251,94 +258,12 @@ def calibrate_to(
                 f"{path}: a calibration table exists there, of {reason}",
                 hint="--force replaces it, -o writes elsewhere",
             )
-        return table, False
+        progress.step(f"{path} is up to date: same model, feed, k and method")
+        return table
     make_folder(path.absolute().parent)
     table = calibrate(model, data, options, workspace=path.absolute().parent, progress=progress)
     table.write(path)
-    return table, True
-
-
-def table_for_export(
-    model: Model,
-    options: ExportOptions,
-    *,
-    calibration: CalibrationOptions | None = None,
-    data: Feed | None = None,
-    path: Path | None = None,
-    workspace: Path | None = None,
-    progress: Progress | None = None,
-) -> CalibrationTable:
-    """Returns the ranges for an export: those of a table, or new ones from a feed.
-
-    The k, the renormalisation and the edits are the export's; `calibration` says the rest. Raises
-    `CalibrationError` for a table of another model or of fewer experts, `UsageError` where there
-    is neither a table nor a feed.
-    """
-    model = edited(model, options.edits) if not model.edits else model
-    if path is not None:
-        table = CalibrationTable.read(path)
-        check_table(table, model, options, where=str(path))
-        return table
-    if data is None:
-        raise no_ranges()
-    k = "n" if options.k == "input" else options.k  # any may be kept, so all are observed
-    chosen = replace(calibration or CalibrationOptions(), k=k, renormalize=options.renormalize)
-    return calibrate(model, data, chosen, workspace=workspace, progress=progress)
-
-
-def ranges_for_export(
-    model: Model,
-    options: ExportOptions,
-    *,
-    method: Method = DEFAULT_METHOD,
-    data: Feed | None = None,
-    path: Path | None = None,
-    progress: Progress | None = None,
-) -> CalibrationTable | None:
-    """Returns the ranges that an export makes use of, None where it needs none.
-
-    INT8 must have them. FP16 takes them from a table or a feed that is there, to find what would
-    overflow; a few inputs tell that.
-    """
-    precision = options.numbers.precision
-    needed = precision == "int8" or (precision == "fp16" and data is not None)
-    if path is None and not needed:
-        return None
-    options.numbers.check(options.target)
-    samples = None if precision == "int8" else PEAK_SAMPLES
-    chosen = CalibrationOptions(method=method, samples=samples)
-    return table_for_export(
-        model, options, calibration=chosen, data=data, path=path, progress=progress
-    )
-
-
-def check_table(
-    table: CalibrationTable, model: Model, options: ExportOptions, *, where: str
-) -> None:
-    """Raises `CalibrationError` with the reason where a table does not belong to an export.
-
-    A table of more experts than are kept serves: its ranges hold theirs. One of fewer does not,
-    since rows that other experts get were never observed.
-    """
-    again = _AGAIN.format(path=where)
-    if table.origin.model != fingerprint(model):
-        raise CalibrationError(
-            f"{where}: was made from another model, or from this one with other weights, "
-            "configuration or edits",
-            hint=again,
-        )
-    if table.origin.renormalize != options.renormalize:
-        raise CalibrationError(
-            f"{where}: was made {_renormalised(table.origin)}, the export is not so", hint=again
-        )
-    for layer, kept in k_by_layer(model, options.k).items():
-        observed = table.origin.k.get(layer, 0)
-        if observed < kept:
-            raise CalibrationError(
-                f"{where}: layer {layer} was observed with k = {observed} and the export keeps "
-                f"{kept}: what the other experts get was never seen",
-                hint=f"{again} --k {kept}",
-            )
+    return table
 
 
 def _origin(model: Model, data: Feed, options: CalibrationOptions) -> Origin:
@@ -350,7 +275,7 @@ def _origin(model: Model, data: Feed, options: CalibrationOptions) -> Origin:
         samples=samples,
         k=k_by_layer(model, options.k),
         method=options.method,
-        percentile=options.percentile if options.method == "percentile" else None,
+        percentile=options.share if options.method == "percentile" else None,
         renormalize=options.renormalize,
     )
 
@@ -366,7 +291,7 @@ def _difference(found: Origin, wanted: Origin) -> str | None:
     if (found.method, found.percentile) != (wanted.method, wanted.percentile):
         return f"the method {_method(found)}, not {_method(wanted)}"
     if found.renormalize != wanted.renormalize:
-        return f"a model {_renormalised(found)}"
+        return f"a model {renormalised(found)}"
     return None
 
 
@@ -379,5 +304,6 @@ def _method(origin: Origin) -> str:
     return origin.method if origin.percentile is None else f"{origin.method} {origin.percentile:g}"
 
 
-def _renormalised(origin: Origin) -> str:
+def renormalised(origin: Origin) -> str:
+    """Returns with which option a table was made, as words that follow `was made`."""
     return "with --renormalize" if origin.renormalize else "without --renormalize"

@@ -1,9 +1,9 @@
-"""What a model in FP32 answers on the inputs of a feed, and how much of it a graph retains."""
+"""The outputs of a model in FP32 on a feed, how much of them a graph retains, and graphs to try."""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +14,6 @@ import torch
 
 from ...calibration.feeds import (
     IGNORED,
-    Feed,
     Labels,
     check_classes,
     count,
@@ -27,14 +26,15 @@ from ...common.console import Progress
 from ...errors import FeedError, UsageError
 from ...graphs.layers.base import algorithm_1
 from ..bundle.manifest import GraphRecord
-from ..export import Prepared, graph_record, prepare, write_graphs
-from ..inputs import fitted, fixed_axes
+from ..inputs import fitted
+from ..job import ExportJob
 from ..model import Model
-from ..options import AUTO, TUNE, ExportOptions
+from ..options import AUTO, TUNE
 from ..parity import cosines
-from ..plan import resolve_k
+from ..plan import plan
+from ..precision import Measure
 from ..reference import first_output
-from .retention import Measure
+from ..write import graph_record, write_graphs
 
 SAMPLES = 512
 """Inputs of a feed that are taken, where it has so many: one of them is 0.002 of a retention."""
@@ -104,15 +104,14 @@ def _right(found: np.ndarray, wanted: np.ndarray) -> int:
 
 
 @torch.no_grad()
-def reference_outputs(
-    model: Model, options: ExportOptions, data: Feed, folder: Path, progress: Progress
-) -> ReferenceOutputs:
-    """Runs an edited model on up to `SAMPLES` inputs of a feed and returns what it answers.
+def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> ReferenceOutputs:
+    """Runs a job's model on up to `SAMPLES` inputs of its feed and returns what it answers.
 
     Raises `FeedError` for a feed without inputs, for inputs or labels that do not fit the model,
     and for labels of which FP32 has none right; `UsageError` for a model with one number an input.
     """
-    fixed = dict(fixed_axes(model.input, options))
+    assert job.data is not None
+    model, data, fixed = job.model, job.data, dict(job.fixed)
     size = fixed.pop("batch", None)
     total = count(data, model.input.name)
     progress.step("running FP32", total=SAMPLES if total is None else min(total, SAMPLES))
@@ -127,14 +126,13 @@ def reference_outputs(
             labels.extend([] if theirs is None else theirs)
             yield fitted(x, model.input, fixed)
 
-    kept = resolve_k(options.k, {name: layer.spec for name, layer in model.layers.items()})
-    ks = {name: k for name, k in kept.items() if k is not None}
+    ks = {name: k for name, k in job.k.items() if k is not None}
     batches = seen = right = 0
     by_batch: list[Labels] = []
     for x in rebatched(limited(inputs(), SAMPLES), size or BATCH):
         if size is not None and len(x) < size:
             continue
-        y = _run(model, x, ks, renormalize=options.renormalize)
+        y = _run(model, x, ks, renormalize=job.options.renormalize)
         _check_outputs(y)
         np.save(folder / f"x-{batches}.npy", x)
         np.save(folder / f"y-{batches}.npy", y.argmax(axis=-1) if classes else y)
@@ -199,27 +197,21 @@ class Trial:
     """The main graph of an export, with its weights, in `directory`."""
 
     directory: Path
-    prepared: Prepared
     graph: GraphRecord
 
 
 @contextmanager
 def trial(
-    model: Model,
-    options: ExportOptions,
-    table: CalibrationTable | None,
-    traced: ir.Model,
-    workspace: Path | None = None,
+    job: ExportJob, traced: ir.Model, table: CalibrationTable | None, floats: Collection[str]
 ) -> Iterator[Trial]:
-    """Yields an export's main graph, in a folder within `workspace` that is removed after.
+    """Yields a job's main graph with some parts in floats, in a folder that is removed after.
 
-    `traced` is what `export.trace_for` gave, which many trials may share. Lowerings are not timed
-    for it.
+    Lowerings are not timed for it.
     """
-    main = options.lowerings[0]
-    chosen = replace(options, lowerings=(AUTO if main == TUNE else main,))
-    prepared = prepare(model, chosen, table, traced=traced)
-    with tempfile.TemporaryDirectory(prefix=".moexport-trial-", dir=workspace) as folder:
-        graph = prepared.plan.graphs[0]
-        lowered = write_graphs(prepared, Path(folder))[graph.file]
-        yield Trial(Path(folder), prepared, graph_record(graph, lowered, None))
+    main = job.options.lowerings[0]
+    options = replace(job.options, lowerings=(AUTO if main == TUNE else main,))
+    planned = plan(replace(job, options=options), traced, table, floats=floats)
+    with tempfile.TemporaryDirectory(prefix=".moexport-trial-") as folder:
+        graph = planned.graphs[0]
+        lowered = write_graphs(planned, Path(folder))[graph.file]
+        yield Trial(Path(folder), graph_record(graph, lowered))

@@ -9,10 +9,10 @@ from typing import Any, Generic
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..choices import Precision
 from ..layers.base import Kind
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import LayerOf, S
-from ..precision.types import Precision
 from ..targets import Target
 from .cost import Machine, WorkOf
 

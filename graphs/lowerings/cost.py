@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic
 
+from ..choices import Precision
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import S
-from ..precision.types import Precision
 from ..targets import TARGETS, MachineKind, Target
 
 

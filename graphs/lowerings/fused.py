@@ -6,10 +6,10 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..choices import Precision
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer
 from ..names import MICROSOFT
-from ..precision.types import Precision
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Target
 from .base import Lowering

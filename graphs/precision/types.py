@@ -10,6 +10,8 @@ from typing import Literal, get_args
 import numpy as np
 import onnx_ir as ir
 
+from ..choices import FloatName, Precision
+
 UINT8_LEVELS = 255
 """The largest number of an unsigned byte: the steps of an affine scale."""
 
@@ -63,11 +65,7 @@ def _float32(value: float) -> float:
     return float(max(np.float32(value), np.finfo(np.float32).tiny))
 
 
-Precision = Literal["fp32", "fp16", "bf16", "int8"]
-
 PRECISIONS: tuple[Precision, ...] = get_args(Precision)
-
-FloatName = Literal["fp32", "fp16", "bf16"]
 
 FLOAT_TYPES: Mapping[FloatName, ir.DataType] = MappingProxyType(
     {"fp32": ir.DataType.FLOAT, "fp16": ir.DataType.FLOAT16, "bf16": ir.DataType.BFLOAT16}

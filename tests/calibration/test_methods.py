@@ -7,7 +7,8 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from moexport.calibration.methods import choose
-from moexport.calibration.table import METHODS, Method
+from moexport.calibration.table import METHODS
+from moexport.graphs.choices import Method
 from moexport.graphs.precision.types import Range
 from moexport.tests.calibration.test_histogram import of
 

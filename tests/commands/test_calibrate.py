@@ -13,8 +13,9 @@ import moexport
 import numpy as np
 import pytest
 from moexport.errors import CalibrationError, OutputError, UsageError
-from moexport.exporter.options import ExportOptions, parse_k
-from moexport.exporter.quantization.calibrate import check_table, table_for_export
+from moexport.exporter.export import found_ranges
+from moexport.exporter.job import check_table, export_job
+from moexport.exporter.options import ExportOptions, PrecisionOptions, parse_k
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 
@@ -111,15 +112,18 @@ def test_options_that_cannot_be_meant_are_refused(
 def test_an_export_takes_a_table_of_as_many_experts_or_more(table: Path) -> None:
     model = moexport.load(WEIGHTS)
     for k in ("1", "2"):
-        made = table_for_export(model, ExportOptions(k=parse_k(k)), path=table)
+        made = export_job(model, ExportOptions(k=parse_k(k)), calibration=table).table
+        assert made is not None
         assert made.origin.k == {"layer": 2}
     for k in ("3", "n", "input"):
         with pytest.raises(CalibrationError, match="observed with k = 2 and the export keeps"):
-            table_for_export(model, ExportOptions(k=parse_k(k)), path=table)
+            export_job(model, ExportOptions(k=parse_k(k)), calibration=table)
 
 
 def test_ranges_for_a_k_chosen_per_run_are_those_of_all_experts(feed: Path) -> None:
-    made = table_for_export(moexport.load(WEIGHTS), ExportOptions(k="input"), data=feed)
+    options = ExportOptions(k="input", precision=PrecisionOptions("int8"))
+    made = found_ranges(export_job(moexport.load(WEIGHTS), options, data=feed))
+    assert made is not None
     assert made.origin.k == {"layer": 4}
 
 
@@ -135,14 +139,15 @@ def test_inputs_without_tokens_give_no_ranges(tmp_path: Path) -> None:
 def test_an_export_refuses_a_table_of_other_weights(table: Path) -> None:
     model = moexport.load(WEIGHTS)
     next(iter(model.layers.values())).get_parameter("phi").add_(1e-6)
-    made = table_for_export(moexport.load(WEIGHTS), ExportOptions(k=2), path=table)
+    made = export_job(moexport.load(WEIGHTS), ExportOptions(k=2), calibration=table).table
+    assert made is not None
     with pytest.raises(CalibrationError, match="another model"):
-        check_table(made, model, ExportOptions(k=2), where="table.json")
+        check_table(export_job(model, ExportOptions(k=2)), made, "table.json")
 
 
 def test_an_export_without_table_and_feed_says_what_to_give() -> None:
     with pytest.raises(UsageError) as caught:
-        table_for_export(moexport.load(WEIGHTS), ExportOptions())
+        export_job(moexport.load(WEIGHTS), ExportOptions(precision=PrecisionOptions("int8")))
     assert "--data" in str(caught.value.hint)
 
 

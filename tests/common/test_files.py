@@ -16,9 +16,11 @@ from moexport.common import files as pages
 from moexport.common.files import Reading, release
 from moexport.exporter.bundle.weights import WEIGHTS_FILE
 from moexport.exporter.checkpoints.load import load
-from moexport.exporter.export import expect, prepare, write_graphs
+from moexport.exporter.export import export_plan
 from moexport.exporter.inputs import parity_inputs
+from moexport.exporter.job import export_job
 from moexport.exporter.options import ExportOptions
+from moexport.exporter.write import torch_reference, write_graphs
 from moexport.tests.exporter.families.states import vit_state
 
 pytestmark = pytest.mark.skipif(
@@ -119,13 +121,14 @@ def test_a_checkpoint_is_loaded_written_and_run_a_part_at_a_time(
     assert path.stat().st_size > 6 * layer_bytes
     with most_mapped_bytes() as loading:
         model = load(path, config={"num_heads": 4})
-    prepared = prepare(model, ExportOptions(k=2))
-    x = parity_inputs(model, prepared.options, None)
+    job = export_job(model, ExportOptions(k=2))
+    planned = export_plan(job)
+    x = parity_inputs(model, job.fixed, None)
     (tmp_path / "bundle").mkdir()
     with most_mapped_bytes() as writing:
-        write_graphs(prepared, tmp_path / "bundle")
+        write_graphs(planned, tmp_path / "bundle")
     with most_mapped_bytes() as running:
-        expect(prepared, x)
+        torch_reference(job, x)
     assert (tmp_path / "bundle" / WEIGHTS_FILE).stat().st_size > 6 * layer_bytes
     # A tensor, or a layer where PyTorch runs it, is used whole, and the backbone beside it.
     assert max(loading) < 2 * layer_bytes

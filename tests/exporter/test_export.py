@@ -6,7 +6,7 @@ import pytest
 from moexport.exporter.export import way_out
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.parity import Parity
-from moexport.graphs.precision.types import Precision
+from moexport.graphs.choices import Precision
 
 
 def missed(routing_agreement: float) -> Parity:
@@ -27,7 +27,7 @@ def missed(routing_agreement: float) -> Parity:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16", "int8"])
 def test_values_that_differ_may_be_allowed(precision: Precision) -> None:
-    options = ExportOptions(numbers=PrecisionOptions(precision=precision))
+    options = ExportOptions(precision=PrecisionOptions(precision))
     assert "raise --rtol" in way_out(missed(1.0), options)
 
 
@@ -41,7 +41,7 @@ def test_values_that_differ_may_be_allowed(precision: Precision) -> None:
     ],
 )
 def test_other_experts_are_not_a_matter_of_rtol(precision: Precision, advice: str) -> None:
-    options = ExportOptions(numbers=PrecisionOptions(precision=precision), target="onnx")
+    options = ExportOptions(precision=PrecisionOptions(precision), target="onnx")
     advised = way_out(missed(0.9), options)
     assert advice in advised
     assert "raise --rtol" not in advised

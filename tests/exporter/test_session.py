@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import FeedError, TraceError, UsageError
-from moexport.exporter.export import prepare
+from moexport.exporter.export import export_plan
+from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.session import Session, SessionOptions
@@ -53,7 +54,7 @@ def backbone_model(calls: int) -> Model:
 
 
 def test_a_layer_that_is_called_once_is_planned_once() -> None:
-    (graph,) = prepare(backbone_model(1), ExportOptions(k=2)).plan.graphs
+    (graph,) = export_plan(export_job(backbone_model(1), ExportOptions(k=2))).graphs
     assert [layer.name for layer in graph.layers] == ["moe"]
 
 

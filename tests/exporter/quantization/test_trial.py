@@ -12,6 +12,7 @@ from moexport.calibration.feeds import Feed
 from moexport.common.console import Silent
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.axes import parse_range
+from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.quantization.trial import SAMPLES, ReferenceOutputs, reference_outputs
@@ -49,7 +50,7 @@ def same(*axes: str | int) -> Model:
 
 def answers(model: Model, data: Feed, folder: Path, batch: str = "1:1:32") -> ReferenceOutputs:
     options = ExportOptions(batch=parse_range(batch, "--batch"))
-    return reference_outputs(model, options, data, folder, Silent())
+    return reference_outputs(export_job(model, options, data=data), folder, Silent())
 
 
 def scores(ids: np.ndarray) -> np.ndarray:

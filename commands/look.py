@@ -1,0 +1,293 @@
+"""`inspect`, `verify`, `run` and `doctor`; `cli.py` adds them to the program."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import api
+from ..common.text import count, size, table
+from ..errors import MoexportError
+from .build import RunnerFlags, TrustEngine
+from .options import (
+    AsJson,
+    BundleArgument,
+    Data,
+    ModelArgument,
+    ModelFlags,
+    Verbosity,
+    output_option,
+)
+from .printing import backbone_departures, json_text, precisions_text, tuning_text
+
+if TYPE_CHECKING:
+    from ..exporter.bundle.manifest import Check, Manifest
+    from ..exporter.doctor import Diagnosis
+    from ..exporter.inspect import ModelReport
+
+
+def inspect(
+    *,
+    model: ModelArgument,
+    reading: ModelFlags,
+    data: Data = None,
+    trust_engine: TrustEngine = False,
+    as_json: AsJson = False,
+    verbosity: Verbosity,
+) -> None:
+    """Show a model's family, MoE layers and parameters, and what each k costs.
+
+    Of a bundle its layers and files, of an engine its layers, precisions and profiles.
+    """
+    if model.endswith(".plan"):
+        facts = api.inspect_engine(model, trust=trust_engine)
+        print(json_text(facts) if as_json else engine_text(facts))
+        return
+    if (Path(model) / "manifest.json").is_file():
+        manifest = api.inspect_bundle(model)
+        print(manifest.to_json() if as_json else bundle_text(Path(model), manifest))
+        return
+    with verbosity.console() as console:
+        found = api.inspect(model, data, progress=console, **reading.given())
+    print(json_text(found.as_json()) if as_json else model_text(found))
+
+
+LAYER_HEADER = (
+    "MoE layer",
+    "experts n",
+    "slots p",
+    "dim d",
+    "hidden h",
+    "tokens m",
+    "parameters",
+)
+
+
+def model_text(report: ModelReport) -> str:
+    """What `inspect` says of a model: its family, its layers and what each k costs."""
+    layers = [
+        (r.name, r.experts, r.slots, r.dim, r.hidden, r.tokens, count(r.parameters))
+        for r in report.layers
+    ]
+    costs = [
+        (
+            c.k,
+            count(c.macs),
+            f"{c.macs_share:.0%}",
+            size(c.expert_bytes),
+            f"{c.bytes_share:.0%}",
+        )
+        for c in report.costs
+    ]
+    return "\n".join(
+        (
+            f"family      {report.family}",
+            f"config      {', '.join(f'{key}={value}' for key, value in report.config.items())}",
+            f"input       {report.input}",
+            f"output      {report.output}",
+            f"parameters  {count(report.parameters)}, {count(report.moe_parameters)} in MoE layers",
+            *(f"note        {note}" for note in report.notes),
+            "",
+            table(LAYER_HEADER, layers),
+            "",
+            "All MoE layers, one input:",
+            table(("k", "multiply-adds", "of all", "expert weights read", "of all"), costs),
+            *_support_text(report),
+        )
+    )
+
+
+def _support_text(report: ModelReport) -> tuple[str, ...]:
+    """The lines on coefficients that are not zero, where they were counted."""
+    if not report.support:
+        return ()
+    header = ("muMoE layer", "level", "experts n", "tokens", "mean", "p99", "max")
+    rows = [
+        (r.layer, r.level, r.experts, r.tokens, f"{r.mean:.1f}", f"{r.p99:.0f}", r.max)
+        for r in report.support
+    ]
+    return (
+        "",
+        "Coefficients that are not zero (k = max changes nothing here):",
+        table(header, rows),
+    )
+
+
+def bundle_text(path: Path, manifest: Manifest) -> str:
+    """What `inspect` says of a bundle."""
+    layers = [
+        (r.name, r.experts, "input" if r.k is None else r.k, r.lowering, r.reason)
+        for r in manifest.layers
+    ]
+    ports = (
+        f"port        {port.name} {port.dtype} ({', '.join(map(str, port.shape))})"
+        for port in (*manifest.inputs, *manifest.outputs)
+    )
+    files = [(name, record.bytes) for name, record in manifest.files.items()]
+    return "\n".join(
+        (
+            f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})",
+            f"source      {manifest.source.path} ({manifest.source.family})",
+            f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}",
+            *(f"edited      {text}" for text in _edit_texts(manifest)),
+            *ports,
+            *(f"note        {note}" for note in manifest.notes),
+            *(f"note        {note}" for note in backbone_departures(manifest)),
+            "",
+            table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
+            "",
+            precisions_text((r.name, r.precision, r.precision_reason) for r in manifest.layers),
+            "",
+            *tuning_text(manifest.tuning),
+            table(("file", "bytes"), files),
+        )
+    )
+
+
+def _edit_texts(manifest: Manifest) -> list[str]:
+    from ..exporter.edits import Edits
+
+    return Edits.from_records(manifest.edits, "manifest.json").texts()
+
+
+def engine_text(facts: Mapping[str, Any]) -> str:
+    """What `inspect` says of an engine (`exporter.tensorrt.plan_file.engine_facts`)."""
+    lines = [
+        f"engine      {facts['file']} ({size(facts['bytes'])})",
+        f"built by    {facts['flavour']} {facts['version'] or '(its version is not known)'}",
+    ]
+    if "graph" in facts:
+        from ..exporter.tensorrt.profiles import Profile
+
+        cards = ", ".join(facts["compute_capabilities"])
+        lines += [
+            f"from        {facts['graph']}",
+            f"runs on     {facts['device'] or 'compute capability'} {cards}",
+            f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at the most",
+            *(f"profile     {Profile.from_json(each)}" for each in facts["profiles"]),
+            f"settings    {', '.join(f'{k}={v}' for k, v in facts['settings'].items())}",
+            "products    " + ", ".join(f"{n} in {name}" for name, n in facts["precision"].items()),
+            "",
+            table(
+                ("layer", "kind", "precision"),
+                [(each["name"], each["kind"], each["precision"]) for each in facts["layers"]],
+            ),
+        ]
+    source = {
+        "header": "Read from the file's first bytes; more needs its manifest or an NVIDIA GPU.",
+        "record": "Written down when it was built; the engine itself is read on an NVIDIA GPU.",
+        "engine": "The engine was loaded; --json has what TensorRT's inspector says.",
+    }[facts["read_from"]]
+    not_loaded = facts.get("not_loaded")
+    return "\n".join((*lines, "", source, *([f"Not loaded: {not_loaded}."] if not_loaded else [])))
+
+
+def verify(
+    *,
+    bundle: BundleArgument,
+    atol: Annotated[
+        float | None, typer.Option(min=0, help="Allowed difference [default: by precision].")
+    ] = None,
+    rtol: Annotated[
+        float | None, typer.Option(min=0, help="The same, of max|y| [default: by precision].")
+    ] = None,
+    as_json: AsJson = False,
+    verbosity: Verbosity,
+) -> None:
+    """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
+    checks = []
+    for check in api.verify(bundle, atol=atol, rtol=rtol):
+        checks.append(check)
+        if not as_json and not verbosity.quiet:
+            print(check_text(check))
+    others = api.others_in(bundle)
+    if others:
+        verbosity.console().note(f"not of the bundle, and not checked: {', '.join(others[:6])}")
+    passed = all(check.passed for check in checks)
+    if as_json:
+        print(json_text({"passed": passed, "checks": [asdict(check) for check in checks]}))
+    if not passed:
+        failed = [check for check in checks if not check.passed]
+        first = f"{failed[0].name}: {failed[0].detail}"
+        raise MoexportError(
+            f"{bundle}: {len(failed)} of {len(checks)} checks failed; {first}",
+            hint="export the bundle again, or copy it again from where it is whole",
+        )
+
+
+def check_text(check: Check) -> str:
+    """One line of `verify`."""
+    return f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}"
+
+
+def run(
+    *,
+    bundle: BundleArgument,
+    input_file: Annotated[
+        Path, typer.Option("--input", "-i", metavar="X.NPZ", help="The inputs, [b, …].")
+    ],
+    output: Annotated[Path, output_option("Y.NPZ", "Where to write the outputs.")],
+    k: Annotated[int | None, typer.Option(help="k, where it is a graph input.")] = None,
+    graph: Annotated[
+        str | None, typer.Option(help="A file or lowering, where the bundle holds several.")
+    ] = None,
+    batch_size: Annotated[
+        int | None,
+        typer.Option(min=1, help="Inputs at once [default: the largest batch of the export]."),
+    ] = None,
+    runner: RunnerFlags,
+    no_check: Annotated[
+        bool, typer.Option("--no-check", help="Compare no file with the manifest's hash.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    verbosity: Verbosity,
+) -> None:
+    """Run a bundle on inputs from an .npz file, in ONNX Runtime or as an engine."""
+    runner.check()
+    with verbosity.console() as console:
+        written = api.run(
+            bundle,
+            input_file,
+            output,
+            k=k,
+            graph=graph,
+            threads=runner.threads,
+            engine=runner.engine,
+            provider=runner.provider,
+            trust_engine=runner.trust_engine,
+            batch_size=batch_size,
+            check=not no_check,
+            force=force,
+            progress=console,
+        )
+    console.note(f"{output}: output of shape {written.shape}")
+    if written.not_finite:
+        console.note(
+            f"{written.not_finite} values of the output are NaN or infinite: look at the inputs; "
+            "a 16-bit graph overflows beyond what was calibrated"
+        )
+
+
+def doctor(*, as_json: AsJson = False, verbosity: Verbosity) -> None:
+    """Say what this machine can build and run, and why not the rest."""
+    del verbosity
+    diagnosis = api.doctor()
+    print(json_text(diagnosis.as_json()) if as_json else diagnosis_text(diagnosis))
+
+
+def diagnosis_text(diagnosis: Diagnosis) -> str:
+    """What `doctor` says."""
+    facts = diagnosis.environment
+    rows = [("yes" if a.available else "no", a.name, a.detail) for a in diagnosis.abilities]
+    return "\n".join(
+        (
+            table(("", "can", "because"), rows),
+            "",
+            f"python {facts['python']}, {facts['cpu']['model']}, {facts['cpu']['cores']} cores",
+            ", ".join(f"{name} {version}" for name, version in facts["packages"].items()),
+        )
+    )

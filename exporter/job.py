@@ -1,0 +1,257 @@
+"""The job of an export: what was asked, resolved for one model before any work begins.
+
+`export_job` makes it, once, and refuses all that can be refused without calibrating, tracing or
+writing; what comes after is handed the whole job and resolves nothing again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import onnx_ir as ir
+
+from ..calibration.feeds import Feed
+from ..calibration.methods import DEFAULT_METHOD
+from ..calibration.table import CalibrationTable
+from ..errors import CalibrationError, FeedError, LoweringError, UsageError
+from ..graphs.choices import Method
+from ..graphs.lowerings import lowering
+from ..graphs.lowerings.choice import check
+from ..graphs.lowerings.cost import AnyWork, WorkOf
+from ..graphs.names import DOMAIN, operand_of
+from ..graphs.targets import Target
+from .bundle.destination import check_destination
+from .inputs import fixed_axes
+from .model import Model, edited, fingerprint
+from .options import CHOOSERS, ExportOptions, resolve_k
+from .quantization.calibrate import AGAIN, CalibrationOptions, renormalised
+from .tensorrt.backends import BACKENDS
+from .tensorrt.engines import check_for_export
+from .tensorrt.options import EngineOptions, option_name
+
+PEAK_SAMPLES = 64
+"""Inputs whose largest values tell whether FP16 overflows, with `fp16.HEADROOM` to spare."""
+
+NO_FACTORS = "its weight tensor is held whole, and integer products are those of factors"
+
+
+@dataclass(frozen=True, slots=True)
+class ExportJob:
+    """Everything that an export does, of which nothing has begun.
+
+    `model` has its edits. `k` is each layer's, None where it is a graph input, and `fixed` the
+    sizes of the axes that are constants of the graph. The ranges of tensors are those of `table`,
+    or will be found on `data` as `calibration` says; without either none are needed. `destination`
+    is None where nothing is to be left behind; `engine` is what to do about engines
+    (`moexport.export`).
+    """
+
+    model: Model
+    options: ExportOptions
+    k: Mapping[str, int | None]
+    fixed: Mapping[str, int]
+    data: Feed | None = None
+    table: CalibrationTable | None = None
+    calibration: CalibrationOptions | None = None
+    destination: Path | None = None
+    engine: EngineOptions | bool | None = None
+    force: bool = False
+
+    @property
+    def fixed_batch(self) -> int | None:
+        """The batch size where it is a constant of the graph."""
+        return self.options.batch.opt if self.options.batch.fixed else None
+
+    def work(self, layer: str, tokens: int) -> AnyWork:
+        """What a layer has to compute for one batch, of `tokens` m where its input has them."""
+        options, spec, k = self.options, self.model.layers[layer].spec, self.k[layer]
+        # With k as an input the plan must be good for every k: a quarter of n stands for them.
+        typical = k if k is not None else max(1, spec.experts // 4)
+        return WorkOf(spec, typical, options.batch.opt, tokens, options.precision.name)
+
+    def works(self, traced: ir.Model) -> dict[str, AnyWork]:
+        """The work of each traced layer, in the order of execution."""
+        works = {}
+        for node in traced.graph:
+            if node.domain == DOMAIN:
+                x = node.inputs[0]
+                size = x.shape[1] if x is not None and x.shape is not None else None
+                tokens = size if isinstance(size, int) else self.options.tokens.opt
+                layer = node.attributes.get_string("layer")
+                works[layer] = self.work(layer, tokens)
+        return works
+
+
+def export_job(
+    model: Model | Callable[[], Model],
+    options: ExportOptions | None = None,
+    *,
+    destination: Path | None = None,
+    data: Feed | None = None,
+    calibration: CalibrationTable | Path | None = None,
+    method: Method | None = None,
+    engine: EngineOptions | bool | None = None,
+    force: bool = False,
+) -> ExportJob:
+    """Returns the job of an export, or raises what would keep it from being done.
+
+    `model` may be a function that loads it: what needs no model is refused before it is called.
+    INT8 takes its ranges from `calibration`, a table or its file, or finds them on `data` by
+    `method`; FP16 looks in either for what would overflow.
+
+    Raises `UsageError` for what cannot be meant, `BundleError` for a destination that cannot be
+    written, `CalibrationError` for a table of another model or of fewer experts, `LoweringError`
+    for a layer that the lowering or the precision does not serve, and `EngineError` or
+    `MissingExtraError` for an engine that was asked for and cannot be built here.
+    """
+    options = options or ExportOptions()
+    options.precision.check(options.target)
+    _check_calibration(options, data, calibration, method)
+    _check_engine(options.target, engine)
+    if destination is not None:
+        check_destination(destination, force=force)
+    table = CalibrationTable.read(calibration) if isinstance(calibration, Path) else calibration
+    loaded = model if isinstance(model, Model) else model()
+    fixed = fixed_axes(loaded.input, options)
+    loaded = edited(loaded, options.edits)
+    specs = {name: layer.spec for name, layer in loaded.layers.items()}
+    job = ExportJob(
+        model=loaded,
+        options=options,
+        k=resolve_k(options.k, specs),
+        fixed=fixed,
+        data=data,
+        table=table,
+        calibration=_calibration(options, method) if table is None and data is not None else None,
+        destination=destination,
+        engine=engine,
+        force=force,
+    )
+    _check_layers(job)
+    if table is not None:
+        check_table(job, table, str(calibration) if isinstance(calibration, Path) else "the table")
+    return job
+
+
+def _calibration(options: ExportOptions, method: Method | None) -> CalibrationOptions | None:
+    """How the ranges of an export are found on its data; None where it needs none."""
+    if options.precision.name not in ("int8", "fp16"):
+        return None
+    return CalibrationOptions(
+        k="n" if options.k == "input" else options.k,  # any may be kept, so all are observed
+        method=method or DEFAULT_METHOD,
+        samples=None if options.precision.name == "int8" else PEAK_SAMPLES,
+        renormalize=options.renormalize,
+    )
+
+
+def _check_calibration(
+    options: ExportOptions,
+    data: Feed | None,
+    calibration: CalibrationTable | Path | None,
+    method: Method | None,
+) -> None:
+    """Raises where there is nothing to take ranges from, or where a method has no effect."""
+    precision = options.precision
+    if method is not None and precision.name != "int8":
+        raise UsageError(
+            f"--method belongs to --precision int8, not to {precision.name}",
+            hint="add --precision int8, or leave --method out",
+        )
+    if method is not None and calibration is not None:
+        table = calibration if isinstance(calibration, Path) else "that was given"
+        raise UsageError(
+            f"--method {method}: the ranges are those of the table {table}",
+            hint="leave --method out, or make another table with `moexport calibrate --method`",
+        )
+    if precision.min_retention is not None and data is None:
+        raise UsageError(
+            f"--min-retention {precision.min_retention:g}: it is measured on real inputs, and "
+            "there are none",
+            hint="give a feed with --data, with labels where there are any",
+        )
+    if precision.name == "int8" and data is None and calibration is None:
+        raise UsageError(
+            "--precision int8: ranges come from real inputs, and there are none",
+            hint="give a feed with --data, or a table with --calibration",
+        )
+    reads = [
+        calibration is None and _calibration(options, method) is not None,
+        options.verify,
+        precision.min_retention is not None,
+    ]
+    if isinstance(data, Iterator) and sum(reads) > 1:
+        raise FeedError(
+            f"--data: the feed is a {type(data).__name__}, which can be read once, and this export "
+            f"reads it {sum(reads)} times",
+            hint="give a list, an array, a file, or an iterable that begins anew each time",
+        )
+
+
+def _check_engine(target: Target, engine: EngineOptions | bool | None) -> None:
+    """Raises where the engine that is asked for cannot be built, or not with these options."""
+    asked = engine.asked() if isinstance(engine, EngineOptions) else []
+    if target not in BACKENDS and asked:
+        raise UsageError(
+            f"{option_name(asked[0])}: --target {target} has no engines",
+            hint=f"engines are built for --target {' and '.join(BACKENDS)}",
+        )
+    check_for_export(target, engine)
+
+
+def _check_layers(job: ExportJob) -> None:
+    """Raises for a layer that cannot be renormalised, lowered or quantised as asked."""
+    options, precision = job.options, job.options.precision
+    unknown = precision.floating - job.model.layers.keys()
+    if unknown:
+        raise UsageError(
+            f"no MoE layer is called {', '.join(sorted(unknown))}",
+            hint=f"the layers are {', '.join(job.model.layers)}",
+        )
+    for name, layer in job.model.layers.items():
+        if options.renormalize and not layer.spec.renormalizable:
+            raise UsageError(
+                f"--renormalize: layer {name} is a {layer.spec.kind} layer, whose coefficients "
+                "stay as they are",
+                hint="leave --renormalize out",
+            )
+        work = job.work(name, options.tokens.opt)
+        for asked in options.lowerings:
+            if asked not in CHOOSERS:
+                check(lowering(asked), work, options.target)
+        quantised = precision.name == "int8" and name not in precision.floating
+        if quantised and not any(operand_of(part.name) for part in layer.stored()):
+            raise LoweringError(
+                f"layer {name}: --precision int8 does not serve this layer: {NO_FACTORS}",
+                hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
+            )
+
+
+def check_table(job: ExportJob, table: CalibrationTable, where: str) -> None:
+    """Raises `CalibrationError` with the reason where a table does not belong to a job.
+
+    A table of more experts than are kept serves: its ranges hold theirs. One of fewer does not,
+    since rows that other experts get were never observed. `where` names the table.
+    """
+    again = AGAIN.format(path=where)
+    if table.origin.model != fingerprint(job.model):
+        raise CalibrationError(
+            f"{where}: was made from another model, or from this one with other weights, "
+            "configuration or edits",
+            hint=again,
+        )
+    if table.origin.renormalize != job.options.renormalize:
+        raise CalibrationError(
+            f"{where}: was made {renormalised(table.origin)}, the export is not so", hint=again
+        )
+    for layer, k in job.k.items():
+        kept = job.model.layers[layer].spec.experts if k is None else k
+        observed = table.origin.k.get(layer, 0)
+        if observed < kept:
+            raise CalibrationError(
+                f"{where}: layer {layer} was observed with k = {observed} and the export keeps "
+                f"{kept}: what the other experts get was never seen",
+                hint=f"{again} --k {kept}",
+            )

@@ -1,0 +1,238 @@
+"""Writes what was planned: weights, graphs and the manifest, and runs a graph against PyTorch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from ..common.console import Progress
+from ..common.environment import environment
+from ..common.files import Reading, hash_files, sha256
+from ..graphs.lower import Lowered, LoweringRequest, lower
+from ..graphs.names import K_INPUT
+from ..graphs.precision.types import FLOAT_TYPES
+from .bundle.manifest import (
+    METADATA,
+    FileRecord,
+    GraphRecord,
+    LayerRecord,
+    Manifest,
+    PortRecord,
+    SourceRecord,
+)
+from .bundle.verify import graph_parity, selected_values
+from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
+from .job import ExportJob
+from .model import TensorSpec
+from .parity import Parity, Reference
+from .plan import GraphPlan, LayerPlan, Plan
+from .precision import LayerPrecision, precision_record
+from .reference import reference
+
+
+def write_graphs(
+    plan: Plan, directory: Path, progress: Progress | None = None
+) -> dict[str, Lowered]:
+    """Writes the weights file and every graph of the plan; returns the graphs by file."""
+    traced, model = plan.traced.clone(), plan.job.model
+    with WeightsWriter(directory, progress, model.source.mapped) as writer:
+        write_backbone(writer, traced)
+        stored = {
+            name: write_layer(writer, name, layer, plan.precision.layers[name].compute)
+            for name, layer in model.layers.items()
+        }
+    lowered = {}
+    for graph in plan.graphs:
+        lowered[graph.file] = _lower(traced, graph, stored, plan)
+        ir.save(lowered[graph.file].model, directory / graph.file)
+    return lowered
+
+
+def _lower(
+    traced: ir.Model, graph: GraphPlan, stored: Mapping[str, StoredLayer], plan: Plan
+) -> Lowered:
+    job, options = plan.job, plan.job.options
+    requests = {
+        layer.name: LoweringRequest(
+            spec=layer.work.spec,
+            tensors=stored[layer.name],
+            lowering=layer.choice.lowering,
+            k=layer.k,
+            renormalize=options.renormalize,
+            compute=plan.precision.layers[layer.name].compute,
+            target=options.target,
+        )
+        for layer in graph.layers
+    }
+    lowered = lower(traced, requests)
+    model = lowered.model
+    model.producer_name, model.producer_version = "moexport", metadata.version("moexport")
+    model.metadata_props[METADATA] = json.dumps(
+        {
+            "family": job.model.family,
+            "precision": options.precision.name,
+            "floats": options.precision.float_name(options.target),
+            "layers": {
+                layer.name: {
+                    "n": layer.work.spec.experts,
+                    "k": layer.k if layer.k is not None else K_INPUT,
+                    "lowering": layer.choice.lowering.name,
+                }
+                for layer in graph.layers
+            },
+            "renormalize": options.renormalize,
+        }
+        | ({"edits": job.model.edits.texts()} if job.model.edits else {})
+    )
+    return lowered
+
+
+def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None = None) -> GraphRecord:
+    """Returns what a manifest says of a graph."""
+    return GraphRecord(
+        file=graph.file,
+        lowerings={layer.name: layer.choice.lowering.name for layer in graph.layers},
+        selected=selected_values(lowered.values),
+        parity=None if parity is None else parity.as_json(),
+    )
+
+
+def torch_reference(job: ExportJob, x: np.ndarray) -> Reference:
+    """Returns the PyTorch reference, with a quarter of the experts where k is chosen per run."""
+    # One k serves all layers at run time, so the layer with the fewest experts bounds it.
+    experts = [layer.spec.experts for layer in job.model.layers.values()]
+    shared = min(max(1, n // 4) for n in experts)
+    with _pages_given_back(job.model.source.mapped):
+        return reference(
+            job.model,
+            x,
+            {name: shared if k is None else k for name, k in job.k.items()},
+            renormalize=job.options.renormalize,
+            batch=job.fixed_batch or len(x),
+        )
+
+
+@contextmanager
+def _pages_given_back(files: Iterable[Path]) -> Iterator[None]:
+    """Within the context, running any network gives back the pages of mapped `files` on the way."""
+    reading = Reading(files)
+
+    def count(module: nn.Module, *_: object) -> None:
+        lists = (part for part in module.children() if isinstance(part, nn.ParameterList))
+        own = (weight for part in (module, *lists) for weight in part.parameters(recurse=False))
+        reading.advance(sum(weight.nbytes for weight in own))
+
+    # Of all modules, as a factory's own network keeps its experts where it likes.
+    handle = register_module_forward_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
+        reading.end()
+
+
+def checked_graph(
+    job: ExportJob, directory: Path, graph: GraphRecord, expected: Reference
+) -> Parity:
+    """Runs a graph that was written to a folder against its reference."""
+    return graph_parity(
+        directory,
+        graph,
+        expected,
+        fixed_batch=job.fixed_batch,
+        k_input=job.options.k == "input",
+        tolerance=job.options.tolerance,
+    )
+
+
+def manifest_of(
+    plan: Plan, lowered: Mapping[str, Lowered], parities: Mapping[str, Parity], directory: Path
+) -> Manifest:
+    """Returns what there is to say of the graphs and weights in a folder; hashes every file."""
+    job, options, main = plan.job, plan.job.options, plan.graphs[0]
+    model = job.model
+    notes = [*model.notes, *plan.notes]
+    if not options.verify:
+        notes.append("exported with --no-verify: nothing was compared with PyTorch")
+    elif job.data is None:
+        notes.append("parity was checked on random inputs: give real ones with --data")
+    parity = parities.get(main.file)
+    return Manifest(
+        moexport=metadata.version("moexport"),
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        source=SourceRecord(
+            model.source.path, hash_files(model.source.files), model.family, dict(model.config)
+        ),
+        layers=[
+            _layer_record(layer, plan.precision.layers[layer.name], lowered[main.file])
+            for layer in main.layers
+        ],
+        graphs=[
+            graph_record(graph, lowered[graph.file], parities.get(graph.file))
+            for graph in plan.graphs
+        ],
+        k=",".join(map(str, k)) if isinstance(k := options.k, tuple) else str(k),
+        target=options.target,
+        precision=options.precision.name,
+        numbers=precision_record(plan.precision, options),
+        renormalize=options.renormalize,
+        opset=options.opset,
+        batch=str(options.batch),
+        tokens=str(options.tokens),
+        inputs=_inputs(job),
+        outputs=[_port(model.output, job)],
+        parity=None if parity is None else parity.as_json(),
+        files={
+            path.name: FileRecord(sha256(path), path.stat().st_size)
+            for path in sorted(directory.iterdir())
+        },
+        environment=environment(),
+        notes=notes,
+        edits=model.edits.records(),
+        tuning={} if plan.tuning is None else plan.tuning.as_json(),
+    )
+
+
+def _layer_record(layer: LayerPlan, found: LayerPrecision, lowered: Lowered) -> LayerRecord:
+    spec = layer.work.spec
+    return LayerRecord(
+        name=layer.name,
+        kind=spec.kind,
+        experts=spec.experts,
+        levels=[] if spec.kind == "soft-moe" else list(spec.levels),
+        slots=spec.slots,
+        dim=spec.dim,
+        hidden=spec.hidden,
+        k=layer.k,
+        lowering=layer.choice.lowering.name,
+        reason=layer.choice.reason,
+        selected=lowered.values[layer.name].selected,
+        precision=found.precision,
+        precision_reason=found.reason,
+    )
+
+
+def _inputs(job: ExportJob) -> list[PortRecord]:
+    ports = [_port(job.model.input, job)]
+    if job.options.k == "input":
+        ports.append(PortRecord(K_INPUT, "int64", [1]))
+    return ports
+
+
+def _port(spec: TensorSpec, job: ExportJob) -> PortRecord:
+    """A data input or output of the graphs that an export writes."""
+    shape = [job.fixed.get(size, size) if isinstance(size, str) else size for size in spec.shape]
+    implied = None if spec.implied in job.fixed else spec.implied
+    dtype = spec.dtype
+    if dtype == "float32":
+        dtype = str(FLOAT_TYPES[job.options.precision.io].numpy())
+    return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied, spec.below)
