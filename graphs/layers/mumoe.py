@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -125,24 +125,23 @@ class MuMoESpec:
     """Sizes and behaviour of one muMoE layer: a gate, and one or two tensors of one form.
 
     With two there is an exact GELU between them, and both take the same coefficients. `input_norm`
-    is a layer normalisation of what the tensors see; the gate sees the raw input.
+    is a layer normalisation of what the tensors see; the gate sees the raw input. Every token has
+    coefficients of its own (so one slot), which no published model renormalises; by them an output
+    can be re-written (Eq. 5).
     """
+
+    kind: ClassVar[Kind] = "mumoe"
+    op_type: ClassVar[str] = "MuMoE"
+    slots: ClassVar[int] = 1
+    renormalizable: ClassVar[bool] = False
+    chooses_sets: ClassVar[bool] = False
+    rewritable: ClassVar[bool] = True
 
     name: str
     tensors: tuple[FactorisedSpec, ...]
     norm: GateNorm = "bn"
     activation: GateActivation = "entmax15"
     input_norm: bool = False
-
-    @property
-    def kind(self) -> Kind:
-        """`mumoe`."""
-        return "mumoe"
-
-    @property
-    def op_type(self) -> str:
-        """The node's op type in a traced graph."""
-        return "MuMoE"
 
     @property
     def form(self) -> Form:
@@ -160,11 +159,6 @@ class MuMoESpec:
         return max(self.levels)
 
     @property
-    def slots(self) -> int:
-        """1: every token has coefficients of its own."""
-        return 1
-
-    @property
     def dim(self) -> int:
         """Input width d."""
         return self.tensors[0].dim
@@ -178,21 +172,6 @@ class MuMoESpec:
     def out(self) -> int:
         """Output width o."""
         return self.tensors[-1].out
-
-    @property
-    def renormalizable(self) -> bool:
-        """False: no published model renormalises its coefficients."""
-        return False
-
-    @property
-    def chooses_sets(self) -> bool:
-        """False: every token has its coefficients, of which k are not zero."""
-        return False
-
-    @property
-    def rewritable(self) -> bool:
-        """True: by Eq. 5."""
-        return True
 
     @property
     def gate_parameters(self) -> int:

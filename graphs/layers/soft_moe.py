@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -44,8 +44,15 @@ class SoftMoESpec:
     """Sizes and behaviour of one Soft MoE layer, without its weights.
 
     `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `geglu`
-    expert's first matrix is [d, 2h]. `out` is o.
+    expert's first matrix is [d, 2h]. `out` is o. C can be divided by its sum over the kept experts
+    (`renormalizable`), and each input chooses a set of them.
     """
+
+    kind: ClassVar[Kind] = "soft-moe"
+    op_type: ClassVar[str] = "SoftMoE"
+    renormalizable: ClassVar[bool] = True
+    chooses_sets: ClassVar[bool] = True
+    rewritable: ClassVar[bool] = False
 
     name: str
     experts: int
@@ -60,34 +67,9 @@ class SoftMoESpec:
     slots_from: SlotSource = "normalised"
 
     @property
-    def kind(self) -> Kind:
-        """`soft-moe`."""
-        return "soft-moe"
-
-    @property
-    def op_type(self) -> str:
-        """The node's op type in a traced graph."""
-        return "SoftMoE"
-
-    @property
     def levels(self) -> tuple[int, ...]:
         """One level of n experts."""
         return (self.experts,)
-
-    @property
-    def renormalizable(self) -> bool:
-        """True: C can be divided by its sum over the kept experts."""
-        return True
-
-    @property
-    def chooses_sets(self) -> bool:
-        """True: S, the k experts with the largest scores."""
-        return True
-
-    @property
-    def rewritable(self) -> bool:
-        """False: there are no coefficients of that kind."""
-        return False
 
     @property
     def inner(self) -> int:
