@@ -37,6 +37,10 @@ def test_the_guide_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     assert follow("docs/guide.md", tmp_path) > 8
 
 
+def test_the_five_minute_start_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+    assert follow("docs/start.md", tmp_path) == 4
+
+
 def test_a_network_of_ones_own_is_exported_as_the_families_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

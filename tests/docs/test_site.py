@@ -1,0 +1,60 @@
+"""The site builds from the pages without a warning, and needs no network to be read."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import re
+import subprocess
+import sys
+from html import unescape
+from pathlib import Path
+
+import pytest
+import typer
+from moexport import __all__ as calls
+from moexport import errors
+from moexport.cli import app
+from moexport.tests.docs.documents import ROOT
+
+EXTERNAL = re.compile(
+    r'<(?:script|img|iframe|source)[^>]*\ssrc=["\']?https?:|<link[^>]*stylesheet[^>]*https?:'
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site; mkdocs fails for a link, a heading or a page of the navigation that is missing."""
+    pytest.importorskip("material", reason="mkdocs-material comes with moexport[docs]")
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", folder],
+        cwd=ROOT,
+        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_every_page_is_there_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    for page in ROOT.glob("docs/*.md"):
+        html = (site / f"{page.stem}.html").read_text(encoding="utf-8")
+        assert EXTERNAL.findall(html) == [], page.name
+
+
+def test_the_references_list_every_command_call_and_error(site: Path) -> None:
+    def text(name: str) -> str:
+        return unescape((site / name).read_text(encoding="utf-8"))
+
+    commands = text("reference-cli.html")
+    for command in vars(typer.main.get_command(app))["commands"]:
+        assert f'<h2 id="{command}">' in commands
+        assert re.search(rf"Usage: moexport {command} ", commands)
+    python = text("reference-python.html")
+    assert all(f'<h2 id="{name.lower()}">' in python for name in calls)
+    kinds = {name for name, kind in inspect.getmembers(errors, inspect.isclass)} - {"MoexportError"}
+    listed = text("errors.html")
+    assert all(f"<code>{name}</code>" in listed for name in kinds if name.endswith("Error"))
