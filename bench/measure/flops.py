@@ -267,10 +267,15 @@ def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, .
         if value.type.tensor_type.HasField("shape")
     }
     weights = {tensor.name: tuple(tensor.dims) for tensor in content.initializer}
-    rounded = {node.name: node.input[0] for node in content.node if node.op_type == QUANTIZE}
+    # What a linear layer becomes is named below it (`graphs.builder`).
+    rounded = {
+        node.name.rpartition("/")[0]: node.input[0]
+        for node in content.node
+        if node.op_type == QUANTIZE
+    }
     found = []
     for name in wanted:
-        shape = shapes.get(rounded[f"{name}/integers"])
+        shape = shapes.get(rounded[name])
         inputs, outputs = weights[f"{name}/weight"]
         rows = None if shape is None else shape[:-1]
         found.append(IntegerLinear(name, rows, (inputs, outputs)))
