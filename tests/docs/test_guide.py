@@ -47,7 +47,7 @@ def test_a_network_of_ones_own_is_exported_as_the_families_page_shows(
     shutil.copytree(ROOT / "examples", tmp_path / "examples")
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert follow("docs/families.md", tmp_path) == 1
-    for name in ("examples", "examples.custom_host"):
+    for name in ("examples", "examples.own_network"):
         del sys.modules[name]
 
 

@@ -2,8 +2,8 @@
 
 Run from the folder above this one:
 
-    python examples/custom_host.py gestures.pt
-    moexport export examples.custom_host:build --weights gestures.pt --k 4 -o gestures
+    python examples/own_network.py gestures.pt
+    moexport export examples.own_network:build --weights gestures.pt --k 4 -o gestures
 """
 
 from __future__ import annotations
