@@ -104,7 +104,7 @@ def main() -> None:
     network = build()
     optimizer = torch.optim.Adam(network.parameters(), lr=3e-3)
     for _ in range(40):
-        for batch in train[torch.randperm(len(train))].split(100):
+        for batch in train[torch.randperm(len(train))].view(-1, 100):
             loss = F.cross_entropy(network(images[batch]), classes[batch])
             optimizer.zero_grad()
             loss.backward()  # type: ignore[no-untyped-call]
