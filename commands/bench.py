@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from .. import api
+from ..common.console import show
 from ..errors import UsageError
 from .options import AsJson, ModelArgument, ModelFlags, Verbosity, output_option, typed_source
 
@@ -148,7 +149,7 @@ _JUDGED = ("compare", "fail_if_slower")
 def _print_results(results: Results, text: str, output: Path, *, as_json: bool) -> None:
     from ..bench.results import to_json
 
-    print(to_json(results) if as_json else f"{text}\n\nreport: {output / 'report.html'}")
+    show(to_json(results) if as_json else f"{text}\n\nreport: {output / 'report.html'}")
 
 
 def specialise(
@@ -184,9 +185,9 @@ def specialise(
         loaded = reading.loader(model, console, data)()
         found = api.specialise(loaded, data, layer=layer, group_by=group_by, progress=console)
     written = () if output is None else write(found, output)
-    print(to_json(found) if as_json else text(found), end="" if as_json else "\n")
+    show(to_json(found) if as_json else text(found), end="" if as_json else "\n")
     if written and not as_json:
-        print(f"\nwritten: {', '.join(map(str, written))}")
+        show(f"\nwritten: {', '.join(map(str, written))}")
 
 
 def report(
@@ -205,9 +206,9 @@ def report(
     console = verbosity.console()
     paths, comparison = api.report(results, output, compare=compare)
     if comparison is not None:
-        print(comparison.sentence)
+        show(comparison.sentence)
         for line in (*(change.label for change in comparison.notable), *comparison.notes):
-            print(f"  {line}")
+            show(f"  {line}")
     console.note(f"wrote {', '.join(str(path) for path in paths)}")
 
 
@@ -223,7 +224,7 @@ def demo(
     """Train Soft MoEs or muMoEs on handwritten digits, export, verify and measure them."""
     with verbosity.console() as console:
         outcome = api.demo(output, family=family, force=force, progress=console)
-    print(outcome.text)
+    show(outcome.text)
 
 
 def _sizes(text: str, option: str) -> list[int]:

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .. import api
-from ..common.text import size
+from ..common.console import show
+from ..common.text import lines, size
 from ..errors import UsageError
 from .options import AsJson, BundleArgument, Verbosity
 from .printing import json_text
@@ -195,28 +196,28 @@ def build(
     )
     if dry_run:
         shown = [engine_plan_json(each) for each in plans]
-        print(json_text(shown) if as_json else engine_plans_text(plans))
+        show(json_text(shown) if as_json else engine_plans_text(plans))
         return
     with verbosity.console() as console:
         made = api.build_engines(bundle, plans, rebuild=force, progress=console)
     if as_json:
-        print(json_text([each.record.as_json() for each in made]))
+        show(json_text([each.record.as_json() for each in made]))
         return
     for each in made:
-        print(made_text(bundle, each))
+        show(made_text(bundle, each))
 
 
 def engine_plans_text(plans: Sequence[EnginePlan]) -> str:
     """What `build --dry-run` says."""
-    lines = []
+    told = []
     for plan in plans:
         version = plan.backend.version()
-        lines.append(f"{plan.file} from {plan.graph.file}, {plan.backend.title} {version}")
+        told.append(f"{plan.file} from {plan.graph.file}, {plan.backend.title} {version}")
         if plan.cards:
-            lines.append(f"  compute capability {', '.join(plan.cards)}")
-        lines += [f"  profile {each}" for each in plan.profiles]
-    lines.append("nothing was built (--dry-run)")
-    return "\n".join(lines)
+            told.append(f"  compute capability {', '.join(plan.cards)}")
+        told += [f"  profile {each}" for each in plan.profiles]
+    told.append("nothing was built (--dry-run)")
+    return lines(*told)
 
 
 def engine_plan_json(plan: EnginePlan) -> dict[str, Any]:

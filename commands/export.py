@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import api
-from ..common.console import Console
+from ..common.console import Console, show
 from ..common.text import count, size, table
 from ..graphs.choices import FloatName, Method, Precision, Scope
 from ..graphs.targets import Target
@@ -146,12 +146,12 @@ def export(
         planned = api.plan(load, output, **given)
         for note in (*_edited(planned.job.model.edits.texts()), *planned.notes):
             console.note(note)
-        print(json_text(plan_json(planned)) if as_json else plan_text(planned))
+        show(json_text(plan_json(planned)) if as_json else plan_text(planned))
         return
     bundle = api.export(load, output, **given, force=force)
     console.finish()
     if as_json:
-        print(bundle.manifest.to_json(), end="")
+        show(bundle.manifest.to_json(), end="")
         return
     _say_exported(output, bundle.manifest, console, told)
 
@@ -176,7 +176,7 @@ def _say_exported(output: Path, manifest: Manifest, console: Console, told: Sequ
     for note in manifest.notes[len(told) :]:
         console.note(note)
     total = sum(record.bytes for record in manifest.files.values())
-    print(f"{output}: {', '.join(manifest.files)} ({size(total)})")
+    show(f"{output}: {', '.join(manifest.files)} ({size(total)})")
 
 
 def _edited(texts: Sequence[str]) -> list[str]:
@@ -284,9 +284,9 @@ def calibrate(
             ranked = api.sensitivity(load(), found, data, **same, progress=console)
             console.finish()
             records = [asdict(each) for each in ranked]
-            print(json_text({"layers": records}) if as_json else sensitivity_text(ranked))
+            show(json_text({"layers": records}) if as_json else sensitivity_text(ranked))
             return
-    print(found.to_json() if as_json else table_text(found), end="\n" if not as_json else "")
+    show(found.to_json() if as_json else table_text(found), end="\n" if not as_json else "")
 
 
 def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:

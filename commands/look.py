@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .. import api
-from ..common.text import count, size, table
+from ..common.console import show
+from ..common.text import count, lines, size, table
 from ..errors import MoexportError
 from .build import RunnerFlags, TrustEngine
 from .options import (
@@ -45,15 +46,15 @@ def inspect(
     """
     if model.endswith(".plan"):
         facts = api.inspect_engine(model, trust=trust_engine)
-        print(json_text(facts) if as_json else engine_text(facts))
+        show(json_text(facts) if as_json else engine_text(facts))
         return
     if (Path(model) / "manifest.json").is_file():
         manifest = api.inspect_bundle(model)
-        print(manifest.to_json() if as_json else bundle_text(Path(model), manifest))
+        show(manifest.to_json() if as_json else bundle_text(Path(model), manifest))
         return
     with verbosity.console() as console:
         found = api.inspect(model, data, progress=console, **reading.given())
-    print(json_text(found.as_json()) if as_json else model_text(found))
+    show(json_text(found.as_json()) if as_json else model_text(found))
 
 
 LAYER_HEADER = (
@@ -85,12 +86,15 @@ def model_text(report: ModelReport) -> str:
     ]
     return "\n".join(
         (
-            f"family      {report.family}",
-            f"config      {', '.join(f'{key}={value}' for key, value in report.config.items())}",
-            f"input       {report.input}",
-            f"output      {report.output}",
-            f"parameters  {count(report.parameters)}, {count(report.moe_parameters)} in MoE layers",
-            *(f"note        {note}" for note in report.notes),
+            lines(
+                f"family      {report.family}",
+                f"config      {', '.join(f'{k}={v}' for k, v in report.config.items())}",
+                f"input       {report.input}",
+                f"output      {report.output}",
+                f"parameters  {count(report.parameters)}, {count(report.moe_parameters)} in MoE "
+                "layers",
+                *(f"note        {note}" for note in report.notes),
+            ),
             "",
             table(LAYER_HEADER, layers),
             "",
@@ -130,13 +134,15 @@ def bundle_text(path: Path, manifest: Manifest) -> str:
     files = [(name, record.bytes) for name, record in manifest.files.items()]
     return "\n".join(
         (
-            f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})",
-            f"source      {manifest.source.path} ({manifest.source.family})",
-            f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}",
-            *(f"edited      {text}" for text in _edit_texts(manifest)),
-            *ports,
-            *(f"note        {note}" for note in manifest.notes),
-            *(f"note        {note}" for note in backbone_departures(manifest)),
+            lines(
+                f"bundle      {path} (moexport {manifest.moexport}, {manifest.created})",
+                f"source      {manifest.source.path} ({manifest.source.family})",
+                f"target      {manifest.target}, {manifest.precision}, opset {manifest.opset}",
+                *(f"edited      {text}" for text in _edit_texts(manifest)),
+                *ports,
+                *(f"note        {note}" for note in manifest.notes),
+                *(f"note        {note}" for note in backbone_departures(manifest)),
+            ),
             "",
             table(("MoE layer", "experts n", "kept k", "lowering", "reason"), layers),
             "",
@@ -156,34 +162,34 @@ def _edit_texts(manifest: Manifest) -> list[str]:
 
 def engine_text(facts: Mapping[str, Any]) -> str:
     """What `inspect` says of an engine (`exporter.tensorrt.plan_file.engine_facts`)."""
-    lines = [
+    told = [
         f"engine      {facts['file']} ({size(facts['bytes'])})",
         f"built by    {facts['flavour']} {facts['version'] or '(its version is not known)'}",
     ]
+    listed = []
     if "graph" in facts:
         from ..exporter.tensorrt.profiles import Profile
 
         cards = ", ".join(facts["compute_capabilities"])
-        lines += [
+        told += [
             f"from        {facts['graph']}",
             f"runs on     {facts['device'] or 'compute capability'} {cards}",
             f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at the most",
             *(f"profile     {Profile.from_json(each)}" for each in facts["profiles"]),
             f"settings    {', '.join(f'{k}={v}' for k, v in facts['settings'].items())}",
             "products    " + ", ".join(f"{n} in {name}" for name, n in facts["precision"].items()),
-            "",
-            table(
-                ("layer", "kind", "precision"),
-                [(each["name"], each["kind"], each["precision"]) for each in facts["layers"]],
-            ),
         ]
+        layers = [(each["name"], each["kind"], each["precision"]) for each in facts["layers"]]
+        listed = ["", table(("layer", "kind", "precision"), layers)]
     source = {
         "header": "Read from the file's first bytes; more needs its manifest or an NVIDIA GPU.",
         "record": "Written down when it was built; the engine itself is read on an NVIDIA GPU.",
         "engine": "The engine was loaded; --json has what TensorRT's inspector says.",
     }[facts["read_from"]]
-    not_loaded = facts.get("not_loaded")
-    return "\n".join((*lines, "", source, *([f"Not loaded: {not_loaded}."] if not_loaded else [])))
+    if "not_loaded" in facts:
+        why = f"Not loaded: {facts['not_loaded']}."
+        source += f"\n{lines(why)}"
+    return "\n".join((lines(*told), *listed, "", source))
 
 
 def verify(
@@ -203,13 +209,13 @@ def verify(
     for check in api.verify(bundle, atol=atol, rtol=rtol):
         checks.append(check)
         if not as_json and not verbosity.quiet:
-            print(check_text(check))
+            show(check_text(check))
     others = api.others_in(bundle)
     if others:
         verbosity.console().note(f"not of the bundle, and not checked: {', '.join(others[:6])}")
     passed = all(check.passed for check in checks)
     if as_json:
-        print(json_text({"passed": passed, "checks": [asdict(check) for check in checks]}))
+        show(json_text({"passed": passed, "checks": [asdict(check) for check in checks]}))
     if not passed:
         failed = [check for check in checks if not check.passed]
         first = f"{failed[0].name}: {failed[0].detail}"
@@ -221,7 +227,7 @@ def verify(
 
 def check_text(check: Check) -> str:
     """One line of `verify`."""
-    return f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}"
+    return lines(f"{'ok    ' if check.passed else 'FAILED'}  {check.name}: {check.detail}")
 
 
 def run(
@@ -276,7 +282,7 @@ def doctor(*, as_json: AsJson = False, verbosity: Verbosity) -> None:
     """Say what this machine can build and run, and why not the rest."""
     del verbosity
     diagnosis = api.doctor()
-    print(json_text(diagnosis.as_json()) if as_json else diagnosis_text(diagnosis))
+    show(json_text(diagnosis.as_json()) if as_json else diagnosis_text(diagnosis))
 
 
 def diagnosis_text(diagnosis: Diagnosis) -> str:

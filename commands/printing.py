@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from ..common.text import table
+from ..common.text import lines, table
 
 if TYPE_CHECKING:
     from ..exporter.bundle.manifest import Manifest
@@ -49,9 +49,11 @@ def tuning_text(tuning: dict[str, Any]) -> tuple[str, ...]:
         rows += [(layers, kept, name, why, "", "") for name, why in group["left_out"].items()]
     batches = sorted({group["batch"] for group in tuning["measured"]})
     return (
-        f"Measured at batch {', '.join(map(str, batches))} on {tuning['machine']}, "
-        f"{tuning['runtime']} ({tuning['provider']}), {tuning['threads']} threads, "
-        f"{tuning['inputs']}:",
+        lines(
+            f"Measured at batch {', '.join(map(str, batches))} on {tuning['machine']}, "
+            f"{tuning['runtime']} ({tuning['provider']}), {tuning['threads']} threads, "
+            f"{tuning['inputs']}:"
+        ),
         table(("MoE layer", "k/n", "lowering", "ms (median)", "spread", "calls"), rows),
         "",
     )

@@ -6,8 +6,15 @@ import sys
 import time
 from typing import TYPE_CHECKING, Protocol
 
+from .text import printable
+
 if TYPE_CHECKING:
     import rich.progress
+
+
+def show(text: str, end: str = "\n") -> None:
+    """Prints a result to stdout."""
+    print(printable(text, several=True), end=end)
 
 
 _NAME = "moexport: "
@@ -40,6 +47,7 @@ class Console:
         """Says what begins now; `total` is its work where that is known, in a `unit`."""
         if self.quiet:
             return
+        text = printable(text, several=True)
         if not sys.stderr.isatty():
             self._end_step()
             print(f"{_NAME}{text}", file=sys.stderr, flush=True)
@@ -80,14 +88,14 @@ class Console:
         """Says something the user should know, unless told to be quiet."""
         if not self.quiet:
             self.finish()
-            print(f"note: {text}", file=sys.stderr, flush=True)
+            print(f"note: {printable(text)}", file=sys.stderr, flush=True)
 
     def error(self, message: str, hint: str | None = None) -> None:
         """Says what went wrong and what to do."""
         self.finish()
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        print(f"error: {printable(message)}", file=sys.stderr, flush=True)
         if hint:
-            print(f"hint: {hint}", file=sys.stderr, flush=True)
+            print(f"hint: {printable(hint)}", file=sys.stderr, flush=True)
 
     def _end_step(self) -> None:
         """Fills the bar of a step whose work was not known: it is done."""

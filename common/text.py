@@ -2,12 +2,49 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+
+_HARMFUL = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff"
+_HARMFUL += "\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f"
+"""Control characters, those that turn or hide text, and halves of surrogate pairs; not tabs."""
+
+
+def printable(text: str, *, several: bool = False) -> str:
+    """Returns a text with what could steer a terminal, or pass for other text, escaped.
+
+    Names and messages out of files may hold anything. Characters are escaped as JSON does, so that
+    JSON stays what it is; line breaks too, unless the text has `several` lines.
+    """
+    pattern = f"[{_HARMFUL}]" if several else f"[\n{_HARMFUL}]"
+    return re.sub(pattern, _escaped, text)
+
+
+def _escaped(found: re.Match[str]) -> str:
+    units = found[0].encode("utf-16-be", "surrogatepass").hex()
+    return "".join(f"\\u{units[at : at + 4]}" for at in range(0, len(units), 4))
+
+
+def lines(*each: str) -> str:
+    """Returns lines, each of which stays one whatever it holds."""
+    return "\n".join(map(printable, each))
+
+
+def markdown_text(text: str) -> str:
+    """Returns a text out of a file for a line of Markdown: it holds no HTML and ends no line."""
+    return printable(text).replace("<", "&lt;")
+
+
+def csv_cell(value: object) -> object:
+    """Returns a value for a cell of CSV: a text that a spreadsheet would compute is quoted."""
+    if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
+        return f"'{value}"
+    return value
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns rows under a header in aligned columns; numbers to the right, words to the left."""
-    cells = [[str(cell) for cell in row] for row in (header, *rows)]
+    cells = [[printable(str(cell)) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     right = [
         bool(rows) and all(_is_number(row[column]) for row in cells[1:])

@@ -6,7 +6,7 @@ import csv
 import io
 from collections.abc import Sequence
 
-from ...common.text import markdown, table
+from ...common.text import csv_cell, markdown, markdown_text, printable, table
 from ...common.timing import Latency
 from ..analyses.findings import studies_in
 from ..analyses.report import text as studies_text
@@ -97,24 +97,26 @@ def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
         *("vs PyTorch", "× limit", "spread", "quality", "kept", "same experts"),
     )
     for section in sections(results):
-        lines += [f"## {section.model}, batch {section.batch}", "", summary(section), ""]
+        title = markdown_text(section.model)
+        lines += [f"## {title}, batch {section.batch}", "", markdown_text(summary(section)), ""]
         if caveat(section):
-            lines += [caveat(section), ""]
+            lines += [markdown_text(caveat(section)), ""]
         here = [r for r in results.of_model(section.model) if r.batch == section.batch]
         rows = [_markdown_cells(row, section.speedup(row), device=bool(device)) for row in here]
-        rows = [(*row, *[""] * (len(header) - len(row))) for row in rows]
+        rows = [(*map(markdown_text, row), *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
     if comparison is not None:
-        lines += ["## What changed", "", comparison.sentence, ""]
-        lines += [f"- {change.label}" for change in comparison.notable]
-        lines += [f"- {note}" for note in comparison.notes] + [""]
+        lines += ["## What changed", "", markdown_text(comparison.sentence), ""]
+        lines += [f"- {markdown_text(change.label)}" for change in comparison.notable]
+        lines += [f"- {markdown_text(note)}" for note in comparison.notes] + [""]
     if disturbance(results):
-        lines += [f"> {disturbance(results)}", ""]
+        lines += [f"> {markdown_text(disturbance(results))}", ""]
     lines += ["## How it was measured", ""]
-    lines += [f"- {line}" for line in method_lines(results)]
-    lines += [f"- not measured: {each.engine} ({each.reason})" for each in results.absent]
+    lines += [f"- {markdown_text(line)}" for line in method_lines(results)]
+    absent = (f"not measured: {each.engine} ({each.reason})" for each in results.absent)
+    lines += [f"- {markdown_text(line)}" for line in absent]
     if results.command:
-        lines += ["", "```sh", results.command, "```"]
+        lines += ["", "```sh", printable(results.command), "```"]
     return "\n".join(lines) + "\n"
 
 
@@ -161,7 +163,7 @@ def to_csv(results: Results) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in results.rows:
-        writer.writerow(_values(row, found[row.model, row.batch].speedup(row)))
+        writer.writerow(map(csv_cell, _values(row, found[row.model, row.batch].speedup(row))))
     return text.getvalue()
 
 

@@ -158,11 +158,13 @@ class Manifest:
                 f"{path}: schema {found!r}, but this version reads schema {SCHEMA}",
                 hint="use the version of moexport that wrote the bundle, or export again",
             )
-        manifest = from_data(
-            Manifest, content, f"{path}: not a complete manifest", error=BundleError
-        )
+        what = f"{path}: not a complete manifest"
+        manifest = from_data(Manifest, content, what, error=BundleError)
+        from_data(_Numbers, manifest.numbers, what, at="numbers", error=BundleError)
+        if manifest.tuning:
+            from_data(_Tuning, manifest.tuning, what, at="tuning", error=BundleError)
         for problem in manifest._problems():
-            raise BundleError(f"{path}: not a complete manifest: {problem}")
+            raise BundleError(f"{what}: {problem}")
         return manifest
 
     def _problems(self) -> Iterator[str]:
@@ -183,6 +185,43 @@ class Manifest:
         for name, record in self.files.items():
             if record.bytes < 0:
                 yield f"{name} cannot have {record.bytes} bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class _Node:
+    node: str
+    op_type: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbers:
+    """What is read of `numbers`."""
+
+    fp32_nodes: list[_Node] = field(default_factory=list)
+    linears: dict[str, str | None] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    layers: list[str]
+    k: int
+    experts: int
+    batch: int
+    candidates: list[dict[str, Any]]
+    left_out: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tuning:
+    """What is read of `tuning`, where it is not empty."""
+
+    machine: str
+    runtime: str
+    provider: str
+    threads: int
+    inputs: str
+    measured: list[_Measured]
 
 
 def is_plain_name(name: str) -> bool:

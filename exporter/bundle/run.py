@@ -163,15 +163,18 @@ def _in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nd
     if not held:
         return
     rest = held[0] if len(held) == 1 else np.concatenate(held)
-    if sizes.min <= len(rest) <= sizes.opt or not len(rest):  # that there are none, others say
+    fixed = sizes.min == sizes.max
+    if sizes.min <= len(rest) <= sizes.opt or not len(rest) or fixed:  # what is wrong, others say
         yield rest
-    elif len(rest) > sizes.opt and len(rest) - sizes.min >= sizes.min:
+    elif len(rest) >= 2 * sizes.min:
         yield rest[: len(rest) - sizes.min]
         yield rest[len(rest) - sizes.min :]
+    elif sizes.min <= len(rest) <= sizes.max:
+        yield rest
     else:
         raise FeedError(
-            f"{len(rest)} inputs are left, and the bundle was exported for batches of {sizes.min}"
-            + ("" if sizes.min == sizes.max else f" to {sizes.max}"),
+            f"{len(rest)} inputs are left, and the bundle was exported for batches of {sizes.min} "
+            f"to {sizes.max}",
             hint="give a number of inputs that batches of that size make up, or export again with "
             "--batch 1:8:32",
         )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 
 import pytest
-from moexport.common.console import Console
-from moexport.common.text import count, size, table
+from moexport.common.console import Console, show
+from moexport.common.text import count, csv_cell, lines, markdown_text, printable, size, table
 
 
 @pytest.mark.parametrize(
@@ -114,3 +115,39 @@ def test_a_narrow_terminal_cuts_neither_plans_nor_sentences_nor_the_bar(
     bars = [line for line in lines if "━" in line and "vit" in line]
     assert bars
     assert all("…" in line for line in bars)
+
+
+HOSTILE = "a\x1b[2J\rb\nerror: c\x9b1m\u202ed\udc80"
+ESCAPED = "a\\u001b[2J\\u000db\\u000aerror: c\\u009b1m\\u202ed\\udc80"
+
+
+def test_what_a_file_holds_steers_no_terminal_and_forges_no_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console = Console()
+    console.note(HOSTILE)
+    console.error(HOSTILE, HOSTILE)
+    assert capsys.readouterr().err == f"note: {ESCAPED}\nerror: {ESCAPED}\nhint: {ESCAPED}\n"
+    console.step(HOSTILE)
+    assert "\x1b" not in capsys.readouterr().err
+    show(table(("name", "k"), [(HOSTILE, 1), ("é 日本 🙂\t", 2)]))
+    _, first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[0] == ESCAPED.split(maxsplit=1)[0]
+    assert second.startswith("é 日本 🙂\t")
+    assert lines("a", HOSTILE) == f"a\n{ESCAPED}"
+
+
+def test_json_stays_json(capsys: pytest.CaptureFixture[str]) -> None:
+    content = {"name": HOSTILE.removesuffix("\udc80"), "tag": "\U000e0041", "more": [1, "é"]}
+    show(json.dumps(content, ensure_ascii=False, indent=1))
+    printed = capsys.readouterr().out
+    assert json.loads(printed) == content
+    assert printable(printed, several=True) == printed
+
+
+def test_markdown_holds_no_html_and_a_cell_no_formula() -> None:
+    assert markdown_text("<img src=x>\n# b") == "&lt;img src=x>\\u000a# b"
+    assert [csv_cell(each) for each in ("=1+1", "@x", "+1", "-1", "\t=1", "x=1", -1, None)] == [
+        *("'=1+1", "'@x", "'+1", "'-1", "'\t=1", "x=1"),
+        *(-1, None),
+    ]

@@ -116,7 +116,7 @@ def test_rows_are_csv_and_markdown(results: Results) -> None:
     text = to_markdown(results)
     assert "k = 4 of 16 keeps 99.2% of the accuracy at 3.1× the speed" in text
     assert "| ONNX Runtime, grouped | 4/16 | 1.00 | 3.1× |" in text
-    assert "failed: RuntimeError: <no such op>" in text
+    assert "failed: RuntimeError: &lt;no such op>" in text
 
 
 def test_the_front_holds_what_nothing_beats(results: Results, row: RowMaker) -> None:

@@ -88,7 +88,12 @@ def test_a_file_is_hashed_once(
 ) -> None:
     read: list[str] = []
     real = files.sha256
-    monkeypatch.setattr(files, "sha256", lambda path: read.append(path.name) or real(path))
+
+    def spy(path: Path) -> str:
+        read.append(path.name)
+        return real(path)
+
+    monkeypatch.setattr(files, "sha256", spy)
     monkeypatch.setattr(files, "SETTLED_NS", -(10**12))
     settle(bundle)
     for _ in range(2):

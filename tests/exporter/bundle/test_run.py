@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moexport.errors import FeedError
 from moexport.exporter.axes import AxisRange
 from moexport.exporter.bundle.run import _in_batches
 from moexport.exporter.session import Session
@@ -88,6 +89,8 @@ def parts(*lengths: int) -> Iterator[np.ndarray]:
         ((9,), (4, 8, 8), [5, 4]),
         ((16,), (8, 8, 8), [8, 8]),
         ((2, 2), (1, 100, 100), [4]),
+        ((9,), (8, 8, 16), [9]),
+        ((19,), (8, 8, 8), [8, 11]),  # which the graph refuses
         ((0,), (1, 4, 4), [0]),
     ],
 )
@@ -99,8 +102,7 @@ def test_inputs_are_shared_out_to_batches_of_a_size_that_is_taken(
     assert np.concatenate(found).tolist() == list(range(sum(lengths)))
 
 
-def test_what_makes_up_no_batch_is_refused(tmp_path: Path, exported: Path) -> None:
-    from moexport.errors import FeedError
-
-    with pytest.raises(FeedError, match="9 inputs are left, and the bundle was exported for batch"):
-        list(_in_batches(parts(9), AxisRange(8, 8, 8)))
+def test_what_makes_up_no_batch_is_refused() -> None:
+    for length, sizes in ((13, (8, 8, 12)), (3, (4, 8, 8))):
+        with pytest.raises(FeedError, match=f"{length} inputs are left, and the bundle was export"):
+            list(_in_batches(parts(length), AxisRange(*sizes)))
