@@ -60,9 +60,10 @@ def load(
 
     Args:
         source: a checkpoint (a file, an index of shards, a folder) or `package.module:factory`.
-        family: the published code that it is of, by name; found by its keys and shapes (None).
-        config: what shapes cannot tell: arguments of the published constructor or the factory.
-        weights: a checkpoint for a factory's network; without, it has what the factory gave it.
+        family: the published code that it is of, by name (None: found by its keys and shapes).
+        config: what shapes cannot tell: arguments of the published constructor or the
+            factory (None).
+        weights: a checkpoint for a factory's network (None: it keeps what the factory gave it).
         example: inputs [b, ...] to check a factory's network with, or a file of them (None).
         adapter: says what the factory's own MoE layers are (`moexport.adapts`): a function, its
             "package.module:adapt", or several (none).
@@ -547,7 +548,7 @@ def bench(
         models: loaded models, bundles, or what names them; one or a list.
         data: labelled data: an .npz, a folder of images by class, "package.module:iterable" or an
             array of inputs (None: random inputs, which tell latency and parity only).
-        k: experts kept: numbers, shares or "n" (all, a half, a quarter, an eighth).
+        k: experts kept: numbers, shares or "n" (('n', '1/2', '1/4', '1/8')).
         lowering: names of lowerings, a list as text; auto predicts the fastest ("auto").
         precision: a list as text: fp32, fp16, bf16, int8, ranges from `data` ("fp32").
         engine: a list as text: pytorch-compile, onnxruntime, tensorrt-rtx, ... ("all").
@@ -562,7 +563,7 @@ def bench(
         pixels: the scale of images: unit, symmetric or imagenet (None: as the folder says).
         before: earlier results to compare with in the report (None).
         analysis: a list as text of what to find out about the experts of classifiers: retention,
-            random, subsets, shares, or all ("": nothing).
+            random, subsets, shares, or all (""; nothing).
         max_subsets: the most sets of experts that are tried (None: the analysis's own bound).
         command: what the results say they were made by ("").
         progress: is told of every step (None: nobody).

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import moexport
 import numpy as np
 import pytest
+from moexport.commands.build import BuildFlags
+from moexport.commands.export import export as export_command
+from moexport.commands.options import ModelFlags, Verbosity, flattened
 from moexport.errors import UsageError
 from moexport.tests.recorded import DATA
 
@@ -136,3 +142,55 @@ def test_bench_of_a_mumoe_has_no_loop_over_experts_to_compare(tmp_path: Path) ->
         ("onnxruntime", 8, None),
     ]
     assert (tmp_path / "report" / "report.html").is_file()
+
+
+CALLS = ["load", "inspect", "calibrate", "sensitivity", "export", "build", "verify", "run"]
+CALLS += ["bench", "specialise", "report", "demo", "doctor"]
+
+
+def parameters(call: str) -> dict[str, inspect.Parameter]:
+    from moexport import api
+
+    return dict(inspect.signature(getattr(api, call)).parameters)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_every_parameter_of_a_call_is_explained_with_its_default(call: str) -> None:
+    from moexport import api
+
+    _, _, listed = (inspect.getdoc(getattr(api, call)) or "").partition("Args:\n")
+    listed = listed.partition("\n\nRaises:")[0]
+    found = re.findall(r"^ {4}\**(\w+): (.*(?:\n {8,}.*)*)", listed, flags=re.MULTILINE)
+    explained = {name: " ".join(text.split()) for name, text in found}
+    declared = parameters(call)
+    assert list(explained) == [name for name in explained if name in declared]
+    assert explained.keys() == declared.keys()
+    for name, each in declared.items():
+        if each.default is inspect.Parameter.empty:
+            continue
+        said = f'"{each.default}"' if isinstance(each.default, str) else str(each.default)
+        said = {"()": "none"}.get(said, said)
+        words = explained[name]
+        assert re.search(rf"\([^()]*{re.escape(said)}|\({re.escape(said)}", words), (name, said)
+    assert "progress" in declared
+
+
+ELSEWHERE = {
+    "output": "`destination`, as it is no file to be typed after -o",
+    "no_verify": "`verify`, which is not a negation",
+    "dry_run": "`moexport.plan`, which returns a plan and no bundle",
+    "as_json": "what is returned is no text",
+}
+"""Options of `export` that are no parameters of these names, and why."""
+
+
+def test_every_option_of_export_is_a_parameter_of_the_python_call() -> None:
+    ours = set(inspect.signature(flattened(export_command)).parameters)
+    loading = {field.name for field in fields(ModelFlags)}  # of `moexport.load`
+    building = {field.name for field in fields(BuildFlags)}  # of `EngineOptions`
+    saying = {field.name for field in fields(Verbosity)}  # what `progress` does with it
+    options = ours - loading - building - saying - ELSEWHERE.keys()
+    declared = parameters("export").keys() - {"destination", "verify", "progress"}
+    assert options <= declared
+    assert declared - options == {"keep_floating"}  # a list of layers, which a search finds
+    assert loading - {"sets"} <= parameters("load").keys()
