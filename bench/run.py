@@ -22,6 +22,7 @@ from ..common.environment import environment
 from ..common.files import hash_files, sha256
 from ..common.writing import check_file, check_folder, make_folder, told, write_text
 from ..errors import FeedError, UsageError
+from ..exporter.axes import fits
 from ..exporter.model import TensorSpec
 from .cases import Candidate, GraphSource, TimingGroup
 from .data import Labelled, LabelledData, fingerprint
@@ -192,11 +193,8 @@ def _call_ms(base: PyTorch, head: LabelledData, batch: int, name: str) -> float:
 def check_inputs(spec: TensorSpec, data: LabelledData, model: str) -> None:
     """Raises FeedError unless the data have the shape and the kind of numbers a model takes."""
     shape = data.inputs.shape
-    fits = len(shape) == len(spec.shape) and all(
-        isinstance(wanted, str) or wanted == size
-        for wanted, size in zip(spec.shape[1:], shape[1:], strict=True)
-    )
-    if not fits or (data.inputs.dtype.kind == "f") != spec.dtype.startswith("float"):
+    fitting = len(shape) == len(spec.shape) and fits(shape[1:], spec.shape[1:])
+    if not fitting or (data.inputs.dtype.kind == "f") != spec.dtype.startswith("float"):
         raise FeedError(
             f"array '{data.input_name}' is {data.inputs.dtype} of shape {shape}, and {model} takes "
             f"{spec.dtype} of shape ({', '.join(map(str, spec.shape))})"

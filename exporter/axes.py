@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import UsageError
@@ -54,3 +55,11 @@ def parse_range(text: str, option: str) -> AxisRange:
             else f"the sizes in order are {':'.join(str(size) for size in sorted(sizes))}",
         )
     return AxisRange(low, opt, high)
+
+
+def fits(sizes: Sequence[int], shape: Sequence[object]) -> bool:
+    """Whether an array's sizes fit a shape, in which what is no integer is a dynamic axis."""
+    return len(sizes) == len(shape) and all(
+        not isinstance(wanted, int) or wanted == size
+        for size, wanted in zip(sizes, shape, strict=True)
+    )

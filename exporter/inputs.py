@@ -9,7 +9,7 @@ import numpy as np
 
 from ..calibration.feeds import Feed, batches, samples
 from ..errors import FeedError, UsageError
-from .axes import DEFAULT_TOKENS
+from .axes import DEFAULT_TOKENS, fits
 
 if TYPE_CHECKING:
     from .bundle.manifest import PortRecord
@@ -115,11 +115,7 @@ def with_axes(x: np.ndarray, spec: TensorSpec | PortRecord) -> np.ndarray:
 
 def _check(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int]) -> None:
     wanted = [fixed.get(size, size) if isinstance(size, str) else size for size in spec.shape]
-    fits = x.ndim == len(wanted) and all(
-        not isinstance(size, int) or size == actual
-        for size, actual in zip(wanted[1:], x.shape[1:], strict=True)
-    )
-    if not fits:
+    if x.ndim != len(wanted) or not fits(x.shape[1:], wanted[1:]):
         raise FeedError(
             f"--data: input '{spec.name}' takes ({', '.join(map(str, wanted))}), the feed gives "
             f"{x.shape}",

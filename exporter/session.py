@@ -19,6 +19,7 @@ from ..common.onnx_runtime import ort
 from ..errors import BundleError, EngineError, FeedError, UsageError
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
+from .axes import fits
 from .bundle.manifest import METADATA, GraphFacts
 from .tensorrt.backends import first_gpu
 from .tensorrt.profiles import check_given
@@ -188,11 +189,7 @@ def check_array(x: np.ndarray, name: str, dtype: str, shape: Sequence[object]) -
     `dtype` and `shape` are the input's; what is no integer in the shape is a dynamic axis. Whole
     numbers are cast to whole numbers and others to others, so widths need not agree.
     """
-    fits = len(shape) == x.ndim and all(
-        not isinstance(size, int) or size == actual
-        for size, actual in zip(shape, x.shape, strict=True)
-    )
-    if not fits or x.dtype.kind not in ("iu" if dtype.startswith("int") else "f"):
+    if not fits(x.shape, shape) or x.dtype.kind not in ("iu" if dtype.startswith("int") else "f"):
         raise FeedError(
             f"input '{name}' takes {dtype} {_shape(shape)}, not {x.dtype.name} {_shape(x.shape)}",
             hint="reshape or cast the array; `moexport inspect` shows what a model takes",

@@ -124,3 +124,12 @@ def test_python_refuses_what_is_no_feed(tmp_path: Path) -> None:
     with pytest.raises(FeedError, match="the feed is int, not batches"):
         moexport.export(model, tmp_path / "out", data=5)  # type: ignore[arg-type]
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_can_be_read_once_is_refused_before_it_is_read(tmp_path: Path) -> None:
+    model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
+    feed = iter([np.ones((2, 5, 32), np.float32)])
+    with pytest.raises(FeedError, match="which can be read once, and this export reads it 2 times"):
+        moexport.export(model, tmp_path / "out", data=feed, precision="int8")
+    assert len(list(feed)) == 1
+    assert list(tmp_path.iterdir()) == []
