@@ -7,7 +7,7 @@ same tensors with other options, to tell a user which ones would match.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal, get_args
@@ -121,10 +121,7 @@ class SoftMoE:
             if root:  # an RMSNorm is x̂·√d·γ
                 gain = torch.full((spec.dim,), spec.dim**0.5) * (1 if gain is None else gain)
                 changed["gain"] = "d**0.5" if said[2] is None else "d**0.5 * gain"
-            yield (
-                changed,
-                replace(self, **options, eps=eps, gain=gain, shift=shift),
-            )
+            yield changed, replace(self, **options, eps=eps, gain=gain, shift=shift)
 
     def _normalisation(self, d: int) -> tuple[NormKind, float, Tensor | None, Tensor | None]:
         """How x becomes x̂: the kind, its eps, gain and shift."""
@@ -143,7 +140,7 @@ class SoftMoE:
             eps = DEFAULT_EPS[norm]
         if shift is not None and norm != "layernorm":
             raise UsageError(f"shift goes with norm='layernorm', and norm is {norm!r}")
-        return norm, eps, _vector("gain", gain, d), _vector("shift", shift, d)
+        return norm, eps, _optional("gain", gain, (d,)), _optional("shift", shift, (d,))
 
     def _stacked(self, d: int, n: int) -> _Experts:
         """The experts from w1, b1, w2 and b2."""
@@ -158,17 +155,13 @@ class SoftMoE:
         w1 = _tensor("w1", self.w1, (3,), "[n, d, h]")
         inner = w1.shape[2]
         _shape("w1", w1, (n, d, inner), "[n, d, h]: the input's axis before the output's (.mT?)")
-        b1 = None if self.b1 is None else _tensor("b1", self.b1, (2,), "[n, h]")
-        if b1 is not None:
-            _shape("b1", b1, (n, inner), "[n, h], as many columns as w1")
+        b1 = _optional("b1", self.b1, (n, inner), "[n, h], as many columns as w1")
         if self.w2 is None:
             return kind, w1, b1, None, None
         w2 = _tensor("w2", self.w2, (3,), "[n, h, o]")
         hidden = _hidden(kind, "w1", inner, "w2", w2.shape[1])
         _shape("w2", w2, (n, hidden, w2.shape[2]), "[n, h, o]: the input's axis first (.mT?)")
-        b2 = None if self.b2 is None else _tensor("b2", self.b2, (2,), "[n, o]")
-        if b2 is not None:
-            _shape("b2", b2, (n, w2.shape[2]), "[n, o], as many columns as w2")
+        b2 = _optional("b2", self.b2, (n, w2.shape[2]), "[n, o], as many columns as w2")
         return kind, w1, b1, w2, b2
 
     def _listed(self, d: int, n: int) -> _Experts:
@@ -178,7 +171,7 @@ class SoftMoE:
                 "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
             )
         assert self.experts is not None
-        listed = list(self.experts) if isinstance(self.experts, Iterable) else []
+        listed = _several(self.experts)
         if len(listed) != n:
             slots = n // len(listed) if listed and n % len(listed) == 0 else 0
             raise UsageError(
@@ -217,7 +210,9 @@ class SoftMoE:
 Statistics = tuple[Tensor, Tensor]
 """Recorded mean and variance [n] of a level's logits."""
 
-TensorForm = Tensor | Sequence[Tensor] | tuple[Tensor, Sequence[Tensor]]
+Factors = Sequence[Tensor] | nn.ParameterList
+
+TensorForm = Tensor | Factors | tuple[Tensor, Factors]
 """A weight tensor: whole, [n_1, …, d, o]; by its CP factors or TR cores; Tucker's core, factors."""
 
 
@@ -238,10 +233,10 @@ class MuMoE:
     Raises UsageError, naming the argument and what was expected.
     """
 
-    gates: Sequence[nn.Linear | Tensor]
+    gates: Sequence[nn.Linear | Tensor] | nn.ModuleList | nn.ParameterList
     weights: TensorForm
     second: TensorForm | None = None
-    norm: Literal["none", "ln"] | Sequence[nn.Module | Statistics]
+    norm: Literal["none", "ln"] | Sequence[nn.Module | Statistics] | nn.ModuleList
     activation: GateActivation = "entmax15"
     input_norm: nn.LayerNorm | None = None
 
@@ -272,6 +267,11 @@ class MuMoE:
                 ) from error
             tensors.append(tuple(named[key] for key in tensor_names(specs[-1])))
             width = specs[-1].out
+        if len({each.form for each in specs}) > 1:
+            raise UsageError(
+                f"weights is in the form {specs[0].form} and second in {specs[1].form}",
+                hint="both tensors of a layer are in one form",
+            )
         gain = shift = None
         if self.input_norm is not None:
             gain, shift = _input_norm(self.input_norm, d)
@@ -304,11 +304,12 @@ class MuMoE:
     def _gates(self) -> tuple[list[Tensor], list[Tensor]]:
         """Each level's projection [d, n] and bias [n]."""
         projections, biases = [], []
-        if isinstance(self.gates, Tensor | nn.Module) or not len(self.gates):
+        gates = _several(self.gates)
+        if not gates:
             raise UsageError(
                 "gates is not a list of a gate per level of experts", hint="gates=[layer.gate]"
             )
-        for level, gate in enumerate(self.gates):
+        for level, gate in enumerate(gates):
             what, bias = f"gates[{level}]", None
             if isinstance(gate, nn.Module):
                 weight, bias = _linear(what, gate)
@@ -327,10 +328,10 @@ class MuMoE:
         """The projections with the batch normalisation in them, and what is then subtracted."""
         if self.norm == "none":
             return projections, [-bias for bias in biases]
-        norms = self.norm
-        if isinstance(norms, str | nn.Module) or len(norms) != len(projections):
+        norms = _several(self.norm)
+        if len(norms) != len(projections):
             raise UsageError(
-                f"norm={norms!r} is neither 'none' nor 'ln' nor a list with the batch "
+                f"norm={self.norm!r} is neither 'none' nor 'ln' nor a list with the batch "
                 f"normalisation of each of the {len(projections)} levels",
                 hint="norm=[layer.bn], or norm=[(mean, variance)]",
             )
@@ -353,8 +354,9 @@ _Map = tuple[Tensor, Tensor | None]
 
 def _maps(what: str, expert: object) -> list[_Map]:
     """The one, two or three linear maps of an expert."""
-    alone = isinstance(expert, nn.Module | Tensor) or _is_weight_and_bias(expert)
-    listed = [expert] if alone else list(expert) if isinstance(expert, Sequence) else []
+    alone = isinstance(expert, Tensor) or _is_weight_and_bias(expert)
+    alone |= isinstance(expert, nn.Module) and not isinstance(expert, nn.ModuleList)
+    listed = [expert] if alone else _several(expert)
     if not 1 <= len(listed) <= 3:
         raise UsageError(
             f"{what} is a {type(expert).__name__}, not (first, second)",
@@ -388,7 +390,7 @@ def _linear(what: str, given: object) -> _Map:
             hint="give an nn.Linear, its weight [out, in], or (weight, bias)",
         )
     weight = _tensor(what, pair[0], (2, 3, 4), "[out, in]").flatten(1)
-    return weight, _vector(f"{what}'s bias", pair[1], weight.shape[0])
+    return weight, _optional(f"{what}'s bias", pair[1], (weight.shape[0],))
 
 
 def _below(value: _Map, gate: _Map) -> _Map:
@@ -447,7 +449,10 @@ def _input_norm(norm: nn.LayerNorm, d: int) -> tuple[Tensor, Tensor]:
         raise UsageError(
             f"input_norm is {norm}", hint=f"nn.LayerNorm({d}, eps={NORM_EPS:g}) is what can be"
         )
-    gain, shift = _vector("input_norm", norm.weight, d), _vector("input_norm", norm.bias, d)
+    gain, shift = (
+        _optional("input_norm", norm.weight, (d,)),
+        _optional("input_norm", norm.bias, (d,)),
+    )
     return torch.ones(d) if gain is None else gain, torch.zeros(d) if shift is None else shift
 
 
@@ -477,10 +482,10 @@ def _named(what: str, form: TensorForm) -> dict[str, Tensor]:
     """A weight tensor's parts under the published names."""
     if isinstance(form, Tensor):
         return {WHOLE: _tensor(what, form, None, "[n, …, d, o]")}
-    parts: list[Any] = list(form) if isinstance(form, Sequence) else []
+    parts = _several(form)
     named: dict[str, Any] = {}
-    if len(parts) == 2 and isinstance(parts[1], Sequence):
-        named[CORE], parts = parts[0], list(parts[1])
+    if len(parts) == 2 and not isinstance(parts[1], Tensor):
+        named[CORE], parts = parts[0], _several(parts[1])
     named |= {f"{FACTORS}.{i}": part for i, part in enumerate(parts)}
     if not parts or not all(isinstance(each, Tensor) for each in named.values()):
         raise UsageError(
@@ -488,6 +493,12 @@ def _named(what: str, form: TensorForm) -> dict[str, Tensor]:
             hint="the whole tensor, a list of its factors or cores, or (core, factors) for Tucker",
         )
     return {key: _tensor(f"{what}.{key}", each, None, "") for key, each in named.items()}
+
+
+def _several(given: object) -> list[Any]:
+    """The entries of a list, of PyTorch's own kinds too; empty for what is none."""
+    is_list = isinstance(given, list | tuple | nn.ModuleList | nn.ParameterList)
+    return list(given) if is_list else []  # type: ignore[call-overload]
 
 
 def _tensor(what: str, given: object, ranks: tuple[int, ...] | None, expected: str) -> Tensor:
@@ -499,12 +510,17 @@ def _tensor(what: str, given: object, ranks: tuple[int, ...] | None, expected: s
     return given.detach().to(torch.float32)
 
 
-def _vector(what: str, given: Tensor | None, size: int) -> Tensor | None:
+def _optional(
+    what: str,
+    given: Tensor | None,
+    expected: tuple[int, ...],
+    why: str = "a number per channel",
+) -> Tensor | None:
     if given is None:
         return None
-    vector = _tensor(what, given, None, f"[{size}]")
-    _shape(what, vector, (size,), "a number per channel")
-    return vector
+    tensor = _tensor(what, given, None, str(list(expected)))
+    _shape(what, tensor, expected, why)
+    return tensor
 
 
 def _shape(what: str, tensor: Tensor, expected: tuple[int, ...], why: str) -> None:

@@ -597,6 +597,19 @@ def test_a_geglu_is_two_maps_or_one_of_both() -> None:
     assert torch.equal(one(x), other(x))
 
 
+def test_lists_of_pytorchs_own_kinds_are_lists() -> None:
+    experts = pairs()
+    x = torch.randn(2, 7, D)
+    of_lists = nn.ModuleList(nn.ModuleList(pair) for pair in experts)
+    one = moexport.SoftMoE(phi=PHI, experts=of_lists).build("")
+    assert torch.equal(one(x), moexport.SoftMoE(phi=PHI, experts=experts).build("")(x))
+    gate, norm, factors = nn.Linear(D, N), nn.BatchNorm1d(N), nn.ParameterList(CP)
+    norms = nn.ModuleList([norm])
+    layer = moexport.MuMoE(gates=nn.ModuleList([gate]), weights=factors, norm=norms).build("")
+    other = moexport.MuMoE(gates=[gate], weights=CP, norm=[norm]).build("")
+    assert torch.equal(layer(x), other(x))
+
+
 @pytest.mark.parametrize("module", [nn.LayerNorm(D, eps=1e-3), nn.RMSNorm(D, eps=1e-2)])
 def test_a_normalisation_layer_says_its_kind_and_eps(module: nn.Module) -> None:
     torch.manual_seed(0)
@@ -656,6 +669,7 @@ CP = [torch.randn(N, 3), torch.randn(D + 1, 3), torch.randn(OUT, 3)]
         ({"weights": torch.zeros(N, D)}, "need 3 axes"),
         ({"weights": "cp"}, "weights is a str, not a weight tensor"),
         ({"second": [torch.randn(N, 3), torch.randn(9, 3), torch.randn(OUT, 3)]}, "of width 9"),
+        ({"second": torch.randn(N, OUT, 3)}, "in the form cp and second in full"),
         ({"norm": "bn"}, "norm='bn' is neither 'none' nor 'ln' nor a list"),
         ({"norm": [nn.BatchNorm1d(N + 1)]}, r"norm\[0\]: its mean has the shape \[5\]"),
         ({"norm": [nn.BatchNorm1d(N, track_running_stats=False)]}, "without statistics"),
