@@ -16,6 +16,9 @@ from ..common.writing import told, write_text
 
 FILE = "unfinished.jsonl"
 
+FORMAT = 2
+"""Of the pieces: those of another format are not read, since their keys may mean other things."""
+
 
 class Journal:
     """The pieces of a sweep that are done; without a path they are kept nowhere.
@@ -29,7 +32,7 @@ class Journal:
         self._path = path
         self._entries: list[dict[str, Any]] = []
         self.discarded: tuple[str, ...] = ()
-        digests = {name: _digest(value) for name, value in what.items()}
+        digests = {"format": str(FORMAT)} | {name: _digest(value) for name, value in what.items()}
         if path is None:
             return
         lines = list(_lines(path))

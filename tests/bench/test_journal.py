@@ -133,6 +133,18 @@ def test_a_sweep_of_something_else_begins_anew(
     assert named in line
 
 
+def test_pieces_of_another_format_are_measured_again(tmp_path: Path) -> None:
+    path = tmp_path / "unfinished.jsonl"
+    Journal(path, {"data": 1}).add("round", ms=2.0)
+    assert Journal(path, {"data": 1}).resumed == 1
+    first, *rest = path.read_text().splitlines()
+    what = {"what": {"data": json.loads(first)["what"]["data"]}}  # as versions without one wrote it
+    path.write_text("\n".join([json.dumps(what), *rest]) + "\n")
+    again = Journal(path, {"data": 1})
+    assert again.resumed == 0
+    assert again.discarded == ("format",)
+
+
 def test_half_a_line_of_a_journal_is_not_trusted(tmp_path: Path) -> None:
     path = tmp_path / FILE
     journal = Journal(path, {"a": 1})
