@@ -306,14 +306,18 @@ def export(
 def plan(model: Model | Callable[[], Model], destination: AnyPath, **options: Any) -> Plan:
     """Returns what `export` would write with the same arguments; traces, but writes nothing.
 
-    A bundle that is at `destination` does not matter.
+    A bundle that is at `destination` does not matter; data that do not fit are told of.
     """
     from .exporter.export import export_plan
+    from .exporter.inputs import parity_inputs
 
     given = introspection.signature(export).bind(model, destination, **{**options, "force": True})
     given.apply_defaults()
     asked = SimpleNamespace(**given.arguments)
-    return export_plan(_job(asked), asked.progress)
+    job = _job(asked)
+    if job.data is not None and job.options.verify:
+        parity_inputs(job.model, job.fixed, job.data)
+    return export_plan(job, asked.progress)
 
 
 def _job(asked: SimpleNamespace) -> ExportJob:

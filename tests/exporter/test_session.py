@@ -133,3 +133,12 @@ def test_what_can_be_read_once_is_refused_before_it_is_read(tmp_path: Path) -> N
         moexport.export(model, tmp_path / "out", data=feed, precision="int8")
     assert len(list(feed)) == 1
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_plan_opens_the_data_that_it_is_given(tmp_path: Path) -> None:
+    model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
+    with pytest.raises(FeedError, match="no such feed"):
+        moexport.plan(model, tmp_path / "out", data=str(tmp_path / "none.npz"))
+    with pytest.raises(FeedError, match="takes"):
+        moexport.plan(model, tmp_path / "out", data=np.ones((2, 5, 33), np.float32))
+    assert list(tmp_path.iterdir()) == []
