@@ -88,7 +88,7 @@ def load_factory(
     for place in found:
         _check_adapter(place, own, source)
     twin, layers, replaced = swapped(module, found, own)
-    check_same(own, recorded_forward(twin, found, inputs, source), source)
+    check_same(own, recorded_forward(twin, found, inputs, source), module, source)
     array, result = inputs.numpy(), own.result.numpy()
     used = {adapter_name(layer.adapter): None for layer in found if layer.adapter is not None}
     return Model(
@@ -444,8 +444,11 @@ def _with_submodule(module: nn.Module, path: str, replacement: nn.Module) -> nn.
     return module
 
 
-def check_same(own: Recorded, ours: Recorded, what: str) -> None:
-    """Raises ParityError unless both passes gave the same, naming the first layer that differs."""
+def check_same(own: Recorded, ours: Recorded, module: nn.Module, what: str) -> None:
+    """Raises ParityError unless both passes gave the same, naming the first layer that differs.
+
+    `module` is the user's network, which `own` is of.
+    """
     for path in own.order:
         miss = _miss(own.outputs[path], ours.outputs[path])
         if miss is not None:
@@ -453,7 +456,8 @@ def check_same(own: Recorded, ours: Recorded, what: str) -> None:
                 f"{what}: the layer {path or '(the network itself)'} computes something else than "
                 f"the published layer that its parameters resemble: {miss}",
                 hint="its forward differs (dispatch and combine swapped, another normalisation or "
-                f"activation, …): {EXAMPLE.format(name='MyLayer')}",
+                "activation, …): "
+                f"{EXAMPLE.format(name=type(module.get_submodule(path)).__name__)}",
             )
     miss = _miss(own.result, ours.result)
     if miss is not None:

@@ -114,6 +114,41 @@ def stacked(layer: Mixer) -> moexport.SoftMoE:
         w2=all_of(layer.leave, "weight"), b2=all_of(layer.leave, "bias"), **options(layer))
 
 
+class Half(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(12, 8)
+
+
+class Lookalike(nn.Module):
+    """The names of a published layer, but slots of raw tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.phi, self.scale = nn.Parameter(torch.randn(8, 4, 2)), nn.Parameter(torch.ones(1))
+        self.experts = nn.ModuleList(Half() for _ in range(4))
+
+    def forward(self, x):
+        logits = torch.einsum("bmd,dnp->bmnp", F.normalize(x, dim=-1), router(self))
+        slots = torch.einsum("bmnp,bmd->bnpd", logits.softmax(1), x)
+        out = [e.fc2(F.gelu(e.fc1(slots[:, i]))) for i, e in enumerate(self.experts)]
+        combine = logits.flatten(2).softmax(2).view_as(logits)
+        return torch.einsum("bmnp,bnpd->bmd", combine, torch.stack(out, 1))
+
+
+def router(layer):
+    return layer.scale * F.normalize(layer.phi, dim=0)
+
+
+def lookalike():
+    return seeded(lambda: Net(Lookalike()))
+
+
+def of_lookalike(layer: Lookalike):
+    return moexport.SoftMoE(phi=router(layer), experts=[(e.fc1, e.fc2) for e in layer.experts],
+                            norm="l2", slots_from="raw")
+
+
 class Net(nn.Module):
     def __init__(self, layer, d=8, residual=True):
         super().__init__()
@@ -489,6 +524,13 @@ def test_an_approximation_within_the_tolerance_is_no_match_where_another_option_
         load("own:soft", config=config, example=small, adapter="own:wrong_tanh")
     assert "off by 4e-05 of max" in caught.value.message
     load("own:soft", config=config, example=small, adapter="own:adapt")
+
+
+def test_an_adapter_is_asked_before_the_names_of_parameters() -> None:
+    with pytest.raises(ParityError, match="published layer that its parameters resemble") as caught:
+        load("own:lookalike", example=FEED)
+    assert "@moexport.adapts(Lookalike)" in str(caught.value.hint)
+    assert exported("lookalike", "of_lookalike", {}, "--k", "2").code == 0
 
 
 def test_a_mumoe_that_differs_says_what_matches() -> None:
