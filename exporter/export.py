@@ -18,6 +18,7 @@ from ..graphs.lower import Lowered
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.manifest import MANIFEST_FILE
+from .bundle.readme import with_readme
 from .inputs import parity_inputs
 from .job import ExportJob
 from .options import ExportOptions
@@ -56,6 +57,7 @@ def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
         progress.step("hashing")
         manifest = manifest_of(planned, lowered, parities, directory)
         manifest = build_for_export(directory, manifest, job.engine, progress)
+        manifest = with_readme(directory, manifest)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
     return Bundle(job.destination, manifest)
 

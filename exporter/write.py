@@ -93,6 +93,15 @@ def _lower(
         }
         | ({"edits": job.model.edits.texts()} if job.model.edits else {})
     )
+    # The same for people: a viewer shows it beside the graph.
+    layers = {
+        each.name: f"k = {each.k or K_INPUT} of {each.work.spec.experts} experts"
+        for each in graph.layers
+    }
+    about = f"{job.model.family} for {options.target} in {options.precision.name}"
+    model.doc_string = f"{about}, exported by moexport {model.producer_version}"
+    model.graph.doc_string = "\n".join(f"{name}: {what}" for name, what in layers.items())
+    model.metadata_props.update({f"moexport.{name}": what for name, what in layers.items()})
     return lowered
 
 

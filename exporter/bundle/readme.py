@@ -1,0 +1,116 @@
+"""`README.md` in a bundle: what it is, for a person who has nothing but the folder."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path, PurePath
+
+from ...common.files import sha256
+from ...common.text import markdown
+from ...graphs.names import K_INPUT
+from .manifest import MANIFEST_FILE, FileRecord, Manifest, PortRecord
+
+README_FILE = "README.md"
+
+CONTENTS = {
+    "weights.bin": "the weights, shared by all graphs: keep it beside them",
+    "parity.npz": "inputs, and what PyTorch made of them: what `moexport verify` compares with",
+    "calibration.json": "the ranges of tensors that the integers were chosen for",
+    MANIFEST_FILE: "all of this and more for programs; the hash of every file",
+}
+
+
+def with_readme(directory: Path, manifest: Manifest) -> Manifest:
+    """Writes the page of a bundle and returns the manifest that lists it, last."""
+    place = directory / README_FILE
+    place.write_text(readme(manifest), encoding="utf-8", newline="\n")
+    record = FileRecord(sha256(place), place.stat().st_size)
+    return replace(manifest, files={**manifest.files, README_FILE: record})
+
+
+def readme(manifest: Manifest) -> str:
+    """Returns the page: what, from what, how well checked, how to run it, files."""
+    source = manifest.source
+    each_k = {f"{each.k or K_INPUT} of {each.experts}" for each in manifest.layers}
+    chosen = f"k = {each_k.pop()}" if len(each_k) == 1 else "k of n"
+    layers = [
+        (
+            each.name,
+            each.kind,
+            f"{each.k or K_INPUT} of {each.experts}",
+            each.lowering,
+            each.precision,
+        )
+        for each in manifest.layers
+    ]
+    files = [
+        (f"`{name}`", f"{record.bytes:,}", CONTENTS.get(name) or _content(manifest, name))
+        for name, record in manifest.files.items()
+    ]
+    config = ", ".join(f"{key} = {value}" for key, value in source.config.items())
+    parts = (
+        f"# {PurePath(source.path).name or source.family}, {chosen} experts per input",
+        f"An ONNX model (opset {manifest.opset}) for `{manifest.target}` in {manifest.precision}, "
+        f"written by moexport {manifest.moexport} on {manifest.created[:10]}. For every input, "
+        "each MoE layer computes the k experts that matter most and leaves out the others.",
+        f"It was made from weights of the family `{source.family}` (SHA-256 `{source.sha256}`)"
+        + (f" with {config}." if config else "."),
+        markdown(("layer", "kind", "experts computed", "lowering", "precision"), layers),
+        "## Checked against PyTorch",
+        _parity(manifest),
+        *(["\n".join(f"- {note}" for note in manifest.notes)] if manifest.notes else ()),
+        "## Run it",
+        _program(manifest),
+        f"Input {_port(manifest.inputs[0])}, output {_port(manifest.outputs[0])}; named axes take "
+        "any size. `moexport run` and `moexport verify` do the same from a shell.",
+        "## Files",
+        markdown(
+            ("file", "bytes", "content"),
+            [*files, (f"`{MANIFEST_FILE}`", "", CONTENTS[MANIFEST_FILE])],
+        ),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _content(manifest: Manifest, name: str) -> str:
+    lowerings = [set(graph.lowerings.values()) for graph in manifest.graphs if graph.file == name]
+    return f"the graph: {', '.join(sorted(lowerings[0]))}" if lowerings else "an engine, or of one"
+
+
+def _port(port: PortRecord) -> str:
+    return f"`{port.name}`: {port.dtype} ({', '.join(map(str, port.shape))})"
+
+
+def _parity(manifest: Manifest) -> str:
+    found = manifest.parity
+    if found is None:
+        return "**Not checked**: it was exported with `--no-verify`."
+    return (
+        f"On {found['samples']} inputs the outputs differ by at most {found['max_abs']:.2g} "
+        f"(cosine {found['cosine']:.7f}); the same experts are chosen in "
+        f"{found['routing_agreement']:.1%} of them."
+    )
+
+
+def _program(manifest: Manifest) -> str:
+    """The program that runs the main graph, on one input of zeros."""
+    port = manifest.inputs[0]
+    sizes = ", ".join(str(size if isinstance(size, int) else 1) for size in port.shape)
+    feed = f'"{port.name}": np.zeros(({sizes}), "{port.dtype}")'
+    if manifest.k == "input":
+        k = max(1, min(layer.experts for layer in manifest.layers) // 4)
+        feed += f', "{K_INPUT}": np.array([{k}], "int64")'
+    provider = "CPU" if manifest.target in ("onnx", "ort-cpu") else "CUDA"
+    lines = [
+        "import numpy as np, onnxruntime",
+        "options = onnxruntime.SessionOptions()",
+        # What it fuses QuantizeLinear and DequantizeLinear to is wrong for experts in one tensor.
+        'options.add_session_config_entry("session.disable_quant_qdq", "1")',
+        f'session = onnxruntime.InferenceSession("{manifest.graphs[0].file}", options, '
+        f'["{provider}ExecutionProvider"])',
+        f'(y,) = session.run(["{manifest.outputs[0].name}"], {{{feed}}})',
+    ]
+    if not (manifest.precision == "int8" and manifest.target.startswith("tensorrt")):
+        del lines[1:3]
+        lines[1] = lines[1].replace("options, [", "providers=[")
+    return "\n".join(("```python", *lines, "```"))

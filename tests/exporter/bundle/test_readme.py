@@ -1,0 +1,71 @@
+"""A bundle says what it is: on its own page, and in its graphs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.readme import README_FILE, with_readme
+from moexport.tests.command import run
+from moexport.tests.recorded import DATA
+
+PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_the_page_says_what_the_bundle_is_and_where_no_file_lies(exported: Path) -> None:
+    page = (exported / README_FILE).read_text(encoding="utf-8")
+    manifest = Bundle.open(exported).manifest
+    for text in ("weights.pt", "soft-moe-vit", manifest.source.sha256, "fp32", "num_heads = 4"):
+        assert text in page
+    for layer in manifest.layers:
+        assert f"| {layer.name} | soft-moe | {layer.k} of 8 | {layer.lowering} | fp32 |" in page
+    for name in manifest.files.keys() - {README_FILE}:
+        assert f"| `{name}` | {manifest.files[name].bytes:,} |" in page
+    assert all(f"- {note}" in page for note in manifest.notes)
+    assert "Not checked" not in page
+    assert manifest.source.path not in page  # the folders of whoever exported it
+
+
+@pytest.mark.parametrize(
+    ("case", "given"),
+    [
+        ("soft_moe_vit", ("--set", "num_heads=4", "--k", "input")),
+        ("soft_moe_mnist", ("--batch", "4", "--no-verify")),
+        ("mumoe_gpt2_cp", ("--set", "n_head=4")),
+    ],
+)
+def test_the_page_s_program_runs(
+    case: str, given: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = run("export", DATA / case / "weights.pt", "-o", tmp_path / "out", *given)
+    assert outcome.code == 0, outcome.err
+    page = (tmp_path / "out" / README_FILE).read_text(encoding="utf-8")
+    (program,) = PROGRAM.findall(page)
+    monkeypatch.chdir(tmp_path / "out")
+    names: dict[str, np.ndarray] = {}
+    exec(program, names)
+    assert np.isfinite(names["y"]).all()
+    assert ("Not checked" in page) == ("--no-verify" in given)
+
+
+def test_a_bundle_without_the_page_is_whole(bundle: Path) -> None:
+    manifest = Bundle.open(bundle).manifest
+    (bundle / README_FILE).unlink()
+    del manifest.files[README_FILE]
+    (bundle / "manifest.json").write_text(manifest.to_json(), encoding="utf-8")
+    assert run("verify", bundle).code == 0
+    assert README_FILE in with_readme(bundle, manifest).files
+
+
+def test_a_graph_says_what_it_is_to_whoever_looks_at_it(exported: Path) -> None:
+    model = onnx.load(exported / "model.onnx", load_external_data=False)
+    assert model.doc_string.startswith("soft-moe-vit for onnx in fp32, exported by moexport ")
+    said = {entry.key: entry.value for entry in model.metadata_props}
+    for layer in Bundle.open(exported).manifest.layers:
+        what = f"k = {layer.k} of 8 experts"
+        assert said[f"moexport.{layer.name}"] == what
+        assert f"{layer.name}: {what}" in model.graph.doc_string
