@@ -171,7 +171,7 @@ def test_a_bundle_moves_with_its_folder(bundle: Path, tmp_path: Path) -> None:
     outcome = run("verify", moved)
     assert outcome.code == 0, outcome.err
     assert outcome.err == ""
-    assert outcome.out.count("ok ") == 9
+    assert outcome.out.count("ok ") == 10
 
 
 def test_files_that_are_not_of_the_bundle_are_told(bundle: Path) -> None:
@@ -186,7 +186,7 @@ def test_quiet_and_json_say_the_same_of_a_whole_bundle(exported: Path) -> None:
     assert (quiet.code, quiet.out, quiet.err) == (0, "", "")
     content = json.loads(run("verify", exported, "--json").out)
     assert content["passed"] is True
-    assert len(content["checks"]) == 9
+    assert len(content["checks"]) == 10
 
 
 @pytest.mark.parametrize("name", ["weights.bin", "model.onnx", "model-grouped.onnx", "parity.npz"])
