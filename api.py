@@ -448,6 +448,7 @@ def verify(
     *,
     atol: float | None = None,
     rtol: float | None = None,
+    trust_engine: bool = False,
     progress: Progress | None = None,
 ) -> Iterator[Check]:
     """Yields the checks of a bundle as they are made: hashes, valid graphs, parity, engines.
@@ -456,11 +457,13 @@ def verify(
         bundle: a bundle, or its folder.
         atol: the absolute difference from PyTorch that is allowed (None: by precision).
         rtol: the difference allowed as a share of max|y| (None: by precision).
+        trust_engine: run engines that were built elsewhere; a plan is code (False).
         progress: is told of every check (None: nobody).
     """
     from .exporter.bundle.bundle import Bundle
 
-    for check in Bundle.open(_folder(bundle)).verify(atol=atol, rtol=rtol):
+    opened = Bundle.open(_folder(bundle))
+    for check in opened.verify(atol=atol, rtol=rtol, trust_engine=trust_engine):
         if progress is not None:
             progress.step(check.name)
         yield check
@@ -501,7 +504,7 @@ def run(
         threads: of ONNX Runtime (None: its own choice).
         engine: who runs it: onnxruntime, tensorrt or tensorrt-rtx ("onnxruntime").
         provider: where ONNX Runtime runs it: cpu, cuda or tensorrt ("cpu").
-        trust_engine: load an engine that no manifest vouches for; a plan is code (False).
+        trust_engine: load an engine that was built elsewhere; a plan is code (False).
         batch_size: inputs that run at once (None: the largest batch of the export).
         check: compare the files that are opened with the manifest's hashes (True).
         force: replace outputs that are there (False).

@@ -74,6 +74,10 @@ class ForeignEngineError(EngineError):
     """A sound engine that is for another GPU, driver or version than the ones here."""
 
 
+class UntrustedEngineError(EngineError):
+    """An engine that was built elsewhere: its code runs only when the user says so."""
+
+
 class ResultsError(MoexportError):
     """A results file that cannot be read, or that is not one."""
 

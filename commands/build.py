@@ -112,9 +112,7 @@ Provider = Literal["cpu", "cuda", "tensorrt"]
 
 TrustEngine = Annotated[
     bool,
-    typer.Option(
-        "--trust-engine", help="Load an engine that no manifest vouches for: a plan is code."
-    ),
+    typer.Option("--trust-engine", help="Load an engine that was built elsewhere: a plan is code."),
 ]
 
 

@@ -201,12 +201,13 @@ def verify(
     rtol: Annotated[
         float | None, typer.Option(min=0, help="The same, of max|y| [default: by precision].")
     ] = None,
+    trust_engine: TrustEngine = False,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
     """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
     checks = []
-    for check in api.verify(bundle, atol=atol, rtol=rtol):
+    for check in api.verify(bundle, atol=atol, rtol=rtol, trust_engine=trust_engine):
         checks.append(check)
         if not as_json and not verbosity.quiet:
             show(check_text(check))

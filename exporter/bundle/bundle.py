@@ -87,12 +87,15 @@ class Bundle:
             hint=f"`moexport build {self.path} --target {backend}` makes one",
         )
 
-    def verify(self, *, atol: float | None = None, rtol: float | None = None) -> Iterator[Check]:
+    def verify(
+        self, *, atol: float | None = None, rtol: float | None = None, trust_engine: bool = False
+    ) -> Iterator[Check]:
         """Yields the checks: every file's hash, every graph's validity, every graph's parity.
 
-        Without `atol` and `rtol` the bounds are the usual ones of the bundle's precision.
+        Without `atol` and `rtol` the bounds are the usual ones of the bundle's precision. Engines
+        that were built elsewhere are run with `trust_engine` alone: a plan is code.
         """
-        return verify(self.path, self.manifest, atol=atol, rtol=rtol)
+        return verify(self.path, self.manifest, atol=atol, rtol=rtol, trust_engine=trust_engine)
 
     def _whole(self, names: Iterable[str]) -> None:
         """Raises `BundleError` for a file that is missing or not as it was written."""

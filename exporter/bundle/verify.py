@@ -11,7 +11,14 @@ import onnx
 from google.protobuf.message import DecodeError
 
 from ...common.files import sha256
-from ...errors import FeedError, ForeignEngineError, MissingExtraError, MoexportError, UsageError
+from ...errors import (
+    FeedError,
+    ForeignEngineError,
+    MissingExtraError,
+    MoexportError,
+    UntrustedEngineError,
+    UsageError,
+)
 from ..axes import TRACED_BATCH
 from ..parity import (
     PARITY_FILE,
@@ -43,10 +50,16 @@ LARGE_WEIGHTS_BYTES = 1 << 30
 
 
 def verify(
-    directory: Path, manifest: Manifest, *, atol: float | None = None, rtol: float | None = None
+    directory: Path,
+    manifest: Manifest,
+    *,
+    atol: float | None = None,
+    rtol: float | None = None,
+    trust_engine: bool = False,
 ) -> Iterator[Check]:
     """Yields the checks: every file's hash, every graph's validity, every graph's parity.
 
+    Engines that were built elsewhere are run with `trust_engine` alone.
     A later one that damage would only make fail in less clear words is left out.
     """
     same = is_as_written(directory)
@@ -66,13 +79,13 @@ def verify(
             valid.append(graph)
     bounds = _bounds(manifest, atol, rtol)
     if PARITY_FILE not in manifest.files:
-        yield from _engine_checks(directory, manifest, None, bounds)
+        yield from _engine_checks(directory, manifest, None, bounds, trust=trust_engine)
         yield Check("parity", False, _why_no_reference(manifest))
         return
     expected = Reference.load(directory / PARITY_FILE)
     for graph in valid:
         yield _parity_check(directory, manifest, graph, expected, bounds)
-    yield from _engine_checks(directory, manifest, expected, bounds)
+    yield from _engine_checks(directory, manifest, expected, bounds, trust=trust_engine)
 
 
 def external_files(model: onnx.ModelProto) -> set[str]:
@@ -259,7 +272,12 @@ def _parity_check(
 
 
 def _engine_checks(
-    directory: Path, manifest: Manifest, expected: Reference | None, bounds: Tolerance
+    directory: Path,
+    manifest: Manifest,
+    expected: Reference | None,
+    bounds: Tolerance,
+    *,
+    trust: bool,
 ) -> Iterator[Check]:
     """Yields a check for every engine: parity where it can run here, else why it was not run."""
     for record in engines_of(manifest):
@@ -268,7 +286,7 @@ def _engine_checks(
             built = f"the file that {backend_named(record.flavour).title} {record.version} built"
             yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
         elif expected is not None:
-            yield _engine_check(directory, manifest, record, expected, bounds)
+            yield _engine_check(directory, manifest, record, expected, bounds, trust=trust)
 
 
 def _engine_check(
@@ -277,14 +295,16 @@ def _engine_check(
     record: EngineRecord,
     expected: Reference,
     bounds: Tolerance,
+    *,
+    trust: bool,
 ) -> Check:
     from ..tensorrt.session import EngineSession  # needs PyTorch, which a graph does not
 
     name = f"parity of {record.file}"
     try:
-        with EngineSession(directory / record.file) as session:
+        with EngineSession(directory / record.file, trust=trust) as session:
             parity = engine_parity(session, manifest, record, expected, bounds)
-    except (ForeignEngineError, MissingExtraError) as error:
+    except (ForeignEngineError, MissingExtraError, UntrustedEngineError) as error:
         return Check(name, True, f"not run: {error.message}")
     except MoexportError as error:
         return Check(name, False, error.message)

@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...common.files import cache_folder, sha256
+from ...common.files import cache_folder, sha256, why_not_private
 from ...common.writing import locked, whole_file, write_text
-from ...errors import OutputError
+from ...errors import EngineError, OutputError
 
 PLACE = "MOEXPORT_ENGINE_CACHE"
 """The environment's name for the folder; `off` keeps nothing."""
@@ -38,6 +38,16 @@ def default_cache() -> Path | None:
         return None if named.strip().lower() in ("", "off") else Path(named)
     folder = cache_folder()
     return None if folder is None else folder / "engines"
+
+
+def check_private(folder: Path) -> None:
+    """Raises `EngineError` for a folder in which others may put engines: those are code."""
+    why = why_not_private(folder)
+    if why is not None:
+        raise EngineError(
+            f"engine cache {folder}: {why}, and an engine is code",
+            hint=f"chmod go-w {folder}, or name another folder with --engine-cache",
+        )
 
 
 def engine_key(parts: Mapping[str, Any]) -> str:
@@ -80,7 +90,7 @@ def keep(folder: Path, key: str, plan: Path, facts: Mapping[str, Any]) -> None:
     """
     place, notes = _files(folder, key)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with locked(folder):
             with whole_file(place) as partial:
                 shutil.copyfile(plan, partial)

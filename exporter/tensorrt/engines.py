@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ...common.console import Progress, Silent
-from ...common.files import sha256
+from ...common.files import is_own, own_signature, sha256
 from ...errors import EngineError, MissingExtraError, UsageError
 from ..axes import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, PortRecord
@@ -143,6 +143,8 @@ def make_engines(
     `EngineError` for a graph that is refused and for a build that fails.
     """
     progress = progress or Silent()
+    for folder in {each.options.cache for each in plans if each.options.cache is not None}:
+        cache.check_private(folder)
     weights = {n: r.sha256 for n, r in manifest.files.items() if n.endswith((".bin", ".onnx"))}
     for each in plans:
         graph = directory / each.graph.file
@@ -196,7 +198,10 @@ def _in_bundle(
 ) -> EngineRecord | None:
     """The bundle's own engine, where it has the key and its files are sound."""
     for record in engines_of(manifest):
-        if record.key == key and record.file == plan.file:
+        own = record.file in manifest.files and is_own(
+            record.signature, manifest.files[record.file].sha256
+        )
+        if own and record.key == key and record.file == plan.file:
             names = (record.layers, record.file)
             if all(_sound(directory / name, manifest.files.get(name)) for name in names):
                 return record
@@ -232,7 +237,7 @@ def _make(
     except EngineError:
         path.unlink()
         raise
-    record = _record(plan, key, built)
+    record = _record(plan, key, built, own_signature(sha256(path)))
     listing = output / record.layers
     listing.write_text(
         json.dumps({"layers": built.layers, "inspector": built.inspector}, indent=1) + "\n",
@@ -245,7 +250,7 @@ def _make(
     return Made(record, files, "cache" if kept is not None else None)
 
 
-def _record(plan: EnginePlan, key: str, built: Built) -> EngineRecord:
+def _record(plan: EnginePlan, key: str, built: Built, signature: str) -> EngineRecord:
     gpu = first_gpu()
     own = None if plan.backend.builds_without_gpu or gpu is None else gpu
     cards = list(plan.cards)
@@ -266,6 +271,7 @@ def _record(plan: EnginePlan, key: str, built: Built) -> EngineRecord:
         key=key,
         seconds=built.seconds,
         peak_memory_bytes=built.peak_memory_bytes,
+        signature=signature,
     )
 
 

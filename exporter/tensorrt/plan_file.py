@@ -1,19 +1,27 @@
 """A plan file before it is loaded: whether it is whole, known and meant for this machine.
 
-A plan is code: TensorRT runs what is in it. So one is loaded only when it is the file that the
-bundle's manifest names, byte for byte, or when the user says that it is trusted.
+A plan is code: TensorRT runs what is in it. So one is loaded only when this user built it on this
+machine and it is the file that the bundle's manifest names, byte for byte, or when the user says
+that it is trusted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.files import sha256
-from ...errors import BundleError, EngineError, ForeignEngineError, MissingExtraError
+from ...common.files import is_own, known_sha256
+from ...errors import (
+    BundleError,
+    EngineError,
+    ForeignEngineError,
+    MissingExtraError,
+    UntrustedEngineError,
+)
 from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest
 from . import cuda
 from .backends import BACKENDS, TENSORRT_RTX, Backend, Gpu, backend_named, first_gpu
@@ -51,11 +59,16 @@ def read_header(path: Path) -> Header | None:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A plan file, and its record where a manifest lists it."""
+    """A plan file, its record where a manifest lists it, and its SHA-256 where that must hold.
+
+    `trusted` says that this user built it here, or that the user trusts it.
+    """
 
     path: Path
     record: EngineRecord | None
     backend: Backend
+    trusted: bool = False
+    sha256: str | None = None
 
 
 def find_plan(path: Path, *, trust: bool = False) -> Plan:
@@ -79,13 +92,15 @@ def find_plan(path: Path, *, trust: bool = False) -> Plan:
         )
     if record is None and not trust:
         raise EngineError(f"{path}: no manifest beside it lists this engine", hint=TRUST)
-    if known is not None and not trust and sha256(path) != known.sha256:
+    if known is not None and not trust and known_sha256(path) != known.sha256:
         raise EngineError(
             f"{path}: is not the engine that {MANIFEST_FILE} names (SHA-256 differs): it is "
             "damaged or was replaced",
             hint=f"build it again with `moexport build`; {TRUST}",
         )
-    return Plan(path, record, _backend(path, record, header))
+    own = record is not None and known is not None and is_own(record.signature, known.sha256)
+    must_be = known.sha256 if known is not None and not trust else None
+    return Plan(path, record, _backend(path, record, header), trust or own, must_be)
 
 
 def _backend(path: Path, record: EngineRecord | None, header: Header | None) -> Backend:
@@ -223,15 +238,16 @@ def collecting_logger(trt: Any) -> Any:
 def load_engine(plan: Plan) -> tuple[Any, Any, Any]:
     """Returns the backend's module, its runtime and the engine; they must live as long as it.
 
-    Raises `ForeignEngineError` for an engine of another version or GPU, `EngineError` for a damaged
-    one and where there is no GPU; `MissingExtraError` where the backend is not installed.
+    Raises `ForeignEngineError` for an engine of another version or GPU, `UntrustedEngineError` for
+    one that was built elsewhere, `EngineError` for a damaged one and where there is no GPU;
+    `MissingExtraError` where the backend is not installed.
     """
     check_runs_here(plan)
     cuda.check_device()
+    content = _trusted_content(plan)
     trt = plan.backend.load()
     logger = collecting_logger(trt)
     runtime = trt.Runtime(logger)
-    content = plan.path.read_bytes()
     if hasattr(runtime, "get_engine_validity"):
         _check_validity(plan, trt, runtime, content)
     # The lean runtime inside such a plan is code, too; a plan without a record was called trusted.
@@ -243,6 +259,20 @@ def load_engine(plan: Plan) -> tuple[Any, Any, Any]:
     if plan.record is not None and plan.record.options.get("strip_plan"):
         _refit(plan, trt, logger, engine)
     return trt, runtime, engine
+
+
+def _trusted_content(plan: Plan) -> bytes:
+    """The bytes of an engine whose code may run; what was hashed is what is loaded."""
+    if not plan.trusted:
+        raise UntrustedEngineError(
+            f"{plan.path}: was not built by you on this machine, and an engine is code",
+            hint=f"build it here: `moexport build {plan.path.parent}`; or, where you know who made "
+            "the bundle, load it with --trust-engine",
+        )
+    content = plan.path.read_bytes()
+    if plan.sha256 is not None and hashlib.sha256(content).hexdigest() != plan.sha256:
+        raise EngineError(f"{plan.path}: was exchanged while it was being loaded")
+    return content
 
 
 def _check_validity(plan: Plan, trt: Any, runtime: Any, content: bytes) -> None:
@@ -302,7 +332,7 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
     if first_gpu() is not None:
         try:
             facts |= {"inspector": _inspected(plan), "read_from": "engine"}
-        except (ForeignEngineError, MissingExtraError) as error:
+        except (ForeignEngineError, MissingExtraError, UntrustedEngineError) as error:
             facts["not_loaded"] = error.message
     return facts
 

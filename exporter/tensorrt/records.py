@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ...common.json_data import from_data
 from ...common.writing import locked, temporary_folder, to_disk, write_text
 from ...errors import BundleError
-from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest
+from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest, is_plain_name
 from .profiles import Profile, check_k, choose
 
 
@@ -22,7 +23,7 @@ class EngineRecord:
     back from what was compiled; the file `layers` lists them. `device` is the GPU of an engine that
     is for that GPU alone. `key` stands for graph, weights, options, version and device: engines
     with the same key are the same. `peak_memory_bytes` is what the build took of the machine's
-    memory.
+    memory. By `signature` the user who built it, on that machine, knows it as their own.
     """
 
     file: str
@@ -39,16 +40,11 @@ class EngineRecord:
     key: str
     seconds: float
     peak_memory_bytes: int
+    signature: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """The record as it stands in a manifest."""
         return asdict(self)
-
-    @staticmethod
-    def from_json(content: Mapping[str, Any]) -> EngineRecord:
-        """Reads what `as_json` wrote; TypeError where something is missing."""
-        known = EngineRecord.__slots__
-        return EngineRecord(**{key: value for key, value in content.items() if key in known})
 
     def check_fits(self, shape: Sequence[int], k: int | None) -> None:
         """Raises, without the engine, what a run of inputs of this shape with this k would raise.
@@ -75,10 +71,19 @@ class Made:
 
 def engines_of(manifest: Manifest) -> list[EngineRecord]:
     """Returns the engines that a manifest lists; `BundleError` where one is not complete."""
-    try:
-        return [EngineRecord.from_json(each) for each in manifest.engines]
-    except (TypeError, AttributeError) as error:
-        raise BundleError(f"not a complete manifest: engines: {error}") from error
+    what = f"{MANIFEST_FILE}: not a complete manifest"
+    found = [
+        from_data(EngineRecord, each, what, at=f"engines[{index}]", error=BundleError)
+        for index, each in enumerate(manifest.engines)
+    ]
+    for each in found:
+        try:
+            plain = all(map(is_plain_name, (each.file, each.graph, each.layers))) and each.ranges
+        except (TypeError, ValueError, KeyError, AttributeError) as error:
+            raise BundleError(f"{what}: the profiles of {each.file}: {error}") from error
+        if not plain:
+            raise BundleError(f"{what}: {each.file!r} is no engine in the bundle's folder")
+    return found
 
 
 def with_engines(manifest: Manifest, made: Sequence[Made]) -> Manifest:

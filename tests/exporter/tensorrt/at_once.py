@@ -26,8 +26,10 @@ def add_engine(bundle: Path, number: int) -> None:
     }
     sizes = {"seconds": 0.0, "peak_memory_bytes": 0}
     names = {"file": plan, "graph": "model.onnx", "flavour": "tensorrt-rtx", "version": "1"}
-    record = EngineRecord.from_json(
-        {**names, **facts, **sizes, "compute_capabilities": [], "layers": layers, "key": "k"}
+    profile = {"input": [[1, 3, 32, 32]] * 3}
+    record = EngineRecord(
+        **{**names, **facts, **sizes, "compute_capabilities": [], "layers": layers, "key": "k"}
+        | {"profiles": [profile]}
     )
     for turn in range(TIMES):
         with staging(bundle) as staged:
