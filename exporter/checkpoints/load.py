@@ -139,11 +139,12 @@ def _load_checkpoint(
     chosen = None if name is None else family_named(name)
     checkpoint = read_checkpoint(path, values=values)
     family = chosen or _detect(path, checkpoint)
-    beside, notes = _config_beside(checkpoint, family.options)
+    told, notes = _told(checkpoint, family, given)
     try:
-        built = family.build(checkpoint.tensors, {**beside, **given})
+        built = family.build(checkpoint.tensors, {**told, **given})
     except (CheckpointError, FamilyError) as error:
-        raise type(error)(f"{path}: {error.message}", hint=error.hint) from error
+        where = f" ({'; '.join(notes)}; --set overrides it)" if told else ""
+        raise type(error)(f"{path}: {error.message}{where}", hint=error.hint) from error
     return Model(
         module=built.module,
         family=family.name,
@@ -163,26 +164,35 @@ def _detect(path: Path, checkpoint: Checkpoint) -> Family:
         raise FamilyError(f"{path}: {error.message}", hint=error.hint) from error
 
 
-def _config_beside(
-    checkpoint: Checkpoint, options: tuple[str, ...]
-) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """What the family understands of the file's own arguments and of a `config.json` beside it.
+def _told(
+    checkpoint: Checkpoint, family: Family, given: Mapping[str, Any]
+) -> tuple[dict[str, Any], list[str]]:
+    """What the family understands of what the file and a `config.json` beside it say, and notes.
 
-    Such files describe more than the constructor, so keys that it does not take are no error.
+    The arguments of the constructor come first, then the `config.json`. A training script's own
+    options are taken only for what shapes cannot tell: others may mean something else. Such places
+    describe more than the constructor, so keys that the family does not take are no error.
     """
-    inside = {
-        key: value
-        for key, value in checkpoint.arguments.items()
-        if key in options and value is not None
-    }
-    told = (
-        (f"read {', '.join(inside)} from the file's {checkpoint.arguments_key}",) if inside else ()
-    )
-    if checkpoint.config is None:
-        return inside, told
-    content = read_config(checkpoint.config)
-    inner = content.get("model_args")
-    flat = {**content, **inner} if isinstance(inner, dict) else content
-    known = {key: flat[key] for key in options if key in flat}
-    note = f"read {', '.join(known) or 'nothing'} from {checkpoint.config.name}"
-    return {**known, **inside}, (*told, note)
+    sources = [
+        (f"the file's {key}", each, family.options) for key, each in checkpoint.arguments.items()
+    ]
+    if checkpoint.config is not None:
+        content = read_config(checkpoint.config)
+        inner = content.get("model_args")
+        flat = {**content, **inner} if isinstance(inner, dict) else content
+        sources.append((checkpoint.config.name, flat, family.options))
+    sources += [
+        (f"the file's {key}", each, family.asked) for key, each in checkpoint.options.items()
+    ]
+    told: dict[str, Any] = {}
+    notes = []
+    for place, said, options in sources:
+        new = {
+            key: said[key]
+            for key in options
+            if said.get(key) is not None and key not in told and key not in given
+        }
+        told |= new
+        if new or not place.startswith("the file's"):
+            notes.append(f"read {', '.join(new) or 'nothing'} from {place}")
+    return told, notes

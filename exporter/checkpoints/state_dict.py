@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from argparse import Namespace
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import NamedTemporaryFile
@@ -72,6 +73,9 @@ ARGUMENTS = ("model_args", "hyper_parameters")
 """Where nanoGPT with its descendants, and Lightning, keep the constructor's arguments beside the
 weights."""
 
+OPTIONS = ("config", "args")
+"""Where training scripts keep their own options, among which may be the constructor's arguments."""
+
 WRAPPERS = ("model", "state_dict", "module", "model_ema", "state_dict_ema")
 """Keys under which training scripts keep the state dict, in the order of preference."""
 
@@ -94,9 +98,9 @@ class Checkpoint:
     `tensors` are float32 where they are floating-point, and memory-mapped where the file already
     held float32; of a checkpoint read without `values`, they are as in the file. `prefixes` were
     removed from every key, outermost first. `config` is the path of a `config.json` found beside
-    the weights; `arguments` are the constructor's, where the training code saved them in the file,
-    and `arguments_key` is where. `mapped` are the files that `tensors` are mapped from:
-    `files`, and a temporary one of weights that were converted.
+    the weights. `arguments` are the constructor's, where the training code saved them in the file,
+    and `options` those of the training script, each by the key under which they were. `mapped` are
+    the files that `tensors` are mapped from: `files`, and a temporary one of converted weights.
     """
 
     tensors: dict[str, Tensor]
@@ -104,8 +108,8 @@ class Checkpoint:
     notes: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
     config: Path | None = field(default=None)
-    arguments: Mapping[str, Any] = field(default_factory=dict)
-    arguments_key: str = ""
+    arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     mapped: tuple[Path, ...] = ()
 
 
@@ -144,15 +148,14 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
         tensors, converted = _as_float32(tensors, notes, found.files)
         mapped += converted
         _check_finite(source, tensors, Reading(mapped))
-    arguments_key = next((k for k in ARGUMENTS if isinstance(saved.get(k), Mapping)), "")
     return Checkpoint(
         tensors,
         found.files,
         tuple(notes),
         prefixes,
         found.config,
-        dict(saved[arguments_key]) if arguments_key else {},
-        arguments_key,
+        _told(saved, ARGUMENTS),
+        _told(saved, OPTIONS),
         mapped,
     )
 
@@ -173,6 +176,20 @@ def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
         else:
             notes.append(f"read the weights under {chosen!r}")
         content = content[chosen]
+
+
+def _told(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What lies under the keys, where it is a mapping or an `argparse.Namespace`."""
+    found = {
+        key: vars(value) if isinstance(value, Namespace) else value
+        for key, value in saved.items()
+        if key in keys
+    }
+    return {
+        key: {str(name): each for name, each in found[key].items()}
+        for key in keys
+        if isinstance(found.get(key), Mapping)
+    }
 
 
 def _listed(content: Mapping[str, Any]) -> str:

@@ -9,6 +9,7 @@ case in `tests/data`.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 
 from ...errors import CheckpointError, FamilyError
 from ...graphs.layers.base import MoELayer
-from ...graphs.layers.soft_moe import Matrices, SoftMoE, SoftMoESpec, SoftMoEWeights
+from ...graphs.layers.soft_moe import Activation, Matrices, SoftMoE, SoftMoESpec, SoftMoEWeights
 from ..model import TensorSpec
 
 Tensors = Mapping[str, Tensor]
@@ -45,7 +46,8 @@ class Built:
 class Family:
     """One published training code: how its checkpoints are recognised and rebuilt.
 
-    `options` are the configuration keys that `build` takes.
+    `options` are the configuration keys that `build` takes, `asked` those among them that shapes
+    never tell.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Family:
     detect: Callable[[Tensors], bool]
     build: Callable[[Tensors, Config], Built]
     layer: LayerLayout
+    asked: tuple[str, ...] = ()
 
 
 class LayerLayout(Protocol):
@@ -135,16 +138,31 @@ def find_layers(tensors: Tensors, layer: LayerLayout) -> list[str]:
 def shape_of(family: str, tensors: Tensors, key: str, axes: str) -> Shape:
     """The shape of a tensor that must be there with those axes, such as `d, n, p`.
 
-    Raises CheckpointError when it is missing or of another rank.
+    Raises CheckpointError when it is missing, of another rank or empty.
     """
     tensor = tensors.get(key)
-    if tensor is None or tensor.ndim != axes.count(",") + 1:
-        found = "is missing" if tensor is None else f"has shape {list(tensor.shape)}"
+    if tensor is None or tensor.ndim != axes.count(",") + 1 or 0 in tensor.shape:
+        found = (
+            f"{key} has shape {list(tensor.shape)}" if tensor is not None else f"missing key {key}"
+        )
         raise CheckpointError(
-            f"not the weights of a {family} model: {key} {found}, expected [{axes}]",
-            hint=INCOMPLETE,
+            f"not the weights of a {family} model: {found}, expected [{axes}]", hint=INCOMPLETE
         )
     return tuple(tensor.shape)
+
+
+def block_numbers(family: str, tensors: Tensors, prefix: str) -> range:
+    """Returns the numbers of a network's blocks, whose keys begin with `prefix` and a number.
+
+    Raises CheckpointError where one is missing.
+    """
+    # No file holds 10^9 blocks, and what it says must not cost what it says.
+    pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
+    found = sorted({int(match[1]) for match in map(pattern.match, tensors) if match})
+    if found != list(range(len(found))) or not found:
+        listed = some([str(number) for number in found])
+        raise CheckpointError(f"not the weights of a {family} model: {prefix}* are [{listed}]")
+    return range(len(found))
 
 
 def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, Shape]) -> None:
@@ -182,6 +200,22 @@ def some(keys: Sequence[str], limit: int = 6) -> str:
 # --- configuration -----------------------------------------------------------------------------
 
 
+REST = "rest"
+"""Key by which a user says that what was left out is the published constructor's default."""
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A published constructor: what it takes where it is not told otherwise.
+
+    `defaults` are those of the arguments that shapes tell. Who names all of `named` gives the whole
+    call: what such a call leaves out is the constructor's default.
+    """
+
+    named: tuple[str, ...]
+    defaults: Config
+
+
 def settle(
     family: str,
     given: Config,
@@ -189,15 +223,18 @@ def settle(
     *,
     required: Mapping[str, tuple[Any, str]] | None = None,
     free: Config | None = None,
+    call: Call | None = None,
 ) -> dict[str, Any]:
     """Returns the whole configuration: what shapes say, and what only the user can say.
 
     `read` was read from shapes and may not be contradicted. `required` maps what shapes cannot tell
-    to an example value and the reason why no default is taken. `free` maps what cannot change a
-    result to its default. Raises FamilyError for an unknown, contradicting or missing key.
+    and what changes the output to the published default and the reason to ask; that default is
+    taken where the user says so (`rest=default`), or gives the whole `call` of a model with these
+    shapes. `free` maps what cannot change a result to its default. Raises FamilyError for an
+    unknown, contradicting or missing key.
     """
     required, free = required or {}, free or {}
-    check_options(family, given, (*read, *required, *free))
+    check_options(family, given, (*read, *required, *free, *((REST,) if call else ())))
     for key, value in read.items():
         if key in given and not _same(given[key], value):
             raise FamilyError(
@@ -205,21 +242,36 @@ def settle(
                 f"say {key}={_shown(value)}",
                 hint=f"leave {key} out, or check that this is the right checkpoint",
             )
-    missing = {key: why for key, why in required.items() if key not in given}
+    told = {key: given[key] for key in required if key in given}
+    if call is not None and (_rest(family, given) or _is_call(given, read, call)):
+        told = {key: default for key, (default, _) in required.items()} | told
+    missing = [key for key in required if key not in told]
     if missing:
-        reasons = "; ".join(f"{key} ({reason})" for key, (_, reason) in missing.items())
-        options = " ".join(
-            f"--set {key}={_shown(example)}" for key, (example, _) in missing.items()
-        )
+        options = " ".join(f"--set {key}={_shown(required[key][0])}" for key in missing)
+        rest = f"; --set {REST}=default says that all of it is the published default"
         raise FamilyError(
-            f"{family}: shapes cannot tell {reasons}",
-            hint=f"say it, with your model's values: {options}",
+            f"{family}: shapes cannot tell "
+            + "; ".join(f"{key} ({required[key][1]})" for key in missing),
+            hint=f"say it, with your model's values: {options}{rest if call else ''}",
         )
-    return {
-        **read,
-        **{key: given[key] for key in required},
-        **{key: given.get(key, default) for key, default in free.items()},
-    }
+    return {**read, **told, **{key: given.get(key, default) for key, default in free.items()}}
+
+
+def _rest(family: str, given: Config) -> bool:
+    if given.get(REST, "default") != "default":
+        raise FamilyError(
+            f"{family}: {REST}={_shown(given[REST])} says nothing",
+            hint=f"--set {REST}=default: what was left out is the published default",
+        )
+    return REST in given
+
+
+def _is_call(given: Config, read: Config, call: Call) -> bool:
+    """Whether the arguments given are a whole call of the constructor, and one of these shapes."""
+    silent = (key for key in call.defaults if key not in given)
+    return all(key in given for key in call.named) and all(
+        _same(call.defaults[key], read[key]) for key in silent
+    )
 
 
 def check_options(family: str, given: Config, known: Sequence[str]) -> None:
@@ -256,6 +308,38 @@ def height_width(family: str, key: str, value: Any) -> tuple[int, int]:
             hint=f"for example --set {key}=224 or --set {key}=224,192",
         )
     return whole_number(family, key, pair[0]), whole_number(family, key, pair[1])
+
+
+ACT_LAYERS: dict[str, Activation] = {
+    **dict.fromkeys(("gelu", "GELU", "nn.GELU", "torch.nn.GELU"), "gelu"),
+    **dict.fromkeys(("gelu-tanh", "gelu_tanh", "GELUTanh"), "gelu-tanh"),
+    **dict.fromkeys(("relu", "ReLU", "nn.ReLU", "torch.nn.ReLU"), "relu"),
+}
+"""What `act_layer` may be said to be: timm's names, and the classes."""
+
+ACT_LAYER = ("gelu", "the activation of the MLPs and experts: gelu, gelu_tanh or relu")
+"""The question after it, and timm's default."""
+
+
+def activation_of(family: str, value: Any) -> Activation:
+    """Returns the activation that `act_layer` names; raises FamilyError for any other."""
+    if not isinstance(value, str) or value not in ACT_LAYERS:
+        raise FamilyError(
+            f"{family}: act_layer={_shown(value)} is none of gelu, gelu_tanh and relu",
+            hint="give a network with another activation as package.module:factory",
+        )
+    return ACT_LAYERS[value]
+
+
+def number_above_zero(family: str, key: str, value: Any) -> float:
+    """Returns a small number that was given; raises FamilyError for what is none."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value < math.inf:
+        raise FamilyError(
+            f"{family}: {key}={_shown(value)} is not a number above 0",
+            hint=f"for example --set {key}=1e-5",
+        )
+    return float(value)
 
 
 def one_or_pair(height: int, width: int) -> int | list[int]:
@@ -313,12 +397,22 @@ class SeparateExperts:
             return 0
         return weight.shape[0] // 2 if self.gated else weight.shape[0]
 
-    def shapes(self, tensors: Tensors, n: int, d: int) -> dict[str, Shape]:
-        """Names and shapes of n experts of width d; biases where any expert has them."""
+    def out(self, tensors: Tensors, default: int) -> int:
+        """o, from whichever expert is there."""
+        weight = self.any_of(tensors, self.second, "weight")
+        return default if weight is None else weight.shape[0]
+
+    def shapes(self, tensors: Tensors, n: int, d: int, out: int | None = None) -> dict[str, Shape]:
+        """Names and shapes of n experts from width d to `out` (d); biases where any has them."""
+        if n > len(tensors):
+            raise CheckpointError(
+                f"there are weights for {n} experts to be, and {len(tensors)} tensors in all",
+                hint=INCOMPLETE,
+            )
         h = self.hidden(tensors)
         inner = 2 * h if self.gated else h
         expected: dict[str, Shape] = {}
-        for name, rows, columns in ((self.first, inner, d), (self.second, d, h)):
+        for name, rows, columns in ((self.first, inner, d), (self.second, out or d, h)):
             has_bias = self.any_of(tensors, name, "bias") is not None
             for e in range(n):
                 expected[f"{name.format(e)}.weight"] = (rows, columns, *self.kernel)

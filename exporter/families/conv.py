@@ -1,7 +1,8 @@
 """`soft-moe-conv`: the layer of the Astroformer variant, whose experts are 1x1 convolutions.
 
 Told by `phi` [d, n, p] beside `experts.{i}.fc1.weight` [h, d, 1, 1]. The layer is that of
-`soft-moe-vit`; its tokens are the pixels of (b, d, H, W).
+`soft-moe-vit`; its tokens are the pixels of (b, d, H, W). No key says the activation: ReLU is the
+default of timm's ConvMlp, and the Astroformer's configuration makes it GELU.
 """
 
 from __future__ import annotations
@@ -9,7 +10,17 @@ from __future__ import annotations
 from typing import Any
 
 from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from .base import Config, PublishedLayer, SeparateExperts, Shape, Tensors, cosine_layer, shape_of
+from .base import (
+    ACT_LAYER,
+    Call,
+    Config,
+    PublishedLayer,
+    SeparateExperts,
+    Shape,
+    Tensors,
+    cosine_layer,
+    shape_of,
+)
 from .layer_only import layer_family
 
 NAME = "soft-moe-conv"
@@ -33,7 +44,12 @@ def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
 
 
 def _config(spec: SoftMoESpec, _: Tensors, __: Config) -> dict[str, Any]:
-    return {"dim": spec.dim, "num_experts": spec.experts, "hidden": spec.hidden}
+    return {
+        "dim": spec.dim,
+        "num_experts": spec.experts,
+        "slots_per_expert": spec.slots,
+        "hidden": spec.hidden,
+    }
 
 
 LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read)
@@ -42,6 +58,8 @@ FAMILY = layer_family(
     LAYER,
     "one layer on (batch, dim, height, width), experts of 1x1 convolutions (Astroformer variant)",
     _config,
-    options=("dim", "num_experts", "hidden"),
+    options=("dim", "num_experts", "slots_per_expert", "hidden"),
+    required={"act_layer": ACT_LAYER},
+    call=Call(("dim", "num_experts", "hidden"), {"slots_per_expert": 1}),
     pixels=True,
 )

@@ -8,6 +8,7 @@ backbones here are what stands around a single layer, also in a user's own netwo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,12 +17,15 @@ from ...errors import FamilyError
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec
 from ..model import Dimension, TensorSpec
 from .base import (
+    REST,
     Built,
+    Call,
     Config,
     Family,
     LayerLayout,
     PublishedLayer,
     Tensors,
+    activation_of,
     find_layers,
     settle,
     under,
@@ -65,14 +69,15 @@ def layer_family(
     options: tuple[str, ...],
     required: Mapping[str, tuple[Any, str]] | None = None,
     free: Config | None = None,
+    call: Call | None = None,
     check: Callable[[Config, SoftMoESpec], tuple[str, ...]] | None = None,
     pixels: bool = False,
 ) -> Family:
     """Returns a family that exports one layer: tokens (b, m, d), or with `pixels` (b, d, H, W).
 
-    `read_config` says what shapes tell, by the names of the layer's constructor; `required` and
-    `free` are those of `settle`. `check` looks at the settled configuration and returns notes; it
-    raises FamilyError for a model that cannot be exported.
+    `read_config` says what shapes tell, by the names of the layer's constructor; `required`,
+    `free` and `call` are those of `settle`. `check` looks at the settled configuration and returns
+    notes; it raises FamilyError for a model that cannot be exported.
     """
 
     def build(tensors: Tensors, given: Config) -> Built:
@@ -80,14 +85,17 @@ def layer_family(
         spec, weights = layer.load("layer", prefix, tensors)
         read = read_config(spec, under(tensors, prefix), given)
         told = {key: value for key, value in given.items() if key != LAYER}
-        config = settle(layer.family, told, read, required=required, free=free)
+        config = settle(layer.family, told, read, required=required, free=free, call=call)
         if prefix:
             config[LAYER] = prefix.removesuffix(".")
         if check is not None:
             notes += check(config, spec)
+        if "act_layer" in config:
+            spec = replace(spec, activation=activation_of(layer.family, config["act_layer"]))
+        tokens: Dimension = config.get("group_size") or "tokens"
 
         def shape(width: int) -> tuple[Dimension, ...]:
-            return ("batch", width, "height", "width") if pixels else ("batch", "tokens", width)
+            return ("batch", width, "height", "width") if pixels else ("batch", tokens, width)
 
         backbone = (PixelBackbone if pixels else TokenBackbone)(SoftMoE(spec, weights))
         return Built(
@@ -101,10 +109,11 @@ def layer_family(
     return Family(
         name=layer.family,
         summary=summary,
-        options=(*options, *(required or ()), *(free or ()), LAYER),
+        options=(*options, *(required or ()), *(free or ()), *((REST,) if call else ()), LAYER),
         detect=lambda tensors: bool(find_layers(tensors, layer)),
         build=build,
         layer=layer,
+        asked=tuple(required or ()),
     )
 
 

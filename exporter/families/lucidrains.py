@@ -117,6 +117,7 @@ FAMILY = layer_family(
     "one layer with slot embeddings, on (batch, tokens, dim) (lucidrains/soft-moe-pytorch)",
     _config,
     options=("dim", "num_experts", "num_slots", "expert_mult", "geglu", "use_layernorm"),
-    free={"seq_len": None, "dropout": 0.0, "is_distributed": None},
+    free={"seq_len": None, "dropout": 0.0, "is_distributed": None}
+    | {"offload_unused_experts_to_cpu": True},
     check=_check,
 )

@@ -1,13 +1,15 @@
 """`soft-moe-mnist`: the network of the MNIST experiments of "Beyond parameter count".
 
-Told by `phi` [d, n] beside `decoder.1.weight`. An image is cut into square patches, which are the
+Told by `phi` [d, n·p] beside `decoder.1.weight`. An image is cut into square patches, which are the
 tokens; one Soft MoE layer with ReLU experts without biases, and a linear map of all tokens. The
-normalised variant has a `normalization_scale_param`.
+normalised variant has a `normalization_scale_param`. Flipped pixels (`flip_pixels`) are a matter of
+the input: give it the images as the layer saw them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 
 import torch
 from torch import Tensor, nn
@@ -40,22 +42,38 @@ def _match(tensors: Tensors) -> bool:
     return tensors["phi"].ndim == 2 and EXPERTS.any_of(tensors, EXPERTS.first, "weight") is not None
 
 
+def _experts(tensors: Tensors) -> int:
+    """n: phi has a column for each of an expert's slots, so the experts are counted."""
+    numbers = {
+        key.split(".")[1] for key in tensors if re.fullmatch(r"experts\.\d+\.\d\.weight", key)
+    }
+    return len(numbers)
+
+
 def _shapes(tensors: Tensors) -> dict[str, Shape]:
-    d, n = shape_of(NAME, tensors, "phi", "d, n")
+    d, slots = shape_of(NAME, tensors, "phi", "d, n·p")
+    n = _experts(tensors)
+    if n == 0 or slots % n:
+        raise CheckpointError(
+            f"not the weights of a {NAME} model: phi has {slots} columns, which {n} experts do not "
+            "share"
+        )
     scale: dict[str, Shape] = {SCALE: (1,)} if SCALE in tensors else {}
-    return {"phi": (d, n), **scale, **EXPERTS.shapes(tensors, n, d)}
+    return {"phi": (d, slots), **scale, **EXPERTS.shapes(tensors, n, d, EXPERTS.out(tensors, d))}
 
 
 def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-    d, n = tensors["phi"].shape
-    phi, scale = tensors["phi"].unsqueeze(2), tensors.get(SCALE)
+    d, slots = tensors["phi"].shape
+    n = _experts(tensors)
+    # An expert's slots are neighbouring columns.
+    phi, scale = tensors["phi"].reshape(d, n, slots // n), tensors.get(SCALE)
     spec = SoftMoESpec(
         name,
         experts=n,
-        slots=1,
+        slots=slots // n,
         dim=d,
         hidden=EXPERTS.hidden(tensors),
-        out=d,
+        out=EXPERTS.out(tensors, d),
         activation="relu",
         norm="none" if scale is None else "l2-plus",
         norm_eps=0.0 if scale is None else EPS,
@@ -69,13 +87,16 @@ LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read)
 
 
 class PatchClassifier(nn.Module):
-    """Images (b, 1, g·s, g·s) to logits (b, classes), with g × g patches of s × s pixels."""
+    """Images (b, 1, g·s, g·s) to logits (b, classes), with g × g patches of s × s pixels.
 
-    def __init__(self, grid: int, patch: int, classes: int) -> None:
+    `out` is what the layer gives for each patch.
+    """
+
+    def __init__(self, grid: int, patch: int, out: int, classes: int) -> None:
         super().__init__()
         self.windows = (-1, grid, patch, grid, patch)
         self.tokens = (-1, grid * grid, patch * patch)
-        self.features = (-1, grid * grid * patch * patch)
+        self.features = (-1, grid * grid * out)
         self.layer: nn.Module = nn.Identity()
         self.decoder = nn.Linear(self.features[1], classes, bias=False)
 
@@ -89,23 +110,24 @@ class PatchClassifier(nn.Module):
 
 def _build(tensors: Tensors, given: Config) -> Built:
     layer = {key: t for key, t in tensors.items() if key != DECODER}
-    d, _ = shape_of(NAME, layer, "phi", "d, n")
-    decoder = tensors.get(DECODER)
-    classes, features = decoder.shape if decoder is not None and decoder.ndim == 2 else (10, 4 * d)
-    patch, grid = math.isqrt(d), math.isqrt(features // d)
-    check_tensors(NAME, tensors, {DECODER: (classes, grid * grid * d), **_shapes(layer)})
-    if patch * patch != d or grid == 0:
-        raise CheckpointError(f"{NAME}: phi is for tokens of width {d}, no square patch of pixels")
+    d, _ = shape_of(NAME, layer, "phi", "d, n·p")
     spec, weights = LAYER.load("layer", "", layer)
+    classes, features = shape_of(NAME, tensors, DECODER, "classes, m·o")
+    patch, grid = math.isqrt(d), math.isqrt(features // spec.out)
+    if patch * patch != d:
+        raise CheckpointError(f"{NAME}: phi is for tokens of width {d}, no square patch of pixels")
+    check_tensors(NAME, {DECODER: tensors[DECODER]}, {DECODER: (classes, grid * grid * spec.out)})
     read = {
         "num_experts": spec.experts,
+        "num_slots": spec.slots,
         "patch": patch,
         "hidden": spec.hidden,
+        "expert_out_dim": spec.out,
         "normalize": spec.norm != "none",
     }
     config = settle(NAME, given, read)
     with torch.device("meta"):
-        backbone = PatchClassifier(grid, patch, classes)
+        backbone = PatchClassifier(grid, patch, spec.out, classes)
     backbone.load_state_dict({"decoder.weight": tensors[DECODER]}, assign=True)
     backbone.layer = SoftMoE(spec, weights)
     backbone.requires_grad_(False)
@@ -119,7 +141,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
 
 FAMILY = Family(
     name=NAME,
-    options=("num_experts", "patch", "hidden", "normalize"),
+    options=("num_experts", "num_slots", "patch", "hidden", "expert_out_dim", "normalize"),
     summary="patches of one image, a Soft MoE layer, a linear head (Beyond parameter count, MNIST)",
     detect=lambda tensors: DECODER in tensors and "phi" in tensors and _match(tensors),
     build=_build,

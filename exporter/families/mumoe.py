@@ -8,8 +8,7 @@ networks of this code share, `mumoe_mixer` and `mumoe_gpt2`, stands at the end.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar, get_args
 
@@ -26,7 +25,9 @@ from ...graphs.layers.mumoe import (
 )
 from ..model import Dimension, TensorSpec
 from .base import (
+    REST,
     Built,
+    Call,
     Config,
     Family,
     Shape,
@@ -74,22 +75,35 @@ Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 # --- the configuration -------------------------------------------------------------------------
 
 
-def read_activation(family: str, given: Config) -> tuple[GateActivation, tuple[str, ...]]:
-    """Returns the gate's activation, and a note where the published default was taken."""
-    value = given.get(ACTIVATION)
-    if value is None:
-        return "entmax15", (
-            f"the gate's activation is entmax15, the published one; --set "
-            f"{ACTIVATION}=… says otherwise",
+ASKED = ("entmax15", f"the gate's activation: {', '.join(get_args(GateActivation))}")
+
+CALL = Call(
+    named=("MuMoE_layer", "input_dim", "output_dim", "expert_dims", "ranks"),
+    defaults={
+        "second_dim": 0,
+        "normalization": "bn",
+        "use_bias": True,
+        "hierarchy": 1,
+        "apply_ln": False,
+    },
+)
+
+
+def activate(family: str, layers: Iterable[MuMoE], config: dict[str, Any]) -> None:
+    """Gives layers the gate's activation that a settled configuration says.
+
+    Raises FamilyError for one that is none.
+    """
+    value = "entmax15" if config[ACTIVATION] == "entmax" else config[ACTIVATION]
+    known = next((each for each in get_args(GateActivation) if each == value), None)
+    if known is None:
+        raise FamilyError(
+            f"{family}: {ACTIVATION}={value} is no activation of a gate",
+            hint=f"choose one of: {', '.join(get_args(GateActivation))}",
         )
-    value = "entmax15" if value == "entmax" else value
-    for known in get_args(GateActivation):
-        if value == known:
-            return known, ()
-    raise FamilyError(
-        f"{family}: {ACTIVATION}={value} is no activation of a gate",
-        hint=f"choose one of: {', '.join(get_args(GateActivation))}",
-    )
+    config[ACTIVATION] = known
+    for layer in layers:
+        layer.spec = replace(layer.spec, activation=known)
 
 
 def constructor(layer: MuMoE) -> dict[str, Any]:
@@ -278,7 +292,7 @@ class MuMoELayout:
 
     def make(self, name: str, prefix: str, tensors: Tensors) -> MuMoE:
         """Returns the layer under `prefix` with the activation that the code takes by default."""
-        return read_layer(name, prefix, tensors, "entmax15")
+        return read_layer(name, prefix, tensors)
 
 
 LAYOUT = MuMoELayout()
@@ -288,8 +302,8 @@ def _match(tensors: Tensors) -> bool:
     return any(f"{FIRST}.{key}" in tensors for key in (WHOLE, CORE, f"{FACTORS}.0"))
 
 
-def read_layer(name: str, prefix: str, tensors: Tensors, activation: GateActivation) -> MuMoE:
-    """Returns the layer that lies under `prefix`, named `name`.
+def read_layer(name: str, prefix: str, tensors: Tensors) -> MuMoE:
+    """Returns the layer that lies under `prefix`, named `name`, with entmax15 for its gate.
 
     Raises CheckpointError for factors that do not chain, a number of levels that disagrees, ranks
     of zero, two tensors of different forms, and missing or misshapen tensors.
@@ -321,7 +335,6 @@ def read_layer(name: str, prefix: str, tensors: Tensors, activation: GateActivat
         name,
         tuple(specs),
         norm="bn" if batch_norm else "ln",
-        activation=activation,
         input_norm=any(key.startswith("input_ln.") for key in local),
     )
     check_tensors(NAME, prefixed(local, prefix), prefixed(_shapes(spec), prefix))
@@ -384,29 +397,22 @@ Backbone = TypeVar("Backbone", bound=nn.Module)
 
 
 def backbone_family(
-    name: str, summary: str, options: tuple[str, ...], build: Callable[[Tensors, Config], Built]
+    name: str,
+    summary: str,
+    options: tuple[str, ...],
+    build: Callable[[Tensors, Config], Built],
+    asked: tuple[str, ...],
 ) -> Family:
     """Returns the family of a network whose MLPs are muMoE layers (`mumoe.BACKBONES` tells it)."""
     return Family(
         name=name,
         summary=summary,
-        options=(*options, ACTIVATION),
+        options=(*options, ACTIVATION, REST),
         detect=lambda tensors: is_backbone(tensors, name),
         build=build,
         layer=LAYOUT,
+        asked=asked,
     )
-
-
-def block_numbers(name: str, tensors: Tensors, prefix: str) -> range:
-    """Returns the numbers of a network's blocks, whose keys begin with `prefix` and a number.
-
-    Raises CheckpointError where one is missing.
-    """
-    pattern = re.compile(rf"{re.escape(prefix)}(\d+)\.")
-    found = sorted({int(match[1]) for match in map(pattern.match, tensors) if match})
-    if found != list(range(len(found))) or not found:
-        raise CheckpointError(f"not the weights of a {name} model: {prefix}* are {found}")
-    return range(len(found))
 
 
 def filled(
@@ -451,15 +457,17 @@ def _build(tensors: Tensors, given: Config) -> Built:
 def _one_layer(
     family: str, prefix: str, tensors: Tensors, given: Config, *, default_rank: int
 ) -> Built:
-    activation, notes = read_activation(family, given)
-    layer = read_layer("layer", prefix, tensors, activation)
+    layer = read_layer("layer", prefix, tensors)
     options = {k: v for k, v in _without_modes(given).items() if k != LAYER}
     config = settle(
         family,
-        options | {ACTIVATION: activation},
+        options,
         constructor(layer),
-        free={ACTIVATION: activation, RANK: default_rank},
+        required={ACTIVATION: ASKED},
+        free={RANK: default_rank},
+        call=CALL,
     )
+    activate(family, [layer], config)
     rank = config[RANK]
     if rank not in (2, 3):
         raise FamilyError(
@@ -475,7 +483,6 @@ def _one_layer(
         if rank == 3
         else TensorSpec("input", "float32", ("batch", spec.dim)),
         TensorSpec("output", "float32", ("batch", "tokens" if rank == 3 else 1, spec.out)),
-        notes,
     )
 
 
@@ -502,17 +509,19 @@ def _is_layer(tensors: Tensors) -> bool:
 FAMILY = Family(
     name=NAME,
     summary="one muMoE layer, block or head (james-oldfield/muMoE)",
-    options=(*READ, ACTIVATION, RANK, LAYER),
+    options=(*READ, ACTIVATION, RANK, REST, LAYER),
     detect=_is_layer,
     build=_build,
     layer=LAYOUT,
+    asked=(ACTIVATION,),
 )
 
 HEAD_FAMILY = Family(
     name=HEAD_NAME,
     summary="the muMoE head of a fine-tuned CLIP backbone (james-oldfield/muMoE, finetune)",
-    options=(*READ, ACTIVATION, RANK),
+    options=(*READ, ACTIVATION, RANK, REST),
     detect=_is_head,
     build=_build_head,
     layer=LAYOUT,
+    asked=(ACTIVATION,),
 )

@@ -16,14 +16,13 @@ from torch.nn import functional as F
 
 from ...errors import CheckpointError
 from ..model import TensorSpec
-from .base import Built, Config, Tensors, check_heads, settle, shape_of
+from .base import Built, Call, Config, Tensors, block_numbers, check_heads, settle, shape_of
 from .mumoe import (
     ACTIVATION,
     CLASS_NAMES,
+    activate,
     backbone_family,
-    block_numbers,
     filled,
-    read_activation,
     read_layer,
 )
 
@@ -134,18 +133,17 @@ class GPT2(nn.Module):
 
 
 def _build(tensors: Tensors, given: Config) -> Built:
-    activation, notes = read_activation(NAME, given)
     tensors = {key: t for key, t in tensors.items() if not MASK.fullmatch(key)}
     head = tensors.pop(HEAD, None)
     blocks = block_numbers(NAME, tensors, BLOCKS)
     paths = [f"{BLOCKS}{block}.mlp.MuMoE_layer" for block in blocks]
-    layers = {path: read_layer(path, f"{path}.", tensors, activation) for path in paths}
+    layers = {path: read_layer(path, f"{path}.", tensors) for path in paths}
     vocabulary, dim = shape_of(NAME, tensors, WTE, "v, d")
     block_size, _ = shape_of(NAME, tensors, WPE, "m, d")
     first = layers[paths[0]].spec
     config = settle(
         NAME,
-        dict(given) | {ACTIVATION: activation},
+        given,
         {
             "block_size": block_size,
             "layer_type": CLASS_NAMES[first.tensors[0].form],
@@ -156,8 +154,10 @@ def _build(tensors: Tensors, given: Config) -> Built:
             "bias": "transformer.ln_f.bias" in tensors,
         },
         required={"n_head": (12, "the projections of all heads are one matrix")},
-        free={"dropout": 0.0, ACTIVATION: activation},
+        free={"dropout": 0.0, ACTIVATION: "entmax15"},  # the class fixes it
+        call=Call(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"), {}),
     )
+    activate(NAME, layers.values(), config)
     heads = config["n_head"] = check_heads(NAME, "n_head", config["n_head"], dim)
     spec = GPT2Spec(block_size, vocabulary, len(blocks), heads, dim, config["bias"])
     with torch.device("meta"):
@@ -174,10 +174,13 @@ def _build(tensors: Tensors, given: Config) -> Built:
         config,
         TensorSpec("input_ids", "int64", ("batch", "tokens"), limits=limits, below=vocabulary),
         TensorSpec("logits", "float32", ("batch", "tokens", vocabulary)),
-        notes,
     )
 
 
 FAMILY = backbone_family(
-    NAME, "nanoGPT's GPT-2 with muMoE blocks for MLPs (james-oldfield/muMoE)", OPTIONS, _build
+    NAME,
+    "nanoGPT's GPT-2 with muMoE blocks for MLPs (james-oldfield/muMoE)",
+    OPTIONS,
+    _build,
+    asked=("n_head",),
 )

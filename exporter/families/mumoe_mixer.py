@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,8 +18,10 @@ from ...errors import FamilyError
 from ..model import TensorSpec
 from .base import (
     Built,
+    Call,
     Config,
     Tensors,
+    block_numbers,
     height_width,
     one_or_pair,
     settle,
@@ -27,19 +30,24 @@ from .base import (
 )
 from .mumoe import (
     ACTIVATION,
+    ASKED,
     CLASS_NAMES,
+    activate,
     backbone_family,
-    block_numbers,
     filled,
-    read_activation,
     read_layer,
 )
 
 NAME = "mumoe-mixer"
 BLOCKS = "mixer_blocks."
+SIZES = ("image_size", "patch_size", "channels")
 OPTIONS = (
     *("image_size", "channels", "patch_size", "dim", "depth", "num_classes", "expansion_factor"),
     *("expansion_factor_token", "layer", "n_experts"),
+)
+CALL = Call(
+    named=("image_size", "channels", "patch_size", "dim", "depth", "num_classes", "layer"),
+    defaults={"expansion_factor": 2048, "expansion_factor_token": 256, "n_experts": 64},
 )
 
 
@@ -65,34 +73,35 @@ class MixerSpec:
         return self.patch * self.patch * self.channels
 
 
-def _geometry(given: Config, tokens: int, pixels: int) -> tuple[tuple[int, int], int, int]:
-    """The grid, the patch's side and the channels: any one of three sizes gives the others.
+def _geometry(config: Config, tokens: int, pixels: int) -> dict[str, Any]:
+    """Image size, patch size and channels: any one of them says the others.
 
-    Raises FamilyError where none was given, or where those given do not fit the shapes.
+    Patches are square, and as many as a square image has unless `image_size` says another: that is
+    what the published network takes. Raises FamilyError where those given do not fit the shapes.
     """
-    image, patch, channels = (given.get(key) for key in ("image_size", "patch_size", "channels"))
+    image, patch, channels = (config.get(key) for key in SIZES)
     size = None if image is None else height_width(NAME, "image_size", image)
+    if patch is not None:
+        patch = whole_number(NAME, "patch_size", patch)
+    elif size is not None:
+        patch = max(1, math.isqrt(size[0] * size[1] // tokens))
+    else:
+        patch = max(1, math.isqrt(pixels // whole_number(NAME, "channels", channels)))
     side = math.isqrt(tokens)
-    if patch is None and channels is not None:
-        patch = math.isqrt(pixels // whole_number(NAME, "channels", channels))
-    if patch is None and size is not None and size[0] == size[1] and side * side == tokens:
-        patch = size[0] // side
-    if patch is None:
-        raise FamilyError(
-            f"{NAME}: shapes cannot tell patch_size ({pixels} numbers in a patch may be few "
-            "channels of a large one, or many of a small one)",
-            hint="say it, with your model's value: --set patch_size=16",
-        )
-    patch = whole_number(NAME, "patch_size", patch)
-    grid = (side, side) if size is None else (size[0] // patch, size[1] // patch)
-    if grid[0] * grid[1] != tokens or pixels % (patch * patch):
+    height, width = size or (side * patch, side * patch)
+    if (height // patch) * (width // patch) != tokens or pixels % (patch * patch):
         raise FamilyError(
             f"{NAME}: patch_size={patch}"
-            + (f" and image_size={image}" if image is not None else "")
+            + (f" and image_size={height},{width}" if size is not None else "")
             + f" do not fit {tokens} patches of {pixels} numbers each",
             hint="check patch_size, image_size and channels against the training run",
         )
-    return grid, patch, pixels // (patch * patch)
+    found = (height // patch * patch, width // patch * patch)
+    return {
+        "image_size": one_or_pair(*found),
+        "channels": pixels // (patch * patch),
+        "patch_size": patch,
+    }
 
 
 class Patches(nn.Module):
@@ -165,46 +174,45 @@ class MlpMixer(nn.Module):
 
 
 def _build(tensors: Tensors, given: Config) -> Built:
-    activation, notes = read_activation(NAME, given)
     blocks = block_numbers(NAME, tensors, BLOCKS)
     over_tokens = [f"{BLOCKS}{block}.0.fn.1" for block in blocks]
     over_channels = [f"{BLOCKS}{block}.1.fn" for block in blocks]
-    layers = {
-        path: read_layer(path, f"{path}.", tensors, activation)
-        for pair in zip(over_tokens, over_channels, strict=True)
-        for path in pair
-    }
+    paths = [path for pair in zip(over_tokens, over_channels, strict=True) for path in pair]
+    layers = {path: read_layer(path, f"{path}.", tensors) for path in paths}
     dim, pixels = shape_of(NAME, tensors, "stem.1.weight", "d, pixels")
     classes, _ = shape_of(NAME, tensors, "head.2.weight", "classes, d")
     token, channel = layers[over_tokens[0]].spec, layers[over_channels[0]].spec
-    grid, patch, channels = _geometry(given, token.dim, pixels)
-    config = settle(
-        NAME,
-        dict(given) | {ACTIVATION: activation},
-        {
-            "image_size": one_or_pair(grid[0] * patch, grid[1] * patch),
-            "channels": channels,
-            "patch_size": patch,
-            "dim": dim,
-            "depth": len(blocks),
-            "num_classes": classes,
-            "expansion_factor": channel.hidden,
-            "expansion_factor_token": token.hidden,
-            "layer": CLASS_NAMES[token.tensors[0].form],
-            "n_experts": token.experts,
-        },
-        free={ACTIVATION: activation},
-    )
-    spec = MixerSpec(grid, patch, channels, dim, len(blocks), classes)
+    said = any(given.get(key) is not None for key in SIZES)
+    read = {
+        **(_geometry(given, token.dim, pixels) if said else {}),
+        "dim": dim,
+        "depth": len(blocks),
+        "num_classes": classes,
+        "expansion_factor": channel.hidden,
+        "expansion_factor_token": token.hidden,
+        "layer": CLASS_NAMES[token.tensors[0].form],
+        "n_experts": token.experts,
+    }
+    required: dict[str, tuple[Any, str]] = {ACTIVATION: ASKED}
+    if not said:
+        required["patch_size"] = (
+            16,
+            f"{pixels} numbers in a patch may be few channels of a large one, or many of a small",
+        )
+    config = settle(NAME, given, read, required=required, call=CALL)
+    config |= _geometry(config, token.dim, pixels)
+    activate(NAME, layers.values(), config)
+    height, width = height_width(NAME, "image_size", config["image_size"])
+    patch, channels = config["patch_size"], config["channels"]
+    spec = MixerSpec((height // patch, width // patch), patch, channels, dim, len(blocks), classes)
     with torch.device("meta"):
         backbone = MlpMixer(spec)
     widths = dict.fromkeys(over_tokens, spec.tokens) | dict.fromkeys(over_channels, dim)
     return Built(
         filled(NAME, backbone, tensors, layers, widths),
         config,
-        TensorSpec("input", "float32", ("batch", channels, grid[0] * patch, grid[1] * patch)),
+        TensorSpec("input", "float32", ("batch", channels, height, width)),
         TensorSpec("output", "float32", ("batch", classes)),
-        notes,
     )
 
 
@@ -213,4 +221,5 @@ FAMILY = backbone_family(
     "MLP-Mixer with muMoE blocks for tokens and channels (james-oldfield/muMoE)",
     OPTIONS,
     _build,
+    asked=(ACTIVATION, *SIZES),
 )

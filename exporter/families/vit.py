@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal, cast
 
 import torch
@@ -18,22 +19,28 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...errors import CheckpointError, FamilyError
-from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
+from ...graphs.layers.soft_moe import Activation, SoftMoE, SoftMoESpec, SoftMoEWeights
 from ..model import TensorSpec
 from .base import (
+    ACT_LAYER,
+    REST,
     Built,
+    Call,
     Config,
     Family,
     PublishedLayer,
     SeparateExperts,
     Shape,
     Tensors,
+    activation_of,
+    block_numbers,
     check_heads,
     check_options,
     check_tensors,
     cosine_layer,
     find_layers,
     height_width,
+    number_above_zero,
     one_or_pair,
     prefixed,
     settle,
@@ -42,7 +49,6 @@ from .base import (
 )
 
 NAME = "soft-moe-vit"
-NORM_EPS = 1e-6
 GlobalPool = Literal["token", "avg", ""]
 POOLS = ("token", "avg", "")
 
@@ -56,8 +62,31 @@ OPTIONS = (
     *("num_experts", "slots_per_expert", "moe_layer_index", "img_size", "patch_size", "in_chans"),
     *("num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio"),
     *("moe_mlp_ratio", "qkv_bias", "qk_norm", "init_values", "class_token", "no_embed_class"),
-    *("pre_norm", "fc_norm", *TRAINING_ONLY),
+    *("pre_norm", "fc_norm", "act_layer", "norm_eps", "norm_layer", "input_size", REST),
+    *TRAINING_ONLY,
 )
+ASKED = ("num_heads", "img_size", "input_size", "global_pool", "act_layer", "norm_eps")
+
+CALL = Call(
+    named=("img_size", "embed_dim", "depth", "num_heads"),
+    defaults={
+        "num_experts": 128,
+        "slots_per_expert": 1,
+        "moe_layer_index": 6,
+        "patch_size": 16,
+        "in_chans": 3,
+        "num_classes": 1000,
+        "mlp_ratio": 4.0,
+        "moe_mlp_ratio": 4.0,
+        "qkv_bias": True,
+        "qk_norm": False,
+        "init_values": None,
+        "class_token": True,
+        "pre_norm": False,
+    },
+)
+
+NORM_LAYERS = ("LayerNorm", "nn.LayerNorm", "torch.nn.LayerNorm")
 
 SWITCHES = ("class_token", "no_embed_class", "pre_norm", "fc_norm", "qkv_bias", "qk_norm")
 
@@ -140,6 +169,8 @@ class ViTSpec:
     qkv_bias: bool = True
     qk_norm: bool = False
     layer_scale: bool = False
+    activation: Activation = "gelu"
+    norm_eps: float = 1e-6
 
     @property
     def patches(self) -> int:
@@ -154,8 +185,8 @@ class ViTSpec:
 
 def configure(
     tensors: Tensors, given: Config, moe_blocks: Sequence[int]
-) -> tuple[ViTSpec, dict[str, Any], tuple[str, ...]]:
-    """Returns the backbone's spec, its constructor configuration, and notes on what was inferred.
+) -> tuple[ViTSpec, dict[str, Any]]:
+    """Returns the backbone's spec and its constructor configuration.
 
     `moe_blocks` are the blocks that hold a Soft MoE layer. Raises FamilyError for what shapes
     cannot tell and the user did not say, CheckpointError when the backbone's main tensors are
@@ -166,29 +197,32 @@ def configure(
     check_options(NAME, given, OPTIONS)
     read = _read_sizes(tensors, moe_blocks)
     given = _as_read(given, read)
-    notes: list[str] = []
-    image = _image_size(tensors, read, given, notes)
-    read["img_size"] = one_or_pair(*image)
-    required: dict[str, tuple[Any, str]] = {}
-    free: dict[str, Any] = {key: None for key in TRAINING_ONLY if key in given}
-    if read["qk_norm"]:
-        head = shape_of(NAME, tensors, "blocks.0.attn.q_norm.weight", "head")[0]
-        read["num_heads"] = read["embed_dim"] // head
-    else:
-        required["num_heads"] = (12, "any number that divides embed_dim has the same shapes")
-    pool = _global_pool(read, given, notes)
-    if pool is None:
-        required["global_pool"] = ("avg", "the class token or the mean: no key says it")
-    else:
-        free["global_pool"] = pool
-    config = settle(NAME, given, read, required=required, free=free)
-    config["num_heads"] = check_heads(NAME, "num_heads", config["num_heads"], config["embed_dim"])
+    required = _questions(tensors, read)
+    pool_by_default = read["class_token"] and (not read["fc_norm"] or given.get("fc_norm"))
+    if not pool_by_default and "global_pool" not in given:  # no such model has the default pooling
+        required["global_pool"] = ("avg", required["global_pool"][1])
+        given.pop(REST, None)
+    settled = settle(
+        NAME,
+        given,
+        read,
+        required=required,
+        free={key: None for key in ("no_embed_class", *TRAINING_ONLY) if key in given},
+        call=CALL if pool_by_default or "global_pool" in given else None,
+    )
+    image = height_width(NAME, "img_size", settled["img_size"])
+    config = {
+        **settled,
+        "img_size": one_or_pair(*image),
+        "num_heads": check_heads(NAME, "num_heads", settled["num_heads"], read["embed_dim"]),
+        "norm_eps": number_above_zero(NAME, "norm_eps", settled["norm_eps"]),
+        "no_embed_class": _no_embed_class(tensors, settled, image),
+    }
     _check_pool(config)
-    _, channels, *patch = tensors["patch_embed.proj.weight"].shape
     spec = ViTSpec(
         image=image,
-        patch=(patch[0], patch[1]),
-        channels=channels,
+        patch=height_width(NAME, "patch_size", config["patch_size"]),
+        channels=config["in_chans"],
         classes=config["num_classes"],
         dim=config["embed_dim"],
         depth=config["depth"],
@@ -197,16 +231,35 @@ def configure(
         moe_blocks=frozenset(moe_blocks),
         pool=cast(GlobalPool, config["global_pool"]),
         layer_scale=config["init_values"] is not None,
+        activation=activation_of(NAME, config["act_layer"]),
+        norm_eps=config["norm_eps"],
         **{key: config[key] for key in SWITCHES},
     )
-    return spec, config, tuple(notes)
+    return spec, config
+
+
+def _questions(tensors: Tensors, read: dict[str, Any]) -> dict[str, tuple[Any, str]]:
+    """What no key and no shape tells, with the published default and the reason to ask."""
+    positions = tensors["pos_embed"].shape[1]
+    questions: dict[str, tuple[Any, str]] = {
+        "num_heads": (12, "any number that divides embed_dim has the same shapes"),
+        "img_size": (224, f"{positions} positions are those of several heights and widths"),
+        "global_pool": ("token", "token, avg or '': the keys are the same"),
+        "act_layer": ACT_LAYER,
+        "norm_eps": (1e-6, "that of every LayerNorm; 1e-5 where norm_layer was nn.LayerNorm"),
+    }
+    if read["qk_norm"]:
+        head = shape_of(NAME, tensors, "blocks.0.attn.q_norm.weight", "head")[0]
+        read["num_heads"] = read["embed_dim"] // head
+        del questions["num_heads"]
+    return questions
 
 
 def _read_sizes(tensors: Tensors, moe_blocks: Sequence[int]) -> dict[str, Any]:
     """The constructor's arguments that keys and shapes tell, in its order."""
     dim, channels, *patch = shape_of(NAME, tensors, "patch_embed.proj.weight", "d, c, h, w")
     shape_of(NAME, tensors, "pos_embed", "1, m, d")
-    depth = 1 + max(int(m[1]) for m in (re.match(r"blocks\.(\d+)\.", key) for key in tensors) if m)
+    depth = len(block_numbers(NAME, tensors, "blocks."))
     phis = (tensors.get(_mlp(block) + "phi") for block in moe_blocks)
     phi = next((t for t in phis if t is not None and t.ndim == 3), None)
     moe_hidden = _moe_hidden(tensors, moe_blocks[0])
@@ -255,26 +308,34 @@ def _moe_layer_index(moe_blocks: Sequence[int], depth: int) -> int | list[int]:
 
 def _as_read(given: Config, read: Config) -> dict[str, Any]:
     """The user's values, written as `read` writes the same thing, so that they can be compared."""
-    same = dict(given)
+    # None is what shapes said: moe_mlp_ratio=None means mlp_ratio.
+    silent = ("img_size", "patch_size", "mlp_ratio", "moe_mlp_ratio", "fc_norm", "norm_layer")
+    same = {k: v for k, v in given.items() if v is not None or k not in silent}
+    if "input_size" in same:  # what the scripts of timm and DeiT call it
+        same.setdefault("img_size", same.pop("input_size"))
     for key in ("img_size", "patch_size"):
-        if given.get(key) is None:
-            same.pop(key, None)
-        else:
-            same[key] = one_or_pair(*height_width(NAME, key, given[key]))
-    index = given.get("moe_layer_index")
+        if key in same:
+            same[key] = one_or_pair(*height_width(NAME, key, same[key]))
+    index = same.get("moe_layer_index")
     if isinstance(index, list | tuple) and all(isinstance(i, int) for i in index):
         same["moe_layer_index"] = _moe_layer_index(sorted(index), read["depth"]) if index else []
     for key in ("mlp_ratio", "moe_mlp_ratio"):
-        ratio = given.get(key)
-        if ratio is None:  # moe_mlp_ratio=None means mlp_ratio: the shapes say what that was
-            same.pop(key, None)
-        elif _width(ratio, read["embed_dim"]) == round(read[key] * read["embed_dim"]):
+        if _width(same.get(key), read["embed_dim"]) == round(read[key] * read["embed_dim"]):
             same[key] = read[key]
-    if given.get("fc_norm") is None:
-        same.pop("fc_norm", None)
     # The initial value of LayerScale matters only in that there is one.
-    if given.get("init_values") and read["init_values"]:
+    if same.get("init_values") and read["init_values"]:
         same["init_values"] = read["init_values"]
+    # Without a value of its own, fc_norm is there for the mean alone.
+    if "fc_norm" in given and given["fc_norm"] is None and read["fc_norm"]:
+        same.setdefault("global_pool", "avg")
+    if "norm_layer" in same:
+        if same["norm_layer"] not in NORM_LAYERS:
+            raise FamilyError(
+                f"{NAME}: norm_layer={same['norm_layer']} is not LayerNorm, the only one known",
+                hint="say a LayerNorm's eps: --set norm_eps=1e-6",
+            )
+        del same["norm_layer"]
+        same.setdefault("norm_eps", 1e-5)  # that of the class without arguments
     return same
 
 
@@ -283,60 +344,29 @@ def _width(ratio: Any, dim: int) -> int | None:
     return int(ratio * dim) if finite else None
 
 
-def _image_size(
-    tensors: Tensors, read: dict[str, Any], given: Config, notes: list[str]
-) -> tuple[int, int]:
-    """(height, width); also settles `no_embed_class`, which decides how many positions there are.
+def _no_embed_class(tensors: Tensors, config: Config, image: tuple[int, int]) -> bool:
+    """Whether the class token has no position; raises FamilyError where the image does not fit.
 
-    n positions are a square of patches, or a square and the class token: never both for n > 1.
+    n positions are those of the patches, or of the patches and the class token.
     """
-    patch = read["patch_size"]
-    patch_h, patch_w = patch if isinstance(patch, list) else (patch, patch)
+    patch_h, patch_w = height_width(NAME, "patch_size", config["patch_size"])
+    patches = (image[0] // patch_h) * (image[1] // patch_w)
     positions = tensors["pos_embed"].shape[1]
-    with_class = (positions - 1, False) if read["class_token"] else None
-    options = [option for option in (with_class, (positions, True)) if option]
-    if "img_size" in given:
-        height, width = height_width(NAME, "img_size", given["img_size"])
-        patches = (height // patch_h) * (width // patch_w)
-        for count, no_embed_class in options:
-            if count == patches:
-                read["no_embed_class"] = no_embed_class and read["class_token"]
-                return height, width
+    without = positions == patches
+    if not without and not (config["class_token"] and positions == patches + 1):
         raise FamilyError(
-            f"{NAME}: img_size={height},{width} makes {patches} patches of {patch_h}x{patch_w}, "
-            f"but pos_embed holds {positions} positions",
-            hint="leave img_size out, or check that this is the right checkpoint",
+            f"{NAME}: img_size={image[0]},{image[1]} makes {patches} patches of "
+            f"{patch_h}x{patch_w}, but pos_embed holds {positions} positions",
+            hint="give the size that the model was trained for: --set img_size=224 or 224,192",
         )
-    for count, no_embed_class in options:
-        side = math.isqrt(count)
-        if count > 0 and side * side == count:
-            read["no_embed_class"] = no_embed_class and read["class_token"]
-            height, width = side * patch_h, side * patch_w
-            notes.append(f"img_size {height}x{width} read from pos_embed, for a square of patches")
-            return height, width
-    raise FamilyError(
-        f"{NAME}: shapes cannot tell img_size ({positions} positions are no square of patches)",
-        hint="say it as height,width: --set img_size=224,192",
-    )
-
-
-def _global_pool(read: Config, given: Config, notes: list[str]) -> str | None:
-    """What the keys say of the pooling; None where they leave it open.
-
-    The constructor puts `fc_norm` behind the pooling exactly when that is the mean, unless told
-    otherwise; without a class token there is nothing but the mean or no pooling.
-    """
-    if "global_pool" in given:
-        return str(given["global_pool"])
-    if "fc_norm" in given:
-        return None
-    if read["fc_norm"]:
-        notes.append("global_pool 'avg' read from the fc_norm keys")
-        return "avg"
-    if read["class_token"]:
-        notes.append("global_pool 'token' read from the norm and cls_token keys")
-        return "token"
-    return None
+    given = config.get("no_embed_class")
+    if given is not None and config["class_token"] and bool(given) != without:
+        raise FamilyError(
+            f"{NAME}: no_embed_class={given} was given, but pos_embed holds {positions} positions "
+            f"for {patches} patches",
+            hint="leave no_embed_class out, or check that this is the right checkpoint",
+        )
+    return without if config["class_token"] else bool(given)
 
 
 def _check_pool(config: Config) -> None:
@@ -354,6 +384,13 @@ def _check_pool(config: Config) -> None:
 
 
 # --- the network -------------------------------------------------------------------------------
+
+
+ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu-tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 class PatchEmbed(nn.Module):
@@ -393,8 +430,8 @@ class Attention(nn.Module):
         self.join = (-1, spec.tokens, spec.dim)
         self.qkv = nn.Linear(spec.dim, 3 * spec.dim, bias=spec.qkv_bias)
         head = spec.dim // spec.heads
-        self.q_norm = nn.LayerNorm(head, eps=NORM_EPS) if spec.qk_norm else nn.Identity()
-        self.k_norm = nn.LayerNorm(head, eps=NORM_EPS) if spec.qk_norm else nn.Identity()
+        self.q_norm = nn.LayerNorm(head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
+        self.k_norm = nn.LayerNorm(head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
         self.proj = nn.Linear(spec.dim, spec.dim)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -408,16 +445,17 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """A dense block's MLP: linear, exact GELU, linear."""
+    """A dense block's MLP: linear, activation, linear."""
 
-    def __init__(self, dim: int, hidden: int) -> None:
+    def __init__(self, spec: ViTSpec) -> None:
         super().__init__()
-        self.fc1 = nn.Linear(dim, hidden)
-        self.fc2 = nn.Linear(hidden, dim)
+        self.activation = spec.activation
+        self.fc1 = nn.Linear(spec.dim, spec.hidden)
+        self.fc2 = nn.Linear(spec.hidden, spec.dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (b, m, d) to (b, m, d)."""
-        y: Tensor = self.fc2(F.gelu(self.fc1(x)))
+        y: Tensor = self.fc2(ACTIVATIONS[self.activation](self.fc1(x)))
         return y
 
 
@@ -438,11 +476,11 @@ class Block(nn.Module):
 
     def __init__(self, spec: ViTSpec, *, moe: bool) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(spec.dim, eps=NORM_EPS)
+        self.norm1 = nn.LayerNorm(spec.dim, eps=spec.norm_eps)
         self.attn = Attention(spec)
         self.ls1 = LayerScale(spec.dim) if spec.layer_scale else nn.Identity()
-        self.norm2 = nn.LayerNorm(spec.dim, eps=NORM_EPS)
-        self.mlp: nn.Module = nn.Identity() if moe else Mlp(spec.dim, spec.hidden)
+        self.norm2 = nn.LayerNorm(spec.dim, eps=spec.norm_eps)
+        self.mlp: nn.Module = nn.Identity() if moe else Mlp(spec)
         self.ls2 = LayerScale(spec.dim) if spec.layer_scale else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
@@ -468,12 +506,12 @@ class VisionTransformer(nn.Module):
         embedded = spec.patches if spec.no_embed_class else spec.tokens
         self.cls_token = nn.Parameter(torch.empty(1, 1, spec.dim)) if spec.class_token else None
         self.pos_embed = nn.Parameter(torch.empty(1, embedded, spec.dim))
-        self.norm_pre = nn.LayerNorm(norm, eps=NORM_EPS) if spec.pre_norm else nn.Identity()
+        self.norm_pre = nn.LayerNorm(norm, eps=spec.norm_eps) if spec.pre_norm else nn.Identity()
         self.blocks = nn.ModuleList(
             Block(spec, moe=index in spec.moe_blocks) for index in range(spec.depth)
         )
-        self.norm = nn.Identity() if spec.fc_norm else nn.LayerNorm(norm, eps=NORM_EPS)
-        self.fc_norm = nn.LayerNorm(norm, eps=NORM_EPS) if spec.fc_norm else nn.Identity()
+        self.norm = nn.Identity() if spec.fc_norm else nn.LayerNorm(norm, eps=spec.norm_eps)
+        self.fc_norm = nn.LayerNorm(norm, eps=spec.norm_eps) if spec.fc_norm else nn.Identity()
         self.head = nn.Linear(spec.dim, spec.classes) if spec.classes else nn.Identity()
         self.register_buffer("embedding", torch.empty(1, spec.tokens, spec.dim), persistent=False)
 
@@ -525,8 +563,11 @@ def _detect(tensors: Tensors) -> bool:
 
 
 def _build(tensors: Tensors, given: Config) -> Built:
-    blocks = sorted({int(m[1]) for m in map(MOE_KEY.match, tensors) if m})
-    spec, config, notes = configure(tensors, given, blocks)
+    depth = block_numbers(NAME, tensors, "blocks.")
+    found = {m[1] for m in map(MOE_KEY.match, tensors) if m}
+    blocks = [block for block in depth if str(block) in found]
+    spec, config = configure(tensors, given, blocks)
+    notes: tuple[str, ...] = ()
     with torch.device("meta"):
         backbone = VisionTransformer(spec)
     expected: dict[str, Shape] = {k: tuple(t.shape) for k, t in backbone.state_dict().items()}
@@ -544,7 +585,9 @@ def _build(tensors: Tensors, given: Config) -> Built:
     backbone.fill({key: used[key] for key in backbone.state_dict()})
     for block in blocks:
         path = _mlp(block).removesuffix(".")
-        backbone.set_submodule(path, LAYER.make(path, _mlp(block), tensors))
+        layer, weights = LAYER.load(path, _mlp(block), tensors)
+        layer = replace(layer, activation=spec.activation)
+        backbone.set_submodule(path, SoftMoE(layer, weights))
     width = spec.classes or spec.dim
     return Built(
         backbone.eval(),
@@ -575,4 +618,5 @@ FAMILY = Family(
     detect=_detect,
     build=_build,
     layer=LAYER,
+    asked=ASKED,
 )

@@ -1,15 +1,17 @@
 """`soft-moe-vmoe`: the layer of google-research/vmoe, from a flat dict of JAX arrays.
 
 Told by `Router.mu` [d, n, p] beside `Mlp.Dense_0.kernel` [n, d, h]. x is normalised inside the
-router alone: the slots average x as it came.
+router alone: the slots average x as it came. The published module cuts all tokens into groups of
+`group_size`, each of which is routed by itself: a row of the exported layer's input is one group.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+from ...errors import FamilyError
 from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from .base import Config, PublishedLayer, Shape, Tensors, shape_of, unit_phi
+from .base import Config, PublishedLayer, Shape, Tensors, shape_of, unit_phi, whole_number
 from .layer_only import layer_family
 
 NAME = "soft-moe-vmoe"
@@ -61,8 +63,17 @@ def _config(spec: SoftMoESpec, _: Tensors, __: Config) -> dict[str, Any]:
     return {"num_experts": spec.experts, "num_slots": spec.slots, "mlp_dim": spec.hidden}
 
 
-def _check(_: Config, __: SoftMoESpec) -> tuple[str, ...]:
+def _check(config: Config, _: SoftMoESpec) -> tuple[str, ...]:
+    if config["noise_std"] and config["deterministic"] is False:
+        raise FamilyError(
+            f"{NAME}: deterministic=False adds noise to the router at inference too",
+            hint="leave it out to export the layer without noise",
+        )
+    if config["group_size"] is not None:
+        whole_number(NAME, "group_size", config["group_size"])
     return (
+        "tokens are routed within a row of the input: where group_size was not the tokens of one "
+        "image, give (groups, group_size, dim)",
         "experts use the tanh form of GELU, as jax.nn.gelu does by default; dispatch and combine "
         "stay in float32, where the published code rounds them to bfloat16",
     )
@@ -75,6 +86,6 @@ FAMILY = layer_family(
     "one layer on (batch, tokens, dim) from a flat dict of JAX arrays (google-research/vmoe)",
     _config,
     options=("num_experts", "num_slots", "mlp_dim"),
-    free={"group_size": None, "capacity_factor": None, "noise_std": 0.0},
+    free={"group_size": None, "capacity_factor": None, "noise_std": 0.0, "deterministic": None},
     check=_check,
 )

@@ -25,6 +25,8 @@ import re, sys, threading
 from pathlib import Path
 from moexport.exporter.checkpoints.load import load
 
+SAID = {"num_heads": 4, "img_size": 12, "rest": "default"}
+
 def allocated():
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
 
@@ -32,12 +34,12 @@ def watch():
     while not done.wait(0.001):
         seen.append(allocated())
 
-load(sys.argv[1], config={"num_heads": 4})  # what libraries allocate once
+load(sys.argv[1], config=SAID)  # what libraries allocate once
 before, done = allocated(), threading.Event()
 seen = [before]
 watcher = threading.Thread(target=watch)
 watcher.start()
-model = load(sys.argv[2], config={"num_heads": 4})
+model = load(sys.argv[2], config=SAID)
 done.set()
 watcher.join()
 print(max(*seen, allocated()) - before)
@@ -64,7 +66,8 @@ from pathlib import Path
 from moexport.exporter.inspect import inspect
 from moexport.exporter.checkpoints.load import load
 
-model = load(sys.argv[1], config={"num_heads": 4}, values=False)
+SAID = {"num_heads": 4, "img_size": 12, "rest": "default"}
+model = load(sys.argv[1], config=SAID, values=False)
 inspect(model)
 resident, inside = 0, False
 for line in Path("/proc/self/smaps").read_text().splitlines():

@@ -189,7 +189,7 @@ def test_a_lightning_modules_losses_and_metrics_are_left_out_with_a_note(tmp_pat
     checkpoint = read_checkpoint(saved(tmp_path / "c.ckpt", content))
     assert same(checkpoint.tensors)
     assert "criterion.weight, train_acc.total" in " ".join(checkpoint.notes)
-    assert checkpoint.arguments == {"num_heads": 4}
+    assert checkpoint.arguments == {"hyper_parameters": {"num_heads": 4}}
 
 
 def test_a_loss_in_a_state_dict_without_a_prefix_stays(tmp_path: Path) -> None:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 State = dict[str, Tensor]
+
+VIT: dict[str, Any] = {"num_heads": 3, "img_size": 12, "rest": "default"}
+"""What the user of `vit_state` says that no shape tells."""
 
 
 def random_state(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> State:

@@ -15,6 +15,7 @@ from moexport.exporter.families import FAMILIES, detect, family_named
 from moexport.graphs.layers.soft_moe import algorithm_1, soft_moe_layers
 from moexport.tests.exporter.families.reference import Array, gelu_tanh, soft_moe
 from moexport.tests.exporter.families.states import (
+    VIT,
     State,
     lucidrains_state,
     random_state,
@@ -46,7 +47,7 @@ def test_weights_beneath_a_prefix_are_told_how_to_be_saved_alone(
     command = str(caught.value.hint).removeprefix("save them alone: ")
     path = str(tmp_path / "model.pt")
     exec(command.replace("'model.pt'", repr(path)), {"torch": torch, "state_dict": state})
-    assert load(Path(path), config={"num_heads": 2}).family == "soft-moe-vit"
+    assert load(Path(path), config={**VIT, "num_heads": 2}).family == "soft-moe-vit"
 
 
 def test_exactly_one_family_is_detected_for_each_layout() -> None:
@@ -239,17 +240,18 @@ def test_a_config_beside_the_weights_is_used_and_may_be_overruled(tmp_path: Path
     (tmp_path / "config.json").write_text(
         '{"architecture": "vit", "num_heads": 3, "model_args": {"global_pool": "avg"}}'
     )
-    model = load(tmp_path)
+    said = {"img_size": 12, "rest": "default"}
+    model = load(tmp_path, config=said)
     assert (model.config["num_heads"], model.config["global_pool"]) == (3, "avg")
     assert any("config.json" in note for note in model.notes)
-    assert load(tmp_path, config={"num_heads": 6}).config["num_heads"] == 6
+    assert load(tmp_path, config={**said, "num_heads": 6}).config["num_heads"] == 6
 
 
 def test_prefixes_and_half_precision_load_to_the_same_model(tmp_path: Path) -> None:
     state = {key: t.half() for key, t in vit_state().items()}
-    plain = load(saved(tmp_path, state), config={"num_heads": 3})
+    plain = load(saved(tmp_path, state), config=VIT)
     wrapped = {"state_dict": {f"model.module.{key}": t for key, t in state.items()}}
-    other = load(saved(tmp_path, wrapped, "lightning.ckpt"), config={"num_heads": 3})
+    other = load(saved(tmp_path, wrapped, "lightning.ckpt"), config=VIT)
     x = torch.randn(2, 3, 12, 12)
     assert torch.equal(plain.module(x), other.module(x))
     assert any("float16" in note for note in plain.notes)
@@ -300,6 +302,7 @@ def test_sizes_that_are_none_are_named(case: str, key: str, text: str, message: 
 
 
 def test_a_whole_number_may_be_written_with_a_point() -> None:
-    model = load(read_case("soft_moe_vit").weights, config={"num_heads": 4.0}, values=False)
+    case = read_case("soft_moe_vit")
+    model = load(case.weights, config={**case.config, "num_heads": 4.0}, values=False)
     assert model.config["num_heads"] == 4
     assert isinstance(model.config["num_heads"], int)

@@ -146,8 +146,11 @@ def test_what_shapes_cannot_tell_is_asked_for() -> None:
         load(DATA / "mumoe_gpt2_cp" / "weights.pt")
     with pytest.raises(FamilyError, match="patch_size"):
         load(DATA / "mumoe_mixer_cp" / "weights.pt")
+    with pytest.raises(FamilyError, match=r"act \(.*patch_size \("):
+        load(DATA / "mumoe_mixer_cp" / "weights.pt")
     for given in ({"patch_size": 56}, {"image_size": 224}, {"channels": 3}):
-        model = load(DATA / "mumoe_mixer_cp" / "weights.pt", config=given)
+        said = {**given, "act": "entmax15"}
+        model = load(DATA / "mumoe_mixer_cp" / "weights.pt", config=said)
         assert model.input.shape == ("batch", 3, 224, 224)
     with pytest.raises(FamilyError, match="n_head=5 does not divide the width 48"):
         load(DATA / "mumoe_gpt2_cp" / "weights.pt", config={"n_head": 5})
@@ -174,7 +177,8 @@ def test_an_output_layer_that_is_not_the_embedding_is_refused(tmp_path: Path) ->
 def test_a_head_is_found_beside_its_backbone_and_exported_alone(tmp_path: Path) -> None:
     case = read_case("mumoe_cp")
     state = {f"1.{key}": tensor for key, tensor in state_of("mumoe_cp").items()}
-    model = load(saved(tmp_path, {"0.patch_embed.proj.weight": torch.ones(8, 3, 2, 2), **state}))
+    path = saved(tmp_path, {"0.patch_embed.proj.weight": torch.ones(8, 3, 2, 2), **state})
+    model = load(path, config={"act": "entmax15"})
     assert model.family == "mumoe-clip"
     assert model.input.shape == ("batch", 24)
     y = model.module(torch.from_numpy(case.x)).numpy()

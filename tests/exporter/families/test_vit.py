@@ -13,12 +13,12 @@ from moexport.exporter.checkpoints.load import load
 from moexport.exporter.model import Model
 from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.exporter.families.reference import vit
-from moexport.tests.exporter.families.states import State, vit_state
+from moexport.tests.exporter.families.states import VIT, State, vit_state
 
 OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # name: what the checkpoint was built with, what its user says beside num_heads
     "plain": ({}, {}),
-    "no class token, mean": ({"class_token": False, "fc_norm": True}, {}),
+    "no class token, mean": ({"class_token": False, "fc_norm": True}, {"global_pool": "avg"}),
     "mean with norm before it": ({}, {"global_pool": "avg"}),
     "class token with fc_norm": ({"fc_norm": True}, {"global_pool": "token"}),
     "all tokens": ({}, {"global_pool": ""}),
@@ -28,7 +28,7 @@ OPTIONS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "no bias in qkv": ({"qkv_bias": False}, {}),
     "layer scale": ({"layer_scale": True}, {}),
     "image of another shape": ({"grid": (2, 4)}, {"img_size": [8, 16]}),
-    "patches of another shape": ({"patch": (4, 2)}, {}),
+    "patches of another shape": ({"patch": (4, 2)}, {"img_size": [12, 6]}),
     "one channel": ({"channels": 1}, {}),
     "no head": ({"classes": 0}, {}),
     "moe in every block": ({"moe": (0, 1)}, {}),
@@ -50,7 +50,7 @@ def images(model: Model, batch: int = 3) -> torch.Tensor:
 def test_every_option_computes_what_the_float64_formula_does(tmp_path: Path, option: str) -> None:
     built, said = OPTIONS[option]
     state = vit_state(**built)
-    model = load(saved(tmp_path, state), config={"num_heads": 3, **said})
+    model = load(saved(tmp_path, state), config={**VIT, **said})
     x = images(model)
     arrays = {key: t.double().numpy() for key, t in state.items()}
     expected = vit(
@@ -67,7 +67,7 @@ def test_every_option_computes_what_the_float64_formula_does(tmp_path: Path, opt
 
 def test_config_is_read_from_the_shapes(tmp_path: Path) -> None:
     state = vit_state(layer_scale=True, patch=(4, 2), moe=(0,))
-    config = load(saved(tmp_path, state), config={"num_heads": 3}).config
+    config = load(saved(tmp_path, state), config={**VIT, "img_size": [12, 6]}).config
     assert config == {
         "num_experts": 4,
         "slots_per_expert": 2,
@@ -89,6 +89,8 @@ def test_config_is_read_from_the_shapes(tmp_path: Path) -> None:
         "no_embed_class": False,
         "pre_norm": False,
         "fc_norm": False,
+        "act_layer": "gelu",
+        "norm_eps": 1e-6,
     }
 
 
@@ -99,26 +101,36 @@ def test_num_heads_is_asked_for_with_the_option_that_says_it(tmp_path: Path) -> 
 
 
 def test_num_heads_is_read_from_normed_queries(tmp_path: Path) -> None:
-    assert load(saved(tmp_path, vit_state(qk_norm=True))).config["num_heads"] == 3
+    said = {"img_size": 12, "rest": "default"}
+    assert load(saved(tmp_path, vit_state(qk_norm=True)), config=said).config["num_heads"] == 3
 
 
-def test_what_is_inferred_is_noted(tmp_path: Path) -> None:
-    notes = " ".join(load(saved(tmp_path, vit_state()), config={"num_heads": 3}).notes)
-    assert "img_size 12x12" in notes
-    assert "global_pool 'token'" in notes
+def test_all_that_no_key_tells_is_asked_for_at_once(tmp_path: Path) -> None:
+    with pytest.raises(FamilyError) as caught:
+        load(saved(tmp_path, vit_state()))
+    for key in ("num_heads", "img_size", "global_pool", "act_layer", "norm_eps"):
+        assert f"{key} (" in caught.value.message
+        assert f"--set {key}=" in str(caught.value.hint)
+    assert "--set rest=default" in str(caught.value.hint)
 
 
-def test_pooling_that_no_key_tells_is_asked_for(tmp_path: Path) -> None:
-    path = saved(tmp_path, vit_state(class_token=False))
+@pytest.mark.parametrize("built", [{"class_token": False}, {"fc_norm": True}])
+def test_pooling_that_is_not_the_default_is_asked_for_by_itself(
+    tmp_path: Path, built: dict[str, Any]
+) -> None:
+    path = saved(tmp_path, vit_state(**built))
     with pytest.raises(FamilyError, match="global_pool"):
-        load(path, config={"num_heads": 3})
-    assert load(path, config={"num_heads": 3, "global_pool": "avg"}).config["global_pool"] == "avg"
+        load(path, config=VIT)
+    said = {**VIT, "global_pool": "avg"}
+    assert load(path, config=said).config["global_pool"] == "avg"
 
 
-def test_an_image_that_is_no_square_of_patches_is_asked_for(tmp_path: Path) -> None:
-    path = saved(tmp_path, vit_state(grid=(2, 3)))
+def test_an_image_whose_patches_are_a_square_of_another_shape_is_taken(tmp_path: Path) -> None:
+    path = saved(tmp_path, vit_state(grid=(2, 8)))
+    model = load(path, config={**VIT, "img_size": [8, 32]})
+    assert model.input.shape == ("batch", 3, 8, 32)
     with pytest.raises(FamilyError, match="img_size"):
-        load(path, config={"num_heads": 3})
+        load(path, config={"num_heads": 3, "global_pool": "token"})
 
 
 @pytest.mark.parametrize(
@@ -140,7 +152,7 @@ def test_config_that_the_shapes_contradict_is_refused(
     tmp_path: Path, said: dict[str, Any], words: list[str]
 ) -> None:
     with pytest.raises(FamilyError) as caught:
-        load(saved(tmp_path, vit_state()), config=said)
+        load(saved(tmp_path, vit_state()), config={**VIT, **said})
     assert all(word in caught.value.message for word in words)
 
 
@@ -155,8 +167,8 @@ def test_config_that_the_shapes_contradict_is_refused(
 def test_config_that_says_the_same_in_another_way_is_taken(
     tmp_path: Path, said: dict[str, Any]
 ) -> None:
-    model = load(saved(tmp_path, vit_state()), config={"num_heads": 3, **said})
-    plain = load(saved(tmp_path, vit_state()), config={"num_heads": 3})
+    model = load(saved(tmp_path, vit_state()), config={**VIT, **said})
+    plain = load(saved(tmp_path, vit_state()), config=VIT)
     assert {key: model.config[key] for key in plain.config} == plain.config
 
 
@@ -171,7 +183,7 @@ def test_missing_and_unexpected_keys_are_listed_together(tmp_path: Path) -> None
     del state["blocks.1.mlp.experts.2.fc1.bias"], state["norm.weight"]
     state["surplus.weight"] = torch.ones(1)
     with pytest.raises(CheckpointError) as caught:
-        load(saved(tmp_path, state), config={"num_heads": 3})
+        load(saved(tmp_path, state), config=VIT)
     for word in ("2 missing keys", "experts.2.fc1.bias", "norm.weight", "1 unexpected", "surplus"):
         assert word in caught.value.message
 
@@ -180,7 +192,7 @@ def test_a_block_without_its_phi_is_named(tmp_path: Path) -> None:
     state = vit_state(moe=(0, 1))
     del state["blocks.1.mlp.phi"]
     with pytest.raises(CheckpointError, match=r"1 missing key: blocks\.1\.mlp\.phi$"):
-        load(saved(tmp_path, state), config={"num_heads": 3})
+        load(saved(tmp_path, state), config=VIT)
 
 
 @pytest.mark.parametrize(
@@ -199,7 +211,7 @@ def test_a_shape_that_disagrees_is_named_with_both_shapes(
     expected = list(state[key].shape)
     state[key] = torch.ones(shape)
     with pytest.raises(CheckpointError) as caught:
-        load(saved(tmp_path, state), config={"num_heads": 3})
+        load(saved(tmp_path, state), config=VIT)
     assert f"{key} has shape {list(shape)}, expected {expected}" in caught.value.message
 
 
@@ -207,18 +219,18 @@ def test_weights_without_data_are_refused(tmp_path: Path) -> None:
     state = vit_state()
     state["head.weight"] = state["head.weight"].to("meta")
     with pytest.raises(CheckpointError, match=r"head\.weight has no data"):
-        load(saved(tmp_path, state), config={"num_heads": 3})
+        load(saved(tmp_path, state), config=VIT)
 
 
 def test_left_overs_of_stacked_experts_are_skipped_even_without_data(tmp_path: Path) -> None:
     state = vit_state()
     state["blocks.1.mlp.base_expert.fc1.weight"] = torch.empty(16, 12, device="meta")
-    notes = load(saved(tmp_path, state), config={"num_heads": 3}).notes
+    notes = load(saved(tmp_path, state), config=VIT).notes
     assert "skipped 1 left-over keys base_expert.*" in notes
 
 
 def test_layers_without_scale_are_not_normalised(tmp_path: Path) -> None:
     state = vit_state()
     del state["blocks.1.mlp.scale"]
-    model = load(saved(tmp_path, state), config={"num_heads": 3})
+    model = load(saved(tmp_path, state), config=VIT)
     assert soft_moe_layers(model.module)["blocks.1.mlp"].spec.norm == "none"
