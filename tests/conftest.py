@@ -17,7 +17,7 @@ from moexport.common.files import hash_files
 from moexport.exporter.model import Model
 from moexport.exporter.trace import trace
 from moexport.tests.command import run
-from moexport.tests.recorded import DATA, SOFT_MOE, RecordedCase, read_case
+from moexport.tests.recorded import DATA, SOFT_MOE, VIT_SETS, RecordedCase, read_case
 
 
 @pytest.fixture(params=SOFT_MOE)
@@ -81,7 +81,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("exported")
     weights = DATA / "soft_moe_vit" / "weights.pt"
     outcome = run(
-        *("export", weights, "--set", "num_heads=4", "-o", folder / "out", "--k", "4,2"),
+        *("export", weights, *VIT_SETS, "-o", folder / "out", "--k", "4,2"),
         *("--lowering", "gather,grouped"),
     )
     assert outcome.code == 0, outcome.err

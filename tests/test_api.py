@@ -17,9 +17,9 @@ from moexport.commands.build import BuildFlags
 from moexport.commands.export import export as export_command
 from moexport.commands.options import ModelFlags, Verbosity, flattened
 from moexport.errors import UsageError
-from moexport.tests.recorded import DATA
+from moexport.tests.recorded import DATA, VIT_CONFIG
 
-CONFIG = {"num_heads": 4}
+CONFIG = VIT_CONFIG
 CHECKPOINT = DATA / "soft_moe_vit" / "weights.pt"
 
 
@@ -134,7 +134,7 @@ def test_bench_of_a_bundle_whose_checkpoint_is_gone_says_what_to_name(
 
 
 def test_bench_of_a_mumoe_has_no_loop_over_experts_to_compare(tmp_path: Path) -> None:
-    model = moexport.load(DATA / "mumoe_cp" / "weights.pt")
+    model = moexport.load(DATA / "mumoe_cp" / "weights.pt", config={"act": "entmax15"})
     results = moexport.bench(model, k=["n", 8], out=tmp_path / "report", round_s=0.0, **QUICK)
     assert [(row.engine, row.k, row.error) for row in results.rows] == [
         ("pytorch-eager", 32, None),

@@ -139,7 +139,7 @@ def _on_digits(directory: Path, progress: Progress) -> list[Group]:
             "mixer",
             data.test,
             _saved(data.test, directory / "mixer-test.npz"),
-            (Trained(path, {"patch_size": spec.patch}),),
+            (Trained(path, {"patch_size": spec.patch, "act": "entmax15"}),),
         ),
     ]
 

@@ -1,4 +1,8 @@
-"""From a path to named tensors: every kind of file in which people keep weights."""
+"""From a path to what its files hold: every kind of file in which people keep weights.
+
+Nothing that a file says is executed, and what it declares bounds what it may cost: a file that
+would unpack to far more than its own size is refused before it is unpacked.
+"""
 
 from __future__ import annotations
 
@@ -9,123 +13,39 @@ import pickletools
 import re
 import warnings
 import zipfile
-import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from ...errors import CheckpointError
 
-ZIP_MAGIC = b"PK\x03\x04"
-
-HARMLESS = re.compile(r"torch\.(?!nn\.modules)|collections\.OrderedDict|argparse\.Namespace")
-"""What every checkpoint refers to."""
-
-RESAVE = "re-save the weights alone: torch.save(model.state_dict(), …) or safetensors"
-
-DAMAGED = "copy or download the file again; it was probably cut short"
-
-
-def load_pickled(path: Path) -> Any:
-    """Returns the object that `torch.save` put in `path`, its tensors memory-mapped where possible.
-
-    Only tensors, containers and numbers are read, and the `argparse.Namespace` in which training
-    scripts keep their options. Raises CheckpointError for a file that is damaged or not of
-    `torch.save`, and for one that holds anything else: loading that would run code.
-    """
-    with path.open("rb") as file:
-        is_zip = file.read(4) == ZIP_MAGIC
-    try:
-        # Files of before torch 1.6 are no zip archives and cannot be mapped.
-        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
-    except pickle.UnpicklingError as error:
-        raise _refusal(path, is_zip, str(error)) from error
-    except OSError:
-        raise  # not damaged but unreadable: read_checkpoint names it
-    except Exception as error:  # a damaged pickle fails in any way: KeyError, EOFError, …
-        if "TorchScript" in str(error):
-            raise CheckpointError(
-                f"{path}: a TorchScript archive, not weights", hint=RESAVE
-            ) from error
-        raise CheckpointError(
-            f"{path}: damaged, or not a file that torch.save wrote ({_reason(error)})",
-            hint=DAMAGED,
-        ) from error
-
-
-def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
-    """The error for a pickle that torch would not read; names what it asked for."""
-    names = re.findall(r"GLOBAL ([\w.]+)", message)
-    if is_zip:
-        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
-        names += [name for name in unsafe if name != "argparse.Namespace"]
-    elif not names:
-        names = [name for name in _pickled_globals(path) if not HARMLESS.match(name)]
-    if not names:
-        return CheckpointError(f"{path}: damaged, or not a file that torch.save wrote", hint=RESAVE)
-    return _refused(path, names)
-
-
-def _refused(path: Path, names: list[str]) -> CheckpointError:
-    unique = list(dict.fromkeys(names))
-    listed = ", ".join(f"`{name}`" for name in unique[:5])
-    if any(name.startswith("torch.nn.modules.") for name in unique):
-        what = f"holds a whole pickled module and needs {listed}"
-    else:
-        what = f"would have to run {listed} to load"
-    return CheckpointError(
-        f"{path}: {what}; refused: moexport never executes pickled code", hint=RESAVE
-    )
-
-
-def _pickled_globals(path: Path) -> list[str]:
-    """Names that the pickles in a file refer to, read without executing them."""
-    names: list[str] = []
-    with path.open("rb") as file:
-        while True:
-            try:
-                names += _globals_of_next_pickle(file)
-            except (ValueError, IndexError, UnicodeDecodeError):
-                return names
-
-
-def _globals_of_next_pickle(file: IO[bytes]) -> list[str]:
-    names: list[str] = []
-    strings: list[str] = []
-    for opcode, argument, _ in pickletools.genops(file):
-        if opcode.name == "GLOBAL":
-            names.append(str(argument).replace(" ", "."))
-        elif opcode.name == "STACK_GLOBAL" and len(strings) > 1:
-            names.append(".".join(strings[-2:]))
-        elif isinstance(argument, str):
-            strings.append(argument)
-    return names
-
-
-def _reason(error: Exception) -> str:
-    if "central directory" in str(error):
-        return "the end of the zip archive is missing"
-    first_line = str(error).partition("\n")[0][:200]
-    return first_line if " " in first_line else type(error).__name__
-
-
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
-
 SUFFIXES = (*PICKLED, ".safetensors", ".npz")
-
 INDEX = ".index.json"
 
 STANDARD = ("model.safetensors", "pytorch_model.bin")
 """What Hugging Face's libraries call the weights, in the order in which they prefer them; beside
 them lie `config.json`, and in a Trainer's folder its optimizer and its arguments."""
+
+RESAVE = "re-save the weights alone: torch.save(model.state_dict(), …) or safetensors"
+DAMAGED = "copy or download the file again; it was probably cut short"
+
+SMALL_BYTES = 128 << 20
+"""What a file may unpack to, however small it is."""
+
+TIMES = 64
+"""A larger file may unpack to so many times its size: layers that share weights, compression."""
+
+
+def allowed_bytes(size: int) -> int:
+    """Returns how many bytes of numbers files of a size may declare."""
+    return max(SMALL_BYTES, TIMES * size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +61,9 @@ class WeightFiles:
     config: Path | None = None
 
 
+# --- which files -------------------------------------------------------------------------------
+
+
 def find_files(source: Path) -> WeightFiles:
     """Returns the weight files that `source` means: a file, an index of shards, or a folder.
 
@@ -151,8 +74,9 @@ def find_files(source: Path) -> WeightFiles:
         return _find_in_folder(source)
     if not source.exists():
         raise CheckpointError(f"{source}: no such file", hint="check the path")
-    beside = source.parent / "config.json"
-    config = beside if beside.is_file() else None
+    if not source.is_file():
+        raise CheckpointError(f"{source}: neither a file nor a folder", hint="check the path")
+    config = _config_in(source.parent)
     if source.name.endswith(INDEX):
         return _read_index(source, config)
     if source.suffix.lower() not in SUFFIXES:
@@ -163,6 +87,11 @@ def find_files(source: Path) -> WeightFiles:
     return WeightFiles((source,), {}, config if source.name in STANDARD else None)
 
 
+def _config_in(folder: Path) -> Path | None:
+    config = folder / "config.json"
+    return config if config.is_file() else None
+
+
 def _find_in_folder(folder: Path) -> WeightFiles:
     if (folder / "manifest.json").is_file() and (folder / "weights.bin").is_file():
         raise CheckpointError(
@@ -170,8 +99,6 @@ def _find_in_folder(folder: Path) -> WeightFiles:
             hint=f"give the checkpoint that it was exported from: `moexport inspect {folder}` "
             "names it",
         )
-    config = folder / "config.json"
-    found_config = config if config.is_file() else None
     found = sorted(folder.glob(f"*{INDEX}"))
     if not found:
         found = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
@@ -188,9 +115,10 @@ def _find_in_folder(folder: Path) -> WeightFiles:
             f"{folder}: {len(found)} files could be the weights ({names})",
             hint="give the path of the one that is meant",
         )
+    config = _config_in(folder)
     if found[0].name.endswith(INDEX):
-        return _read_index(found[0], found_config)
-    return WeightFiles((found[0],), {}, found_config)
+        return _read_index(found[0], config)
+    return WeightFiles((found[0],), {}, config)
 
 
 def _read_index(index: Path, config: Path | None) -> WeightFiles:
@@ -198,27 +126,29 @@ def _read_index(index: Path, config: Path | None) -> WeightFiles:
     try:
         weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         placed = {str(key): str(name) for key, name in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f'{index}: not an index of shards: it needs {{"weight_map": {{key: file}}}}'
         ) from error
     if not placed:
         raise CheckpointError(f"{index}: lists no weights")
-    names = sorted(set(placed.values()))
-    outside = [name for name in names if Path(name).name != name]
+    keys: dict[str, list[str]] = {}
+    for key, name in sorted(placed.items(), key=lambda item: item[1]):
+        keys.setdefault(name, []).append(key)
+    outside = [name for name in keys if Path(name).name != name or "\0" in name]
     if outside:
-        raise CheckpointError(f"{index}: shards must lie beside the index, not at {outside[0]}")
-    missing = [name for name in names if not (index.parent / name).is_file()]
+        raise CheckpointError(f"{index}: shards must lie beside the index, not at {outside[0]!r}")
+    missing = [name for name in keys if not (index.parent / name).is_file()]
     if missing:
         raise CheckpointError(
-            f"{index}: {len(missing)} of {len(names)} shards are missing: {', '.join(missing[:6])}",
+            f"{index}: {len(missing)} of {len(keys)} shards are missing: {', '.join(missing[:6])}",
             hint=f"put them into {index.parent}",
         )
-    keys = {
-        index.parent / name: tuple(key for key, place in placed.items() if place == name)
-        for name in names
-    }
-    return WeightFiles(tuple(keys), keys, config)
+    shards = {index.parent / name: tuple(placed) for name, placed in keys.items()}
+    return WeightFiles(tuple(shards), shards, config)
+
+
+# --- what is in them ---------------------------------------------------------------------------
 
 
 def read_files(found: WeightFiles) -> Mapping[str, Any]:
@@ -242,49 +172,152 @@ def read_file(path: Path) -> Mapping[str, Any]:
     """Returns the mapping that one file holds; raises CheckpointError when it cannot be read."""
     if path.stat().st_size == 0:
         raise CheckpointError(f"{path}: the file is empty", hint=DAMAGED)
-    match path.suffix.lower():
-        case ".safetensors":
-            return _read_safetensors(path)
-        case ".npz":
-            return _read_npz(path)
-    content = load_pickled(path)
-    if isinstance(content, Tensor):
-        raise CheckpointError(f"{path}: holds a single tensor, not a state dict")
+    kinds: dict[str, Callable[[Path], Any]] = {
+        ".safetensors": _read_safetensors,
+        ".npz": _read_npz,
+    }
+    try:
+        content = kinds.get(path.suffix.lower(), _read_pickled)(path)
+    except (CheckpointError, OSError, MemoryError):
+        raise  # what is not damaged but unreadable is named by read_checkpoint
+    except Exception as error:  # a damaged file fails in any way: KeyError, EOFError, …
+        raise _damaged(path, error) from error
     if not isinstance(content, Mapping):
-        raise CheckpointError(f"{path}: holds a {type(content).__name__}, not a state dict")
+        what = "single tensor" if isinstance(content, Tensor) else type(content).__name__
+        raise CheckpointError(f"{path}: holds a {what}, not a state dict")
     return content
 
 
+def _damaged(path: Path, error: Exception) -> CheckpointError:
+    text = str(error)
+    first_line = text.partition("\n")[0][:200]
+    if "TorchScript" in text:
+        return CheckpointError(f"{path}: a TorchScript archive, not weights", hint=RESAVE)
+    if "not enough memory" in text or "can't allocate memory" in text:
+        return CheckpointError(
+            f"{path}: there is not the memory to read it", hint="use a machine with more memory"
+        )
+    reason = first_line if " " in first_line else type(error).__name__
+    if "central directory" in text:
+        reason = "the end of the zip archive is missing"
+    return CheckpointError(
+        f"{path}: damaged, or not a {path.suffix.lower()} file ({reason})", hint=DAMAGED
+    )
+
+
 def _read_safetensors(path: Path) -> dict[str, Tensor]:
-    try:
-        with safe_open(path, framework="pt", device="cpu") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: damaged safetensors file: {error}", hint=DAMAGED) from error
+    with safe_open(path, framework="pt", device="cpu") as file:
+        return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (no mapping)
+
+
+def _check_archive(path: Path) -> None:
+    """Raises CheckpointError for a zip archive that would unpack to far more than its size."""
+    size = path.stat().st_size
+    with zipfile.ZipFile(path) as archive:
+        unpacked = sum(entry.file_size for entry in archive.infolist())
+    if unpacked > allowed_bytes(size):
+        raise CheckpointError(
+            f"{path}: {size} bytes that would unpack to {unpacked}", hint="save it uncompressed"
+        )
 
 
 def _read_npz(path: Path) -> dict[str, Any]:
-    if not zipfile.is_zipfile(path):
-        raise CheckpointError(f"{path}: damaged, or not a .npz file", hint=DAMAGED)
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return dict(_values(path, arrays.items()))
-    except (zipfile.BadZipFile, zlib.error, EOFError) as error:
-        raise CheckpointError(f"{path}: damaged .npz file: {error}", hint=DAMAGED) from error
-    except ValueError as error:
-        raise CheckpointError(
-            f"{path}: holds more than plain arrays ({error}); pickled objects are never executed",
-            hint="save a flat dict of arrays: numpy.savez(path, **arrays)",
-        ) from error
+    _check_archive(path)
+    with warnings.catch_warnings(), np.load(path, allow_pickle=False) as arrays:
+        warnings.simplefilter("ignore")
+        if not isinstance(arrays, np.lib.npyio.NpzFile):
+            raise CheckpointError(f"{path}: a single array, and not a .npz file", hint=DAMAGED)
+        return dict(_values(path, arrays))
 
 
-def _values(path: Path, arrays: Iterable[tuple[str, np.ndarray]]) -> Iterable[tuple[str, Any]]:
+def _values(path: Path, arrays: Mapping[str, np.ndarray]) -> Iterable[tuple[str, Any]]:
     """Arrays as tensors; texts, which some scripts save beside them, as they are."""
-    for key, array in arrays:
+    for key in arrays:
         try:
-            yield key, str(array) if array.dtype.kind in "US" else torch.from_numpy(array)
+            array = arrays[key]
+        except ValueError as error:
+            if "pickle" not in str(error):
+                raise
+            raise CheckpointError(
+                f"{path}: {key} holds more than a plain array; pickled objects are never executed",
+                hint="save a flat dict of arrays: numpy.savez(path, **arrays)",
+            ) from error
+        if not isinstance(array, np.ndarray) or array.dtype.kind in "US":
+            yield key, str(array)
+            continue
+        try:
+            yield key, torch.from_numpy(array.astype(array.dtype.newbyteorder("="), copy=False))
         except TypeError as error:
             raise CheckpointError(
                 f"{path}: {key} has dtype {array.dtype}, which PyTorch cannot read",
                 hint="save it as float32",
             ) from error
+
+
+def _read_pickled(path: Path) -> Any:
+    """Returns the object that `torch.save` put in `path`, its tensors memory-mapped where possible.
+
+    Only tensors, containers and numbers are read, and the `argparse.Namespace` in which training
+    scripts keep their options. Raises CheckpointError for a file that holds anything else: loading
+    that would run code.
+    """
+    # Files of before torch 1.6 are no zip archives and cannot be mapped.
+    with path.open("rb") as file:
+        is_zip = file.read(4) == b"PK\x03\x04"
+    if is_zip:
+        _check_archive(path)
+    try:
+        with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+    except pickle.UnpicklingError as error:
+        raise _refusal(path, is_zip, str(error)) from error
+
+
+HARMLESS = re.compile(r"torch\.(?!nn\.modules)|collections\.OrderedDict|argparse\.Namespace")
+"""What every checkpoint refers to."""
+
+
+def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
+    """The error for a pickle that torch would not read; names what it asked for."""
+    names = re.findall(r"GLOBAL ([\w.]+)", message)
+    if is_zip:
+        unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        names += [name for name in unsafe if name != "argparse.Namespace"]
+    elif not names:
+        names = [name for name in _pickled_globals(path) if not HARMLESS.match(name)]
+    if not names:
+        return CheckpointError(f"{path}: damaged, or not a file that torch.save wrote", hint=RESAVE)
+    unique = list(dict.fromkeys(names))
+    listed = ", ".join(f"`{name}`" for name in unique[:5])
+    if any(name.startswith("torch.nn.modules.") for name in unique):
+        what = f"holds a whole pickled module and needs {listed}"
+    else:
+        what = f"would have to run {listed} to load"
+    return CheckpointError(
+        f"{path}: {what}; refused: moexport never executes pickled code", hint=RESAVE
+    )
+
+
+def _pickled_globals(path: Path) -> list[str]:
+    """Names that the pickles in a file refer to, read without executing them."""
+    names: list[str] = []
+    with path.open("rb") as file:
+        while True:
+            try:
+                names += _globals_of_next_pickle(file)
+            except (ValueError, IndexError):
+                return names
+
+
+def _globals_of_next_pickle(file: IO[bytes]) -> list[str]:
+    names: list[str] = []
+    strings: list[str] = []
+    for opcode, argument, _ in pickletools.genops(file):
+        if opcode.name == "GLOBAL":
+            names.append(str(argument).replace(" ", "."))
+        elif opcode.name == "STACK_GLOBAL" and len(strings) > 1:
+            names.append(".".join(strings[-2:]))
+        elif isinstance(argument, str):
+            strings.append(argument)
+    return names

@@ -17,9 +17,9 @@ from moexport.bench.specialise import ExpertEffect, Specialisation, polysemantic
 from moexport.graphs.layers.mumoe import mumoe_layers
 from moexport.tests.bench.heads import trained_head
 from moexport.tests.command import run, run_program
-from moexport.tests.recorded import DATA
+from moexport.tests.recorded import DATA, ENTMAX
 
-CONFIG = {"input_rank": 2}
+CONFIG = {"input_rank": 2, "act": "entmax15"}
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,9 @@ def test_a_layer_whose_experts_change_nothing_is_drawn_too(tmp_path: Path) -> No
     state["MuMoE.factors.2"].zero_()  # every input is class 0, whatever is removed
     torch.save(state, tmp_path / "dead.pt")
     np.savez(tmp_path / "x.npz", input=np.ones((3, 24), np.float32), label=[0, 0, 1])
-    outcome = run("specialise", tmp_path / "dead.pt", "--data", tmp_path / "x.npz", "-o", tmp_path)
+    outcome = run(
+        "specialise", tmp_path / "dead.pt", *ENTMAX, "--data", tmp_path / "x.npz", "-o", tmp_path
+    )
     assert outcome.code == 0, outcome.err
     assert "experts     0 of 32 change" in outcome.out
     assert json.loads((tmp_path / "specialise.json").read_text())["mean_polysemanticity"] is None

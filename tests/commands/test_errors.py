@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.tests.command import Outcome, run
-from moexport.tests.recorded import DATA, read_case
+from moexport.tests.recorded import DATA, VIT_SETS, read_case
 
 LAYER = DATA / "soft_moe_lucidrains" / "weights.pt"  # one MoE layer of 4 experts
 VIT = DATA / "soft_moe_vit" / "weights.pt"  # two of 8
@@ -70,9 +70,9 @@ def test_a_k_that_does_not_fit_the_model(k: str, message: str, hint: str, tmp_pa
 
 
 def test_a_list_of_k_names_the_layers_that_it_must_fit(tmp_path: Path) -> None:
-    outcome = refuse(tmp_path, "--set", "num_heads=4", "--k", "4,4,4", weights=VIT)
+    outcome = refuse(tmp_path, *VIT_SETS, "--k", "4,4,4", weights=VIT)
     assert_refused(outcome, "3 values for 2 MoE layers", "blocks.2.mlp, blocks.3.mlp")
-    outcome = refuse(tmp_path, "--set", "num_heads=4", "--k", "4,9", weights=VIT)
+    outcome = refuse(tmp_path, *VIT_SETS, "--k", "4,9", weights=VIT)
     assert_refused(outcome, "--k 9: layer blocks.3.mlp has 8 experts", "1 ≤ k ≤ 8")
 
 
@@ -395,7 +395,7 @@ def test_an_empty_name_is_not_the_current_folder(
 
 
 def test_sizes_of_an_axis_that_is_not_there_are_refused(tmp_path: Path, exported: Path) -> None:
-    outcome = refuse(tmp_path, "--set", "num_heads=4", "--tokens", "1:8:64", weights=VIT)
+    outcome = refuse(tmp_path, *VIT_SETS, "--tokens", "1:8:64", weights=VIT)
     message = (
         "--tokens 1:8:64: the model has no token axis: its input 'input' is (batch, 3, 32, 32)"
     )

@@ -120,7 +120,7 @@ def test_a_checkpoint_is_loaded_written_and_run_a_part_at_a_time(
     )
     assert path.stat().st_size > 6 * layer_bytes
     with most_mapped_bytes() as loading:
-        model = load(path, config={"num_heads": 4})
+        model = load(path, config={"num_heads": 4, "rest": "default"})
     job = export_job(model, ExportOptions(k=2))
     planned = export_plan(job)
     x = parity_inputs(model, job.fixed, None)

@@ -18,7 +18,7 @@ from moexport.exporter.bundle.bundle import Bundle
 from moexport.graphs.layers.mumoe import mumoe_layers
 from moexport.tests.command import Outcome, run
 from moexport.tests.commands.test_errors import assert_refused
-from moexport.tests.recorded import DATA, read_case
+from moexport.tests.recorded import DATA, ENTMAX, VIT_CONFIG, VIT_SETS, read_case
 
 VIT = DATA / "soft_moe_vit" / "weights.pt"  # blocks.2.mlp and blocks.3.mlp, 8 experts each
 TWO_LEVELS = DATA / "mumoe_tr_2level" / "weights.pt"  # 16 and 4 experts, 24 wide, 10 outputs
@@ -58,7 +58,7 @@ def rewriting(folder: Path, *entries: object) -> Path:
 
 def test_an_ablated_export_is_that_of_a_checkpoint_with_zeros(tmp_path: Path) -> None:
     outcome = run(
-        *("export", VIT, "--set", "num_heads=4", "-o", tmp_path / "out", "--lowering"),
+        *("export", VIT, *VIT_CONFIG, VIT_SETS, "-o", tmp_path / "out", "--lowering"),
         *("dense,grouped", "--ablate", "blocks.2.mlp:3,5", "--ablate", "blocks.3.mlp:0"),
     )
     assert outcome.code == 0, outcome.err
@@ -69,7 +69,7 @@ def test_an_ablated_export_is_that_of_a_checkpoint_with_zeros(tmp_path: Path) ->
     x = read_case("soft_moe_vit").x
     bundle = Bundle.open(tmp_path / "out")
     for graph in bundle.manifest.graphs:
-        assert_close(bundle.session(graph.file)(x), in_pytorch(other, x, num_heads=4))
+        assert_close(bundle.session(graph.file)(x), in_pytorch(other, x, **VIT_CONFIG))
     assert bundle.manifest.parity is not None
     assert bundle.manifest.parity["untouched_cosine"] < 0.9999  # the model without edits
     assert bundle.manifest.edits == [
@@ -87,7 +87,17 @@ def mumoe_bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Level 1 without expert 2 and level 2 without expert 0; output 7 re-written; k an input."""
     folder = tmp_path_factory.mktemp("edited")
     outcome = run(
-        *("export", TWO_LEVELS, "-o", folder / "out", "--ablate", "layer:1.2,2.0", "--k", "input"),
+        *(
+            "export",
+            TWO_LEVELS,
+            *ENTMAX,
+            "-o",
+            folder / "out",
+            "--ablate",
+            "layer:1.2,2.0",
+            "--k",
+            "input",
+        ),
         *("--rewrite", rewriting(folder, entry())),
     )
     assert outcome.code == 0, outcome.err
@@ -99,7 +109,7 @@ def test_a_hierarchy_is_edited_by_level(mumoe_bundle: Path, tmp_path: Path) -> N
     other = zeroed(TWO_LEVELS, places, tmp_path)
     x = read_case("mumoe_tr_2level").x[:, None].astype(np.float32)
     expected = in_pytorch(other, x)
-    (layer,) = mumoe_layers(moexport.load(TWO_LEVELS).module).values()
+    (layer,) = mumoe_layers(moexport.load(TWO_LEVELS, config={"act": "entmax15"}).module).values()
     first, second = (a.numpy().copy() for a in layer.coefficients(torch.from_numpy(x)))
     first[..., 2], second[..., 0] = 0, 0  # what is ablated re-writes nothing either
     expected[..., 7] += -30.0 * first.mean(-1) * second.mean(-1)
@@ -136,13 +146,13 @@ def test_a_benchmark_keeps_the_untouched_model_beside_the_edited(
     assert [row.k for row in edited] == [16, 2]
     for row in edited:  # each is right as the edited model, which is another one
         assert row.error is None and row.parity is not None and row.parity.cosine > 0.999999
-    y, trained = bundle.session()(x, 16), in_pytorch(TWO_LEVELS, x)
+    y, trained = bundle.session()(x, 16), in_pytorch(TWO_LEVELS, x, act="entmax15")
     assert np.abs(y - trained).max() > 0.1 * np.abs(trained).max()
 
 
 def test_python_takes_the_same_edits(mumoe_bundle: Path, tmp_path: Path) -> None:
     bundle = moexport.export(
-        moexport.load(TWO_LEVELS),
+        moexport.load(TWO_LEVELS, config={"act": "entmax15"}),
         tmp_path / "out",
         k="input",
         ablate=["layer:1.2", "layer:2.0"],
@@ -156,7 +166,7 @@ def test_python_takes_the_same_edits(mumoe_bundle: Path, tmp_path: Path) -> None
 
 
 def refuse(folder: Path, *options: str | Path, weights: Path = TWO_LEVELS) -> Outcome:
-    more = ("--set", "num_heads=4") if weights == VIT else ()
+    more = VIT_SETS if weights == VIT else ENTMAX
     outcome = run("export", weights, "-o", folder / "out", *more, *options)
     assert {path.name for path in folder.iterdir()} <= {"rewrite.json"}
     return outcome

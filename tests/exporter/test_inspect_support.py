@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.tests.command import run
-from moexport.tests.recorded import RecordedCase, read_case
+from moexport.tests.recorded import ENTMAX, RecordedCase, read_case
 
 
 def feed(case: RecordedCase, folder: Path) -> Path:
@@ -53,15 +53,15 @@ def test_every_layer_and_level_is_listed(tmp_path: Path) -> None:
         "transformer.h.1.mlp.MuMoE_layer",
     ]
     levels = read_case("mumoe_tr_2level")
-    outcome = run("inspect", levels.weights, "--data", feed(levels, tmp_path), "--json")
+    outcome = run("inspect", levels.weights, *ENTMAX, "--data", feed(levels, tmp_path), "--json")
     rows = json.loads(outcome.out)["support"]
     assert [(row["level"], row["experts"]) for row in rows] == [(1, 16), (2, 4)]
-    shown = run("inspect", levels.weights, "--data", tmp_path / "x.npz")
+    shown = run("inspect", levels.weights, *ENTMAX, "--data", tmp_path / "x.npz")
     assert "Coefficients that are not zero" in shown.out
 
 
 def test_the_cost_of_a_mumoe_is_the_same_for_every_k() -> None:
-    outcome = run("inspect", read_case("mumoe_cp").weights, "--json")
+    outcome = run("inspect", read_case("mumoe_cp").weights, *ENTMAX, "--json")
     costs = json.loads(outcome.out)["costs"]
     assert {cost["macs_share"] for cost in costs} == {1.0}
     assert {cost["bytes_share"] for cost in costs} == {1.0}

@@ -17,6 +17,7 @@ from moexport.graphs.layers.mumoe import Form, GateActivation, MuMoE, MuMoESpec
 from moexport.tests.command import Outcome, run
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import formula, random_layer, state_of
+from moexport.tests.recorded import ENTMAX
 
 RTOL = 1e-4  # of max|y|
 
@@ -39,7 +40,7 @@ def saved(layer: MuMoE, folder: Path) -> Path:
 
 
 def export(layer: MuMoE, folder: Path, *options: str) -> Outcome:
-    return run("export", saved(layer, folder), "-o", folder / "out", *options)
+    return run("export", saved(layer, folder), *ENTMAX, "-o", folder / "out", *options)
 
 
 def assert_computes_the_formula(layer: MuMoE, bundle: Bundle, k: int, given: int | None) -> None:
@@ -84,7 +85,9 @@ def test_few_tokens_are_gathered_for_by_themselves(tmp_path: Path) -> None:
     checkpoint = saved(layer, tmp_path)
     chosen = {}
     for k in ("2", "n"):
-        plan = run("export", checkpoint, "-o", tmp_path / "out", "--dry-run", "--json", "--k", k)
+        plan = run(
+            "export", checkpoint, *ENTMAX, "-o", tmp_path / "out", "--dry-run", "--json", "--k", k
+        )
         assert plan.code == 0, plan.err
         chosen[k] = json.loads(plan.out)["graphs"]["model.onnx"][0]["lowering"]
     assert set(chosen.values()) <= {"gathered", "unfactorised"}
@@ -106,7 +109,7 @@ def test_the_config_says_the_form_and_loads_the_same_layer_again(
     form: Form, name: str, tmp_path: Path
 ) -> None:
     layer = random_layer(spec_of(form, (8, 4), block=True))
-    model = load(saved(layer, tmp_path))
+    model = load(saved(layer, tmp_path), config={"act": "entmax15"})
     assert model.config["MuMoE_layer"] == name
     assert model.config["ranks"] == ([3, 4, 5, 6] if form == "tucker" else None)
     assert json.loads(json.dumps(model.config)) == model.config
@@ -115,7 +118,7 @@ def test_the_config_says_the_form_and_loads_the_same_layer_again(
 
 def test_the_cost_of_an_unfactorised_layer_falls_with_k(tmp_path: Path) -> None:
     checkpoint = saved(random_layer(spec_of("full", (64,), bias=False)), tmp_path)
-    costs = json.loads(run("inspect", checkpoint, "--json").out)["costs"]
+    costs = json.loads(run("inspect", checkpoint, *ENTMAX, "--json").out)["costs"]
     assert [cost["bytes_share"] for cost in costs] == [1, 1 / 2, 1 / 4, 1 / 8]
 
 
@@ -150,7 +153,7 @@ def test_tensors_that_do_not_fit_are_refused(
 ) -> None:
     state = {**state_of(random_layer(spec_of(form, (8, 4)))), **changes}
     torch.save({k: t for k, t in state.items() if t is not None}, tmp_path / "layer.pt")
-    outcome = run("export", tmp_path / "layer.pt", "-o", tmp_path / "out")
+    outcome = run("export", tmp_path / "layer.pt", *ENTMAX, "-o", tmp_path / "out")
     assert outcome.code == 1
     assert "layer.pt" in outcome.error
     assert re.search(words, outcome.error), outcome.error

@@ -31,6 +31,7 @@ from moexport.errors import FeedError, UsageError
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.inputs import random_inputs
 from moexport.exporter.model import Model
+from moexport.tests.recorded import VIT_CONFIG
 from torch import Tensor
 
 DATA = Path(__file__).parents[2] / "data"
@@ -45,7 +46,7 @@ def few(digits: Digits) -> LabelledData:
 @pytest.fixture(scope="module")
 def vit() -> tuple[Model, LabelledData]:
     """Two layers of 8 experts and what they make of a few inputs: its scores are no sums."""
-    model = load(DATA / "soft_moe_vit" / "weights.pt", config={"num_heads": 4})
+    model = load(DATA / "soft_moe_vit" / "weights.pt", config=VIT_CONFIG)
     x = random_inputs(model, 6)
     labels = untouched(model).infer(x).argmax(axis=1)
     return model, LabelledData(x, labels.astype(np.int64))
@@ -179,7 +180,7 @@ def test_the_digits_are_studied_by_sums(model: Model, few: LabelledData) -> None
 def test_what_cannot_be_analysed_is_refused(model: Model, few: LabelledData) -> None:
     with pytest.raises(FeedError, match="the analyses of digits need labels"):
         classifier("digits", model, LabelledData(few.inputs, None), 64)
-    mumoe = load(DATA / "mumoe_cp" / "weights.pt")
+    mumoe = load(DATA / "mumoe_cp" / "weights.pt", config={"act": "entmax15"})
     inputs = LabelledData(np.zeros((1, mumoe.layers["layer"].spec.dim), np.float32), None)
     with pytest.raises(UsageError, match="head has no Soft MoE layer"):
         classifier("head", mumoe, inputs, 64)

@@ -15,7 +15,7 @@ from moexport.errors import TraceError
 from moexport.exporter.model import Model
 from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings.cost import WorkOf
-from moexport.tests.recorded import DATA, read_case
+from moexport.tests.recorded import DATA, VIT_CONFIG, read_case
 from torch import Tensor, nn
 
 RATES = Rates(stream_gb_s=10.0, matmul_gflop_s=100.0, int8_gop_s=400.0)
@@ -51,7 +51,7 @@ def test_int8_experts_move_a_quarter_and_compute_integers() -> None:
 
 
 def test_a_backbone_multiply_adds_are_counted_without_its_moe_layers() -> None:
-    model = moexport.load(DATA / "soft_moe_vit" / "weights.pt", config={"num_heads": 4})
+    model = moexport.load(DATA / "soft_moe_vit" / "weights.pt", config=VIT_CONFIG)
     _, channels, size, _ = model.input.shape
     assert isinstance(size, int) and isinstance(channels, int)
     work = work_of(model, np.zeros((2, channels, size, size), np.float32))

@@ -15,7 +15,7 @@ import pytest
 from moexport.errors import BundleError
 from moexport.exporter.bundle.destination import atomic_directory
 from moexport.tests.command import Outcome, run, start
-from moexport.tests.recorded import DATA
+from moexport.tests.recorded import DATA, VIT_SETS
 
 LAYER = DATA / "soft_moe_lucidrains" / "weights.pt"
 
@@ -221,7 +221,7 @@ def writers(exported: Path, tmp_path: Path) -> dict[str, tuple[str | Path, ...]]
     np.savez(labelled, input=images, label=np.array([0, 1]))
     results = tmp_path / "results.json"
     results.write_text('{"schema": 1, "environment": {}, "model": null, "models": [], "rows": []}')
-    vit, heads = DATA / "soft_moe_vit" / "weights.pt", ("--set", "num_heads=4", "-q")
+    vit, heads = DATA / "soft_moe_vit" / "weights.pt", (*VIT_SETS, "-q")
     quick = ("--k", "2", "--engine", "onnxruntime", "--no-memory")
     return {
         "y.npz": ("run", exported, "-i", x),
@@ -367,7 +367,7 @@ def test_a_destination_that_appeared_meanwhile_is_not_overwritten(tmp_path: Path
 def test_a_dry_run_writes_nothing_and_gives_each_reason(tmp_path: Path) -> None:
     vit = DATA / "soft_moe_vit" / "weights.pt"
     place = tmp_path / "a" / "out"
-    options = ("--set", "num_heads=4", "-o", place, "--k", "2,8", "--lowering", "auto,grouped")
+    options = (*VIT_SETS, "-o", place, "--k", "2,8", "--lowering", "auto,grouped")
     outcome = run("export", vit, *options, "--dry-run")
     assert outcome.code == 0, outcome.err
     assert list(tmp_path.iterdir()) == []

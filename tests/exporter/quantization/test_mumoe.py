@@ -188,7 +188,7 @@ def test_int8_keeps_the_accuracy_of_a_trained_head(form: Form, rank: int, tmp_pa
     rows = (torch.randint(len(images), (128,)) for _ in range(80))
     batches = ((images[chosen], labels[chosen]) for chosen in rows)
     mumoe_demo.save(mumoe_demo.fit(head, batches, 80, 5e-3), tmp_path / "head.pt")
-    model = moexport.load(tmp_path / "head.pt", config={"input_rank": 2})
+    model = moexport.load(tmp_path / "head.pt", config={"input_rank": 2, "act": "entmax15"})
     x = data.test.inputs.reshape(len(data.test.inputs), -1)
     right = {}
     for precision in ("fp32", "int8"):

@@ -54,7 +54,16 @@ def test_a_head_that_lies_beside_its_backbone_compiles(tmp_path: Path) -> None:
     state = torch.load(read_case("mumoe_cp").weights, weights_only=True)
     head = {f"1.{key}": tensor for key, tensor in state.items()}
     torch.save({"0.patch_embed.proj.weight": torch.ones(8, 3, 2, 2), **head}, tmp_path / "clip.pt")
-    options = ("--k", "2", "--target", "tensorrt-rtx", "--no-engine", "--no-verify")
+    options = (
+        "--set",
+        "act=entmax15",
+        "--k",
+        "2",
+        "--target",
+        "tensorrt-rtx",
+        "--no-engine",
+        "--no-verify",
+    )
     outcome = run("export", tmp_path / "clip.pt", "-o", tmp_path / "out", *options)
     assert outcome.code == 0, outcome.err
     bundle = tmp_path / "out"
