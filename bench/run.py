@@ -19,7 +19,7 @@ import torch
 
 from ..common.console import Progress, Silent
 from ..common.environment import environment
-from ..common.files import hash_files, sha256
+from ..common.files import sha256
 from ..common.writing import check_file, check_folder, make_folder, told, write_text
 from ..errors import FeedError, UsageError
 from ..exporter.axes import fits
@@ -206,7 +206,7 @@ def model_info(candidate: Candidate) -> ModelInfo:
     model, source = candidate.model, candidate.model.source
     parameters = sum(p.numel() for p in model.module.parameters())
     weights = (tensor.detach().cpu().numpy() for tensor in model.module.state_dict().values())
-    sha256 = hash_files(source.files) if source.files else fingerprint(*weights)
+    sha256 = source.sha256() if source.files else fingerprint(*weights)
     return ModelInfo(candidate.name, model.family, source.path, parameters, sha256)
 
 

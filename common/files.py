@@ -16,10 +16,10 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import OutputError
+from ..errors import MoexportError, OutputError
 from .writing import locked, whole_file, write_text
 
 STEP_BYTES = 256 << 20
@@ -103,6 +103,61 @@ def sha256(path: Path) -> str:
     """Returns the SHA-256 of a file as hex digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Watched:
+    """Files as they were at one moment: what the system says of each, and their SHA-256.
+
+    `states` are size, times of change and identity; as long as they stay, so do the contents.
+    """
+
+    files: tuple[Path, ...]
+    states: tuple[tuple[int, ...], ...]
+    sha256: str = ""
+
+    @classmethod
+    def now(cls, files: Sequence[Path]) -> Watched:
+        """Returns files as they are, without a hash."""
+        return cls(tuple(files), tuple(_state(file) for file in files))
+
+    def hashed(self) -> Watched:
+        """Returns the same with the files' SHA-256."""
+        return replace(self, sha256=hash_files(self.files))
+
+    def check_states(self, error: type[MoexportError]) -> None:
+        """Raises `error` for a file that was changed, replaced or removed since, by its state."""
+        for file, state in zip(self.files, self.states, strict=True):
+            if _state(file) != state:
+                raise _changed(file, error)
+
+    def check(self, error: type[MoexportError]) -> None:
+        """Raises `error` for a file with other contents than it had.
+
+        Only a file of which the system says something else is hashed again.
+        """
+        states = tuple(_state(file) for file in self.files)
+        if states == self.states:
+            return
+        if any(not state for state in states) or hash_files(self.files) != self.sha256:
+            pairs = zip(self.files, states, self.states, strict=True)
+            raise _changed(next(f for f, now, then in pairs if now != then), error)
+
+
+def _state(file: Path) -> tuple[int, ...]:
+    """Identity, size and times of change; empty for a file that is not there."""
+    try:
+        found = file.stat()
+    except OSError:
+        return ()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _changed(file: Path, error: type[MoexportError]) -> MoexportError:
+    what = "was changed" if file.exists() else "was removed"
+    return error(
+        f"{file} {what} while it was read", hint="run again when the file is no longer written to"
+    )
 
 
 def hash_files(files: Sequence[Path]) -> str:

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from ..common.files import Reading
+from ..common.files import Reading, Watched, hash_files
 from ..common.user_code import names_code
-from ..errors import UsageError
+from ..errors import CheckpointError, UsageError
 from ..graphs.layers.base import LayerEdits, MoELayer, MoESpec, Rewrite, moe_layers, sharing_weights
 from .edits import NO_EDITS, Ablation, Edits, LayerRewrite
 
@@ -53,6 +53,7 @@ class Source:
 
     `mapped` are the files that its weights may be mapped from: those, and one of converted weights.
     `adapters` name the functions that said what layers of the factory's network are.
+    `watched` are the files as they were loaded.
     """
 
     path: str
@@ -60,12 +61,23 @@ class Source:
     weights: str | None = None
     mapped: tuple[Path, ...] = ()
     adapters: tuple[str, ...] = ()
+    watched: Watched | None = None
 
     @property
     def elsewhere(self) -> bool:
         """Whether another process can load it: not where code is of a notebook or this script."""
         by_name = all(names_code(a) and not a.startswith("__main__:") for a in self.adapters)
         return by_name and bool(self.files or names_code(self.path))
+
+    def sha256(self) -> str:
+        """Returns the SHA-256 of the files as they were loaded; empty where there are none.
+
+        Raises CheckpointError where one of them was changed, replaced or removed since.
+        """
+        if self.watched is None:
+            return hash_files(self.files)
+        self.watched.check(CheckpointError)
+        return self.watched.sha256
 
 
 @dataclass(frozen=True)

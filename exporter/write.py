@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from ..common.console import Progress
 from ..common.environment import environment
-from ..common.files import Reading, hash_files, sha256
+from ..common.files import Reading, sha256
 from ..graphs.lower import Lowered, LoweringRequest, lower
 from ..graphs.names import K_INPUT
 from ..graphs.precision.types import FLOAT_TYPES
@@ -179,7 +179,7 @@ def manifest_of(
         moexport=metadata.version("moexport"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         source=SourceRecord(
-            model.source.path, hash_files(model.source.files), model.family, dict(model.config)
+            model.source.path, model.source.sha256(), model.family, dict(model.config)
         ),
         layers=[
             _layer_record(layer, plan.precision.layers[layer.name], lowered[main.file])

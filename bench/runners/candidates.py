@@ -12,7 +12,6 @@ from typing import cast, get_args
 
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
-from ...common.files import hash_files
 from ...common.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
 from ...exporter.axes import AxisRange
@@ -342,7 +341,7 @@ def _source_of(bundle: Bundle) -> Model:
             hint=f"name the checkpoint before the bundle: moexport bench CHECKPOINT {bundle.path}",
         )
     model = load(path, family=source.family, config=source.config)
-    if hash_files(model.source.files) != source.sha256:
+    if model.source.sha256() != source.sha256:
         raise UsageError(
             f"{path}: is not the checkpoint that {bundle.path} was made from (SHA-256 differs)",
             hint="export again, or name the right checkpoint before the bundle",

@@ -45,7 +45,7 @@ def parse_value(text: str) -> Any:
     for parse in (json.loads, yaml.safe_load):  # YAML has plainer words than JSON
         try:
             return parse(text)
-        except (ValueError, yaml.YAMLError):
+        except (ValueError, RecursionError, yaml.YAMLError):
             continue
     return text
 
@@ -68,7 +68,7 @@ def _read_file(file: Path) -> dict[str, Any]:
                 raise UsageError(
                     f"{file}: configuration is read from .json, .yaml or .toml, not {suffix!r}"
                 )
-    except (ValueError, yaml.YAMLError) as error:
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
         line = str(error).replace("\n", " ")
         raise UsageError(f"{file}: not valid {file.suffix[1:].upper()}: {line}") from error
     if content is None:
@@ -149,7 +149,9 @@ def _load_checkpoint(
         module=built.module,
         family=family.name,
         config={key: built.config[key] for key in family.options if key in built.config},
-        source=Source(str(path), checkpoint.files, mapped=checkpoint.mapped),
+        source=Source(
+            str(path), checkpoint.files, mapped=checkpoint.mapped, watched=checkpoint.watched
+        ),
         input=built.input,
         output=built.output,
         notes=(*checkpoint.notes, *notes, *built.notes),

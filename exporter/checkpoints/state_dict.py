@@ -1,4 +1,8 @@
-"""From a file on disk to named float32 tensors: unwrapped, cleaned and checked."""
+"""From a path to named float32 tensors: unwrapped, cleaned and checked.
+
+`read_checkpoint` is the way in. What weights of other types become is a temporary file of float32,
+mapped as the checkpoint is, so that loading holds no second copy of them.
+"""
 
 from __future__ import annotations
 
@@ -16,58 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ...common.files import Reading
+from ...common.files import Reading, Watched
 from ...errors import CheckpointError
-from .files import find_files, read_files
-
-IN_MEMORY_BYTES = 64 << 20
-"""Weights that take no more as float32 are converted in memory."""
-
-ALIGNMENT = 16
-"""Tensors in the file begin at multiples of so many numbers: a line of the processor's cache."""
-
-
-def upcast(
-    tensors: Mapping[str, Tensor], files: Iterable[Path]
-) -> tuple[dict[str, Tensor], Path | None]:
-    """Returns tensors as float32, and the temporary file that they are mapped from, if any.
-
-    That file has no name any more: it goes with the last of the tensors, or with the process. Where
-    there is no room for it, or the system has no such files, they are converted in memory. `files`
-    are what the given tensors are mapped from, whose pages are dropped as they are read.
-    """
-    starts, size = {}, 0
-    # The small ones together: systems map 2 MB around whatever is touched, and who looks at the
-    # biases of experts would have all of the weights between them in memory again.
-    for key, tensor in sorted(tensors.items(), key=lambda item: item[1].numel()):
-        starts[key] = size
-        size += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
-    mapped = _temporary(size) if 4 * size > IN_MEMORY_BYTES else None
-    if mapped is None:
-        return {key: tensor.float() for key, tensor in tensors.items()}, None
-    numbers, place = mapped
-    reading, found = Reading((*files, place)), {}
-    for key, tensor in tensors.items():
-        start = starts[key]
-        found[key] = numbers[start : start + tensor.numel()].view(tensor.shape)
-        found[key].copy_(tensor)
-        reading.advance(tensor.nbytes + found[key].nbytes)
-    reading.end()
-    return found, place
-
-
-def _temporary(size: int) -> tuple[Tensor, Path] | None:
-    """So many numbers in a file that has no name any more, and the one it had; None without one."""
-    if not hasattr(os, "posix_fallocate"):
-        return None
-    try:
-        with NamedTemporaryFile(prefix="moexport-float32-") as file:
-            os.posix_fallocate(file.fileno(), 0, 4 * size)  # so that no write finds the disk full
-            numbers = np.memmap(file, dtype=np.float32, mode="r+", shape=(size,))
-    except OSError:
-        return None
-    return torch.from_numpy(numbers), Path(file.name)
-
+from .files import allowed_bytes, find_files, read_files
 
 ARGUMENTS = ("model_args", "hyper_parameters")
 """Where nanoGPT with its descendants, and Lightning, keep the constructor's arguments beside the
@@ -101,33 +56,45 @@ class Checkpoint:
     the weights. `arguments` are the constructor's, where the training code saved them in the file,
     and `options` those of the training script, each by the key under which they were. `mapped` are
     the files that `tensors` are mapped from: `files`, and a temporary one of converted weights.
+    `watched` are the files as they were when they were read; None of a checkpoint read without
+    `values`.
     """
 
     tensors: dict[str, Tensor]
     files: tuple[Path, ...]
     notes: tuple[str, ...] = ()
     prefixes: tuple[str, ...] = ()
-    config: Path | None = field(default=None)
+    config: Path | None = None
     arguments: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     options: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     mapped: tuple[Path, ...] = ()
+    watched: Watched | None = None
 
 
 def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
     """Returns the weights in `source`: a file, an index of shards, or a folder that holds them.
 
     Without `values`, what reads every weight is left out, for who looks at shapes alone: the search
-    for NaN, and the conversion to float32. Raises CheckpointError, which says what was wrong with
-    which file or key.
+    for NaN, the conversion to float32 and the hash. Raises CheckpointError, which says what was
+    wrong with which file or key.
     """
     try:
-        found = find_files(source)
-        saved = read_files(found)
+        return _read(source, values=values)
     except OSError as error:
         raise CheckpointError(
             f"{source}: cannot be read: {error.strerror or error}",
             hint="check the path and its permissions",
         ) from error
+    except MemoryError as error:
+        raise CheckpointError(
+            f"{source}: there is not the memory to read it", hint="use a machine with more memory"
+        ) from error
+
+
+def _read(source: Path, *, values: bool) -> Checkpoint:
+    found = find_files(source)
+    watched = Watched.now(found.files) if values else None
+    saved = read_files(found)
     notes: list[str] = []
     content = _unwrap(saved, notes)
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
@@ -139,15 +106,20 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
     others = [str(key) for key in content if str(key) not in tensors]
     if others:
         notes.append(f"skipped what is no tensor: {', '.join(others[:6])}")
+    _check_plain(source, tensors, sum(file.stat().st_size for file in found.files))
     tensors = _dotted(tensors)
     tensors, prefixes = _without_prefixes(_network_alone(tensors, notes))
     if prefixes:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
     mapped = found.files
-    if values:
+    if watched is not None:
+        # A file that became shorter cannot be touched where it is mapped: that ends the process.
+        watched.check_states(CheckpointError)
         tensors, converted = _as_float32(tensors, notes, found.files)
         mapped += converted
-        _check_finite(source, tensors, Reading(mapped))
+        _check_finite(source, tensors, Reading(mapped), watched)
+        watched = watched.hashed()
+        watched.check_states(CheckpointError)
     return Checkpoint(
         tensors,
         found.files,
@@ -157,12 +129,55 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
         _told(saved, ARGUMENTS),
         _told(saved, OPTIONS),
         mapped,
+        watched,
     )
+
+
+FLOATS = (
+    *(torch.float32, torch.float16, torch.bfloat16, torch.float64),
+    *(torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e4m3fnuz, torch.float8_e5m2fnuz),
+)
+"""The floating-point types that can be converted; others pack several numbers in a byte."""
+
+
+def _check_plain(source: Path, tensors: dict[str, Tensor], size: int) -> None:
+    """Raises CheckpointError for tensors that are not plain numbers, or far more than `size` holds.
+
+    A tensor may repeat its numbers (`expand`), and so declare a shape that no machine can hold.
+    """
+    declared = 0
+    for key, tensor in tensors.items():
+        kind = (
+            "nested"
+            if tensor.is_nested
+            else "quantised"
+            if tensor.is_quantized
+            else "sparse"
+            if tensor.layout != torch.strided
+            else f"of type {str(tensor.dtype).removeprefix('torch.')}"
+            if tensor.is_floating_point() and tensor.dtype not in FLOATS
+            else None
+        )
+        if kind is not None:
+            raise CheckpointError(
+                f"{source}: {key} is {kind}, and not a plain tensor",
+                hint="save it as float32: tensor.dequantize() or tensor.to_dense()",
+            )
+        if not tensor.is_meta:
+            declared += tensor.numel() * tensor.element_size()
+        if declared > allowed_bytes(size):
+            raise CheckpointError(
+                f"{source}: its tensors up to {key} of shape {list(tensor.shape)} are {declared} "
+                f"bytes, in a file of {size}",
+                hint="save tensors that hold their numbers: tensor.contiguous(), or .clone()",
+            )
 
 
 def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
     """The innermost state dict, following the wrappers of training scripts."""
-    while True:
+    opened: list[int] = []
+    while id(content) not in opened:  # a mapping may hold itself
+        opened.append(id(content))
         present = [key for key in WRAPPERS if isinstance(content.get(key), Mapping)]
         if not present:
             return content
@@ -176,6 +191,7 @@ def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
         else:
             notes.append(f"read the weights under {chosen!r}")
         content = content[chosen]
+    return {}
 
 
 def _told(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[str, Any]]:
@@ -225,6 +241,29 @@ def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tu
         removed.append(shared)
 
 
+def _check_finite(
+    source: Path, tensors: dict[str, Tensor], reading: Reading, watched: Watched
+) -> None:
+    """Raises CheckpointError for a weight that is NaN or infinite, naming its key."""
+    for key, tensor in tensors.items():
+        if tensor.is_meta or not tensor.is_floating_point() or tensor.numel() == 0:
+            continue
+        watched.check_states(CheckpointError)
+        # The extremes of a tensor with a NaN are NaN; finding them allocates nothing.
+        low, high = (float(x) for x in torch.aminmax(tensor.detach()))
+        if not (math.isfinite(low) and math.isfinite(high)):
+            value = "NaN" if math.isnan(low) or math.isnan(high) else "infinite values"
+            raise CheckpointError(
+                f"{source}: {key} holds {value}",
+                hint="the training diverged or the file is damaged: use an earlier checkpoint",
+            )
+        reading.advance(tensor.nbytes)
+    reading.end()
+
+
+# --- other types of number ---------------------------------------------------------------------
+
+
 def _as_float32(
     tensors: dict[str, Tensor], notes: list[str], files: tuple[Path, ...]
 ) -> tuple[dict[str, Tensor], tuple[Path, ...]]:
@@ -245,18 +284,50 @@ def _as_float32(
     return {**tensors, **converted}, () if file is None else (file,)
 
 
-def _check_finite(source: Path, tensors: dict[str, Tensor], reading: Reading) -> None:
-    """Raises CheckpointError for a weight that is NaN or infinite, naming its key."""
+IN_MEMORY_BYTES = 64 << 20
+"""Weights that take no more as float32 are converted in memory."""
+
+ALIGNMENT = 16
+"""Tensors in the file begin at multiples of so many numbers: a line of the processor's cache."""
+
+
+def upcast(
+    tensors: Mapping[str, Tensor], files: Iterable[Path]
+) -> tuple[dict[str, Tensor], Path | None]:
+    """Returns tensors as float32, and the temporary file that they are mapped from, if any.
+
+    That file has no name any more: it goes with the last of the tensors, or with the process. Where
+    there is no room for it, or the system has no such files, they are converted in memory. `files`
+    are what the given tensors are mapped from, whose pages are dropped as they are read.
+    """
+    starts, size = {}, 0
+    # The small ones together: systems map 2 MB around whatever is touched, and who looks at the
+    # biases of experts would have all of the weights between them in memory again.
+    for key, tensor in sorted(tensors.items(), key=lambda item: item[1].numel()):
+        starts[key] = size
+        size += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+    mapped = _temporary(size) if 4 * size > IN_MEMORY_BYTES else None
+    if mapped is None:
+        return {key: tensor.float() for key, tensor in tensors.items()}, None
+    numbers, place = mapped
+    reading, found = Reading((*files, place)), {}
     for key, tensor in tensors.items():
-        if tensor.is_meta or not tensor.is_floating_point() or tensor.numel() == 0:
-            continue
-        # The extremes of a tensor with a NaN are NaN; finding them allocates nothing.
-        low, high = (float(x) for x in torch.aminmax(tensor.detach()))
-        if not (math.isfinite(low) and math.isfinite(high)):
-            value = "NaN" if math.isnan(low) or math.isnan(high) else "infinite values"
-            raise CheckpointError(
-                f"{source}: {key} holds {value}",
-                hint="the training diverged or the file is damaged: use an earlier checkpoint",
-            )
-        reading.advance(tensor.nbytes)
+        start = starts[key]
+        found[key] = numbers[start : start + tensor.numel()].view(tensor.shape)
+        found[key].copy_(tensor)
+        reading.advance(tensor.nbytes + found[key].nbytes)
     reading.end()
+    return found, place
+
+
+def _temporary(size: int) -> tuple[Tensor, Path] | None:
+    """So many numbers in a file that has no name any more, and the one it had; None without one."""
+    if not hasattr(os, "posix_fallocate"):
+        return None
+    try:
+        with NamedTemporaryFile(prefix="moexport-float32-") as file:
+            os.posix_fallocate(file.fileno(), 0, 4 * size)  # so that no write finds the disk full
+            numbers = np.memmap(file, dtype=np.float32, mode="r+", shape=(size,))
+    except OSError:
+        return None
+    return torch.from_numpy(numbers), Path(file.name)

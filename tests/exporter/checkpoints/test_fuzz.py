@@ -1,0 +1,219 @@
+"""No checkpoint, however damaged or ill meant, is answered with a traceback or without an end.
+
+What a file declares bounds what it may cost: none of these takes more than 5 s or 1 GB.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from moexport.errors import MoexportError
+from moexport.exporter.checkpoints.load import load
+from moexport.tests.exporter.families.states import VIT, lucidrains_state, vit_state, vmoe_state
+from moexport.tests.fuzzing import Subject, attempt, fuzz
+from safetensors.torch import save_file
+
+
+def read(path: Path) -> None:
+    """Loads a checkpoint with what its family asks for."""
+    try:
+        load(path, config=VIT)
+    except MoexportError:
+        load(path)
+
+
+def seeds(folder: Path) -> list[Path]:
+    """One checkpoint of each kind of file, each in a folder of its own."""
+    state = vit_state(d=6, h=4, n=2, moe_h=4)
+    wrapped, args = {f"module.{k}": t.half() for k, t in state.items()}, Namespace(**VIT)
+    kinds: dict[str, Callable[[Path], Path]] = {
+        "zip": lambda place: _saved(state, place / "w.pt"),
+        "wrapped": lambda place: _saved(
+            {
+                "model": {f"module.{k}": t.half() for k, t in state.items()},
+                "args": Namespace(**VIT),
+            },
+            place / "w.ckpt",
+        ),
+        "legacy": lambda place: _saved(
+            state, place / "w.pth", _use_new_zipfile_serialization=False
+        ),
+        "safetensors": lambda place: _safetensors(state, place / "w.safetensors"),
+        "npz": lambda place: _npz(place / "w.npz"),
+        "sharded": _sharded,
+    }
+    found = []
+    for name, write in kinds.items():
+        (folder / name).mkdir(parents=True)
+        found.append(write(folder / name))
+    return found
+
+
+def _saved(content: Any, path: Path, **options: Any) -> Path:
+    torch.save(content, path, **options)
+    return path
+
+
+def _safetensors(state: dict[str, torch.Tensor], path: Path) -> Path:
+    save_file(state, path)
+    return path
+
+
+def _npz(path: Path) -> Path:
+    arrays = {key: tensor.numpy() for key, tensor in vmoe_state().items()}
+    np.savez_compressed(path, allow_pickle=False, **arrays)
+    return path
+
+
+def _sharded(folder: Path) -> Path:
+    state = lucidrains_state()
+    names = sorted(state)
+    halves = {"a.safetensors": names[: len(names) // 2], "b.safetensors": names[len(names) // 2 :]}
+    for name, keys in halves.items():
+        save_file({key: state[key] for key in keys}, folder / name)
+    index = {"weight_map": {key: name for name, keys in halves.items() for key in keys}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    (folder / "config.json").write_text('{"num_slots": 2, "nested": [[1, 2], {"a": 3}]}')
+    return folder / "model.safetensors.index.json"
+
+
+SUBJECT = Subject(seeds, read)
+
+
+def test_damaged_checkpoints_are_taken_or_refused(tmp_path: Path) -> None:
+    findings = [each for each in fuzz(SUBJECT, tmp_path, 1, range(600)) if each is not None]
+    assert findings == []
+
+
+# --- ill meant ---------------------------------------------------------------------------------
+
+
+def self_containing(path: Path) -> None:
+    content: dict[str, Any] = {}
+    content["model"] = content
+    torch.save(content, path)
+
+
+def quantised(path: Path) -> None:
+    weight = torch.quantize_per_tensor(torch.ones(2, 2), 0.1, 0, torch.qint8)
+    torch.save({**vit_state(), "head.weight": weight}, path)
+
+
+def nested(path: Path) -> None:
+    tensor = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])
+    torch.save({**vit_state(), "head.weight": tensor}, path)
+
+
+def with_npy(path: Path, shape: str, descr: str = "'<f4'") -> None:
+    header = f"{{'descr': {descr}, 'fortran_order': False, 'shape': {shape}, }}".encode()
+    member = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header + b"\0" * 64
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("w.npy", member)
+
+
+def bomb(path: Path) -> None:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("w.npy", b"\0" * (300 << 20))
+
+
+def pickle_bomb(path: Path) -> None:
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(3)}, buffer)
+    with zipfile.ZipFile(buffer) as archive:
+        members = {info.filename: archive.read(info) for info in archive.infolist()}
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in members.items():
+            padded = b"\x80\x02" + b"]0" * (150 << 20) if name.endswith("data.pkl") else content
+            archive.writestr(name, padded)
+
+
+def state(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {**vit_state(), **{key.replace("__", "."): tensor for key, tensor in changes.items()}}
+
+
+ILL_MEANT: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "a dict that holds itself": ("w.pt", self_containing),
+    "a block index of 10^23": (
+        "w.pt",
+        lambda path: torch.save({**state(), f"blocks.{10**23}.norm1.weight": torch.ones(1)}, path),
+    ),
+    "a block index of 5000 digits": (
+        "w.pt",
+        lambda path: torch.save({**state(), f"blocks.{'9' * 5000}.mlp.phi": torch.ones(1)}, path),
+    ),
+    "numbers repeated 10^12 times": (
+        "w.pt",
+        lambda path: torch.save({"w": torch.zeros(1).expand(10**6, 10**6)}, path),
+    ),
+    "many shapes of one storage": (
+        "w.pt",
+        lambda path: torch.save(
+            {str(i): torch.zeros(1).expand(10**4, 10**3) for i in range(99)}, path
+        ),
+    ),
+    "empty experts by the billion": (
+        "w.pt",
+        lambda path: torch.save(state(blocks__1__mlp__phi=torch.ones(12, 10**9, 0)), path),
+    ),
+    "more experts than tensors": (
+        "w.pt",
+        lambda path: torch.save(state(blocks__1__mlp__phi=torch.ones(1, 10**5, 1)), path),
+    ),
+    "sparse": (
+        "w.pt",
+        lambda path: torch.save(state(head__weight=torch.eye(3).to_sparse()), path),
+    ),
+    "sparse by the billion": (
+        "w.pt",
+        lambda path: torch.save(
+            {"w": torch.sparse_coo_tensor(torch.zeros(2, 1), torch.ones(1), (10**9, 10**9))}, path
+        ),
+    ),
+    "quantised": ("w.pt", quantised),
+    "nested": ("w.pt", nested),
+    "an array of another size": ("w.npz", lambda path: with_npy(path, "(10**12,)")),
+    "an array by the billion": ("w.npz", lambda path: with_npy(path, "(1000000000,)")),
+    "an array of a negative size": ("w.npz", lambda path: with_npy(path, "(-4,)")),
+    "an array of nothing": ("w.npz", lambda path: with_npy(path, "(1000000000000,)", "'<U0'")),
+    "a nested header": ("w.npz", lambda path: with_npy(path, "(" * 900 + ")" * 900)),
+    "objects": ("w.npz", lambda path: with_npy(path, "(3,)", "'|O'")),
+    "a zip bomb of arrays": ("w.npz", bomb),
+    "a zip bomb of a pickle": ("w.pt", pickle_bomb),
+    "a deep index": (
+        "m.safetensors.index.json",
+        lambda path: path.write_text('{"weight_map": ' + "[" * 100_000),
+    ),
+    "an index of a number that is none": (
+        "m.safetensors.index.json",
+        lambda path: path.write_text('{"weight_map": {"a": ' + "9" * 5000 + "}}"),
+    ),
+    "no zip": ("w.npz", lambda path: path.write_bytes(b"PK\3\4" + random.Random(0).randbytes(999))),
+}
+
+
+@pytest.mark.parametrize("case", ILL_MEANT)
+def test_an_ill_meant_checkpoint_is_refused_at_once(tmp_path: Path, case: str) -> None:
+    name, write = ILL_MEANT[case]
+    path = tmp_path / name
+    write(path)
+    assert path.stat().st_size < 1 << 20
+    assert attempt(read, path) is None
+    with pytest.raises(MoexportError):
+        load(path)
+
+
+def test_a_deep_config_beside_the_weights_is_refused(tmp_path: Path) -> None:
+    torch.save(vit_state(), tmp_path / "w.pt")
+    (tmp_path / "config.json").write_text("[" * 100_000)
+    with pytest.raises(MoexportError, match=r"config\.json: not valid JSON"):
+        load(tmp_path)
