@@ -12,8 +12,8 @@ app = program(
     "moexport",
     "Deploy trained Soft MoE and muMoE models: k of n experts chosen inside the ONNX graph.",
     {
-        "moexport inspect vit.pt --set num_heads=12": inspect,
-        "moexport export vit.pt -o out --set num_heads=12 --k 0.25": export,
+        "moexport inspect vit.pt --set num_heads=12 --set rest=default": inspect,
+        "moexport export vit.pt -o out --set num_heads=12 --set rest=default --k 0.25": export,
         "moexport build out --compute-capability 8.9 --profile batch=1:8:32": build,
         "moexport calibrate vit.pt --data train.npz -o table.json --k 0.25": calibrate,
         "moexport verify out": verify,

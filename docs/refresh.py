@@ -113,7 +113,7 @@ def layer_ops(bundle: moexport.Bundle, lowering: str) -> list[str]:
 
 def listed_ops() -> dict[str, str]:
     """Returns the text of each listing: `route`, which all lowerings begin with, and the rest."""
-    model = moexport.load(CASE, config={"num_heads": 4, "img_size": 32, "rest": "default"})
+    model = moexport.load(CASE, config={"num_heads": 4, "rest": "default"})
     with tempfile.TemporaryDirectory() as folder:
         bundle = moexport.export(
             model,

@@ -164,7 +164,7 @@ def rows(folder: Path, size: argparse.Namespace, gpu: Gpu | None) -> Iterator[Ro
         depth=size.depth,
         moe_from=size.depth // 2,
     )
-    model = moexport.load(checkpoint, config={"num_heads": 12})
+    model = moexport.load(checkpoint, config={"num_heads": 12, "rest": "default"})
     x = np.random.default_rng(0).standard_normal((SAMPLES, 3, 224, 224), np.float32)
     ks = [k for k in (size.experts // part for part in (1, 2, 4, 8)) if k]
     backends = {name: cast(Target, name) for name in BACKENDS}

@@ -119,7 +119,7 @@ def _enter(shape: Shape, batch: int, threads: int, stack: ExitStack) -> _Vit:
     checkpoint = folder / "vit.pt"
     # Stacked experts are the faster of the two published forms in PyTorch.
     vit_checkpoint(checkpoint, experts=shape.experts, hidden=shape.hidden, stacked=True)
-    model = moexport.load(checkpoint, config={"num_heads": 12})
+    model = moexport.load(checkpoint, config={"num_heads": 12, "rest": "default"})
     plain = plain_onnx(model.module, torch.from_numpy(_images(1)), folder, threads)
     floats = Sweep(ks=kept(shape), batches=(batch,), threads=threads)
     integers = replace(

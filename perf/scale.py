@@ -30,6 +30,7 @@ START = "start"
 STEPS = ("loading", "tracing", "writing", "checking", "hashing")
 """The steps of a verified export, by the first word of what it says."""
 
+SAID = ("--set", "num_heads=12", "--set", "rest=default")
 EXPORT = ("--k", "0.25", "--precision", "fp16", "--target", "tensorrt-rtx", "--lowering", "gather")
 BUILD = ("--compute-capability", "8.9", "--profile", "batch=1", "--engine-cache", "off")
 """How the engine is made."""
@@ -94,7 +95,7 @@ def export_scale(experts: int, hidden: int, stored: str = "float32") -> Scale:
         checkpoint, bundle = Path(folder) / "vit.pt", Path(folder) / "bundle"
         parameters = vit_checkpoint(checkpoint, experts=experts, hidden=hidden, stored=stored)
         export = ("export", str(checkpoint), "-o", str(bundle), "--k", "0.25")
-        command = [sys.executable, "-m", "perf.scale", *export, "--set", "num_heads=12"]
+        command = [sys.executable, "-m", "perf.scale", *export, *SAID]
         with subprocess.Popen(
             command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         ) as process:
@@ -182,7 +183,7 @@ def engine_scale(experts: int, hidden: int) -> EngineScale:
         exported = json.loads(
             _output(
                 *("perf.scale", "export", str(checkpoint), "-o", str(bundle)),
-                *("--set", "num_heads=12", *EXPORT, "--no-engine", "--no-verify"),
+                *(*SAID, *EXPORT, "--no-engine", "--no-verify"),
             ).splitlines()[-1]
         )
         checkpoint.unlink()

@@ -37,7 +37,7 @@ def measure(file: Path) -> None:
         answers = [_answer("moexport --help")]
         answers += [
             _answer(
-                f"moexport inspect {checkpoint.name} --set num_heads=12",
+                f"moexport inspect {checkpoint.name} --set num_heads=12 --set rest=default",
                 f"{size(checkpoint.stat().st_size)} in {checkpoint.suffix}",
                 folder,
             )

@@ -13,10 +13,10 @@ DATA = Path(__file__).parent / "data"
 MUMOE = sorted(path.name for path in DATA.glob("mumoe_*"))
 SOFT_MOE = sorted(path.name for path in DATA.glob("soft_moe_*"))
 
-VIT_CONFIG: dict[str, Any] = {"num_heads": 4, "img_size": 32, "rest": "default"}
+VIT_CONFIG: dict[str, Any] = {"num_heads": 4, "rest": "default"}
 """What the user of `soft_moe_vit` says that its shapes do not tell."""
 
-VIT_SETS = ("--set", "num_heads=4", "--set", "img_size=32", "--set", "rest=default")
+VIT_SETS = ("--set", "num_heads=4", "--set", "rest=default")
 
 ENTMAX = ("--set", "act=entmax15")
 """What the user of a muMoE layer says."""

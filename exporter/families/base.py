@@ -205,6 +205,18 @@ REST = "rest"
 
 
 @dataclass(frozen=True, slots=True)
+class Question:
+    """What to ask the user: why no shape tells it, and the published default.
+
+    Where that default is none of these shapes (`fits` is False), `value` is an example alone.
+    """
+
+    value: Any
+    why: str
+    fits: bool = True
+
+
+@dataclass(frozen=True, slots=True)
 class Call:
     """A published constructor: what it takes where it is not told otherwise.
 
@@ -221,17 +233,17 @@ def settle(
     given: Config,
     read: Config,
     *,
-    required: Mapping[str, tuple[Any, str]] | None = None,
+    required: Mapping[str, Question] | None = None,
     free: Config | None = None,
     call: Call | None = None,
 ) -> dict[str, Any]:
     """Returns the whole configuration: what shapes say, and what only the user can say.
 
     `read` was read from shapes and may not be contradicted. `required` maps what shapes cannot tell
-    and what changes the output to the published default and the reason to ask; that default is
-    taken where the user says so (`rest=default`), or gives the whole `call` of a model with these
-    shapes. `free` maps what cannot change a result to its default. Raises FamilyError for an
-    unknown, contradicting or missing key.
+    and what changes the output to the question; the published default is taken where the user says
+    so (`rest=default`), or gives the whole `call` of a model with these shapes. `free` maps what
+    cannot change a result to its default. Raises FamilyError for an unknown, contradicting or
+    missing key.
     """
     required, free = required or {}, free or {}
     check_options(family, given, (*read, *required, *free, *((REST,) if call else ())))
@@ -244,14 +256,14 @@ def settle(
             )
     told = {key: given[key] for key in required if key in given}
     if call is not None and (_rest(family, given) or _is_call(given, read, call)):
-        told = {key: default for key, (default, _) in required.items()} | told
+        told = {key: each.value for key, each in required.items() if each.fits} | told
     missing = [key for key in required if key not in told]
     if missing:
-        options = " ".join(f"--set {key}={_shown(required[key][0])}" for key in missing)
+        options = " ".join(f"--set {key}={_shown(required[key].value)}" for key in missing)
         rest = f"; --set {REST}=default says that all of it is the published default"
         raise FamilyError(
             f"{family}: shapes cannot tell "
-            + "; ".join(f"{key} ({required[key][1]})" for key in missing),
+            + "; ".join(f"{key} ({required[key].why})" for key in missing),
             hint=f"say it, with your model's values: {options}{rest if call else ''}",
         )
     return {**read, **told, **{key: given.get(key, default) for key, default in free.items()}}
@@ -317,8 +329,7 @@ ACT_LAYERS: dict[str, Activation] = {
 }
 """What `act_layer` may be said to be: timm's names, and the classes."""
 
-ACT_LAYER = ("gelu", "the activation of the MLPs and experts: gelu, gelu_tanh or relu")
-"""The question after it, and timm's default."""
+ACT_LAYER = Question("gelu", "the activation of the MLPs and experts: gelu, gelu_tanh or relu")
 
 
 def activation_of(family: str, value: Any) -> Activation:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import FamilyError
 from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from .base import Config, PublishedLayer, Shape, Tensors, shape_of
+from .base import Config, PublishedLayer, Question, Shape, Tensors, shape_of
 from .layer_only import layer_family
 
 NAME = "soft-moe-fkodom"
@@ -69,7 +69,7 @@ FAMILY = layer_family(
     _config,
     options=("in_features", "out_features", "num_experts", "slots_per_expert", "bias"),
     required={
-        "version": (
+        "version": Question(
             "0.2.0",
             "of the soft-mixture-of-experts package that trained it: 0.1 saved the same keys for "
             "another computation",

@@ -30,6 +30,7 @@ from .base import (
     Call,
     Config,
     Family,
+    Question,
     Shape,
     Tensors,
     check_tensors,
@@ -75,7 +76,7 @@ Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 # --- the configuration -------------------------------------------------------------------------
 
 
-ASKED = ("entmax15", f"the gate's activation: {', '.join(get_args(GateActivation))}")
+ASKED = Question("entmax15", f"the gate's activation: {', '.join(get_args(GateActivation))}")
 
 CALL = Call(
     named=("MuMoE_layer", "input_dim", "output_dim", "expert_dims", "ranks"),

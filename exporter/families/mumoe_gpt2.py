@@ -16,7 +16,17 @@ from torch.nn import functional as F
 
 from ...errors import CheckpointError
 from ..model import TensorSpec
-from .base import Built, Call, Config, Tensors, block_numbers, check_heads, settle, shape_of
+from .base import (
+    Built,
+    Call,
+    Config,
+    Question,
+    Tensors,
+    block_numbers,
+    check_heads,
+    settle,
+    shape_of,
+)
 from .mumoe import (
     ACTIVATION,
     CLASS_NAMES,
@@ -153,7 +163,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
             "n_embd": dim,
             "bias": "transformer.ln_f.bias" in tensors,
         },
-        required={"n_head": (12, "the projections of all heads are one matrix")},
+        required={"n_head": Question(12, "the projections of all heads are one matrix")},
         free={"dropout": 0.0, ACTIVATION: "entmax15"},  # the class fixes it
         call=Call(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"), {}),
     )

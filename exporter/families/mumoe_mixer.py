@@ -20,6 +20,7 @@ from .base import (
     Built,
     Call,
     Config,
+    Question,
     Tensors,
     block_numbers,
     height_width,
@@ -193,9 +194,9 @@ def _build(tensors: Tensors, given: Config) -> Built:
         "layer": CLASS_NAMES[token.tensors[0].form],
         "n_experts": token.experts,
     }
-    required: dict[str, tuple[Any, str]] = {ACTIVATION: ASKED}
+    required = {ACTIVATION: ASKED}
     if not said:
-        required["patch_size"] = (
+        required["patch_size"] = Question(
             16,
             f"{pixels} numbers in a patch may be few channels of a large one, or many of a small",
         )

@@ -29,6 +29,7 @@ from .base import (
     Config,
     Family,
     PublishedLayer,
+    Question,
     SeparateExperts,
     Shape,
     Tensors,
@@ -197,18 +198,14 @@ def configure(
     check_options(NAME, given, OPTIONS)
     read = _read_sizes(tensors, moe_blocks)
     given = _as_read(given, read)
-    required = _questions(tensors, read)
-    pool_by_default = read["class_token"] and (not read["fc_norm"] or given.get("fc_norm"))
-    if not pool_by_default and "global_pool" not in given:  # no such model has the default pooling
-        required["global_pool"] = ("avg", required["global_pool"][1])
-        given.pop(REST, None)
+    required = _questions(tensors, given, read)
     settled = settle(
         NAME,
         given,
         read,
         required=required,
         free={key: None for key in ("no_embed_class", *TRAINING_ONLY) if key in given},
-        call=CALL if pool_by_default or "global_pool" in given else None,
+        call=CALL,
     )
     image = height_width(NAME, "img_size", settled["img_size"])
     config = {
@@ -238,15 +235,26 @@ def configure(
     return spec, config
 
 
-def _questions(tensors: Tensors, read: dict[str, Any]) -> dict[str, tuple[Any, str]]:
-    """What no key and no shape tells, with the published default and the reason to ask."""
+def _questions(tensors: Tensors, given: Config, read: dict[str, Any]) -> dict[str, Question]:
+    """What no key and no shape tells."""
     positions = tensors["pos_embed"].shape[1]
-    questions: dict[str, tuple[Any, str]] = {
-        "num_heads": (12, "any number that divides embed_dim has the same shapes"),
-        "img_size": (224, f"{positions} positions are those of several heights and widths"),
-        "global_pool": ("token", "token, avg or '': the keys are the same"),
+    side = math.isqrt(positions)  # rounded down, that of the patches with or without a class token
+    square = side**2 in (positions, positions - int(read["class_token"]))
+    patch = height_width(NAME, "patch_size", read["patch_size"])
+    token = read["class_token"] and (not read["fc_norm"] or bool(given.get("fc_norm")))
+    questions = {
+        "num_heads": Question(12, "any number that divides embed_dim has the same shapes"),
+        "img_size": Question(
+            one_or_pair(side * patch[0], side * patch[1]) if square else 224,
+            f"{positions} positions are those of several heights and widths",
+            fits=square,
+        ),
+        # The constructor has the norm behind the pooling for the mean alone, unless it is told.
+        "global_pool": Question(
+            "token" if token else "avg", "token, avg or '': the keys are the same", fits=token
+        ),
         "act_layer": ACT_LAYER,
-        "norm_eps": (1e-6, "that of every LayerNorm; 1e-5 where norm_layer was nn.LayerNorm"),
+        "norm_eps": Question(1e-6, "that of every LayerNorm; 1e-5 where norm_layer=nn.LayerNorm"),
     }
     if read["qk_norm"]:
         head = shape_of(NAME, tensors, "blocks.0.attn.q_norm.weight", "head")[0]

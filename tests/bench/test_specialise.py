@@ -27,11 +27,17 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return trained_head(tmp_path_factory.mktemp("head"))
 
 
+def said(checkpoint: Path) -> dict[str, str]:
+    """What the user of a checkpoint says beside its shapes."""
+    state = torch.load(checkpoint, weights_only=True)
+    return {"act": "entmax15"} if "projs.0" in state else {}
+
+
 def right_by_class(checkpoint: Path, data: Path) -> list[float]:
     """The accuracy of each class, computed the plain way."""
     with np.load(data) as arrays:
         x, labels = arrays["input"], arrays["label"]
-    model = moexport.load(checkpoint)
+    model = moexport.load(checkpoint, config=said(checkpoint))
     with torch.no_grad():
         y = model.module(torch.from_numpy(x if x.ndim > 2 else x[:, None])).numpy()
     predicted = y.reshape(len(x), -1).argmax(axis=1)
@@ -54,7 +60,7 @@ def without(checkpoint: Path, places: dict[str, int], folder: Path) -> Path:
 
 def test_a_mumoe_s_experts_are_removed_one_by_one(head: tuple[Path, Path], tmp_path: Path) -> None:
     checkpoint, data = head
-    found = moexport.specialise(moexport.load(checkpoint), data)
+    found = moexport.specialise(moexport.load(checkpoint, config=said(checkpoint)), data)
     assert found.accuracy == pytest.approx(right_by_class(checkpoint, data))
     assert [(e.level, e.expert) for e in found.experts] == [(1, e) for e in range(12)]
     for each in found.experts:
@@ -72,7 +78,7 @@ def test_a_soft_moe_s_experts_are_removed_one_by_one(trained: SoftMoEMnist, tmp_
     test = load_digits().test
     assert test.labels is not None
     np.savez(data, input=test.inputs[:120], label=test.labels[:120])
-    found = moexport.specialise(moexport.load(checkpoint), data)
+    found = moexport.specialise(moexport.load(checkpoint, config=said(checkpoint)), data)
     assert found.kind == "soft-moe"
     assert [group.coefficients for group in found.groups] == [()] * 10
     for each in found.experts:
@@ -91,12 +97,12 @@ def test_every_level_of_a_hierarchy_is_looked_at(tmp_path: Path) -> None:
     other = without(checkpoint, {"MuMoE.factors.1": 2}, tmp_path)
     assert found.experts[-1].accuracy == pytest.approx(right_by_class(other, data))
     assert [len(mean) for mean in found.groups[0].coefficients] == [6, 3]
-    assert "2.1" in run("specialise", checkpoint, "--data", data).out
+    assert "2.1" in run("specialise", checkpoint, *ENTMAX, "--data", data).out
 
 
 def test_groups_have_the_mean_coefficients_of_their_inputs(head: tuple[Path, Path]) -> None:
     checkpoint, data = head
-    model = moexport.load(checkpoint)
+    model = moexport.load(checkpoint, config=said(checkpoint))
     with np.load(data) as arrays:
         x, odd = arrays["input"][:, None], arrays["odd"]
     (layer,) = mumoe_layers(model.module).values()
@@ -125,7 +131,7 @@ def test_polysemanticity_is_the_distance_to_one_class_lost() -> None:
 
 def test_the_command_writes_json_and_a_figure(head: tuple[Path, Path], tmp_path: Path) -> None:
     checkpoint, data = head
-    outcome = run("specialise", checkpoint, "--data", data, "-o", tmp_path / "experts")
+    outcome = run("specialise", checkpoint, *ENTMAX, "--data", data, "-o", tmp_path / "experts")
     assert outcome.code == 0, outcome.err
     assert "layer       layer: 12 experts, all kept" in outcome.out
     assert {path.name for path in (tmp_path / "experts").iterdir()} == {
@@ -136,7 +142,7 @@ def test_the_command_writes_json_and_a_figure(head: tuple[Path, Path], tmp_path:
     assert (written["schema"], written["kind"], written["levels"]) == (1, "mumoe", [12])
     assert [group["group"] for group in written["groups"]] == list(range(10))
     assert len(imread(tmp_path / "experts" / "specialise.png")) > 500
-    program = run_program("specialise", checkpoint, "--data", data, "--json")
+    program = run_program("specialise", checkpoint, *ENTMAX, "--data", data, "--json")
     assert json.loads(program.out) == written
 
 
@@ -177,8 +183,8 @@ def test_data_and_options_that_cannot_be_meant(
         held = {k: v for k, v in {**arrays, **change}.items() if v is not None}
     np.savez(tmp_path / "test.npz", **held)
     outcome = run(
-        *("specialise", checkpoint, "--data", tmp_path / "test.npz", "-o", tmp_path / "out"),
-        *options,
+        *("specialise", checkpoint, *ENTMAX, "--data", tmp_path / "test.npz"),
+        *("-o", tmp_path / "out", *options),
     )
     assert outcome.code == (2 if "--layer" in options else 1)
     assert message in outcome.error

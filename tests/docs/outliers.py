@@ -35,6 +35,6 @@ def vit_with_outliers(folder: Path) -> None:
 
 @torch.no_grad()
 def _scores(checkpoint: Path, x: np.ndarray) -> np.ndarray:
-    model = moexport.load(checkpoint, config={"num_heads": 12})
+    model = moexport.load(checkpoint, config={"num_heads": 12, "rest": "default"})
     scores: torch.Tensor = model.module(torch.from_numpy(x))
     return scores.numpy()

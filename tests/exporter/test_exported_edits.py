@@ -58,7 +58,7 @@ def rewriting(folder: Path, *entries: object) -> Path:
 
 def test_an_ablated_export_is_that_of_a_checkpoint_with_zeros(tmp_path: Path) -> None:
     outcome = run(
-        *("export", VIT, *VIT_CONFIG, VIT_SETS, "-o", tmp_path / "out", "--lowering"),
+        *("export", VIT, *VIT_SETS, "-o", tmp_path / "out", "--lowering"),
         *("dense,grouped", "--ablate", "blocks.2.mlp:3,5", "--ablate", "blocks.3.mlp:0"),
     )
     assert outcome.code == 0, outcome.err

@@ -19,7 +19,7 @@ def feed(case: RecordedCase, folder: Path) -> Path:
 @pytest.mark.parametrize("name", ["mumoe_cp", "mumoe_cp_block_ln"])
 def test_the_support_is_that_of_the_recorded_coefficients(name: str, tmp_path: Path) -> None:
     case = read_case(name)
-    outcome = run("inspect", case.weights, "--data", feed(case, tmp_path), "--json")
+    outcome = run("inspect", case.weights, *ENTMAX, "--data", feed(case, tmp_path), "--json")
     assert outcome.code == 0, outcome.err
     (found,) = json.loads(outcome.out)["support"]
     sizes = (case.io["coefficients"] > 0).sum(axis=-1)
@@ -31,10 +31,10 @@ def test_the_support_is_that_of_the_recorded_coefficients(name: str, tmp_path: P
 
 def test_a_k_of_the_largest_support_changes_nothing(tmp_path: Path) -> None:
     case = read_case("mumoe_tr")
-    found = run("inspect", case.weights, "--data", feed(case, tmp_path), "--json")
+    found = run("inspect", case.weights, *ENTMAX, "--data", feed(case, tmp_path), "--json")
     k = json.loads(found.out)["support"][0]["max"]
     assert k < 32
-    assert run("export", case.weights, "-o", tmp_path / "out", "--k", str(k)).code == 0
+    assert run("export", case.weights, *ENTMAX, "-o", tmp_path / "out", "--k", str(k)).code == 0
     ran = run("run", tmp_path / "out", "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
     assert ran.code == 0, ran.err
     with np.load(tmp_path / "y.npz") as arrays:

@@ -32,13 +32,13 @@ def networks() -> dict[str, tuple[nn.Module, Tensor, Tensor, dict[str, int], str
     heads = {form: mumoe_demo.trainable_head(form, 8, 64, 5, 6) for form in ("cp", "tr")}
     vectors = images.flatten(1)
     return {
-        "cp": (heads["cp"], vectors, labels, {"input_rank": 2}, "mumoe"),
-        "tr": (heads["tr"], vectors, labels, {"input_rank": 2}, "mumoe"),
+        "cp": (heads["cp"], vectors, labels, {"input_rank": 2, "act": "entmax15"}, "mumoe"),
+        "tr": (heads["tr"], vectors, labels, {"input_rank": 2, "act": "entmax15"}, "mumoe"),
         "mixer": (
             mumoe_demo.trainable_mixer(mixer, 8, (6, 12), 5),
             images,
             labels,
-            {"patch_size": 4},
+            {"patch_size": 4, "act": "entmax15"},
             "mumoe-mixer",
         ),
         "gpt2": (mumoe_demo.trainable_gpt2(gpt2, 8, 12, 5), ids, ids, {}, "mumoe-gpt2"),

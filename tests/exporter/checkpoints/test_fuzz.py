@@ -38,16 +38,8 @@ def seeds(folder: Path) -> list[Path]:
     wrapped, args = {f"module.{k}": t.half() for k, t in state.items()}, Namespace(**VIT)
     kinds: dict[str, Callable[[Path], Path]] = {
         "zip": lambda place: _saved(state, place / "w.pt"),
-        "wrapped": lambda place: _saved(
-            {
-                "model": {f"module.{k}": t.half() for k, t in state.items()},
-                "args": Namespace(**VIT),
-            },
-            place / "w.ckpt",
-        ),
-        "legacy": lambda place: _saved(
-            state, place / "w.pth", _use_new_zipfile_serialization=False
-        ),
+        "wrapped": lambda place: _saved({"model": wrapped, "args": args}, place / "w.ckpt"),
+        "legacy": lambda p: _saved(state, p / "w.pth", _use_new_zipfile_serialization=False),
         "safetensors": lambda place: _safetensors(state, place / "w.safetensors"),
         "npz": lambda place: _npz(place / "w.npz"),
         "sharded": _sharded,

@@ -25,7 +25,7 @@ import re, sys, threading
 from pathlib import Path
 from moexport.exporter.checkpoints.load import load
 
-SAID = {"num_heads": 4, "img_size": 12, "rest": "default"}
+SAID = {"num_heads": 4, "rest": "default"}
 
 def allocated():
     return 1024 * int(re.search(r"RssAnon:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
@@ -66,7 +66,7 @@ from pathlib import Path
 from moexport.exporter.inspect import inspect
 from moexport.exporter.checkpoints.load import load
 
-SAID = {"num_heads": 4, "img_size": 12, "rest": "default"}
+SAID = {"num_heads": 4, "rest": "default"}
 model = load(sys.argv[1], config=SAID, values=False)
 inspect(model)
 resident, inside = 0, False

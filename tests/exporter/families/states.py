@@ -9,7 +9,7 @@ from torch import Tensor
 
 State = dict[str, Tensor]
 
-VIT: dict[str, Any] = {"num_heads": 3, "img_size": 12, "rest": "default"}
+VIT: dict[str, Any] = {"num_heads": 3, "rest": "default"}
 """What the user of `vit_state` says that no shape tells."""
 
 

@@ -240,7 +240,7 @@ def test_a_config_beside_the_weights_is_used_and_may_be_overruled(tmp_path: Path
     (tmp_path / "config.json").write_text(
         '{"architecture": "vit", "num_heads": 3, "model_args": {"global_pool": "avg"}}'
     )
-    said = {"img_size": 12, "rest": "default"}
+    said = {"rest": "default"}
     model = load(tmp_path, config=said)
     assert (model.config["num_heads"], model.config["global_pool"]) == (3, "avg")
     assert any("config.json" in note for note in model.notes)

@@ -101,7 +101,7 @@ def test_num_heads_is_asked_for_with_the_option_that_says_it(tmp_path: Path) -> 
 
 
 def test_num_heads_is_read_from_normed_queries(tmp_path: Path) -> None:
-    said = {"img_size": 12, "rest": "default"}
+    said = {"rest": "default"}
     assert load(saved(tmp_path, vit_state(qk_norm=True)), config=said).config["num_heads"] == 3
 
 
@@ -131,6 +131,12 @@ def test_an_image_whose_patches_are_a_square_of_another_shape_is_taken(tmp_path:
     assert model.input.shape == ("batch", 3, 8, 32)
     with pytest.raises(FamilyError, match="img_size"):
         load(path, config={"num_heads": 3, "global_pool": "token"})
+
+
+def test_an_image_that_is_no_square_of_patches_is_asked_for(tmp_path: Path) -> None:
+    path = saved(tmp_path, vit_state(grid=(2, 3)))
+    with pytest.raises(FamilyError, match="img_size"):
+        load(path, config=VIT)
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,7 @@ def test_an_unfactorised_layer_is_refused_unless_it_stays_in_floats(tmp_path: Pa
     assert "is held whole" in outcome.error
     assert not (tmp_path / "out").exists()
     bundle = moexport.export(
-        moexport.load(tmp_path / "layer.pt"),
+        moexport.load(tmp_path / "layer.pt", config={"act": "entmax15"}),
         tmp_path / "out",
         precision="int8",
         target="ort-cpu",
