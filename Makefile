@@ -11,7 +11,7 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe test lint docs bench gpu-check clean
+.PHONY: demo demo-mumoe test lint docs bench fuzz gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
@@ -50,6 +50,12 @@ docs: $(VENV)/ready
 
 bench: $(VENV)/ready
 	$(BIN)/python -m perf
+
+# Damaged files of each kind for so many seconds, at low priority; `make test` reads a few hundred.
+FUZZ_SECONDS ?= 600
+
+fuzz: $(VENV)/ready
+	nice $(BIN)/python -m moexport.tests.fuzzing checkpoints --seconds $(FUZZ_SECONDS)
 
 # On a machine with an NVIDIA GPU: engines built, compared and timed; results in gpu-check.json.
 # Both parts run, and it fails if either does.

@@ -183,8 +183,9 @@ def test_data_and_options_that_cannot_be_meant(
         held = {k: v for k, v in {**arrays, **change}.items() if v is not None}
     np.savez(tmp_path / "test.npz", **held)
     outcome = run(
-        *("specialise", checkpoint, *ENTMAX, "--data", tmp_path / "test.npz"),
-        *("-o", tmp_path / "out", *options),
+        *("specialise", checkpoint, *ENTMAX),
+        *("--data", tmp_path / "test.npz", "-o", tmp_path / "out"),
+        *options,
     )
     assert outcome.code == (2 if "--layer" in options else 1)
     assert message in outcome.error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from moexport.tests.command import run
 from torch import Tensor, nn
 
 
-def networks() -> dict[str, tuple[nn.Module, Tensor, Tensor, dict[str, int], str]]:
+def networks() -> dict[str, tuple[nn.Module, Tensor, Tensor, dict[str, Any], str]]:
     """Each network with inputs, classes, what its user must say, and its family."""
     torch.manual_seed(0)
     images, ids = torch.rand(6, 1, 8, 8), torch.randint(20, (6, 9))

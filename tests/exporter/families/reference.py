@@ -76,25 +76,46 @@ def unit(x: Array, axis: int) -> Array:
     return x / np.maximum(np.sqrt((x**2).sum(axis=axis, keepdims=True)), 1e-12)
 
 
-def vit_moe_layer(x: Array, w: Arrays, prefix: str) -> Array:
-    """The layer of bwconrad/soft-moe, normalised, with separate experts."""
-    x = unit(x, -1)
-    phi = w[f"{prefix}.scale"] * unit(w[f"{prefix}.phi"], 0)
+def relu(x: Array) -> Array:
+    return np.maximum(x, 0)
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "relu": relu,
+}
+
+
+def vit_moe_layer(x: Array, w: Arrays, prefix: str, act: str = "gelu") -> Array:
+    """The layer of bwconrad/soft-moe with separate experts; normalised where it has a scale."""
+    phi = w[f"{prefix}.phi"]
+    if f"{prefix}.scale" in w:
+        x, phi = unit(x, -1), w[f"{prefix}.scale"] * unit(phi, 0)
 
     def expert(i: int, slots: Array) -> Array:
         name = f"{prefix}.experts.{i}"
-        return linear(gelu(linear(slots, w, f"{name}.fc1")), w, f"{name}.fc2")
+        return linear(ACTIVATIONS[act](linear(slots, w, f"{name}.fc1")), w, f"{name}.fc2")
 
     return soft_moe(x, x, phi, expert)
 
 
-def vit(x: Array, w: Arrays, *, heads: int, pool: str, no_embed_class: bool = False) -> Array:
+def vit(
+    x: Array,
+    w: Arrays,
+    *,
+    heads: int,
+    pool: str,
+    no_embed_class: bool = False,
+    act: str = "gelu",
+    eps: float = 1e-6,
+) -> Array:
     """timm's VisionTransformer with such layers, as its state dict `w` says it was built."""
 
     def norm(x: Array, name: str) -> Array:
         if f"{name}.weight" not in w:
             return x
-        return layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], 1e-6)
+        return layer_norm(x, w[f"{name}.weight"], w[f"{name}.bias"], eps)
 
     def attention(x: Array, name: str) -> Array:
         b, m, d = x.shape
@@ -126,9 +147,9 @@ def vit(x: Array, w: Arrays, *, heads: int, pool: str, no_embed_class: bool = Fa
         x = x + w.get(f"{name}.ls1.gamma", 1.0) * y
         y = norm(x, f"{name}.norm2")
         if f"{name}.mlp.phi" in w:
-            y = vit_moe_layer(y, w, f"{name}.mlp")
+            y = vit_moe_layer(y, w, f"{name}.mlp", act)
         else:
-            y = linear(gelu(linear(y, w, f"{name}.mlp.fc1")), w, f"{name}.mlp.fc2")
+            y = linear(ACTIVATIONS[act](linear(y, w, f"{name}.mlp.fc1")), w, f"{name}.mlp.fc2")
         x = x + w.get(f"{name}.ls2.gamma", 1.0) * y
     x = norm(x, "norm")
     if pool:
