@@ -52,7 +52,13 @@ def main() -> None:
     try:
         _run(console)
     except KeyboardInterrupt:
-        console.error("interrupted; nothing half-written was left behind")
+        from .common.writing import left_behind
+
+        left = ", ".join(map(str, left_behind()))
+        if left:
+            console.error(f"interrupted; left behind: {left}", "the next run removes it")
+        else:
+            console.error("interrupted; nothing half-written was left behind")
         sys.exit(INTERRUPTED)
 
 

@@ -24,8 +24,8 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """The system's errors where there is no room for a file."""
 
 HINTS = {
-    errno.ENOSPC: "free some space or choose another -o; nothing was left behind",
-    errno.EDQUOT: "free some space or choose another -o; nothing was left behind",
+    errno.ENOSPC: "free some space or choose another -o; no part of it was left behind",
+    errno.EDQUOT: "free some space or choose another -o; no part of it was left behind",
     errno.EACCES: "choose a folder that you may write to",
     errno.EPERM: "choose a folder that you may write to",
     errno.EROFS: "the file system is read-only: choose another -o",
@@ -94,12 +94,17 @@ def make_folder(place: Path) -> None:
 
 @contextmanager
 def told(place: Path) -> Iterator[None]:
-    """Within the context, what the system refuses to write is an OutputError that names `place`."""
+    """Within the context, what the system refuses to write is an OutputError that names `place`.
+
+    Of a full disk it names the file that did not fit, which may lie elsewhere.
+    """
     try:
         yield
     except OSError as error:
+        full = error.errno in FULL and error.filename is not None
+        where = error.filename if full and PARTIAL not in str(error.filename) else place
         raise OutputError(
-            f"{place}: cannot be written: {error.strerror or error}", hint=hint(error)
+            f"{where}: cannot be written: {error.strerror or error}", hint=hint(error)
         ) from error
 
 
@@ -222,6 +227,7 @@ def _owned(target: Path, suffix: str, make: Callable[[Path], None]) -> Iterator[
     while True:
         path = target.with_name(f".{stem}.{os.urandom(8).hex()}{PARTIAL}{suffix}")
         make(path)
+        _MADE.add(path)
         handle = _owner(path)
         try:
             if path.exists():  # else another process took it for a leftover before it was locked
@@ -230,8 +236,17 @@ def _owned(target: Path, suffix: str, make: Callable[[Path], None]) -> Iterator[
         finally:
             try:
                 _remove(path)
+                _MADE.discard(path)
             finally:
                 _release(handle)
+
+
+_MADE: set[Path] = set()
+
+
+def left_behind() -> list[Path]:
+    """Returns what this process began to write and could not remove."""
+    return sorted(path for path in _MADE if path.exists())
 
 
 def remove_leftovers(target: Path, suffix: str = "") -> None:

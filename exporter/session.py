@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -96,7 +97,14 @@ class Session:
         inputs = {value.name: value for value in self._session.get_inputs()}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
         self._experts = _fewest_experts(self._session) if self.takes_k else None
-        (self._input,) = inputs.values()
+        known = [value for value in inputs.values() if value.type in _NUMPY_TYPES]
+        if len(inputs) != 1 or not known:
+            taken = ", ".join(f"{value.name} ({value.type})" for value in inputs.values())
+            raise BundleError(
+                f"{path.name}: takes {taken or 'no inputs'}; one of numbers is expected, beside k",
+                hint="run a graph that `moexport export` wrote",
+            )
+        (self._input,) = known
         self.output_names = [value.name for value in self._session.get_outputs()]
 
     @property
@@ -113,10 +121,14 @@ class Session:
     ) -> dict[str, np.ndarray]:
         """Returns outputs by name, all of them unless `outputs` says which.
 
-        Raises `FeedError` when x does not fit the graph's input.
+        Raises `FeedError` when x does not fit the graph's input, `EngineError` where the run fails.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
-        return dict(zip(wanted, self.bound(x, k, wanted)(), strict=True))
+        call = self.bound(x, k, wanted)
+        try:
+            return dict(zip(wanted, call(), strict=True))
+        except (_STATE.Fail, *_LOAD_ERRORS) as error:
+            raise _failed(self.path, self.options.provider, len(x), error) from error
 
     def bound(
         self, x: np.ndarray, k: int | None = None, outputs: Sequence[str] | None = None
@@ -194,6 +206,11 @@ def check_array(x: np.ndarray, name: str, dtype: str, shape: Sequence[object]) -
             f"input '{name}' takes {dtype} {_shape(shape)}, not {x.dtype.name} {_shape(x.shape)}",
             hint="reshape or cast the array; `moexport inspect` shows what a model takes",
         )
+    if isinstance(x, np.ma.MaskedArray):  # a graph has no masks: what is hidden would count
+        raise FeedError(
+            f"input '{name}' is a masked array",
+            hint="say what its hidden values are: x.filled(0)",
+        )
     if not x.size:  # some kernels of ONNX Runtime divide by it, which ends the process
         axis = x.shape.index(0)
         raise FeedError(
@@ -256,13 +273,33 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     except (DecodeError, _STATE.Fail, *_LOAD_ERRORS) as error:
         if options.provider != CPU:
             raise EngineError(
-                f"{options.provider} cannot load {path.name}: {str(error).splitlines()[0]}",
+                f"{options.provider} cannot load {path.name}: {_words(error)}",
                 hint="another --lowering, or --provider cpu, may run it",
             ) from error
         raise BundleError(
-            f"ONNX Runtime cannot load {path.name}: {str(error).splitlines()[0]}",
+            f"ONNX Runtime cannot load {path.name}: {_words(error)}",
             hint="`moexport verify` tells whether the bundle is damaged",
         ) from error
+
+
+def _failed(path: Path, provider: str, batch: int, error: Exception) -> EngineError:
+    """The error for a run that failed though its inputs fit."""
+    said = _words(error)
+    if re.search("bad.alloc|[Ff]ailed to allocate memory|[Oo]ut of memory", said):
+        return EngineError(
+            f"{path.name}: memory ran out for a batch of {batch}",
+            hint="run smaller batches: --batch-size",
+        )
+    return EngineError(
+        f"{path.name}: the run failed in {provider}: {said}",
+        hint="`moexport verify` tells whether the bundle is damaged; another --lowering may run",
+    )
+
+
+def _words(error: Exception) -> str:
+    """What ONNX Runtime says of an error, without the places in its sources."""
+    last = (str(error).splitlines() or [""])[0].rsplit("[ONNXRuntimeError] : ", 1)[-1]
+    return re.sub(r"^\d+ : \w+ : |/onnxruntime_src/\S+ (.*\) )?", "", last)
 
 
 def _on(session: ort.InferenceSession, provider: str) -> ort.InferenceSession:

@@ -135,6 +135,11 @@ class EngineSession:
     def _tensor(self, x: Any) -> torch.Tensor:
         """The input as a tensor in the engine's type, where only its width differs."""
         wanted = getattr(torch, self._loaded.dtype(self.input_name))
+        if isinstance(x, np.ma.MaskedArray):
+            raise FeedError(
+                f"input '{self.input_name}' is a masked array",
+                hint="say what its hidden values are: x.filled(0)",
+            )
         tensor = _wrapped(x)
         if tensor is None or _kind(tensor.dtype) != _kind(wanted):
             given = getattr(x, "dtype", type(x).__name__) if tensor is None else _name(tensor.dtype)

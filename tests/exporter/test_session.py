@@ -6,9 +6,10 @@ from pathlib import Path
 
 import moexport
 import numpy as np
+import onnx
 import pytest
 import torch
-from moexport.errors import FeedError, TraceError, UsageError
+from moexport.errors import BundleError, EngineError, FeedError, TraceError, UsageError
 from moexport.exporter.export import export_plan
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
@@ -16,6 +17,7 @@ from moexport.exporter.options import ExportOptions
 from moexport.exporter.session import Session, SessionOptions
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from moexport.tests.recorded import DATA
+from onnx import TensorProto, helper
 from torch import Tensor, nn
 
 
@@ -142,3 +144,48 @@ def test_a_plan_opens_the_data_that_it_is_given(tmp_path: Path) -> None:
     with pytest.raises(FeedError, match="takes"):
         moexport.plan(model, tmp_path / "out", data=np.ones((2, 5, 33), np.float32))
     assert list(tmp_path.iterdir()) == []
+
+
+def written(folder: Path, inputs: list[tuple[str, int]], nodes: list[onnx.NodeProto]) -> Path:
+    """A graph of somebody else's."""
+    ports = [helper.make_tensor_value_info(name, kind, ["batch", 4]) for name, kind in inputs]
+    output = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    graph = helper.make_graph(nodes, "other", ports, [output])
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    onnx.save(model, folder / "model.onnx")
+    return folder / "model.onnx"
+
+
+@pytest.mark.parametrize(
+    ("inputs", "message"),
+    [
+        ([], "takes no inputs; one of numbers is expected"),
+        ([("a", 1), ("b", 1)], r"takes a \(tensor\(float\)\), b \(tensor\(float\)\)"),
+        ([("a", TensorProto.STRING)], r"takes a \(tensor\(string\)\)"),
+    ],
+)
+def test_a_graph_with_other_inputs_is_an_error(
+    inputs: list[tuple[str, int]], message: str, tmp_path: Path
+) -> None:
+    one = helper.make_node("Constant", [], ["y"], value_float=1.0)
+    with pytest.raises(BundleError, match=message):
+        Session(written(tmp_path, inputs, [one]))
+
+
+def test_a_run_that_fails_is_an_error_without_the_runtimes_sources(tmp_path: Path) -> None:
+    shape = helper.make_node("Constant", [], ["shape"], value_ints=[3, 5])
+    path = written(
+        tmp_path, [("x", 1)], [shape, helper.make_node("Reshape", ["x", "shape"], ["y"])]
+    )
+    with pytest.raises(EngineError, match=r"the run failed in CPUExecutionProvider") as found:
+        Session(path)(np.zeros((2, 4), np.float32))
+    assert "onnxruntime_src" not in found.value.message
+    assert "verify" in (found.value.hint or "")
+
+
+def test_an_array_with_a_mask_is_refused(tmp_path: Path) -> None:
+    path = written(tmp_path, [("x", 1)], [helper.make_node("Identity", ["x"], ["y"])])
+    x = np.ma.masked_array(np.ones((2, 4), np.float32), mask=True)
+    with pytest.raises(FeedError, match="input 'x' is a masked array"):
+        Session(path)(x)
+    assert Session(path)(x.filled(0)).sum() == 0
