@@ -11,6 +11,7 @@ import hmac
 import json
 import mmap
 import os
+import signal
 import stat
 import sys
 import time
@@ -118,7 +119,8 @@ class Watched:
 
     @classmethod
     def now(cls, files: Sequence[Path]) -> Watched:
-        """Returns files as they are, without a hash."""
+        """Returns files as they are, without a hash; a mapped one may be cut short from now on."""
+        _survive_cuts(files)
         return cls(tuple(files), tuple(_state(file) for file in files))
 
     def hashed(self) -> Watched:
@@ -142,6 +144,62 @@ class Watched:
         if any(not state for state in states) or hash_files(self.files) != self.sha256:
             pairs = zip(self.files, states, self.states, strict=True)
             raise _changed(next(f for f, now, then in pairs if now != then), error)
+
+
+class _SignalAction(ctypes.Structure):
+    """`struct sigaction` of the C libraries of Linux."""
+
+    _fields_ = (
+        ("handler", ctypes.c_void_p),
+        ("mask", ctypes.c_byte * 128),
+        ("flags", ctypes.c_int),
+        ("restorer", ctypes.c_void_p),
+    )
+
+
+_SURVIVED: set[str] = set()
+"""Files of which a mapped part that is no more reads as zeros."""
+
+_HANDLERS: list[object] = []
+"""What the C library calls, and what it called before."""
+
+
+def _survive_cuts(files: Iterable[Path]) -> None:
+    """Makes the mapped pages of files that were cut short read as zeros; a no-op outside Linux.
+
+    The system ends a process that touches such a page (SIGBUS), without a word and with whatever it
+    was writing half done. So it goes on, and whoever watches the file finds that it was changed.
+    """
+    if not sys.platform.startswith("linux") or sys.maxsize < 2**32:
+        return
+    _SURVIVED.update(str(file.resolve()) for file in files)
+    if _HANDLERS:
+        return
+    libc, maps = ctypes.CDLL(None), Path("/proc/self/maps")
+    libc.mmap.restype = ctypes.c_void_p
+    before = _SignalAction()
+
+    def put_zeros(_: int, info: int, __: int) -> None:
+        address = ctypes.c_void_p.from_address(info + 16).value or 0  # si_addr
+        for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
+            span, rest = line.split(maxsplit=1)
+            start, end = (int(edge, 16) for edge in span.split("-"))
+            if start <= address < end:
+                file = rest.split(maxsplit=4)[-1].removesuffix(" (deleted)")
+                if file in _SURVIVED:
+                    page = address & ~(mmap.PAGESIZE - 1)
+                    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
+                    reading = mmap.PROT_READ | mmap.PROT_WRITE
+                    size = ctypes.c_size_t(end - page)
+                    libc.mmap(ctypes.c_void_p(page), size, reading, fixed, -1, ctypes.c_long(0))
+                    return
+        libc.sigaction(signal.SIGBUS, ctypes.byref(before), None)  # it is not ours to mend
+
+    called = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(put_zeros)
+    action = _SignalAction(flags=0x4 | 0x40000000)  # SA_SIGINFO, SA_NODEFER
+    action.handler = ctypes.cast(called, ctypes.c_void_p)
+    libc.sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(before))
+    _HANDLERS.extend((called, before))
 
 
 def _state(file: Path) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ import pytest
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.readme import README_FILE, with_readme
 from moexport.tests.command import run
-from moexport.tests.recorded import DATA
+from moexport.tests.recorded import DATA, VIT_SETS
 
 PROGRAM = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
@@ -33,7 +33,7 @@ def test_the_page_says_what_the_bundle_is_and_where_no_file_lies(exported: Path)
 @pytest.mark.parametrize(
     ("case", "given"),
     [
-        ("soft_moe_vit", ("--set", "num_heads=4", "--k", "input")),
+        ("soft_moe_vit", (*VIT_SETS, "--k", "input")),
         ("soft_moe_mnist", ("--batch", "4", "--no-verify")),
         ("mumoe_gpt2_cp", ("--set", "n_head=4")),
     ],
