@@ -24,7 +24,7 @@ NARROW = 60
 
 
 class Console:
-    """Says what is going on, as much as the user asked for (`exporter.progress.Progress`).
+    """Says what is going on, as much as the user asked for (a `Progress`).
 
     Steps are a bar on a terminal and a plain line each elsewhere. It is a context manager: leaving
     it ends the bar.

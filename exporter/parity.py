@@ -80,7 +80,7 @@ class Reference:
     """What PyTorch computes for some inputs.
 
     `x` are the inputs, `y` the outputs with Algorithm 1, `dense` those of the untouched model with
-    all experts. By choice (`moe.choice_key`), `selected` holds the chosen experts [s, k],
+    all experts. By choice (`choice_key`), `selected` holds the chosen experts [s, k],
     ascending, or the kept coefficients [s, m, n], and `margin` [s] or [s, m] the gap from the k-th
     score to the next, relative to the k-th. `kept` is each layer's k.
     """
@@ -164,7 +164,7 @@ class Parity:
     where the first wrong set appears. `untouched_cosine` compares with the model before
     Algorithm 1. `jaccard` is the mean overlap of the sets, and `flip_margin` the largest margin,
     relative to the k-th score, of a set that differs (0 where none does). `routing` and `tie` are
-    the bounds (`tolerance.Tolerance`).
+    the bounds (`Tolerance`).
     """
 
     max_abs: float

@@ -49,7 +49,7 @@ class SessionOptions:
     nodes, and for thousands of them is most of what opening takes, so graphs that are only checked
     go without. `observe` names inner values to return beside the outputs, with their ONNX element
     type. `profile` makes the runtime time every node, into a file whose name begins with it.
-    `rounded` runs 16-bit graphs in FP32 with their own rounding (`exporter.session`): to check
+    `rounded` runs 16-bit graphs in FP32 with their own rounding (`fp16_emulation`): to check
     them, not to be fast.
     """
 

@@ -14,8 +14,8 @@ from ...common.files import known_sha256
 from ...errors import BundleError, EngineError, UsageError
 from ..session import Session, SessionOptions
 from ..tensorrt.records import EngineRecord, engines_of
-from .manifest import Check, GraphRecord, Manifest
-from .verify import external_files, verify
+from .manifest import Check, GraphRecord, Manifest, external_files
+from .verify import verify
 
 if TYPE_CHECKING:
     from ..tensorrt.session import EngineSession

@@ -133,7 +133,7 @@ class Manifest:
     """`--ablate` and `--rewrite` (`edits.Edits.records`); empty where the model is as trained."""
     tokens: str = ""
     tuning: dict[str, Any] = field(default_factory=dict)
-    """What `--lowering tune` measured (`tuning.Tuning`); empty where nothing was."""
+    """What `--lowering tune` measured (`measured_lowerings.Tuning`); empty where nothing was."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -269,6 +269,16 @@ class GraphFacts:
         """Returns what a graph says of itself; None for one that moexport did not write."""
         found = [entry.value for entry in model.metadata_props if entry.key == METADATA]
         return GraphFacts.read(found[0], file) if found else None
+
+
+def external_files(model: ModelProto) -> set[str]:
+    """Returns the names of the files that a graph keeps weights in."""
+    return {
+        entry.value
+        for tensor in model.graph.initializer
+        for entry in tensor.external_data
+        if entry.key == "location"
+    }
 
 
 def digest(content: Mapping[str, Any]) -> str:

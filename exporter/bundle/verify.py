@@ -35,7 +35,15 @@ from ..session import Session, SessionOptions
 from ..tensorrt.backends import backend_named, first_gpu
 from ..tensorrt.plan_file import TRUST
 from ..tensorrt.records import EngineRecord, engines_of
-from .manifest import MANIFEST_FILE, Check, GraphFacts, GraphRecord, Manifest, is_as_written
+from .manifest import (
+    MANIFEST_FILE,
+    Check,
+    GraphFacts,
+    GraphRecord,
+    Manifest,
+    external_files,
+    is_as_written,
+)
 
 if TYPE_CHECKING:
     from ...graphs.lower import LayerValues
@@ -86,16 +94,6 @@ def verify(
     for graph in valid:
         yield _parity_check(directory, manifest, graph, expected, bounds)
     yield from _engine_checks(directory, manifest, expected, bounds, trust=trust_engine)
-
-
-def external_files(model: onnx.ModelProto) -> set[str]:
-    """Returns the names of the files that a graph keeps weights in."""
-    return {
-        entry.value
-        for tensor in model.graph.initializer
-        for entry in tensor.external_data
-        if entry.key == "location"
-    }
 
 
 def graph_parity(

@@ -135,7 +135,7 @@ class WeightsWriter:
 
 
 class StoredLayer:
-    """One layer's weights in the weights file (`graphs.parameters.LayerTensors`)."""
+    """One layer's weights in the weights file (`graphs.layers.stored.LayerTensors`)."""
 
     def __init__(self, layer: str, tensors: Mapping[str, Stored]) -> None:
         self._layer = layer

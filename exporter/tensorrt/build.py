@@ -1,4 +1,4 @@
-"""What a failed build means in the user's words, from what TensorRT and Polygraphy reported.
+"""Compiles a graph to an engine in a process of its own, and says what a failure means.
 
 Running out of memory has two causes with different ways out. The machine's own memory holds the
 weights several times over and little else: no option of the build changed that where it was
@@ -24,212 +24,14 @@ from ...common.console import Progress
 from ...common.environment import memory_bytes
 from ...common.text import size
 from ...errors import EngineError
+from ..bundle.manifest import external_files
 from .backends import Backend, first_gpu
 from .options import EngineOptions
 from .profiles import Profile
 from .worker import PER_MILLE
 
-DEFAULT_LEVEL = 3
-"""TensorRT's own optimisation level (`IBuilderConfig.builder_optimization_level`)."""
-
-
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What was built when it failed; `on_gpu` says whether there was a GPU to try kernels on."""
-
-    graph: Path
-    backend: Backend
-    options: EngineOptions
-    profiles: Sequence[Profile]
-    on_gpu: bool
-
-
-def less_host_memory(about: Circumstances) -> str:
-    """Returns what makes a build take less of the machine's memory."""
-    found = weights_bytes(about.graph)
-    weights = "" if found is None else f" ({size(found)})"
-    several, elsewhere = (
-        ("about three", "build on a machine with more memory, which needs no GPU")
-        if about.backend.builds_without_gpu
-        else ("several", "close other programs, or give the machine more memory")
-    )
-    return (
-        f"a build takes {several} times the weights{weights}, and 0.3 GB: export with "
-        f"--precision fp16, which halves them; {elsewhere}; --workspace and the profile change "
-        "little"
-    )
-
-
-def less_gpu_memory(about: Circumstances) -> str:
-    """Returns what makes a build take less of the GPU's memory, with the values that it had."""
-    workspace = about.options.workspace
-    level = about.options.optimization_level
-    largest = "; ".join("×".join(map(str, each.max)) for each in about.profiles)
-    return (
-        f"lower --workspace ({'all of the GPU' if workspace is None else size(workspace)}), the "
-        f"profile's MAX ({largest or 'as exported'}) or --optimization-level "
-        f"({DEFAULT_LEVEL if level is None else level}); export with --lowering conditional, which "
-        "copies no weights, or --precision fp16; free what other programs hold (nvidia-smi)"
-    )
-
-
-def more_workspace(about: Circumstances) -> str:
-    """Returns what to do where no kernel fits into the workspace."""
-    workspace = about.options.workspace
-    if workspace is None:
-        return "lower the profile's MAX, or export with --lowering conditional or --precision fp16"
-    return f"raise --workspace ({size(workspace)}), or leave it out"
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation:
-    """Words by which a failure is known, what it means and what to do.
-
-    `on_gpu` restricts it to builds with a GPU (True) or without one (False).
-    """
-
-    words: str
-    meaning: str
-    hint: str | Callable[[Circumstances], str]
-    on_gpu: bool | None = None
-
-
-NO_ROOM = r"[Oo]ut ?[Oo]f ?[Mm]emory"
-
-EXPLANATIONS = (
-    # Our own words come first: TensorRT has often said something else before them.
-    Explanation(
-        r"DishonouredError: timing_cache",
-        "the timing cache cannot be used, and was left as it is",
-        "name another file with --timing-cache, which a build makes, or remove this one",
-    ),
-    Explanation(
-        r"DishonouredError",
-        "it did not take over what was asked",
-        "leave that option out",
-    ),
-    Explanation(
-        r"bad_alloc|MemoryError|Cannot allocate memory|LLVM ERROR: out of memory",
-        "the machine's memory ran out",
-        less_host_memory,
-    ),
-    Explanation(NO_ROOM, "the machine's memory ran out", less_host_memory, on_gpu=False),
-    Explanation(
-        r"Resource temporarily unavailable",
-        "a thread could not be started: memory ran out, or the number of processes is limited",
-        less_host_memory,
-    ),
-    # TensorRT goes on without a kernel that asked for too much, and fails where none is left. Then
-    # its last words speak of the workspace, which is the whole GPU where nobody limited it.
-    Explanation(
-        NO_ROOM + r"|cudaErrorMemory|GPU memory|[Ii]nsufficient (device |GPU )?memory",
-        "the GPU's memory ran out",
-        less_gpu_memory,
-    ),
-    Explanation(
-        r"within workspace limit|insufficient workspace",
-        "the workspace is too small",
-        more_workspace,
-    ),
-    Explanation(
-        r"No space left on device|Disk quota exceeded",
-        "there is no room for the engine on the disk",
-        "free some space where the bundle is; an engine takes about as much as the weights",
-    ),
-    Explanation(
-        r"FP32 GEMM is not supported|check_turing_op_compatibility",
-        "compute capability 7.5 does not compile this graph",
-        "leave 7.5 out of --compute-capability, or export with --precision fp16",
-    ),
-    Explanation(
-        r"libnvinfer_lean|lean runtime",
-        "the lean runtime, which version-compatible engines need, is not installed",
-        "install it beside TensorRT, or leave --version-compatible out",
-    ),
-    Explanation(
-        r"driver version is insufficient|no CUDA-capable device|CUDA initialization failure",
-        "there is no NVIDIA GPU, or its driver is too old",
-        "build on the machine that will run the engine; `moexport doctor` says what is here",
-    ),
-    Explanation(
-        r"No importer registered|UNSUPPORTED_NODE|[Cc]ould not parse ONNX|Failed to parse ONNX",
-        "its ONNX importer refused the graph",
-        "export with the --target that the engine is for",
-    ),
-)
-
-
-def explained(lines: Sequence[str], about: Circumstances) -> EngineError:
-    """Returns the error for a failed build, from what TensorRT and Polygraphy reported."""
-    title = about.backend.title
-    said = [line for line in lines if "Invalid Engine. Please ensure" not in line] or list(lines)
-    found = explanation(said, about)
-    if found is not None:
-        line, each = found
-        hint = each.hint if isinstance(each.hint, str) else each.hint(about)
-        return EngineError(f"{title}: {each.meaning}: {_short(line)}", hint=hint)
-    first = _short(said[0]) if said else "it did not say why"
-    return EngineError(
-        f"{title} cannot compile the graph: {first}",
-        hint="another --lowering may compile; --verbose shows everything it said",
-    )
-
-
-def explanation(lines: Sequence[str], about: Circumstances) -> tuple[str, Explanation] | None:
-    """Returns the first line that is known, and what it means; None where none is."""
-    for each in EXPLANATIONS:
-        if each.on_gpu is None or each.on_gpu == about.on_gpu:
-            for line in lines:
-                if re.search(each.words, line):
-                    return line, each
-    return None
-
-
-def ended(status: int, printed: Sequence[str], about: Circumstances) -> EngineError:
-    """Returns the error for a build whose process ended by itself: it printed this at its end."""
-    said = [line.strip() for line in printed if line.strip()]
-    if explanation(said, about) is not None:
-        return explained(said, about)
-    return EngineError(
-        f"{about.backend.title}: the build ended with status {status}"
-        + (f": {_short(said[-1])}" if said else ""),
-        hint="--verbose shows more; a crash inside TensorRT may go with another --lowering",
-    )
-
-
-def killed(about: Circumstances) -> EngineError:
-    """Returns the error for a build that the system ended, as Linux does for want of memory."""
-    total = memory_bytes()
-    machine = "its size is not known" if total is None else f"this machine has {size(total)}"
-    return EngineError(
-        f"{about.backend.title}: the build was killed, as the system does when memory runs out "
-        f"({machine})",
-        hint=less_host_memory(about),
-    )
-
-
-def weights_bytes(graph: Path) -> int | None:
-    """Returns the bytes of the files that a graph keeps its weights in."""
-    import onnx
-
-    try:
-        tensors = onnx.load(graph, load_external_data=False).graph.initializer
-        names: set[str] = {
-            entry.value
-            for each in tensors
-            for entry in each.external_data
-            if entry.key == "location"
-        }
-        return sum((graph.parent / name).stat().st_size for name in names)
-    except OSError:  # said along with a failure, never one of its own
-        return None
-
-
-def _short(line: str, most: int = 300) -> str:
-    return line if len(line) <= most else line[: most - 1] + "…"
-
-
 WORKER = "moexport.exporter.tensorrt.worker"
+
 
 GRACE_S = 5.0
 """How long a build that is to stop may take to stop by itself."""
@@ -283,16 +85,7 @@ def build_engine(
     finally:
         if not done:
             output.unlink(missing_ok=True)
-    return Built(
-        path=output,
-        version=facts["version"],
-        settings=facts["settings"],
-        layers=facts["layers"],
-        precision=facts["precision"],
-        inspector=facts["inspector"],
-        seconds=facts["seconds"],
-        peak_memory_bytes=facts["peak_memory_bytes"],
-    )
+    return Built(output, **{name: value for name, value in facts.items() if name != "event"})
 
 
 def _worker_options(options: EngineOptions) -> dict[str, Any]:
@@ -368,3 +161,198 @@ def _checked(answer: Answer, about: Circumstances) -> Mapping[str, Any]:
     if sys.platform != "win32" and answer.status == -signal.SIGKILL:
         raise killed(about)
     raise ended(answer.status, answer.printed.splitlines(), about)
+
+
+DEFAULT_LEVEL = 3
+"""TensorRT's own optimisation level (`IBuilderConfig.builder_optimization_level`)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Circumstances:
+    """What was built when it failed; `on_gpu` says whether there was a GPU to try kernels on."""
+
+    graph: Path
+    backend: Backend
+    options: EngineOptions
+    profiles: Sequence[Profile]
+    on_gpu: bool
+
+
+def explained(lines: Sequence[str], about: Circumstances) -> EngineError:
+    """Returns the error for a failed build, from what TensorRT and Polygraphy reported."""
+    title = about.backend.title
+    said = [line for line in lines if "Invalid Engine. Please ensure" not in line] or list(lines)
+    found = explanation(said, about)
+    if found is not None:
+        line, each = found
+        hint = each.hint if isinstance(each.hint, str) else each.hint(about)
+        return EngineError(f"{title}: {each.meaning}: {_short(line)}", hint=hint)
+    first = _short(said[0]) if said else "it did not say why"
+    return EngineError(
+        f"{title} cannot compile the graph: {first}",
+        hint="another --lowering may compile; --verbose shows everything it said",
+    )
+
+
+def explanation(lines: Sequence[str], about: Circumstances) -> tuple[str, Explanation] | None:
+    """Returns the first line that is known, and what it means; None where none is."""
+    for each in EXPLANATIONS:
+        if each.on_gpu is None or each.on_gpu == about.on_gpu:
+            for line in lines:
+                if re.search(each.words, line):
+                    return line, each
+    return None
+
+
+def ended(status: int, printed: Sequence[str], about: Circumstances) -> EngineError:
+    """Returns the error for a build whose process ended by itself: it printed this at its end."""
+    said = [line.strip() for line in printed if line.strip()]
+    if explanation(said, about) is not None:
+        return explained(said, about)
+    return EngineError(
+        f"{about.backend.title}: the build ended with status {status}"
+        + (f": {_short(said[-1])}" if said else ""),
+        hint="--verbose shows more; a crash inside TensorRT may go with another --lowering",
+    )
+
+
+def killed(about: Circumstances) -> EngineError:
+    """Returns the error for a build that the system ended, as Linux does for want of memory."""
+    total = memory_bytes()
+    machine = "its size is not known" if total is None else f"this machine has {size(total)}"
+    return EngineError(
+        f"{about.backend.title}: the build was killed, as the system does when memory runs out "
+        f"({machine})",
+        hint=less_host_memory(about),
+    )
+
+
+def less_host_memory(about: Circumstances) -> str:
+    """Returns what makes a build take less of the machine's memory."""
+    found = weights_bytes(about.graph)
+    weights = "" if found is None else f" ({size(found)})"
+    several, elsewhere = (
+        ("about three", "build on a machine with more memory, which needs no GPU")
+        if about.backend.builds_without_gpu
+        else ("several", "close other programs, or give the machine more memory")
+    )
+    return (
+        f"a build takes {several} times the weights{weights}, and 0.3 GB: export with "
+        f"--precision fp16, which halves them; {elsewhere}; --workspace and the profile change "
+        "little"
+    )
+
+
+def less_gpu_memory(about: Circumstances) -> str:
+    """Returns what makes a build take less of the GPU's memory, with the values that it had."""
+    workspace = about.options.workspace
+    level = about.options.optimization_level
+    largest = "; ".join("×".join(map(str, each.max)) for each in about.profiles)
+    return (
+        f"lower --workspace ({'all of the GPU' if workspace is None else size(workspace)}), the "
+        f"profile's MAX ({largest or 'as exported'}) or --optimization-level "
+        f"({DEFAULT_LEVEL if level is None else level}); export with --lowering conditional, which "
+        "copies no weights, or --precision fp16; free what other programs hold (nvidia-smi)"
+    )
+
+
+def more_workspace(about: Circumstances) -> str:
+    """Returns what to do where no kernel fits into the workspace."""
+    workspace = about.options.workspace
+    if workspace is None:
+        return "lower the profile's MAX, or export with --lowering conditional or --precision fp16"
+    return f"raise --workspace ({size(workspace)}), or leave it out"
+
+
+def weights_bytes(graph: Path) -> int | None:
+    """Returns the bytes of the files that a graph keeps its weights in."""
+    import onnx
+
+    try:
+        names = external_files(onnx.load(graph, load_external_data=False))
+        return sum((graph.parent / name).stat().st_size for name in names)
+    except OSError:  # said along with a failure, never one of its own
+        return None
+
+
+def _short(line: str, most: int = 300) -> str:
+    return line if len(line) <= most else line[: most - 1] + "…"
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Words by which a failure is known, what it means and what to do.
+
+    `on_gpu` restricts it to builds with a GPU (True) or without one (False).
+    """
+
+    words: str
+    meaning: str
+    hint: str | Callable[[Circumstances], str]
+    on_gpu: bool | None = None
+
+
+NO_ROOM = r"[Oo]ut ?[Oo]f ?[Mm]emory"
+
+
+EXPLANATIONS = (
+    # Our own words come first: TensorRT has often said something else before them.
+    Explanation(
+        r"DishonouredError: timing_cache",
+        "the timing cache cannot be used, and was left as it is",
+        "name another file with --timing-cache, which a build makes, or remove this one",
+    ),
+    Explanation(
+        r"DishonouredError",
+        "it did not take over what was asked",
+        "leave that option out",
+    ),
+    Explanation(
+        r"bad_alloc|MemoryError|Cannot allocate memory|LLVM ERROR: out of memory",
+        "the machine's memory ran out",
+        less_host_memory,
+    ),
+    Explanation(NO_ROOM, "the machine's memory ran out", less_host_memory, on_gpu=False),
+    Explanation(
+        r"Resource temporarily unavailable",
+        "a thread could not be started: memory ran out, or the number of processes is limited",
+        less_host_memory,
+    ),
+    # TensorRT goes on without a kernel that asked for too much, and fails where none is left. Then
+    # its last words speak of the workspace, which is the whole GPU where nobody limited it.
+    Explanation(
+        NO_ROOM + r"|cudaErrorMemory|GPU memory|[Ii]nsufficient (device |GPU )?memory",
+        "the GPU's memory ran out",
+        less_gpu_memory,
+    ),
+    Explanation(
+        r"within workspace limit|insufficient workspace",
+        "the workspace is too small",
+        more_workspace,
+    ),
+    Explanation(
+        r"No space left on device|Disk quota exceeded",
+        "there is no room for the engine on the disk",
+        "free some space where the bundle is; an engine takes about as much as the weights",
+    ),
+    Explanation(
+        r"FP32 GEMM is not supported|check_turing_op_compatibility",
+        "compute capability 7.5 does not compile this graph",
+        "leave 7.5 out of --compute-capability, or export with --precision fp16",
+    ),
+    Explanation(
+        r"libnvinfer_lean|lean runtime",
+        "the lean runtime, which version-compatible engines need, is not installed",
+        "install it beside TensorRT, or leave --version-compatible out",
+    ),
+    Explanation(
+        r"driver version is insufficient|no CUDA-capable device|CUDA initialization failure",
+        "there is no NVIDIA GPU, or its driver is too old",
+        "build on the machine that will run the engine; `moexport doctor` says what is here",
+    ),
+    Explanation(
+        r"No importer registered|UNSUPPORTED_NODE|[Cc]ould not parse ONNX|Failed to parse ONNX",
+        "its ONNX importer refused the graph",
+        "export with the --target that the engine is for",
+    ),
+)

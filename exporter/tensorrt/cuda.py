@@ -12,31 +12,6 @@ from typing import Any
 
 from ...errors import EngineError, MissingExtraError
 
-CALLS = (
-    "cudaGetDeviceCount",
-    "cudaGetDevice",
-    "cudaGetDeviceProperties",
-    "cudaDriverGetVersion",
-    "cudaMalloc",
-    "cudaFree",
-    "cudaMemcpyAsync",
-    "cudaStreamCreateWithFlags",
-    "cudaStreamSynchronize",
-    "cudaStreamDestroy",
-    "cudaStreamBeginCapture",
-    "cudaStreamEndCapture",
-    "cudaGraphInstantiate",
-    "cudaGraphLaunch",
-    "cudaGraphExecDestroy",
-    "cudaGraphDestroy",
-    "cudaEventCreate",
-    "cudaEventRecord",
-    "cudaEventSynchronize",
-    "cudaEventElapsedTime",
-    "cudaEventDestroy",
-)
-"""What is used of the binding; a test looks each up in the installed one."""
-
 NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorStubLibrary")
 NO_MEMORY = "cudaErrorMemoryAllocation"
 

@@ -21,25 +21,6 @@ from .options import EngineOptions
 from .profiles import Asked, Profile, profile
 from .records import EngineRecord, Made, add_to_bundle, engines_of, staging, with_engines
 
-
-def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> None:
-    """Raises `EngineError` where a MoE layer's experts do not compute in the bundle's precision.
-
-    The router stays in FP32 at every precision, so only the experts' products are looked at.
-    """
-    for layer in manifest.layers:
-        wanted = layer.precision
-        found = {
-            each["precision"] for each in built.layers if f"{layer.name}/experts/" in each["name"]
-        }
-        if found and found != {wanted}:
-            raise EngineError(
-                f"{graph.file}: the experts of layer {layer.name} were asked for in {wanted} and "
-                f"built in {', '.join(sorted(found))}",
-                hint="export again with this --target and --precision, or another --lowering",
-            )
-
-
 DEFAULT_CARDS = ("8.0", "8.6", "8.9", "12.0")
 """TensorRT-RTX's own choice where none is named; named, so that the record says which."""
 
@@ -128,6 +109,77 @@ def engine_file(chosen: Backend, graph: GraphRecord) -> str:
     return f"engine-{chosen.name}{suffix}.plan"
 
 
+def add_engines(
+    directory: Path,
+    manifest: Manifest,
+    plans: Sequence[EnginePlan],
+    progress: Progress | None = None,
+    *,
+    rebuild: bool = False,
+) -> list[Made]:
+    """Makes engines, puts them into a bundle and returns them.
+
+    Raises what `make_engines` raises, and `BundleError` for a folder that cannot be written.
+    """
+    with staging(directory) as staged:
+        made = list(make_engines(directory, manifest, plans, staged, progress, rebuild=rebuild))
+        add_to_bundle(directory, made, staged)
+    return made
+
+
+def check_for_export(target: str, engine: EngineOptions | bool | None) -> None:
+    """Raises, before an export begins, what would keep its engine from being compiled.
+
+    Where none was asked for, nothing is raised: `build_for_export` says what is missing.
+    """
+    if engine is None or engine is False:
+        return
+    chosen = backend_named(target)
+    if isinstance(engine, EngineOptions):
+        engine.check(chosen)
+    _check_can_build(chosen)
+
+
+def build_for_export(
+    directory: Path,
+    manifest: Manifest,
+    engine: EngineOptions | bool | None,
+    progress: Progress,
+) -> Manifest:
+    """Returns a new bundle's manifest with its engines, which are built into its folder.
+
+    Without a wish (`engine` None) a backend that cannot be built here leaves a note.
+    """
+    if manifest.target not in BACKENDS or engine is False:
+        return manifest
+    options = engine if isinstance(engine, EngineOptions) else EngineOptions(cache=default_cache())
+    if engine is None:
+        try:
+            _check_can_build(backend_named(manifest.target))
+        except (MissingExtraError, EngineError) as error:
+            note = f"no engine was built: {error.message}; {error.hint}"
+            return replace(manifest, notes=[*manifest.notes, note])
+    plans = plan_engines(manifest, manifest.target, options)
+    made = list(make_engines(directory, manifest, plans, directory, progress))
+    return with_engines(manifest, made)
+
+
+def _check_can_build(chosen: Backend) -> None:
+    """Raises `MissingExtraError` or `EngineError` where the backend cannot be built here."""
+    chosen.check_installed()
+    if chosen.builds_without_gpu:
+        return
+    gpu = first_gpu()
+    if gpu is not None:
+        chosen.check_serves(gpu, EngineError)
+    else:
+        raise EngineError(
+            f"{chosen.title} compiles for the GPU that it runs on, and there is no NVIDIA GPU here",
+            hint="copy the bundle to the machine with the GPU and run "
+            f"`moexport build BUNDLE --target {chosen.name}` there",
+        )
+
+
 def make_engines(
     directory: Path,
     manifest: Manifest,
@@ -155,24 +207,6 @@ def make_engines(
             yield Made(there, {}, "bundle")
             continue
         yield _make(each, key, graph, manifest, output, progress, rebuild=rebuild)
-
-
-def add_engines(
-    directory: Path,
-    manifest: Manifest,
-    plans: Sequence[EnginePlan],
-    progress: Progress | None = None,
-    *,
-    rebuild: bool = False,
-) -> list[Made]:
-    """Makes engines, puts them into a bundle and returns them.
-
-    Raises what `make_engines` raises, and `BundleError` for a folder that cannot be written.
-    """
-    with staging(directory) as staged:
-        made = list(make_engines(directory, manifest, plans, staged, progress, rebuild=rebuild))
-        add_to_bundle(directory, made, staged)
-    return made
 
 
 def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
@@ -250,6 +284,24 @@ def _make(
     return Made(record, files, "cache" if kept is not None else None)
 
 
+def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> None:
+    """Raises `EngineError` where a MoE layer's experts do not compute in the bundle's precision.
+
+    The router stays in FP32 at every precision, so only the experts' products are looked at.
+    """
+    for layer in manifest.layers:
+        wanted = layer.precision
+        found = {
+            each["precision"] for each in built.layers if f"{layer.name}/experts/" in each["name"]
+        }
+        if found and found != {wanted}:
+            raise EngineError(
+                f"{graph.file}: the experts of layer {layer.name} were asked for in {wanted} and "
+                f"built in {', '.join(sorted(found))}",
+                hint="export again with this --target and --precision, or another --lowering",
+            )
+
+
 def _record(plan: EnginePlan, key: str, built: Built, signature: str) -> EngineRecord:
     gpu = first_gpu()
     own = None if plan.backend.builds_without_gpu or gpu is None else gpu
@@ -273,56 +325,3 @@ def _record(plan: EnginePlan, key: str, built: Built, signature: str) -> EngineR
         peak_memory_bytes=built.peak_memory_bytes,
         signature=signature,
     )
-
-
-def check_for_export(target: str, engine: EngineOptions | bool | None) -> None:
-    """Raises, before an export begins, what would keep its engine from being compiled.
-
-    Where none was asked for, nothing is raised: `build_for_export` says what is missing.
-    """
-    if engine is None or engine is False:
-        return
-    chosen = backend_named(target)
-    if isinstance(engine, EngineOptions):
-        engine.check(chosen)
-    _check_can_build(chosen)
-
-
-def build_for_export(
-    directory: Path,
-    manifest: Manifest,
-    engine: EngineOptions | bool | None,
-    progress: Progress,
-) -> Manifest:
-    """Returns a new bundle's manifest with its engines, which are built into its folder.
-
-    Without a wish (`engine` None) a backend that cannot be built here leaves a note.
-    """
-    if manifest.target not in BACKENDS or engine is False:
-        return manifest
-    options = engine if isinstance(engine, EngineOptions) else EngineOptions(cache=default_cache())
-    if engine is None:
-        try:
-            _check_can_build(backend_named(manifest.target))
-        except (MissingExtraError, EngineError) as error:
-            note = f"no engine was built: {error.message}; {error.hint}"
-            return replace(manifest, notes=[*manifest.notes, note])
-    plans = plan_engines(manifest, manifest.target, options)
-    made = list(make_engines(directory, manifest, plans, directory, progress))
-    return with_engines(manifest, made)
-
-
-def _check_can_build(chosen: Backend) -> None:
-    """Raises `MissingExtraError` or `EngineError` where the backend cannot be built here."""
-    chosen.check_installed()
-    if chosen.builds_without_gpu:
-        return
-    gpu = first_gpu()
-    if gpu is not None:
-        chosen.check_serves(gpu, EngineError)
-    else:
-        raise EngineError(
-            f"{chosen.title} compiles for the GPU that it runs on, and there is no NVIDIA GPU here",
-            hint="copy the bundle to the machine with the GPU and run "
-            f"`moexport build BUNDLE --target {chosen.name}` there",
-        )

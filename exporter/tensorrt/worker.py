@@ -1,8 +1,9 @@
-"""From a graph to an engine, through Polygraphy's loaders; runs in the worker process only.
+"""The process that compiles an engine, through Polygraphy's loaders, which serve both TensorRTs.
 
-Polygraphy is chosen for its loaders, which serve both TensorRTs. The network is always strongly
-typed: the precision is the graph's. TF32 is off unless asked for. What was asked is read back from
-the builder's configuration, since some versions drop or lower a request without a word.
+It reads a request from stdin and writes events to stdout: a crash of TensorRT, or the end of the
+memory, is its own alone. The network is always strongly typed: the precision is the graph's. TF32
+is off unless asked for. What was asked is read back from the builder's configuration, since some
+versions drop or lower a request without a word.
 """
 
 from __future__ import annotations
@@ -22,30 +23,59 @@ from types import ModuleType
 from typing import IO, Any
 
 from ...common.environment import peak_memory_bytes
+from .backends import BACKENDS
 
-OnStart = Callable[[str, "str | None", int], None]
+PER_MILLE = 1000
 
-OnFinish = Callable[[str], None]
 
-OnStep = Callable[[str, int], bool]
+def main() -> None:
+    """Serves one request."""
+    # What native code prints to stdout must not mix with the events.
+    events = Events(os.fdopen(os.dup(1), "w", encoding="utf-8"))
+    os.dup2(2, 1)
+    request = json.loads(sys.stdin.readline())
+    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if request["flavour"] == "tensorrt-rtx" else "0"
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    errors = ErrorLines()
+    try:
+        result = _build(request, events, errors, stop)
+    except MemoryError:
+        events.say("failed", lines=[*errors.lines, "MemoryError"], canceled=False)
+    except Exception as error:  # noqa: BLE001  every failure is the parent's to explain
+        lines = [*errors.lines, " ".join(f"{type(error).__name__}: {error}".split())]
+        events.say("failed", lines=lines, canceled=stop.is_set())
+    else:
+        events.say("built", **result)
 
-COMPUTING = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTENTION_INPUT")
-"""Layers whose type is what a reader means by a network's precision."""
 
-MOVING = ("SHUFFLE", "GATHER", "SLICE", "CONDITIONAL_INPUT", "IDENTITY")
-"""Layers that leave the values they carry as they are."""
+def _build(
+    request: dict[str, Any], events: Events, errors: ErrorLines, stop: threading.Event
+) -> dict[str, Any]:
+    """Compiles the engine into the file that the request names and returns what was read back."""
+    started = time.monotonic()
+    import polygraphy.backend.trt as loaders
+    from polygraphy.logger import G_LOGGER
 
-PRECISIONS = {
-    "FLOAT": "fp32",
-    "HALF": "fp16",
-    "BF16": "bf16",
-    "INT8": "int8",
-    "FP8": "fp8",
-    "INT32": "int32",
-    "INT64": "int64",
-}
+    G_LOGGER.module_severity = G_LOGGER.WARNING
+    G_LOGGER.use_python_logging_system = True
+    G_LOGGER.python_logger.addHandler(errors)
+    G_LOGGER.python_logger.propagate = False
+    parent = os.getppid()
 
-FLAGS = ("TF32", "REFIT", "STRIP_PLAN", "VERSION_COMPATIBLE")
+    def go_on(per_mille: int) -> bool:
+        """Tells how far it is; no for an interrupt, and when nobody waits for it any more."""
+        events.say("step", done=per_mille)
+        return not stop.is_set() and os.getppid() == parent
+
+    compiled = compile_engine(loaders, request, go_on)
+    with Path(request["output"]).open("wb") as file:
+        file.write(memoryview(compiled.plan))
+    return {
+        **compiled.facts,
+        "seconds": round(time.monotonic() - started, 3),
+        "peak_memory_bytes": peak_memory_bytes(),
+    }
 
 
 @dataclass(frozen=True)
@@ -61,15 +91,13 @@ class DishonouredError(RuntimeError):
 
 
 def compile_engine(
-    loaders: ModuleType,
-    request: Mapping[str, Any],
-    *,
-    on_start: OnStart,
-    on_finish: OnFinish,
-    on_step: OnStep,
+    loaders: ModuleType, request: Mapping[str, Any], on_step: Callable[[int], bool]
 ) -> Compiled:
-    """Returns the engine of a request; raises what Polygraphy raises, and `DishonouredError`."""
-    trt = tensorrt_of(loaders)
+    """Returns the engine of a request; raises what Polygraphy raises, and `DishonouredError`.
+
+    `on_step` is told how far it is, in per mille, and says whether to go on.
+    """
+    trt = importlib.import_module(BACKENDS[request["flavour"]].module)
     network = loaders.network_from_onnx_path(request["graph"], strongly_typed=True)
     read_back: dict[str, Any] = {}
     if "timing_cache" in request["options"]:
@@ -77,7 +105,7 @@ def compile_engine(
     config = loaders.PostprocessConfig(
         loaders.CreateConfig(
             profiles=_profiles(loaders, request["profiles"]),
-            progress_monitor=_monitor(trt, on_start, on_finish, on_step),
+            progress_monitor=_monitor(trt, on_step),
             **config_arguments(trt, request["options"]),
         ),
         lambda builder, network, config: _finish_config(trt, request, config, read_back),
@@ -96,14 +124,6 @@ def compile_engine(
             "inspector": inspect_plan(trt, plan) if request["gpu"] else None,
         },
     )
-
-
-def tensorrt_of(loaders: ModuleType) -> Any:
-    """Returns the TensorRT module that Polygraphy was told to use."""
-    from polygraphy import config
-
-    del loaders
-    return importlib.import_module("tensorrt_rtx" if config.USE_TENSORRT_RTX else "tensorrt")
 
 
 def config_arguments(trt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,21 +163,25 @@ def _profiles(loaders: ModuleType, records: list[dict[str, Any]]) -> list[Any]:
     return profiles
 
 
-def _monitor(trt: Any, on_start: OnStart, on_finish: OnFinish, on_step: OnStep) -> Any:
+def _monitor(trt: Any, on_step: Callable[[int], bool]) -> Any:
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc]  # the package carries no types
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
+            self.fraction = Fraction()
 
         def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
-            on_start(phase_name, parent_phase, num_steps)
+            self.fraction.start(phase_name, parent_phase, num_steps)
 
         def phase_finish(self, phase_name: str) -> None:
-            on_finish(phase_name)
+            self.fraction.finish(phase_name)
 
         def step_complete(self, phase_name: str, step: int) -> bool:
-            return on_step(phase_name, step)
+            return on_step(self.fraction.step(phase_name, step))
 
     return Monitor()
+
+
+FLAGS = ("TF32", "REFIT", "STRIP_PLAN", "VERSION_COMPATIBLE")
 
 
 def _finish_config(
@@ -202,6 +226,11 @@ def _finish_config(
     _same("profiles", len(request["profiles"]), read_back["profiles"])
 
 
+def _same(name: str, asked: Any, got: Any) -> None:
+    if asked != got:
+        raise DishonouredError(f"{name}: asked {asked}, got {got}")
+
+
 def check_timing_cache(builder: Any, file: Path) -> None:
     """Raises `DishonouredError` for a file that TensorRT would not use, and would write over.
 
@@ -224,9 +253,23 @@ def _serialized(timing_cache: Any) -> bytes:
         return bytes(buffer)
 
 
-def _same(name: str, asked: Any, got: Any) -> None:
-    if asked != got:
-        raise DishonouredError(f"{name}: asked {asked}, got {got}")
+COMPUTING = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTENTION_INPUT")
+"""Layers whose type is what a reader means by a network's precision."""
+
+
+MOVING = ("SHUFFLE", "GATHER", "SLICE", "CONDITIONAL_INPUT", "IDENTITY")
+"""Layers that leave the values they carry as they are."""
+
+
+PRECISIONS = {
+    "FLOAT": "fp32",
+    "HALF": "fp16",
+    "BF16": "bf16",
+    "INT8": "int8",
+    "FP8": "fp8",
+    "INT32": "int32",
+    "INT64": "int64",
+}
 
 
 def network_layers(network: Any) -> list[dict[str, str]]:
@@ -268,8 +311,6 @@ def precision_counts(layers: list[dict[str, str]]) -> dict[str, int]:
 
 def inspect_plan(trt: Any, plan: Any) -> dict[str, Any] | None:
     """Returns what the inspector says of an engine on the GPU here, None of one for other GPUs."""
-    import json
-
     runtime = trt.Runtime(trt.Logger(trt.Logger.ERROR))
     if hasattr(runtime, "get_engine_validity"):
         validity, _ = runtime.get_engine_validity(plan)
@@ -282,12 +323,6 @@ def inspect_plan(trt: Any, plan: Any) -> dict[str, Any] | None:
     text = engine.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
     content: dict[str, Any] = json.loads(text)
     return content
-
-
-PER_MILLE = 1000
-
-NOISE = ("Thread context has not been set",)
-"""Words of lines that TensorRT calls errors and that mean nothing."""
 
 
 class Events:
@@ -332,6 +367,10 @@ class Fraction:
         return share if parent is None else self._done(parent, share)
 
 
+NOISE = ("Thread context has not been set",)
+"""Words of lines that TensorRT calls errors and that mean nothing."""
+
+
 class ErrorLines(logging.Handler):
     """Keeps what TensorRT and Polygraphy report as errors."""
 
@@ -344,63 +383,6 @@ class ErrorLines(logging.Handler):
         text = " ".join(record.getMessage().split())
         if not any(words in text for words in NOISE):
             self.lines.append(text)
-
-
-def main() -> None:
-    """Serves one request."""
-    # What native code prints to stdout must not mix with the events.
-    events = Events(os.fdopen(os.dup(1), "w", encoding="utf-8"))
-    os.dup2(2, 1)
-    request = json.loads(sys.stdin.readline())
-    os.environ["POLYGRAPHY_USE_TENSORRT_RTX"] = "1" if request["flavour"] == "tensorrt-rtx" else "0"
-    stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())
-    errors = ErrorLines()
-    try:
-        result = _build(request, events, errors, stop)
-    except MemoryError:
-        events.say("failed", lines=[*errors.lines, "MemoryError"], canceled=False)
-    except Exception as error:  # noqa: BLE001  every failure is the parent's to explain
-        lines = [*errors.lines, " ".join(f"{type(error).__name__}: {error}".split())]
-        events.say("failed", lines=lines, canceled=stop.is_set())
-    else:
-        events.say("built", **result)
-
-
-def _build(
-    request: dict[str, Any], events: Events, errors: ErrorLines, stop: threading.Event
-) -> dict[str, Any]:
-    """Compiles the engine into the file that the request names and returns what was read back."""
-    started = time.monotonic()
-    import polygraphy.backend.trt as loaders
-    from polygraphy.logger import G_LOGGER
-
-    G_LOGGER.module_severity = G_LOGGER.WARNING
-    G_LOGGER.use_python_logging_system = True
-    G_LOGGER.python_logger.addHandler(errors)
-    G_LOGGER.python_logger.propagate = False
-    parent = os.getppid()
-    fraction = Fraction()
-    compiled = compile_engine(
-        loaders,
-        request,
-        on_start=fraction.start,
-        on_finish=fraction.finish,
-        on_step=lambda name, step: _step(events, fraction.step(name, step), stop, parent),
-    )
-    with Path(request["output"]).open("wb") as file:
-        file.write(memoryview(compiled.plan))
-    return {
-        **compiled.facts,
-        "seconds": round(time.monotonic() - started, 3),
-        "peak_memory_bytes": peak_memory_bytes(),
-    }
-
-
-def _step(events: Events, per_mille: int, stop: threading.Event, parent: int) -> bool:
-    """Tells how far the build is; False cancels it, also when nobody waits for it any more."""
-    events.say("step", done=per_mille)
-    return not stop.is_set() and os.getppid() == parent
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 from moexport.common import writing
 from moexport.common.writing import (
+    left_behind,
     locked,
     remove_leftovers,
     replace_folder,
@@ -198,3 +200,22 @@ def test_who_holds_a_folder_lets_others_wait(tmp_path: Path) -> None:
         list(pool.map(work, range(8)))
     assert [turns[i : i + 3] for i in range(0, 24, 3)] == [[n] * 3 for n in turns[::3]]
     assert sys.platform == "win32" or names(tmp_path) == []
+
+
+def test_what_is_being_written_is_known_as_long_as_it_is_there(tmp_path: Path) -> None:
+    with whole_file(tmp_path / "y.npz") as partial:
+        assert left_behind() == [partial]
+    assert left_behind() == []
+
+
+def test_a_full_disk_is_told_with_the_file_that_did_not_fit(tmp_path: Path) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device", "/somewhere/else.tmp")
+    elsewhere = pytest.raises(
+        OutputError, match=r"^/somewhere/else\.tmp: cannot be written: No spa"
+    )
+    with elsewhere, whole_file(tmp_path / "y.npz"):
+        raise full
+    here = pytest.raises(OutputError, match=r"y\.npz: cannot be written: No space")
+    with here, whole_file(tmp_path / "y.npz") as partial:
+        raise OSError(errno.ENOSPC, "No space left on device", str(partial))
+    assert names(tmp_path) == []
