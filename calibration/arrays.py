@@ -7,9 +7,13 @@ archive cannot be mapped. So both are read as streams.
 from __future__ import annotations
 
 import hashlib
+import lzma
+import math
+import tokenize
 import zipfile
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -22,8 +26,13 @@ from ..errors import FeedError
 CHUNK_BYTES = 4 << 20
 """What is read at once, at least one row."""
 
-UNREADABLE = (ValueError, zipfile.BadZipFile, zlib.error, EOFError, OSError)
-"""What reading a file that is none, or is damaged, raises."""
+UNREADABLE = (
+    *(ValueError, TypeError, KeyError, EOFError, OSError, OverflowError, RecursionError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
+    *(NotImplementedError, RuntimeError),
+)
+"""What reading a file that is none, or is damaged, raises: zip archives have a dozen ways to be no
+archive that Python reads, and headers of arrays are parsed as Python."""
 
 LABEL_NAMES = ("label", "labels", "y")
 """What labels are called in an archive: never taken for inputs."""
@@ -42,13 +51,13 @@ class Header:
     @property
     def row_bytes(self) -> int:
         """Bytes of one input."""
-        return self.dtype.itemsize * int(np.prod(self.shape[1:], dtype=np.int64))
+        return self.dtype.itemsize * math.prod(self.shape[1:])
 
 
 def npy_rows(path: Path) -> Iterator[np.ndarray]:
     """Yields the rows of an `.npy` file in chunks [c, …]; `FeedError` when it is no such array."""
     with _open(path, ".npy") as file:
-        yield from _rows(file, path, ".npy")
+        yield from _rows(file, path, ".npy", path.stat().st_size)
 
 
 def npz_rows(path: Path, name: str) -> Iterator[np.ndarray]:
@@ -56,14 +65,17 @@ def npz_rows(path: Path, name: str) -> Iterator[np.ndarray]:
 
     Raises `FeedError` that names the file, or lists its arrays.
     """
-    with _archive(path) as archive, archive.open(f"{_inputs(archive, path, name)}.npy") as file:
-        yield from _rows(cast(BinaryIO, file), path, ".npz")
+    with (
+        _archive(path) as archive,
+        _member(archive, path, _inputs(archive, path, name)) as (file, size),
+    ):
+        yield from _rows(file, path, ".npz", size)
 
 
 def npy_count(path: Path) -> int:
     """Returns how many rows an `.npy` file holds, from its header alone."""
     with _open(path, ".npy") as file:
-        return _header(file, path, ".npy").shape[0]
+        return _header(file, path, ".npy", path.stat().st_size).shape[0]
 
 
 def npz_count(path: Path, name: str) -> int:
@@ -93,8 +105,8 @@ def npz_archive(path: Path, name: str) -> Archive:
     """
     with _archive(path) as archive:
         inputs = _inputs(archive, path, name)
-        with archive.open(f"{inputs}.npy") as file:
-            header = _header(cast(BinaryIO, file), path, ".npz")
+        with _member(archive, path, inputs) as (file, size):
+            header = _header(file, path, ".npz", size)
         label = next((n for n in LABEL_NAMES if n in _names(archive) and n != inputs), None)
         members = sorted((m.filename, m.CRC, m.file_size) for m in archive.infolist())
         return Archive(inputs, header, label, hashlib.sha256(repr(members).encode()).hexdigest())
@@ -108,13 +120,12 @@ def npz_names(path: Path) -> tuple[str, ...]:
 
 def npz_array(path: Path, name: str) -> np.ndarray:
     """Returns a whole array of an `.npz` file; `FeedError` where it is none, or one of objects."""
-    with _archive(path) as archive:
+    with _archive(path) as archive, _member(archive, path, name) as (file, size):
         try:
-            with archive.open(f"{name}.npy") as file:
-                _any_header(cast(BinaryIO, file), f"{path}: array '{name}'")
-                file.seek(0)
-                return np.asarray(npy.read_array(file, allow_pickle=False))
-        except (KeyError, *UNREADABLE) as error:
+            _any_header(file, f"{path}: array '{name}'", size)
+            file.seek(0)
+            return np.asarray(npy.read_array(file, allow_pickle=False))
+        except UNREADABLE as error:
             raise _unreadable(path, ".npz", error) from error
 
 
@@ -130,6 +141,18 @@ def _archive(path: Path) -> zipfile.ZipFile:
         return zipfile.ZipFile(path)
     except UNREADABLE as error:
         raise _unreadable(path, ".npz", error) from error
+
+
+@contextmanager
+def _member(archive: zipfile.ZipFile, path: Path, name: str) -> Iterator[tuple[BinaryIO, int]]:
+    """An array of an archive, open, and its size in bytes."""
+    try:
+        size = archive.getinfo(f"{name}.npy").file_size
+        file = archive.open(f"{name}.npy")
+    except UNREADABLE as error:
+        raise _unreadable(path, ".npz", error) from error
+    with file:
+        yield cast(BinaryIO, file), size
 
 
 def _names(archive: zipfile.ZipFile) -> tuple[str, ...]:
@@ -150,34 +173,49 @@ def _inputs(archive: zipfile.ZipFile, path: Path, name: str) -> str:
     return others[0]
 
 
-def _rows(file: BinaryIO, path: Path, kind: str) -> Iterator[np.ndarray]:
-    header = _header(file, path, kind)
+def _rows(file: BinaryIO, path: Path, kind: str, size: int) -> Iterator[np.ndarray]:
+    header = _header(file, path, kind, size)
+    left = header.shape[0]
     if header.fortran:
         # Columns first: no row is complete before the last byte, so the array is read whole.
         yield _whole(file, header, path, kind)
-        return
-    left = header.shape[0]
-    if left == 0:
+        left = 0
+    elif not left * header.row_bytes:
         yield np.empty(header.shape, dtype=header.dtype)
+        left = 0
     step = max(1, CHUNK_BYTES // max(1, header.row_bytes))
     while left > 0:
         count = min(step, left)
-        yield _read(file, header, count, path, kind)
+        rows = _read(file, header, count, path, kind)
         left -= count
+        if not left:
+            _check_end(file, path, kind)
+        yield rows
 
 
-def _header(file: BinaryIO, path: Path, kind: str) -> Header:
+def _check_end(file: BinaryIO, path: Path, kind: str) -> None:
+    """Reads on after the last row, where an archive compares its checksum."""
+    try:
+        file.read(1)
+    except UNREADABLE as error:
+        raise _unreadable(path, kind, error) from error
+
+
+def _header(file: BinaryIO, path: Path, kind: str, size: int) -> Header:
     """The array's header; `FeedError` unless it is an array of inputs: numbers in a batch."""
     try:
-        header = _any_header(file, str(path))
+        header = _any_header(file, str(path), size)
     except UNREADABLE as error:
         raise _unreadable(path, kind, error) from error
     check_inputs(header.dtype, header.shape, str(path))
     return header
 
 
-def _any_header(file: BinaryIO, where: str) -> Header:
-    """The header of an array of anything but Python objects; raises one of UNREADABLE, too."""
+def _any_header(file: BinaryIO, where: str, size: int) -> Header:
+    """The header of an array of anything but Python objects; raises one of UNREADABLE, too.
+
+    What it declares is no more than a file of `size` bytes can hold.
+    """
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
     header = Header(*read(file))
@@ -187,6 +225,10 @@ def _any_header(file: BinaryIO, where: str) -> Header:
             "loaded",
             hint="save numbers: np.array(x.tolist()), whose rows must be of one shape",
         )
+    if any(not 0 <= each < 2**31 for each in header.shape):
+        raise ValueError(f"an array cannot be of shape {header.shape}")
+    if header.dtype.itemsize * math.prod(header.shape) > size - file.tell():
+        raise EOFError("the file ends in the middle of the array")
     return header
 
 
@@ -207,7 +249,9 @@ def _read(file: BinaryIO, header: Header, count: int, path: Path, kind: str) -> 
 
 def _whole(file: BinaryIO, header: Header, path: Path, kind: str) -> np.ndarray:
     flipped = Header(header.shape[::-1], False, header.dtype)
-    return _read(file, flipped, flipped.shape[0], path, kind).T
+    array = _read(file, flipped, flipped.shape[0], path, kind).T
+    _check_end(file, path, kind)
+    return array
 
 
 def check_inputs(

@@ -5,17 +5,19 @@ traceback, more than `LIMIT_S` seconds or `LIMIT_BYTES` of memory, the end of th
 seed gives the same files. `fuzz` runs in this process, for a test; the program runs in processes of
 their own, for as long as it is told, and survives what they do not:
 
-    python -m moexport.tests.fuzzing checkpoints --seconds 600
+    python -m moexport.tests.fuzzing checkpoints tables --seconds 600
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import importlib
 import io
 import json
 import random
 import resource
+import shutil
 import struct
 import subprocess
 import sys
@@ -23,17 +25,27 @@ import tempfile
 import time
 import traceback
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+import onnx
+from google.protobuf.descriptor import FieldDescriptor
+from google.protobuf.message import Message
 from moexport.errors import MoexportError
 
 LIMIT_S = 5.0
 LIMIT_BYTES = 1 << 30
 
-KINDS = {"checkpoints": "moexport.tests.exporter.checkpoints.test_fuzz"}
-"""Kinds of file, and the modules whose `SUBJECT` says how they are made and read."""
+KINDS = {"checkpoints": "moexport.tests.exporter.checkpoints.test_fuzz:SUBJECT"} | {
+    kind: f"moexport.tests.test_fuzz:{kind.upper()}"
+    for kind in (
+        *("bundles", "manifests", "graphs", "references", "tables", "results", "rewrites"),
+        *("reports", "configs", "feeds", "plans"),
+    )
+}
+"""Kinds of file, and the module and name of the `Subject` that says how they are made and read."""
 
 
 @dataclass(frozen=True)
@@ -41,11 +53,12 @@ class Subject:
     """A kind of file: `seeds` writes whole ones into a folder and `read` takes a path.
 
     `read` raises `MoexportError` for what it refuses. Beside each path are the files that belong
-    to it, of which one is damaged.
+    to it, of which one is damaged: any, or one of `files`.
     """
 
     seeds: Callable[[Path], list[Path]]
     read: Callable[[Path], object]
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -136,7 +149,10 @@ def mutated_archive(data: bytes, rng: random.Random) -> bytes:
     names = sorted(members, key=lambda name: len(members[name]))
     name = names[min(int(rng.expovariate(0.7)), len(names) - 1)] if rng.random() < 0.5 else None
     name = name or next((n for n in names if n.endswith("data.pkl")), rng.choice(names))
-    members[name] = mutated(members[name], rng)
+    if name.endswith(".npy") and rng.random() < 0.5:
+        members[name] = mutated_array(members[name], rng)
+    else:
+        members[name] = mutated(members[name], rng)
     out = io.BytesIO()
     with zipfile.ZipFile(out, "w", rng.choice((zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED))) as new:
         for member, content in members.items():
@@ -151,9 +167,144 @@ def mutated_header(data: bytes, rng: random.Random) -> bytes:
     return struct.pack("<Q", len(header)) + header + data[8 + length :]
 
 
+DEEP = 100_000
+"""How deep nested lists may be in what nobody meant well."""
+
+VALUES = (
+    *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 0.5, -1e308, float("nan"), float("inf")),
+    *("", "text", "a" * 5000, "../x", "/etc/passwd", "\x1b[31m", "\ud800", "input", "NaN"),
+    *([], {}, [1], [[]], {"a": 1}, [None], [0.5] * 40, "0", -(2**63)),
+)
+"""What a field of JSON may hold instead of what it should."""
+
+
+def mutated_json(data: bytes, rng: random.Random) -> bytes:
+    """Returns a JSON text some of whose values are others, are gone, or are there twice."""
+    content = json.loads(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        holders = [each for each in _holders(content) if each]
+        if not holders:
+            break
+        # The deepest records are many: those above matter as much.
+        holder = rng.choice(holders[: rng.choice((2, 8, len(holders)))])
+        key = rng.choice(list(holder) if isinstance(holder, dict) else range(len(holder)))
+        match rng.randrange(4):
+            case 0:
+                del holder[key]
+            case 1 if isinstance(holder, list):
+                holder.append(copy.deepcopy(holder[key]))
+            case 1:
+                holder[rng.choice(("", "x", "\n", f"{key} "))] = holder.pop(key)
+            case _:
+                holder[key] = copy.deepcopy(rng.choice(VALUES))
+    text = json.dumps(content)
+    if rng.random() < 0.02:
+        text = text.replace("null", "[" * DEEP + "]" * DEEP, 1)
+    return text.encode("utf-8", "surrogatepass")
+
+
+def _holders(content: Any) -> list[Any]:
+    """Every object and list in plain data, outer ones first."""
+    found = [content] if isinstance(content, dict | list) else []
+    for each in found:
+        inner = each.values() if isinstance(each, dict) else each
+        found += [value for value in inner if isinstance(value, dict | list)]
+    return found
+
+
+def mutated_graph(data: bytes, rng: random.Random) -> bytes:
+    """Returns an ONNX graph some of whose fields are others, are gone, or are there twice."""
+    model = onnx.load_model_from_string(data)
+    for _ in range(rng.choice((1, 1, 2, 4))):
+        message: Message = model
+        while True:
+            held = [(field, value) for field, value in message.ListFields()]
+            if not held:
+                break
+            field, value = rng.choice(held)
+            inner = list(value) if field.is_repeated else [value]
+            is_message = field.type == FieldDescriptor.TYPE_MESSAGE
+            if is_message and rng.random() < 0.85:
+                message = rng.choice(inner)
+                continue
+            _change_field(message, field, value, rng)
+            break
+    return bytes(model.SerializeToString())
+
+
+def _change_field(message: Message, field: Any, value: Any, rng: random.Random) -> None:
+    if not field.is_repeated:
+        new = _field_value(field, rng)
+        if new is None or rng.random() < 0.2:
+            message.ClearField(field.name)
+        else:
+            setattr(message, field.name, new)
+        return
+    place = rng.randrange(len(value))
+    match rng.randrange(4):
+        case 0:
+            del value[place]
+        case 1:
+            value.append(value[rng.randrange(len(value))])
+        case 2 if (new := _field_value(field, rng)) is not None:
+            value[place] = new
+        case _ if rng.random() < 0.3:
+            message.ClearField(field.name)
+        case _:
+            order = list(value)
+            rng.shuffle(order)
+            del value[:]
+            value.extend(order)
+
+
+def _field_value(field: Any, rng: random.Random) -> Any:
+    """Another value for a field of a protobuf message; None for a message."""
+    if field.type in (FieldDescriptor.TYPE_INT64, FieldDescriptor.TYPE_INT32):
+        most = 2 ** (63 if field.type == FieldDescriptor.TYPE_INT64 else 31)
+        return rng.choice((0, 1, 2, 3, 5, 7, 10, 16, -1, -most, most - 1, 2**30))
+    if field.type in (FieldDescriptor.TYPE_FLOAT, FieldDescriptor.TYPE_DOUBLE):
+        return rng.choice((0.0, -1.0, 1e30, float("nan"), float("inf")))
+    if field.type == FieldDescriptor.TYPE_STRING:
+        return rng.choice(("", "x", "input", "output", "k", "../x", "weights.bin", "-1", "[" * 999))
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        return rng.randbytes(rng.choice((0, 1, 8, 64)))
+    return None
+
+
+def mutated_array(data: bytes, rng: random.Random) -> bytes:
+    """Returns an `.npy` file whose header is another, its length right."""
+    (length,) = struct.unpack("<H", data[8:10])
+    header = data[10 : 10 + length].strip()
+    if rng.random() < 0.5:
+        pieces = (b"<f4", b"False", b"(", b")", b"descr", b"shape", b",", b"'", b"fortran")
+        new = (
+            b"True",
+            b"|O",
+            b"<U0",
+            b">f8",
+            b"<M8[s]",
+            b"-1, ",
+            b"(" * 500,
+            b"9" * 30,
+            b"",
+            b"|V9",
+        )
+        header = header.replace(rng.choice(pieces), rng.choice(new), 1)
+    else:
+        header = mutated(header, rng)
+    header = header[:60_000] + b"\n"
+    return data[:8] + struct.pack("<H", len(header)) + header + data[10 + length :]
+
+
 def damaged(file: Path, data: bytes, rng: random.Random) -> bytes:
     """Returns what is in a file, changed with or without an eye to its format."""
     if rng.random() < 0.7:
+        if file.suffix == ".json":
+            return mutated_json(data, rng)
+        if file.suffix == ".onnx":
+            return mutated_graph(data, rng)
+        if file.suffix == ".npy":
+            return mutated_array(data, rng)
         if data[:4] == b"PK\x03\x04":
             return mutated_archive(data, rng)
         if file.suffix == ".safetensors":
@@ -166,9 +317,23 @@ def damaged(file: Path, data: bytes, rng: random.Random) -> bytes:
 
 def fuzz(subject: Subject, folder: Path, seed: int, numbers: range) -> Iterator[Finding | None]:
     """Yields what each file of a seed did; None where it was taken or refused as it should be."""
+    yield from read_damaged(subject, subject.seeds(folder), seed, numbers)
+
+
+def read_damaged(
+    subject: Subject, paths: Iterable[Path], seed: int, numbers: range
+) -> Iterator[Finding | None]:
+    """Damages the files beside these paths, one at a time, and puts each back (`fuzz`)."""
     originals = [
-        (path, {file: file.read_bytes() for file in path.parent.iterdir()})
-        for path in subject.seeds(folder)
+        (
+            path,
+            {
+                file: file.read_bytes()
+                for file in sorted(path.parent.iterdir())
+                if file.is_file() and (not subject.files or file.name in subject.files)
+            },
+        )
+        for path in paths
     ]
     for number in numbers:
         rng = random.Random(f"{seed} {number}")
@@ -176,7 +341,9 @@ def fuzz(subject: Subject, folder: Path, seed: int, numbers: range) -> Iterator[
         file = rng.choice(list(files))
         file.write_bytes(damaged(file, files[file], rng))
         what = attempt(subject.read, path)
-        yield None if what is None else Finding(seed, number, path.parent.name, what)
+        yield (
+            None if what is None else Finding(seed, number, f"{path.parent.name}/{file.name}", what)
+        )
         file.unlink()
         file.write_bytes(files[file])
 
@@ -201,25 +368,36 @@ def _peak_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def _worker(kind: str, seed: int, count: int) -> None:
-    subject: Subject = importlib.import_module(KINDS[kind]).SUBJECT
-    with tempfile.TemporaryDirectory(prefix="fuzz-") as folder:
-        for number, finding in enumerate(fuzz(subject, Path(folder), seed, range(count))):
+def subject_of(kind: str) -> Subject:
+    """Returns how files of a kind are made and read."""
+    module, _, name = KINDS[kind].partition(":")
+    found = getattr(importlib.import_module(module), name)
+    assert isinstance(found, Subject)
+    return found
+
+
+def _worker(kind: str, seed: int, count: int, seeds: Path) -> None:
+    subject = subject_of(kind)
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        folder = Path(shutil.copytree(seeds, Path(name) / "seeds"))
+        paths = [folder / each for each in json.loads((folder / "paths.json").read_text())]
+        for number, finding in enumerate(read_damaged(subject, paths, seed, range(count))):
             print(json.dumps([number, None if finding is None else finding.what]), flush=True)
 
 
-def _batch(kind: str, seed: int, count: int) -> tuple[int, list[Finding]]:
+def _batch(kind: str, seed: int, count: int, seeds: Path) -> tuple[int, list[Finding]]:
     """How many files of a seed a process of its own read, and what was found."""
-    command = [sys.executable, "-m", __spec__.name, kind, "--worker", str(seed), str(count)]
+    command = [sys.executable, "-m", __spec__.name, kind]
+    command += ["--worker", str(seed), str(count), str(seeds)]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            out, errors = process.communicate(timeout=60 + LIMIT_S * 10)
+            out, errors = process.communicate(timeout=300)
         except subprocess.TimeoutExpired:
             process.kill()
             out, errors = process.communicate()
-    done = [json.loads(line) for line in out.splitlines()]
+    done = [json.loads(line) for line in out.splitlines() if line.startswith("[")]
     found = [Finding(seed, number, kind, what) for number, what in done if what is not None]
     if process.returncode:
         last = errors.strip().splitlines()[-1:] or [""]
@@ -228,27 +406,38 @@ def _batch(kind: str, seed: int, count: int) -> tuple[int, list[Finding]]:
     return len(done), found
 
 
+def _run(kind: str, seed: int, seconds: float, most: int) -> int:
+    """Reads damaged files of a kind for so long, or so many; returns how many findings it made."""
+    started, total, findings, each = time.monotonic(), 0, 0, seed
+    with tempfile.TemporaryDirectory(prefix="fuzz-") as name:
+        folder = Path(name)
+        paths = [str(path.relative_to(folder)) for path in subject_of(kind).seeds(folder)]
+        (folder / "paths.json").write_text(json.dumps(paths))
+        while time.monotonic() - started < seconds and total < most:
+            read, found = _batch(kind, each, 500, folder)
+            total, each, findings = total + max(read, 1), each + 1, findings + len(found)
+            for finding in found:
+                print(f"{kind}, seed {finding.seed}, file {finding.number}: {finding.what}")
+            print(f"{kind}: {total} files from seed {seed}, {findings} findings", flush=True)
+    return findings
+
+
 def main() -> None:
     """Runs the program."""
     parser = argparse.ArgumentParser(description="damage files at random and read them")
-    parser.add_argument("kind", choices=KINDS)
-    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("kinds", nargs="*", help=f"of {', '.join(KINDS)}; all without any")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for each kind")
+    parser.add_argument("--most", type=int, default=1 << 30, help="files of each kind")
     parser.add_argument("--seed", type=int, default=int(time.time()))
-    parser.add_argument("--worker", type=int, nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.worker:
-        _worker(given.kind, *given.worker)
+        seed, count, seeds = given.worker
+        _worker(given.kinds[0], int(seed), int(count), Path(seeds))
         return
-    ends, total, seed = time.monotonic() + given.seconds, 0, given.seed
-    found: list[Finding] = []
-    while time.monotonic() < ends:
-        read, findings = _batch(given.kind, seed, 500)
-        total, seed = total + read, seed + 1
-        found += findings
-        for finding in findings:
-            print(f"seed {finding.seed} file {finding.number}: {finding.what}", flush=True)
-    print(f"{given.kind}: {total} files from seed {given.seed}, {len(found)} findings")
-    sys.exit(1 if found else 0)
+    kinds = given.kinds or list(KINDS)
+    findings = [_run(kind, given.seed, given.seconds, given.most) for kind in kinds]
+    sys.exit(1 if any(findings) else 0)
 
 
 if __name__ == "__main__":
