@@ -52,10 +52,12 @@ bench: $(VENV)/ready
 	$(BIN)/python -m perf
 
 # Damaged files of each kind for so many seconds, at low priority; `make test` reads a few hundred.
+# FUZZ_KINDS='feeds tables' reads those alone.
 FUZZ_SECONDS ?= 600
+FUZZ_KINDS ?=
 
 fuzz: $(VENV)/ready
-	nice $(BIN)/python -m moexport.tests.fuzzing checkpoints --seconds $(FUZZ_SECONDS)
+	nice $(BIN)/python -m moexport.tests.fuzzing $(FUZZ_KINDS) --seconds $(FUZZ_SECONDS)
 
 # On a machine with an NVIDIA GPU: engines built, compared and timed; results in gpu-check.json.
 # Both parts run, and it fails if either does.

@@ -85,7 +85,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     for line in text.splitlines():
         try:
             entry = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return
         if not isinstance(entry, dict):
             return

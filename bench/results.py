@@ -262,7 +262,41 @@ class _Header:
     """What every results file must hold, beside what `Results` needs."""
 
     schema: int
-    environment: dict[str, Any]
+    environment: _Environment
+    protocol: _Protocol | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Environment:
+    """What is read of the environment; it may hold anything else."""
+
+    packages: dict[str, str | None] | None = None
+    threads: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Waited:
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Rates:
+    stream_gb_s: float | None = None
+    matmul_gflop_s: float | None = None
+    int8_gop_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Protocol:
+    """What is read of the protocol."""
+
+    rounds: int = 0
+    round_s: float = 0.0
+    warmup: int = 0
+    samples: int = 0
+    labelled: bool = False
+    rates: tuple[_Rates, ...] = ()
+    waited: tuple[_Waited, ...] = ()
 
 
 def read(path: Path) -> Results:
@@ -280,7 +314,7 @@ def from_json(text: str, *, name: str = "results.json") -> Results:
 
     Raises ResultsError that names the file and the field that is missing or of the wrong type.
     """
-    body = parse(text, name)
+    body = parse(text, name, finite=True)
     schema = from_data(_Header, body, name).schema
     if schema != SCHEMA:
         raise ResultsError(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
+from ..common.json_data import from_data, parse
 from ..common.writing import write_text
 from ..errors import CalibrationError
 from ..graphs.choices import Method
@@ -76,31 +78,24 @@ class CalibrationTable:
     def read(path: Path) -> CalibrationTable:
         """Reads a table; `CalibrationError` when there is none or it is not a whole one."""
         try:
-            content = json.loads(path.read_text(encoding="utf-8"))
+            text = path.read_text(encoding="utf-8")
         except FileNotFoundError as error:
             raise CalibrationError(f"{path}: no such calibration table", hint=_WRITES) from error
         except (OSError, ValueError) as error:
             raise CalibrationError(
                 f"{path}: not readable as JSON ({error})", hint=_WRITES
             ) from error
+        refused = partial(CalibrationError, hint=_WRITES)
+        content = parse(text, f"{path}: not readable as JSON", error=refused)
         found = content.get("schema") if isinstance(content, dict) else None
         if found != SCHEMA:
             raise CalibrationError(
                 f"{path}: schema {found!r}, but this version reads schema {SCHEMA}",
                 hint="calibrate again with this version of moexport",
             )
-        try:
-            table = CalibrationTable(
-                origin=Origin(**_known(Origin, content["origin"])),
-                ranges={key: Range(**values) for key, values in content["ranges"].items()},
-                peaks={key: float(value) for key, value in content["peaks"].items()},
-                moexport=content["moexport"],
-            )
-            _check(path, table)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise CalibrationError(
-                f"{path}: not a whole calibration table ({error})", hint=_WRITES
-            ) from error
+        what = f"{path}: not a whole calibration table"
+        table = from_data(CalibrationTable, content, what, error=refused)
+        _check(path, table)
         return table
 
 
@@ -108,15 +103,9 @@ def is_table(path: Path) -> bool:
     """Whether a file is a calibration table of any version, as far as its keys tell."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
     return isinstance(content, dict) and {"schema", "moexport", "ranges"} <= content.keys()
-
-
-def _known(record: type, content: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries that the record has: a later version may have written more."""
-    names = {entry.name for entry in fields(record)}
-    return {key: value for key, value in content.items() if key in names}
 
 
 def _check(path: Path, table: CalibrationTable) -> None:

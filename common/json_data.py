@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from ..errors import MoexportError, ResultsError
@@ -25,7 +26,11 @@ WORDS = {
 
 
 def read_json(
-    kind: type[T], text: str, file: object, *, error: type[MoexportError] = ResultsError
+    kind: type[T],
+    text: str,
+    file: object,
+    *,
+    error: Callable[[str], MoexportError] = ResultsError,
 ) -> T:
     """Returns the dataclass that a JSON text holds.
 
@@ -34,10 +39,21 @@ def read_json(
     return from_data(kind, parse(text, file, error=error), file, error=error)
 
 
-def parse(text: str, file: object, *, error: type[MoexportError] = ResultsError) -> Any:
-    """Returns a JSON text as plain data; raises `error` for what is none."""
+def parse(
+    text: str,
+    file: object,
+    *,
+    error: Callable[[str], MoexportError] = ResultsError,
+    finite: bool = False,
+) -> Any:
+    """Returns a JSON text as plain data; raises `error` for what is none.
+
+    `finite` refuses numbers that JSON does not have, though Python reads them: NaN and infinity.
+    """
     try:
         data = json.loads(text)
+        if finite:
+            json.dumps(data, allow_nan=False)
         if "\\ud" in text.lower():
             json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text
     except (ValueError, RecursionError) as found:
@@ -51,7 +67,7 @@ def from_data(
     file: object,
     *,
     at: str = "",
-    error: type[MoexportError] = ResultsError,
+    error: Callable[[str], MoexportError] = ResultsError,
 ) -> T:
     """Returns the dataclass that plain data hold; `at` is the path that leads to them."""
     import msgspec

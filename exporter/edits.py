@@ -159,7 +159,7 @@ def _read_json(path: Path) -> Any:
         raise UsageError(
             f"{path}: cannot be read: {error.strerror}", hint="check --rewrite"
         ) from error
-    except ValueError as error:  # not UTF-8 among them
+    except (ValueError, RecursionError) as error:  # not UTF-8 among them
         raise UsageError(f"{path}: not valid JSON: {error}", hint=_ENTRY) from error
 
 

@@ -7,7 +7,6 @@ It is kept in the bundle, so that a bundle can be verified where its checkpoint 
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import onnx
 
+from ..calibration.arrays import npz_array, npz_names
 from ..common.json_data import from_data
 from ..errors import BundleError, FeedError, ParityError
 
@@ -25,9 +25,6 @@ if TYPE_CHECKING:
     from .session import Runner
 
 PARITY_FILE = "parity.npz"
-
-UNREADABLE = (OSError, ValueError, TypeError, KeyError, EOFError, NotImplementedError, MemoryError)
-"""What numpy and the reader of zip archives raise for files that are no arrays."""
 
 TIE = 1e-5
 """FP32 scores this close, relative to the k-th, are a tie: rounding may order them either way."""
@@ -107,8 +104,7 @@ class Reference:
     def load(path: Path) -> Reference:
         """Reads a reference; `BundleError` when the file cannot be read."""
         try:
-            with np.load(path, allow_pickle=False) as stored:
-                arrays = dict(stored)
+            arrays = {name: npz_array(path, name) for name in npz_names(path)}
             found = Reference(
                 x=arrays["x"],
                 y=arrays["y"],
@@ -117,7 +113,7 @@ class Reference:
                 margin=_group(arrays, "margin/"),
                 kept={layer: int(k) for layer, k in _group(arrays, "kept/").items()},
             )
-        except (*UNREADABLE, zipfile.BadZipFile) as error:
+        except (FeedError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
         for problem in found._problems():
             raise BundleError(f"{path}: not a readable parity record: {problem}")

@@ -170,7 +170,7 @@ def mutated_header(data: bytes, rng: random.Random) -> bytes:
 DEEP = 100_000
 """How deep nested lists may be in what nobody meant well."""
 
-VALUES = (
+VALUES: tuple[Any, ...] = (
     *(None, True, False, 0, 1, -1, 2**31, 2**63, 10**30, 0.5, -1e308, float("nan"), float("inf")),
     *("", "text", "a" * 5000, "../x", "/etc/passwd", "\x1b[31m", "\ud800", "input", "NaN"),
     *([], {}, [1], [[]], {"a": 1}, [None], [0.5] * 40, "0", -(2**63)),

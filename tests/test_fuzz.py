@@ -163,7 +163,10 @@ TABLES = Subject(tables, table_read, ("calibration.json",))
 
 
 def _row(engine: str, k: int, ms: float, **changes: Any) -> Row:
-    quality = {"accuracy": Accuracy(0.9, 0.99, 360, 1.0), "parity": Parity(1e-6, 1.0)}
+    quality: dict[str, Any] = {
+        "accuracy": Accuracy(0.9, 0.99, 360, 1.0),
+        "parity": Parity(1e-6, 1.0),
+    }
     return Row(engine, k, 16, 1, "digits", latency_ms=summarise([[ms], [ms]]), **quality | changes)
 
 
@@ -240,8 +243,8 @@ def feeds(folder: Path) -> list[Path]:
     for name in ("npz", "labelled", "npy", "fortran"):
         (folder / name).mkdir(parents=True)
     np.savez(folder / "npz" / "x.npz", input=X)
-    labelled = {"input": X.astype(np.float16), "label": np.arange(3)}
-    np.savez_compressed(folder / "labelled" / "x.npz", allow_pickle=False, **labelled)
+    half = X.astype(np.float16)
+    np.savez_compressed(folder / "labelled" / "x.npz", input=half, label=np.arange(3))
     np.save(folder / "npy" / "x.npy", X)
     np.save(folder / "fortran" / "x.npy", np.asfortranarray(X))
     return [

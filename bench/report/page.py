@@ -292,7 +292,7 @@ def method_lines(results: Results) -> list[str]:
     """Returns sentences on how the rows were measured."""
     p = results.protocol
     lines = []
-    if "rounds" in p and "warmup" in p:
+    if {"rounds", "round_s", "warmup"} <= p.keys():
         lines.append(
             f"{p['rounds']} interleaved rounds in random order, at least {p['round_s']:g} s per "
             f"engine and round, after {p['warmup']} calls of warm-up; no call is left out."

@@ -116,7 +116,7 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
     """
     try:
         content = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(content, dict) or not {"schema", "moexport", "layers"} <= content.keys():
         return None

@@ -73,7 +73,7 @@ def _take(folder: Path, key: str, destination: Path) -> Mapping[str, Any] | None
     try:
         facts: dict[str, Any] = json.loads(notes.read_text(encoding="utf-8"))
         sound = sha256(plan) == facts["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         sound = False
     if not sound:
         _remove((plan, notes))

@@ -10,11 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from ...common.files import is_own, known_sha256
+from ...common.json_data import read_json
 from ...errors import (
     BundleError,
     EngineError,
@@ -340,12 +341,24 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
 def _listing(path: Path) -> list[dict[str, str]]:
     """The products and convolutions that were written down beside the engine."""
     try:
-        layers: list[dict[str, str]] = json.loads(path.read_text(encoding="utf-8"))["layers"]
-    except (OSError, ValueError, KeyError) as error:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
         raise BundleError(
             f"{path}: not a readable list of layers ({error})", hint="build the engine again"
         ) from error
-    return layers
+    return [asdict(each) for each in read_json(_Listing, text, path, error=BundleError).layers]
+
+
+@dataclass(frozen=True, slots=True)
+class _ListedLayer:
+    name: str
+    kind: str
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
+class _Listing:
+    layers: list[_ListedLayer]
 
 
 def _inspected(plan: Plan) -> Any:
