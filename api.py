@@ -233,6 +233,7 @@ def export(
     min_retention: float | None = None,
     atol: float | None = None,
     rtol: float | None = None,
+    verify_samples: int | None = None,
     data: Feed | None = None,
     ablate: str | Sequence[str] = (),
     rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = None,
@@ -273,9 +274,10 @@ def export(
         keep_floating: names of MoE layers that INT8 leaves as they are (none).
         min_retention: the share of FP32's accuracy, above 0 to 1, for which INT8 leaves the most
             sensitive layers in floats (None: all are INT8).
-        atol: the absolute difference from PyTorch that is allowed (None: 1e-6).
+        atol: the absolute difference from PyTorch that is allowed (None: 0).
         rtol: the difference allowed as a share of max|y| (None: FP32 1e-4, FP16 0.01, BF16 0.05,
             INT8 0.1).
+        verify_samples: how many inputs of `data` are compared, at the most (None: 256).
         data: real inputs for ranges and comparison: an array [s, ...], an iterable of batches
             [b, ...], an .npz, a folder of .npy, or "package.module:iterable" (None: random ones are
             compared).
@@ -338,6 +340,7 @@ def _job(asked: SimpleNamespace) -> ExportJob:
         atol=asked.atol,
         rtol=asked.rtol,
         verify=asked.verify,
+        verify_samples=asked.verify_samples,
         precision=PrecisionOptions(
             asked.precision,
             asked.rest,

@@ -83,13 +83,16 @@ class GraphFlags:
         typer.Option(metavar="TABLE.JSON", help="int8: ranges that `calibrate` wrote."),
     ] = None
     atol: Annotated[
-        float | None, typer.Option(help="Parity: absolute difference allowed [default: 1e-6].")
+        float | None, typer.Option(help="Parity: absolute difference allowed [default: 0].")
     ] = None
     rtol: Annotated[
         float | None,
         typer.Option(
             help="Parity: difference allowed, of max|y| [default: FP32 1e-4, FP16 0.01, INT8 0.1]."
         ),
+    ] = None
+    verify_samples: Annotated[
+        int | None, typer.Option(help="Parity: inputs of --data to compare [default: 256].")
     ] = None
     ablate: Annotated[
         list[str] | None,

@@ -6,7 +6,7 @@ when all of it is done.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,17 +19,17 @@ from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.manifest import MANIFEST_FILE
 from .bundle.readme import with_readme
-from .inputs import parity_inputs
+from .inputs import parity_batches
 from .job import ExportJob
 from .options import ExportOptions
-from .parity import PARITY_FILE, Parity, describe
+from .parity import PARITY_FILE, Comparison, Parity, Tolerance, describe
 from .plan import Plan, plan
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
 from .reference import first_different_layer
 from .tensorrt.engines import build_for_export
 from .trace import trace
-from .write import checked_graph, graph_record, manifest_of, torch_reference, write_graphs
+from .write import graph_record, manifest_of, opened_comparison, torch_reference, write_graphs
 
 
 def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
@@ -41,7 +41,10 @@ def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
     """
     assert job.destination is not None, "an export has a destination"
     progress = progress or Silent()
-    x = parity_inputs(job.model, job.fixed, job.data) if job.options.verify else None
+    options = job.options
+    inputs = None
+    if options.verify:
+        inputs = parity_batches(job.model, job.fixed, job.data, options.samples_to_verify)
     planned = export_plan(job, progress)
     weights_bytes = planned.weights_bytes
     check_destination(job.destination, force=job.force, needed_bytes=weights_bytes)
@@ -51,9 +54,9 @@ def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
         if planned.table is not None:
             planned.table.write(directory / CALIBRATION_FILE)
         parities: dict[str, Parity] = {}
-        if x is not None:
-            progress.step("checking against PyTorch")
-            parities = _parities(planned, lowered, directory, x)
+        if inputs is not None:
+            progress.step("checking against PyTorch", unit="inputs")
+            parities = _parities(planned, lowered, directory, inputs, progress)
         progress.step("hashing")
         manifest = manifest_of(planned, lowered, parities, directory)
         manifest = build_for_export(directory, manifest, job.engine, progress)
@@ -85,17 +88,33 @@ def found_ranges(job: ExportJob, progress: Progress | None = None) -> Calibratio
 
 
 def _parities(
-    planned: Plan, lowered: Mapping[str, Lowered], directory: Path, x: np.ndarray
+    planned: Plan,
+    lowered: Mapping[str, Lowered],
+    directory: Path,
+    inputs: Iterable[np.ndarray],
+    progress: Progress,
 ) -> dict[str, Parity]:
-    """Each graph's parity, or a `ParityError` that says where the first difference starts."""
+    """Each graph's parity, or a `ParityError` that says where the first difference starts.
+
+    The first of the inputs are kept in the bundle with what PyTorch computed of them.
+    """
     job = planned.job
     options, tolerance = job.options, job.options.tolerance
-    expected = torch_reference(job, x)
-    expected.save(directory / PARITY_FILE)
+    comparisons: dict[str, Comparison] = {}
+    for x in inputs:
+        expected = torch_reference(job, x)
+        if not comparisons:
+            expected.save(directory / PARITY_FILE)
+            for graph in planned.graphs:
+                record = graph_record(graph, lowered[graph.file])
+                comparisons[graph.file] = opened_comparison(job, directory, record, expected)
+        for comparison in comparisons.values():
+            comparison.add(expected)
+        progress.advance(len(x))
     parities = {}
     for graph in planned.graphs:
-        record = graph_record(graph, lowered[graph.file])
-        parity = checked_graph(job, directory, record, expected)
+        comparison = comparisons[graph.file]
+        parity = comparison.parity()
         parities[graph.file] = parity
         if parity.passed:
             continue
@@ -105,22 +124,29 @@ def _parities(
                 "nothing can be compared",
                 hint="give real inputs with --data; an untrained router ties everywhere",
             )
+        worst = comparison.worst
+        assert worst is not None, "something was compared"
         where = parity.first_difference or first_different_layer(
             job.model,
             directory / graph.file,
             lowered[graph.file].values,
-            expected,
+            worst,
             renormalize=options.renormalize,
             rtol=tolerance.rtol,
-            batch=job.fixed_batch or len(expected.x),
+            batch=job.fixed_batch or len(worst.x),
         )
         raise ParityError(
             f"{graph.file} differs from PyTorch, starting in {where}: {describe(parity)}",
-            hint=f"allowed was atol {tolerance.atol:g} + rtol {tolerance.rtol:g} · max|y| and the "
+            hint=f"allowed was {_allowed(tolerance)} and the "
             f"same experts in {tolerance.routing:.0%}: {way_out(parity, options)}; --no-verify "
             "writes it unchecked",
         )
     return parities
+
+
+def _allowed(tolerance: Tolerance) -> str:
+    absolute = f"atol {tolerance.atol:g} + " if tolerance.atol else ""
+    return f"{absolute}rtol {tolerance.rtol:g} · max|y|"
 
 
 def way_out(parity: Parity, options: ExportOptions) -> str:

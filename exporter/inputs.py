@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calibration.feeds import Feed, batches, samples
+from ..calibration.feeds import Feed, batches, limited, rebatched, samples
 from ..errors import FeedError, UsageError
 from .axes import DEFAULT_TOKENS, fits
 
@@ -56,18 +56,46 @@ def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
     }
 
 
-def parity_inputs(model: Model, fixed: Mapping[str, int], data: Feed | None) -> np.ndarray:
-    """Returns inputs [s, …] to compare with: as many as fit, exactly a batch where that is fixed.
+def parity_batches(
+    model: Model, fixed: Mapping[str, int], data: Feed | None, count: int
+) -> Iterator[np.ndarray]:
+    """Returns inputs to compare with, `SAMPLES` at a time, or whole batches where that is fixed.
 
-    They come from `data`, from the model's own example, or from a random generator that begins the
-    same every time; `fixed` is `ExportJob.fixed`. Raises `FeedError` when the feed does not fit.
+    They are up to `count` of `data`, else the model's own example, or come from a random generator
+    that begins the same every time; `fixed` is `ExportJob.fixed`. What comes first is read by the
+    call, which raises `FeedError` when it does not fit.
     """
     batch = fixed.get("batch")
     if data is not None:
-        return feed_inputs(model, data, batch or SAMPLES, fixed)
+        return _feed_batches(model, data, count, fixed)
     if model.example is not None and batch is None:
-        return model.example.astype(model.input.dtype)
-    return random_inputs(model, batch or SAMPLES, {**SIZES, **fixed})
+        return iter([model.example.astype(model.input.dtype)])
+    return iter([random_inputs(model, batch or SAMPLES, {**SIZES, **fixed})])
+
+
+def _feed_batches(
+    model: Model, data: Feed, count: int, fixed: Mapping[str, int]
+) -> Iterator[np.ndarray]:
+    """The batches of a feed; of a fixed batch only whole ones, since a graph takes no others."""
+    batch = fixed.get("batch", 1)
+    size = batch * max(1, SAMPLES // batch)
+    taken = limited(batches(data, model.input.name), max(count, batch))
+    parts = rebatched((with_axes(x, model.input) for x in taken), size)
+    first = next(parts, None)
+    if first is None:
+        raise FeedError(
+            "the feed holds no inputs", hint=f"give at least one array for '{model.input.name}'"
+        )
+    first = fitted(first, model.input, fixed)
+
+    def rest() -> Iterator[np.ndarray]:
+        yield first[: len(first) // batch * batch]
+        for x in parts:
+            whole = x[: len(x) // batch * batch]
+            if len(whole):
+                yield fitted(whole, model.input, fixed)
+
+    return rest()
 
 
 def feed_inputs(

@@ -177,6 +177,12 @@ def _check_calibration(
             "--precision int8: ranges come from real inputs, and there are none",
             hint="give a feed with --data, or a table with --calibration",
         )
+    if options.verify_samples is not None and data is None:
+        raise UsageError(
+            f"--verify-samples {options.verify_samples}: it counts inputs of a feed, and there is "
+            "none",
+            hint="give a feed with --data; without one a few random inputs are compared",
+        )
     reads = [
         calibration is None and _calibration(options, method) is not None,
         options.verify,

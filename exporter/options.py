@@ -143,6 +143,9 @@ def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
         )
 
 
+VERIFY_SAMPLES = 256
+"""Inputs of a feed that are compared with PyTorch, unless `--verify-samples` says how many."""
+
 AUTO = "auto"
 
 TUNE = "tune"
@@ -160,7 +163,8 @@ class ExportOptions:
 
     `lowerings` names the graphs to write, `auto`, `tune` or a name each; the first is `model.onnx`.
     Parity holds where |difference| ≤ atol + rtol · max|y|; None stands for what the precision
-    allows (`tolerance`). `precision` says in what numbers the graph computes.
+    allows (`tolerance`), over so many inputs of a feed at the most (None: `VERIFY_SAMPLES`).
+    `precision` says in what numbers the graph computes.
     """
 
     k: KOption = "n"
@@ -173,6 +177,7 @@ class ExportOptions:
     atol: float | None = None
     rtol: float | None = None
     verify: bool = True
+    verify_samples: int | None = None
     edits: Edits = NO_EDITS
     precision: PrecisionOptions = PrecisionOptions()
 
@@ -204,11 +209,31 @@ class ExportOptions:
                 "many",
                 hint="give the k that will be used, or leave --min-retention out",
             )
+        if self.verify_samples is not None:
+            self._check_verified(self.verify_samples)
         if not all(0 <= bound < math.inf for bound in (self.atol or 0.0, self.rtol or 0.0)):
             raise UsageError(
                 f"--atol {self.atol} --rtol {self.rtol}: bounds are finite and not negative",
                 hint="--rtol 1e-4 allows a difference of 1e-4 of max|y|; --no-verify any",
             )
+
+    def _check_verified(self, samples: int) -> None:
+        """Raises `UsageError` for a number of inputs that cannot be compared."""
+        if samples < 1:
+            raise UsageError(
+                f"--verify-samples {samples}: at least 1",
+                hint="--no-verify compares nothing",
+            )
+        if not self.verify:
+            raise UsageError(
+                f"--verify-samples {samples} with --no-verify: nothing will be compared",
+                hint="leave one of them out",
+            )
+
+    @property
+    def samples_to_verify(self) -> int:
+        """The most inputs of a feed that are compared."""
+        return self.verify_samples or VERIFY_SAMPLES
 
     def _check_tunable(self) -> None:
         """Raises `UsageError` where there is nothing in ONNX Runtime to be measured."""

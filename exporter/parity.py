@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import onnx
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PARITY_FILE = "parity.npz"
 
+ChosenBy = Literal["inputs", "tokens"]
+
 TIE = 1e-5
 """FP32 scores this close, relative to the k-th, are a tie: rounding may order them either way."""
 
@@ -34,8 +36,9 @@ TIE = 1e-5
 class Tolerance:
     """Bounds of a parity check.
 
-    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|. `routing` is the least share of
-    inputs in which every layer must choose the same experts. A choice between scores that are
+    Outputs agree where |difference| ≤ `atol` + `rtol` · max|y|: in their own scale, unless an
+    absolute difference is allowed. `routing` is the least share of inputs in which every layer must
+    choose the same experts. A choice between scores that are
     closer than `tie`, relative to the k-th, is a tie: what comes before the layer is rounded, and
     may order them either way. A muMoE layer's coefficients, which sum to 1, are the same choice
     where none differs by more than `coefficient`; below FP32 only those count that one of both has
@@ -62,10 +65,10 @@ def recorded(parity: Mapping[str, Any] | None) -> Tolerance:
 
 TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
     {
-        "fp32": Tolerance(atol=1e-6, rtol=1e-4, routing=1.0, tie=1e-5),
-        "fp16": Tolerance(atol=1e-6, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
-        "bf16": Tolerance(atol=1e-6, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
-        "int8": Tolerance(atol=1e-6, rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2),
+        "fp32": Tolerance(atol=0.0, rtol=1e-4, routing=1.0, tie=1e-5),
+        "fp16": Tolerance(atol=0.0, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
+        "bf16": Tolerance(atol=0.0, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
+        "int8": Tolerance(atol=0.0, rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2),
     }
 )
 """FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
@@ -152,15 +155,17 @@ def _group(arrays: Mapping[str, np.ndarray], prefix: str) -> dict[str, np.ndarra
 class Parity:
     """How far a graph is from its reference.
 
-    `max_abs` is the largest difference of an output, `max_rel` the same over max|y|, `cosine` the
-    smallest cosine of a sample's outputs. `routing_agreement` is the share of samples in which
-    every layer chose the same set, and of a muMoE below FP32 the share of tokens of its layers;
-    `ties` counts the samples that differ only where scores were equal up to rounding. Values are
-    compared where the sets are the same. `first_difference` names the layer
-    where the first wrong set appears. `untouched_cosine` compares with the model before
-    Algorithm 1. `jaccard` is the mean overlap of the sets, and `flip_margin` the largest margin,
-    relative to the k-th score, of a set that differs (0 where none does). `routing` and `tie` are
-    the bounds (`Tolerance`).
+    `max_abs` is the largest difference of an output where the experts are the same, `max_rel` the
+    same over max|y|, `cosine` the smallest cosine of a sample's outputs; `all_…` are those over all
+    inputs, whatever was chosen. `routing_agreement` is the share of samples in which every layer
+    chose the same set, and of a muMoE below FP32 the share of the choices that its tokens make: the
+    share `agreeing` of `choices`, `chosen_by` inputs or tokens. `ties` counts the samples that
+    differ only where scores were equal up to rounding, `differing` all that differ anywhere.
+    `first_difference` names the layer where the first wrong set appears. `untouched_cosine`
+    compares with the model before Algorithm 1. `jaccard` is the mean overlap of the sets, and
+    `flip_margin` the largest margin, relative to the k-th score, of a set that differs (0 where
+    none does). `routing` and `tie` are the bounds (`Tolerance`). Records that are older do not tell
+    what is None here.
     """
 
     max_abs: float
@@ -180,11 +185,116 @@ class Parity:
     tie: float = TIE
     coefficient: float = 1e-3
     compared: int | None = None
-    """Inputs of which anything was compared; None in records that do not tell."""
+    """Inputs of which anything was compared."""
+    all_max_abs: float | None = None
+    all_max_rel: float | None = None
+    all_cosine: float | None = None
+    differing: int | None = None
+    chosen_by: ChosenBy = "inputs"
+    choices: int | None = None
+    agreeing: int | None = None
 
     def as_json(self) -> dict[str, Any]:
         """The record as it stands in a manifest."""
         return asdict(self)
+
+
+class Comparison:
+    """A graph that is compared with its reference, some inputs at a time.
+
+    `selected_values` names the graph's value that holds a layer's chosen experts, for the layers
+    that choose. `batch` should differ from the size that was traced.
+    """
+
+    def __init__(
+        self,
+        session: Runner,
+        selected_values: Mapping[str, str],
+        *,
+        batch: int,
+        tolerance: Tolerance,
+        k: int | None = None,
+    ) -> None:
+        self._session, self._values = session, selected_values
+        self._batch, self._tolerance, self._k = batch, tolerance, k
+        self._found: list[_Found] = []
+        self.worst: Reference | None = None
+        """The inputs with the largest difference."""
+
+    def add(self, expected: Reference) -> None:
+        """Runs the graph on the reference's inputs."""
+        y, sets = self._outputs(expected)
+        if y.shape != expected.y.shape:
+            raise ParityError(
+                f"the graph gives outputs {y.shape}, the reference holds {expected.y.shape}"
+            )
+        routing = _routing(expected, sets, self._tolerance)
+        everything = _distance(expected.y, y, np.ones(len(y), dtype=bool))
+        furthest = max((found.everything.max_abs for found in self._found), default=-1.0)
+        if self.worst is None or not everything.max_abs <= furthest:
+            self.worst = expected
+        self._found.append(
+            _Found(
+                len(y),
+                routing,
+                _distance(expected.y, y, routing.same),
+                everything,
+                float(cosines(y, expected.dense).min(initial=1.0)),
+            )
+        )
+
+    def _outputs(self, expected: Reference) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The graph's outputs, and what its layers chose."""
+        # With k as an input a layer may choose at run time what it keeps whole at the k compared.
+        compared = {n: v for n, v in self._values.items() if n in expected.selected}
+        outputs: list[np.ndarray] = []
+        chosen: dict[str, list[np.ndarray]] = {name: [] for name in compared}
+        for part in chunks(expected.x, self._batch):
+            values = self._session.run(part, self._k)
+            outputs.append(values[self._session.output_names[0]])
+            for name, value in compared.items():
+                chosen[name].append(values[value])
+        return np.concatenate(outputs), {n: np.concatenate(parts) for n, parts in chosen.items()}
+
+    def parity(self) -> Parity:
+        """Returns how far the graph is off, over all that was added."""
+        found, bounds = self._found, self._tolerance
+        samples = sum(each.samples for each in found)
+        routing = [each.routing for each in found]
+        tokens = any(each.by_token for each in routing)
+        choices = sum(each.choices for each in routing)
+        agreement = sum(each.agreeing for each in routing) / choices
+        everything = _Distance.of([each.everything for each in found])
+        same = _Distance.of([each.same for each in found])
+        if tokens and not same.inputs:  # every input has a token that chose otherwise
+            same = everything
+        close = same.finite and same.max_abs <= bounds.atol + bounds.rtol * same.largest
+        return Parity(
+            max_abs=same.max_abs,
+            max_rel=same.max_rel,
+            cosine=same.cosine,
+            routing_agreement=agreement,
+            samples=samples,
+            ties=sum(int(each.ties.sum()) for each in routing),
+            atol=bounds.atol,
+            rtol=bounds.rtol,
+            passed=bool(close and agreement >= bounds.routing and same.inputs),
+            first_difference=next((each.first for each in routing if each.first), None),
+            untouched_cosine=min(each.untouched_cosine for each in found),
+            jaccard=sum(each.samples * each.routing.jaccard for each in found) / samples,
+            flip_margin=max(each.margin for each in routing),
+            routing=bounds.routing,
+            tie=bounds.tie,
+            coefficient=bounds.coefficient,
+            compared=same.inputs,
+            all_max_abs=everything.max_abs,
+            all_max_rel=everything.max_rel,
+            all_cosine=everything.cosine,
+            differing=sum(each.differing for each in routing),
+            chosen_by="tokens" if tokens else "inputs",
+            choices=choices,
+            agreeing=sum(each.agreeing for each in routing),
+        )
 
 
 def compare(
@@ -196,28 +306,10 @@ def compare(
     tolerance: Tolerance,
     k: int | None = None,
 ) -> Parity:
-    """Runs a graph on the reference's inputs and returns how far it is off.
-
-    `selected_values` names the graph's value that holds a layer's chosen experts, for the layers
-    that choose. `batch` should differ from the size that was traced.
-    """
-    outputs: list[np.ndarray] = []
-    # With k as an input a layer may choose at run time what it keeps whole at the k compared here.
-    compared_values = {n: v for n, v in selected_values.items() if n in expected.selected}
-    chosen: dict[str, list[np.ndarray]] = {name: [] for name in compared_values}
-    for part in chunks(expected.x, batch):
-        values = session.run(part, k)
-        outputs.append(values[session.output_names[0]])
-        for name, value in compared_values.items():
-            chosen[name].append(values[value])
-    y = np.concatenate(outputs)
-    if y.shape != expected.y.shape:
-        raise ParityError(
-            f"the graph gives outputs {y.shape}, the reference holds {expected.y.shape}"
-        )
-    sets = {name: np.concatenate(parts) for name, parts in chosen.items()}
-    routing = _routing(expected, sets, tolerance)
-    return _parity(expected, y, routing, tolerance)
+    """Runs a graph on the reference's inputs and returns how far it is off (`Comparison`)."""
+    comparison = Comparison(session, selected_values, batch=batch, tolerance=tolerance, k=k)
+    comparison.add(expected)
+    return comparison.parity()
 
 
 def settled(expected: Reference, tie: float) -> Reference:
@@ -245,38 +337,111 @@ def settled(expected: Reference, tie: float) -> Reference:
 
 
 def describe(parity: Parity) -> str:
-    """One line about a parity result."""
-    values = (
-        f"max |difference| {parity.max_abs:.2g} ({parity.max_rel:.2g} of max|y|), "
-        f"cosine {parity.cosine:.7f}"
-    )
-    if parity.compared == 0:  # outputs of other experts differ, which says nothing
-        values = "no output was compared, for want of an input with the same experts"
-    text = f"{values}, same experts in {parity.routing_agreement:.0%} of {parity.samples} inputs"
-    if parity.ties:
-        text += f" ({parity.ties} tied, not compared)"
-    if parity.first_difference:
-        text += f"; first difference in layer {parity.first_difference}"
-    if parity.flip_margin:
-        text += f"; flips at margins up to {parity.flip_margin:.1g} of the k-th score"
+    """One line about a parity result: the outputs of which inputs, and who chose what."""
+    p, inputs = parity, f"{parity.samples} inputs"
+    values = _differences(p.max_abs, p.max_rel, p.cosine)
+    if p.differing == 0:
+        text = f"{values} over all {inputs}"
+    elif p.compared == 0:  # outputs of other experts differ, which says nothing
+        text = "no output was compared, for want of an input with the same experts"
+    elif p.all_max_abs is None or p.all_max_rel is None or p.all_cosine is None:
+        text = values
+    else:
+        whole = _differences(p.all_max_abs, p.all_max_rel, p.all_cosine)
+        text = f"{values} where the experts are the same; {whole} over all {inputs}"
+    if p.choices is None:
+        text += f"; same experts in {p.routing_agreement:.0%}"
+    elif p.chosen_by == "tokens":
+        text += f"; same experts in {p.agreeing:,} of the {p.choices:,} choices of tokens"
+    else:
+        text += f"; same experts in {p.agreeing:,} of {p.choices:,} inputs"
+    if p.ties:
+        text += f" ({p.ties} tied, not compared)"
+    if p.first_difference:
+        text += f"; first difference in layer {p.first_difference}"
+    if p.flip_margin:
+        text += f"; flips at margins up to {p.flip_margin:.1g} of the k-th score"
     return text
+
+
+def _differences(max_abs: float, max_rel: float, cosine: float) -> str:
+    return f"max |difference| {max_abs:.2g} ({max_rel:.2g} of max|y|), cosine {cosine:.7f}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Distance:
+    """How far some outputs are off, and the largest of those that were expected.
+
+    `inputs` are those of which anything was compared.
+    """
+
+    max_abs: float
+    largest: float
+    cosine: float
+    finite: bool
+    inputs: int
+
+    @property
+    def max_rel(self) -> float:
+        """The largest difference over max|y|."""
+        return self.max_abs / self.largest if self.largest else 0.0
+
+    @staticmethod
+    def of(parts: Sequence[_Distance]) -> _Distance:
+        """Returns the distance over all of them; a difference that is no number stays one."""
+        return _Distance(
+            float(np.max([each.max_abs for each in parts])),
+            max(each.largest for each in parts),
+            min(each.cosine for each in parts),
+            all(each.finite for each in parts),
+            sum(each.inputs for each in parts),
+        )
+
+
+def _distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> _Distance:
+    """How far outputs are off in the samples [s] or tokens [s, m] that are `same`."""
+    spread = same.reshape(*same.shape, *(1,) * (y.ndim - same.ndim))
+    actual = np.where(spread, y, 0.0).astype(np.float64)
+    wanted = np.where(spread, expected, 0.0).astype(np.float64)
+    return _Distance(
+        float(np.abs(actual - wanted).max(initial=0.0)),
+        float(np.abs(wanted).max(initial=0.0)),
+        float(cosines(actual, wanted).min(initial=1.0)),
+        bool(np.isfinite(actual).all()),
+        int(same.reshape(len(y), -1).any(axis=1).sum()),
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class _Routing:
     """How a graph's choices compare: samples that differ by a tie, [s], and the agreement.
 
-    `same` tells what to compare, samples [s] or tokens [s, m]; `first` names the first layer that
-    truly differs; `jaccard` is the mean overlap of the sets, and `margin` the largest margin of a
-    choice that differs.
+    Of `choices`, made by each input or `by_token`, so many are `agreeing`; `differing` samples
+    differ anywhere. `same` tells what to compare, samples [s] or tokens [s, m]; `first` names the
+    first layer that truly differs; `jaccard` is the mean overlap of the sets, and `margin` the
+    largest margin of a choice that differs.
     """
 
     ties: np.ndarray
-    agreement: float
+    choices: int
+    agreeing: int
+    by_token: bool
+    differing: int
     same: np.ndarray
     first: str | None
     jaccard: float
     margin: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    """What one part of the inputs gave: distances where the experts are the same, and of all."""
+
+    samples: int
+    routing: _Routing
+    same: _Distance
+    everything: _Distance
+    untouched_cosine: float
 
 
 def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tolerance) -> _Routing:
@@ -302,26 +467,32 @@ def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tol
             first = name
         ties |= fresh.any(axis=1) & ~missed
         misses |= missed
-    agreement, same = 1.0 - float(misses.mean()), ~(ties | misses)
-    if tolerance.routing < 1.0 and any(_is_mumoe(chosen) for chosen in sets.values()):
-        total = sum(each.size for each in wrong.values())
-        agreement = sum(int((~each).sum()) for each in wrong.values()) / total
+    agreeing, choices, same = int((~misses).sum()), len(misses), ~(ties | misses)
+    by_token = tolerance.routing < 1.0 and any(_is_mumoe(chosen) for chosen in sets.values())
+    if by_token:
+        choices = sum(each.size for each in wrong.values())
+        agreeing = sum(int((~each).sum()) for each in wrong.values())
         same = _same_tokens(list(differs.values()), expected.y.shape)
+    apart = np.zeros_like(ties)
+    for each in differs.values():
+        apart |= each.any(axis=1)
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
     overlap = float(np.mean(overlaps)) if overlaps else 1.0
-    return _Routing(ties, agreement, same, first, overlap, margin)
+    return _Routing(
+        ties, choices, agreeing, by_token, int(apart.sum()), same, first, overlap, margin
+    )
 
 
 def _same_tokens(differs: Sequence[np.ndarray], output: tuple[int, ...]) -> np.ndarray:
     """What is to be compared where tokens choose for themselves and some may differ.
 
     Those are the tokens [s, m] that chose alike in every layer, where outputs of this shape have
-    these tokens; else the samples [s] all of whose tokens did, or all samples where there is none.
+    these tokens; else the samples [s] all of whose tokens did.
     """
     tokens = all(each.shape == output[:2] and len(output) > each.ndim for each in differs)
     each_alike = [~each if tokens else ~each.any(axis=1) for each in differs]
     same: np.ndarray = np.logical_and.reduce(each_alike)
-    return same if tokens or same.any() else np.ones_like(same)
+    return same
 
 
 def _is_mumoe(chosen: np.ndarray) -> bool:
@@ -359,35 +530,6 @@ def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -
         return different
     other: np.ndarray = (np.sort(actual, axis=1) != expected).any(axis=1, keepdims=True)
     return other
-
-
-def _parity(expected: Reference, y: np.ndarray, routing: _Routing, tolerance: Tolerance) -> Parity:
-    same = routing.same.reshape(*routing.same.shape, *(1,) * (y.ndim - routing.same.ndim))
-    actual = np.where(same, y, 0.0).astype(np.float64)
-    wanted = np.where(same, expected.y, 0.0).astype(np.float64)
-    largest = float(np.abs(wanted).max(initial=0.0))
-    max_abs = float(np.abs(actual - wanted).max(initial=0.0))
-    finite = bool(np.isfinite(actual).all())
-    close = finite and max_abs <= tolerance.atol + tolerance.rtol * largest
-    return Parity(
-        max_abs=max_abs,
-        max_rel=max_abs / largest if largest else 0.0,
-        cosine=float(cosines(actual, wanted).min(initial=1.0)),
-        routing_agreement=routing.agreement,
-        samples=len(y),
-        ties=int(routing.ties.sum()),
-        atol=tolerance.atol,
-        rtol=tolerance.rtol,
-        passed=bool(close and routing.agreement >= tolerance.routing and same.any()),
-        first_difference=routing.first,
-        untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
-        jaccard=routing.jaccard,
-        flip_margin=routing.margin,
-        routing=tolerance.routing,
-        tie=tolerance.tie,
-        coefficient=tolerance.coefficient,
-        compared=int(routing.same.reshape(len(y), -1).any(axis=1).sum()),
-    )
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:

@@ -29,11 +29,11 @@ from .bundle.manifest import (
     PortRecord,
     SourceRecord,
 )
-from .bundle.verify import graph_parity, selected_values
+from .bundle.verify import graph_comparison, selected_values
 from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
 from .job import ExportJob
 from .model import TensorSpec
-from .parity import Parity, Reference
+from .parity import Comparison, Parity, Reference
 from .plan import GraphPlan, LayerPlan, Plan
 from .precision import LayerPrecision, precision_record
 from .reference import reference
@@ -149,11 +149,11 @@ def _pages_given_back(files: Iterable[Path]) -> Iterator[None]:
         reading.end()
 
 
-def checked_graph(
+def opened_comparison(
     job: ExportJob, directory: Path, graph: GraphRecord, expected: Reference
-) -> Parity:
-    """Runs a graph that was written to a folder against its reference."""
-    return graph_parity(
+) -> Comparison:
+    """Opens a graph that was written to a folder, to be compared with references like this one."""
+    return graph_comparison(
         directory,
         graph,
         expected,
@@ -161,6 +161,15 @@ def checked_graph(
         k_input=job.options.k == "input",
         tolerance=job.options.tolerance,
     )
+
+
+def checked_graph(
+    job: ExportJob, directory: Path, graph: GraphRecord, expected: Reference
+) -> Parity:
+    """Runs a graph that was written to a folder against its reference."""
+    comparison = opened_comparison(job, directory, graph, expected)
+    comparison.add(expected)
+    return comparison.parity()
 
 
 def manifest_of(
