@@ -10,7 +10,7 @@ import inspect as introspection
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     import numpy as np
@@ -311,14 +311,14 @@ def plan(model: Model | Callable[[], Model], destination: AnyPath, **options: An
     A bundle that is at `destination` does not matter; data that do not fit are told of.
     """
     from .exporter.export import export_plan
-    from .exporter.inputs import parity_inputs
+    from .exporter.inputs import parity_batches
 
     given = introspection.signature(export).bind(model, destination, **{**options, "force": True})
     given.apply_defaults()
     asked = SimpleNamespace(**given.arguments)
     job = _job(asked)
     if job.data is not None and job.options.verify:
-        parity_inputs(job.model, job.fixed, job.data)
+        parity_batches(job.model, job.fixed, job.data, job.options.samples_to_verify)
     return export_plan(job, asked.progress)
 
 
@@ -532,6 +532,7 @@ def bench(
     lowering: str = "auto",
     precision: str = "fp32",
     engine: str = "all",
+    target: Literal["onnx", "ort-cpu"] = "onnx",
     batch: Sequence[int] = (1,),
     out: AnyPath | None = None,
     rounds: int = 5,
@@ -562,6 +563,8 @@ def bench(
         lowering: names of lowerings, a list as text; auto predicts the fastest ("auto").
         precision: a list as text: fp32, fp16, bf16, int8, ranges from `data` ("fp32").
         engine: a list as text: pytorch-compile, onnxruntime, tensorrt-rtx, ... ("all").
+        target: what graphs of models are exported for that ONNX Runtime runs on the CPU: onnx, as
+            `export` does by itself, or ort-cpu ("onnx").
         batch: inputs per call ((1,)).
         out: a folder for results.json, report.html and figures (None: nothing is written).
         rounds: how many times all cases take turns, 5 at least (5).
@@ -612,6 +615,7 @@ def bench(
         lowering=lowering,
         precision=precision,
         engine=engine,
+        target=target,
         batch=batch,
         out=None if out is None else Path(out),
         rounds=rounds,

@@ -41,6 +41,10 @@ class BenchFlags:
     engine: Annotated[
         str, typer.Option(help="A list: pytorch-compile, onnxruntime, tensorrt-rtx, …, or all.")
     ] = "all"
+    target: Annotated[
+        Literal["onnx", "ort-cpu"],
+        typer.Option(help="What graphs for the CPU are exported for, as in export."),
+    ] = "onnx"
     batch: Annotated[str, typer.Option(help="Batch sizes, a list.")] = "1"
     data: Annotated[
         str | None,

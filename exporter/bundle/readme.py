@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from ...common.files import sha256
 from ...common.text import markdown
 from ...graphs.names import K_INPUT
+from ..parity import Parity, describe
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, PortRecord
 
 README_FILE = "README.md"
@@ -85,11 +86,8 @@ def _parity(manifest: Manifest) -> str:
     found = manifest.parity
     if found is None:
         return "**Not checked**: it was exported with `--no-verify`."
-    return (
-        f"On {found['samples']} inputs the outputs differ by at most {found['max_abs']:.2g} "
-        f"(cosine {found['cosine']:.7f}); the same experts are chosen in "
-        f"{found['routing_agreement']:.1%} of them."
-    )
+    told = describe(Parity(**found))
+    return f"{told[0].upper()}{told[1:]}."
 
 
 def _program(manifest: Manifest) -> str:

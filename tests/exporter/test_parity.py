@@ -1,12 +1,17 @@
-"""The measures of a parity check, where outputs are zero or not finite."""
+"""The measures of a parity check, and what is said of them."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from moexport.exporter.parity import TOLERANCES, Parity, Reference, compare, cosines
+from moexport.exporter.parity import TOLERANCES, Parity, Reference, compare, cosines, describe
+from moexport.tests.command import run
+from moexport.tests.recorded import read_case
 
 Y = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
 
@@ -51,3 +56,119 @@ def test_a_cosine_is_a_number_whatever_a_graph_gives(y: np.ndarray, cosine: floa
     found = parity(y)
     assert (found.cosine, found.untouched_cosine) == pytest.approx((cosine, cosine))
     assert found.passed == (y is Y)
+
+
+def test_small_outputs_are_judged_in_their_own_scale() -> None:
+    small = np.float32(1e-8) * Y
+    expected = Reference(np.zeros((2, 1), np.float32), small, small, {}, {}, {"layer": 2})
+
+    def passed(y: np.ndarray) -> bool:
+        return compare(Answering(y), expected, {}, batch=2, tolerance=TOLERANCES["fp32"]).passed
+
+    assert passed(small)
+    assert not passed(small * np.float32(1 + 2e-4))
+
+
+def test_differences_are_told_of_all_inputs_and_of_those_with_the_same_experts() -> None:
+    """One of two inputs goes to another expert, and its outputs are off by 2."""
+    expected = Reference(
+        np.zeros((2, 1), np.float32),
+        Y,
+        Y,
+        {"layer": np.array([[0], [1]])},
+        {"layer": np.ones(2)},
+        {"layer": 1},
+    )
+
+    class Choosing(Answering):
+        def run(
+            self, x: np.ndarray, k: int | None = None, outputs: Sequence[str] | None = None
+        ) -> dict[str, np.ndarray]:
+            return {"output": self.y, "set": np.array([[0], [0]])}
+
+    off = Y + np.array([[0.0, 0.0], [2.0, 0.0]], np.float32)
+    found = compare(
+        Choosing(off), expected, {"layer": "set"}, batch=2, tolerance=TOLERANCES["int8"]
+    )
+    assert (found.max_abs, found.all_max_abs, found.all_max_rel) == (0.0, 2.0, 0.5)
+    assert (found.chosen_by, found.agreeing, found.choices) == ("inputs", 1, 2)
+    assert not found.passed
+    text = describe(found)
+    assert "where the experts are the same; max |difference| 2 (0.5 of max|y|)" in text
+    assert "over all 2 inputs; same experts in 1 of 2 inputs" in text
+
+
+def fed(tmp_path: Path, count: int, *options: str) -> dict[str, Any]:
+    case = read_case("soft_moe_lucidrains")
+    x = np.random.default_rng(2).standard_normal((count, 5, 32)).astype(np.float32)
+    np.savez(tmp_path / "x.npz", input=x)
+    arguments = ("export", case.weights, "-o", tmp_path / "out", "--data", tmp_path / "x.npz")
+    outcome = run(*arguments, "--k", "2", *options)
+    assert outcome.code == 0, outcome.err
+    content: dict[str, Any] = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    parity: dict[str, Any] = content["parity"]
+    said = f"over all {parity['samples']} inputs; same experts in {parity['samples']} of"
+    assert said in outcome.err
+    with np.load(tmp_path / "out" / "parity.npz") as reference:
+        assert np.array_equal(reference["x"], x[: len(reference["x"])])
+        parity["kept"] = len(reference["x"])
+    assert run("verify", tmp_path / "out").code == 0
+    return parity
+
+
+@pytest.mark.parametrize(
+    ("options", "compared", "kept"),
+    [
+        ((), 21, 8),
+        (("--verify-samples", "10"), 10, 8),
+        (("--verify-samples", "3"), 3, 3),
+        (("--batch", "4"), 20, 8),  # a graph of a fixed batch takes whole ones alone
+        (("--batch", "12"), 12, 12),
+    ],
+)
+def test_all_inputs_that_were_given_are_compared_and_the_first_are_kept(
+    options: tuple[str, ...], compared: int, kept: int, tmp_path: Path
+) -> None:
+    parity = fed(tmp_path, 21, *options)
+    assert (parity["samples"], parity["choices"], parity["kept"]) == (compared, compared, kept)
+    assert parity["max_abs"] == parity["all_max_abs"]
+    assert (parity["differing"], parity["atol"]) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--data", "x.npz", "--verify-samples", "0"), "--verify-samples 0: at least 1"),
+        (
+            ("--data", "x.npz", "--verify-samples", "9", "--no-verify"),
+            "with --no-verify: nothing will be compared",
+        ),
+        (("--verify-samples", "9"), "it counts inputs of a feed, and there is none"),
+    ],
+)
+def test_a_number_of_inputs_that_means_nothing_is_refused(
+    options: tuple[str, ...], message: str, tmp_path: Path
+) -> None:
+    weights = read_case("soft_moe_lucidrains").weights
+    outcome = run("export", weights, "-o", tmp_path / "out", *options)
+    assert outcome.code == 2
+    assert message in outcome.error
+
+
+def test_choices_of_tokens_are_told_from_inputs(tmp_path: Path) -> None:
+    """Of a muMoE in INT8 each token chooses: its choices are no inputs."""
+    case = read_case("mumoe_mixer_cp")
+    (tmp_path / "config.json").write_text(json.dumps(case.config))
+    np.savez(tmp_path / "x.npz", input=case.x)
+    arguments = ("export", case.weights, "--config", tmp_path / "config.json")
+    int8 = ("--precision", "int8", "--method", "minmax", "--target", "ort-cpu", "--k", "4")
+    outcome = run(*arguments, "-o", tmp_path / "out", "--data", tmp_path / "x.npz", *int8)
+    assert outcome.code == 0, outcome.err
+    parity = json.loads((tmp_path / "out" / "manifest.json").read_text())["parity"]
+    assert (parity["chosen_by"], parity["samples"]) == ("tokens", len(case.x))
+    agreeing, choices = parity["agreeing"], parity["choices"]
+    assert choices > agreeing > 10 * len(case.x)
+    assert parity["routing_agreement"] == agreeing / choices
+    assert parity["all_max_abs"] >= parity["max_abs"]
+    assert f"same experts in {agreeing:,} of the {choices:,} choices of tokens" in outcome.err
+    assert f"over all {len(case.x)} inputs" in outcome.err
