@@ -10,7 +10,7 @@ from pathlib import Path
 
 from moexport.bench.results import Results, read, write
 
-from . import calibration, fit, layers, models, mumoe, scale, startup
+from . import auto, calibration, fit, layers, models, mumoe, scale, startup
 from .tables import (
     integer_table,
     integer_targets_table,
@@ -22,6 +22,7 @@ from .tables import (
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = RESULTS / "layers-cpu.json"
+MINUTES = "--minutes="
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,20 +37,25 @@ class Benchmark:
 def main(arguments: list[str]) -> None:
     """Runs the named benchmarks, all without a name.
 
-    `tables` prints what was kept, `fit` what it says of the cost model.
+    `tables` prints what was kept, `fit` what it says of the cost model; `--minutes=12` is what
+    `auto` may take.
     """
-    wanted = arguments or list(BENCHMARKS)
+    minutes = [float(each.partition("=")[2]) for each in arguments if each.startswith(MINUTES)]
+    wanted = [each for each in arguments if not each.startswith(MINUTES)] or list(BENCHMARKS)
     unknown = set(wanted) - {*BENCHMARKS, "tables", "fit"}
     if unknown:
         known = ", ".join(BENCHMARKS)
         sys.exit(f"error: no benchmark {', '.join(sorted(unknown))}: use {known}, tables or fit")
     for name, benchmark in BENCHMARKS.items():
         if name in wanted:
-            benchmark.measure(benchmark.file)
+            if minutes and name == "auto":
+                auto.measure(benchmark.file, layers.to_stderr, minutes[0])
+            else:
+                benchmark.measure(benchmark.file)
         if name in wanted or ("tables" in wanted and benchmark.file.exists()):
             print(benchmark.tables(benchmark.file), end="\n\n")
     if "fit" in wanted:
-        print(fit.report(read(LAYERS)))
+        print(fit.report(read(LAYERS), auto.read_cells(BENCHMARKS["auto"].file, auto.FITTED)))
 
 
 def _timed(
@@ -76,6 +82,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         layer_table,
         integer_targets_table,
         integer_table,
+    ),
+    "auto": Benchmark(
+        RESULTS / "auto-cpu.json", partial(auto.measure, progress=layers.to_stderr), auto.table
     ),
     "models": _timed("models", models.run, model_table),
     "mumoe": _timed("mumoe", mumoe.run, mumoe_table),

@@ -1,0 +1,307 @@
+"""How well `auto` chooses: single Soft MoE layers of many sizes, every lowering that may serve.
+
+Half of the layers are there to fit the cost model to (`python -m perf fit`), the other half only to
+judge it: no constant has seen them. What was measured is kept after every layer, and an
+interrupted run goes on where it stopped: `python -m perf auto --minutes=12`.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from moexport.bench.runners.candidates import Sweep, exported
+from moexport.common import timing
+from moexport.common.environment import usable_cores
+from moexport.common.text import markdown
+from moexport.exporter.families.layer_only import TokenBackbone
+from moexport.exporter.model import Model, Source, TensorSpec
+from moexport.graphs.choices import Precision
+from moexport.graphs.layers.soft_moe import Activation, SoftMoE, SoftMoESpec, SoftMoEWeights
+from moexport.graphs.lowerings import lowering
+from moexport.graphs.lowerings.choice import able, choose
+from moexport.graphs.lowerings.cost import Work
+
+from .record import keep, kept, measured_on
+
+BATCHES = (1, 8, 32)
+
+PROTOCOL = timing.Protocol(warmup=1, round_s=0.01)
+
+COPY_LIMIT_BYTES = 256 << 20
+"""`gather` is left out where one batch would copy more weights than this."""
+
+CALIBRATION_INPUTS = 8
+
+MINUTES = 12.0
+
+CpuTarget = Literal["onnx", "ort-cpu"]
+
+FORMS: tuple[tuple[CpuTarget, Precision], ...] = (
+    ("ort-cpu", "fp32"),
+    ("onnx", "fp32"),
+    ("ort-cpu", "int8"),
+    ("onnx", "int8"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The sizes of a layer: d, n, h, p and its tokens m."""
+
+    dim: int
+    experts: int
+    hidden: int
+    slots: int
+    tokens: int
+    activation: Activation
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Every k that is measured."""
+        n = self.experts
+        return tuple(sorted({n, max(1, n // 4), max(1, n // 16)}, reverse=True))
+
+    @property
+    def name(self) -> str:
+        """How tables call it."""
+        return (
+            f"d={self.dim}, n={self.experts}, h={self.hidden}, p={self.slots}, "
+            f"m={self.tokens}, {self.activation}"
+        )
+
+    @property
+    def spec(self) -> SoftMoESpec:
+        """The layer: L2-normalised tokens."""
+        return SoftMoESpec(
+            *("layer", self.experts, self.slots, self.dim, self.hidden, self.dim),
+            activation=self.activation,
+            norm="l2",
+            norm_eps=1e-12,
+        )
+
+
+FITTED = (
+    Layer(32, 64, 128, 1, 16, "relu"),
+    Layer(48, 16, 96, 1, 16, "gelu"),
+    Layer(64, 32, 128, 2, 49, "gelu-tanh"),
+    Layer(64, 8, 256, 4, 64, "relu"),
+    Layer(128, 128, 128, 1, 64, "relu"),
+    Layer(192, 4, 768, 2, 197, "gelu"),
+    Layer(192, 32, 384, 1, 196, "gelu-tanh"),
+    Layer(384, 16, 1536, 1, 197, "gelu"),
+    Layer(384, 64, 192, 2, 100, "relu"),
+    Layer(768, 8, 1536, 4, 197, "gelu"),
+    Layer(768, 64, 384, 1, 196, "relu"),
+)
+"""Layers that the constants may be fitted to."""
+
+HELD_OUT = (
+    Layer(32, 16, 64, 1, 16, "relu"),
+    Layer(32, 128, 32, 1, 16, "gelu"),
+    Layer(48, 32, 192, 2, 36, "relu"),
+    Layer(64, 64, 64, 1, 16, "gelu-tanh"),
+    Layer(96, 4, 384, 4, 64, "gelu"),
+    Layer(128, 16, 512, 1, 49, "gelu-tanh"),
+    Layer(192, 64, 192, 1, 197, "gelu"),
+    Layer(256, 8, 1024, 2, 100, "relu"),
+    Layer(384, 32, 384, 4, 197, "gelu"),
+    Layer(512, 128, 128, 1, 64, "relu"),
+    Layer(768, 16, 3072, 1, 197, "gelu"),
+)
+"""Layers that judge the choice."""
+
+
+@dataclass(frozen=True, slots=True)
+class Cell:
+    """One layer, k, batch and form: the median in milliseconds of each lowering that may serve."""
+
+    layer: Layer
+    k: int
+    batch: int
+    target: CpuTarget
+    precision: Precision
+    ms: dict[str, float]
+    spread: dict[str, float]
+
+    @property
+    def work(self) -> Work:
+        """What is computed."""
+        return Work(self.layer.spec, self.k, self.batch, self.layer.tokens, self.precision)
+
+    @property
+    def best(self) -> float:
+        """The fastest lowering's time."""
+        return min(self.ms.values())
+
+    def ratio(self, name: str) -> float:
+        """A lowering's time over the fastest's; infinite where it took too long to be measured."""
+        return self.ms.get(name, float("inf")) / self.best
+
+
+Choice = Callable[[Work, CpuTarget, Sequence[int]], str]
+"""A choice among the lowerings: of a layer's work for a target and a range of batches."""
+
+
+def auto(work: Work, target: CpuTarget, batches: Sequence[int] = ()) -> str:
+    """What `auto` takes."""
+    return choose(work, target, batches).lowering.name
+
+
+def fixed_ratios(cells: Iterable[Cell], choice: Choice = auto) -> list[tuple[float, Cell]]:
+    """Returns each cell's ratio of the choice for its batch to the best."""
+    return [(cell.ratio(choice(cell.work, cell.target, ())), cell) for cell in cells]
+
+
+def range_ratios(cells: Sequence[Cell], choice: Choice = auto) -> list[tuple[float, Cell]]:
+    """Returns each cell's ratio of the choice for the default range of batches to the best."""
+    return [
+        (cell.ratio(choice(first.work, cell.target, (BATCHES[0], BATCHES[-1]))), cell)
+        for cell in cells
+        for first in (next(other for other in cells if _same_but_batch(other, cell)),)
+    ]
+
+
+def least_ratios(cells: Sequence[Cell]) -> list[float]:
+    """Returns for each cell of batch 1 how far the best single graph is off at its worst batch."""
+    found = []
+    for cell in cells:
+        if cell.batch == BATCHES[0]:
+            same = [other for other in cells if _same_but_batch(other, cell)]
+            found.append(min(max(each.ratio(name) for each in same) for name in cell.ms))
+    return found
+
+
+def _same_but_batch(one: Cell, other: Cell) -> bool:
+    return (one.layer, one.k, one.target, one.precision) == (
+        *(other.layer, other.k),
+        *(other.target, other.precision),
+    )
+
+
+def read_cells(file: Path, layers: Sequence[Layer] = (*FITTED, *HELD_OUT)) -> list[Cell]:
+    """Returns what was measured of some layers, batches rising."""
+    if not file.exists():
+        return []
+    cells = [Cell(**{**each, "layer": Layer(**each["layer"])}) for each in kept(file)["cells"]]
+    return sorted((cell for cell in cells if cell.layer in layers), key=lambda cell: cell.batch)
+
+
+def measure(file: Path, progress: Callable[[str], None], minutes: float = MINUTES) -> None:
+    """Measures what is not there yet, in random order, until the time is over."""
+    cells = read_cells(file)
+    done = {(cell.layer, cell.target, cell.precision) for cell in cells}
+    left = [
+        (layer, target, precision)
+        for layer in (*FITTED, *HELD_OUT)
+        for target, precision in FORMS
+        if (layer, target, precision) not in done
+    ]
+    random.Random(0).shuffle(left)
+    end = time.monotonic() + 60 * minutes
+    threads = usable_cores()
+    torch.set_num_threads(threads)
+    for layer, target, precision in left:
+        if time.monotonic() > end:
+            progress(f"{len(left)} layers were to be measured: the time is over")
+            return
+        progress(f"{layer.name}: {target}, {precision}")
+        cells += measured(layer, target, precision, threads)
+        body: list[dict[str, Any]] = [asdict(cell) for cell in cells]
+        keep(file, "auto", batches=BATCHES, threads=threads, load=os.getloadavg()[0], cells=body)
+
+
+def measured(layer: Layer, target: CpuTarget, precision: Precision, threads: int) -> Iterator[Cell]:
+    """Yields a layer's cells in one form, every lowering of a batch interleaved."""
+    spec = layer.spec
+    names = [each.name for each in able(Work(spec, 1, 1, layer.tokens, precision), target)]
+    asked = Sweep(
+        ks=layer.ks,
+        lowerings=tuple(names),
+        engines=("onnxruntime",),
+        precisions=(precision,),
+        calibration=tokens_of(layer, CALIBRATION_INPUTS) if precision == "int8" else None,
+        threads=threads,
+        cpu_target=target,
+    )
+    with exported(layer_model(layer), asked) as candidate:
+        graphs = {(str(each.lowering), each.k): each.open().infer for each in candidate.graphs}
+        for batch in BATCHES:
+            x = tokens_of(layer, batch)
+            calls = {
+                f"{name} {k}": partial(_called, infer, x)
+                for (name, k), infer in graphs.items()
+                if lowering(name).copied_bytes(Work(spec, k, batch, layer.tokens))
+                <= COPY_LIMIT_BYTES
+            }
+            found = timing.measure(calls, PROTOCOL).latencies
+            for k in layer.ks:
+                of_k = {name: found[key] for name in names if (key := f"{name} {k}") in found}
+                ms = {name: latency.median for name, latency in of_k.items()}
+                spread = {name: latency.spread for name, latency in of_k.items()}
+                yield Cell(layer, k, batch, target, precision, ms, spread)
+
+
+def _called(infer: Callable[[np.ndarray], object], x: np.ndarray, index: int) -> object:
+    return infer(x)
+
+
+def layer_model(layer: Layer) -> Model:
+    """The layer alone as a model, with random weights; its token count is a constant."""
+    generator = torch.Generator().manual_seed(0)
+    n, p, d, h = layer.experts, layer.slots, layer.dim, layer.hidden
+
+    def draw(*size: int, scale: float) -> torch.Tensor:
+        return torch.randn(*size, generator=generator) * scale
+
+    # The scale of phi spreads the routing over the experts.
+    phi = torch.nn.functional.normalize(draw(d, n, p, scale=1.0), dim=0) * 10.0
+    weights = SoftMoEWeights(
+        *(phi, draw(n, d, h, scale=d**-0.5), draw(n, h, scale=0.1)),
+        *(draw(n, h, d, scale=h**-0.5), draw(n, d, scale=0.1)),
+    )
+    port = TensorSpec("input", "float32", ("batch", layer.tokens, d))
+    backbone = TokenBackbone(SoftMoE(layer.spec, weights)).eval()
+    output = TensorSpec("output", "float32", port.shape)
+    return Model(backbone, "soft-moe-vit", {}, Source(layer.name, ()), port, output)
+
+
+def tokens_of(layer: Layer, batch: int) -> np.ndarray:
+    """Inputs whose routing differs from input to input: each has its own direction and noise."""
+    draw = np.random.default_rng(1).standard_normal
+    own = draw((batch, 1, layer.dim))
+    return (own + draw((batch, layer.tokens, layer.dim))).astype(np.float32)
+
+
+def table(file: Path) -> str:
+    """Returns the ratio of the choice to the best as Markdown: the median, the worst and where."""
+    rows = []
+    for title, layers in (("fitted to", FITTED), ("held out", HELD_OUT)):
+        for precision in ("fp32", "int8"):
+            cells = [cell for cell in read_cells(file, layers) if cell.precision == precision]
+            if not cells:
+                continue
+            for asked, ratios in (
+                ("one batch", fixed_ratios(cells)),
+                (f"1:1:{BATCHES[-1]}", range_ratios(cells)),
+            ):
+                worst, where = max(ratios, key=lambda each: each[0])
+                rows.append(
+                    (
+                        *(title, precision, asked, str(len(ratios))),
+                        f"{np.median([ratio for ratio, _ in ratios]):.2f}",
+                        f"{np.quantile([ratio for ratio, _ in ratios], 0.95):.2f}",
+                        f"{worst:.2f}",
+                        f"{where.layer.name}, {where.target}, k = {where.k}, batch {where.batch}",
+                    )
+                )
+    header = ("layers", "precision", "`--batch`", "cells", "median", "95%", "worst", "where")
+    return f"{measured_on(kept(file))}\n\n{markdown(header, rows)}"
