@@ -18,6 +18,7 @@ from ..exporter.bundle.bundle import Bundle
 from ..exporter.inputs import random_inputs, with_axes
 from ..exporter.model import Model
 from ..exporter.options import KOption, parse_k, parse_lowerings
+from ..graphs.targets import Target
 from .analyses.experts import Wanted, parse_analyses, studied
 from .cases import Candidate
 from .data import Labelled, LabelledData, load_groups, open_labelled
@@ -39,6 +40,7 @@ def sweep(
     lowering: str,
     precision: str,
     engine: str,
+    target: Target,
     batch: Sequence[int],
     out: Path | None,
     rounds: int,
@@ -71,6 +73,7 @@ def sweep(
         engines=selection.names,
         precisions=parse_precisions(precision),
         threads=threads,
+        cpu_target=target,
     )
     first = next((item for item in listed if isinstance(item, Model)), None)
     labelled = None if first is None else _labelled(data, first, max(batch), pixels)

@@ -12,6 +12,7 @@ from ..common.console import Progress
 from ..graphs.lowerings import lowering
 from ..graphs.lowerings.choice import LoweringChoice, check, choose
 from ..graphs.lowerings.cost import AnyWork
+from ..graphs.targets import ENGINES
 from .bundle.manifest import MAIN_GRAPH
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .job import ExportJob
@@ -120,10 +121,13 @@ def plan_graph(
     job: ExportJob, traced: ir.Model, name: str, file: str, tuning: Tuning | None = None
 ) -> GraphPlan:
     """Returns the plan of one graph: every layer with one lowering, or what is chosen for it."""
+    batch = job.options.batch
+    # An engine is compiled for OPT, and its profile says so.
+    batches = () if job.options.target in ENGINES else (batch.min, batch.opt, batch.max)
 
     def chosen(work: AnyWork) -> LoweringChoice:
         if name == AUTO:
-            return choose(work, job.options.target)
+            return choose(work, job.options.target, batches)
         if name == TUNE:
             assert tuning is not None, "`tune` measures before anything is planned"
             return tuning.of(work.spec.name).choice(work, job.options.target)

@@ -32,6 +32,7 @@ from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...exporter.write import manifest_of, write_graphs
 from ...graphs.choices import Precision, Scope
 from ...graphs.lower import Lowered
+from ...graphs.targets import Target
 from ..cases import Candidate, GraphSource
 from ..measure.flops import integer_linears
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
@@ -47,7 +48,8 @@ class Sweep:
 
     `engines` are names of `available.KINDS`. `calibration` are the inputs [samples, …] from which
     INT8 takes its ranges, and `scope` is what it quantises. `shape` is that of one input, for which
-    engines are compiled; the export's own sizes without it.
+    engines are compiled; the export's own sizes without it. `cpu_target` is what graphs are
+    exported for that ONNX Runtime runs on the CPU.
     """
 
     ks: tuple[KOption, ...]
@@ -60,11 +62,16 @@ class Sweep:
     scope: Scope = "experts"
     threads: int | None = None
     renormalize: bool = False
+    cpu_target: Target = "ort-cpu"
 
     @property
     def runtimes(self) -> tuple[EngineKind, ...]:
         """Those of the engines that run exported graphs."""
-        return tuple(KINDS[name] for name in self.engines if KINDS[name].target is not None)
+        kinds = [KINDS[name] for name in self.engines if KINDS[name].target is not None]
+        return tuple(
+            replace(kind, target=self.cpu_target) if kind.target == "ort-cpu" else kind
+            for kind in kinds
+        )
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for `tune`: the sweep itself is the measurement."""
@@ -164,7 +171,7 @@ def _sources(
     for k, lowering, batch in product(sweep.ks, sweep.lowerings, sweep.batches):
         ks = resolve_k(k, specs)
         try:
-            sized = replace(options, batch=AxisRange(1, batch, batch))
+            sized = replace(options, batch=AxisRange(batch, batch, batch))
             job = replace(planned.job, options=sized, k=ks)
             graph = plan_graph(job, planned.traced, lowering, f"model-{len(graphs)}.onnx")
         except LoweringError as error:

@@ -1,14 +1,23 @@
-"""Which lowering a layer gets: the one asked for, or the fastest by prediction, with the reason."""
+"""Which lowering a layer gets: the one asked for, or what prediction prefers, with the reason.
+
+One graph serves a range of batches, and a choice inside the graph does not pay (weights that a
+branch uses are not packed before the run): so `auto` takes what is never far from the fastest.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
 
 from ...errors import LoweringError
 from ..targets import Target
 from . import lowerings_of
 from .base import AnyLowering
 from .cost import AnyWork, machine_for
+
+MUCH_SLOWER = 1.5
+"""Where the choice for a range of batches is so many times slower than another lowering at one of
+them, it is said what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,21 +55,51 @@ def _serves(lowering: AnyLowering, work: AnyWork, target: Target) -> bool:
     )
 
 
-def choose(work: AnyWork, target: Target) -> LoweringChoice:
-    """Returns the fastest exact lowering for the work, by prediction.
+def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> LoweringChoice:
+    """Returns the exact lowering that is never much slower than the fastest, by prediction.
 
-    Raises `LoweringError` when no lowering serves the target.
+    What counts is the worst ratio to the fastest lowering over all `batches` and the work's own,
+    and where that is the same for two, the time at the work's own. Raises `LoweringError` when no
+    lowering serves the target.
     """
     machine = machine_for(target, work.precision)
-    candidates = [(each.predict_us(work, machine), each) for each in able(work, target)]
-    candidates.sort(key=lambda candidate: candidate[0])
-    best_us, best = candidates[0]
-    others = ", ".join(f"{record.name} {us / 1e3:.3g} ms" for us, record in candidates[1:])
+    sizes = sorted({work.batch, *batches})
+    times = {
+        record: [record.predict_us(replace(work, batch=size), machine) for size in sizes]
+        for record in able(work, target)
+    }
+    fastest = [min(column) for column in zip(*times.values(), strict=True)]
+    own = sizes.index(work.batch)
+
+    def order(record: AnyLowering) -> tuple[float, float]:
+        ratios = (us / least for us, least in zip(times[record], fastest, strict=True))
+        return round(max(ratios), 2), times[record][own]
+
+    ranked = sorted(times, key=order)
+    best, others = ranked[0], ranked[1:]
     reason = (
-        f"predicted {best_us / 1e3:.3g} ms for k = {work.k} of {work.spec.experts} at batch "
-        f"{work.batch}" + (f" (others: {others})" if others else "")
+        f"predicted {_milliseconds(times[best])} for k = {work.k} of {work.spec.experts} at batch "
+        f"{' and '.join(map(str, sizes))}"
     )
-    return LoweringChoice(best, reason, best_us)
+    ratio = order(best)[0]
+    if len(sizes) > 1 and others:
+        reason += f", at most {ratio:.3g} times the fastest" if ratio > 1 else ", always fastest"
+    if others:
+        listed = (f"{each.name} {_milliseconds(times[each])}" for each in others)
+        reason += f" (others: {', '.join(listed)})"
+    for column, size in enumerate(sizes):
+        slower = times[best][column] / fastest[column]
+        if slower >= MUCH_SLOWER:
+            better = next(each for each in others if times[each][column] == fastest[column])
+            reason += (
+                f"; at batch {size} {better.name} is {slower:.2g} times as fast: --batch {size} "
+                f"takes it, --lowering auto,{better.name} writes both"
+            )
+    return LoweringChoice(best, reason, times[best][own])
+
+
+def _milliseconds(times_us: Sequence[float]) -> str:
+    return f"{' and '.join(f'{us / 1e3:.3g}' for us in times_us)} ms"
 
 
 def check(lowering: AnyLowering, work: AnyWork, target: Target) -> LoweringChoice:
