@@ -57,7 +57,8 @@ class Machine:
     writes and reads weights again (counted once per weight byte), `macs_per_us` in matmuls with
     constant, pre-packed weights and `batched_macs_per_us` in batched ones, `node_us` for an
     operator with little to do, `branch_us` for an `If`. `integer_nodes` is how many nodes more an
-    expert takes in integers.
+    expert takes in integers. Of `com.microsoft.MoE` alone are `routing_us` for each expert that a
+    row could go to, and `scalar_us` for a number that its loops take one by one.
     """
 
     bytes_per_us: float
@@ -68,6 +69,8 @@ class Machine:
     node_us: float
     branch_us: float
     integer_nodes: int = 0
+    routing_us: float = 0.0
+    scalar_us: float = 0.0
 
 
 def _scaled(machine: Machine, factor: float) -> Machine:
@@ -90,6 +93,8 @@ CPU = Machine(
     batched_macs_per_us=72e3,
     node_us=1.2,
     branch_us=9.5,
+    routing_us=0.004,
+    scalar_us=0.001,
 )
 """What `python -m perf fit` found on two cores with AVX-512; they choose as well on two with
 AVX2."""

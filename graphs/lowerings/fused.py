@@ -16,7 +16,9 @@ from .base import Lowering
 from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs
 from .experts import expert_rows
 
-_NEVER = -1.0e4  # a router logit whose softmax is exactly 0 in float32
+_NEVER = -16.0
+"""A router logit that is never chosen. The weight of the one that is chosen is divided by itself,
+so it is exactly 1; an exp that underflows would take several times as long."""
 
 
 def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
@@ -109,11 +111,24 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
     return f"com.microsoft.MoE has no {precision.upper()} kernel there"
 
 
+TANH = 8
+"""What the tanh of a GELU takes in that node, in passes over its input."""
+
+
 def predict_us(work: Work, machine: Machine) -> float:
-    """The chosen experts are read once and compute the rows that chose them, in one node."""
+    """The chosen experts are read once and compute the rows that chose them, in one node.
+
+    The CPU's sends every row to its expert by a softmax over all of them, in one thread, packs
+    weights anew in every run, and goes over the rows and over what the activation takes number by
+    number.
+    """
+    rows = work.selections * work.spec.slots
+    tanh = 1 if work.spec.activation == "relu" else TANH
     return (
-        expert_bytes(work, work.expected_active) / machine.bytes_per_us
+        expert_bytes(work, work.expected_active) / machine.stacked_bytes_per_us
         + expert_macs(work, work.selections) / machine.batched_macs_per_us
+        + rows * work.spec.experts * machine.routing_us
+        + rows * (4 * work.spec.dim + tanh * work.spec.hidden) * machine.scalar_us
         + 10 * machine.node_us
         + around_experts_us(work, machine)
     )

@@ -10,7 +10,7 @@ import pytest
 from moexport.errors import LoweringError
 from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import ALL_LOWERINGS, LOWERINGS, lowering
-from moexport.graphs.lowerings.choice import check, choose
+from moexport.graphs.lowerings.choice import MUCH_SLOWER, able, check, choose
 from moexport.graphs.lowerings.cost import CPU, Work, machine_for
 from moexport.graphs.targets import Target
 
@@ -73,6 +73,43 @@ def test_the_choice_is_the_fastest_by_prediction() -> None:
         }
         assert choice.predicted_us == min(predictions.values())
         assert predictions[choice.lowering.name] == choice.predicted_us
+
+
+def ratios(spec: SoftMoESpec, kept: int, batches: tuple[int, ...]) -> dict[str, list[float]]:
+    """By lowering, its predicted time over the fastest's at each batch."""
+    times = {
+        record.name: [record.predict_us(work(spec, kept, size), CPU) for size in batches]
+        for record in able(work(spec, kept), "onnx")
+    }
+    fastest = [min(column) for column in zip(*times.values(), strict=True)]
+    return {name: [a / b for a, b in zip(us, fastest, strict=True)] for name, us in times.items()}
+
+
+def test_over_a_range_of_batches_the_choice_is_never_far_from_the_fastest() -> None:
+    told = 0
+    for n, d, h in itertools.product((4, 16, 64, 512), (32, 192, 768), (64, 384)):
+        spec = SoftMoESpec("layer", n, 1, d, h, d)
+        for kept in {1, max(1, n // 16), max(1, n // 4), n}:
+            for batches in ((1, 32), (1, 4096)):
+                choice = choose(work(spec, kept), "onnx", batches)
+                found = ratios(spec, kept, batches)
+                worst = {name: max(each) for name, each in found.items()}
+                chosen_worst = worst[choice.lowering.name]
+                assert chosen_worst <= min(worst.values()) + 0.01
+                assert f"at batch {batches[0]} and {batches[1]}" in choice.reason
+                assert ("--lowering auto," in choice.reason) == (chosen_worst >= MUCH_SLOWER)
+                told += chosen_worst >= MUCH_SLOWER
+    assert told  # some layers do have a lowering for each end
+
+
+def test_where_another_lowering_is_much_faster_at_an_end_it_is_said_how_to_get_it() -> None:
+    spec = SoftMoESpec("layer", 64, 1, 32, 64, 32)
+    choice = choose(work(spec, 2), "onnx", (1, 4096))
+    at = {f.name: ratios(spec, 2, (1, 4096))[f.name] for f in able(work(spec, 2), "onnx")}
+    for place, size in enumerate((1, 4096)):
+        best = next(name for name, each in at.items() if each[place] == 1.0)
+        said = f"--batch {size} takes it, --lowering auto,{best} writes both"
+        assert (said in choice.reason) == (at[choice.lowering.name][place] >= MUCH_SLOWER)
 
 
 def test_a_lowering_that_is_not_exact_is_never_chosen_but_may_be_asked_for() -> None:

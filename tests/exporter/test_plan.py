@@ -1,0 +1,67 @@
+"""For which batches `auto` chooses, through the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from moexport.tests.command import run
+from moexport.tests.recorded import read_case
+
+LAYER = read_case("soft_moe_lucidrains").weights
+
+
+def planned(weights: Path, *options: str) -> dict[str, Any]:
+    """The layers of each graph that would be written."""
+    outcome = run("export", weights, "-o", "out", "--k", "2", "--dry-run", "--json", *options)
+    assert outcome.code == 0, outcome.err
+    graphs: dict[str, Any] = json.loads(outcome.out)["graphs"]
+    return graphs
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ((), "at batch 1 and 32, "),
+        (("--batch", "2:4:16"), "at batch 2 and 4 and 16, "),
+        (("--batch", "8"), "at batch 8 (others"),
+        # An engine is compiled for OPT.
+        (("--batch", "2:4:16", "--target", "tensorrt"), "at batch 4 (others"),
+    ],
+)
+def test_a_graph_is_chosen_for_all_batches_that_it_serves(
+    options: tuple[str, ...], said: str
+) -> None:
+    (layer,) = planned(LAYER, *options)["model.onnx"]
+    assert said in layer["reason"]
+
+
+def test_where_an_end_would_be_much_faster_otherwise_it_is_said_and_can_be_had(
+    tmp_path: Path,
+) -> None:
+    """A layer of 64 experts: of one input two are gathered, of very many all are needed."""
+    state = torch.load(read_case("soft_moe_lucidrains").weights)
+    experts = {name: tensor for name, tensor in state.items() if name.startswith("experts.")}
+    for name, tensor in experts.items():
+        _, _, number, rest = name.split(".", 3)
+        for copy in range(int(number), 64, 4):
+            state[f"experts.experts.{copy}.{rest}"] = tensor
+    state["slot_embeds"] = torch.randn(64, 1, 32, generator=torch.Generator().manual_seed(0))
+    torch.save(state, tmp_path / "layer.pt")
+    asked = ("--batch", "1:1:65536", "--tokens", "1:4:1024")
+    (layer,) = planned(tmp_path / "layer.pt", *asked)["model.onnx"]
+    assert " times as fast: --batch " in layer["reason"]
+    advised = layer["reason"].rpartition("--lowering ")[2].removesuffix(" writes both")
+    graphs = planned(tmp_path / "layer.pt", *asked, "--lowering", advised)
+    assert advised.split(",") == ["auto", graphs[f"model-{advised[5:]}.onnx"][0]["lowering"]]
+
+
+def test_bench_refuses_what_the_graphs_of_export_do_not_run(tmp_path: Path) -> None:
+    """Without a target both write standard ops alone."""
+    arguments = ("bench", LAYER, "-o", tmp_path / "out", "--k", "2", "--lowering", "fused")
+    outcome = run(*arguments, "--engine", "onnxruntime")
+    assert outcome.code == 1
+    assert "the target onnx does not run it" in outcome.error
