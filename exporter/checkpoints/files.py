@@ -7,6 +7,7 @@ would unpack to far more than its own size is refused before it is unpacked.
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import pickle
 import pickletools
@@ -266,6 +267,7 @@ def _read_pickled(path: Path) -> Any:
         is_zip = file.read(4) == b"PK\x03\x04"
     if is_zip:
         _check_archive(path)
+    _check_pickles(path, is_zip)
     try:
         with torch.serialization.safe_globals([argparse.Namespace]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -273,6 +275,35 @@ def _read_pickled(path: Path) -> Any:
     except pickle.UnpicklingError as error:
         raise _refusal(path, is_zip, str(error)) from error
 
+
+GROWING = {"hex", "base64", "base_64", "quopri", "quoted_printable", "uu", "zip", "zlib", "bz2"}
+"""Codecs that make bytes of bytes, and so double them as often as they are applied."""
+
+
+def _check_pickles(path: Path, is_zip: bool) -> None:
+    """Raises CheckpointError for a pickle that makes large things of small numbers.
+
+    PyTorch's reader lets a pickle call `bytearray` with any size, and encode what it encoded.
+    """
+    if is_zip:
+        with zipfile.ZipFile(path) as archive:
+            pickles = [archive.read(e) for e in archive.infolist() if e.filename.endswith(".pkl")]
+    else:
+        with path.open("rb") as file:
+            pickles = [file.read(PICKLE_BYTES)]  # the numbers come after them
+    for data in pickles:
+        if b"bytearray" not in data and b"_codecs" not in data:
+            continue
+        names, strings = _pickled_names(io.BytesIO(data))
+        codecs = {text.lower().replace("-", "_").removesuffix("_codec") for text in strings}
+        makes = [name for name in names if name.endswith(".bytearray")]
+        if makes or ("_codecs.encode" in names and codecs & GROWING):
+            what = "makes a bytearray" if makes else "encodes bytes"
+            raise CheckpointError(f"{path}: {what}, which no weights need; refused", hint=RESAVE)
+
+
+PICKLE_BYTES = 64 << 20
+"""So much of a file of before torch 1.6 is searched for what its pickles make."""
 
 HARMLESS = re.compile(r"torch\.(?!nn\.modules)|collections\.OrderedDict|argparse\.Namespace")
 """What every checkpoint refers to."""
@@ -285,7 +316,8 @@ def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
         unsafe = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         names += [name for name in unsafe if name != "argparse.Namespace"]
     elif not names:
-        names = [name for name in _pickled_globals(path) if not HARMLESS.match(name)]
+        with path.open("rb") as file:
+            names = [name for name in _pickled_names(file)[0] if not HARMLESS.match(name)]
     if not names:
         return CheckpointError(f"{path}: damaged, or not a file that torch.save wrote", hint=RESAVE)
     unique = list(dict.fromkeys(names))
@@ -299,25 +331,18 @@ def _refusal(path: Path, is_zip: bool, message: str) -> CheckpointError:
     )
 
 
-def _pickled_globals(path: Path) -> list[str]:
-    """Names that the pickles in a file refer to, read without executing them."""
-    names: list[str] = []
-    with path.open("rb") as file:
-        while True:
-            try:
-                names += _globals_of_next_pickle(file)
-            except (ValueError, IndexError):
-                return names
-
-
-def _globals_of_next_pickle(file: IO[bytes]) -> list[str]:
+def _pickled_names(file: IO[bytes]) -> tuple[list[str], list[str]]:
+    """Names that the pickles in a file refer to and texts in them, read without executing them."""
     names: list[str] = []
     strings: list[str] = []
-    for opcode, argument, _ in pickletools.genops(file):
-        if opcode.name == "GLOBAL":
-            names.append(str(argument).replace(" ", "."))
-        elif opcode.name == "STACK_GLOBAL" and len(strings) > 1:
-            names.append(".".join(strings[-2:]))
-        elif isinstance(argument, str):
-            strings.append(argument)
-    return names
+    while True:
+        try:
+            for opcode, argument, _ in pickletools.genops(file):
+                if opcode.name == "GLOBAL":
+                    names.append(str(argument).replace(" ", "."))
+                elif opcode.name == "STACK_GLOBAL" and len(strings) > 1:
+                    names.append(".".join(strings[-2:]))
+                elif isinstance(argument, str):
+                    strings.append(argument)
+        except (ValueError, IndexError):
+            return names, strings

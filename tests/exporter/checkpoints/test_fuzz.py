@@ -129,6 +129,24 @@ def pickle_bomb(path: Path) -> None:
             archive.writestr(name, padded)
 
 
+def with_pickle(path: Path, body: bytes) -> None:
+    """A file of `torch.save` whose pickle is this one."""
+    buffer = io.BytesIO()
+    torch.save({"w": torch.ones(3)}, buffer)
+    with zipfile.ZipFile(buffer) as archive, zipfile.ZipFile(path, "w") as new:
+        for name in archive.namelist():
+            new.writestr(name, body if name.endswith("data.pkl") else archive.read(name))
+
+
+def doubled_bytes(path: Path) -> None:
+    body = b"\x80\x02c_codecs\nencode\nX\4\0\0\0abcdX\6\0\0\0latin1\x86R"
+    with_pickle(path, body + b"q\0c_codecs\nencode\nh\0X\3\0\0\0hex\x86R" * 28 + b".")
+
+
+def large_bytearray(path: Path) -> None:
+    with_pickle(path, b"\x80\x02c__builtin__\nbytearray\n\x8a\x05\x00\x5e\xd0\xb2\x00\x85R.")
+
+
 def state(**changes: torch.Tensor) -> dict[str, torch.Tensor]:
     return {**vit_state(), **{key.replace("__", "."): tensor for key, tensor in changes.items()}}
 
@@ -181,6 +199,8 @@ ILL_MEANT: dict[str, tuple[str, Callable[[Path], object]]] = {
     "objects": ("w.npz", lambda path: with_npy(path, "(3,)", "'|O'")),
     "a zip bomb of arrays": ("w.npz", bomb),
     "a zip bomb of a pickle": ("w.pt", pickle_bomb),
+    "bytes doubled 28 times": ("w.pt", doubled_bytes),
+    "a bytearray of 3 GB": ("w.pt", large_bytearray),
     "a deep index": (
         "m.safetensors.index.json",
         lambda path: path.write_text('{"weight_map": ' + "[" * 100_000),
