@@ -162,7 +162,9 @@ class Manifest:
         manifest = from_data(Manifest, content, what, error=BundleError)
         from_data(_Numbers, manifest.numbers, what, at="numbers", error=BundleError)
         if manifest.tuning:
-            from_data(_Tuning, manifest.tuning, what, at="tuning", error=BundleError)
+            tuning = from_data(_Tuning, manifest.tuning, what, at="tuning", error=BundleError)
+            if not all(each.layers for each in tuning.measured):
+                raise BundleError(f"{what}: tuning tells of no layers")
         for problem in manifest._problems():
             raise BundleError(f"{what}: {problem}")
         return manifest
@@ -203,12 +205,25 @@ class _Numbers:
 
 
 @dataclass(frozen=True, slots=True)
+class _Latency:
+    median: float
+    spread: float
+    n: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Candidate:
+    lowering: str
+    latency_ms: _Latency
+
+
+@dataclass(frozen=True, slots=True)
 class _Measured:
     layers: list[str]
     k: int
     experts: int
     batch: int
-    candidates: list[dict[str, Any]]
+    candidates: list[_Candidate]
     left_out: dict[str, str]
 
 
