@@ -1,0 +1,280 @@
+"""Kills commands that write, at random moments and in each of their phases; looks what is left.
+
+A destination is whole or absent, or what it was before; the next run succeeds and removes what the
+killed one left. `make test` kills a few; by hand:
+
+    python -m moexport.tests.killing --kills 200
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import select
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnxruntime  # noqa: F401  loaded once, for all commands
+import torch
+from moexport.__main__ import main as main_program
+from moexport.bench import results
+from moexport.calibration.table import CalibrationTable
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.tests.recorded import DATA
+
+LAYER = (str(DATA / "soft_moe_fkodom" / "weights.pt"), "--set", "version=0.2.0")
+CARD = ("--compute-capability", "8.9")
+
+PHASES = ("os.fsync", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "open")
+"""Where a command is killed in one of its phases: at the n-th such call below the folder."""
+
+
+@dataclass(frozen=True)
+class Writer:
+    """A command that writes: its arguments, and what says that the destination is whole."""
+
+    arguments: Callable[[Path], Sequence[str | Path]]
+    output: str
+    check: Callable[[Path], object]
+    kept: tuple[str, ...] = ()
+    """What a command may leave beside its destination: a journal to go on from."""
+
+
+def _bundle(path: Path) -> None:
+    checks = list(Bundle.open(path).verify())
+    assert all(check.passed for check in checks), checks
+
+
+def _outputs(path: Path) -> None:
+    with np.load(path) as arrays:
+        assert len(arrays["output"]) == 3, arrays["output"].shape
+
+
+def _bench(path: Path) -> None:
+    if (path / "results.json").exists():
+        results.read(path / "results.json")
+
+
+def _page(path: Path) -> None:
+    assert path.read_text(encoding="utf-8").rstrip().endswith("</html>")
+
+
+WRITERS = {
+    "export": Writer(
+        lambda d: ("export", *LAYER, "--data", d / "x.npz", "-o", d / "o" / "out", "--force"),
+        "out",
+        _bundle,
+    ),
+    "calibrate": Writer(
+        lambda d: (
+            *("calibrate", *LAYER, "--data", d / "x.npz", "-o", d / "o" / "table.json"),
+            "--force",
+        ),
+        "table.json",
+        CalibrationTable.read,
+    ),
+    "run": Writer(
+        lambda d: ("run", d / "b", "-i", d / "x.npz", "-o", d / "o" / "y.npz", "--force"),
+        "y.npz",
+        _outputs,
+    ),
+    "report": Writer(
+        lambda d: ("report", d / "results.json", "-o", d / "o" / "page.html"),
+        "page.html",
+        _page,
+        ("page.md", "page.csv"),
+    ),
+    "build": Writer(
+        lambda d: ("build", d / "o" / "rtx", "--target", "tensorrt-rtx", *CARD, "--force"),
+        "rtx",
+        _bundle,
+    ),
+    "bench": Writer(
+        lambda d: (
+            *("bench", *LAYER, "-o", d / "o" / "report", "--data", d / "x.npz", "--k", "2"),
+            *("--batch", "1"),
+        ),
+        "report",
+        _bench,
+    ),
+}
+
+
+@dataclass
+class Tally:
+    """What kills of a command came to."""
+
+    kills: int = 0
+    left: Counter[str] = field(default_factory=Counter)
+    findings: list[str] = field(default_factory=list)
+
+
+def prepare(folder: Path) -> None:
+    """Puts what the commands read into a folder."""
+    np.savez(folder / "x.npz", input=np.random.default_rng(0).normal(size=(3, 5, 24)).astype("f4"))
+    (folder / "o").mkdir()
+    finish(("export", *LAYER, "-o", folder / "b"))
+    row = results.Row("pytorch-eager", 2, 2, 1, "digits")
+    results.write(
+        results.Results((results.ModelInfo("digits", "f", "d.pt", 1),), (row,)),
+        folder / "results.json",
+    )
+
+
+def forked(work: Callable[[], object], before_s: float | None = None) -> str | None:
+    """Does work in a copy of this process, which has the modules loaded, and says what went wrong.
+
+    None where it was killed: by itself, or here after so many seconds.
+    """
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(read)
+        what = ""
+        try:
+            work()
+        except SystemExit as end:
+            what = f"exit code {end.code}" if end.code else ""
+        except BaseException as error:  # noqa: BLE001  this is another process
+            what = f"{type(error).__name__}: {error}"[:2000]
+        os.write(write, (what + "\n").encode("utf-8", "replace"))
+        os._exit(0)
+    os.close(write)
+    with os.fdopen(read) as answer:
+        if before_s is not None and not select.select([answer], [], [], before_s)[0]:
+            os.kill(child, signal.SIGKILL)
+        text = answer.read()
+    os.waitpid(child, 0)
+    return text.strip() if text else None
+
+
+def command(arguments: Sequence[str | Path]) -> None:
+    """Runs the program in this process, silent."""
+    quiet = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    sys.argv = ["moexport", *map(str, arguments), "-q"]
+    main_program()
+
+
+def finish(arguments: Sequence[str | Path]) -> None:
+    """Runs a command to its end; it must succeed."""
+    what = forked(lambda: command(arguments))
+    assert what == "", f"{arguments[0]}: {what}"
+
+
+def kill(folder: Path, writer: Writer, after_s: float) -> bool:
+    """Starts a command and kills it after so many seconds; whether it was still running."""
+    return forked(lambda: command(writer.arguments(folder)), after_s) is None
+
+
+def kill_at(folder: Path, writer: Writer, event: str, number: int) -> bool:
+    """Runs a command that is killed at the n-th call of a kind; whether it came to that."""
+
+    def work() -> None:
+        left = number
+
+        def stop() -> None:
+            nonlocal left
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        def hook(name: str, given: tuple[object, ...]) -> None:
+            if name == event and given and str(given[0]).startswith(str(folder / "o")):
+                stop()
+
+        real = os.fsync
+
+        def fsync(handle: int) -> None:
+            if event == "os.fsync":
+                stop()
+            real(handle)
+
+        os.fsync = fsync  # type: ignore[assignment]
+        sys.addaudithook(hook)
+        command(writer.arguments(folder))
+
+    return forked(work) is None
+
+
+def look(folder: Path, writer: Writer) -> str:
+    """Checks the destination after a kill; says what else was left."""
+    place = folder / "o" / writer.output
+    if place.exists():
+        what = forked(lambda: writer.check(place))
+        assert what == "", f"not whole: {what}"
+    others = [path.name for path in (folder / "o").iterdir() if path != place]
+    return "something" if set(others) - set(writer.kept) else "nothing"
+
+
+def check_next(folder: Path, writer: Writer) -> None:
+    """Runs the command to its end and checks that nothing else is left."""
+    finish(writer.arguments(folder))
+    place = folder / "o" / writer.output
+    assert place.exists()
+    assert look(folder, writer) == "nothing"
+    left = [path.name for path in (folder / "o").rglob("*") if ".partial" in path.name]
+    assert not left, f"left behind: {left}"
+
+
+def main() -> None:
+    """Runs the program."""
+    parser = argparse.ArgumentParser(description="kill commands that write")
+    parser.add_argument("names", nargs="*", default=[], help=f"of {', '.join(WRITERS)}")
+    parser.add_argument("--kills", type=int, default=200, help="of each command, at random moments")
+    parser.add_argument("--phases", type=int, default=50, help="of each command, in its phases")
+    parser.add_argument("--seconds", type=float, default=1e9, help="at most, for each command")
+    parser.add_argument("--seed", type=int, default=int(time.time()))
+    given = parser.parse_args()
+    os.environ["MOEXPORT_ENGINE_CACHE"] = "off"
+    torch.set_num_threads(1)
+    failed = False
+    for name in given.names or WRITERS:
+        with tempfile.TemporaryDirectory(prefix="kill-") as where:
+            tally = _kills(Path(where).resolve(), WRITERS[name], given)
+        failed |= bool(tally.findings)
+        print(f"{name}: {tally.kills} kills, left {dict(tally.left)}, {tally.findings}", flush=True)
+    sys.exit(failed)
+
+
+def _kills(folder: Path, writer: Writer, given: argparse.Namespace) -> Tally:
+    tally, rng, ends = Tally(), random.Random(given.seed), time.monotonic() + given.seconds
+    prepare(folder)
+    if writer.output == "rtx":
+        target = ("--target", "tensorrt-rtx", "--no-engine")
+        finish(("export", *LAYER, "-o", folder / "o" / "rtx", *target))
+    started = time.monotonic()
+    finish(writer.arguments(folder))
+    whole_s = time.monotonic() - started
+    for number in range(given.kills + given.phases):
+        if time.monotonic() > ends:
+            break
+        if number % 2 and number < 2 * given.phases:
+            hit = kill_at(folder, writer, rng.choice(PHASES), int(2 ** rng.uniform(0, 5)))
+        else:
+            hit = kill(folder, writer, whole_s * rng.uniform(0.2, 1.05))
+        tally.kills += hit
+        try:
+            tally.left[look(folder, writer)] += 1
+            if number % 10 == 9:
+                check_next(folder, writer)
+        except Exception as error:  # noqa: BLE001  whatever it is, it is what is looked for
+            tally.findings.append(f"kill {number}: {type(error).__name__}: {error}")
+    try:
+        check_next(folder, writer)
+    except AssertionError as error:
+        tally.findings.append(str(error))
+    return tally
+
+
+if __name__ == "__main__":
+    main()
