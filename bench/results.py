@@ -329,4 +329,6 @@ def from_json(text: str, *, name: str = "results.json") -> Results:
             raise ResultsError(
                 f"{name}: field rows[{index}].k is {row.k}, and the model has {row.experts} experts"
             )
+        if row.median_ms is not None and row.median_ms <= 0:
+            raise ResultsError(f"{name}: field rows[{index}].latency_ms.median is {row.median_ms}")
     return results

@@ -171,7 +171,7 @@ def _graph_check(directory: Path, manifest: Manifest, graph: GraphRecord) -> Che
         onnx.checker.check_model(str(path))
         model = onnx.load(path, load_external_data=False)
         wrong = next(_differences(model, manifest, graph), None)
-    except (onnx.checker.ValidationError, DecodeError) as error:
+    except (onnx.checker.ValidationError, DecodeError, UnicodeDecodeError) as error:
         detail = str(error).strip().splitlines()[0]
         if "symbolic link" in detail:
             detail += " Copy the bundle with links followed: cp -rL"
