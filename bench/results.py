@@ -331,4 +331,6 @@ def from_json(text: str, *, name: str = "results.json") -> Results:
             )
         if row.median_ms is not None and row.median_ms <= 0:
             raise ResultsError(f"{name}: field rows[{index}].latency_ms.median is {row.median_ms}")
+        if row.latency_ms is not None and not row.latency_ms.rounds:
+            raise ResultsError(f"{name}: field rows[{index}].latency_ms.rounds is empty")
     return results
