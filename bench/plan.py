@@ -30,6 +30,7 @@ class Settings:
     of `evaluation_batch`. `threads` is every engine's; None takes PyTorch's count, and the graphs
     must have been opened with the same. `memory` measures each row's peak memory in a process of
     its own; `parts` where a graph's time goes; `limits` the least time that the machine needs.
+    `calibration` names the file that INT8 took its ranges from, for the report.
     """
 
     batches: tuple[int, ...] = (1,)
@@ -40,6 +41,7 @@ class Settings:
     memory: bool = True
     parts: bool = True
     limits: bool = True
+    calibration: str | None = None
 
     def __post_init__(self) -> None:
         if not self.batches:

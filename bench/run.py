@@ -96,6 +96,7 @@ def bench(
             "samples": 0,
             "labelled": data.labelled,
             "batches": list(settings.batches),
+            **({"calibration": settings.calibration} if settings.calibration else {}),
         }
         for candidate in candidates:
             one = Measurement(candidate, groups, data, head, settings, journal, progress)

@@ -1,8 +1,9 @@
 """Real data and a real training run in seconds: the paper's MNIST network on handwritten digits.
 
 The images are scikit-learn's `load_digits` (1,797 scans of handwritten digits, 8×8, from UCI), so
-nothing is downloaded. They are brought to MNIST's 28×28, and the network is the 318K-parameter one
-of the Soft MoE paper: 4 patches of 14×14, one Soft MoE layer, one linear decoder.
+nothing is downloaded. They are brought to MNIST's 28×28, and the network is that of the Soft MoE
+paper: 4 patches of 14×14, one Soft MoE layer, one linear decoder. The paper's have 318K parameters
+whatever n is; wider experts make a layer whose time is that of its weights, as in large models.
 """
 
 from __future__ import annotations
@@ -71,15 +72,24 @@ class SoftMoEMnist(nn.Module):
 
     `w1` [n, d, h] and `w2` [n, h, d] stack the experts; `published_state_dict` gives them one by
     one, as the released code saves them. `phi` is [d, n]. With `normalise`, tokens and phi are
-    divided by (norm + 1e-6) and phi is multiplied by a learned scale. There is no residual.
+    divided by (norm + 1e-6) and phi is multiplied by a learned scale, which begins at `scale`: a
+    larger one lets few experts weigh much for an input. There is no residual.
     """
 
-    def __init__(self, experts: int, *, normalise: bool = False) -> None:
+    def __init__(
+        self,
+        experts: int,
+        *,
+        normalise: bool = False,
+        hidden: int | None = None,
+        scale: float = 1.0,
+    ) -> None:
         super().__init__()
-        hidden = hidden_width(experts)
+        hidden = hidden or hidden_width(experts)
         self.experts = experts
         self.phi = nn.Parameter(torch.randn(WIDTH, experts) * WIDTH**-0.5)
-        self.normalization_scale_param = nn.Parameter(torch.ones(1)) if normalise else None
+        start = torch.full((1,), scale)
+        self.normalization_scale_param = nn.Parameter(start) if normalise else None
         # The bounds of nn.Linear, which the released experts are made of.
         self.w1 = nn.Parameter(torch.empty(experts, WIDTH, hidden).uniform_(-1, 1) * WIDTH**-0.5)
         self.w2 = nn.Parameter(torch.empty(experts, hidden, WIDTH).uniform_(-1, 1) * hidden**-0.5)
@@ -134,10 +144,15 @@ def patches(images: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """How a network is trained: the paper's optimiser, more epochs since the data are fewer."""
+    """A network and how it is trained: the paper's optimiser, more epochs since the data are fewer.
+
+    `hidden` is the width of an expert (None: the paper's) and `scale` where phi's begins.
+    """
 
     experts: int = 16
     normalise: bool = False
+    hidden: int | None = None
+    scale: float = 1.0
     epochs: int = 60
     batch: int = 256
     learning_rate: float = 1e-3
@@ -154,7 +169,12 @@ def train(settings: Training, data: LabelledData) -> SoftMoEMnist:
     images, labels = torch.from_numpy(data.inputs), torch.from_numpy(data.labels)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(settings.seed)
-        model = SoftMoEMnist(settings.experts, normalise=settings.normalise)
+        model = SoftMoEMnist(
+            settings.experts,
+            normalise=settings.normalise,
+            hidden=settings.hidden,
+            scale=settings.scale,
+        )
         optimiser = torch.optim.Adam(model.parameters(), lr=settings.learning_rate)
         for _ in range(settings.epochs):
             for rows in torch.split(torch.randperm(len(images)), settings.batch):

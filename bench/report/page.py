@@ -1,43 +1,44 @@
-"""`report.html`: one self-contained page about a results file.
+"""`report.html`: one self-contained page that draws a results file.
 
 The page fetches nothing: plotly.js (the basic bundle: scatter, bar, pie), style, script and data
-are in it. Its parts lie in `assets/`; placeholders are `%%NAME%%`.
+are in it. Its parts lie in `assets/`; placeholders are `%%NAME%%`. The results are embedded as they
+are, with what is said of every row in words beside; `report.js` draws them, filters them and
+answers what to deploy.
 """
 
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Sequence
 from html import escape
 from importlib import resources
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from ...common.text import count, size
 from ...common.writing import write_text
 from ..analyses.findings import studies_in
 from ..measure.latency import disturbance
-from ..results import PYTORCH_EAGER, Results, Row
+from ..results import Results, Row, as_json
+from ..runners.available import KINDS
 from .compare import Comparison
 from .summary import (
     GPU_MS,
     KEPT,
-    NAMES,
-    UNTOUCHED,
     Section,
     caveat,
-    empty_charts,
-    headline,
-    limit_lines,
-    line_name,
+    claim,
+    engine_name,
     milliseconds,
-    pareto_front,
-    percent,
+    row_name,
     sections,
     short_name,
     summary,
-    times,
 )
-from .tables import analyses_section, comparison_section, parity_table, rows_table
+from .tables import analyses_card, comparison_card, parity_card
+from .text import method_lines, reproduce, to_csv
 
 
 def write_report(results: Results, path: Path, comparison: Comparison | None = None) -> None:
@@ -46,7 +47,7 @@ def write_report(results: Results, path: Path, comparison: Comparison | None = N
 
 
 def html(results: Results, comparison: Comparison | None = None) -> str:
-    """Returns the page: summary, charts, every row, environment and method.
+    """Returns the page: the answer, charts, every row, environment and method.
 
     With a `comparison` it also says what changed since an earlier file.
     """
@@ -56,19 +57,9 @@ def html(results: Results, comparison: Comparison | None = None) -> str:
         "TITLE": escape(f"moexport benchmark: {', '.join(names)}"),
         "STYLE": _asset("report.css"),
         "CREATED": escape(results.created.replace("T", " ").replace("+00:00", " UTC")),
-        "DISTURBED": escape(disturbance(results)),
-        "EMPTY": escape(" ".join(empty_charts(shown[0]).values()) if shown else ""),
         "SUMMARY": escape(summary(shown[0]) if shown else "No rows were measured."),
         "CAVEAT": escape(caveat(shown[0]) if shown else ""),
-        "KEPT": f"{KEPT:.0%}",
-        "TILES": tiles(shown[0]) if shown else "",
-        "COMPARISON": comparison_section(comparison),
-        "ANALYSES": analyses_section(studies_in(results.analyses)),
-        "ROUTING": parity_table(shown),
-        "ROWS": rows_table(shown, results),
-        "ENVIRONMENT": environment_list(results),
-        "METHOD": method(results),
-        "DATA": embedded_json([payload(section) for section in shown if section.ks]),
+        "DATA": embedded_json(payload(results, comparison)),
         "PLOTLY": _asset("plotly-basic.min.js"),
         "SCRIPT": _asset("report.js"),
     }
@@ -83,173 +74,115 @@ def _asset(name: str) -> str:
 
 def embedded_json(value: Any) -> str:
     """Returns JSON that cannot end the script element it stands in."""
-    return json.dumps(value, ensure_ascii=False).replace("<", "\\u003c")
+    text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    return text.replace("<", "\\u003c")
 
 
-def payload(section: Section) -> dict[str, Any]:
-    """Returns what the page's script draws for one model and batch size."""
-    reference = section.reference
-    best = pareto_front(section)
+def payload(results: Results, comparison: Comparison | None = None) -> dict[str, Any]:
+    """Returns what the page's script draws: the results, and what is said of them in words."""
+    shown = sections(results)
+    found = {(section.model, section.batch): section for section in shown}
+    studies = studies_in(results.analyses)
     return {
-        "model": section.model,
-        "batch": section.batch,
-        "experts": section.experts,
-        "ks": list(section.ks),
-        "top": section.top_ms,
-        "quality": section.quality,
-        "summary": summary(section),
-        "caveat": caveat(section),
-        "tiles": tiles(section),
-        "empty": empty_charts(section),
-        "reference": None if reference is None else _point(section, reference, UNTOUCHED, best),
-        "limits": [
-            {"name": line.name, "points": [{"k": k, "ms": ms} for k, ms in line.points]}
-            for line in limit_lines(section)
+        "results": as_json(results),
+        "rows": [_words(results, found[row.model, row.batch], row) for row in results.rows],
+        "keep": KEPT,
+        "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
+        "disturbed": disturbance(results),
+        "tables": [
+            *([] if comparison is None else [comparison_card(comparison)]),
+            *([analyses_card(studies)] if studies else []),
+            parity_card(shown),
         ],
-        "lines": [
-            {
-                "name": line.name,
-                "short": short_name(line.rows[0]),
-                "look": line.look,
-                "points": [_point(section, row, line.name, best) for row in line.rows],
-            }
-            for line in section.series
-        ],
+        "environment": _environment(results),
+        "method": method_lines(results),
+        "absent": [f"{each.engine}: {each.reason}" for each in results.absent],
+        "again": reproduce(results) if results.command else "",
+        "csv": to_csv(results),
     }
 
 
-def _point(section: Section, row: Row, name: str, best: Sequence[Row]) -> dict[str, Any]:
-    return {
-        "name": name,
-        "k": row.k,
-        "kept": row.kept,
-        "front": row in best,
-        "memory": row.peak_memory_mb,
-        "runtime": row.runtime_memory_mb,
-        "parts": [{"layer": p.layer, "part": p.part, "ms": p.ms} for p in row.parts],
-        **_latency(section, row),
-        **_quality(row),
-        **_agreement(row),
-        "row": "<br>".join(_lines(section, row, name)),
-    }
-
-
-def _latency(section: Section, row: Row) -> dict[str, Any]:
+def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
+    """What the page calls a row, says of it, and what its speed is against (`base`: its index)."""
+    base = section.base(row)
     latency = row.latency_ms
-    if latency is None:
-        return {"median": None, "above": 0, "below": 0, "cut": False, "latency": ""}
-    ratio = section.speedup(row)
-    speed = "" if ratio is None or section.base(row) is row else f", {times(ratio)}"
-    device = "" if row.device_ms is None else f", on the GPU {milliseconds(row.device_ms.median)}"
     return {
-        "median": latency.median,
-        "above": max(0.0, max(latency.rounds) - latency.median),
-        "below": max(0.0, latency.median - min(latency.rounds)),
-        "cut": section.bar(latency).cut,
-        "latency": f"{milliseconds(latency.median)} ms{speed} (p90 {milliseconds(latency.p90)}"
-        f"{device})",
+        "name": row_name(row),
+        "short": short_name(row),
+        "engine_name": engine_name(row),
+        "on_gpu": row.on_gpu,
+        "base": next((i for i, each in enumerate(results.rows) if each is base), None),
+        "against": f"PyTorch{section.place(row)}",
+        "speed": section.speedup(row),
+        "told": base is row or section.faster_or_slower(row),
+        "spread": None if latency is None else latency.spread,
+        "device_spread": None if row.device_ms is None else row.device_ms.spread,
+        "limit_told": _limit(row),
+        "claim": claim(section, row),
+        "command": export_command(results, row),
     }
 
 
-def _quality(row: Row) -> dict[str, Any]:
-    accuracy, perplexity = row.accuracy, row.perplexity
-    if accuracy is not None:
-        value, interval = accuracy.top1, accuracy.top1_interval
-        text = f"{value:.2%}"
-        if interval is not None:
-            text += f" ({interval.low:.1%} to {interval.high:.1%})"
-    elif perplexity is not None:
-        value, interval = perplexity.value, perplexity.interval
-        text = f"{value:.4g}"
-        if interval is not None:
-            text += f" ({interval.low:.4g} to {interval.high:.4g})"
-    else:
-        return {"quality": None, "quality_above": 0, "quality_below": 0, "accuracy": ""}
-    kept = "" if row.kept is None else f", {row.kept:.1%} kept"
-    return {
-        "quality": value,
-        "quality_above": 0 if interval is None else interval.high - value,
-        "quality_below": 0 if interval is None else value - interval.low,
-        "accuracy": text + kept,
-    }
+def _limit(row: Row) -> str:
+    """What the least time is made of, or why it is not known."""
+    if row.limit_ms is None or row.work is None:
+        return row.no_limit or ""
+    operations = row.work.operations + row.work.int8_operations
+    moved = f"{count(operations)} operations, {size(row.work.bytes)}"
+    return f"at least {milliseconds(row.limit_ms)} ms: {moved}"
 
 
-def _agreement(row: Row) -> dict[str, Any]:
-    if row.routing is None:
-        return {"exact": None, "agreement": ""}
-    text = f"{row.routing.exact:.2%} of samples, Jaccard {row.routing.jaccard:.4f}"
-    return {"exact": row.routing.exact, "agreement": text}
+CARRIED = ("--family", "--config", "--set", "--weights", "--adapter")
+"""Options of `bench` that an export of the same model needs, too."""
 
 
-def _lines(section: Section, row: Row, name: str) -> list[str]:
-    """A row in a few lines, for where the pointer rests on it."""
-    lines = [f"<b>{escape(name)}</b>", f"k = {row.k} of {row.experts}, batch {row.batch}"]
-    latency = _latency(section, row)["latency"]
-    quality = _quality(row)["accuracy"]
-    lines += [str(text) for text in (latency, quality) if text]
-    if row.routing is not None:
-        lines.append(f"same experts: {row.routing.exact:.1%}")
-    if row.peak_memory_mb is not None:
-        lines.append(f"peak memory: {row.peak_memory_mb:,.0f} MB")
-    return lines
+def export_command(results: Results, row: Row) -> str | None:
+    """Returns the command that exports what a row measured; None for PyTorch's own rows.
 
-
-def tiles(section: Section) -> str:
-    """Returns the numbers of the row that the summary is about, as HTML."""
-    row = headline(section)
-    if row is None:
-        return ""
-    ratio = section.speedup(row)
-    about = "" if section.faster_or_slower(row) else "≈ "
-    reference = section.reference
-    found = [
-        ("Experts computed", f"{row.k} of {row.experts}", line_name(row)),
+    The model and what its shapes do not tell are taken from the command of the results.
+    """
+    target = next(
         (
-            "Speed",
-            "–" if ratio is None else about + times(ratio),
-            f"against the untouched PyTorch model{section.place(row)}",
+            kind.target
+            for kind in KINDS.values()
+            if (kind.engine, kind.provider) == (row.engine, row.provider or "cpu")
         ),
-        (
-            "Perplexity kept" if row.perplexity is not None else "Accuracy kept",
-            "–" if row.kept is None else percent(row.kept),
-            _kept_detail(row),
-        ),
-        (
-            "Same experts chosen",
-            "–" if row.routing is None else percent(row.routing.exact),
-            "of samples, as in PyTorch" if row.routing else _why_no_routing(row),
-        ),
-    ]
-    if row.peak_memory_mb is not None:
-        before = None if reference is None else reference.peak_memory_mb
-        found.append(
-            (
-                "Peak memory",
-                f"{row.peak_memory_mb:,.0f} MB",
-                "of a process" if before is None else f"PyTorch: {before:,.0f} MB",
-            )
-        )
-    return "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(value)}<small>{escape(detail)}</small></dd></div>"
-        for name, value, detail in found
+        None,
     )
+    source = next((model.source for model in results.models if model.name == row.model), "")
+    try:
+        given = shlex.split(results.command)
+    except ValueError:
+        given = []
+    if target is None or row.error is not None or not source or given[:1] != ["moexport"]:
+        return None
+    name = "".join(c if c.isalnum() else "-" for c in Path(source.split(":")[-1]).stem)
+    words = ["moexport", "export", source, "-o", f"{name}-k{row.k}-{row.precision}"]
+    words += ["--k", "n" if row.k == row.experts else str(row.k), "--target", target]
+    if row.lowering and "+" not in row.lowering:
+        words += ["--lowering", row.lowering]
+    if row.precision != "fp32":
+        words += ["--precision", row.precision]
+    if row.batch > 1:
+        words += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
+    data = results.protocol.get("calibration") or next(iter(_given(given, "--data")), None)
+    if row.precision == "int8":
+        # A folder of images by class is no feed of arrays; the reader knows what is.
+        words += ["--data", data if data and (data.endswith(".npz") or ":" in data) else "FEED"]
+    for option in CARRIED:
+        for value in _given(given, option):
+            words += [option, value]
+    return shlex.join(words)
 
 
-def _kept_detail(row: Row) -> str:
-    interval = row.kept_interval
-    if interval is not None:
-        return f"{percent(interval.low)} to {percent(interval.high)} (95%)"
-    if row.perplexity is not None:
-        return f"perplexity {row.perplexity.value:.4g}"
-    return "no labels" if row.accuracy is None else f"top-1 {row.accuracy.top1:.2%}"
+def _given(words: Sequence[str], option: str) -> list[str]:
+    """The values that a command gives an option, as `--option value` or `--option=value`."""
+    after = [value for name, value in pairwise(words) if name == option]
+    return after + [word.split("=", 1)[1] for word in words if word.startswith(f"{option}=")]
 
 
-def _why_no_routing(row: Row) -> str:
-    return "all are computed" if row.k == row.experts else "not measured"
-
-
-def environment_list(results: Results) -> str:
-    """Returns the machine and the versions as a list of names and values."""
+def _environment(results: Results) -> list[tuple[str, str]]:
+    """The machine and the versions as names and values."""
     facts: list[tuple[str, str]] = []
     for name, value in results.environment.items():
         if name == "packages" and isinstance(value, dict):
@@ -258,7 +191,7 @@ def environment_list(results: Results) -> str:
             facts.append(("memory", f"{value / 2**30:.1f} GiB"))
         else:
             facts.append((name, _plain(value)))
-    return _facts(facts)
+    return facts
 
 
 def _plain(value: Any) -> str:
@@ -269,123 +202,3 @@ def _plain(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(_plain(item) for item in value)
     return str(value)
-
-
-def _facts(facts: Sequence[tuple[str, str]]) -> str:
-    items = "".join(f"<dt>{escape(name)}</dt><dd>{escape(text)}</dd>" for name, text in facts)
-    return f'<dl class="facts">{items}</dl>'
-
-
-def method(results: Results) -> str:
-    """Returns how the rows were measured, what was not, and the commands that do it again."""
-    listed = "".join(f"<li>{escape(line)}</li>" for line in method_lines(results))
-    absent = "".join(
-        f"<li>{escape(engine.engine)}: {escape(engine.reason)}</li>" for engine in results.absent
-    )
-    left = f"<h3>Not measured</h3><ul>{absent}</ul>" if absent else ""
-    again = f"<pre>{escape(reproduce(results))}</pre>" if results.command else ""
-    heading = "<h3>To do it again</h3>" if again else ""
-    return f"<ul>{listed}</ul>{left}{heading}{again}"
-
-
-def method_lines(results: Results) -> list[str]:
-    """Returns sentences on how the rows were measured."""
-    p = results.protocol
-    lines = []
-    if {"rounds", "round_s", "warmup"} <= p.keys():
-        lines.append(
-            f"{p['rounds']} interleaved rounds in random order, at least {p['round_s']:g} s per "
-            f"engine and round, after {p['warmup']} calls of warm-up; no call is left out."
-        )
-    threads = results.environment.get("threads")
-    if threads is not None:
-        lines.append(f"{threads} thread{'s' if threads != 1 else ''} for every engine.")
-    if any(row.scope == "gpu" for row in results.rows):
-        lines.append("Latencies of scope gpu are device time, the others from array to array.")
-    else:
-        lines.append("Latency is wall clock from host array to host array, on real inputs in turn.")
-    lines += _on_gpu(results)
-    if "samples" in p:
-        labelled = "labelled" if p.get("labelled") else "unlabelled"
-        lines.append(f"Accuracy, routing and parity on {p['samples']:,} {labelled} samples.")
-    lines += _rates(p.get("rates", ()))
-    if p.get("waited"):
-        most = max(each["share"] for each in p["waited"])
-        lines.append(f"Threads waited for a core {most:.0%} of the time that they wanted one.")
-    lines.append("Spread is the range of the round medians relative to their median.")
-    for model in results.models:
-        size = "" if model.parameters is None else f", {model.parameters:,} parameters"
-        lines.append(f"{model.name}: {model.family or 'model'}{size}, from {model.source or '–'}.")
-    return lines
-
-
-GPU_CLOCK = (
-    "On a GPU the wall clock holds the copies to it and back and the wait for it; the host waits "
-    "as CUDA does by default, which on most machines is by spinning. Engines of TensorRT are "
-    "recorded and replayed as CUDA graphs where they can be; PyTorch and ONNX Runtime launch "
-    "kernel by kernel. FP32 products are not rounded to TF32, unless an engine was built so."
-)
-
-GPU_EVENTS = (
-    f"{GPU_MS} are between two CUDA events, one pair per call, around the computation on a stream "
-    "of its own; the copies are outside, gaps between kernels inside. They are taken in the same "
-    "rounds, by calls of their own, in buffers that the calls before have allocated."
-)
-
-
-def _on_gpu(results: Results) -> list[str]:
-    """What the times of rows on a GPU hold, and what their speed is against; empty without any."""
-    rows = [row for row in results.rows if row.on_gpu and row.latency_ms is not None]
-    if not rows:
-        return []
-    lines = [GPU_CLOCK]
-    if any(row.device_ms is not None for row in rows):
-        lines.append(GPU_EVENTS)
-    silent = dict.fromkeys(
-        f"{NAMES.get(row.engine, row.engine)} ({row.provider})"
-        for row in rows
-        if row.device_ms is None
-    )
-    if silent:
-        lines.append(f"There are no {GPU_MS} of {', '.join(silent)}, only the wall clock.")
-    there = any(row.engine == PYTORCH_EAGER for row in rows)
-    lines.append(
-        "Rows on a GPU are compared with the untouched PyTorch model on the GPU, the others with "
-        "it on the CPU."
-        if there
-        else "Rows on a GPU are compared with the untouched PyTorch model on the CPU: on the GPU "
-        "it was not measured."
-    )
-    return lines
-
-
-def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
-    """What the limit is, with the rates that were measured beside the rows."""
-    if not measured:
-        return []
-    said = (
-        ("streaming at {} GB/s", "stream_gb_s"),
-        ("FP32 products at {} GFLOP/s", "matmul_gflop_s"),
-        ("INT8 products at {} GOP/s", "int8_gop_s"),
-    )
-    rates = []
-    for words, name in said:
-        found = [rate[name] for rate in measured if rate.get(name) is not None]
-        if found:
-            low, high = f"{min(found):.0f}", f"{max(found):.0f}"
-            rates.append(words.format(low if low == high else f"{low} to {high}"))
-    return [
-        "The limit is the least time that this machine needs to move a row's bytes and to compute "
-        f"its operations, whichever takes longer, part by part; measured beside: "
-        f"{', '.join(rates)}."
-    ]
-
-
-def reproduce(results: Results) -> str:
-    """Returns the commands that measure again and compare with this file."""
-    packages = results.environment.get("packages")
-    pins = ""
-    if isinstance(packages, dict):
-        listed = [f"{name}=={version}" for name, version in packages.items() if name != "moexport"]
-        pins = f"pip install {' '.join(listed)}\n" if listed else ""
-    return f"{pins}{results.command}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ...common import timing
@@ -187,17 +186,10 @@ def short_name(row: Row) -> str:
     return line_name(row).removeprefix("ONNX Runtime, ")
 
 
-def pareto_front(section: Section) -> tuple[Row, ...]:
-    """Returns the rows that no other row beats in both latency and what is kept, fastest first.
-
-    The untouched model takes part. Rows without either are left out.
-    """
-    known = [row for row in section.all_rows if row.latency_ms and row.kept is not None]
-    best: list[Row] = []
-    for row in sorted(known, key=lambda row: (_median(row), -(row.kept or 0.0))):
-        if not best or (row.kept or 0.0) > (best[-1].kept or 0.0):
-            best.append(row)
-    return tuple(best)
+def engine_name(row: Row) -> str:
+    """Returns the engine of a row without lowering and precision: `ONNX Runtime, cuda`."""
+    name = NAMES.get(row.engine, row.engine)
+    return name if row.provider in (None, "cpu", row.engine) else f"{name}, {row.provider}"
 
 
 def sections(results: Results) -> tuple[Section, ...]:
@@ -252,11 +244,16 @@ def headline(section: Section) -> Row | None:
 
 
 def summary(section: Section) -> str:
-    """Returns one sentence: what the chosen row keeps, and its speed against the PyTorch model."""
+    """Returns one sentence: what to deploy, what it keeps, and its speed against PyTorch's."""
     row = headline(section)
     if row is None:
         return f"Nothing could be measured for {section.model} at batch {section.batch}."
-    return f"{_claim(section, row)} (batch {section.batch})."
+    told = claim(section, row)
+    if row.kept is None:
+        return f"Accuracy is not known: the inputs had no labels. Fastest: {told}."
+    if row.kept < KEPT:
+        return f"Nothing here keeps {percent(KEPT)}. Nearest: {told}."
+    return f"Deploy {told}."
 
 
 def caveat(section: Section) -> str:
@@ -268,96 +265,49 @@ def caveat(section: Section) -> str:
     if row is None:
         return ""
     if row.k < row.experts:
-        return _export_alone(section, row)
-    fewer = _next_below(section, row)
-    if fewer is None or fewer.kept is None:
+        alike = [
+            each
+            for each in section.rows
+            if each.k == each.experts
+            and (engine_name(each), each.precision) == (engine_name(row), row.precision)
+            and each.latency_ms is not None
+        ]
+        return f"For comparison, {claim(section, min(alike, key=_median))}." if alike else ""
+    fewer = [r for r in section.rows if r.k < row.k and r.latency_ms and r.kept is not None]
+    if not fewer:
         return ""
-    if max(each.kept or 0.0 for each in section.rows if each.k < row.k) >= KEPT:
-        return f"Fewer experts are not faster here: {_claim(section, fewer)}."
-    return f"No smaller k keeps {KEPT:.0%}: {_claim(section, fewer)}."
+    following = claim(section, min(fewer, key=lambda r: (-r.k, _median(r))))
+    if max(each.kept or 0.0 for each in fewer) >= KEPT:
+        return f"Fewer experts are not faster here: {following}."
+    return f"No smaller k keeps {percent(KEPT)}. The next: {following}."
 
 
-def _export_alone(section: Section, row: Row) -> str:
-    """The fastest row of the same engine and precision that computes all experts."""
-    alike = (row.engine, row.provider, row.precision)
-    everything = [
-        each
-        for each in section.rows
-        if each.k == each.experts
-        and (each.engine, each.provider, each.precision) == alike
-        and each.latency_ms is not None
-    ]
-    if not everything:
-        return ""
-    best = min(everything, key=_median)
-    keeps = _keeps(section, best, one=True)
-    return f"With all {best.experts} experts {line_name(best)} {keeps}{_speed(section, best)}."
+def claim(section: Section, row: Row) -> str:
+    """Returns what a row is, keeps and gains, as part of a sentence.
 
-
-def empty_charts(section: Section) -> dict[str, str]:
-    """Returns which charts of the page have nothing to show, each with the reason in a sentence."""
-    found = {}
-    rows = section.rows
-    if section.quality is None:
-        found["accuracy"] = "Accuracy is not drawn: the data have no labels."
-    if all(row.kept is None for row in rows):
-        found["pareto"] = "What speed costs is not drawn: it is not known what the rows keep."
-    if all(row.routing is None for row in rows):
-        found["routing"] = f"Routing agreement is not drawn: {_why_no_routing(rows)}."
-    return found
-
-
-def _why_no_routing(rows: Sequence[Row]) -> str:
-    if all(row.k == row.experts for row in rows):
-        return "every row here computes all its experts"
-    if all(row.engine.startswith("pytorch") for row in rows):
-        return "only PyTorch was measured, and there is nothing to compare it with"
-    return (
-        "the layers do not choose one set of experts for an input (muMoE weighs them for every "
-        "token), or the engine does not show what it chose (TensorRT)"
-    )
-
-
-def _claim(section: Section, row: Row) -> str:
-    return f"{_experts(row)} {_keeps(section, row)}{_speed(section, row)}"
-
-
-def _experts(row: Row) -> str:
-    precision = "" if row.precision == "fp32" else f" in {row.precision.upper()}"
-    if row.k == row.experts:
-        return f"All {row.experts} experts{precision}"
-    return f"k = {row.k} of {row.experts}{precision}"
+    `k = 16 of 128 in INT8: 99.2% of the accuracy at 21 times the speed of PyTorch`.
+    """
+    all_of_them = " (all experts)" if row.k == row.experts else ""
+    engine = f", {line_name(row)}" if row.engine.startswith("pytorch") else ""
+    told = f"k = {row.k} of {row.experts}{all_of_them} in {row.precision.upper()}{engine}"
+    if row.perplexity is not None:
+        base = None if section.reference is None else section.reference.perplexity
+        untouched = "" if base is None else f" (PyTorch: {base.value:.4g})"
+        told += f": perplexity {row.perplexity.value:.4g}{untouched}"
+    elif row.kept is not None:
+        told += f": {percent(row.kept)} of the accuracy"
+    ratio = section.speedup(row)
+    if ratio is None:
+        return told
+    against = f"the speed of PyTorch{section.place(row)}"
+    if not section.faster_or_slower(row):
+        return f"{told} at {against}, within the spread"
+    return f"{told} at {times(ratio)[:-1]} times {against}"
 
 
 def percent(share: float) -> str:
     """Returns a share to a tenth of a percent: `99.2%`, `100%`."""
     return f"{share:.1%}".replace(".0%", "%")
-
-
-def _keeps(section: Section, row: Row, *, one: bool | None = None) -> str:
-    """What a row keeps; `one` says whether its candidate is one thing: k is, experts are not."""
-    one = row.k < row.experts if one is None else one
-    kept, s = row.kept, "s" if one else ""
-    if row.perplexity is not None:
-        base = None if section.reference is None else section.reference.perplexity
-        untouched = "" if base is None else f" (untouched: {base.value:.4g})"
-        return f"{'has' if one else 'have'} perplexity {row.perplexity.value:.4g}{untouched}"
-    return f"run{s}" if kept is None else f"keep{s} {percent(kept)} of the accuracy"
-
-
-def _speed(section: Section, row: Row) -> str:
-    ratio = section.speedup(row)
-    if ratio is None:
-        return ""
-    if not section.faster_or_slower(row):
-        return f" at the speed of the PyTorch model{section.place(row)}, within the spread"
-    return f" at {times(ratio)} the speed of the PyTorch model{section.place(row)}"
-
-
-def _next_below(section: Section, row: Row) -> Row | None:
-    """The fastest row of the largest k below a row's."""
-    rows = [r for r in section.rows if r.k < row.k and r.latency_ms is not None]
-    return min(rows, key=lambda r: (-r.k, _median(r)), default=None)
 
 
 def times(ratio: float) -> str:

@@ -1,24 +1,35 @@
 "use strict";
-const panels = JSON.parse(document.getElementById("data").textContent);
-const symbols = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross"];
-const glyphs = ["M2 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "M2.5 2.5h7v7h-7z", "M6 2l4.5 8h-9z",
-  "M6 1.5l4.5 4.5L6 10.5 1.5 6z", "M6 10l4.5-8h-9z", "M4.5 2h3v2.5H10v3H7.5V10h-3V7.5H2v-3h2.5z"];
-const PARTS = ["router", "dispatch", "experts", "combine", "host", "runtime"];
-const NAMES = { router: "router", dispatch: "dispatch", experts: "experts", combine: "combine",
-  host: "rest of the network", runtime: "between nodes" };
-const hidden = new Set();
-const unique = values => [...new Set(values)];
+// Draws results.json: one state (the controls, also in the address), one render.
 const byId = id => document.getElementById(id);
-const config = { displayModeBar: false, responsive: true };
-let shown = panels[0];
-let graph = null;
+const data = JSON.parse(byId("data").textContent);
+// Python says what rows are called, claim and are exported by; the rest is read from the rows.
+const rows = data.results.rows.map((row, index) => ({ ...row, ...data.rows[index], index,
+  kept: row.accuracy?.retention ?? row.perplexity?.retention ?? null,
+  keptRange: row.accuracy?.retention_interval ?? row.perplexity?.retention_interval ?? null,
+  ms: row.latency_ms?.median ?? null, untouched: row.engine === "pytorch-eager" }));
+const PARTS = { router: "router", dispatch: "dispatch", experts: "experts", combine: "combine",
+  host: "rest of the network", runtime: "between nodes" };
+const SYMBOLS = ["circle", "square", "triangle-up", "diamond", "triangle-down", "cross", "x",
+  "pentagon", "hexagon", "star-diamond"];
+const GLYPHS = ["M2 6a4 4 0 1 0 8 0a4 4 0 1 0-8 0", "M2.5 2.5h7v7h-7z", "M6 2l4.5 8h-9z",
+  "M6 1.5l4.5 4.5L6 10.5 1.5 6z", "M6 10l4.5-8h-9z", "M4.5 2h3v2.5H10v3H7.5V10h-3V7.5H2v-3h2.5z",
+  "M2 3.5l1.5-1.5L6 4.5 8.5 2 10 3.5 7.5 6 10 8.5 8.5 10 6 7.5 3.5 10 2 8.5 4.5 6z",
+  "M6 1.5l4.5 3.3-1.7 5.2H3.2L1.5 4.8z", "M3.5 2h5L11 6l-2.5 4h-5L1 6z", "M6 1l1.5 3.5L11 6 7.5 7.5 6 11 4.5 7.5 1 6l3.5-1.5z"];
+const FILTERS = { engine: "engine_name", precision: "precision", lowering: "lowering" };
+const DIGITS = { accuracy: 1, latency: 3 };
 
+const unique = values => [...new Set(values)];
+const least = (list, of) => list.reduce((a, b) => (of(b) < of(a) ? b : a));
+const shown = value => value >= 100 ? value.toFixed(0) : value.toPrecision(3);
+const percent = share => (100 * share).toFixed(1).replace(/\.0$/, "") + "%";
+const number = value => value.toLocaleString("en", { maximumFractionDigits: 0 });
+// Plotly reads a little HTML in its texts; names out of files are no HTML.
+const plain = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
 const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-// Past six lines the colours come again, with other marks.
-const ink = line => colour("--c" + line.look % 6);
-const mark = line => (line.look + Math.floor(line.look / 6)) % 6;
-const visible = () => shown.lines.filter(line => !hidden.has(line.name));
-const base = () => shown.reference && !hidden.has(shown.reference.name) ? shown.reference : null;
+const tint = row => colour("--" + row.precision) || colour("--accent");
+const style = row => row.engine_name + (row.lowering ? ", " + row.lowering : "");
+const styles = unique(rows.filter(row => !row.untouched).map(style));
+const symbol = row => SYMBOLS[styles.indexOf(style(row)) % SYMBOLS.length];
 
 function element(tag, properties, ...children) {
   const made = Object.assign(document.createElement(tag), properties);
@@ -26,395 +37,663 @@ function element(tag, properties, ...children) {
   return made;
 }
 
-function segments(id, values, current, label, choose) {
-  byId(id).replaceChildren(...(values.length < 2 ? [] : values.map(value => {
-    const button = element("button", { textContent: label(value), type: "button" });
-    button.setAttribute("aria-pressed", value === current);
-    button.onclick = () => { choose(value); render(); };
-    return button;
-  })));
+// State: what the address holds is what the page shows.
+const defaults = { model: "", batch: "", engine: "", precision: "", lowering: "", goal: "accuracy",
+  at: "", log: "", all: "", row: "", sort: "", search: "" };
+let state = { ...defaults };
+
+function restore() {
+  state = { ...defaults };
+  for (const [key, value] of new URLSearchParams(location.hash.slice(1))) {
+    if (key in defaults) state[key] = value;
+  }
+  const models = unique(rows.map(row => row.model));
+  if (!models.includes(state.model)) state.model = models[0] ?? "";
+  if (!(state.goal in DIGITS)) state.goal = "accuracy";
 }
 
-function controls() {
-  segments("models", unique(panels.map(p => p.model)), shown.model, m => m, model => {
-    const same = panels.filter(p => p.model === model);
-    shown = same.find(p => p.batch === shown.batch) || same[0];
-  });
-  const batches = panels.filter(p => p.model === shown.model).map(p => p.batch);
-  segments("batches", batches, shown.batch, b => "batch " + b, batch => {
-    shown = panels.find(p => p.model === shown.model && p.batch === batch);
-  });
+function change(changes) {
+  state = { ...state, ...changes };
+  const kept = Object.entries(state).filter(([key, value]) => value !== defaults[key]);
+  history.replaceState(null, "", "#" + new URLSearchParams(kept));
+  render();
 }
 
-function legend() {
-  const chips = shown.lines.map(line => [line.name, "--c" + line.look % 6, glyphs[mark(line)]]);
-  if (shown.reference) chips.push([shown.reference.name, "--reference", null]);
-  for (const limit of shown.limits) chips.push([limit.name, "--soft", null]);
-  byId("legend").replaceChildren(...chips.map(([name, tint, glyph]) => {
-    const button = element("button", { type: "button" });
-    button.setAttribute("aria-pressed", !hidden.has(name));
-    const drawn = glyph ? `<path d="${glyph}" fill="var(${tint})"/>`
-      : tint === "--soft"
-        ? `<path d="M0 6h12" stroke="var(${tint})" stroke-width="1.5" stroke-dasharray="1.5 2"/>`
-        : `<path d="M0 6h12" stroke="var(${tint})" stroke-width="2" stroke-dasharray="4 2.5"/>`;
-    button.innerHTML = `<svg width="12" height="12" aria-hidden="true">${drawn}</svg>`;
-    button.append(name);
-    button.onclick = () => {
-      if (!hidden.delete(name)) hidden.add(name);
-      render();
-    };
-    return button;
-  }));
+// What is shown.
+const sized = () => rows.filter(row => row.model === state.model);
+const fits = row => row.untouched
+  || Object.entries(FILTERS).every(([key, field]) => !state[key] || (row[field] ?? "") === state[key]);
+const within = () => sized().filter(row => String(row.batch) === state.batch && fits(row));
+const timed = () => within().filter(row => row.ms !== null);
+const candidates = () => timed().filter(row => !row.untouched);
+const references = () => timed().filter(row => row.untouched);
+const judged = () => candidates().some(row => row.kept !== null);
+const goal = () => judged() ? state.goal : "latency";
+
+function threshold() {
+  const at = Number(state.at);
+  if (state.at !== "" && at >= 0) return at;
+  return goal() === "accuracy" ? 100 * data.keep : Infinity;
 }
+
+function answer() {
+  const list = candidates();
+  if (!list.length) return { row: null, text: "Nothing could be measured within these filters." };
+  const at = threshold(), known = list.filter(row => row.kept !== null);
+  const fastest = some => least(some, row => row.ms);
+  const best = some => { // Most kept, then fastest; without labels the largest k.
+    const value = row => known.length ? row.kept ?? -1 : row.k;
+    const most = Math.max(...some.map(value));
+    return fastest(some.filter(row => value(row) === most));
+  };
+  if (goal() === "latency") {
+    const fit = list.filter(row => row.ms <= at);
+    const row = !fit.length || at === Infinity && !known.length ? fastest(list) : best(fit);
+    if (!fit.length) {
+      return { row, text: `Nothing here takes ${at} ms or less. Nearest: ${row.claim}, in ${shown(row.ms)} ms.` };
+    }
+    if (known.length) return { row, text: `Deploy ${row.claim}.` };
+    const which = at === Infinity ? "Fastest" : `Most experts within ${at} ms`;
+    return { row, text: `Accuracy is not known: the inputs had no labels. ${which}: ${row.claim}.` };
+  }
+  const fit = known.filter(row => row.kept >= at / 100 - 1e-9);
+  if (fit.length) return { row: fastest(fit), text: `Deploy ${fastest(fit).claim}.` };
+  return { row: best(known), text: `Nothing here keeps ${percent(at / 100)}. Nearest: ${best(known).claim}.` };
+}
+
+// What the answer's k adds to the export, or what fewer experts would do.
+function caveat(row) {
+  const others = candidates().filter(each => each !== row);
+  if (row.k < row.experts) {
+    const alike = others.filter(each => each.k === each.experts && each.engine_name === row.engine_name
+      && each.precision === row.precision);
+    return alike.length ? `For comparison, ${least(alike, each => each.ms).claim}.` : "";
+  }
+  const fewer = others.filter(each => each.k < row.k && each.kept !== null);
+  if (!fewer.length || goal() !== "accuracy") return "";
+  const next = Math.max(...fewer.map(each => each.k));
+  const claim = least(fewer.filter(each => each.k === next), each => each.ms).claim;
+  const enough = fewer.some(each => each.kept >= threshold() / 100 - 1e-9);
+  return enough ? `Fewer experts are not faster here: ${claim}.`
+    : `No smaller k keeps ${percent(threshold() / 100)}. The next: ${claim}.`;
+}
+
+function detail(row) {
+  const base = rows[row.base];
+  const words = [`${row.name}, batch ${row.batch}: ${shown(row.ms)} ms`];
+  if (base && base.ms !== null) words[0] += ` against ${shown(base.ms)} ms in PyTorch`;
+  if (row.keptRange) {
+    words.push(`what is kept lies between ${percent(row.keptRange.low)} and ${percent(row.keptRange.high)} (95%)`);
+  }
+  return words.join("; ") + ".";
+}
+
+function tiles(row) {
+  const base = rows[row.base];
+  const found = [["Experts computed", `${row.k} of ${row.experts}`, row.short],
+    ["Latency", shown(row.ms) + " ms", `p99 ${shown(row.latency_ms.p99)} ms`]];
+  if (row.speed !== null) {
+    found.push(["Speed", (row.told ? "" : "≈ ") + speed(row.speed), "against " + row.against]);
+  }
+  if (row.kept !== null) {
+    found.push([row.perplexity ? "Perplexity kept" : "Accuracy kept", percent(row.kept),
+      row.perplexity ? `perplexity ${row.perplexity.value.toPrecision(4)}`
+        : `top-1 ${(100 * row.accuracy.top1).toFixed(2)}%`]);
+  }
+  if (row.peak_memory_mb !== null) {
+    const before = base?.peak_memory_mb;
+    found.push(["Peak memory", number(row.peak_memory_mb) + " MB",
+      before ? `PyTorch: ${number(before)} MB` : "of a process"]);
+  }
+  byId("tiles").replaceChildren(...found.map(([name, value, small]) =>
+    element("div", {}, element("dt", { textContent: name }),
+      element("dd", { textContent: value }, element("small", { textContent: small })))));
+}
+
+const speed = ratio => ratio.toFixed(ratio >= 20 ? 0 : ratio >= 1 ? 1 : 2) + "×";
+
+// Charts.
+const config = { displayModeBar: false };
+const printing = () => document.documentElement.classList.contains("print");
 
 function axis(extra) {
-  return Object.assign({ gridcolor: colour("--faint"), linecolor: colour("--faint"),
-    zeroline: false, automargin: true, fixedrange: true }, extra);
+  return { gridcolor: colour("--faint"), linecolor: colour("--faint"), zeroline: false,
+    fixedrange: true, ...extra };
 }
 
-function frame(extra) {
-  return Object.assign({
-    margin: { l: 8, r: 8, t: 14, b: 8 }, showlegend: false,
-    paper_bgcolor: "transparent", plot_bgcolor: "transparent",
+function draw(id, traces, layout, label) {
+  const host = byId(id);
+  host.setAttribute("aria-label", label);
+  Plotly.react(id, traces, { showlegend: false, margin: { l: 62, r: 14, t: 12, b: 46 },
+    paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "closest",
     font: { color: colour("--soft"), size: 12, family: "system-ui, sans-serif" },
     hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--faint"), align: "left",
-      font: { color: colour("--ink"), size: 12 } },
-  }, extra);
-}
-
-function overK(yaxis, extra) {
-  const ks = shown.ks;
-  const pad = 0.09 * Math.max(1, Math.log2(ks.at(-1) / ks[0]));
-  return frame(Object.assign({
-    hovermode: "x unified",
-    xaxis: axis({ type: "log", showgrid: false, tickvals: ks, ticktext: ks.map(String),
-      range: [Math.log10(ks[0]) - pad * 0.3, Math.log10(ks.at(-1)) + pad * 0.3],
-      unifiedhovertitle: { text: "k = %{x} of " + shown.experts },
-      title: { text: "experts kept, k of " + shown.experts } }),
-    yaxis: axis(yaxis),
-  }, extra));
-}
-
-function nothing(id, text) {
-  Plotly.react(id, [], frame({ xaxis: { visible: false }, yaxis: { visible: false },
-    annotations: [{ xref: "paper", yref: "paper", x: 0.5, y: 0.5, showarrow: false, text }] }),
-  config);
-}
-
-function trace(line, values, texts, extra) {
-  return Object.assign({ x: line.points.map(p => p.k), y: values, text: texts, name: line.name,
-    mode: "lines+markers", line: { color: ink(line), width: 2 },
-    marker: { color: ink(line), size: 8, symbol: symbols[mark(line)] },
-    hovertemplate: "%{text}" }, extra);
-}
-
-// Engines with one k mostly agree in accuracy: earlier marks are larger, so all can be seen.
-function nested(line) {
-  return { color: ink(line), symbol: symbols[mark(line)],
-    size: Math.max(5, 15 - 3 * shown.lines.indexOf(line)) };
-}
-
-function level(value, text) {
-  const first = shown.ks[0], last = shown.ks.at(-1);
-  const x = [first / 4, ...shown.ks, last * 4];
-  return { x, y: x.map(() => value), text: x.map(() => text), name: shown.reference.name,
-    mode: "lines", line: { color: colour("--reference"), width: 2, dash: "dash" },
-    hovertemplate: "%{text}" };
-}
-
-function bars(points, above, below) {
-  return { type: "data", symmetric: false, thickness: 1.2, width: 3,
-    array: points.map(p => p[above]), arrayminus: points.map(p => p[below]) };
-}
-
-// The rounds of the untouched model, as a band around its line.
-function band(point, top) {
-  const first = shown.ks[0], last = shown.ks.at(-1);
-  const edge = (value, extra) => Object.assign({ x: [first / 4, last * 4], y: [value, value],
-    mode: "lines", line: { width: 0 }, hoverinfo: "skip" }, extra);
-  return [edge(point.median - point.below), edge(Math.min(point.median + point.above, top),
-    { fill: "tonexty", fillcolor: colour("--band") })];
-}
-
-function latency() {
-  const logarithmic = byId("log").checked;
-  const top = logarithmic ? Infinity : shown.top;
-  const traces = visible().map(line => trace(line, line.points.map(p => p.median),
-    line.points.map(p => p.latency), { error_y: Object.assign(bars(line.points, "above", "below"),
-      { array: line.points.map(p => Math.min(p.above, top - p.median)) }) }));
-  for (const line of logarithmic ? [] : visible()) {
-    const cut = line.points.filter(p => p.cut);
-    if (cut.length) traces.push({ x: cut.map(p => p.k), y: cut.map(() => 0.985 * top),
-      mode: "markers", hoverinfo: "skip", cliponaxis: false,
-      marker: { symbol: "triangle-up", size: 8, color: ink(line) } });
+      namelength: 0, font: { color: colour("--ink"), size: 12 } },
+    width: host.clientWidth, height: host.clientHeight, ...layout }, config);
+  if (!host.picks) {
+    host.on("plotly_click", event => {
+      const index = event.points[0]?.customdata;
+      if (index !== undefined && !rows[index].untouched) change({ row: String(index) });
+    });
+    host.picks = true;
   }
-  if (base() && base().median !== null) {
-    traces.unshift(...band(base(), top), level(base().median, base().latency));
-  }
-  for (const limit of shown.limits.filter(each => !hidden.has(each.name))) {
-    traces.push({ x: limit.points.map(p => p.k), y: limit.points.map(p => p.ms), mode: "lines",
-      text: limit.points.map(p => ms(p.ms) + " ms"), name: limit.name,
-      hovertemplate: "%{text}", line: { color: colour("--soft"), width: 1.2, dash: "dot" } });
-  }
-  const yaxis = { title: { text: "median, ms" }, type: logarithmic ? "log" : "linear" };
-  if (!logarithmic) yaxis.range = [0, shown.top];
-  Plotly.react("latency", traces, overK(yaxis), config);
 }
 
-function quality() {
-  const perplexity = shown.quality === "perplexity";
-  byId("quality-title").textContent = (perplexity ? "Perplexity" : "Accuracy") + " over k";
-  const traces = visible().map(line => trace(line, line.points.map(p => p.quality),
-    line.points.map(p => p.accuracy), { connectgaps: true, marker: nested(line),
-      error_y: bars(line.points, "quality_above", "quality_below") }));
-  const known = base() && base().quality !== null ? base() : null;
-  if (known) traces.unshift(level(known.quality, known.accuracy));
-  const judged = visible().flatMap(line => line.points).filter(p => p.quality !== null);
-  if (!judged.length && !known) {
-    nothing("accuracy", "");
-    return;
-  }
-  // The bars belong to the chart, too.
-  const low = Math.min(...judged.map(p => p.quality - p.quality_below), known?.quality ?? Infinity);
-  const high = Math.max(...judged.map(p => p.quality + p.quality_above), known?.quality ?? 0);
-  const room = Math.max(0.08 * (high - low), perplexity ? 0.01 * high : 0.004);
-  const range = [Math.max(0, low - room), high + room];
-  const extra = {};
-  if (known && known.quality > 0 && !perplexity) {
-    extra.yaxis2 = axis({ overlaying: "y", side: "right", showgrid: false,
-      tickmode: "auto", tickformat: ".0%",
-      range: range.map(v => v / known.quality), title: { text: "of all experts' accuracy" } });
-    // An axis is drawn only where a trace uses it.
-    traces.push({ x: shown.ks, y: shown.ks.map(() => null), yaxis: "y2", hoverinfo: "skip" });
-  }
-  const yaxis = perplexity ? { title: { text: "perplexity, less is better" }, range }
-    : { title: { text: "top-1 accuracy" }, tickformat: ".0%", range };
-  Plotly.react("accuracy", traces, overK(yaxis, extra), config);
+function told(row) {
+  const lines = [`<b>${plain(row.name)}</b>`, `k = ${row.k} of ${row.experts}, batch ${row.batch}`,
+    `${shown(row.ms)} ms` + (row.speed === null ? "" : `, ${speed(row.speed)}`)];
+  if (row.kept !== null) lines.push(`${percent(row.kept)} kept`);
+  if (row.routing) lines.push(`same experts: ${percent(row.routing.exact)}`);
+  return lines.join("<br>");
 }
 
-function pareto() {
-  const known = p => p.median !== null && p.kept !== null;
-  const traces = visible().map(line => ({ points: line.points.filter(known), line }))
-    .filter(each => each.points.length)
-    .map(({ points, line }) => ({ x: points.map(p => p.median), y: points.map(p => p.kept),
-      text: points.map(p => p.row), name: line.name, mode: "markers", hovertemplate: "%{text}",
-      hoverlabel: { namelength: 0 },
-      marker: { color: ink(line), size: 10, symbol: symbols[mark(line)],
-        opacity: points.map(p => p.front ? 1 : 0.45),
-        line: { width: points.map(p => p.front ? 1.5 : 0), color: colour("--ink") } } }));
-  const reference = base();
-  if (reference && known(reference)) {
-    traces.push({ x: [reference.median], y: [reference.kept], text: [reference.row],
-      name: reference.name, mode: "markers", hovertemplate: "%{text}",
-      hoverlabel: { namelength: 0 }, marker: { color: colour("--reference"), size: 12,
-        symbol: "star" } });
-  }
-  if (!traces.length) {
-    nothing("pareto", "");
-    return;
-  }
-  const front = [...visible().flatMap(line => line.points), ...(reference ? [reference] : [])]
-    .filter(p => known(p) && p.front).sort((a, b) => a.median - b.median);
-  traces.unshift({ x: front.map(p => p.median), y: front.map(p => p.kept), mode: "lines",
-    line: { color: colour("--soft"), width: 1.5, dash: "dot", shape: "hv" }, hoverinfo: "skip" });
-  const kept = traces.flatMap(t => t.y);
-  const [low, high] = [Math.min(...kept), Math.max(...kept)];
-  const room = Math.max(0.06 * (high - low), 0.01);
-  Plotly.react("pareto", traces, frame({ hovermode: "closest",
-    xaxis: axis(Object.assign({ type: "log", title: { text: "median, ms: faster to the left" } },
-      steps(traces.flatMap(t => t.x)))),
-    yaxis: axis({ tickformat: ".0%", range: [Math.max(0, low - room), high + room],
-      title: { text: "kept of the untouched model" } }) }), config);
-}
+const marks = (list, extra) => ({ text: list.map(told), customdata: list.map(row => row.index),
+  hovertemplate: "%{text}<extra></extra>", ...extra });
+const ring = (x, y, extra) => ({ x: [x], y: [y], mode: "markers", hoverinfo: "skip", name: "answer",
+  cliponaxis: false, marker: { symbol: "circle-open", size: 20, color: colour("--ink"),
+    line: { width: 2.5 } }, ...extra });
 
 // 1, 2, 5, 10, …: ticks of a logarithmic axis that read as numbers.
-function steps(values) {
-  const low = Math.floor(Math.log10(Math.min(...values)));
-  const high = Math.ceil(Math.log10(Math.max(...values)));
+function steps(low, high) {
   const tickvals = [];
-  for (let power = low; power <= high; power++) {
-    // Over a wide range the powers of ten are enough.
-    for (const digit of high - low > 3 ? [1] : [1, 2, 5]) tickvals.push(digit * 10 ** power);
+  for (let power = Math.floor(low); power <= Math.ceil(high); power++) {
+    for (const digit of high - low > 2.5 ? [1] : [1, 2, 5]) {
+      const at = Math.log10(digit) + power;
+      if (at >= low && at <= high) tickvals.push(digit * 10 ** power);
+    }
   }
-  return { tickvals, ticktext: tickvals.map(v => String(Number(v.toPrecision(1)))) };
+  return { tickvals, ticktext: tickvals.map(value => String(Number(value.toPrecision(1)))) };
+}
+
+function deploy(chosen) {
+  const known = timed().filter(row => row.kept !== null);
+  byId("deploy-figure").hidden = !known.length;
+  if (!known.length) return;
+  const token = known.some(row => row.perplexity);
+  byId("deploy-title").textContent = `What can be deployed: ${token ? "perplexity" : "accuracy"} over latency`;
+  const front = [];
+  for (const row of [...known].sort((a, b) => a.ms - b.ms || b.kept - a.kept)) {
+    if (!front.length || row.kept > front.at(-1).kept) front.push(row);
+  }
+  const logs = known.map(row => Math.log10(row.ms)), kept = known.map(row => row.kept);
+  const side = 0.06 * Math.max(0.4, Math.max(...logs) - Math.min(...logs));
+  const x = [Math.min(...logs) - side, Math.max(...logs) + side];
+  const room = 0.09 * Math.max(0.02, Math.max(...kept, 1) - Math.min(...kept));
+  const y = [Math.max(-0.02, Math.min(...kept) - room), Math.max(...kept, 1) + room];
+  const traces = [{ x: front.map(row => row.ms), y: front.map(row => row.kept), mode: "lines",
+    name: "front", line: { color: colour("--soft"), width: 1.5, shape: "hv" }, hoverinfo: "skip" }];
+  for (const name of unique(known.map(row => row.name))) {
+    const group = known.filter(row => row.name === name);
+    const on = row => front.includes(row);
+    const mark = row => row.untouched ? "star" : symbol(row) + (on(row) ? "" : "-open");
+    traces.push(marks(group, { x: group.map(row => row.ms), y: group.map(row => row.kept),
+      name, mode: "markers", cliponaxis: false, marker: {
+        color: group[0].untouched ? colour("--reference") : tint(group[0]),
+        size: group.map(row => row.untouched ? 13 : on(row) ? 10 : 8),
+        symbol: group.map(mark), line: { width: group.map(row => on(row) ? 0 : 1.5) } } }));
+  }
+  if (chosen && chosen.kept !== null) traces.push(ring(chosen.ms, chosen.kept));
+  const line = { type: "line", line: { color: colour("--accent"), width: 1.2, dash: "dash" } };
+  const at = threshold();
+  const shapes = goal() === "accuracy"
+    ? [{ ...line, xref: "paper", x0: 0, x1: 1, y0: at / 100, y1: at / 100 }]
+    : at > 0 && at < Infinity ? [{ ...line, yref: "paper", y0: 0, y1: 1, x0: at, x1: at }] : [];
+  draw("deploy", traces, { shapes, annotations: labels("deploy", known, front, x, y),
+    xaxis: axis({ type: "log", range: x, title: { text: "median latency, ms (log)" }, ...steps(...x) }),
+    yaxis: axis({ tickformat: ".0%", range: y, title: { text: token ? "perplexity kept" : "accuracy kept" } }) },
+  `Accuracy over latency of ${known.length} rows; on the front: ` + front.map(row =>
+    `${row.untouched ? "PyTorch" : "k = " + row.k} ${shown(row.ms)} ms ${percent(row.kept)}`).join("; "));
+}
+
+// k at the points: a label goes where it hides neither a mark nor another label, or away.
+function labels(id, known, front, x, y) {
+  const width = byId(id).clientWidth - 76, height = byId(id).clientHeight - 58;
+  const place = row => [width * (Math.log10(row.ms) - x[0]) / (x[1] - x[0]),
+    height * (y[1] - row.kept) / (y[1] - y[0])];
+  const taken = known.map(row => place(row)).map(([px, py]) => [px - 6, py - 6, px + 6, py + 6]);
+  const found = [];
+  const order = [...front, ...known.filter(row => row.untouched || !front.includes(row))];
+  for (const row of unique(order)) {
+    const text = row.untouched ? "PyTorch" + (row.on_gpu ? ", GPU" : "") : String(row.k);
+    const half = 3.7 * text.length + 2, [px, py] = place(row);
+    for (const [dx, dy] of [[0, -18], [half + 11, 0], [0, 18], [-half - 11, 0]]) {
+      const box = [px + dx - half, py + dy - 8, px + dx + half, py + dy + 8];
+      if (box[0] < 0 || box[1] < 0 || box[2] > width || box[3] > height) continue;
+      if (taken.some(b => b[0] < box[2] && box[0] < b[2] && b[1] < box[3] && box[1] < b[3])) continue;
+      taken.push(box);
+      found.push({ x: Math.log10(row.ms), y: row.kept, text, showarrow: false, xshift: dx, yshift: -dy,
+        font: { size: 12, color: colour(front.includes(row) ? "--ink" : "--soft") } });
+      break;
+    }
+  }
+  return found;
+}
+
+// Latencies that are far apart are drawn by factors, unless the reader says otherwise.
+function logarithmic() {
+  const all = timed().map(row => row.ms);
+  return state.log ? state.log === "1" : Math.max(...all) > 6 * Math.min(...all);
+}
+
+// Where the latency axis ends: above every median, and every bar that is no outlier.
+function topOf(list) {
+  const highest = Math.max(...list.map(row => row.ms));
+  return 1.06 * Math.max(highest, Math.min(1.5 * highest,
+    Math.max(...list.map(row => Math.max(...row.latency_ms.rounds)))));
+}
+
+// An engine's rows by k: one line where every k has one lowering, else a line for each.
+function series(list) {
+  return unique(list.map(row => row.engine_name + row.precision)).flatMap(key => {
+    const here = list.filter(row => row.engine_name + row.precision === key).sort((a, b) => a.k - b.k);
+    return unique(here.map(row => row.k)).length === here.length ? [here]
+      : unique(here.map(row => row.name)).map(name => here.filter(row => row.name === name));
+  });
+}
+
+function overK(chosen) {
+  const list = candidates(), all = timed();
+  byId("overk-figure").hidden = !list.length;
+  if (!list.length) return;
+  const ks = unique(list.map(row => row.k)).sort((a, b) => a - b);
+  const both = all.some(row => row.kept !== null), log = logarithmic();
+  byId("overk").classList.toggle("double", both);
+  const pad = 0.04 * Math.max(1, Math.log2(ks.at(-1) / ks[0]));
+  const x = [Math.log10(ks[0]) - pad, Math.log10(ks.at(-1)) + pad], ends = x.map(v => 10 ** v);
+  const top = log ? Infinity : topOf(all), dash = colour("--reference");
+  const named = series(list);
+  const traces = [];
+  const across = (value, row, yaxis) => traces.push({ x: ends, y: [value, value], yaxis, mode: "lines",
+    name: row.name, text: [told(row), told(row)], hovertemplate: "%{text}<extra></extra>",
+    line: { color: dash, width: 1.8, dash: "dash" } });
+  for (const row of references()) {
+    const rounds = row.latency_ms.rounds;
+    const edge = (value, extra) => ({ x: ends, y: [value, value], mode: "lines", line: { width: 0 },
+      hoverinfo: "skip", ...extra });
+    traces.push(edge(Math.min(...rounds)), edge(Math.min(Math.max(...rounds), top),
+      { fill: "tonexty", fillcolor: colour("--band") }));
+    across(row.ms, row, "y");
+    if (both && row.kept !== null) across(row.kept, row, "y2");
+  }
+  for (const precision of unique(all.map(row => row.precision))) {
+    const limits = new Map(all.filter(row => row.precision === precision && row.limit_ms)
+      .map(row => [row.k, row.limit_ms]).sort((a, b) => a[0] - b[0]));
+    if (limits.size > 1) traces.push({ x: [...limits.keys()], y: [...limits.values()], mode: "lines",
+      text: [...limits.values()].map(ms => `limit of the machine, ${plain(precision)}: ${shown(ms)} ms`),
+      hovertemplate: "%{text}<extra></extra>", line: { color: tint({ precision }), width: 1.2, dash: "dot" } });
+  }
+  const bars = (above, below) => ({ type: "data", symmetric: false, thickness: 1.2, width: 3,
+    array: above.map(v => Math.max(0, v)), arrayminus: below.map(v => Math.max(0, v)) });
+  for (const group of named) {
+    const look = { color: tint(group[0]), dash: group[0].engine.startsWith("pytorch") ? "dot" : "solid", width: 1.8 };
+    const high = group.map(row => Math.max(...row.latency_ms.rounds));
+    traces.push(marks(group, { x: group.map(row => row.k), y: group.map(row => row.ms), name: group[0].name,
+      mode: "lines+markers", line: look, marker: { color: look.color, symbol: group.map(symbol), size: 7 },
+      error_y: bars(group.map((row, i) => Math.min(high[i], top) - row.ms),
+        group.map(row => row.ms - Math.min(...row.latency_ms.rounds))) }));
+    const cut = group.filter((row, i) => high[i] > top);
+    if (cut.length) traces.push({ x: cut.map(row => row.k), y: cut.map(() => 0.965 * top), mode: "markers",
+      hoverinfo: "skip", name: "cut", marker: { symbol: "triangle-up", size: 8, color: look.color } });
+  }
+  if (both) {
+    // Lines that are the same in every point are one line: their marks would hide each other.
+    const seen = new Map();
+    for (const group of named) {
+      const known = group.filter(row => row.kept !== null);
+      const key = group[0].precision + known.map(row => `${row.k}:${row.kept.toFixed(6)}`).join();
+      if (known.length && !seen.has(key)) seen.set(key, known);
+    }
+    [...seen.values()].forEach((group, index) => traces.push(marks(group, { yaxis: "y2",
+      x: group.map(row => row.k), y: group.map(row => row.kept), name: group[0].name, mode: "lines+markers",
+      line: { color: tint(group[0]), width: 1.8 }, marker: { color: tint(group[0]),
+        symbol: group.map(row => symbol(row) + (index ? "-open" : "")), size: index ? 7 + 4 * index : 6, line: { width: 1.6 } },
+      error_y: bars(group.map(row => (row.keptRange?.high ?? row.kept) - row.kept),
+        group.map(row => row.kept - (row.keptRange?.low ?? row.kept))) })));
+  }
+  if (chosen) {
+    traces.push(ring(chosen.k, chosen.ms));
+    if (both && chosen.kept !== null) traces.push(ring(chosen.k, chosen.kept, { yaxis: "y2" }));
+  }
+  const kept = all.filter(row => row.kept !== null);
+  const low = Math.min(...kept.map(row => Math.min(row.kept, row.keptRange?.low ?? 1)));
+  const high = Math.max(1, ...kept.map(row => Math.max(row.kept, row.keptRange?.high ?? 0)));
+  const room = 0.08 * Math.max(0.02, high - low);
+  const yaxis = axis({ title: { text: "median latency, ms" }, domain: both ? [0.54, 1] : [0, 1] });
+  if (log) {
+    const logs = all.map(row => Math.log10(row.ms)), y = [Math.min(...logs) - 0.1, Math.max(...logs) + 0.15];
+    Object.assign(yaxis, { type: "log", range: y, ...steps(...y) });
+  } else yaxis.range = [0, top];
+  const shapes = !both || goal() !== "accuracy" ? [] : [{ type: "line", yref: "y2", xref: "paper", x0: 0, x1: 1,
+    y0: threshold() / 100, y1: threshold() / 100, line: { color: colour("--accent"), width: 1.2, dash: "dash" } }];
+  draw("overk", traces, { shapes, yaxis, ...both && { yaxis2: axis({ tickformat: ".0%", domain: [0, 0.46],
+    range: [Math.max(-0.02, low - room), high + room], title: { text: "accuracy kept" } }) },
+    xaxis: axis({ type: "log", range: x, tickvals: ks, ticktext: ks.map(String), anchor: both ? "y2" : "y",
+      showgrid: true, title: { text: `experts kept, k of ${list[0].experts}` } }) },
+  "Latency" + (both ? " and accuracy" : "") + ` for k = ${ks.join(", ")}; the table below holds the numbers`);
+}
+
+function throughput(chosen) {
+  const batches = unique(sized().map(row => row.batch)).sort((a, b) => a - b);
+  const figure = byId("throughput-figure");
+  figure.hidden = batches.length < 2 || !chosen;
+  figure.parentElement.classList.toggle("single", figure.hidden);
+  if (figure.hidden) return;
+  const rate = row => row.throughput ?? 1000 * row.batch / row.ms;
+  const usable = sized().filter(row => row.ms !== null && fits(row));
+  const lines = [[`k = ${chosen.k}`, row => row.k === chosen.k, tint(chosen), "solid"],
+    ["all experts", row => row.k === row.experts && chosen.k < row.experts, tint(chosen), "dot"]]
+    .map(([name, wanted, ...look]) => [name, usable.filter(row => wanted(row)
+      && row.engine_name === chosen.engine_name && row.precision === chosen.precision), ...look]);
+  lines.push(["PyTorch", usable.filter(row => row.untouched && row.on_gpu === (rows[chosen.base]?.on_gpu ?? false)),
+    colour("--reference"), "dash"]);
+  const traces = [];
+  for (const [name, list, color, dash] of lines) {
+    const best = batches.map(batch => list.filter(row => row.batch === batch))
+      .filter(here => here.length).map(here => least(here, row => -rate(row)));
+    if (best.length) traces.push(marks(best, { x: best.map(row => row.batch), y: best.map(rate), name,
+      mode: "lines+markers+text", line: { color, dash, width: 1.8 }, marker: { color, size: 7 },
+      text: best.map(row => told(row) + `<br>${number(rate(row))} inputs/s`),
+      texttemplate: best.map((row, i) => i === best.length - 1 ? name : ""), textposition: "top left",
+      textfont: { color, size: 12 }, hovertemplate: "%{text}<extra></extra>" }));
+  }
+  traces.push(ring(chosen.batch, rate(chosen)));
+  const logs = traces.flatMap(trace => trace.y).map(Math.log10), y = [Math.min(...logs) - 0.2, Math.max(...logs) + 0.3];
+  const ends = [batches[0], batches.at(-1)].map(Math.log10), pad = 0.06 * (ends[1] - ends[0]);
+  draw("throughput", traces, {
+    xaxis: axis({ type: "log", range: [ends[0] - pad, ends[1] + pad], tickvals: batches,
+      ticktext: batches.map(String), title: { text: "batch" } }),
+    yaxis: axis({ type: "log", range: y, ...steps(...y), title: { text: "inputs/s (log)" } }) },
+  "Throughput by batch: " + traces.slice(0, -1).map(trace => `${trace.name}: ${trace.y.map(number).join(", ")}`).join("; "));
+}
+
+function percentiles(chosen) {
+  byId("percentiles-figure").hidden = !chosen;
+  if (!chosen) return;
+  const names = ["min", "median", "p90", "p95", "p99", "max"];
+  const bar = (latency, name, color) => ({ type: "bar", x: names, y: names.map(each => latency[each]), name,
+    marker: { color }, text: names.map(each => shown(latency[each])), textposition: "outside",
+    cliponaxis: false, hovertemplate: `%{x}: %{text} ms<extra></extra>` });
+  const traces = [bar(chosen.latency_ms, "latency", tint(chosen))];
+  if (chosen.device_ms) traces.push(bar(chosen.device_ms, data.gpu ?? "GPU", colour("--soft")));
+  const top = 1.15 * Math.max(...names.map(each => chosen.latency_ms[each]));
+  draw("percentiles", traces, { bargap: 0.35, xaxis: axis({ showgrid: false }),
+    yaxis: axis({ title: { text: `ms, ${number(chosen.latency_ms.n)} calls` }, range: [0, top] }) },
+  "Latency: " + names.map(each => `${each} ${shown(chosen.latency_ms[each])} ms`).join(", "));
 }
 
 function routing() {
-  const lines = visible().filter(line => line.points.some(p => p.exact !== null));
-  if (!lines.length) {
-    nothing("routing", "");
-    return;
+  const list = candidates(), exports = list.filter(row => !row.engine.startsWith("pytorch"));
+  const known = list.filter(row => row.routing);
+  if (known.length) {
+    const worst = least(known, row => row.routing.exact), exact = worst.routing.exact;
+    return exact >= 1 ? "Routing: every row chose the same experts as PyTorch for every sample."
+      : `Routing: the same experts as PyTorch for ${percent(exact)} (k = ${worst.k}, ${worst.short}) `
+        + `to ${percent(Math.max(...known.map(row => row.routing.exact)))} of samples.`;
   }
-  const traces = lines.map(line => trace(line, line.points.map(p => p.exact),
-    line.points.map(p => p.agreement), { connectgaps: true, marker: nested(line) }));
-  const lowest = Math.min(...traces.flatMap(t => t.y).filter(v => v !== null));
-  const low = Math.max(0, Math.min(0.95, lowest - 0.02));
-  Plotly.react("routing", traces, overK({ tickformat: ".0%", range: [low, 1 + 0.04 * (1 - low)],
-    title: { text: "samples with the same experts" } }), config);
+  const why = !list.length ? "nothing was measured" : list.every(row => row.k === row.experts)
+    ? "every row here computes all its experts" : !exports.length
+      ? "only PyTorch was measured, and there is nothing to compare it with"
+      : "the layers do not choose one set of experts for an input (muMoE weighs them for every token), "
+        + "or the engine does not show what it chose (TensorRT)";
+  return `Routing is not compared: ${why}.`;
 }
 
-function stacked(id, names, values, unit, texts) {
-  const host = byId(id);
-  host.style.height = Math.max(130, 28 * names.length + 66) + "px";
-  const traces = values.map(series => ({ type: "bar", orientation: "h", y: names,
-    x: series.values, name: series.name, marker: { color: colour(series.ink) },
-    text: series.values.map((v, i) => texts(series, i)), textposition: "none",
-    hovertemplate: "%{text}<extra></extra>" }));
-  Plotly.react(id, traces, frame({ barmode: "stack", bargap: 0.3,
-    margin: { l: 8, r: 12, t: 8, b: 8 },
-    xaxis: axis({ title: { text: unit } }),
-    yaxis: axis({ autorange: "reversed", showgrid: false, ticksuffix: " " }) }), config);
+function stacked(id, names, series, unit, label) {
+  byId(id).style.height = Math.max(130, 28 * names.length + 66) + "px";
+  const long = Math.min(220, 14 + 6.3 * Math.max(...names.map(name => name.length)));
+  draw(id, series.map(({ name, ink, values }) => ({ type: "bar", orientation: "h", y: names.map((_, i) => i),
+    x: values, name, marker: { color: colour(ink) }, textposition: "none",
+    text: values.map((value, i) => `${plain(names[i])}<br>${name}: ${shown(value)} ${unit.split(" ")[0]}`),
+    hovertemplate: "%{text}<extra></extra>" })), { barmode: "stack", bargap: 0.3,
+    margin: { l: long, r: 12, t: 8, b: 44 }, xaxis: axis({ title: { text: unit }, rangemode: "tozero" }),
+    yaxis: axis({ autorange: "reversed", showgrid: false, tickvals: names.map((_, i) => i),
+      ticktext: names.map(name => plain(name.length > 34 ? name.slice(0, 33) + "…" : name)) }) }, label);
 }
 
-function key(id, series) {
-  byId(id).replaceChildren(...series.map(([name, tint]) => {
+function key(id, entries) {
+  byId(id).replaceChildren(...entries.map(([name, drawn]) => {
     const chip = element("span", { className: "key" });
-    chip.innerHTML = `<i style="background: var(${tint})"></i>`;
+    chip.innerHTML = drawn; // Ours alone; the name is text.
     chip.append(name);
     return chip;
   }));
 }
 
-const ms = value => value >= 100 ? value.toFixed(0) : value.toPrecision(3);
+const box = ink => `<i style="background: var(${ink})"></i>`;
+const at = row => `${row.short}, k = ${row.k}`;
 
-function graphs() {
-  return visible().flatMap(line => line.points.filter(p => p.parts.length)
-    .map(point => ({ name: `${line.short}, k = ${point.k}`, point })));
+function legend() {
+  const list = candidates(), named = unique(list.map(style));
+  const glyph = name => `<svg width="12" height="12" aria-hidden="true"><path d="${
+    GLYPHS[styles.indexOf(name) % GLYPHS.length]}" fill="currentColor"/></svg>`;
+  key("legend", [...unique(list.map(row => row.precision)).map(name =>
+    [name.toUpperCase(), box(/^\w+$/.test(name) ? "--" + name : "--accent")]),
+    ...named.map(name => [name, glyph(name)]),
+    ...references().length ? [["PyTorch, untouched", `<svg width="14" height="12" aria-hidden="true"><path d="M0 6h14"
+      stroke="var(--reference)" stroke-width="2" stroke-dasharray="4 2.5"/></svg>`]] : []]);
 }
 
-function parts() {
-  const all = graphs();
+function parts(chosen) {
+  const all = candidates().filter(row => row.parts.length);
   byId("parts-card").hidden = !all.length;
   if (!all.length) return;
-  key("parts-key", PARTS.map(part => [NAMES[part], "--" + part]));
-  const sum = (point, part) => point.parts.filter(p => p.part === part)
-    .reduce((total, p) => total + p.ms, 0);
-  stacked("parts", all.map(g => g.name), PARTS.map(part => ({ name: NAMES[part],
-    ink: "--" + part, values: all.map(g => sum(g.point, part)) })), "ms a call, as profiled",
-  (series, i) => `${all[i].name}<br>${series.name}: ${ms(series.values[i])} ms`);
-  if (!all.some(g => g.name === graph)) graph = all[0].name;
-  byId("graph").replaceChildren(...all.map(g =>
-    element("option", { value: g.name, textContent: g.name, selected: g.name === graph })));
-  layers(all.find(g => g.name === graph).point);
-}
-
-function layers(point) {
-  const rows = unique(point.parts.filter(p => p.layer !== null).map(p => p.layer));
-  const ms_of = (layer, part) => point.parts
-    .filter(p => p.layer === layer && p.part === part).reduce((t, p) => t + p.ms, 0);
-  const names = [...rows, "network", "runtime"];
-  const values = PARTS.map(part => ({ name: NAMES[part], ink: "--" + part,
-    values: names.map(name => name === "network" ? (part === "host" ? ms_of(null, part) : 0)
-      : name === "runtime" ? (part === "runtime" ? ms_of(null, part) : 0) : ms_of(name, part)) }));
-  stacked("layers", names, values, "ms a call, as profiled",
-    (series, i) => `${names[i]}<br>${series.name}: ${ms(series.values[i])} ms`);
+  const inks = Object.keys(PARTS);
+  key("parts-key", inks.map(part => [PARTS[part], box("--" + part)]));
+  const sum = (row, wanted) => row.parts.filter(wanted).reduce((total, part) => total + part.ms, 0);
+  stacked("parts", all.map(at), inks.map(part => ({ name: PARTS[part], ink: "--" + part,
+    values: all.map(row => sum(row, p => p.part === part)) })), "ms a call, as profiled", "Time by part, for every graph");
+  const row = all.includes(chosen) ? chosen : all[0];
+  const layers = unique(row.parts.map(part => part.layer ?? part.part));
+  stacked("layers", layers.map(name => PARTS[name] ?? name), inks.map(part => ({ name: PARTS[part], ink: "--" + part,
+    values: layers.map(name => sum(row, p => p.part === part && (p.layer ?? p.part) === name)) })),
+  "ms a call, as profiled", `Time by layer of ${at(row)}`);
 }
 
 function memory() {
-  const all = visible().flatMap(line => line.points.filter(p => p.memory !== null)
-    .map(p => ({ name: `${line.short}, k = ${p.k}`, p })));
-  if (base() && base().memory !== null) all.unshift({ name: base().name, p: base() });
+  const all = [...references(), ...candidates()].filter(row => row.peak_memory_mb !== null);
   byId("memory-card").hidden = !all.length;
   if (!all.length) return;
-  key("memory-key", [["runtime alone", "--runtime"], ["model and batch", "--experts"]]);
-  const held = all.map(each => each.p.runtime || 0);
-  stacked("memory", all.map(each => each.name), [
+  key("memory-key", [["runtime alone", box("--runtime")], ["model and batch", box("--experts")]]);
+  const held = all.map(row => row.runtime_memory_mb ?? 0);
+  stacked("memory", all.map(row => row.untouched ? row.name : at(row)), [
     { name: "runtime alone", ink: "--runtime", values: held },
-    { name: "model and batch", ink: "--experts",
-      values: all.map((each, i) => each.p.memory - held[i]) },
-  ], "MB", (series, i) => `${all[i].name}<br>${series.name}: ${series.values[i].toFixed(0)} MB, ` +
-    `peak ${all[i].p.memory.toFixed(0)} MB`);
+    { name: "model and batch", ink: "--experts", values: all.map((row, i) => row.peak_memory_mb - held[i]) },
+  ], "MB", "Peak memory of every row");
 }
 
-// Charts with nothing in them give their room to those beside them; a sentence says why.
-function emptyCharts() {
-  for (const id of ["accuracy", "pareto", "routing"]) {
-    const figure = byId(id + "-figure");
-    figure.hidden = id in shown.empty;
-    if (byId(id + "-note")) byId(id + "-note").hidden = figure.hidden;
-    const both = figure.parentElement;
-    both.classList.toggle("single", [...both.children].some(each => each.hidden));
+// The table: k and latency first, so that they can stay in view.
+const time = (name, field) => [name, row => row.latency_ms?.[field] ?? null, shown, "extra"];
+const COLUMNS = [
+  ["k", row => row.k, null], ["Median ms", row => row.ms, shown],
+  ["Speed", row => row.speed, (value, row) => rows[row.base] === row ? "1×" : (row.told ? "" : "≈ ") + speed(value)],
+  ["Kept", row => row.kept, percent], ["Engine", row => row.name, String, "text"],
+  ["Batch", row => row.batch, String], ["Model", row => row.model, String, "text"],
+  ...data.gpu ? [[data.gpu, row => row.device_ms?.median ?? null, shown]] : [],
+  ["Top-1", row => row.accuracy?.top1 ?? null, value => (100 * value).toFixed(2) + "%"],
+  ["Top-5", row => row.accuracy?.top5 ?? null, value => (100 * value).toFixed(2) + "%", "extra"],
+  ["Perplexity", row => row.perplexity?.value ?? null, value => value.toPrecision(4)],
+  ["Same experts", row => row.routing?.exact ?? null, percent],
+  ["× limit", row => row.ms && row.limit_ms ? row.ms / row.limit_ms : null, value => value.toPrecision(2)],
+  ["Spread", row => row.spread, value => (100 * value).toFixed(0) + "%"],
+  time("p90", "p90"), time("p95", "p95"), time("p99", "p99"), time("Min", "min"), time("Max", "max"),
+  time("Mean", "mean"), time("Std", "std"), ["Calls", row => row.latency_ms?.n ?? null, number, "extra"],
+  ["Inputs/s", row => row.throughput, number], ["Memory MB", row => row.peak_memory_mb, number],
+].filter(([name, value]) => rows.some(row => value(row) !== null)
+  && (!["Batch", "Model"].includes(name) || unique(rows.map(value)).length > 1));
+
+function title(name, row) {
+  if (name === "Kept" && row.keptRange) return `95%: ${percent(row.keptRange.low)} to ${percent(row.keptRange.high)}`;
+  if (name === data.gpu && row.device_ms) return `p90 ${shown(row.device_ms.p90)}, p99 ${shown(row.device_ms.p99)}, spread ${
+    (100 * row.device_spread).toFixed(0)}%`;
+  return name === "× limit" ? row.limit_told : name === "Speed" && !row.told ? "within the spread: no difference" : "";
+}
+
+function table(chosen) {
+  const words = state.search.toLowerCase().split(/\s+/).filter(Boolean);
+  const some = (state.all ? rows.filter(fits) : within())
+    .filter(row => words.every(word => `${row.name} ${row.model} k=${row.k} ${row.error ?? ""}`.toLowerCase().includes(word)));
+  const down = state.sort.startsWith("-"), by = COLUMNS.find(([name]) => name === state.sort.replace(/^-/, ""));
+  if (by) {
+    some.sort((a, b) => {
+      const x = by[1](a), y = by[1](b);
+      // Rows without the value stay below, whichever way it is sorted.
+      if (x === null || y === null) return (x === null) - (y === null);
+      return (typeof x === "string" ? x.localeCompare(y) : x - y) * (down ? -1 : 1);
+    });
   }
-  byId("cost-card").hidden = "pareto" in shown.empty && "routing" in shown.empty;
-  byId("empty").textContent = Object.values(shown.empty).join(" ");
+  byId("count").textContent = `${some.length} of ${rows.length} rows`;
+  const head = COLUMNS.map(([name, , , kind]) => {
+    const button = element("button", { type: "button", textContent: name,
+      onclick: () => change({ sort: state.sort === name ? "-" + name : name }) });
+    const cell = element("th", { scope: "col", className: kind ?? "" }, button);
+    if (by && by[0] === name) cell.setAttribute("aria-sort", down ? "descending" : "ascending");
+    return cell;
+  });
+  const body = some.map(row => {
+    const line = element("tr", { className: row === chosen ? "chosen" : row.untouched ? "reference" : "" });
+    for (const [name, value, text, kind] of COLUMNS) {
+      const found = value(row), cell = element("td", { className: kind ?? "", title: title(name, row) });
+      if (name === "k") {
+        const label = `${row.k}/${row.experts}`;
+        cell.append(row.ms === null || row.untouched ? label : element("button", { type: "button", className: "pick",
+          textContent: label, ariaPressed: String(row === chosen), title: "choose this row",
+          onclick: () => change({ row: String(row.index), model: row.model, batch: String(row.batch) }) }));
+      } else if (row.error && name === "Median ms") {
+        cell.textContent = "failed";
+        cell.className = "bad";
+      } else if (row.error && name === "Speed") {
+        Object.assign(cell, { textContent: `${row.name}: ${row.error}`, className: "error", colSpan: COLUMNS.length - 2 });
+        line.append(cell);
+        break;
+      } else {
+        cell.textContent = found === null ? "–" : text(found, row);
+        if (found === null || name === "Speed" && !row.told) cell.classList.add("quiet");
+      }
+      if (found !== null) cell.dataset.v = found;
+      line.append(cell);
+    }
+    return line;
+  });
+  byId("rows").replaceChildren(element("thead", {}, element("tr", {}, ...head)), element("tbody", {}, ...body));
+}
+
+// What does not change with the controls.
+function still() {
+  byId("disturbed").textContent = data.disturbed;
+  byId("environment").replaceChildren(...data.environment.flatMap(([name, value]) =>
+    [element("dt", { textContent: name }), element("dd", { textContent: value })]));
+  const listed = items => element("ul", {}, ...items.map(item => element("li", { textContent: item })));
+  byId("method").replaceChildren(listed(data.method),
+    ...data.absent.length ? [element("h3", { textContent: "Not measured" }), listed(data.absent)] : [],
+    ...data.again ? [element("h3", { textContent: "To do it again" }), element("pre", { textContent: data.again })] : []);
+  byId("tables").replaceChildren(...data.tables.map(card => element("section", { className: "card", id: card.id },
+    element("h2", { textContent: card.title }),
+    ...card.intro.map(text => element("p", { className: "note", textContent: text })),
+    ...card.tables.flatMap(({ title: name, heads, groups }) => [
+      ...name ? [element("h3", { textContent: name })] : [],
+      element("div", { className: "scroll", tabIndex: 0 }, element("table", {},
+        element("thead", {}, element("tr", {}, ...heads.map((text, i) =>
+          element("th", { scope: "col", textContent: text, className: i ? "" : "text" })))),
+        ...Object.entries(groups).map(([group, lines]) => element("tbody", {},
+          element("tr", {}, element("th", { scope: "rowgroup", colSpan: heads.length, textContent: group })),
+          ...lines.map(cells => element("tr", {}, ...cells.map((cell, i) => {
+            const [text, kind] = Array.isArray(cell) ? cell : [cell, ""];
+            return element("td", { textContent: text, className: `${kind} ${i ? "" : "text"}` });
+          })))))))]),
+    ...card.notes.map(text => element("p", { className: "note", textContent: text })))));
+}
+
+function fill(id, values, label = String, every = "all") {
+  const select = byId(id), options = every ? ["", ...values] : values;
+  if (!options.map(String).includes(state[id])) state[id] = every ? "" : String(options[0] ?? "");
+  select.replaceChildren(...options.map(value =>
+    element("option", { value, textContent: value === "" ? every : label(value), selected: String(value) === state[id] })));
+  select.parentElement.hidden = values.length < 2;
+}
+
+// The slider goes from the least to the most that any row has: evenly, and in latency by factors.
+function range() {
+  const list = candidates();
+  if (goal() === "accuracy") {
+    const low = Math.max(0, Math.floor(100 * Math.min(0.9, ...list.map(row => row.kept ?? 1))));
+    return { to: v => Number((low + (101 - low) * v / 1000).toFixed(1)), from: at => 1000 * (at - low) / (101 - low) };
+  }
+  const times = list.map(row => row.ms), low = Math.log(0.8 * Math.min(...times, 1e9)), high = Math.log(1.25 * Math.max(...times, 1e-9));
+  return { to: v => Number(Math.exp(low + (high - low) * v / 1000).toPrecision(3)),
+    from: at => at === Infinity ? 1000 : 1000 * (Math.log(at) - low) / (high - low) };
+}
+
+function controls() {
+  fill("model", unique(rows.map(row => row.model)), String, "");
+  fill("batch", unique(sized().map(row => row.batch)).sort((a, b) => a - b), String, "");
+  for (const [id, field] of Object.entries(FILTERS)) {
+    fill(id, unique(sized().filter(row => !row.untouched).map(row => row[field] ?? "")).filter(Boolean));
+  }
+  byId("goal").options[0].disabled = !judged();
+  byId("goal").value = goal();
+  byId("unit").textContent = goal() === "accuracy" ? "%" : "ms";
+  const value = threshold();
+  if (document.activeElement !== byId("at")) byId("at").value = value === Infinity ? "" : value;
+  if (document.activeElement !== byId("slider")) byId("slider").value = range().from(value);
+  byId("slider").setAttribute("aria-valuetext", `${value === Infinity ? "any" : value} ${byId("unit").textContent}`);
+  byId("log").checked = logarithmic();
+  byId("all").checked = state.all === "1";
+  if (document.activeElement !== byId("search")) byId("search").value = state.search;
 }
 
 function render() {
   controls();
-  emptyCharts();
-  byId("summary").textContent = shown.summary;
-  byId("caveat").textContent = shown.caveat;
-  byId("tiles").innerHTML = shown.tiles;
+  const found = answer(), picked = candidates().find(row => String(row.index) === state.row);
+  const chosen = picked ?? found.row;
+  byId("summary").textContent = picked && picked !== found.row ? `Chosen: ${picked.claim}.` : found.text;
+  byId("caveat").textContent = picked && picked !== found.row ? `The answer was: ${found.text}` : chosen ? caveat(chosen) : "";
+  byId("detail").textContent = chosen ? detail(chosen) : "";
+  byId("export-card").hidden = !chosen;
+  byId("command").textContent = chosen?.command ?? "No command: this row runs in PyTorch, or its checkpoint has no path.";
+  byId("tiles").hidden = !chosen;
+  if (chosen) tiles(chosen);
+  byId("charts").hidden = !timed().length;
   legend();
-  for (const draw of [latency, quality, pareto, routing, parts, memory]) draw();
-  for (const id of ["latency", "accuracy", "pareto", "routing"]) {
-    if (byId(id).offsetParent) Plotly.Plots.resize(id);
-  }
+  byId("routing").textContent = rows.length ? routing() : "";
+  byId("empty").textContent = rows.length && !judged() ? "Accuracy is not drawn: the data have no labels." : "";
+  for (const chart of [deploy, overK, throughput, percentiles, parts]) chart(chosen);
+  memory();
+  table(chosen);
 }
 
-// The table: every row is in the page; filters hide rows, a click on a heading sorts them.
-const rows = [...document.querySelectorAll("#rows tbody tr")];
-const columns = [["model", "Model"], ["batch", "Batch"], ["engine", "Engine"],
-  ["precision", "Precision"], ["k", "k"]];
-
-function filters() {
-  const host = byId("filters");
-  const pick = {};
-  const search = element("input", { type: "search", placeholder: "any word", id: "search" });
-  const count = element("output", { id: "count" });
-  const apply = () => {
-    const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-    let left = 0;
-    for (const row of rows) {
-      const fits = Object.entries(pick).every(([key, select]) =>
-        !select.value || row.dataset[key] === select.value)
-        && words.every(word => row.textContent.toLowerCase().includes(word));
-      row.hidden = !fits;
-      left += fits;
-    }
-    count.textContent = `${left} of ${rows.length} rows`;
-  };
-  for (const [key, label] of columns) {
-    const values = unique(rows.map(row => row.dataset[key]));
-    if (values.length < 2) continue;
-    if (values.every(value => value !== "" && !isNaN(value))) values.sort((a, b) => a - b);
-    const select = element("select", { id: "filter-" + key, onchange: apply },
-      element("option", { value: "", textContent: "all" }),
-      ...values.map(value => element("option", { value, textContent: value })));
-    pick[key] = select;
-    host.append(element("label", {}, label, select));
-  }
-  search.oninput = apply;
-  host.append(element("label", {}, "Search", search), count);
-  apply();
+function save(name, type, text) {
+  const link = element("a", { href: URL.createObjectURL(new Blob([text], { type })), download: name });
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-function sorting() {
-  const body = document.querySelector("#rows tbody");
-  const heads = [...document.querySelectorAll("#rows thead th")];
-  heads.forEach((head, column) => {
-    const button = element("button", { type: "button", textContent: head.textContent });
-    head.replaceChildren(button);
-    button.onclick = () => {
-      const up = head.getAttribute("aria-sort") !== "ascending";
-      heads.forEach(each => each.removeAttribute("aria-sort"));
-      head.setAttribute("aria-sort", up ? "ascending" : "descending");
-      const value = row => row.cells[column] ? row.cells[column].dataset.v ?? "" : "";
-      const sorted = [...rows].sort((a, b) => {
-        const x = value(a), y = value(b);
-        // Rows without the value stay below, whichever way it is sorted.
-        if (x === "" || y === "") return (x === "") - (y === "");
-        const order = isNaN(x) || isNaN(y) ? x.localeCompare(y) : x - y;
-        return up ? order : -order;
-      });
-      body.append(...sorted);
-    };
+for (const id of ["model", "batch", "engine", "precision", "lowering"]) {
+  byId(id).onchange = event => change({ [id]: event.target.value, row: "" });
+}
+byId("goal").onchange = event => change({ goal: event.target.value, at: "", row: "" });
+byId("at").oninput = event => change({ at: event.target.value, row: "" });
+byId("slider").oninput = event => change({ at: String(range().to(Number(event.target.value))), row: "" });
+byId("search").oninput = event => change({ search: event.target.value });
+byId("log").onchange = event => change({ log: event.target.checked ? "1" : "0" });
+byId("all").onchange = event => change({ all: event.target.checked ? "1" : "" });
+byId("reset").onclick = () => { history.replaceState(null, "", "#"); restore(); render(); };
+byId("controls").onsubmit = event => event.preventDefault();
+byId("copy").onclick = () => navigator.clipboard?.writeText(byId("command").textContent);
+byId("csv").onclick = () => save("results.csv", "text/csv", data.csv);
+byId("json").onclick = () => save("results.json", "application/json", JSON.stringify(data.results, null, 1) + "\n");
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
+let resized = 0;
+addEventListener("resize", () => { cancelAnimationFrame(resized); resized = requestAnimationFrame(render); });
+addEventListener("hashchange", () => { restore(); render(); });
+// Paper is light and as wide as A4, whatever the screen is.
+for (const [name, on] of [["beforeprint", true], ["afterprint", false]]) {
+  addEventListener(name, () => {
+    document.documentElement.classList.toggle("print", on);
+    document.querySelector("main").style.width = on ? "690px" : "";
+    render();
   });
 }
-
-if (rows.length) { filters(); sorting(); }
-byId("log").onchange = latency;
-byId("graph").onchange = event => { graph = event.target.value; parts(); };
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", render);
-if (panels.length) render();
-else for (const id of ["parts-card", "memory-card"]) byId(id).hidden = true;
+restore();
+still();
+render();
+document.documentElement.dataset.drawnMs = performance.now().toFixed(0);

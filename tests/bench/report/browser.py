@@ -29,10 +29,12 @@ class Browser:
 
     def __init__(self, address: str, session: str) -> None:
         self._root = f"{address}/session/{session}"
+        self._features: list[dict[str, str]] = []
 
-    def open(self, path: Path) -> None:
-        """Opens a file and waits until it is loaded."""
-        self._post("/url", url=path.resolve().as_uri())
+    def open(self, path: Path, fragment: str = "") -> None:
+        """Opens a file anew, with what comes after its `#`, and waits until it is loaded."""
+        self._post("/url", url="about:blank")
+        self._post("/url", url=path.resolve().as_uri() + fragment)
 
     def resize(self, width: int, height: int) -> None:
         """Makes the page this wide: an emulated screen, since windows have a least width."""
@@ -47,12 +49,23 @@ class Browser:
             },
         )
 
-    def colour_scheme(self, name: str) -> None:
-        """Makes the page believe that the reader prefers `light` or `dark`."""
+    def paper(self, on: bool) -> None:
+        """Lays the page out as for A4 paper between margins of 12 mm, or for the screen again."""
+        if on:
+            self.resize(703, 1032)
         self._post(
             "/goog/cdp/execute",
             cmd="Emulation.setEmulatedMedia",
-            params={"features": [{"name": "prefers-color-scheme", "value": name}]},
+            params={"media": "print" if on else "", "features": self._features},
+        )
+
+    def colour_scheme(self, name: str) -> None:
+        """Makes the page believe that the reader prefers `light` or `dark`."""
+        self._features = [{"name": "prefers-color-scheme", "value": name}]
+        self._post(
+            "/goog/cdp/execute",
+            cmd="Emulation.setEmulatedMedia",
+            params={"features": self._features},
         )
 
     def run(self, script: str, *arguments: object) -> Any:

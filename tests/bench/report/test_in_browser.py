@@ -1,4 +1,4 @@
-"""The report as a reader sees it, in headless Chromium: charts, filters, console, both widths."""
+"""The report as a reader sees it, in headless Chromium: answer, charts, filters, paper, widths."""
 
 from __future__ import annotations
 
@@ -11,13 +11,24 @@ import matplotlib.image
 import pytest
 from moexport.bench.report.compare import compare
 from moexport.bench.report.page import write_report
-from moexport.bench.results import Absent, Accuracy, Interval, Part, Results, Row
+from moexport.bench.report.summary import sections, summary
+from moexport.bench.report.text import to_csv
+from moexport.bench.results import (
+    Absent,
+    Accuracy,
+    Interval,
+    ModelInfo,
+    Part,
+    Results,
+    Row,
+    from_json,
+)
 from moexport.common.timing import Latency, summarise
 from moexport.tests.bench.report.browser import Browser, browser, missing
 
 RowMaker = Callable[..., Row]
 WIDTHS = {"desktop": (1280, 900), "phone": (390, 844)}
-CHARTS = ("latency", "accuracy", "pareto", "routing", "parts", "layers", "memory")
+CHARTS = ("deploy", "overk", "throughput", "percentiles", "parts", "layers", "memory")
 
 pytestmark = pytest.mark.skipif(missing() is not None, reason=f"Chromium: {missing()}")
 
@@ -76,21 +87,77 @@ def points(window: Browser, chart: str) -> int:
     return int(window.run("return document.querySelectorAll(arguments[0]).length", marks))
 
 
+BLOCKS = "main p, main h1, main h2, main figcaption, .chart, table, .tiles"
+DRAWN = "return document.documentElement.dataset.drawnMs"
+
+
+def shown(window: Browser, page: Path, width: str = "desktop", state: str = "") -> Browser:
+    """Opens a page anew with a state in its address, and waits until it is drawn."""
+    window.resize(*WIDTHS[width])
+    window.open(page, state)
+    assert window.wait(DRAWN)
+    return window
+
+
+def text(window: Browser, name: str) -> str:
+    """What an element says."""
+    return str(window.run("return document.getElementById(arguments[0]).textContent", name))
+
+
+def choose(window: Browser, name: str, value: str, event: str = "change") -> None:
+    """Sets a control as its user would."""
+    window.run(
+        "const s = document.getElementById(arguments[0]); s.value = arguments[1];"
+        "s.dispatchEvent(new Event(arguments[2]));",
+        *(name, value, event),
+    )
+
+
+def ring(window: Browser, chart: str) -> list[list[float]]:
+    """Where a chart marks the answer: [x, y] of every ring."""
+    found: list[list[float]] = window.run(
+        "return document.getElementById(arguments[0]).data.filter(t => t.name === 'answer')"
+        ".map(t => [t.x[0], t.y[0]])",
+        chart,
+    )
+    return found
+
+
+def overlaps(window: Browser, scope: str) -> list[str]:
+    """Which blocks of the page, or texts of a chart, cover each other."""
+    found: list[str] = window.run(
+        "const all = [...document.querySelectorAll(arguments[0])].filter(e => e.textContent.trim()"
+        " || e.tagName === 'svg').map(e => [e, e.getBoundingClientRect()])"
+        ".filter(([e, r]) => r.width && r.height);"
+        "return all.flatMap(([a, r], i) => all.slice(i + 1).filter(([b, s]) => !a.contains(b)"
+        " && !b.contains(a) && r.left < s.right - 2 && s.left < r.right - 2"
+        " && r.top < s.bottom - 2 && s.top < r.bottom - 2)"
+        ".map(([b]) => a.textContent.slice(0, 40) + ' | ' + b.textContent.slice(0, 40)))",
+        scope,
+    )
+    return found
+
+
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_charts_are_drawn_and_the_console_is_clean(
     window: Browser, page: Path, pictures: Path, width: str, scheme: str
 ) -> None:
-    window.resize(*WIDTHS[width])
     window.colour_scheme(scheme)
-    window.open(page)
-    window.wait("return document.querySelectorAll('.main-svg').length >= 7")
+    shown(window, page, width)
     for chart in CHARTS:
         assert points(window, chart) > 1, chart
     assert window.console() == []
     # Nothing leaves the page sideways: wide tables scroll in their own frame.
     overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert window.run(overflow) <= 0
+    assert (
+        overlaps(window, "main p, main h1, main h2, main figcaption, .chart, table, .tiles") == []
+    )
+    for chart in ("deploy", "overk"):
+        assert (
+            overlaps(window, f"#{chart} .annotation-text, #{chart} .xtick, #{chart} .ytick") == []
+        )
     shot = pictures / f"report-{width}-{scheme}.png"
     window.screenshot(shot)
     picture = matplotlib.image.imread(shot)
@@ -98,78 +165,195 @@ def test_charts_are_drawn_and_the_console_is_clean(
     assert (picture[5, 5, :3].mean() < 0.5) == (scheme == "dark")
 
 
-def test_what_is_kept_fills_its_axis(window: Browser, page: Path) -> None:
-    window.resize(*WIDTHS["desktop"])
-    window.open(page)
-    window.wait("return document.querySelector('#pareto .scatterlayer .point') !== null")
-    (low, high), kept = window.run(
-        "const p = document.getElementById('pareto');"
-        "return [p.layout.yaxis.range, p.data.flatMap(t => [...t.y])];"
+def test_the_first_answer_is_that_of_the_other_views(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    unlabelled = tuple(replace(each, accuracy=None) for each in results.rows)
+    cases = (
+        results.rows,
+        (results.rows[0], row(8, 2.0, 0.95), row(4, 1.0, 0.9)),
+        (results.rows[0], row(16, 2.0, 1.0), row(8, 1.0, 0.95)),
+        (results.rows[0], row(4, 3.08, 1.0)),
+        unlabelled,
     )
-    assert low <= min(kept) <= max(kept) <= high
-    assert high - low <= 1.12 * (max(kept) - min(kept)) + 0.02 + 1e-9
+    for rows in cases:
+        one = replace(results, rows=rows)
+        write_report(one, tmp_path / "report.html")
+        shown(window, tmp_path / "report.html")
+        assert text(window, "summary") == summary(sections(one)[0])
+    assert window.console() == []
 
 
-def test_rows_are_filtered_and_sorted(window: Browser, page: Path) -> None:
-    window.resize(*WIDTHS["desktop"])
-    window.open(page)
-    shown = "return [...document.querySelectorAll('#rows tbody tr')].filter(r => !r.hidden).length"
-    everything = window.run(shown)
-    assert everything == 16
-    choose = (
-        "const s = document.getElementById(arguments[0]); s.value = arguments[1];"
-        "s.dispatchEvent(new Event(arguments[2]));"
+def test_the_threshold_moves_the_answer_its_mark_and_the_command(
+    window: Browser, page: Path
+) -> None:
+    shown(window, page)
+    assert text(window, "summary").startswith("Deploy k = 4 of 16 in FP32: 99.2% of the accuracy")
+    assert ring(window, "deploy") == [[1.0, 0.992]]
+    assert ring(window, "overk") == [[4, 1.0], [4, 0.992]]
+    assert "--k 4 " in text(window, "command")
+    choose(window, "at", "75", "input")
+    assert text(window, "summary").startswith("Deploy k = 2 of 16 in FP32: 80% of the accuracy")
+    assert ring(window, "deploy") == [[0.5, 0.8]]
+    assert ring(window, "overk") == [[2, 0.5], [2, 0.8]]
+    assert "--k 2 " in text(window, "command")
+    choose(window, "at", "100.5", "input")
+    assert text(window, "summary").startswith("Nothing here keeps 100.5%. Nearest: k = 16 of 16")
+    choose(window, "goal", "latency")
+    choose(window, "at", "0.7", "input")
+    assert text(window, "summary").startswith("Deploy k = 2 of 16")
+    choose(window, "at", "0.1", "input")
+    told = text(window, "summary")
+    assert told.startswith("Nothing here takes 0.1 ms or less. Nearest: k = 2 of 16")
+    assert told.endswith("in 0.500 ms.")
+    choose(window, "slider", "1000", "input")
+    assert text(window, "summary").startswith("Deploy k = 16 of 16 (all experts)")
+    assert window.console() == []
+
+
+def test_a_chart_joins_what_nothing_beats(window: Browser, page: Path) -> None:
+    shown(window, page)
+    front = window.run(
+        "const t = document.getElementById('deploy').data.find(t => t.name === 'front');"
+        "return [t.x, t.y]"
     )
-    window.run(choose, "filter-batch", "32", "change")
-    assert window.run(shown) == 8
-    window.run(choose, "search", "dense", "input")
-    assert window.run(shown) == 3
-    assert window.run("return document.getElementById('count').textContent") == "3 of 16 rows"
-    window.run(choose, "search", "", "input")
-    window.run(choose, "filter-batch", "", "change")
+    assert front == [[0.5, 1.0, 2.0], [0.8, 0.992, 1.0]]
+    assert window.run("return document.getElementById('deploy').layout.xaxis.type") == "log"
+
+
+def test_filters_hold_for_charts_and_table_and_stay_in_the_address(
+    window: Browser, page: Path
+) -> None:
+    shown(window, page)
+    lines = "return document.querySelectorAll('#rows tbody tr').length"
+    marked = points(window, "deploy")
+    assert window.run(lines) == 8
+    choose(window, "lowering", "dense")
+    assert window.run(lines) == 4
+    assert points(window, "deploy") < marked
+    assert text(window, "summary").startswith("Deploy k = 2 of 16 in FP32: 99% of the accuracy")
+    choose(window, "batch", "32")
+    window.run("document.getElementById('all').click()")
+    assert window.run(lines) == 8
+    state = str(window.run("return location.hash"))
+    assert {"lowering=dense", "batch=32", "all=1"} <= set(state[1:].split("&"))
+    before = text(window, "summary"), text(window, "detail")
+    shown(window, page, state=state)
+    assert (text(window, "summary"), text(window, "detail")) == before
+    assert window.run("return document.getElementById('lowering').value") == "dense"
+    assert window.run(lines) == 8
+    window.run("document.getElementById('reset').click()")
+    assert window.run("return document.getElementById('lowering').value") == ""
+    assert window.console() == []
+
+
+def test_rows_are_searched_sorted_and_chosen(window: Browser, page: Path) -> None:
+    shown(window, page, state="#all=1")
+    assert text(window, "count") == "16 of 16 rows"
+    choose(window, "search", "dense", "input")
+    assert text(window, "count") == "6 of 16 rows"
+    choose(window, "search", "", "input")
     column = (
-        "const n = [...document.querySelectorAll('#rows th')]"
-        ".findIndex(h => h.textContent === 'Median ms');"
-        "document.querySelectorAll('#rows th button')[n].click();"
-        "return [...document.querySelectorAll('#rows tbody tr')]"
-        ".map(r => r.cells[n] ? r.cells[n].dataset.v ?? '' : '')"
+        "[...document.querySelectorAll('#rows th')].find(h => h.textContent === 'Median ms')"
+        ".querySelector('button').click();"
+        "return [...document.querySelectorAll('#rows tbody tr')].map(r => r.cells[1].dataset.v)"
     )
     ascending = [float(value) for value in window.run(column) if value]
     assert ascending == sorted(ascending)
     descending = [float(value) for value in window.run(column) if value]
     assert descending == sorted(descending, reverse=True)
-    assert window.console() == []
-
-
-def test_the_reader_chooses_batch_lines_and_scale(window: Browser, page: Path) -> None:
-    window.resize(*WIDTHS["desktop"])
-    window.open(page)
-    window.wait("return document.querySelectorAll('#batches button').length === 2")
-    before = points(window, "latency")
-    window.run("document.querySelectorAll('#batches button')[1].click()")
-    assert "batch 32" in window.run("return document.getElementById('summary').textContent")
-    window.run("document.querySelector('#legend button').click()")
-    assert points(window, "latency") < before
-    window.run("document.getElementById('log').click()")
-    assert window.run("return document.getElementById('latency').layout.yaxis.type") == "log"
+    sort = "return document.querySelector('#rows th[aria-sort]').getAttribute('aria-sort')"
+    assert window.run(sort) == "descending"
     window.run(
-        "const s = document.getElementById('graph'); s.selectedIndex = 1;"
-        "s.dispatchEvent(new Event('change'))"
+        "[...document.querySelectorAll('#rows .pick')].findLast(b => b.textContent === '2/16')"
+        ".click()"
     )
-    assert points(window, "layers") > 1
+    assert text(window, "summary").startswith("Chosen: k = 2 of 16")
+    assert "--k 2 " in text(window, "command")
+    assert ring(window, "deploy") == [[0.5, 0.8]]
     assert window.console() == []
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_k_and_latency_stay_in_view(window: Browser, page: Path, width: str) -> None:
+    shown(window, page, width)
+    left = window.run(
+        "const frame = document.querySelector('#rows-card .scroll'); frame.scrollLeft = 9999;"
+        "const edge = frame.getBoundingClientRect();"
+        "return [frame.scrollLeft, ...[...document.querySelector('#rows tbody tr').cells]"
+        ".slice(0, 2).map(c => c.getBoundingClientRect().left - edge.left)]"
+    )
+    assert left[0] > 100
+    assert all(0 <= each < 120 for each in left[1:])
+
+
+def test_downloads_hold_the_rows(
+    window: Browser, results: Results, page: Path, tmp_path: Path
+) -> None:
+    write_report(results, tmp_path / "one.html")
+    shown(window, tmp_path / "one.html")
+    # What the buttons hand over, without a folder of downloads.
+    window.run(
+        "window.saved = {}; const make = URL.createObjectURL;"
+        "URL.createObjectURL = blob => { window.last = blob; return make(blob); };"
+        "HTMLAnchorElement.prototype.click = function () {"
+        " const name = this.download; window.last.text().then(t => window.saved[name] = t); };"
+        "document.getElementById('csv').click(); document.getElementById('json').click();"
+    )
+    assert window.wait("return Object.keys(window.saved).length === 2")
+    saved = window.run("return window.saved")
+    assert saved["results.csv"] == to_csv(results)
+    assert from_json(saved["results.json"]) == results
+    assert from_json(saved["results.json"]) == results
+
+def test_paper_has_no_overlap(window: Browser, page: Path, pictures: Path) -> None:
+    window.colour_scheme("dark")
+    shown(window, page)
+    window.paper(True)
+    window.run("dispatchEvent(new Event('beforeprint'))")
+    assert (
+        overlaps(window, "main p, main h1, main h2, main figcaption, .chart, table, .tiles") == []
+    )
+    width = "return [...document.querySelectorAll('.chart .main-svg, #rows, .tiles, pre')]"
+    assert all(0 < each <= 720 for each in window.run(f"{width}.map(e => e.clientWidth || 1)"))
+    assert window.run("return document.getElementById('rows').getBoundingClientRect().right") <= 720
+    assert window.run("return getComputedStyle(document.getElementById('controls')).display") == (
+        "none"
+    )
+    window.screenshot(pictures / "report-paper.png")
+    background = "return getComputedStyle(document.body).backgroundColor"
+    assert window.run(background) == "rgb(255, 255, 255)"
+    window.run("dispatchEvent(new Event('afterprint'))")
+    window.paper(False)
+    assert window.run(background) == "rgb(18, 22, 28)"
+    window.colour_scheme("light")
+    assert window.console() == []
+
+
+def test_a_chart_is_told_to_who_cannot_see_it_and_controls_have_names(
+    window: Browser, page: Path
+) -> None:
+    shown(window, page)
+    told = window.run(
+        "return [...document.querySelectorAll('.chart[role=img]')].map(c => c.ariaLabel)"
+    )
+    assert all(told)
+    assert "k = 4 1.00 ms 99.2%" in told[0]
+    unnamed = window.run(
+        "return [...document.querySelectorAll('input, select, button')].filter(e =>"
+        " !(e.labels?.length || e.textContent.trim() || e.ariaLabel)).map(e => e.id)"
+    )
+    assert unnamed == []
 
 
 def test_a_row_is_told_where_the_pointer_rests(window: Browser, page: Path) -> None:
-    window.resize(*WIDTHS["desktop"])
-    window.open(page)
-    window.wait("return document.querySelector('#pareto .scatterlayer .point') !== null")
+    shown(window, page)
     window.run(
-        "const g = document.getElementById('pareto');"
+        "const g = document.getElementById('deploy');"
         "const n = g.data.findIndex(t => t.mode === 'markers');"
         "Plotly.Fx.hover(g, [{curveNumber: n, pointNumber: 0}])"
     )
-    told = window.wait("return document.querySelector('#pareto .hoverlayer').textContent")
+    told = window.wait("return document.querySelector('#deploy .hoverlayer').textContent")
     assert "k = " in told
     assert "ms" in told
 
@@ -178,40 +362,72 @@ def test_bars_and_marks_lie_within_their_charts(
     window: Browser, results: Results, row: RowMaker, tmp_path: Path
 ) -> None:
     disturbed = summarise([[1.0], [1.1], [1.0], [1.0], [90.0]])
-    wide = Accuracy(0.7, 0.78, 40, top1_interval=Interval(0.45, 0.99))
+    wide = Accuracy(
+        0.7,
+        0.78,
+        40,
+        top1_interval=Interval(0.45, 0.99),
+        retention_interval=Interval(0.5, 1.1),
+    )
     rows = (*results.rows, row(1, 1.0, None, accuracy=wide, latency_ms=disturbed))
     write_report(replace(results, rows=rows), tmp_path / "report.html")
     outside = (
-        "const area = document.querySelector(`#${arguments[0]} .nsewdrag`).getBoundingClientRect();"
+        "const areas = [...document.querySelectorAll(`#${arguments[0]} .nsewdrag`)]"
+        ".map(a => a.getBoundingClientRect());"
         "return [...document.querySelectorAll(`#${arguments[0]} ${arguments[1]}`)]"
         ".map(each => each.getBoundingClientRect())"
-        ".filter(r => r.top < area.top - 1 || r.bottom > area.bottom + 1"
-        " || r.left < area.left - 1 || r.right > area.right + 1).length"
+        ".filter(r => !areas.some(a => r.top >= a.top - 1 && r.bottom <= a.bottom + 1"
+        " && r.left >= a.left - 1 && r.right <= a.right + 1)).length"
     )
-    for width in WIDTHS.values():
-        window.resize(*width)
-        window.open(tmp_path / "report.html")
-        window.wait("return document.querySelector('#routing .scatterlayer .point') !== null")
-        for chart in ("latency", "accuracy", "routing"):
+    for width in WIDTHS:
+        shown(window, tmp_path / "report.html", width, "#log=0")
+        for chart in ("deploy", "overk"):
             assert window.run(outside, chart, ".scatterlayer .point") == 0, chart
             assert window.run(outside, chart, "path.yerror") == 0, chart
-    cut = "return document.getElementById('latency').data.filter(t => t.cliponaxis === false)"
+    cut = "return document.getElementById('overk').data.filter(t => t.name === 'cut')"
     assert len(window.run(cut)) == 1  # the arrow that ends the long bar
     assert window.console() == []
 
 
 def test_a_chart_with_nothing_in_it_is_hidden_and_a_sentence_says_why(
+    window: Browser, results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    def opened(*rows: Row) -> None:
+        write_report(replace(results, rows=rows), tmp_path / "report.html")
+        shown(window, tmp_path / "report.html")
+
+    opened(*results.rows)
+    assert text(window, "empty") == ""
+    assert text(window, "routing") == (
+        "Routing: every row chose the same experts as PyTorch for every sample."
+    )
+    everything = (results.rows[0], row(16, 1.0, 1.0, routing=None))
+    opened(*everything)
+    assert "every row here computes all its experts" in text(window, "routing")
+    opened(*everything, row(4, 1.0, None, routing=None))
+    assert "do not choose one set of experts" in text(window, "routing")
+    opened(*(replace(each, accuracy=None) for each in results.rows))
+    assert text(window, "empty") == "Accuracy is not drawn: the data have no labels."
+    width = "return document.getElementById(arguments[0]).getBoundingClientRect().width"
+    assert window.run(width, "deploy-figure") == 0
+    assert window.run(width, "throughput-figure") == 0  # one batch size
+    assert window.run(width, "percentiles") > 900  # has its neighbour's room
+    opened()
+    assert text(window, "summary") == "Nothing could be measured within these filters."
+    assert window.console() == []
+
+
+def test_text_from_a_results_file_is_text(
     window: Browser, results: Results, tmp_path: Path
 ) -> None:
-    weighed = replace(results, rows=tuple(replace(r, routing=None) for r in results.rows))
-    write_report(weighed, tmp_path / "report.html")
-    window.resize(*WIDTHS["desktop"])
-    window.open(tmp_path / "report.html")
-    window.wait("return document.querySelector('#pareto .scatterlayer .point') !== null")
-    width = "return document.getElementById(arguments[0]).getBoundingClientRect().width"
-    assert window.run(width, "routing-figure") == 0
-    assert window.run(width, "pareto") > 900  # its neighbour has the room
-    assert window.run("return document.querySelector('#pareto .nsewdrag').getBBox().width") > 800
-    said = window.run("return document.getElementById('empty').textContent")
-    assert said.startswith("Routing agreement is not drawn: ")
+    evil = "</script><img src=x onerror=alert(1)><b>%{x}"
+    rows = tuple(
+        replace(r, model=evil, lowering=evil, error=r.error and evil) for r in results.rows
+    )
+    now = replace(results, models=(ModelInfo(evil),), rows=rows, command=evil)
+    write_report(now, tmp_path / "report.html", compare(now, now))
+    shown(window, tmp_path / "report.html")
+    assert window.run("return document.querySelectorAll('img, main b').length") == 0
+    assert evil in text(window, "rows")
+    assert evil in text(window, "method")
     assert window.console() == []

@@ -13,9 +13,10 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 from moexport.bench.report.figures import figures
-from moexport.bench.report.page import html, write_report
-from moexport.bench.report.summary import caveat, empty_charts, headline, sections, summary, times
-from moexport.bench.results import Interval, ModelInfo, Perplexity, Results, Row
+from moexport.bench.report.page import export_command, html, write_report
+from moexport.bench.report.summary import caveat, headline, sections, summary, times
+from moexport.bench.report.text import to_csv
+from moexport.bench.results import Interval, ModelInfo, Perplexity, Results, Row, to_json
 from moexport.common.timing import summarise
 
 RowMaker = Callable[..., Row]
@@ -52,7 +53,7 @@ def test_the_summary_is_about_the_fastest_row_that_keeps_99_percent(results: Res
     assert chosen is not None
     assert chosen.k == 4
     assert summary(section) == (
-        "k = 4 of 16 keeps 99.2% of the accuracy at 3.1× the speed of the PyTorch model (batch 1)."
+        "Deploy k = 4 of 16 in FP32: 99.2% of the accuracy at 3.1 times the speed of PyTorch."
     )
 
 
@@ -61,7 +62,10 @@ def test_the_summary_says_what_is_kept_when_nothing_keeps_99_percent(
 ) -> None:
     rows = (results.rows[0], row(8, 2.0, 0.95), row(4, 1.0, 0.9))
     (section,) = sections(replace(results, rows=rows))
-    assert summary(section).startswith("k = 8 of 16 keeps 95% of the accuracy at 1.6× the speed")
+    assert summary(section) == (
+        "Nothing here keeps 99%. Nearest: k = 8 of 16 in FP32: 95% of the accuracy at 1.6 times "
+        "the speed of PyTorch."
+    )
 
 
 def test_where_only_all_experts_keep_99_percent_the_next_k_is_told(
@@ -69,15 +73,17 @@ def test_where_only_all_experts_keep_99_percent_the_next_k_is_told(
 ) -> None:
     rows = (results.rows[0], row(16, 2.0, 1.0), row(8, 1.0, 0.95), row(4, 0.5, 0.7))
     (section,) = sections(replace(results, rows=rows))
-    assert summary(section).startswith("All 16 experts keep 100% of the accuracy at 1.6×")
+    assert summary(section).startswith(
+        "Deploy k = 16 of 16 (all experts) in FP32: 100% of the accuracy at 1.6 times"
+    )
     assert caveat(section).startswith(
-        "No smaller k keeps 99%: k = 8 of 16 keeps 95% of the accuracy"
+        "No smaller k keeps 99%. The next: k = 8 of 16 in FP32: 95% of the accuracy"
     )
 
 
 def test_a_difference_below_the_spread_is_not_sold_as_one(results: Results, row: RowMaker) -> None:
     (section,) = sections(replace(results, rows=(results.rows[0], row(4, 3.08, 1.0))))
-    assert "at the speed of the PyTorch model, within the spread" in summary(section)
+    assert "at the speed of PyTorch, within the spread" in summary(section)
 
 
 def test_what_the_export_alone_gives_is_told_beside_a_smaller_k(
@@ -85,34 +91,20 @@ def test_what_the_export_alone_gives_is_told_beside_a_smaller_k(
 ) -> None:
     (section,) = sections(results)
     assert caveat(section) == (
-        "With all 16 experts ONNX Runtime, grouped keeps 100% of the accuracy at 1.6× the speed of "
-        "the PyTorch model."
+        "For comparison, k = 16 of 16 (all experts) in FP32: 100% of the accuracy at 1.6 times the "
+        "speed of PyTorch."
     )
     alone = (results.rows[0], row(4, 1.0, 1.0))
     assert caveat(sections(replace(results, rows=alone))[0]) == ""
 
 
-def test_charts_with_nothing_in_them_are_left_out_with_a_reason(
-    results: Results, row: RowMaker
-) -> None:
-    assert empty_charts(sections(results)[0]) == {}
-    everything = (results.rows[0], row(16, 1.0, 1.0, routing=None))
-    (section,) = sections(replace(results, rows=everything))
-    assert empty_charts(section) == {
-        "routing": "Routing agreement is not drawn: every row here computes all its experts."
-    }
-    weighed = replace(results, rows=(*everything, row(4, 1.0, None, routing=None)))
-    assert "do not choose one set of experts" in empty_charts(sections(weighed)[0])["routing"]
-    unlabelled = tuple(replace(each, accuracy=None) for each in results.rows)
-    found = empty_charts(sections(replace(results, rows=unlabelled))[0])
-    assert set(found) == {"accuracy", "pareto"}
-
-
 def test_without_labels_the_fastest_row_is_told(results: Results, row: RowMaker) -> None:
     rows = (replace(results.rows[0], accuracy=None), row(4, 1.0, None), row(2, 0.5, None))
     changed = replace(results, rows=rows)
-    assert summary(sections(changed)[0]).startswith("k = 2 of 16 runs at 6.2× the speed")
-    assert "Accuracy is not drawn: the data have no labels." in html(changed)
+    assert summary(sections(changed)[0]) == (
+        "Accuracy is not known: the inputs had no labels. Fastest: k = 2 of 16 in FP32 at 6.2 "
+        "times the speed of PyTorch."
+    )
 
 
 @pytest.mark.parametrize(
@@ -132,25 +124,58 @@ def test_the_page_fetches_nothing(results: Results) -> None:
 def test_the_page_tells_every_row_the_machine_and_the_command(results: Results) -> None:
     page = Page(html(results))
     assert summary(sections(results)[0]) in page.text
-    for name in ("PyTorch, untouched", "ONNX Runtime, grouped", "16/16", "4/16", "2/16"):
-        assert name in page.text
-    assert "RuntimeError: <no such op>" in page.text
-    for fact in ("torch 2.13", "soft-moe-mnist, 318,000 parameters", "2030-01-02 03:04:05 UTC"):
-        assert fact in page.text
-    assert results.command in page.text
-    assert "5 interleaved rounds" in page.text
+    data = json.loads(page.scripts[0])
+    assert data["results"] == json.loads(to_json(results))
+    names = [row["name"] for row in data["rows"]]
+    assert names == ["PyTorch, untouched", *["ONNX Runtime, grouped"] * 4]
+    assert "RuntimeError: <no such op>" in [row["error"] for row in data["results"]["rows"]]
+    assert ["torch", "2.13"] in data["environment"]
+    told = " ".join((*data["method"], data["again"], page.text))
+    for fact in ("soft-moe-mnist, 318,000 parameters", "2030-01-02 03:04:05 UTC"):
+        assert fact in told
+    assert results.command in data["again"]
+    assert "5 interleaved rounds" in told
+    assert data["csv"] == to_csv(results)
 
 
-def test_the_charts_hold_every_line_and_the_untouched_model(results: Results) -> None:
-    (data,) = json.loads(Page(html(results)).scripts[0])
-    assert data["ks"] == [2, 4, 16]
-    assert data["reference"]["median"] == pytest.approx(3.1)
-    assert data["reference"]["quality"] == pytest.approx(0.9)
-    (line,) = data["lines"]
-    assert [p["k"] for p in line["points"]] == [2, 4, 16]
-    assert line["points"][1]["median"] == pytest.approx(1.0)
-    assert line["points"][1]["above"] == pytest.approx(0.01)
-    assert "99.2% kept" in line["points"][1]["accuracy"]
+def test_the_page_holds_what_is_said_of_every_row(results: Results) -> None:
+    data = json.loads(Page(html(results)).scripts[0])
+    untouched, _, row = data["rows"][:3]
+    assert row["speed"] == pytest.approx(3.1)
+    assert row["base"] == 0
+    assert row["told"]
+    assert row["claim"] == (
+        "k = 4 of 16 in FP32: 99.2% of the accuracy at 3.1 times the speed of PyTorch"
+    )
+    assert untouched["command"] is None
+
+
+def test_a_row_comes_with_the_command_that_exports_it(results: Results, row: RowMaker) -> None:
+    def told(command: str, one: Row, **protocol: object) -> str | None:
+        return export_command(
+            replace(results, command=command, protocol=results.protocol | protocol), one
+        )
+
+    integers = row(4, 1.0, 1.0, precision="int8", batch=64)
+    asked = "moexport bench digits.pt --set num_heads=4 --family=soft-moe-vit --data test.npz -o r"
+    assert told(asked, results.rows[2]) == (
+        "moexport export digits.pt -o digits-k4-fp32 --k 4 --target ort-cpu --lowering grouped "
+        "--family soft-moe-vit --set num_heads=4"
+    )
+    assert told(asked, integers) == (
+        "moexport export digits.pt -o digits-k4-int8 --k 4 --target ort-cpu --lowering grouped "
+        "--precision int8 --batch 1:64:64 --data test.npz --family soft-moe-vit --set num_heads=4"
+    )
+    whole = told("moexport demo", row(16, 1.0, 1.0, precision="int8"), calibration="a b.npz")
+    assert whole is not None
+    assert "--k n " in whole
+    assert whole.endswith("--data 'a b.npz'")
+    folder = told("moexport bench digits.pt --data images", integers)
+    assert folder is not None
+    assert folder.endswith("--data FEED")
+    for other in (results.rows[0], row(4, 1.0, 1.0, engine="pytorch-compile"), results.rows[-1]):
+        assert told(asked, other) is None
+    assert told("python -m benchmarks", results.rows[2]) is None
 
 
 def test_one_disturbed_round_does_not_flatten_the_chart(results: Results, row: RowMaker) -> None:
@@ -166,7 +191,7 @@ def test_text_from_a_results_file_cannot_become_markup(results: Results) -> None
     rows = tuple(replace(r, model=evil) for r in results.rows)
     page = Page(html(replace(results, models=(ModelInfo(evil),), rows=rows, command=evil)))
     assert page.fetched == []
-    assert evil in page.text
+    assert json.loads(page.scripts[0])["again"].endswith(evil)
 
 
 def test_several_models_and_batches_become_panels_in_order(results: Results, row: RowMaker) -> None:
@@ -197,7 +222,9 @@ def test_a_token_models_figure_shows_its_perplexity(
     _, drawn = figures(replace(results, rows=rows), tmp_path)
     words = re.findall(r"<!-- (.+?) -->", drawn.read_text())
     said = summary(sections(replace(results, rows=rows))[0])
-    assert said.startswith("All 16 experts have perplexity 6.3 (untouched: 6.3)")
+    assert said.startswith(
+        "Deploy k = 16 of 16 (all experts) in FP32: perplexity 6.3 (PyTorch: 6.3)"
+    )
     assert "perplexity, less is better" in words
     assert "digits: perplexity" in words
     assert "12" in words  # on the axis
