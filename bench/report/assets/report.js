@@ -154,7 +154,7 @@ const speed = ratio => ratio.toFixed(ratio >= 20 ? 0 : ratio >= 1 ? 1 : 2) + "×
 
 // Charts.
 const config = { displayModeBar: false };
-const printing = () => document.documentElement.classList.contains("print");
+const width = host => document.documentElement.classList.contains("print") ? 690 : host.clientWidth;
 
 function axis(extra) {
   return { gridcolor: colour("--faint"), linecolor: colour("--faint"), zeroline: false,
@@ -164,12 +164,12 @@ function axis(extra) {
 function draw(id, traces, layout, label) {
   const host = byId(id);
   host.setAttribute("aria-label", label);
-  Plotly.react(id, traces, { showlegend: false, margin: { l: 62, r: 14, t: 12, b: 46 },
+  Plotly.react(id, traces, { showlegend: false, margin: { l: 72, r: 14, t: 12, b: 46 },
     paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "closest",
     font: { color: colour("--soft"), size: 12, family: "system-ui, sans-serif" },
     hoverlabel: { bgcolor: colour("--card"), bordercolor: colour("--faint"), align: "left",
       namelength: 0, font: { color: colour("--ink"), size: 12 } },
-    width: host.clientWidth, height: host.clientHeight, ...layout }, config);
+    width: width(host), height: host.clientHeight, ...layout }, config);
   if (!host.picks) {
     host.on("plotly_click", event => {
       const index = event.points[0]?.customdata;
@@ -205,6 +205,11 @@ function steps(low, high) {
   return { tickvals, ticktext: tickvals.map(value => String(Number(value.toPrecision(1)))) };
 }
 
+// The threshold as a share that a chart shows; one far below all rows would flatten them.
+const shownThreshold = () => goal() === "accuracy" && threshold() >= 50 ? threshold() / 100 : 1;
+// An axis of shares whose ticks differ as written.
+const shares = range => ({ range, tickformat: range[1] - range[0] < 0.045 ? ".1%" : ".0%" });
+
 function deploy(chosen) {
   const known = timed().filter(row => row.kept !== null);
   byId("deploy-figure").hidden = !known.length;
@@ -218,8 +223,8 @@ function deploy(chosen) {
   const logs = known.map(row => Math.log10(row.ms)), kept = known.map(row => row.kept);
   const side = 0.06 * Math.max(0.4, Math.max(...logs) - Math.min(...logs));
   const x = [Math.min(...logs) - side, Math.max(...logs) + side];
-  const room = 0.09 * Math.max(0.02, Math.max(...kept, 1) - Math.min(...kept));
-  const y = [Math.max(-0.02, Math.min(...kept) - room), Math.max(...kept, 1) + room];
+  const [low, high] = [Math.min(...kept, shownThreshold()), Math.max(...kept, 1)];
+  const room = 0.09 * Math.max(0.02, high - low), y = [Math.max(-0.02, low - room), high + room];
   const traces = [{ x: front.map(row => row.ms), y: front.map(row => row.kept), mode: "lines",
     name: "front", line: { color: colour("--soft"), width: 1.5, shape: "hv" }, hoverinfo: "skip" }];
   for (const name of unique(known.map(row => row.name))) {
@@ -240,15 +245,15 @@ function deploy(chosen) {
     : at > 0 && at < Infinity ? [{ ...line, yref: "paper", y0: 0, y1: 1, x0: at, x1: at }] : [];
   draw("deploy", traces, { shapes, annotations: labels("deploy", known, front, x, y),
     xaxis: axis({ type: "log", range: x, title: { text: "median latency, ms (log)" }, ...steps(...x) }),
-    yaxis: axis({ tickformat: ".0%", range: y, title: { text: token ? "perplexity kept" : "accuracy kept" } }) },
+    yaxis: axis({ ...shares(y), title: { text: token ? "perplexity kept" : "accuracy kept" } }) },
   `Accuracy over latency of ${known.length} rows; on the front: ` + front.map(row =>
     `${row.untouched ? "PyTorch" : "k = " + row.k} ${shown(row.ms)} ms ${percent(row.kept)}`).join("; "));
 }
 
 // k at the points: a label goes where it hides neither a mark nor another label, or away.
 function labels(id, known, front, x, y) {
-  const width = byId(id).clientWidth - 76, height = byId(id).clientHeight - 58;
-  const place = row => [width * (Math.log10(row.ms) - x[0]) / (x[1] - x[0]),
+  const wide = width(byId(id)) - 86, height = byId(id).clientHeight - 58;
+  const place = row => [wide * (Math.log10(row.ms) - x[0]) / (x[1] - x[0]),
     height * (y[1] - row.kept) / (y[1] - y[0])];
   const taken = known.map(row => place(row)).map(([px, py]) => [px - 6, py - 6, px + 6, py + 6]);
   const found = [];
@@ -258,7 +263,7 @@ function labels(id, known, front, x, y) {
     const half = 3.7 * text.length + 2, [px, py] = place(row);
     for (const [dx, dy] of [[0, -18], [half + 11, 0], [0, 18], [-half - 11, 0]]) {
       const box = [px + dx - half, py + dy - 8, px + dx + half, py + dy + 8];
-      if (box[0] < 0 || box[1] < 0 || box[2] > width || box[3] > height) continue;
+      if (box[0] < 0 || box[1] < 0 || box[2] > wide || box[3] > height) continue;
       if (taken.some(b => b[0] < box[2] && box[0] < b[2] && b[1] < box[3] && box[1] < b[3])) continue;
       taken.push(box);
       found.push({ x: Math.log10(row.ms), y: row.kept, text, showarrow: false, xshift: dx, yshift: -dy,
@@ -355,7 +360,7 @@ function overK(chosen) {
     if (both && chosen.kept !== null) traces.push(ring(chosen.k, chosen.kept, { yaxis: "y2" }));
   }
   const kept = all.filter(row => row.kept !== null);
-  const low = Math.min(...kept.map(row => Math.min(row.kept, row.keptRange?.low ?? 1)));
+  const low = Math.min(shownThreshold(), ...kept.map(row => Math.min(row.kept, row.keptRange?.low ?? 1)));
   const high = Math.max(1, ...kept.map(row => Math.max(row.kept, row.keptRange?.high ?? 0)));
   const room = 0.08 * Math.max(0.02, high - low);
   const yaxis = axis({ title: { text: "median latency, ms" }, domain: both ? [0.54, 1] : [0, 1] });
@@ -365,8 +370,8 @@ function overK(chosen) {
   } else yaxis.range = [0, top];
   const shapes = !both || goal() !== "accuracy" ? [] : [{ type: "line", yref: "y2", xref: "paper", x0: 0, x1: 1,
     y0: threshold() / 100, y1: threshold() / 100, line: { color: colour("--accent"), width: 1.2, dash: "dash" } }];
-  draw("overk", traces, { shapes, yaxis, ...both && { yaxis2: axis({ tickformat: ".0%", domain: [0, 0.46],
-    range: [Math.max(-0.02, low - room), high + room], title: { text: "accuracy kept" } }) },
+  draw("overk", traces, { shapes, yaxis, ...both && { yaxis2: axis({ domain: [0, 0.46],
+    ...shares([Math.max(-0.02, low - room), high + room]), title: { text: "accuracy kept" } }) },
     xaxis: axis({ type: "log", range: x, tickvals: ks, ticktext: ks.map(String), anchor: both ? "y2" : "y",
       showgrid: true, title: { text: `experts kept, k of ${list[0].experts}` } }) },
   "Latency" + (both ? " and accuracy" : "") + ` for k = ${ks.join(", ")}; the table below holds the numbers`);
@@ -689,7 +694,6 @@ addEventListener("hashchange", () => { restore(); render(); });
 for (const [name, on] of [["beforeprint", true], ["afterprint", false]]) {
   addEventListener(name, () => {
     document.documentElement.classList.toggle("print", on);
-    document.querySelector("main").style.width = on ? "690px" : "";
     render();
   });
 }
