@@ -306,6 +306,7 @@ def test_downloads_hold_the_rows(
     assert from_json(saved["results.json"]) == results
     assert from_json(saved["results.json"]) == results
 
+
 def test_paper_has_no_overlap(window: Browser, page: Path, pictures: Path) -> None:
     window.colour_scheme("dark")
     shown(window, page)
