@@ -12,10 +12,11 @@ import signal
 import sys
 import traceback
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from .common.console import Console
-from .errors import MoexportError, UsageError
+from .common.text import likest
+from .errors import MoexportError
 
 if TYPE_CHECKING:
     from typer.exceptions import TyperException
@@ -37,7 +38,7 @@ def _interrupted(signum: int, _frame: object) -> NoReturn:
 
 
 def main() -> None:
-    """Runs the command line: exit 0 on success, 2 for bad usage, 1 for anything else."""
+    """Runs the command line, and exits with 0 on success or with the code of the error."""
     if sys.stderr is None:  # a program that starts this one may have closed it
         sys.stderr = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115
     if isinstance(sys.stdout, io.TextIOWrapper):  # Windows' code pages have no ≤ and no ×
@@ -78,7 +79,7 @@ def _run(console: Console) -> None:
         if console.verbose:
             traceback.print_exc()
         console.error(error.message, error.hint)
-        sys.exit(2 if isinstance(error, UsageError) else 1)
+        sys.exit(error.EXIT_CODE)
     except BrokenPipeError:
         # The reader of stdout (head, less) is gone: nothing more to say, and no traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -138,8 +139,24 @@ def _say_usage(console: Console, error: TyperException) -> None:
         return
     # A choice that is none is a "Value error" of the parser's: that word tells a user nothing.
     message = error.format_message().replace("Value error, ", "")
+    message = message.partition(" (Possible options:")[0].partition(" Did you mean")[0]
     command = context.command_path if context is not None else "moexport"
-    console.error(message, f"{command} --help shows the options and an example")
+    near = "" if context is None else _near_miss(error, context)
+    console.error(message, f"{near}{command} --help shows the options and an example")
+
+
+def _near_miss(error: TyperException, context: Any) -> str:
+    """What may have been meant: an option, a command or one of an option's choices."""
+    choices = getattr(getattr(error, "param", None), "type_descriptor", None)
+    if hasattr(error, "option_name"):
+        options = [name for each in context.command.params for name in each.opts]
+        return likest(error.option_name, options)
+    quoted = re.search(r"'([^']*)' is not one of|No such command '([^']*)'", error.format_message())
+    if quoted is None:
+        return ""
+    if quoted[1] is None:
+        return likest(quoted[2], list(context.command.commands))
+    return likest(quoted[1], [str(choice) for choice in getattr(choices, "choices", None) or ()])
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ class MoexportError(Exception):
     """
 
     HINT: ClassVar[str | None] = None
+    EXIT_CODE: ClassVar[int] = 1
 
     def __init__(self, message: str, *, hint: str | None = None) -> None:
         super().__init__(message)
@@ -21,8 +22,9 @@ class MoexportError(Exception):
 
 
 class UsageError(MoexportError):
-    """An option or argument that cannot be meant: exit code 2."""
+    """An option or argument that cannot be meant."""
 
+    EXIT_CODE = 2
     HINT = "`moexport COMMAND --help` says what can be given"
 
 
@@ -46,7 +48,13 @@ class LoweringError(MoexportError):
     """No lowering, or not the one asked for, can serve a layer."""
 
 
-class ParityError(MoexportError):
+class CheckError(MoexportError):
+    """A check that was asked for was made, and failed."""
+
+    EXIT_CODE = 3
+
+
+class ParityError(CheckError):
     """The exported graph does not compute what the PyTorch model computes."""
 
 

@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 import typer
 
@@ -14,6 +14,7 @@ from .. import api
 from ..common.console import show
 from ..errors import UsageError
 from .options import AsJson, ModelArgument, ModelFlags, Verbosity, output_option, typed_source
+from .printing import json_text
 
 if TYPE_CHECKING:
     from ..bench.results import Results
@@ -30,6 +31,14 @@ Trained = Literal["soft-moe", "mumoe"]
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchFlags:
     """What is measured, and over which settings."""
+
+    HEADINGS: ClassVar = {
+        "k": "What is measured",
+        "data": "Data",
+        "rounds": "How it is measured",
+        "compare": "Comparison",
+        "analysis": "Experts",
+    }
 
     k: Annotated[str, typer.Option(help="Experts kept, a list: n,0.5,0.25 or 16,8,4.")] = (
         "n,0.5,0.25,0.125"
@@ -70,7 +79,7 @@ class BenchFlags:
     ] = None
     fail_if_slower: Annotated[
         str | None,
-        typer.Option(metavar="5%", help="Exit 1 if a row is slower than before by more."),
+        typer.Option(metavar="5%", help="Exit 3 if a row is slower than before by more."),
     ] = None
     analysis: Annotated[
         str, typer.Option(help="A list: retention, random, subsets, shares, or all. Needs labels.")
@@ -99,7 +108,7 @@ def bench(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Measure accuracy, routing and latency for every k against PyTorch; write a report.
+    """Measure accuracy and latency for every k; write a report.
 
     Run again after an interruption, it goes on where it stopped.
     """
@@ -179,7 +188,10 @@ def specialise(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Say what each expert is for: how its removal changes the accuracy of every class."""
+    """Say what each expert is for, by what its removal does.
+
+    How the accuracy of every class changes without it.
+    """
     from ..bench.specialise import text, to_json, write
     from ..common.writing import check_folder
 
@@ -204,15 +216,20 @@ def report(
         Path | None,
         typer.Option(metavar="OLD.JSON", help="Tell what changed beyond the spread since then."),
     ] = None,
+    as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
     """Make the report again from a results file."""
     console = verbosity.console()
     paths, comparison = api.report(results, output, compare=compare)
+    told = {"files": [str(path) for path in paths]}
     if comparison is not None:
-        show(comparison.sentence)
-        for line in (*(change.label for change in comparison.notable), *comparison.notes):
-            show(f"  {line}")
+        changes = [change.label for change in comparison.notable]
+        told |= {"changed": [comparison.sentence, *changes, *comparison.notes]}
+        if not as_json:
+            show("\n  ".join(told["changed"]))
+    if as_json:
+        show(json_text(told))
     console.note(f"wrote {', '.join(str(path) for path in paths)}")
 
 
@@ -223,12 +240,14 @@ def demo(
         Trained, typer.Option(help="The kind of networks that are trained.")
     ] = "soft-moe",
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier demo.")] = False,
+    as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Train Soft MoEs or muMoEs on handwritten digits, export, verify and measure them."""
+    """Train on handwritten digits, export, verify and measure."""
     with verbosity.console() as console:
         outcome = api.demo(output, family=family, force=force, progress=console)
-    show(outcome.text)
+    made = {"output": str(outcome.directory), "report": str(outcome.report)}
+    show(json_text(made) if as_json else outcome.text)
 
 
 def _sizes(text: str, option: str) -> list[int]:

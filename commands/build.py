@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BuildFlags:
     """How engines are built."""
+
+    HEADINGS: ClassVar = {"profiles": "Engines"}
 
     profiles: Annotated[
         list[str] | None,
@@ -120,6 +122,8 @@ TrustEngine = Annotated[
 class RunnerFlags:
     """Who runs a graph of a bundle, and how."""
 
+    HEADINGS: ClassVar = {"threads": "Runtime"}
+
     threads: Annotated[
         int | None, typer.Option(min=1, help="Threads [default: the runtime chooses].")
     ] = None
@@ -188,7 +192,7 @@ def build(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Compile TensorRT engines from a bundle's graphs, into the bundle."""
+    """Compile TensorRT engines from a bundle's graphs into it."""
     plans = api.build_plan(
         bundle, target=target, graph=graph, batch=batch, tokens=tokens, options=flags.options()
     )

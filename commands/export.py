@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -31,6 +31,13 @@ if TYPE_CHECKING:
 class GraphFlags:
     """What graph is written, and how it is checked."""
 
+    HEADINGS: ClassVar = {
+        "k": "Graph",
+        "precision": "Precision",
+        "data": "Inputs and parity check",
+        "ablate": "Edits",
+    }
+
     k: Annotated[
         str, typer.Option(help="Experts kept: 4, 0.25, n/4, n, input, or a list per layer 4,4,8.")
     ] = "n"
@@ -43,7 +50,6 @@ class GraphFlags:
             help="auto predicts, tune measures; or dense, gather, grouped, …; a,b writes both."
         ),
     ] = "auto"
-    data: Data = None
     batch: Annotated[
         str, typer.Option(metavar="MIN:OPT:MAX", help="The batch axis; one number fixes it.")
     ] = "1:1:32"
@@ -82,6 +88,7 @@ class GraphFlags:
         Path | None,
         typer.Option(metavar="TABLE.JSON", help="int8: ranges that `calibrate` wrote."),
     ] = None
+    data: Data = None
     atol: Annotated[
         float | None, typer.Option(help="Parity: absolute difference allowed [default: 0].")
     ] = None
@@ -94,6 +101,9 @@ class GraphFlags:
     verify_samples: Annotated[
         int | None, typer.Option(help="Parity: inputs of --data to compare [default: 256].")
     ] = None
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Write the bundle without comparing it.")
+    ] = False
     ablate: Annotated[
         list[str] | None,
         typer.Option(metavar="LAYER:EXPERT", help="The expert contributes nothing; 3,5 for more."),
@@ -101,9 +111,6 @@ class GraphFlags:
     rewrite: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Outputs of muMoE layers to re-write.")
     ] = None
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Write the bundle without comparing it.")
-    ] = False
 
     def given(self) -> dict[str, Any]:
         """Returns them as `moexport.export` takes them."""
@@ -121,6 +128,7 @@ def export(
         bool | None,
         typer.Option(
             "--engine/--no-engine",
+            rich_help_panel="Engines",
             help="Compile engines, or write graphs alone; engines where this machine can.",
         ),
     ] = None,
@@ -132,7 +140,7 @@ def export(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Export a checkpoint to a verified bundle: ONNX graphs, weights and a manifest."""
+    """Export a checkpoint to a verified bundle of ONNX graphs."""
     console = verbosity.console()
     read = reading.loader(model, console, flags.data)
     told: list[str] = []  # before the work begins, so not again after it
@@ -244,6 +252,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
 class CalibrationFlags:
     """How ranges are found."""
 
+    HEADINGS: ClassVar = {"k": "Ranges"}
+
     k: Annotated[str, typer.Option(help="Experts kept: 4, 0.25, n, or a list per layer 4,4,8.")] = (
         "n"
     )
@@ -277,7 +287,7 @@ def calibrate(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Find the range of every tensor over real inputs, for INT8 and FP16 exports."""
+    """Find tensor ranges over real inputs, for INT8 and FP16."""
     given = {field.name: getattr(flags, field.name) for field in fields(flags)}
     with verbosity.console() as console:
         load = cache(reading.loader(model, console, data))

@@ -12,7 +12,7 @@ import typer
 from .. import api
 from ..common.console import show
 from ..common.text import count, lines, size, table
-from ..errors import MoexportError
+from ..errors import CheckError
 from .build import RunnerFlags, TrustEngine
 from .options import (
     AsJson,
@@ -40,7 +40,7 @@ def inspect(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Show a model's family, MoE layers and parameters, and what each k costs.
+    """Show a model's family and MoE layers, and what each k costs.
 
     Of a bundle its layers and files, of an engine its layers, precisions and profiles.
     """
@@ -205,7 +205,10 @@ def verify(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Check a bundle's hashes, its graphs and their parity; exit 1 when one fails."""
+    """Check a bundle's hashes, its graphs and their parity.
+
+    Where one fails the exit code is 3.
+    """
     checks = []
     for check in api.verify(bundle, atol=atol, rtol=rtol, trust_engine=trust_engine):
         checks.append(check)
@@ -220,7 +223,7 @@ def verify(
     if not passed:
         failed = [check for check in checks if not check.passed]
         first = f"{failed[0].name}: {failed[0].detail}"
-        raise MoexportError(
+        raise CheckError(
             f"{bundle}: {len(failed)} of {len(checks)} checks failed; {first}",
             hint="export the bundle again, or copy it again from where it is whole",
         )
@@ -251,9 +254,10 @@ def run(
         bool, typer.Option("--no-check", help="Compare no file with the manifest's hash.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Run a bundle on inputs from an .npz file, in ONNX Runtime or as an engine."""
+    """Run a bundle on the inputs in an .npz file."""
     runner.check()
     with verbosity.console() as console:
         written = api.run(
@@ -271,7 +275,10 @@ def run(
             force=force,
             progress=console,
         )
-    console.note(f"{output}: output of shape {written.shape}")
+    if as_json:
+        show(json_text({"output": str(output), **asdict(written)}))
+    else:
+        console.note(f"{output}: output of shape {written.shape}")
     if written.not_finite:
         console.note(
             f"{written.not_finite} values of the output are NaN or infinite: look at the inputs; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -40,6 +41,21 @@ def csv_cell(value: object) -> object:
     if isinstance(value, str) and value[:1] in ("=", "+", "-", "@", "\t", "\r"):
         return f"'{value}"
     return value
+
+
+def near_miss(value: str, known: Iterable[str]) -> str:
+    """Returns `did you mean 'ort-cpu'? choose one of: …`: the likest of the known names, if any."""
+    names = list(known)
+    near = likest(value, names)
+    return f"{near}choose one of: {', '.join(names)}"
+
+
+def likest(value: str, names: Sequence[str]) -> str:
+    """Returns `did you mean 'ort-cpu'? `, or nothing where no name is like the value."""
+    typed = value.lower().replace("_", "-")
+    whole = [name for name in names if typed.strip("-") and typed.strip("-") in name]
+    near = difflib.get_close_matches(typed, names, n=1, cutoff=0.55) or whole
+    return f"did you mean {near[0]!r}? " if near else ""
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:

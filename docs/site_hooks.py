@@ -96,8 +96,7 @@ def errors() -> Iterator[str]:
             and kind is not module.MoexportError
         ):
             meaning = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ")
-            code = 2 if issubclass(kind, module.UsageError) else 1
-            yield f"| `{name}` | {meaning} | {kind.HINT or 'follow its hint'} | {code} |"
+            yield f"| `{name}` | {meaning} | {kind.HINT or 'follow its hint'} | {kind.EXIT_CODE} |"
 
 
 GENERATED: dict[str, Callable[[], Iterator[str]]] = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, get_args
 
+from ..common.text import near_miss
 from ..errors import LoweringError, UsageError
 from ..graphs.choices import FloatName, Precision, Scope
 from ..graphs.lowerings import lowering
@@ -138,9 +140,7 @@ class PrecisionOptions:
 
 def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise UsageError(
-            f"{option} {value}: there is no such choice", hint=f"choose one of: {', '.join(known)}"
-        )
+        raise UsageError(f"{option} {value}: there is no such choice", hint=near_miss(value, known))
 
 
 VERIFY_SAMPLES = 256
@@ -186,7 +186,7 @@ class ExportOptions:
         if self.target not in TARGETS:
             raise UsageError(
                 f"--target {self.target}: there is no such target",
-                hint=f"choose one of: {', '.join(TARGETS)}",
+                hint=near_miss(self.target, TARGETS),
             )
         if not MIN_OPSET <= self.opset <= MAX_OPSET:
             raise UsageError(
@@ -294,8 +294,19 @@ def parse_k(k: int | float | str | Sequence[int]) -> KOption:
     except (ValueError, ZeroDivisionError):
         raise UsageError(
             f"--k {text}: not a number of experts",
-            hint="use a number (4), a share (0.25 or n/4), n, input, or a number per layer (4,4,8)",
+            hint=_meant(value)
+            + "use a number (4), a share (0.25 or n/4), n, input, or a number per layer (4,4,8)",
         ) from None
+
+
+def _meant(text: str) -> str:
+    """What else somebody may have meant who wrote no k."""
+    words = {"all": "n", "max": "n", "full": "n", "half": "n/2", "quarter": "n/4"}
+    words |= {"dynamic": "input", "runtime": "input", "variable": "input"}
+    meant = words.get(text.lower()) or next((k for k in ("n", "input") if text.lower() == k), None)
+    if re.fullmatch(r"\d+(\.\d+)?%", text):
+        meant = f"{float(text[:-1]) / 100:g}"
+    return f"did you mean {meant}? " if meant else ""
 
 
 def _positive(text: str) -> int:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from ...common.console import Progress, Silent
+from ...common.text import near_miss
 from ...errors import FeedError, UsageError
 from ...exporter.model import Model
 from ...graphs.layers.base import recorded_choices, sharing_weights
@@ -248,7 +249,7 @@ class Wanted:
         if unknown:
             raise UsageError(
                 f"--analysis {unknown[0]}: no such analysis",
-                hint=f"known are {', '.join(NAMES)}, and all",
+                hint=near_miss(unknown[0], (*NAMES, "all")),
             )
         if self.seeds < 2:
             raise UsageError(

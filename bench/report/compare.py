@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...common import timing
-from ...errors import MoexportError, UsageError
+from ...errors import CheckError, MoexportError, UsageError
 from ..measure.latency import disturbance
 from ..results import Results, Row, read
 from .summary import line_name, milliseconds
@@ -163,7 +163,7 @@ def earlier(out: Path, named: Path | None, *, wanted: bool) -> Results | None:
 
 
 def check_regression(before: Results, now: Results, share: float | None) -> tuple[str, ...]:
-    """Returns what changed, in lines; raises MoexportError where rows are slower than allowed.
+    """Returns what changed, in lines; raises CheckError where rows are slower than allowed.
 
     A row is slower when it is so by more than `share` and by more than the spread of its rounds. A
     row that fails and did not before counts too.
@@ -179,7 +179,7 @@ def check_regression(before: Results, now: Results, share: float | None) -> tupl
     if worse:
         listed = "; ".join(change.label for change in worse[:5])
         more = f"; and {len(worse) - 5} more" if len(worse) > 5 else ""
-        raise MoexportError(
+        raise CheckError(
             f"{len(worse)} of {len(comparison.changes)} rows are slower by more than {share:.0%} "
             f"or fail: {listed}{more}",
             hint="a noisy machine? see the spreads in the report, or allow more",

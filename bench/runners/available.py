@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from ...common.text import near_miss
 from ...errors import UsageError
 from ...exporter.doctor import Ability, diagnose
 from ...exporter.tensorrt.backends import BACKENDS, first_gpu
@@ -161,10 +162,10 @@ def parse_engines(text: str) -> tuple[str, ...]:
         else:
             raise UsageError(
                 f"--engine {part}: there is no such engine",
-                hint=f"choose from: {', '.join(KINDS)}, or all",
+                hint=near_miss(part, (*KINDS, ALL)),
             )
     if not names:
-        raise UsageError("--engine is empty", hint=f"choose from: {', '.join(KINDS)}, or all")
+        raise UsageError("--engine is empty", hint=near_miss("", (*KINDS, ALL)))
     return tuple(dict.fromkeys(names))
 
 

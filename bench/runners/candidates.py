@@ -12,6 +12,7 @@ from typing import cast, get_args
 
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
+from ...common.text import near_miss
 from ...common.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
 from ...exporter.axes import AxisRange
@@ -368,6 +369,6 @@ def parse_precisions(text: str) -> tuple[Precision, ...]:
     if unknown or not names:
         raise UsageError(
             f"--precision {text}: there is no such precision",
-            hint=f"choose from: {', '.join(get_args(Precision))}",
+            hint=near_miss(next(iter(unknown), ""), get_args(Precision)),
         )
     return tuple(dict.fromkeys(cast(Precision, name) for name in names))

@@ -74,7 +74,7 @@ def find_files(source: Path) -> WeightFiles:
     if source.is_dir():
         return _find_in_folder(source)
     if not source.exists():
-        raise CheckpointError(f"{source}: no such file", hint="check the path")
+        raise CheckpointError(f"{source}: no such file", hint=_fetching(source) or "check the path")
     if not source.is_file():
         raise CheckpointError(f"{source}: neither a file nor a folder", hint="check the path")
     config = _config_in(source.parent)
@@ -86,6 +86,22 @@ def find_files(source: Path) -> WeightFiles:
             f"not from {source.suffix or 'a file without suffix'}"
         )
     return WeightFiles((source,), {}, config if source.name in STANDARD else None)
+
+
+def _fetching(source: Path) -> str | None:
+    """How to get what looks like a URL or an id of Hugging Face: nothing is downloaded here."""
+    text = source.as_posix()
+    address = re.match(r"\w{2,}:/", text)
+    found = re.fullmatch(
+        r"(?:hf:/+|https?:/+(?:www\.)?huggingface\.co/)?([\w.-]+/[\w.-]+)(/.*)?", text
+    )
+    if found and (address or not (found[2] or source.suffix or source.parent.exists())):
+        name = found[1].partition("/")[2]
+        return (
+            f"if this is a model on Hugging Face, download it first: `hf download {found[1]} "
+            f"--local-dir {name}`, then give the folder {name}"
+        )
+    return "download the file first, then give its path" if address else None
 
 
 def _config_in(folder: Path) -> Path | None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import difflib
-
+from ...common.text import near_miss
 from ...errors import FamilyError
 from . import conv, fkodom, lucidrains, mnist, mumoe, mumoe_gpt2, mumoe_mixer, vit, vmoe
 from .base import Built, Family, LayerLayout, Tensors, find_layers, some, under
@@ -39,9 +38,7 @@ def family_named(name: str) -> Family:
     """Returns the family of that name; raises FamilyError with the nearest one."""
     if name in FAMILIES:
         return FAMILIES[name]
-    near = difflib.get_close_matches(name, FAMILIES, n=1)
-    hint = f"did you mean {near[0]!r}? " if near else ""
-    raise FamilyError(f"unknown family {name!r}", hint=f"{hint}known: {', '.join(FAMILIES)}")
+    raise FamilyError(f"unknown family {name!r}", hint=near_miss(name, FAMILIES))
 
 
 def detect(tensors: Tensors) -> Family:

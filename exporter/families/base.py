@@ -8,7 +8,6 @@ case in `tests/data`.
 
 from __future__ import annotations
 
-import difflib
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 
+from ...common.text import near_miss
 from ...errors import CheckpointError, FamilyError
 from ...graphs.layers.base import MoELayer
 from ...graphs.layers.soft_moe import Activation, Matrices, SoftMoE, SoftMoESpec, SoftMoEWeights
@@ -290,10 +290,8 @@ def check_options(family: str, given: Config, known: Sequence[str]) -> None:
     """Raises FamilyError for a key of `given` that is not in `known`, naming the nearest."""
     for key in given:
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
             raise FamilyError(
-                f"{family}: unknown configuration key {key!r}",
-                hint=f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}",
+                f"{family}: unknown configuration key {key!r}", hint=near_miss(key, known)
             )
 
 

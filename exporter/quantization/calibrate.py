@@ -16,6 +16,7 @@ from ...calibration.methods import DEFAULT_METHOD, DEFAULT_PERCENTILE, choose
 from ...calibration.observers import Observations, ObservingGraph, observe, observing_graph
 from ...calibration.table import METHODS, CalibrationTable, Origin, is_table
 from ...common.console import Progress, Silent
+from ...common.text import near_miss
 from ...common.writing import check_file, make_folder, told
 from ...errors import CalibrationError, UsageError
 from ...graphs.choices import Method
@@ -59,7 +60,7 @@ class CalibrationOptions:
         if self.method not in METHODS:
             raise UsageError(
                 f"--method {self.method}: there is no such method",
-                hint=f"choose one of: {', '.join(METHODS)}",
+                hint=near_miss(self.method, METHODS),
             )
         if self.percentile is not None and self.method != "percentile":
             raise UsageError(

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from ...common.text import near_miss
 from ...errors import UsageError
 from ..axes import AxisRange
 from .backends import Backend, first_gpu, instead
@@ -83,7 +84,7 @@ class EngineOptions:
         if self.hardware_compatible not in (None, *HARDWARE_LEVELS):
             raise UsageError(
                 f"--hardware-compatible {self.hardware_compatible}: there is no such level",
-                hint=f"choose one of: {', '.join(HARDWARE_LEVELS)}",
+                hint=near_miss(str(self.hardware_compatible), HARDWARE_LEVELS),
             )
         self._check_timing_cache()
         self._check_cards(backend)

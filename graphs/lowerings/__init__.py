@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from ...common.text import near_miss
 from ...errors import LoweringError
 from ..layers.mumoe import MuMoESpec
 from . import conditional, dense, factorised, fused, gather, gathered, grouped, unfactorised
@@ -45,6 +46,6 @@ def lowering(name: str) -> AnyLowering:
     if name not in ALL_LOWERINGS:
         raise LoweringError(
             f"there is no lowering '{name}'",
-            hint=f"choose one of: auto, {', '.join(ALL_LOWERINGS)}",
+            hint=near_miss(name, ("auto", *ALL_LOWERINGS)),
         )
     return ALL_LOWERINGS[name]
