@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.inputs import random_inputs, with_axes
 from ..exporter.model import Model
-from ..exporter.options import KOption, parse_k, parse_lowerings
+from ..exporter.options import AUTO, KOption, parse_k, parse_lowerings
 from ..graphs.targets import Target
 from .analyses.experts import Wanted, parse_analyses, studied
 from .cases import Candidate
@@ -64,6 +64,10 @@ def sweep(
         if each.engine in engines:
             watcher.step(f"not measured: {each.engine}: {each.reason}")
     wanted = Wanted(parse_analyses(analysis), max_subsets=max_subsets) if analysis else None
+    if max_subsets is not None and not (wanted and "subsets" in wanted.names):
+        raise UsageError(
+            f"--max-subsets {max_subsets}: no subsets are tried", hint="add --analysis subsets"
+        )
     # The same threads for every engine: PyTorch's own choice, unless told.
     threads = threads or torch.get_num_threads()
     asked = Sweep(
@@ -75,6 +79,7 @@ def sweep(
         threads=threads,
         cpu_target=target,
     )
+    _check_exported(listed, asked)
     first = next((item for item in listed if isinstance(item, Model)), None)
     labelled = None if first is None else _labelled(data, first, max(batch), pixels)
     if labelled is not None:
@@ -104,6 +109,20 @@ def sweep(
             absent=selection.absent,
             before=before,
             analyses=analyses,
+        )
+
+
+def _check_exported(listed: Sequence[Model | Bundle], asked: Sweep) -> None:
+    """Raises `UsageError` for what says how a model is exported where only bundles are."""
+    after = [*listed[1:], None]
+    pairs = zip(listed, after, strict=True)
+    if any(isinstance(each, Model) and not isinstance(then, Bundle) for each, then in pairs):
+        return
+    idle = {"--lowering": asked.lowerings != (AUTO,), "--precision": asked.precisions != ("fp32",)}
+    for option in (option for option, given in idle.items() if given):
+        raise UsageError(
+            f"{option}: the bundles that were named are measured as they are",
+            hint=f"leave {option} out, or name a model without its bundle",
         )
 
 

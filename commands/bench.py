@@ -13,7 +13,15 @@ import typer
 from .. import api
 from ..common.console import show
 from ..errors import UsageError
-from .options import AsJson, ModelArgument, ModelFlags, Verbosity, output_option, typed_source
+from .options import (
+    AsJson,
+    ModelArgument,
+    ModelFlags,
+    Verbosity,
+    output_option,
+    refuse_idle,
+    typed_source,
+)
 from .printing import json_text
 
 if TYPE_CHECKING:
@@ -119,6 +127,8 @@ def bench(
                 f"--paper {paper} makes its own models, and {models[0]} was named too",
                 hint="leave the model or --paper out",
             )
+        why = f"--paper {paper} says itself what is measured"
+        refuse_idle(reading, flags, why=why, but=("threads",))
         with console:
             results, text = api.paper(
                 paper, output, threads=flags.threads, command=_command(), progress=console
@@ -129,6 +139,8 @@ def bench(
         raise UsageError(
             "bench: no model to measure", hint="moexport bench vit.pt -o report, or --paper mnist"
         )
+    if all((Path(each) / "manifest.json").is_file() for each in models):
+        refuse_idle(reading, why="a bundle says itself what it was made from")
     from ..bench.report.compare import check_regression, earlier, parse_share
     from ..bench.report.text import rows_table
 

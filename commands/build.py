@@ -150,14 +150,15 @@ class RunnerFlags:
             )
 
 
-def wished(engine: bool | None, options: EngineOptions) -> EngineOptions | bool | None:
+def wished(engine: bool | None, flags: BuildFlags) -> EngineOptions | bool | None:
     """Returns what an export shall do about engines: an option of theirs asks for them.
 
     Raises `UsageError` for such an option beside --no-engine.
     """
     from ..exporter.tensorrt.options import option_name
 
-    asked = options.asked()
+    options = flags.options()
+    asked = options.asked() + ["engine_cache"] * (flags.engine_cache is not None)
     if engine is False and asked:
         raise UsageError(
             f"--no-engine and {option_name(asked[0])} exclude each other", hint="leave one out"

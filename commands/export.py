@@ -152,7 +152,7 @@ def export(
             console.note(note)
         return loaded
 
-    given = flags.given() | {"engine": wished(engine, building.options()), "progress": console}
+    given = flags.given() | {"engine": wished(engine, building), "progress": console}
     if dry_run:
         planned = api.plan(load, output, **given)
         for note in (*_edited(planned.job.model.edits.texts()), *planned.notes):

@@ -12,7 +12,7 @@ import typer
 from .. import api
 from ..common.console import show
 from ..common.text import count, lines, size, table
-from ..errors import CheckError
+from ..errors import CheckError, UsageError
 from .build import RunnerFlags, TrustEngine
 from .options import (
     AsJson,
@@ -22,6 +22,7 @@ from .options import (
     ModelFlags,
     Verbosity,
     output_option,
+    refuse_idle,
 )
 from .printing import backbone_departures, json_text, precisions_text, tuning_text
 
@@ -44,11 +45,19 @@ def inspect(
 
     Of a bundle its layers and files, of an engine its layers, precisions and profiles.
     """
-    if model.endswith(".plan"):
+    plan, bundle = model.endswith(".plan"), (Path(model) / "manifest.json").is_file()
+    if plan or bundle:
+        what = "an engine" if plan else "a bundle"
+        refuse_idle(reading, why=f"it says how a checkpoint is read, and {model} is {what}")
+    if data is not None and (plan or bundle):
+        raise UsageError("--data: nothing is run to look at what is built", hint="leave it out")
+    if trust_engine and not plan:
+        raise UsageError("--trust-engine: no engine is loaded", hint="name an engine's .plan file")
+    if plan:
         facts = api.inspect_engine(model, trust=trust_engine)
         show(json_text(facts) if as_json else engine_text(facts))
         return
-    if (Path(model) / "manifest.json").is_file():
+    if bundle:
         manifest = api.inspect_bundle(model)
         show(manifest.to_json() if as_json else bundle_text(Path(model), manifest))
         return

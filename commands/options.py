@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import wraps
@@ -179,6 +179,24 @@ def _fields(group: Any) -> list[inspect.Parameter]:
     return parameters
 
 
+def refuse_idle(*groups: Any, why: str, but: Sequence[str] = ()) -> None:
+    """Raises `UsageError` for the first option of groups that was given and would do nothing.
+
+    An option is given where its value is not its default; those named in `but` do something.
+    """
+    for group in groups:
+        for parameter in _fields(type(group)):
+            value = getattr(group, parameter.name)
+            if parameter.name in but or value in (parameter.default, []):
+                continue
+            declared = parameter.annotation.__metadata__[0].param_decls
+            option = next((each for each in declared if each.startswith("--")), "")
+            option = option or f"--{parameter.name.replace('_', '-')}"
+            if parameter.default is True:
+                option = option.replace("--", "--no-", 1)
+            raise UsageError(f"{option}: {why}", hint=f"leave {option} out")
+
+
 Command = Callable[..., None]
 
 EXIT_CODES = (
@@ -249,8 +267,7 @@ def program(name: str, about: str, commands: dict[str, Command]) -> typer.Typer:
     app = typer.Typer(
         cls=Commands,
         name=name,
-        help=about,
-        epilog=EXIT_CODES,
+        help=f"{about}\n\n{EXIT_CODES}",
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,

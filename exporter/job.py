@@ -25,7 +25,7 @@ from ..graphs.targets import Target
 from .bundle.destination import check_destination
 from .inputs import fixed_axes
 from .model import Model, edited, fingerprint
-from .options import CHOOSERS, ExportOptions, resolve_k
+from .options import CHOOSERS, ExportOptions, check_renormalize, resolve_k
 from .quantization.calibrate import AGAIN, CalibrationOptions, renormalised
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
@@ -33,6 +33,9 @@ from .tensorrt.options import EngineOptions, option_name
 
 PEAK_SAMPLES = 64
 """Inputs whose largest values tell whether FP16 overflows, with `fp16.HEADROOM` to spare."""
+
+CALIBRATED = ("int8", "fp16")
+"""Precisions for which ranges are found: to quantise, and to see what overflows."""
 
 NO_FACTORS = "its weight tensor is held whole, and integer products are those of factors"
 
@@ -114,6 +117,7 @@ def export_job(
         check_destination(destination, force=force)
     table = CalibrationTable.read(calibration) if isinstance(calibration, Path) else calibration
     loaded = model if isinstance(model, Model) else model()
+    _check_used(loaded, options, data, calibration)
     fixed = fixed_axes(loaded.input, options)
     loaded = edited(loaded, options.edits)
     specs = {name: layer.spec for name, layer in loaded.layers.items()}
@@ -137,7 +141,7 @@ def export_job(
 
 def _calibration(options: ExportOptions, method: Method | None) -> CalibrationOptions | None:
     """How the ranges of an export are found on its data; None where it needs none."""
-    if options.precision.name not in ("int8", "fp16"):
+    if options.precision.name not in CALIBRATED:
         return None
     return CalibrationOptions(
         k="n" if options.k == "input" else options.k,  # any may be kept, so all are observed
@@ -183,16 +187,57 @@ def _check_calibration(
             "none",
             hint="give a feed with --data; without one a few random inputs are compared",
         )
-    reads = [
-        calibration is None and _calibration(options, method) is not None,
-        options.verify,
-        precision.min_retention is not None,
-    ]
-    if isinstance(data, Iterator) and sum(reads) > 1:
+    if calibration is not None and precision.name not in CALIBRATED:
+        raise UsageError(
+            f"--calibration: --precision {precision.name} needs no ranges",
+            hint="leave --calibration out, or add --precision int8 or fp16",
+        )
+    compared = {
+        "--atol": options.atol,
+        "--rtol": options.rtol,
+        "--verify-samples": options.verify_samples,
+    }
+    for option in (option for option, given in compared.items() if given is not None):
+        if not options.verify:
+            raise UsageError(
+                f"{option}: --no-verify compares nothing", hint=f"leave {option} or --no-verify out"
+            )
+    reads = _reads(options, calibration)
+    if isinstance(data, Iterator) and reads > 1:
         raise FeedError(
             f"--data: the feed is a {type(data).__name__}, which can be read once, and this export "
-            f"reads it {sum(reads)} times",
+            f"reads it {reads} times",
             hint="give a list, an array, a file, or an iterable that begins anew each time",
+        )
+
+
+def _reads(options: ExportOptions, calibration: CalibrationTable | Path | None) -> int:
+    """How many times an export reads its data: for ranges, to compare, to measure accuracy."""
+    ranges = options.precision.name in CALIBRATED and calibration is None
+    return ranges + options.verify + (options.precision.min_retention is not None)
+
+
+def _check_used(
+    model: Model,
+    options: ExportOptions,
+    data: Feed | None,
+    calibration: CalibrationTable | Path | None,
+) -> None:
+    """Raises `UsageError` for data that nothing reads, and for --quantize where nothing is beside.
+
+    A factory's network is tried on the data when it is loaded.
+    """
+    if data is not None and not _reads(options, calibration) and model.family != "factory":
+        raise UsageError(
+            "--data: nothing is calibrated and --no-verify compares nothing",
+            hint="leave --data or --no-verify out",
+        )
+    inside = {id(each) for layer in model.layers.values() for each in layer.parameters()}
+    beside = any(id(each) not in inside for each in model.module.parameters())
+    if options.precision.scope == "all" and not beside:
+        raise UsageError(
+            "--quantize all: the model is MoE layers alone, without other linear layers",
+            hint="leave --quantize out",
         )
 
 
@@ -216,13 +261,9 @@ def _check_layers(job: ExportJob) -> None:
             f"no MoE layer is called {', '.join(sorted(unknown))}",
             hint=f"the layers are {', '.join(job.model.layers)}",
         )
+    if options.renormalize:
+        check_renormalize(layer.spec for layer in job.model.layers.values())
     for name, layer in job.model.layers.items():
-        if options.renormalize and not layer.spec.renormalizable:
-            raise UsageError(
-                f"--renormalize: layer {name} is a {layer.spec.kind} layer, whose coefficients "
-                "stay as they are",
-                hint="leave --renormalize out",
-            )
         work = job.work(name, options.tokens.opt)
         for asked in options.lowerings:
             if asked not in CHOOSERS:

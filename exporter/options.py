@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Literal, get_args
@@ -336,6 +336,17 @@ def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]
     else:
         asked = [k] * len(names)
     return {name: _of_layer(value, specs[name]) for name, value in zip(names, asked, strict=True)}
+
+
+def check_renormalize(specs: Iterable[MoESpec]) -> None:
+    """Raises `UsageError` for a layer whose coefficients cannot be renormalised."""
+    for spec in specs:
+        if not spec.renormalizable:
+            raise UsageError(
+                f"--renormalize: layer {spec.name} is a {spec.kind} layer, whose coefficients "
+                "stay as they are",
+                hint="leave --renormalize out",
+            )
 
 
 def _of_layer(value: int | Fraction | str, spec: MoESpec) -> int:

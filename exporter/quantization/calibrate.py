@@ -27,7 +27,7 @@ from ...graphs.lowerings.base import AnyLowering
 from ..bundle.weights import WeightsWriter, write_backbone, write_layer
 from ..inputs import feed_batches
 from ..model import Model, fingerprint
-from ..options import KOption, resolve_k
+from ..options import KOption, check_renormalize, resolve_k
 from ..trace import trace
 
 GRAPH_FILE = "observing.onnx"
@@ -144,6 +144,8 @@ def observe_model(
     """Returns what the model's tensors hold over the inputs of a feed, for any method."""
     progress = progress or Silent()
     kept = k_by_layer(model, options.k)
+    if options.renormalize:
+        check_renormalize(layer.spec for layer in model.layers.values())
     total = count(data, model.input.name)
     if total is not None and options.samples is not None:
         total = min(total, options.samples)

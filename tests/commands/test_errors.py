@@ -319,7 +319,7 @@ def test_an_export_that_misses_its_bounds_names_the_layer_and_writes_nothing(
     tmp_path: Path,
 ) -> None:
     outcome = refuse(tmp_path, "--rtol=0", "--atol=0", "--k=2")
-    assert_refused(outcome, "model.onnx differs from PyTorch, starting in layer", "", code=1)
+    assert_refused(outcome, "model.onnx differs from PyTorch, starting in layer", "", code=3)
     assert "--rtol" in outcome.hint
     assert "--no-verify" in outcome.hint
 
@@ -327,7 +327,7 @@ def test_an_export_that_misses_its_bounds_names_the_layer_and_writes_nothing(
 def test_the_lowering_that_is_not_exact_misses_tight_bounds(tmp_path: Path) -> None:
     options = ("--lowering=dense,fused", "--target=ort-cpu", "--k=2", "--rtol=1e-5", "--atol=0")
     outcome = refuse(tmp_path, *options)
-    assert_refused(outcome, "model-fused.onnx differs from PyTorch, starting in layer", "", code=1)
+    assert_refused(outcome, "model-fused.onnx differs from PyTorch, starting in layer", "", code=3)
 
 
 @pytest.mark.parametrize(

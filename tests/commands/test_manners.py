@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shlex
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
+from moexport import errors
 from moexport.tests.command import PROGRAM, run, run_program
 from moexport.tests.recorded import DATA
 
@@ -97,6 +100,80 @@ def test_every_example_that_needs_files_is_understood_by_the_parser(
     assert "option" not in outcome.error
 
 
+def test_the_version_is_that_of_the_package() -> None:
+    outcome = run("--version")
+    assert (outcome.code, outcome.out, outcome.err) == (0, f"moexport {version('moexport')}\n", "")
+
+
+def test_the_help_of_a_command_with_many_options_has_sections() -> None:
+    lines = run("export", "--help").out.splitlines()
+    headings = [line for line in lines if re.fullmatch(r"[A-Z][A-Za-z ]+:", line)]
+    assert [heading.rstrip(":") for heading in headings] == [
+        *("Arguments", "Options", "Reading MODEL", "Graph", "Precision"),
+        *("Inputs and parity check", "Edits", "Engines"),
+    ]
+    most = max(text.count("\n  -") for text in "\n".join(lines).split(":\n"))
+    assert most <= 12
+
+
+def test_verbosity_may_stand_before_the_command(tmp_path: Path) -> None:
+    outcome = run("-q", "export", LAYER, *SET, "-o", tmp_path / "out")
+    assert (outcome.code, outcome.err) == (0, "")
+    outcome = run("--verbose", "verify", tmp_path)
+    assert outcome.code == 1
+    assert "Traceback" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "meant"),
+    [
+        (("export", LAYER, "-o", "x", "--target", "cpu"), "'ort-cpu'"),
+        (("export", LAYER, "-o", "x", "--target", "rtx"), "'tensorrt-rtx'"),
+        (("export", LAYER, "-o", "x", "--precision", "FP-16"), "'fp16'"),
+        (("export", LAYER, "-o", "x", "--lowering", "group"), "'grouped'"),
+        (("export", LAYER, "-o", "x", "--method", "entropi"), "'entropy'"),
+        (("export", LAYER, "-o", "x", "--family", "soft-moe-vitt"), "'soft-moe-vit'"),
+        (("export", LAYER, "-o", "x", "--set", "versoin=0.2.0"), "'version'"),
+        (("export", LAYER, "-o", "x", "--targe", "onnx"), "'--target'"),
+        (("export", LAYER, "-o", "x", "--k", "25%"), "0.25"),
+        (("export", LAYER, "-o", "x", "--k", "half"), "n/2"),
+        (("export", LAYER, "-o", "x", "--k", "all"), "n"),
+        (("exprot", LAYER), "'export'"),
+        (("run", "b", "-i", "x", "-o", "y", "--provider", "gpu"), "'cpu'"),
+        (("bench", LAYER, *SET, "-o", "x", "--engine", "onnx-runtime"), "'onnxruntime'"),
+        (("bench", LAYER, *SET, "-o", "x", "--precision", "fp32,int"), "'int8'"),
+        (("bench", LAYER, *SET, "-o", "x", "--analysis", "retension"), "'retention'"),
+    ],
+)
+def test_what_may_have_been_meant_is_named(arguments: tuple[str, ...], meant: str) -> None:
+    outcome = run(*arguments)
+    assert outcome.code in (1, 2)
+    assert outcome.hint.startswith(f"did you mean {meant}? ")
+
+
+@pytest.mark.parametrize(
+    ("source", "what"),
+    [
+        ("google/vit-base", "`hf download google/vit-base --local-dir vit-base`"),
+        ("https://huggingface.co/a/b/resolve/main/c.safetensors", "`hf download a/b "),
+        ("hf://a/b", "`hf download a/b "),
+        ("https://example.com/vit.pt", "download the file first"),
+        ("models/vit.pt", "check the path"),
+        ("s3://bucket/a/vit.pt", "download the file first"),
+    ],
+)
+def test_what_is_on_the_network_is_to_be_downloaded_first(source: str, what: str) -> None:
+    outcome = run("inspect", source)
+    assert outcome.code == 1
+    assert what in outcome.hint
+
+
+def test_the_kinds_of_failure_have_codes_of_their_own() -> None:
+    kinds = {"MoexportError": 1, "UsageError": 2, "CheckError": 3, "ParityError": 3}
+    assert {name: getattr(errors, name).EXIT_CODE for name in kinds} == kinds
+    assert "3 a check was made and failed" in " ".join(run("--help").out.split())
+
+
 def test_without_arguments_the_help_is_shown_and_the_exit_code_is_that_of_bad_usage() -> None:
     outcome = run()
     assert (outcome.code, outcome.out) == (2, "")
@@ -107,7 +184,7 @@ def test_results_go_to_stdout_and_the_rest_to_stderr(tmp_path: Path) -> None:
     outcome = run("export", LAYER, *SET, "-o", tmp_path / "out", "--k", "2")
     assert outcome.code == 0
     (line,) = outcome.out.splitlines()
-    assert line.startswith(f"{tmp_path / 'out'}: model.onnx, parity.npz, weights.bin (")
+    assert line.startswith(f"{tmp_path / 'out'}: model.onnx, parity.npz, weights.bin, README.md (")
     for word in ("loading", "tracing", "writing", "checking", "k = 2 of 6", "max |difference|"):
         assert word in outcome.err
 
@@ -135,6 +212,10 @@ def test_json_is_all_that_stdout_holds(tmp_path: Path) -> None:
     written = json.loads(run("export", LAYER, *SET, "-o", out, "--json").out)
     assert written == json.loads((out / "manifest.json").read_text())
     assert json.loads(run("verify", out, "--json").out)["passed"] is True
+    np.savez(tmp_path / "x.npz", input=np.zeros((2, 5, 24), np.float32))
+    files = ("-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
+    ran = json.loads(run("run", out, *files, "--json").out)
+    assert ran == {"output": str(tmp_path / "y.npz"), "shape": [2, 5, 20], "not_finite": 0}
     diagnosis = json.loads(run("doctor", "--json").out)
     assert {ability["name"] for ability in diagnosis["abilities"]} >= {"export to ONNX"}
 

@@ -61,7 +61,7 @@ def failed_checks(bundle: Path) -> dict[str, str]:
     content = json.loads(outcome.out)
     failed = {c["name"]: c["detail"] for c in content["checks"] if not c["passed"]}
     assert content["passed"] is False
-    assert outcome.code == 1
+    assert outcome.code == 3
     assert f"{len(failed)} of {len(content['checks'])} checks failed" in outcome.error
     assert outcome.hint
     return failed
@@ -314,14 +314,14 @@ def test_a_reference_that_cannot_be_read_is_an_error_that_names_it(
     (bundle / "parity.npz").write_bytes(content)
     rehash(bundle, "parity.npz")
     outcome = run("verify", bundle)
-    assert outcome.code == 1
+    assert outcome.code == 3
     assert "parity.npz: not a readable parity record" in outcome.error
 
 
 def test_a_reference_of_another_model_is_an_error(bundle: Path) -> None:
     change_reference(bundle, lambda arrays: arrays.update(y=arrays["y"][:, :3]))
     outcome = run("verify", bundle)
-    assert outcome.code == 1
+    assert outcome.code == 3
     assert "parity" in outcome.error
     assert "defect" not in outcome.err
 
@@ -335,7 +335,7 @@ def test_weights_behind_a_link_are_refused_and_verify_says_how_to_copy_them(
     with pytest.raises(BundleError, match="External data path escapes model directory"):
         Bundle.open(bundle).session()
     outcome = run("verify", bundle)
-    assert outcome.code == 1
+    assert outcome.code == 3
     assert "is a symbolic link. Copy the bundle with links followed: cp -rL" in outcome.error
     copied = tmp_path / "copied"
     shutil.copytree(bundle, copied)

@@ -167,7 +167,7 @@ def test_a_layer_alone_is_measured_by_the_cosine_and_a_dry_run_tells(tmp_path: P
 def test_what_not_even_floats_hold_is_said(tmp_path: Path) -> None:
     options = ("--data", feed(tmp_path), "--min-retention", "1", "--target", "tensorrt")
     outcome = export(tmp_path, *options)
-    assert outcome.code == 1
+    assert outcome.code == 3
     assert "is reached with every layer in fp16" in outcome.error
     assert "--rest fp32" in outcome.hint
 

@@ -1,0 +1,210 @@
+"""An option that would do nothing in a call is refused: every option of every command is decided.
+
+Refused is what asks for something that does not take place. What only gives leave (`--force`), or
+asks for what is so anyway (`--no-engine`, a default), is not.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moexport import cli
+from moexport.commands.options import flattened
+from moexport.tests.command import run
+from moexport.tests.recorded import DATA
+
+LAYER = DATA / "soft_moe_lucidrains" / "weights.pt"
+MUMOE = (DATA / "mumoe_cp" / "weights.pt", "--set", "act=entmax15", "--set", "rest=default")
+VIT = (DATA / "soft_moe_vit" / "weights.pt", "--set", "num_heads=4", "--set", "rest=default")
+
+EXPORT = ("export", LAYER, "-o", "out")
+FACTORY = ("export", "json:loads", "-o", "out")
+INT8 = ("--precision", "int8", "--data", "x.npz")
+CALIBRATE = ("calibrate", LAYER, "--data", "x.npz", "-o", "t.json")
+BENCH = ("bench", LAYER, "-o", "out")
+BUNDLES = ("bench", "bundle", "-o", "out")
+PAPER = ("bench", "--paper", "mnist", "-o", "out")
+RUN = ("run", "bundle", "-i", "x.npz", "-o", "y.npz")
+
+READING = {
+    "family": ("--family", "soft-moe-vit"),
+    "config": ("--config", "c.json"),
+    "sets": ("--set", "a=1"),
+    "weights": ("--weights", "w.pt"),
+    "adapter": ("--adapter", "json:loads"),
+}
+BUILDING = {
+    "profiles": ("--profile", "batch=1:2:4"),
+    "compute_capability": ("--compute-capability", "8.9"),
+    "timing_cache": ("--timing-cache", "t.cache"),
+    "workspace": ("--workspace", "2GiB"),
+    "optimization_level": ("--optimization-level", "1"),
+    "version_compatible": ("--version-compatible",),
+    "hardware_compatible": ("--hardware-compatible", "ampere-plus"),
+    "strip_plan": ("--strip-plan",),
+    "refit": ("--refit",),
+    "tf32": ("--tf32",),
+    "engine_cache": ("--engine-cache", "off"),
+}
+MEASURED = {
+    "k": ("--k", "n"),
+    "target": ("--target", "ort-cpu"),
+    "lowering": ("--lowering", "dense"),
+    "precision": ("--precision", "fp16"),
+    "engine": ("--engine", "onnxruntime"),
+    "batch": ("--batch", "2"),
+    "data": ("--data", "x.npz"),
+    "rounds": ("--rounds", "6"),
+    "samples": ("--samples", "2"),
+    "memory": ("--no-memory",),
+    "pixels": ("--pixels", "unit"),
+    "compare": ("--compare", "r.json"),
+    "fail_if_slower": ("--fail-if-slower", "5%"),
+    "analysis": ("--analysis", "all"),
+    "max_subsets": ("--max-subsets", "5"),
+}
+
+IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
+    "export": {
+        "family": ((*FACTORY, *READING["family"]),),
+        "weights": ((*EXPORT, *READING["weights"]),),
+        "adapter": ((*EXPORT, *READING["adapter"]),),
+        "tokens": (("export", *VIT, "-o", "out", "--tokens", "4"),),
+        "renormalize": (("export", *MUMOE, "-o", "out", "--renormalize"),),
+        "quantize": (
+            (*EXPORT, "--quantize", "all"),
+            (*EXPORT, *INT8, "--quantize", "all"),
+        ),
+        "rest": ((*EXPORT, "--rest", "fp16"),),
+        "weight_bits": ((*EXPORT, "--weight-bits", "8"),),
+        "io_precision": ((*EXPORT, "--io-precision", "fp16"),),
+        "min_retention": ((*EXPORT, "--min-retention", "0.9"),),
+        "method": ((*EXPORT, "--method", "mse"),),
+        "calibration": (
+            (*EXPORT, "--calibration", "t.json"),
+            (*EXPORT, "--precision", "bf16", "--target", "ort-cuda", "--calibration", "t.json"),
+        ),
+        "data": (
+            (*EXPORT, "--data", "x.npz", "--no-verify"),
+            (*EXPORT, *INT8, "--no-verify", "--calibration", "table.json"),
+        ),
+        "atol": ((*EXPORT, "--atol", "1", "--no-verify"),),
+        "rtol": ((*EXPORT, "--rtol", "1", "--no-verify"),),
+        "verify_samples": (
+            (*EXPORT, "--verify-samples", "4"),
+            (*EXPORT, *INT8, "--verify-samples", "4", "--no-verify"),
+        ),
+        "engine": ((*EXPORT, "--engine"),),
+    }
+    | {name: ((*EXPORT, *words),) for name, words in BUILDING.items()},
+    "inspect": {
+        name: (("inspect", "bundle", *words), ("inspect", "e.plan", *words))
+        for name, words in {**READING, "data": MEASURED["data"]}.items()
+    }
+    | {"trust_engine": (("inspect", LAYER, "--trust-engine"),)},
+    "calibrate": {
+        "family": ((*CALIBRATE[:1], "json:loads", *CALIBRATE[2:], *READING["family"]),),
+        "weights": ((*CALIBRATE, *READING["weights"]),),
+        "adapter": ((*CALIBRATE, *READING["adapter"]),),
+        "percentile": ((*CALIBRATE, "--method", "mse", "--percentile", "99"),),
+        "renormalize": (("calibrate", *MUMOE, *CALIBRATE[2:], "--renormalize"),),
+    },
+    "run": {
+        "k": ((*RUN, "--k", "2"),),
+        "threads": ((*RUN, "--engine", "tensorrt-rtx", "--threads", "2"),),
+        "provider": ((*RUN, "--engine", "tensorrt-rtx", "--provider", "cuda"),),
+        "trust_engine": ((*RUN, "--trust-engine"),),
+    },
+    "bench": {name: ((*PAPER, *words),) for name, words in (READING | MEASURED).items()}
+    | {name: ((*PAPER, *words), (*BUNDLES, *words)) for name, words in READING.items()}
+    | {
+        name: ((*PAPER, *MEASURED[name]), (*BUNDLES, *MEASURED[name]))
+        for name in ("lowering", "precision")
+    }
+    | {"pixels": ((*BENCH, *MEASURED["pixels"]),)}
+    | {
+        "max_subsets": (
+            (*BENCH, *MEASURED["max_subsets"]),
+            (*BENCH, *MEASURED["max_subsets"], "--analysis", "random"),
+        )
+    },
+    "specialise": {
+        "family": (("specialise", "json:loads", "--data", "x.npz", *READING["family"]),),
+        "weights": (("specialise", LAYER, "--data", "x.npz", *READING["weights"]),),
+        "adapter": (("specialise", LAYER, "--data", "x.npz", *READING["adapter"]),),
+    },
+}
+"""Calls in which an option does nothing."""
+
+EVERYWHERE = {"as_json", "verbose", "quiet", "force", "output"}
+ACTING = {
+    "export": {"config", "sets", "k", "target", "lowering", "batch", "opset", "precision"}
+    | {"ablate", "rewrite", "no_verify", "dry_run", "model"},
+    "inspect": {"model"},
+    "calibrate": {"model", "config", "sets", "data", "k", "method", "samples", "batch"}
+    | {"sensitivity"},
+    # What a backend lacks and what its profiles leave no room for is refused in its own tests.
+    "build": {"bundle", "target", "graph", "batch", "tokens", "dry_run", *BUILDING},
+    "verify": {"bundle", "atol", "rtol", "trust_engine"},
+    "run": {"bundle", "input_file", "graph", "batch_size", "engine", "no_check"},
+    "bench": {"models", "threads", "paper"},
+    "specialise": {"model", "config", "sets", "data", "layer", "group_by"},
+    "report": {"results", "compare"},
+    "demo": {"family"},
+    "doctor": set[str](),
+}
+"""Options that do something in every call, or ask for a check that names them."""
+
+
+@pytest.mark.parametrize("command", ACTING)
+def test_every_option_is_decided(command: str) -> None:
+    names = set(inspect.signature(flattened(getattr(cli, command))).parameters) - EVERYWHERE
+    assert names == IDLE.get(command, {}).keys() | ACTING[command]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a bundle, inputs and a table."""
+    folder = tmp_path_factory.mktemp("idle")
+    x = np.random.default_rng(0).standard_normal((4, 5, 32)).astype(np.float32)
+    np.savez(folder / "x.npz", input=x)
+    assert run("export", LAYER, "-o", folder / "bundle").code == 0
+    table = ("--data", folder / "x.npz", "-o", folder / "table.json")
+    assert run("calibrate", LAYER, *table).code == 0
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        pytest.param(name, call, id=f"{command}-{name}-{index}")
+        for command, options in IDLE.items()
+        for name, calls in options.items()
+        for index, call in enumerate(calls)
+    ],
+)
+def test_an_option_that_would_do_nothing_is_refused(
+    name: str, call: tuple[object, ...], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    before = sorted(folder.iterdir())
+    outcome = run(*map(str, call))
+    assert outcome.code == 2, outcome.err
+    assert outcome.out == ""
+    said = {"sets": "--set", "profiles": "--profile", "memory": "--no-memory"}
+    said |= {"engine": "engine", "engine_cache": "engines", "k": "k"}
+    assert said.get(name, f"--{name.replace('_', '-')}") in outcome.error
+    assert outcome.hint
+    assert sorted(folder.iterdir()) == before
+
+
+def test_a_default_that_is_given_is_not_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    given = ("--quantize", "experts", "--io-precision", "fp32", "--tokens", "1:196:1024")
+    outcome = run(*map(str, (*EXPORT, *given, "--no-engine", "--force", "--dry-run")))
+    assert outcome.code == 0, outcome.err
