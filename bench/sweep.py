@@ -118,7 +118,11 @@ def _check_exported(listed: Sequence[Model | Bundle], asked: Sweep) -> None:
     pairs = zip(listed, after, strict=True)
     if any(isinstance(each, Model) and not isinstance(then, Bundle) for each, then in pairs):
         return
-    idle = {"--lowering": asked.lowerings != (AUTO,), "--precision": asked.precisions != ("fp32",)}
+    idle = {
+        "--lowering": asked.lowerings != (AUTO,),
+        "--precision": asked.precisions != ("fp32",),
+        "--target": asked.cpu_target != "onnx",
+    }
     for option in (option for option, given in idle.items() if given):
         raise UsageError(
             f"{option}: the bundles that were named are measured as they are",

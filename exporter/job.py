@@ -192,16 +192,6 @@ def _check_calibration(
             f"--calibration: --precision {precision.name} needs no ranges",
             hint="leave --calibration out, or add --precision int8 or fp16",
         )
-    compared = {
-        "--atol": options.atol,
-        "--rtol": options.rtol,
-        "--verify-samples": options.verify_samples,
-    }
-    for option in (option for option, given in compared.items() if given is not None):
-        if not options.verify:
-            raise UsageError(
-                f"{option}: --no-verify compares nothing", hint=f"leave {option} or --no-verify out"
-            )
     reads = _reads(options, calibration)
     if isinstance(data, Iterator) and reads > 1:
         raise FeedError(

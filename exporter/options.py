@@ -209,26 +209,27 @@ class ExportOptions:
                 "many",
                 hint="give the k that will be used, or leave --min-retention out",
             )
-        if self.verify_samples is not None:
-            self._check_verified(self.verify_samples)
+        self._check_compared()
         if not all(0 <= bound < math.inf for bound in (self.atol or 0.0, self.rtol or 0.0)):
             raise UsageError(
                 f"--atol {self.atol} --rtol {self.rtol}: bounds are finite and not negative",
                 hint="--rtol 1e-4 allows a difference of 1e-4 of max|y|; --no-verify any",
             )
 
-    def _check_verified(self, samples: int) -> None:
-        """Raises `UsageError` for a number of inputs that cannot be compared."""
-        if samples < 1:
+    def _check_compared(self) -> None:
+        """Raises `UsageError` for what says how outputs are compared, where nothing is."""
+        samples = self.verify_samples
+        if samples is not None and samples < 1:
             raise UsageError(
-                f"--verify-samples {samples}: at least 1",
-                hint="--no-verify compares nothing",
+                f"--verify-samples {samples}: at least 1", hint="--no-verify compares nothing"
             )
-        if not self.verify:
-            raise UsageError(
-                f"--verify-samples {samples} with --no-verify: nothing will be compared",
-                hint="leave one of them out",
-            )
+        asked = {"--atol": self.atol, "--rtol": self.rtol, "--verify-samples": samples}
+        for option, value in asked.items():
+            if value is not None and not self.verify:
+                raise UsageError(
+                    f"{option} {value} with --no-verify: nothing will be compared",
+                    hint="leave one of them out",
+                )
 
     @property
     def samples_to_verify(self) -> int:

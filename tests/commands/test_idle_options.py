@@ -122,7 +122,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
     | {name: ((*PAPER, *words), (*BUNDLES, *words)) for name, words in READING.items()}
     | {
         name: ((*PAPER, *MEASURED[name]), (*BUNDLES, *MEASURED[name]))
-        for name in ("lowering", "precision")
+        for name in ("lowering", "precision", "target")
     }
     | {"pixels": ((*BENCH, *MEASURED["pixels"]),)}
     | {
