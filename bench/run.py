@@ -21,9 +21,8 @@ from ..common.console import Progress, Silent
 from ..common.environment import environment
 from ..common.files import sha256
 from ..common.writing import check_file, check_folder, make_folder, told, write_text
-from ..errors import FeedError, UsageError
-from ..exporter.axes import fits
-from ..exporter.model import TensorSpec
+from ..errors import UsageError
+from ..exporter.inputs import check_array
 from .cases import Candidate, GraphSource, TimingGroup
 from .data import Labelled, LabelledData, fingerprint
 from .journal import FILE as JOURNAL_FILE
@@ -68,7 +67,7 @@ def bench(
     groups = plan(candidates, settings)
     head = data.head(max(settings.batches) * settings.protocol.inputs)
     for candidate in candidates:
-        check_inputs(candidate.model.input, head, candidate.name)
+        check_array(head.inputs, candidate.model.input, f"{candidate.name}: ")
     on_gpu = any(c.provider == CUDA for group in groups for c in group.cases)
     with with_threads(settings.threads), without_tf32() if on_gpu else nullcontext():
         facts = environment() | {"threads": torch.get_num_threads()}
@@ -189,17 +188,6 @@ def _call_ms(base: PyTorch, head: LabelledData, batch: int, name: str) -> float:
         outputs_of(base, x, name)
         times.append(1e3 * (time.perf_counter() - started))
     return min(times)
-
-
-def check_inputs(spec: TensorSpec, data: LabelledData, model: str) -> None:
-    """Raises FeedError unless the data have the shape and the kind of numbers a model takes."""
-    shape = data.inputs.shape
-    fitting = len(shape) == len(spec.shape) and fits(shape[1:], spec.shape[1:])
-    if not fitting or (data.inputs.dtype.kind == "f") != spec.dtype.startswith("float"):
-        raise FeedError(
-            f"array '{data.input_name}' is {data.inputs.dtype} of shape {shape}, and {model} takes "
-            f"{spec.dtype} of shape ({', '.join(map(str, spec.shape))})"
-        )
 
 
 def model_info(candidate: Candidate) -> ModelInfo:

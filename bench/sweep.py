@@ -15,7 +15,7 @@ from ..common.console import Progress, Silent
 from ..common.timing import Protocol
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
-from ..exporter.inputs import random_inputs, with_axes
+from ..exporter.inputs import check_array, random_inputs, with_axes
 from ..exporter.model import Model
 from ..exporter.options import AUTO, KOption, parse_k, parse_lowerings
 from ..graphs.targets import Target
@@ -25,7 +25,6 @@ from .data import Labelled, LabelledData, load_groups, open_labelled
 from .plan import Settings
 from .results import Results
 from .run import bench as run_bench
-from .run import check_inputs
 from .runners.available import parse_engines, select
 from .runners.candidates import Sweep, exported, from_bundle, parse_precisions, with_distinct_names
 from .specialise import Specialisation
@@ -141,7 +140,7 @@ def specialised(
     """Returns what `moexport.specialise` finds."""
     labelled = _labelled(data, model, 1).head(sys.maxsize)
     labelled = replace(labelled, inputs=with_axes(labelled.inputs, model.input))
-    check_inputs(model.input, labelled, model.source.path)
+    check_array(labelled.inputs, model.input, f"{model.source.path}: ")
     groups: np.ndarray | None = None
     if isinstance(group_by, str):
         if isinstance(data, LabelledData):

@@ -1,8 +1,9 @@
-"""The inputs of a parity check: real ones where there are any, else random ones."""
+"""Inputs: what a graph or model takes, and what it is calibrated on and compared with."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -113,8 +114,14 @@ def feed_batches(model: Model, data: Feed) -> Iterator[np.ndarray]:
 
 def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = None) -> np.ndarray:
     """Returns inputs with all axes and the dtype of the model's; `FeedError` where they cannot."""
-    x = with_axes(x, spec)
-    _check(x, spec, fixed or {})
+    x, sizes = with_axes(x, spec), fixed or {}
+    # Any number of inputs: batches are made of them.
+    wanted = [sizes.get(str(size), size) for size in spec.shape[1:]]
+    check_array(x, replace(spec, shape=("batch", *wanted)), "--data: ", feed=True)
+    if len(x) < sizes.get("batch", 0):
+        raise FeedError(
+            f"--data: --batch {sizes['batch']} needs that many inputs, the feed gives {len(x)}"
+        )
     return x.astype(spec.dtype, copy=False)
 
 
@@ -141,34 +148,48 @@ def with_axes(x: np.ndarray, spec: TensorSpec | PortRecord) -> np.ndarray:
     return np.expand_dims(x, spec.shape.index(spec.implied))
 
 
-def _check(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int]) -> None:
-    wanted = [fixed.get(size, size) if isinstance(size, str) else size for size in spec.shape]
-    if x.ndim != len(wanted) or not fits(x.shape[1:], wanted[1:]):
+def check_array(
+    x: np.ndarray, port: TensorSpec | PortRecord, where: str = "", *, feed: bool = False
+) -> None:
+    """Raises `FeedError` for an array that an input of a graph or model cannot take.
+
+    What is no integer in the shape of `port` is a dynamic axis. Whole numbers are cast to whole
+    numbers and floats to floats, so widths need not agree. Of a `feed` whole numbers serve as
+    floats, too, and NaN or Inf is refused. `where` says whose array it is.
+    """
+    what, whole = f"{where}input '{port.name}'", port.dtype.startswith("int")
+    kinds = "iu" if whole else "fbiu" if feed else "f"
+    if not fits(x.shape, port.shape) or x.dtype.kind not in kinds:
         raise FeedError(
-            f"--data: input '{spec.name}' takes ({', '.join(map(str, wanted))}), the feed gives "
-            f"{x.shape}",
-            hint="each array is a batch of inputs as the model takes them",
+            f"{what} takes {port.dtype} {_shape(port.shape)}, not {x.dtype.name} {_shape(x.shape)}",
+            hint="reshape or cast the array; `moexport inspect` shows what a model takes",
         )
-    if 0 in x.shape[1:]:  # only a dynamic axis can be
+    if isinstance(x, np.ma.MaskedArray):  # a graph has no masks: what is hidden would count
         raise FeedError(
-            f"--data: input '{spec.name}' has no {spec.shape[x.shape.index(0, 1)]}: {x.shape}",
-            hint="leave such inputs out of the feed: every axis is of size 1 at least",
+            f"{what} is a masked array", hint="say what its hidden values are: x.filled(0)"
         )
-    for axis, most in spec.limits:
-        size = x.shape[spec.shape.index(axis)]
+    if not x.size:  # some kernels of ONNX Runtime divide by it, which ends the process
+        at = x.shape.index(0)
+        hint = f"its axis {port.shape[at]} is 1 at least" if at else "give at least one input"
+        raise FeedError(f"{what} is empty: {_shape(x.shape)}", hint=hint)
+    for axis, most in dict(port.limits).items():
+        size = x.shape[port.shape.index(axis)] if axis in port.shape else 0
         if size > most:
             raise FeedError(
-                f"--data: {size} {axis}, but the model takes at most {most}",
-                hint=f"cut the arrays to {most}",
+                f"{what}: {size} {axis}, but the model takes at most {most}",
+                hint=f"cut the inputs to {most} {axis}",
             )
-    if spec.below is not None and x.size and not 0 <= x.min() <= x.max() < spec.below:
-        raise FeedError(
-            f"--data: input '{spec.name}' holds values from {x.min()} to {x.max()}, but the model "
-            f"takes 0 to {spec.below - 1}"
-        )
-    if "batch" in fixed and len(x) < fixed["batch"]:
-        raise FeedError(
-            f"--data: --batch {fixed['batch']} needs that many inputs, the feed gives {len(x)}"
-        )
-    if x.dtype.kind == "f" and not np.isfinite(x).all():
-        raise FeedError(f"--data: input '{spec.name}' holds NaN or Inf")
+    if port.below is not None and whole:
+        low, high = int(x.min()), int(x.max())
+        if low < 0 or high >= port.below:
+            raise FeedError(
+                f"{what} holds {low if low < 0 else high}, but the model takes values from 0 to "
+                f"{port.below - 1}",
+                hint="token ids are those of the tokenizer that the model was trained with",
+            )
+    if feed and x.dtype.kind == "f" and not np.isfinite(x).all():
+        raise FeedError(f"{what} holds NaN or Inf", hint="leave such inputs out")
+
+
+def _shape(sizes: Sequence[object]) -> str:
+    return "(" + ", ".join(str(size) for size in sizes) + ")"

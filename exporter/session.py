@@ -17,11 +17,11 @@ from google.protobuf.message import DecodeError
 from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
 from ..common.onnx_runtime import ort
-from ..errors import BundleError, EngineError, FeedError, UsageError
+from ..errors import BundleError, EngineError, UsageError
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
-from .axes import fits
-from .bundle.manifest import METADATA, GraphFacts
+from .bundle.manifest import METADATA, GraphFacts, PortRecord
+from .inputs import check_array
 from .tensorrt.backends import first_gpu
 from .tensorrt.profiles import check_given
 
@@ -174,7 +174,7 @@ class Session:
                 hint=f"use 1 ≤ k ≤ {self._experts}",
             )
         dtype = _NUMPY_TYPES[self._input.type]
-        check_array(x, self._input.name, dtype.name, self._input.shape)
+        check_array(x, PortRecord(self._input.name, dtype.name, self._input.shape))
         feeds = {self._input.name: np.asarray(x, dtype=dtype, order="C")}
         if k is not None:
             feeds[K_INPUT] = np.array([k], dtype=np.int64)
@@ -193,34 +193,6 @@ def _fewest_experts(session: ort.InferenceSession) -> int | None:
     text = session.get_modelmeta().custom_metadata_map.get(METADATA)
     facts = None if text is None else GraphFacts.read(text, "the graph")
     return min((layer.n for layer in facts.layers.values()), default=None) if facts else None
-
-
-def check_array(x: np.ndarray, name: str, dtype: str, shape: Sequence[object]) -> None:
-    """Raises `FeedError` for an array that a graph's input cannot take.
-
-    `dtype` and `shape` are the input's; what is no integer in the shape is a dynamic axis. Whole
-    numbers are cast to whole numbers and others to others, so widths need not agree.
-    """
-    if not fits(x.shape, shape) or x.dtype.kind not in ("iu" if dtype.startswith("int") else "f"):
-        raise FeedError(
-            f"input '{name}' takes {dtype} {_shape(shape)}, not {x.dtype.name} {_shape(x.shape)}",
-            hint="reshape or cast the array; `moexport inspect` shows what a model takes",
-        )
-    if isinstance(x, np.ma.MaskedArray):  # a graph has no masks: what is hidden would count
-        raise FeedError(
-            f"input '{name}' is a masked array",
-            hint="say what its hidden values are: x.filled(0)",
-        )
-    if not x.size:  # some kernels of ONNX Runtime divide by it, which ends the process
-        axis = x.shape.index(0)
-        raise FeedError(
-            f"input '{name}' is empty: {_shape(x.shape)}",
-            hint=f"its axis {shape[axis]} is 1 at least" if axis else "give at least one input",
-        )
-
-
-def _shape(sizes: Sequence[object]) -> str:
-    return "(" + ", ".join(str(size) for size in sizes) + ")"
 
 
 def check_provider(provider: str) -> None:

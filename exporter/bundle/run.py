@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -14,8 +14,8 @@ from ...common.console import Progress, Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
 from ..axes import DEFAULT_BATCH, AxisRange, parse_range
-from ..inputs import with_axes
-from ..session import PROVIDERS, Runner, SessionOptions, check_array
+from ..inputs import check_array, with_axes
+from ..session import PROVIDERS, Runner, SessionOptions
 from .bundle import Bundle
 from .manifest import Manifest, PortRecord
 
@@ -113,7 +113,7 @@ def _opened(bundle: Bundle, options: RunOptions, x: np.ndarray, k: int | None) -
     # What cannot run is refused before anything is loaded, on a machine without a GPU too.
     port = bundle.manifest.inputs[0]
     found = bundle.engine_record(options.engine, options.graph)
-    check_array(x, port.name, port.dtype, port.shape)
+    check_array(x, port)
     found.check_fits(x.shape, k)
     return bundle.engine(options.engine, options.graph, trust=options.trust_engine)
 
@@ -181,24 +181,10 @@ def _in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nd
 
 
 def _fitted(x: np.ndarray, port: PortRecord) -> np.ndarray:
-    """The inputs with the axis that may be left out; FeedError where they go too far."""
+    """The inputs with the axis that may be left out; FeedError where they do not fit."""
     x = with_axes(x, port)
-    if x.ndim == len(port.shape):
-        for axis, most in port.limits.items():
-            size = x.shape[port.shape.index(axis)] if axis in port.shape else 0
-            if size > most:
-                raise FeedError(
-                    f"input '{port.name}': {size} {axis}, but the model takes at most {most}",
-                    hint=f"cut the inputs to {most} {axis}",
-                )
-    if port.below is not None and x.dtype.kind in "iu" and x.size:
-        low, high = int(x.min()), int(x.max())
-        if low < 0 or high >= port.below:
-            raise FeedError(
-                f"input '{port.name}' holds {low if low < 0 else high}, but the model takes values "
-                f"from 0 to {port.below - 1}",
-                hint="token ids are those of the tokenizer that the model was trained with",
-            )
+    # Any number of inputs: batches are made of them.
+    check_array(x, replace(port, shape=["batch", *port.shape[1:]]))
     return x
 
 

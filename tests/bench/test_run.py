@@ -267,7 +267,10 @@ def test_what_cannot_be_measured_is_refused_first(model: Model, digits: Digits) 
     with pytest.raises(UsageError, match="at least 1"):
         Settings(batches=(0,))
     flat = LabelledData(digits.test.inputs.reshape(360, -1), digits.test.labels)
-    with pytest.raises(FeedError, match=r"\(6, 784\), and d takes float32 of shape \(batch, 1"):
+    with pytest.raises(
+        FeedError,
+        match=r"d: input 'input' takes float32 \(batch, 1, 28, 28\), not float32 \(6, 784\)",
+    ):
         bench([Candidate("d", model)], flat, QUICK)
     assert digits.test.labels is not None
     wrong = LabelledData(digits.test.inputs, digits.test.labels + np.int64(1), "input", "label")

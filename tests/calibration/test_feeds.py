@@ -231,10 +231,14 @@ def test_parity_is_checked_on_the_inputs_that_were_given(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("x", "options", "message"),
     [
-        (X[:, :, :31], (), "input 'input' takes (batch, tokens, 32), the feed gives (6, 5, 31)"),
-        (X[0], (), "takes (batch, tokens, 32), the feed gives (5, 32)"),
-        (X, ("--tokens", "7"), "takes (batch, 7, 32), the feed gives (6, 5, 32)"),
-        (X[:, :0], (), "--data: input 'input' has no tokens: (6, 0, 32)"),
+        (
+            X[:, :, :31],
+            (),
+            "--data: input 'input' takes float32 (batch, tokens, 32), not float32 (6, 5, 31)",
+        ),
+        (X[0], (), "takes float32 (batch, tokens, 32), not float32 (5, 32)"),
+        (X, ("--tokens", "7"), "takes float32 (batch, 7, 32), not float32 (6, 5, 32)"),
+        (X[:, :0], (), "--data: input 'input' is empty: (6, 0, 32)"),
         (X, ("--batch", "8"), "--batch 8 needs that many inputs, the feed gives 6"),
         (np.full_like(X, np.nan), (), "input 'input' holds NaN or Inf"),
         (np.full_like(X, -np.inf), (), "input 'input' holds NaN or Inf"),

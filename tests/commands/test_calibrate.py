@@ -132,7 +132,7 @@ def test_inputs_without_tokens_give_no_ranges(tmp_path: Path) -> None:
     files = ("--data", tmp_path / "x.npz", "-o", tmp_path / "t.json")
     outcome = run("calibrate", WEIGHTS, *files)
     assert (outcome.code, outcome.out) == (1, "")
-    assert "input 'input' has no tokens: (12, 0, 32)" in outcome.error
+    assert "input 'input' is empty: (12, 0, 32)" in outcome.error
     assert "leave such inputs out" in outcome.hint
 
 
