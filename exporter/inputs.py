@@ -171,6 +171,7 @@ def check_array(
     if not x.size:  # some kernels of ONNX Runtime divide by it, which ends the process
         at = x.shape.index(0)
         hint = f"its axis {port.shape[at]} is 1 at least" if at else "give at least one input"
+        hint = f"leave such inputs out of the feed: {hint}" if feed and at else hint
         raise FeedError(f"{what} is empty: {_shape(x.shape)}", hint=hint)
     for axis, most in dict(port.limits).items():
         size = x.shape[port.shape.index(axis)] if axis in port.shape else 0

@@ -23,6 +23,10 @@ WEIGHTS = DATA / "soft_moe_lucidrains" / "weights.pt"
 X = np.random.default_rng(0).standard_normal((12, 5, 32)).astype(np.float32)
 
 
+def int8(k: str) -> ExportOptions:
+    return ExportOptions(k=parse_k(k), target="ort-cpu", precision=PrecisionOptions("int8"))
+
+
 @pytest.fixture(scope="module")
 def feed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("feed") / "x.npz"
@@ -112,12 +116,12 @@ def test_options_that_cannot_be_meant_are_refused(
 def test_an_export_takes_a_table_of_as_many_experts_or_more(table: Path) -> None:
     model = moexport.load(WEIGHTS)
     for k in ("1", "2"):
-        made = export_job(model, ExportOptions(k=parse_k(k)), calibration=table).table
+        made = export_job(model, int8(k), calibration=table).table
         assert made is not None
         assert made.origin.k == {"layer": 2}
     for k in ("3", "n", "input"):
         with pytest.raises(CalibrationError, match="observed with k = 2 and the export keeps"):
-            export_job(model, ExportOptions(k=parse_k(k)), calibration=table)
+            export_job(model, int8(k), calibration=table)
 
 
 def test_ranges_for_a_k_chosen_per_run_are_those_of_all_experts(feed: Path) -> None:
@@ -139,7 +143,7 @@ def test_inputs_without_tokens_give_no_ranges(tmp_path: Path) -> None:
 def test_an_export_refuses_a_table_of_other_weights(table: Path) -> None:
     model = moexport.load(WEIGHTS)
     next(iter(model.layers.values())).get_parameter("phi").add_(1e-6)
-    made = export_job(moexport.load(WEIGHTS), ExportOptions(k=2), calibration=table).table
+    made = export_job(moexport.load(WEIGHTS), int8("2"), calibration=table).table
     assert made is not None
     with pytest.raises(CalibrationError, match="another model"):
         check_table(export_job(model, ExportOptions(k=2)), made, "table.json")
