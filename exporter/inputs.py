@@ -168,7 +168,8 @@ def check_array(
         raise FeedError(
             f"{what} is a masked array", hint="say what its hidden values are: x.filled(0)"
         )
-    if not x.size:  # some kernels of ONNX Runtime divide by it, which ends the process
+    # Some kernels of ONNX Runtime divide by it, which ends the process.
+    if 0 in (x.shape[1:] if feed else x.shape):
         at = x.shape.index(0)
         hint = f"its axis {port.shape[at]} is 1 at least" if at else "give at least one input"
         hint = f"leave such inputs out of the feed: {hint}" if feed and at else hint
@@ -180,7 +181,7 @@ def check_array(
                 f"{what}: {size} {axis}, but the model takes at most {most}",
                 hint=f"cut the inputs to {most} {axis}",
             )
-    if port.below is not None and whole:
+    if port.below is not None and whole and x.size:
         low, high = int(x.min()), int(x.max())
         if low < 0 or high >= port.below:
             raise FeedError(
