@@ -314,14 +314,14 @@ def test_a_reference_that_cannot_be_read_is_an_error_that_names_it(
     (bundle / "parity.npz").write_bytes(content)
     rehash(bundle, "parity.npz")
     outcome = run("verify", bundle)
-    assert outcome.code == 3
+    assert outcome.code == 1
     assert "parity.npz: not a readable parity record" in outcome.error
 
 
 def test_a_reference_of_another_model_is_an_error(bundle: Path) -> None:
     change_reference(bundle, lambda arrays: arrays.update(y=arrays["y"][:, :3]))
     outcome = run("verify", bundle)
-    assert outcome.code == 3
+    assert outcome.code == 1
     assert "parity" in outcome.error
     assert "defect" not in outcome.err
 
