@@ -324,8 +324,8 @@ def plan(model: Model | Callable[[], Model], destination: AnyPath, **options: An
 
 def _job(asked: SimpleNamespace) -> ExportJob:
     """The job that the parameters of `export` describe."""
-    from .exporter.axes import parse_range
     from .exporter.edits import read_edits
+    from .exporter.inputs import parse_range
     from .exporter.job import export_job
     from .exporter.options import ExportOptions, PrecisionOptions, parse_k, parse_lowerings
 
@@ -412,8 +412,8 @@ def build_plan(
     options: EngineOptions | None = None,
 ) -> list[EnginePlan]:
     """Returns the engines that `build` would compile with the same arguments; builds nothing."""
-    from .exporter.axes import parse_range
     from .exporter.bundle.manifest import Manifest
+    from .exporter.inputs import parse_range
     from .exporter.tensorrt.cache import default_cache
     from .exporter.tensorrt.engines import plan_engines
     from .exporter.tensorrt.options import EngineOptions

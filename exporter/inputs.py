@@ -1,21 +1,69 @@
-"""Inputs: what a graph or model takes, and what it is calibrated on and compared with."""
+"""Inputs: the sizes of their axes, what a graph takes, and what it is compared with."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..calibration.feeds import Feed, batches, limited, rebatched, samples
 from ..errors import FeedError, UsageError
-from .axes import DEFAULT_TOKENS, fits
 
 if TYPE_CHECKING:
     from .bundle.manifest import PortRecord
     from .model import Model, TensorSpec
-    from .options import ExportOptions
+
+TRACED_BATCH = 2
+"""What a model is traced with: a batch of 1 would let the tracer take the axis for a constant."""
+
+
+@dataclass(frozen=True, slots=True)
+class AxisRange:
+    """Sizes of a dynamic axis: smallest, the one to be fast at, largest. Fixed where all agree."""
+
+    min: int
+    opt: int
+    max: int
+
+    @property
+    def fixed(self) -> bool:
+        """Whether the axis is a constant of the graph."""
+        return self.min == self.max
+
+    def __str__(self) -> str:
+        return str(self.opt) if self.fixed else f"{self.min}:{self.opt}:{self.max}"
+
+
+DEFAULT_BATCH = AxisRange(1, 1, 32)
+
+DEFAULT_TOKENS = AxisRange(1, 196, 1024)
+
+
+def parse_range(text: str, option: str) -> AxisRange:
+    """Returns sizes from `MIN:OPT:MAX` or one fixed size; `UsageError` names the option."""
+    try:
+        sizes = [int(part) for part in text.split(":")]
+    except ValueError:
+        sizes = []
+    if len(sizes) == 1:
+        sizes *= 3
+    if len(sizes) != len(("min", "opt", "max")):
+        raise UsageError(
+            f"{option} {text}: expected MIN:OPT:MAX or one size",
+            hint=f"{option} 1:8:32 for sizes 1 to 32, fastest at 8; {option} 8 for 8 alone",
+        )
+    low, opt, high = sizes
+    if not 1 <= low <= opt <= high:
+        raise UsageError(
+            f"{option} {text}: needs 1 ≤ MIN ≤ OPT ≤ MAX",
+            hint="sizes begin at 1"
+            if min(sizes) < 1
+            else f"the sizes in order are {':'.join(str(size) for size in sorted(sizes))}",
+        )
+    return AxisRange(low, opt, high)
+
 
 SAMPLES = 8
 MAX_BYTES = 64 << 20
@@ -23,38 +71,6 @@ SEED = 0
 
 SIZES = {"tokens": 19, "height": 4, "width": 6}
 """Random inputs take these where an axis is dynamic; none is a size that was traced."""
-
-_TOKEN_AXES = frozenset({"tokens", "height", "width"})
-"""Axes of which `--tokens` says something: of an image it is the number of pixels."""
-
-
-def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
-    """Returns the named axes that the options make constants of the graph, with their sizes.
-
-    Raises UsageError for a size that the model does not take, and for one of no axis that it has.
-    """
-    if options.tokens != DEFAULT_TOKENS and not _TOKEN_AXES.intersection(spec.dynamic_axes):
-        raise UsageError(
-            f"--tokens {options.tokens}: the model has no token axis: its input '{spec.name}' is "
-            f"({', '.join(map(str, spec.shape))})",
-            hint="leave --tokens out",
-        )
-    limits = dict(spec.limits)
-    for axis, asked in (("batch", options.batch), ("tokens", options.tokens)):
-        # The default range is no wish: a model with fewer positions narrows it.
-        default = axis == "tokens" and asked == DEFAULT_TOKENS
-        if asked.max > limits.get(axis, asked.max) and not default:
-            raise UsageError(
-                f"--{axis} {asked}: the model takes at most {limits[axis]}",
-                hint=f"--{axis} 1:{limits[axis]}:{limits[axis]} covers all that it can take",
-            )
-    # A token count says nothing of an image's height and width: those stay dynamic.
-    ranges = {"batch": options.batch, "tokens": options.tokens}
-    return {
-        axis: ranges[axis].opt
-        for axis in spec.dynamic_axes
-        if axis in ranges and ranges[axis].fixed
-    }
 
 
 def parity_batches(
@@ -195,3 +211,11 @@ def check_array(
 
 def _shape(sizes: Sequence[object]) -> str:
     return "(" + ", ".join(str(size) for size in sizes) + ")"
+
+
+def fits(sizes: Sequence[int], shape: Sequence[object]) -> bool:
+    """Whether an array's sizes fit a shape, in which what is no integer is a dynamic axis."""
+    return len(sizes) == len(shape) and all(
+        not isinstance(wanted, int) or wanted == size
+        for size, wanted in zip(sizes, shape, strict=True)
+    )

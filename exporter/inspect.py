@@ -17,8 +17,7 @@ from ..calibration.feeds import Feed
 from ..errors import UsageError
 from ..graphs.layers.base import MoELayer, replaced_layers
 from ..graphs.layers.mumoe import MuMoE, mumoe_layers
-from .axes import DEFAULT_TOKENS
-from .inputs import feed_inputs
+from .inputs import DEFAULT_TOKENS, feed_inputs
 from .model import Model
 
 SHARES = (1, 2, 4, 8)

@@ -23,8 +23,8 @@ from ..graphs.lowerings.cost import AnyWork, WorkOf
 from ..graphs.names import DOMAIN, operand_of
 from ..graphs.targets import Target
 from .bundle.destination import check_destination
-from .inputs import fixed_axes
-from .model import Model, edited, fingerprint
+from .inputs import DEFAULT_TOKENS
+from .model import Model, TensorSpec, edited, fingerprint
 from .options import CHOOSERS, ExportOptions, check_renormalize, resolve_k
 from .quantization.calibrate import AGAIN, CalibrationOptions, renormalised
 from .tensorrt.backends import BACKENDS
@@ -36,6 +36,9 @@ PEAK_SAMPLES = 64
 
 CALIBRATED = ("int8", "fp16")
 """Precisions for which ranges are found: to quantise, and to see what overflows."""
+
+_TOKEN_AXES = frozenset({"tokens", "height", "width"})
+"""Axes of which `--tokens` says something: of an image it is the number of pixels."""
 
 NO_FACTORS = "its weight tensor is held whole, and integer products are those of factors"
 
@@ -292,3 +295,32 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str) -> None:
                 f"{kept}: what the other experts get was never seen",
                 hint=f"{again} --k {kept}",
             )
+
+
+def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
+    """Returns the named axes that the options make constants of the graph, with their sizes.
+
+    Raises UsageError for a size that the model does not take, and for one of no axis that it has.
+    """
+    if options.tokens != DEFAULT_TOKENS and not _TOKEN_AXES.intersection(spec.dynamic_axes):
+        raise UsageError(
+            f"--tokens {options.tokens}: the model has no token axis: its input '{spec.name}' is "
+            f"({', '.join(map(str, spec.shape))})",
+            hint="leave --tokens out",
+        )
+    limits = dict(spec.limits)
+    for axis, asked in (("batch", options.batch), ("tokens", options.tokens)):
+        # The default range is no wish: a model with fewer positions narrows it.
+        default = axis == "tokens" and asked == DEFAULT_TOKENS
+        if asked.max > limits.get(axis, asked.max) and not default:
+            raise UsageError(
+                f"--{axis} {asked}: the model takes at most {limits[axis]}",
+                hint=f"--{axis} 1:{limits[axis]}:{limits[axis]} covers all that it can take",
+            )
+    # A token count says nothing of an image's height and width: those stay dynamic.
+    ranges = {"batch": options.batch, "tokens": options.tokens}
+    return {
+        axis: ranges[axis].opt
+        for axis in spec.dynamic_axes
+        if axis in ranges and ranges[axis].fixed
+    }

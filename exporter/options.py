@@ -22,8 +22,8 @@ from ..graphs.precision.types import (
     WeightQuantization,
 )
 from ..graphs.targets import ENGINES, TARGETS, Target
-from .axes import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .edits import NO_EDITS, Edits
+from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .parity import TOLERANCES, Tolerance
 
 if TYPE_CHECKING:

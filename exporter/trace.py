@@ -25,7 +25,7 @@ from ..errors import TraceError
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
-from .axes import TRACED_BATCH
+from .inputs import TRACED_BATCH
 from .model import Model
 
 RANK = 4  # [b, heads, m, d / heads]

@@ -15,13 +15,13 @@ from ...common.console import Progress, Silent
 from ...common.text import near_miss
 from ...common.user_code import names_code
 from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
-from ...exporter.axes import AxisRange
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.manifest import MANIFEST_FILE
 from ...exporter.bundle.verify import selected_values
 from ...exporter.checkpoints.load import load
 from ...exporter.edits import Edits
 from ...exporter.export import export_plan
+from ...exporter.inputs import AxisRange
 from ...exporter.job import export_job
 from ...exporter.model import Model, edited
 from ...exporter.options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions, resolve_k

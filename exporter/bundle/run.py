@@ -13,8 +13,7 @@ from ...calibration.feeds import batches, count
 from ...common.console import Progress, Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
-from ..axes import DEFAULT_BATCH, AxisRange, parse_range
-from ..inputs import check_array, with_axes
+from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_axes
 from ..session import PROVIDERS, Runner, SessionOptions
 from .bundle import Bundle
 from .manifest import Manifest, PortRecord

@@ -19,7 +19,7 @@ from ...errors import (
     UntrustedEngineError,
     UsageError,
 )
-from ..axes import TRACED_BATCH
+from ..inputs import TRACED_BATCH
 from ..parity import (
     PARITY_FILE,
     TOLERANCES,

@@ -10,8 +10,8 @@ from pathlib import Path
 from ...common.console import Progress, Silent
 from ...common.files import is_own, own_signature, sha256
 from ...errors import EngineError, MissingExtraError, UsageError
-from ..axes import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, PortRecord
+from ..inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
 from .backends import BACKENDS, Backend, backend_named, first_gpu
 from .build import Built, build_engine

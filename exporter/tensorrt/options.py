@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 from ...common.text import near_miss
 from ...errors import UsageError
-from ..axes import AxisRange
+from ..inputs import AxisRange
 from .backends import Backend, first_gpu, instead
 
 HardwareLevel = Literal["ampere-plus", "same-compute-capability"]

@@ -9,8 +9,8 @@ from typing import Any
 
 from ...errors import FeedError, UsageError
 from ...graphs.names import K_INPUT
-from ..axes import AxisRange, parse_range
 from ..bundle.manifest import PortRecord
+from ..inputs import AxisRange, parse_range
 
 AXES = ("batch", "tokens", "height", "width", K_INPUT)
 

@@ -18,7 +18,7 @@ import torch
 
 from ...errors import EngineError, FeedError
 from ...graphs.names import K_INPUT
-from ..axes import AxisRange
+from ..inputs import AxisRange
 from . import cuda
 from .plan_file import Plan, find_plan, load_engine
 from .profiles import Profile, check_given, choose

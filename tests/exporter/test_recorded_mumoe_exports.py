@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import onnx
 import pytest
-from moexport.exporter.axes import TRACED_BATCH
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.inputs import TRACED_BATCH
 from moexport.exporter.session import Session
 from moexport.exporter.trace import TRACED_SIZES
 from moexport.tests.command import Outcome, run

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.errors import FeedError
-from moexport.exporter.axes import AxisRange
 from moexport.exporter.bundle.run import _in_batches
+from moexport.exporter.inputs import AxisRange
 from moexport.exporter.session import Session
 from moexport.tests.command import run
 

@@ -11,7 +11,7 @@ import torch
 from moexport.calibration.feeds import Feed
 from moexport.common.console import Silent
 from moexport.errors import FeedError, UsageError
-from moexport.exporter.axes import parse_range
+from moexport.exporter.inputs import parse_range
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions

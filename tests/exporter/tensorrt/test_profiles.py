@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 from moexport.errors import FeedError, UsageError
-from moexport.exporter.axes import AxisRange
 from moexport.exporter.bundle.manifest import PortRecord
+from moexport.exporter.inputs import AxisRange
 from moexport.exporter.tensorrt.profiles import Profile, choose, parse_profile, profile
 
 IMAGES = PortRecord("input", "float32", ["batch", 3, 32, 32])
