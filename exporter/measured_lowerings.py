@@ -32,7 +32,7 @@ from ..graphs.names import DOMAIN
 from ..graphs.targets import TARGETS, Target
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .job import ExportJob
-from .precision import PrecisionPlan
+from .quantization.precision import PrecisionPlan
 from .session import CPU, Session, SessionOptions, check_provider
 from .tensorrt.backends import first_gpu
 

@@ -18,7 +18,7 @@ from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .job import ExportJob
 from .measured_lowerings import Tuning, tune
 from .options import AUTO, TUNE
-from .precision import PrecisionPlan, Retention, apply_precision
+from .quantization.precision import PrecisionPlan, Retention, apply_precision
 
 
 @dataclass(frozen=True, slots=True)

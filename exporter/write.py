@@ -35,7 +35,7 @@ from .job import ExportJob
 from .model import TensorSpec
 from .parity import Comparison, Parity, Reference
 from .plan import GraphPlan, LayerPlan, Plan
-from .precision import LayerPrecision, precision_record
+from .quantization.precision import LayerPrecision, precision_record
 from .reference import reference
 
 

@@ -21,10 +21,10 @@ from ..job import ExportJob, export_job
 from ..model import Model
 from ..options import ExportOptions, PrecisionOptions
 from ..parity import Reference
-from ..precision import KeptPart, Retention, quantised_parts
 from ..trace import trace
 from ..write import checked_graph, torch_reference
 from .calibrate import CalibrationOptions
+from .precision import KeptPart, Retention, quantised_parts
 from .trial import ReferenceOutputs, Trial, reference_outputs, trial
 
 SAMPLES = 64

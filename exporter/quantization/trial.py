@@ -32,9 +32,9 @@ from ..model import Model
 from ..options import AUTO, TUNE
 from ..parity import cosines
 from ..plan import plan
-from ..precision import Measure
 from ..reference import first_output
 from ..write import graph_record, write_graphs
+from .precision import Measure
 
 SAMPLES = 512
 """Inputs of a feed that are taken, where it has so many: one of them is 0.002 of a retention."""

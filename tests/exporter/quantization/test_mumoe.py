@@ -16,7 +16,7 @@ from moexport.exporter.bundle.bundle import Bundle
 from moexport.graphs.layers.base import Rewrite
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec
 from moexport.tests.command import Outcome, run
-from moexport.tests.exporter.test_precision import stored_types
+from moexport.tests.exporter.quantization.test_precision import stored_types
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import formula, random_layer, state_of
 from moexport.tests.recorded import RecordedCase, read_case

@@ -12,23 +12,23 @@ from typing import Any, Literal
 
 import onnx_ir as ir
 
-from ..calibration.table import CalibrationTable
-from ..graphs.choices import FloatName, Precision
-from ..graphs.layers.base import MoELayer
-from ..graphs.lower import simplify
-from ..graphs.names import EXPERT_OUTPUTS, EXPERT_PRODUCTS, operand_of, range_key
-from ..graphs.precision.backbone import QuantizedLinear, backbone_linears, quantize_backbone
-from ..graphs.precision.fp16 import Fp32Node, beyond, misfit, to_fp16
-from ..graphs.precision.types import (
+from ...calibration.table import CalibrationTable
+from ...graphs.choices import FloatName, Precision
+from ...graphs.layers.base import MoELayer
+from ...graphs.lower import simplify
+from ...graphs.names import EXPERT_OUTPUTS, EXPERT_PRODUCTS, operand_of, range_key
+from ...graphs.precision.backbone import QuantizedLinear, backbone_linears, quantize_backbone
+from ...graphs.precision.fp16 import Fp32Node, beyond, misfit, to_fp16
+from ...graphs.precision.types import (
     FLOAT_TYPES,
     FP32,
     HALF_TYPES,
     ComputeTypes,
     QuantizedProducts,
 )
-from ..graphs.precision.weights import CONVERTED, activation_scale
-from .job import ExportJob
-from .options import ExportOptions
+from ...graphs.precision.weights import CONVERTED, activation_scale
+from ..job import ExportJob
+from ..options import ExportOptions
 
 Measure = Literal["accuracy", "agreement", "cosine"]
 
