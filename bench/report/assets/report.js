@@ -157,6 +157,7 @@ const config = { displayModeBar: false };
 const width = host => document.documentElement.classList.contains("print") ? 690 : host.clientWidth;
 
 function axis(extra) {
+  if (extra.title) extra.title.standoff = 10;
   return { gridcolor: colour("--faint"), linecolor: colour("--faint"), zeroline: false,
     fixedrange: true, ...extra };
 }
@@ -341,14 +342,15 @@ function overK(chosen) {
       hoverinfo: "skip", name: "cut", marker: { symbol: "triangle-up", size: 8, color: look.color } });
   }
   if (both) {
-    // Lines that are the same in every point are one line: their marks would hide each other.
-    const seen = new Map();
-    for (const group of named) {
-      const known = group.filter(row => row.kept !== null);
-      const key = group[0].precision + known.map(row => `${row.k}:${row.kept.toFixed(6)}`).join();
-      if (known.length && !seen.has(key)) seen.set(key, known);
+    // A line whose points another of its precision has is not drawn: its marks would hide each other.
+    const value = row => `${row.precision} ${row.k} ${row.kept.toFixed(6)}`;
+    const seen = [];
+    for (const group of named.map(each => each.filter(row => row.kept !== null))
+      .sort((a, b) => b.length - a.length)) {
+      const held = seen.some(each => group.every(row => each.map(value).includes(value(row))));
+      if (!held && group.length) seen.push(group);
     }
-    [...seen.values()].forEach((group, index) => traces.push(marks(group, { yaxis: "y2",
+    seen.forEach((group, index) => traces.push(marks(group, { yaxis: "y2",
       x: group.map(row => row.k), y: group.map(row => row.kept), name: group[0].name, mode: "lines+markers",
       line: { color: tint(group[0]), width: 1.8 }, marker: { color: tint(group[0]),
         symbol: group.map(row => symbol(row) + (index ? "-open" : "")), size: index ? 7 + 4 * index : 6, line: { width: 1.6 } },
@@ -398,8 +400,18 @@ function throughput(chosen) {
     if (best.length) traces.push(marks(best, { x: best.map(row => row.batch), y: best.map(rate), name,
       mode: "lines+markers+text", line: { color, dash, width: 1.8 }, marker: { color, size: 7 },
       text: best.map(row => told(row) + `<br>${number(rate(row))} inputs/s`),
-      texttemplate: best.map((row, i) => i === best.length - 1 ? name : ""), textposition: "top left",
       textfont: { color, size: 12 }, hovertemplate: "%{text}<extra></extra>" }));
+  }
+  // Names stand at the end where the lines are further apart.
+  const apart = place => {
+    const ends = traces.map(trace => Math.log(trace.y.at(place))).sort((a, b) => a - b);
+    return Math.min(...ends.slice(1).map((value, i) => value - ends[i]));
+  };
+  const end = apart(0) > apart(-1) ? 0 : -1;
+  for (const trace of traces) {
+    const last = (trace.y.length + end) % trace.y.length;
+    trace.texttemplate = trace.y.map((_, i) => i === last ? trace.name : "");
+    trace.textposition = end ? "top left" : "top right";
   }
   traces.push(ring(chosen.batch, rate(chosen)));
   const logs = traces.flatMap(trace => trace.y).map(Math.log10), y = [Math.min(...logs) - 0.2, Math.max(...logs) + 0.3];
@@ -415,14 +427,18 @@ function percentiles(chosen) {
   byId("percentiles-figure").hidden = !chosen;
   if (!chosen) return;
   const names = ["min", "median", "p90", "p95", "p99", "max"];
-  const bar = (latency, name, color) => ({ type: "bar", x: names, y: names.map(each => latency[each]), name,
-    marker: { color }, text: names.map(each => shown(latency[each])), textposition: "outside",
-    cliponaxis: false, hovertemplate: `%{x}: %{text} ms<extra></extra>` });
-  const traces = [bar(chosen.latency_ms, "latency", tint(chosen))];
-  if (chosen.device_ms) traces.push(bar(chosen.device_ms, data.gpu ?? "GPU", colour("--soft")));
-  const top = 1.15 * Math.max(...names.map(each => chosen.latency_ms[each]));
-  draw("percentiles", traces, { bargap: 0.35, xaxis: axis({ showgrid: false }),
-    yaxis: axis({ title: { text: `ms, ${number(chosen.latency_ms.n)} calls` }, range: [0, top] }) },
+  const stems = (latency, name, color) => ({ x: names, y: names.map(each => latency[each]), name,
+    mode: "lines+markers+text", line: { color, width: 1.5, dash: "dot" }, marker: { color, size: 8 },
+    text: names.map(each => shown(latency[each])), textposition: "top center", textfont: { size: 11 },
+    cliponaxis: false, hovertemplate: `${name}, %{x}: %{text} ms<extra></extra>` });
+  const traces = [stems(chosen.latency_ms, "latency", tint(chosen))];
+  if (chosen.device_ms) traces.push(stems(chosen.device_ms, data.gpu ?? "GPU", colour("--soft")));
+  const values = traces.flatMap(trace => trace.y), far = Math.max(...values) > 6 * Math.min(...values);
+  const ends = [Math.log10(Math.min(...values)) - 0.15, Math.log10(Math.max(...values)) + 0.3];
+  const title = { text: `ms${far ? " (log)" : ""}, ${number(chosen.latency_ms.n)} calls` };
+  draw("percentiles", traces, { xaxis: axis({ showgrid: false, range: [-0.4, names.length - 0.6] }),
+    yaxis: axis(far ? { title, type: "log", range: ends, ...steps(...ends) }
+      : { title, range: [0, 1.18 * Math.max(...values)] }) },
   "Latency: " + names.map(each => `${each} ${shown(chosen.latency_ms[each])} ms`).join(", "));
 }
 
@@ -647,6 +663,7 @@ function controls() {
 }
 
 function render() {
+  if (typeof Plotly === "undefined") return; // Not unpacked yet.
   controls();
   const found = answer(), picked = candidates().find(row => String(row.index) === state.row);
   const chosen = picked ?? found.row;
@@ -697,7 +714,19 @@ for (const [name, on] of [["beforeprint", true], ["afterprint", false]]) {
     render();
   });
 }
-restore();
-still();
-render();
-document.documentElement.dataset.drawnMs = performance.now().toFixed(0);
+
+// plotly.js is in the page compressed: a third of its size.
+async function start() {
+  restore();
+  still();
+  const packed = Uint8Array.from(atob(byId("plotly").textContent), letter => letter.charCodeAt(0));
+  const stream = new Blob([packed]).stream().pipeThrough(new DecompressionStream("gzip"));
+  document.head.append(element("script", { textContent: await new Response(stream).text() }));
+  render();
+  document.documentElement.dataset.drawnMs = performance.now().toFixed(0);
+}
+
+start().catch(error => {
+  byId("disturbed").textContent = `The charts cannot be drawn in this browser (${error.message}); `
+    + "report.md and report.csv beside this page hold the same rows.";
+});

@@ -88,6 +88,7 @@ def points(window: Browser, chart: str) -> int:
 
 
 BLOCKS = "main p, main h1, main h2, main figcaption, .chart, table, .tiles"
+BLOCKS = "main p, main h1, main h2, main figcaption, .chart, table, .tiles"
 DRAWN = "return document.documentElement.dataset.drawnMs"
 
 
@@ -151,13 +152,17 @@ def test_charts_are_drawn_and_the_console_is_clean(
     # Nothing leaves the page sideways: wide tables scroll in their own frame.
     overflow = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
     assert window.run(overflow) <= 0
-    assert (
-        overlaps(window, "main p, main h1, main h2, main figcaption, .chart, table, .tiles") == []
-    )
+    assert overlaps(window, BLOCKS) == []
     for chart in ("deploy", "overk"):
-        assert (
-            overlaps(window, f"#{chart} .annotation-text, #{chart} .xtick, #{chart} .ytick") == []
+        words = (
+            ".annotation-text",
+            ".xtick",
+            ".ytick",
+            ".textpoint text",
+            ".g-ytitle",
+            ".g-y2title",
         )
+        assert overlaps(window, ", ".join(f"#{chart} {each}" for each in words)) == [], chart
     shot = pictures / f"report-{width}-{scheme}.png"
     window.screenshot(shot)
     picture = matplotlib.image.imread(shot)
@@ -312,9 +317,7 @@ def test_paper_has_no_overlap(window: Browser, page: Path, pictures: Path) -> No
     shown(window, page)
     window.paper(True)
     window.run("dispatchEvent(new Event('beforeprint'))")
-    assert (
-        overlaps(window, "main p, main h1, main h2, main figcaption, .chart, table, .tiles") == []
-    )
+    assert overlaps(window, BLOCKS) == []
     width = "return [...document.querySelectorAll('.chart .main-svg, #rows, .tiles, pre')]"
     assert all(0 < each <= 720 for each in window.run(f"{width}.map(e => e.clientWidth || 1)"))
     assert window.run("return document.getElementById('rows').getBoundingClientRect().right") <= 720

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import base64
+import gzip
 import json
 import re
 import warnings
@@ -118,7 +120,9 @@ def test_the_page_fetches_nothing(results: Results) -> None:
     page = Page(html(results))
     assert page.fetched == []
     assert not any("@import" in style or "url(" in style for style in page.styles)
-    assert sum("* plotly.js (basic" in script for script in page.scripts) == 1
+    packed = gzip.decompress(base64.b64decode(page.scripts[1])).decode()
+    assert "* plotly.js (basic" in packed
+    assert "plotly.js, basic bundle: MIT licence" in html(results)
 
 
 def test_the_page_tells_every_row_the_machine_and_the_command(results: Results) -> None:
