@@ -88,7 +88,6 @@ def points(window: Browser, chart: str) -> int:
 
 
 BLOCKS = "main p, main h1, main h2, main figcaption, .chart, table, .tiles"
-BLOCKS = "main p, main h1, main h2, main figcaption, .chart, table, .tiles"
 DRAWN = "return document.documentElement.dataset.drawnMs"
 
 

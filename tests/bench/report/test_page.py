@@ -174,6 +174,9 @@ def test_a_row_comes_with_the_command_that_exports_it(results: Results, row: Row
     assert whole is not None
     assert "--k n " in whole
     assert whole.endswith("--data 'a b.npz'")
+    standard = told("moexport bench digits.pt --target onnx", results.rows[2])
+    assert standard is not None
+    assert "--target onnx " in standard
     folder = told("moexport bench digits.pt --data images", integers)
     assert folder is not None
     assert folder.endswith("--data FEED")
