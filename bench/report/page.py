@@ -148,7 +148,7 @@ def export_command(results: Results, row: Row) -> str | None:
 
     The model and what its shapes do not tell are taken from the command of the results.
     """
-    target = next(
+    target: str | None = next(
         (
             kind.target
             for kind in KINDS.values()
@@ -164,7 +164,7 @@ def export_command(results: Results, row: Row) -> str | None:
     if target is None or row.error is not None or not source or given[:1] != ["moexport"]:
         return None
     if target == "ort-cpu":  # What a benchmark may be told to take another for.
-        target = next(iter(_given(given, "--target")), target)
+        target = (_given(given, "--target") or [target])[0]
     name = "".join(c if c.isalnum() else "-" for c in Path(source.split(":")[-1]).stem)
     words = ["moexport", "export", source, "-o", f"{name}-k{row.k}-{row.precision}"]
     words += ["--k", "n" if row.k == row.experts else str(row.k), "--target", target]
