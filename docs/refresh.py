@@ -55,7 +55,7 @@ def demo_table(results: Results) -> str:
     """Returns the README's table: at batch 1, PyTorch untouched, then the export for each k."""
     lines = []
     rows = [row for row in results.rows if row.batch == 1]
-    rows.sort(key=lambda row: (row.experts, not row.is_reference, -row.k))
+    rows.sort(key=lambda row: (-row.experts, not row.is_reference, row.precision, -row.k))
     for experts, group in itertools.groupby(rows, key=lambda row: row.experts):
         untouched = 0.0
         for row in group:
@@ -70,13 +70,14 @@ def demo_table(results: Results) -> str:
                 (
                     str(experts),
                     "PyTorch, untouched" if row.is_reference else str(row.k),
+                    row.precision.upper(),
                     f"{row.accuracy.top1:.1%}",
                     "–" if share is None else f"{share:.1%}",
                     f"{row.latency_ms.median:.3f}",
                     f"{untouched / row.latency_ms.median:.1f}×",
                 )
             )
-    header = ("n", "experts kept, k", "accuracy", "of all experts'", "latency, ms", "vs PyTorch")
+    header = ("n", "experts kept, k", "precision", "accuracy", "kept", "latency, ms", "vs PyTorch")
     return markdown(header, lines, words=0) + "\n"
 
 

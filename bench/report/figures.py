@@ -10,7 +10,7 @@ from typing import Any
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
 from ..results import Interval, Results
 from .summary import UNTOUCHED, ErrorBar, Section, Series, limit_lines, sections
@@ -19,6 +19,9 @@ COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 REFERENCE = "#5b6472"
 INK = "#1d2430"
+FAR_APART = 6
+"""Latencies that differ by more are drawn by factors, as on the page."""
+
 GRID = "#e4e8ee"
 
 STYLE: Any = {
@@ -112,7 +115,7 @@ def drawn(
 
 def _latency(axes: Axes, section: Section) -> None:
     axes.set_title(f"{section.model}: latency, batch {section.batch}")
-    axes.set_ylabel("median, ms")
+    axes.set_ylabel("median latency, ms")
     reference = None if section.reference is None else section.reference.latency_ms
     if reference is not None:
         _horizontal(axes, reference.median)
@@ -129,7 +132,15 @@ def _latency(axes: Axes, section: Section) -> None:
     for limit in limit_lines(section):
         ks, least = zip(*limit.points, strict=True)
         axes.plot(ks, least, color=REFERENCE, linestyle=":", linewidth=1.2, label=limit.name)
-    axes.set_ylim(0, section.top_ms)
+    medians = [row.median_ms for row in section.all_rows if row.median_ms is not None]
+    if max(medians, default=1.0) > FAR_APART * min(medians, default=1.0):
+        axes.set_yscale("log")
+        axes.set_ylim(0.75 * min(medians), 1.1 * section.top_ms)
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axes.yaxis.set_minor_locator(NullLocator())
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    else:
+        axes.set_ylim(0, section.top_ms)
     log2_axis(axes, section.ks, f"experts kept, k of {section.experts}")
 
 
@@ -143,7 +154,7 @@ def _quality(axes: Axes, section: Section) -> None:
 
 def _accuracy(axes: Axes, section: Section) -> None:
     axes.set_title(f"{section.model}: accuracy kept")
-    axes.set_ylabel("% of all experts' accuracy")
+    axes.set_ylabel("accuracy kept, of PyTorch's")
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     _horizontal(axes, 1.0)
     for line, looks in _nested(section):

@@ -255,6 +255,16 @@ def test_a_bar_that_goes_on_outside_of_the_chart_is_cut_and_says_so(
         assert not any(section.bar(r.latency_ms).cut for r in line.rows if r.latency_ms is not None)
 
 
+def test_latencies_that_are_far_apart_are_drawn_by_factors(
+    results: Results, row: RowMaker, tmp_path: Path
+) -> None:
+    rows = (results.rows[0], row(16, 0.3, 1.0), row(4, 0.06, 1.0))
+    _, drawn = figures(replace(results, rows=rows), tmp_path)
+    words = re.findall(r"<!-- (.+?) -->", drawn.read_text())
+    assert {"0.1", "0.2", "0.5", "1", "2"} <= set(words)
+    assert not any("10^" in each for each in words)
+
+
 def test_views_are_files_that_can_be_made_again(results: Results, tmp_path: Path) -> None:
     write_report(results, tmp_path / "report.html")
     first = (tmp_path / "report.html").read_bytes()
