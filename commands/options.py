@@ -189,9 +189,11 @@ def refuse_idle(*groups: Any, why: str, but: Sequence[str] = ()) -> None:
             value = getattr(group, parameter.name)
             if parameter.name in but or value in (parameter.default, []):
                 continue
-            declared = parameter.annotation.__metadata__[0].param_decls
-            option = next((each for each in declared if each.startswith("--")), "")
-            option = option or f"--{parameter.name.replace('_', '-')}"
+            declared = parameter.annotation.__metadata__[
+                0
+            ].default  # Typer puts the first name there
+            named = isinstance(declared, str) and declared.startswith("--")
+            option = declared if named else f"--{parameter.name.replace('_', '-')}"
             if parameter.default is True:
                 option = option.replace("--", "--no-", 1)
             raise UsageError(f"{option}: {why}", hint=f"leave {option} out")
@@ -271,7 +273,7 @@ def program(name: str, about: str, commands: dict[str, Command]) -> typer.Typer:
         no_args_is_help=True,
         rich_markup_mode=None,
         pretty_exceptions_enable=False,
-        context_settings={"help_option_names": ["-h", "--help"]},
+        context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
     )
     app.callback()(flattened(_before_command))
     return app

@@ -167,7 +167,7 @@ def test_a_layer_whose_experts_change_nothing_is_drawn_too(tmp_path: Path) -> No
         ({}, ("--layer", "head"), "--layer head: the model has no such", "its MoE layers: layer"),
         ({}, ("--group-by", "sex"), "no array 'sex' to group", "it holds input, label, odd"),
         ({"odd": np.ones((360, 2))}, ("--group-by", "odd"), "subgroups are a number", "True"),
-        ({"input": np.zeros((360, 7), np.float32)}, (), "float32 of shape (360, 1, 7)", ""),
+        ({"input": np.zeros((360, 7), np.float32)}, (), "not float32 (360, 1, 7)", ""),
     ],
 )
 def test_data_and_options_that_cannot_be_meant(
