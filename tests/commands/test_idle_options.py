@@ -196,7 +196,7 @@ def test_an_option_that_would_do_nothing_is_refused(
     assert outcome.code == 2, outcome.err
     assert outcome.out == ""
     said = {"sets": "--set", "profiles": "--profile", "memory": "--no-memory"}
-    said |= {"engine": "engines", "engine_cache": "engines", "k": "k"}
+    said |= {"engine": "engines?", "engine_cache": "engines", "k": "k"}
     wanted = said.get(name, f"--{name.replace('_', '-')}")
     assert re.search(rf"{wanted}(?![\w-])", outcome.error)
     assert outcome.hint
