@@ -105,6 +105,8 @@ FITTED = (
 """Layers that the constants may be fitted to."""
 
 HELD_OUT = (
+    Layer(196, 16, 49, 1, 4, "relu"),  # the demo's own
+    Layer(196, 64, 12, 1, 4, "relu"),
     Layer(32, 16, 64, 1, 16, "relu"),
     Layer(32, 128, 32, 1, 16, "gelu"),
     Layer(48, 32, 192, 2, 36, "relu"),
