@@ -34,7 +34,7 @@ from .record import keep, kept, measured_on
 
 BATCHES = (1, 8, 32)
 
-PROTOCOL = timing.Protocol(warmup=1, round_s=0.01)
+PROTOCOL = timing.Protocol(warmup=2, round_s=0.01)
 
 COPY_LIMIT_BYTES = 256 << 20
 """`gather` is left out where one batch would copy more weights than this."""
@@ -124,7 +124,11 @@ HELD_OUT = (
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """One layer, k, batch and form: the median in milliseconds of each lowering that may serve."""
+    """One layer, k, batch and form: milliseconds of each lowering that may serve.
+
+    `ms` are the least that a call took, which other work on the machine disturbs least, and
+    `medians` those of all calls.
+    """
 
     layer: Layer
     k: int
@@ -132,7 +136,7 @@ class Cell:
     target: CpuTarget
     precision: Precision
     ms: dict[str, float]
-    spread: dict[str, float]
+    medians: dict[str, float]
 
     @property
     def work(self) -> Work:
@@ -247,9 +251,9 @@ def measured(layer: Layer, target: CpuTarget, precision: Precision, threads: int
             found = timing.measure(calls, PROTOCOL).latencies
             for k in layer.ks:
                 of_k = {name: found[key] for name in names if (key := f"{name} {k}") in found}
-                ms = {name: latency.median for name, latency in of_k.items()}
-                spread = {name: latency.spread for name, latency in of_k.items()}
-                yield Cell(layer, k, batch, target, precision, ms, spread)
+                ms = {name: latency.min for name, latency in of_k.items()}
+                medians = {name: latency.median for name, latency in of_k.items()}
+                yield Cell(layer, k, batch, target, precision, ms, medians)
 
 
 def _called(infer: Callable[[np.ndarray], object], x: np.ndarray, index: int) -> object:
@@ -306,4 +310,10 @@ def table(file: Path) -> str:
                     )
                 )
     header = ("layers", "precision", "`--batch`", "cells", "median", "95%", "worst", "where")
-    return f"{measured_on(kept(file))}\n\n{markdown(header, rows)}"
+    least = least_ratios(read_cells(file))
+    one_graph = f"{np.median(least):.2f} times the best, {max(least):.2f} at the worst"
+    body = kept(file)
+    return (
+        f"{measured_on(body)}; load average {body['load']:.1f}\n\n{markdown(header, rows)}\n\n"
+        f"One graph for all of these batches, chosen by these times, would take {one_graph}."
+    )

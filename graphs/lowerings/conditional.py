@@ -16,6 +16,7 @@ from .cost import (
     expert_bytes,
     expert_macs,
     expert_nodes,
+    stream_us,
     unselected_macs,
 )
 from .experts import expert_rows, one_expert
@@ -84,7 +85,7 @@ def predict_us(work: Work, machine: Machine) -> float:
     n, active = work.spec.experts, work.expected_active
     branches = n * machine.branch_us if work.k < n else 0.0
     return (
-        expert_bytes(work, active) / machine.bytes_per_us
+        stream_us(work, expert_bytes(work, active), machine.bytes_per_us, machine)
         + expert_macs(work, work.batch * active) / machine.macs_per_us
         + unselected_macs(work) / machine.batched_macs_per_us
         + branches

@@ -58,7 +58,8 @@ class Machine:
     constant, pre-packed weights and `batched_macs_per_us` in batched ones, `node_us` for an
     operator with little to do, `branch_us` for an `If`. `integer_nodes` is how many nodes more an
     expert takes in integers. Of `com.microsoft.MoE` alone are `routing_us` for each expert that a
-    row could go to, and `scalar_us` for a number that its loops take one by one.
+    row could go to, and `scalar_us` for a number that its loops take one by one. Weights of a layer
+    that the caches hold (`CACHE_BYTES`) come so many times faster (`cached`).
     """
 
     bytes_per_us: float
@@ -71,6 +72,7 @@ class Machine:
     integer_nodes: int = 0
     routing_us: float = 0.0
     scalar_us: float = 0.0
+    cached: float = 1.0
 
 
 def _scaled(machine: Machine, factor: float) -> Machine:
@@ -85,16 +87,20 @@ def _scaled(machine: Machine, factor: float) -> Machine:
     )
 
 
+CACHE_BYTES = 16 << 20
+"""Layers of fewer bytes of experts, counted as FP32, stay in the caches from one run to the next."""
+
 CPU = Machine(
-    bytes_per_us=34e3,
-    stacked_bytes_per_us=21e3,
-    copy_bytes_per_us=10e3,
-    macs_per_us=105e3,
-    batched_macs_per_us=72e3,
-    node_us=1.2,
-    branch_us=9.5,
-    routing_us=0.004,
-    scalar_us=0.001,
+    bytes_per_us=33e3,
+    stacked_bytes_per_us=23e3,
+    copy_bytes_per_us=12e3,
+    macs_per_us=80e3,
+    batched_macs_per_us=53e3,
+    node_us=0.53,
+    branch_us=1.4,
+    routing_us=0.0067,
+    scalar_us=0.0014,
+    cached=1.75,
 )
 """What `python -m perf fit` found on two cores with AVX-512; they choose as well on two with
 AVX2."""
@@ -164,6 +170,12 @@ def around_experts_us(work: Work, machine: Machine) -> float:
 def expert_bytes(work: Work, experts: float) -> float:
     """The bytes of so many experts' weights, counted as FP32."""
     return 4.0 * experts * work.spec.parameters_per_expert
+
+
+def stream_us(work: Work, weights_bytes: float, bytes_per_us: float, machine: Machine) -> float:
+    """How long so many bytes of a layer's weights take, faster where the caches hold the layer."""
+    fits = expert_bytes(work, work.spec.experts) <= CACHE_BYTES
+    return weights_bytes / (bytes_per_us * (machine.cached if fits else 1.0))
 
 
 def expert_macs(work: Work, rows: float) -> float:

@@ -9,7 +9,15 @@ from ..layers.stored import Layer
 from ..routing import combine_outputs, masked_slots, route
 from ..targets import EVERY_TARGET
 from .base import Lowering
-from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs, unselected_macs
+from .cost import (
+    Machine,
+    Work,
+    around_experts_us,
+    expert_bytes,
+    expert_macs,
+    stream_us,
+    unselected_macs,
+)
 from .experts import batched_experts, expert_rows, stacked_weights
 
 
@@ -43,7 +51,7 @@ def predict_us(work: Work, machine: Machine) -> float:
     # A single row per expert is computed while its weights stream by; further rows cost.
     computed = expert_macs(work, work.batch * n) * (1.0 - 1.0 / rows)
     return (
-        expert_bytes(work, n) / machine.stacked_bytes_per_us
+        stream_us(work, expert_bytes(work, n), machine.stacked_bytes_per_us, machine)
         + (computed + unselected_macs(work)) / machine.batched_macs_per_us
         + 8 * machine.node_us
         + around_experts_us(work, machine)

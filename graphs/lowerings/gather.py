@@ -10,7 +10,7 @@ from ..routing import combine_outputs, route, selected_slots
 from ..targets import EVERY_TARGET
 from . import dense
 from .base import Lowering
-from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs
+from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs, stream_us
 from .experts import batched_experts, expert_rows, stacked_weights
 
 
@@ -50,7 +50,7 @@ def predict_us(work: Work, machine: Machine) -> float:
     if work.k == work.spec.experts:
         return dense.predict_us(work, machine)  # nothing is to gather: it is the same graph
     return (
-        copied_bytes(work) / machine.copy_bytes_per_us
+        stream_us(work, copied_bytes(work), machine.copy_bytes_per_us, machine)
         + expert_macs(work, work.selections) / machine.batched_macs_per_us
         + 12 * machine.node_us
         + around_experts_us(work, machine)

@@ -15,7 +15,15 @@ from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import DATA_SIZES
 from .base import Lowering
-from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs, expert_nodes
+from .cost import (
+    Machine,
+    Work,
+    around_experts_us,
+    expert_bytes,
+    expert_macs,
+    expert_nodes,
+    stream_us,
+)
 from .experts import expert_rows, first_product, hidden_rows, one_expert, second_product
 
 
@@ -133,7 +141,7 @@ def predict_us(work: Work, machine: Machine) -> float:
         # What lies between the matmuls is there once for all experts.
         nodes -= n if machine.integer_nodes == 0 else 2 * n
     return (
-        expert_bytes(work, work.expected_active) / machine.bytes_per_us
+        stream_us(work, expert_bytes(work, work.expected_active), machine.bytes_per_us, machine)
         + expert_macs(work, work.selections) / machine.macs_per_us
         + nodes * machine.node_us
         + around_experts_us(work, machine)
