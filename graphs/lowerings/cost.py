@@ -88,7 +88,7 @@ def _scaled(machine: Machine, factor: float) -> Machine:
 
 
 CACHE_BYTES = 16 << 20
-"""Layers of fewer bytes of experts, counted as FP32, stay in the caches from one run to the next."""
+"""Experts of fewer bytes, counted as FP32, stay in the caches from one run to the next."""
 
 CPU = Machine(
     bytes_per_us=33e3,
