@@ -223,6 +223,7 @@ def one_run_tables(folder: Path) -> dict[str, str]:
     return {"machine": measured_by(read(folder / "layers-cpu.json"))} | {
         name: benchmark.tables(folder / benchmark.file.name) + "\n"
         for name, benchmark in BENCHMARKS.items()
+        if (folder / benchmark.file.name).exists()  # a benchmark may be younger than the run
     }
 
 
