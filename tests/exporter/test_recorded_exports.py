@@ -240,7 +240,7 @@ def test_the_program_itself_runs_verifies_and_inspects(tmp_path: Path) -> None:
     assert np.abs(y - case.y(1)).max() <= RTOL * np.abs(case.y(1)).max()
     verified = run_program("verify", "out", cwd=tmp_path)
     assert (verified.code, verified.err) == (0, "")
-    assert [line.split()[0] for line in verified.out.splitlines()] == ["ok"] * 6
+    assert [line.split()[0] for line in verified.out.splitlines()] == ["ok"] * 7
     inspected = run_program("inspect", "out", cwd=tmp_path)
     assert (inspected.code, inspected.err) == (0, "")
     assert "soft-moe-pytorch" in inspected.out
