@@ -1,0 +1,117 @@
+"""The structure that docs/architecture.md draws: imports run one way, and no folder is a crowd."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs")
+PAGE = ROOT / "docs" / "architecture.md"
+
+ORDER = (
+    {"__main__"},
+    {"cli"},
+    {"commands"},
+    {"__init__"},
+    {"api"},
+    {"bench"},
+    {"exporter"},
+    {"calibration"},
+    {"graphs"},
+    {"common"},
+    {"errors"},
+)
+"""The rooms from the top down: each may import from those below it. `bench` is a callable package,
+which calls `api` when it is called."""
+
+MOST = 15
+"""Modules side by side in one folder."""
+
+
+def module_files() -> list[Path]:
+    """The modules of the package, relative to its root."""
+    files = [*ROOT.glob("*.py")]
+    for folder in FOLDERS:
+        files += (ROOT / folder).rglob("*.py")
+    return sorted(file.relative_to(ROOT) for file in files)
+
+
+def module_name(file: Path) -> str:
+    parts = file.with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts)
+
+
+NAMES = {module_name(file) for file in module_files()}
+
+
+def imported(file: Path) -> Iterator[str]:
+    """The modules of the package that a file imports anywhere, inside functions too."""
+    package = file.parent.parts
+    for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        base = (*package[: len(package) - (node.level - 1)], *(node.module or "").split("."))
+        place = ".".join(part for part in base if part)
+        for alias in node.names:
+            inner = f"{place}.{alias.name}".strip(".")
+            if inner in NAMES or place in NAMES:
+                yield inner if inner in NAMES else place
+
+
+def graph() -> dict[str, set[str]]:
+    return {module_name(file): set(imported(file)) - {module_name(file)} for file in module_files()}
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    edges, done, path = graph(), set[str](), list[str]()
+
+    def visit(name: str) -> None:
+        assert name not in path, " → ".join([*path[path.index(name) :], name])
+        if name in done:
+            return
+        path.append(name)
+        for other in sorted(edges[name]):
+            # Packages that are callable import what they call when they are called.
+            if (name, other) != ("bench", "api"):
+                visit(other)
+        path.pop()
+        done.add(name)
+
+    for name in sorted(edges):
+        visit(name)
+
+
+def test_imports_run_one_way() -> None:
+    floor = {room: number for number, rooms in enumerate(ORDER) for room in rooms}
+    wrong = [
+        f"{name} imports {other}"
+        for name, others in graph().items()
+        for other in others
+        if floor[other.partition(".")[0]] < floor[name.partition(".")[0]]
+        and (name, other) != ("bench", "api")
+    ]
+    assert not wrong
+
+
+@pytest.mark.parametrize("folder", sorted({file.parent for file in module_files()}), ids=str)
+def test_a_folder_is_no_crowd(folder: Path) -> None:
+    beside = [file for file in module_files() if file.parent == folder]
+    assert len([file for file in beside if file.name != "__init__.py"]) <= MOST
+
+
+def test_the_page_on_the_architecture_names_files_that_exist() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:[a-z_0-9]+/)*[a-z_0-9]+(?:\.py|/))`", text)
+    assert len(named) > 40
+    assert not [each for each in named if not (ROOT / each).exists()]
+
+
+def test_every_folder_is_on_the_page() -> None:
+    text = PAGE.read_text(encoding="utf-8")
+    folders = {file.parent for file in module_files()} - {Path()}
+    assert not [folder for folder in folders if f"`{folder}/`" not in text]
