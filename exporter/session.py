@@ -201,7 +201,8 @@ def check_provider(provider: str) -> None:
     if provider not in available:
         raise UsageError(
             f"ONNX Runtime has no {provider} on this machine",
-            hint=f"it has {', '.join(available)}; `moexport doctor` says why",
+            hint=f"it has {', '.join(available)}; moexport[gpu] installs the one with CUDA, and "
+            "`moexport doctor` says what is here",
         )
     if provider != CPU and first_gpu() is None:
         raise EngineError(

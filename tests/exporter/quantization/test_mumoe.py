@@ -41,7 +41,7 @@ def exported_layer(spec: MuMoESpec, folder: Path, *options: str | Path) -> Outco
     torch.save(state_of(random_layer(spec)), folder / "layer.pt")
     np.savez(folder / "x.npz", input=normal_tokens(spec))
     arguments = ("export", folder / "layer.pt", "-o", folder / "out", "--data", folder / "x.npz")
-    return run(*arguments, *options)
+    return run(*arguments, "--set", "act=entmax15", *options)
 
 
 def off(y: np.ndarray, expected: np.ndarray) -> float:
