@@ -104,6 +104,7 @@ def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Out
             batches=(1, 32),
             protocol=Protocol(inputs=8, round_s=0.1),
             threads=THREADS,
+            memory=False,  # It takes a process for every row, and the demo is to be short.
             calibration=str(calibration),
         ),
         out=directory / "report",
