@@ -8,6 +8,7 @@ interrupted run goes on where it stopped: `python -m perf auto --minutes=12`.
 from __future__ import annotations
 
 import os
+import sys
 import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -222,7 +223,8 @@ def measure(file: Path, progress: Callable[[str], None], minutes: float = MINUTE
         progress(f"{layer.name}: {target}, {precision}")
         cells += measured(layer, target, precision, threads)
         body: list[dict[str, Any]] = [asdict(cell) for cell in cells]
-        keep(file, "auto", batches=BATCHES, threads=threads, load=os.getloadavg()[0], cells=body)
+        load = None if sys.platform == "win32" else os.getloadavg()[0]
+        keep(file, "auto", batches=BATCHES, threads=threads, load=load, cells=body)
 
 
 def measured(layer: Layer, target: CpuTarget, precision: Precision, threads: int) -> Iterator[Cell]:
