@@ -8,8 +8,8 @@ interrupted run goes on where it stopped: `python -m perf auto --minutes=12`.
 from __future__ import annotations
 
 import os
-import sys
 import random
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
