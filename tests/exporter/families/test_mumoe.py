@@ -238,5 +238,5 @@ def test_a_head_behind_a_users_backbone_is_replaced_and_exported(
         *("export", "headnet:net", "--set", "input_shape=7", "-o", tmp_path / "other"),
         *("--set", "softmax=true"),
     )
-    assert refused.code == 1
+    assert refused.code == 3
     assert "computes something else" in refused.error
