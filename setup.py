@@ -9,7 +9,6 @@ from setuptools import setup
 
 FIGURE = re.compile(r"!\[[^\]]*\]\((?!https?:)[^)]*\)\n*")
 LINK = re.compile(r"\[([^\]]*)\]\((?!https?:|#)([^)#]*)[^)]*\)")
-SOURCES = "https://pypi.org/project/moexport/#files"
 
 
 def named(link: re.Match[str]) -> str:
@@ -22,6 +21,6 @@ readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
 setup(
     script_name="setup.py",  # so that it is left out of the wheel, whose root is this folder
     long_description=f"{LINK.sub(named, FIGURE.sub('', readme))}\n"
-    f"The pages that are named here come with the [sources]({SOURCES}).\n",
+    "The pages that are named here come with the sources.\n",
     long_description_content_type="text/markdown",
 )

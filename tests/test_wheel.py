@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import re
 import shutil
-import socket
 import subprocess
 import sys
 import tarfile
@@ -126,10 +125,11 @@ def test_the_wheel_works_where_there_is_no_checkout(wheel: Path, tmp_path: Path)
 
 
 def test_what_the_wheel_needs_can_be_installed_together(wheel: Path) -> None:
-    try:
-        socket.create_connection(("pypi.org", 443), timeout=3).close()
-    except OSError as error:
-        pytest.skip(f"no package index can be reached: {error}")
+    dry = [*PIP, "install", "--dry-run", "--ignore-installed"]
+    if subprocess.run([*dry, "--no-deps", "msgspec"], capture_output=True, check=False).returncode:
+        pytest.skip("no package index can be reached")
     # Resolved afresh, as in an empty environment, by the packages' metadata; nothing is installed.
-    dry = [*PIP, "install", "--dry-run", "--ignore-installed", f"{wheel}[cpu]"]
-    subprocess.run(dry, check=True, capture_output=True, timeout=120)
+    done = subprocess.run(
+        [*dry, f"{wheel}[cpu]"], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
