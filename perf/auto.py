@@ -223,7 +223,9 @@ def measure(file: Path, progress: Callable[[str], None], minutes: float = MINUTE
         progress(f"{layer.name}: {target}, {precision}")
         cells += measured(layer, target, precision, threads)
         body: list[dict[str, Any]] = [asdict(cell) for cell in cells]
-        load = None if sys.platform == "win32" else os.getloadavg()[0]
+        load: float | None = None
+        if sys.platform != "win32":
+            load = os.getloadavg()[0]
         keep(file, "auto", batches=BATCHES, threads=threads, load=load, cells=body)
 
 
