@@ -1,1 +1,1 @@
-"""common."""
+"""What knows nothing of models: console, text, files written whole, timing, environment."""

@@ -1,1 +1,1 @@
-"""demo."""
+"""What `moexport demo` does: real data, networks that it trains, and the whole job on them."""

@@ -1,1 +1,1 @@
-"""checkpoints."""
+"""From what a user names to a model: files, state dicts, networks and layers of one's own."""

@@ -1,1 +1,1 @@
-"""precision."""
+"""In what numbers a graph computes: 16-bit floats, integers, and the backbone's linear layers."""
