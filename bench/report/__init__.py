@@ -1,1 +1,1 @@
-"""Views of `results.json`: the page, figures, tables, text, and comparisons with earlier results."""
+"""Views of `results.json`: page, figures, tables, text, and comparisons with earlier results."""
