@@ -124,9 +124,10 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
             super().__init__()
             self.name, self.spec, self.tokens = name, layer.spec, layer.tokens
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
+        def forward(self, x: torch.Tensor, *routed: torch.Tensor) -> torch.Tensor:
+            del routed
             x = self.tokens(x)
-            tokens[self.name] = x.shape[1]
+            tokens[self.name] = x.shape[-2]
             return x.new_zeros(*x.shape[:-1], self.spec.out)
 
     with torch.inference_mode(), replaced_layers(model.module, Counted) as backbone, _NoProducts():

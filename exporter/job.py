@@ -83,7 +83,7 @@ class ExportJob:
         for node in traced.graph:
             if node.domain == DOMAIN:
                 x = node.inputs[0]
-                size = x.shape[1] if x is not None and x.shape is not None else None
+                size = x.shape[-2] if x is not None and x.shape is not None else None
                 tokens = size if isinstance(size, int) else self.options.tokens.opt
                 layer = node.attributes.get_string("layer")
                 works[layer] = self.work(layer, tokens)

@@ -96,11 +96,11 @@ class _Node(nn.Module):
         self.out = layer.spec.out
         self.tokens = layer.tokens  # a bound method, so that the layer is no submodule of this
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, *routed: Tensor) -> Tensor:
         x = self.tokens(x)
         return torch.onnx.ops.symbolic(
             f"{DOMAIN}::{self.op_type}",
-            [x],
+            [x, *routed],
             {"layer": self.layer},
             dtype=x.dtype,
             shape=[*x.shape[:-1], self.out],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import onnx_ir as ir
 from onnx_ir.passes import common
@@ -124,9 +125,10 @@ def _replace(
     k: int | ir.Value,
     observer: Observer | None,
 ) -> LayerValues:
-    x, old = node.inputs[0], node.outputs[0]
+    (x, *others), old = node.inputs, node.outputs[0]
+    routed = tuple(value for value in others if value is not None)
     assert x is not None and x.name is not None
-    tokens = x.shape[1] if x.shape is not None else None
+    tokens = x.shape[1] if x.shape is not None and not routed else None
     layer = LayerOf(
         spec=choice.spec,
         tensors=choice.tensors,
@@ -137,6 +139,7 @@ def _replace(
         target=choice.target,
         x_type=x.dtype or ir.DataType.FLOAT,
         y_type=old.dtype or ir.DataType.FLOAT,
+        routed=routed,
     )
     b = Builder(choice.spec.name)
     y = choice.lowering.build(b, layer, x)
@@ -154,13 +157,20 @@ def _replace(
     return LayerValues(
         input=x.name,
         output=y.name,
-        choices={
-            choice_key(choice.spec.name, key): in_layer(choice.spec.name, value)
-            for key, value in choice.spec.choices().items()
-        }
-        if layer.selects
-        else {},
+        choices=_chosen(layer) if layer.selects else {},
     )
+
+
+def _chosen(layer: LayerOf[Any]) -> dict[str, str]:
+    """Names of the values that hold what a layer chose, or what was chosen for it."""
+    name = layer.spec.name
+    if layer.routed:
+        index = layer.routed[0].name
+        assert index is not None
+        return {choice_key(name, key): index for key in layer.spec.choices()}
+    return {
+        choice_key(name, key): in_layer(name, value) for key, value in layer.spec.choices().items()
+    }
 
 
 def _count_domain(graph: ir.Graph, node: ir.Node) -> None:

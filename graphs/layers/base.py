@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -62,7 +62,8 @@ NO_EDITS = LayerEdits()
 
 
 Kind = str
-"""What a spec and the lowerings that serve it call their kind of layer: `soft-moe`, `mumoe`."""
+"""What a spec and the lowerings that serve it call their kind of layer: `soft-moe`, `mumoe` or
+`experts`."""
 
 Algorithm = Literal["masked", "selected"]
 """How eager PyTorch applies Algorithm 1. `masked`: every expert runs, unselected columns of C are
@@ -189,6 +190,9 @@ class StoredPart:
 class MoELayer(nn.Module, ABC):
     """A MoE layer in PyTorch, (b, m, d) to (b, m, o).
 
+    A kind whose choice is made by the network around it works on rows, (t, d) to (t, o), and takes
+    what was chosen as further inputs: those of its node in the graph.
+
     `keep` is k; None computes all experts, as the model was trained. `renormalize` and `algorithm`
     say how k is applied, where the kind gives a choice. `edits` change what the experts contribute,
     in `forward` and in what is `stored`, and never what is chosen.
@@ -208,12 +212,12 @@ class MoELayer(nn.Module, ABC):
         return x
 
     @abstractmethod
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, *inputs: Any, **named: Any) -> Tensor:
         """Maps tokens x [b, m, d] to [b, m, o], as the published code does."""
 
     @abstractmethod
-    def choices(self, x: Tensor) -> dict[str, RoutingDecision]:
-        """Returns what the layer chooses for inputs x, by the names of `MoESpec.choices`."""
+    def choices(self, *inputs: Any, **named: Any) -> dict[str, RoutingDecision]:
+        """Returns what the layer chooses for its inputs, by the names of `MoESpec.choices`."""
 
     @abstractmethod
     def stored(self) -> Iterator[StoredPart]:
@@ -291,7 +295,7 @@ def recorded_choices(model: nn.Module) -> Iterator[dict[str, RoutingDecision]]:
 
     def record(module: nn.Module, args: tuple[Tensor, ...], _: Tensor, name: str) -> None:
         assert isinstance(module, MoELayer)
-        for choice, made in module.choices(args[0]).items():
+        for choice, made in module.choices(*args).items():
             records[choice_key(name, choice)] = made
 
     with ExitStack() as hooks:

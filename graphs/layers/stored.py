@@ -11,6 +11,7 @@ from ..builder import Builder
 from ..precision.types import FP32, ComputeTypes
 from ..targets import Target
 from .base import MoESpec
+from .experts import ExpertsSpec
 from .mumoe import MuMoESpec
 from .soft_moe import SoftMoESpec
 
@@ -45,7 +46,8 @@ class LayerOf(Generic[S]):
 
     `k` is Algorithm 1's k: a number, or the graph input (int64, shape [1]) that carries it.
     `tokens` is m, or None where the token axis is dynamic. `x_type` and `y_type` are the float
-    types of the tokens in and out.
+    types of the tokens in and out. `routed` are the inputs beside the tokens: of a kind whose
+    choice is made around the layer, what was chosen and with what weights.
     """
 
     spec: S
@@ -57,6 +59,7 @@ class LayerOf(Generic[S]):
     x_type: ir.DataType = ir.DataType.FLOAT
     y_type: ir.DataType = ir.DataType.FLOAT
     target: Target = "onnx"
+    routed: tuple[ir.Value, ...] = ()
 
     @property
     def selects(self) -> bool:
@@ -76,6 +79,7 @@ class LayerOf(Generic[S]):
 
 Layer = LayerOf[SoftMoESpec]
 MuMoELayer = LayerOf[MuMoESpec]
+ExpertsLayer = LayerOf[ExpertsSpec]
 
 
 def _singular(name: str, index: int) -> str:

@@ -1,0 +1,230 @@
+"""Token-routed experts in PyTorch: their arithmetic alone, for a choice that the graph around made.
+
+A router, whatever it is, gives each token k experts and a weight for each; this layer computes
+y_t = Σ_j weights[t, j] · expert_{index[t, j]}(x_t). It is the reference that exported graphs are
+compared with, so it loops over experts; what is exported is written independently, in
+`graphs.lowerings.token_routed`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..names import SELECTED
+from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen
+from .soft_moe import Matrices
+
+ExpertActivation = Literal["silu", "gelu", "gelu-tanh", "relu", "relu2"]
+"""`silu` is z·sigmoid(alpha·z); `gelu` is the exact form, with erf; `relu2` is max(z, 0)²."""
+
+Gate = Literal["none", "concatenated", "interleaved"]
+"""`none`: act(x·w1 + b1); else act(gate)·up, with the columns of x·w1 + b1 as [gate, up], or in
+turn: gate, up, gate, up, …"""
+
+WeightsOn = Literal["output", "input"]
+"""Whether a weight multiplies what its expert returns, or what it is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsSpec:
+    """Sizes and behaviour of the experts of one layer, without their weights.
+
+    `experts` is n, and `k` how many of them a token got in training. `alpha` belongs to `silu`.
+    With a gate, `limit` bounds the gate from above and the other half to −limit … limit before the
+    activation, and `up_offset` is added to that half. With `post_norm` what an expert returns is
+    multiplied by a scale [o] and then divided by its root mean square.
+    """
+
+    kind: ClassVar[Kind] = "experts"
+    op_type: ClassVar[str] = "Experts"
+    renormalizable: ClassVar[bool] = False
+    chooses_sets: ClassVar[bool] = False
+    rewritable: ClassVar[bool] = False
+    slots: ClassVar[int] = 1
+
+    name: str
+    experts: int
+    k: int
+    dim: int
+    hidden: int
+    out: int
+    activation: ExpertActivation = "silu"
+    gate: Gate = "concatenated"
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    post_norm: bool = False
+    post_norm_eps: float = 1e-6
+    weights_on: WeightsOn = "output"
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """One level of n experts."""
+        return (self.experts,)
+
+    @property
+    def inner(self) -> int:
+        """Columns of an expert's first matrix: h, or 2h with a gate."""
+        return self.hidden if self.gate == "none" else 2 * self.hidden
+
+    @property
+    def parameters_per_expert(self) -> int:
+        """Weights of one expert, biases not counted."""
+        return self.dim * self.inner + self.hidden * self.out
+
+    def macs(self, tokens: int, k: int) -> dict[str, int]:
+        """Multiply-adds for `tokens` tokens with k experts each, by part."""
+        return {
+            "experts": tokens * k * self.parameters_per_expert,
+            "combine": tokens * k * self.out,
+        }
+
+    def bytes_read(self, k: int) -> int:
+        """FP32 bytes of the weights of k experts: what one token reads."""
+        return 4 * k * self.parameters_per_expert
+
+    def choices(self) -> dict[str, str]:
+        """The chosen experts, int64 [t, k]: here a value of the graph around the layer."""
+        return {"": SELECTED}
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertsWeights:
+    """The weights of one layer, in canonical orientation.
+
+    `w1` holds n matrices [d, inner] and `w2` n matrices [h, o]; transposed views of a checkpoint's
+    tensors will do, of any float type. `b1` [n, inner] and `b2` [n, o] may be None. With a gate the
+    columns of `w1` and `b1` lie as the spec's `gate` says. `scale` [o] belongs to `post_norm`.
+    """
+
+    w1: Matrices
+    w2: Matrices
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    scale: Tensor | None = None
+
+
+class Experts(MoELayer):
+    """The experts of one layer: x [t, d], index [t, k] and weights [t, k] to [t, o].
+
+    A smaller k is a narrower index, which the router around the layer makes: `keep` says nothing
+    here.
+    """
+
+    spec: ExpertsSpec
+
+    def __init__(self, spec: ExpertsSpec, weights: ExpertsWeights) -> None:
+        super().__init__()
+        self.spec = spec
+        self.w1 = _matrices(weights.w1)
+        self.w2 = _matrices(weights.w2)
+        self.b1 = None if weights.b1 is None else frozen(weights.b1)
+        self.b2 = None if weights.b2 is None else frozen(weights.b2)
+        self.scale = None if weights.scale is None else frozen(weights.scale)
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        """Maps tokens x [t, d] to [t, o]."""
+        y = x.new_zeros(x.shape[0], self.spec.out)
+        for expert in torch.unique(index).tolist():
+            if expert in self.edits.ablated_in(0):
+                continue
+            token, place = torch.where(index == expert)
+            weight = weights[token, place, None].to(x.dtype)
+            if self.spec.weights_on == "input":
+                outputs = self.expert(expert, x[token] * weight)
+            else:
+                outputs = self.expert(expert, x[token]) * weight
+            y.index_add_(0, token, outputs)
+        return y
+
+    def expert(self, index: int, rows: Tensor) -> Tensor:
+        """Expert `index` on rows [r, d]; returns [r, o]."""
+
+        def of(stacked: nn.Parameter | nn.ParameterList | None) -> Tensor | None:
+            return None if stacked is None else stacked[index].to(rows.dtype)
+
+        w1, w2 = of(self.w1), of(self.w2)
+        assert w1 is not None and w2 is not None
+        hidden = self.activate(F.linear(rows, w1.T, of(self.b1)))
+        outputs = F.linear(hidden, w2.T, of(self.b2))
+        if not self.spec.post_norm:
+            return outputs
+        if self.scale is not None:
+            outputs = outputs * self.scale.to(rows.dtype)
+        square = outputs.square().mean(dim=-1, keepdim=True)
+        return outputs * torch.rsqrt(square + self.spec.post_norm_eps)
+
+    def activate(self, hidden: Tensor) -> Tensor:
+        """What is between an expert's matrices: [r, inner] to [r, h]."""
+        spec = self.spec
+        if spec.gate == "none":
+            return self._activation(hidden)
+        if spec.gate == "concatenated":
+            gate, up = hidden.chunk(2, dim=-1)
+        else:
+            gate, up = hidden[..., ::2], hidden[..., 1::2]
+        if spec.limit is not None:
+            gate, up = gate.clamp(max=spec.limit), up.clamp(-spec.limit, spec.limit)
+        return self._activation(gate) * (up + spec.up_offset)
+
+    def _activation(self, z: Tensor) -> Tensor:
+        match self.spec.activation:
+            case "silu":
+                return z * torch.sigmoid(self.spec.alpha * z)
+            case "gelu":
+                return F.gelu(z)
+            case "gelu-tanh":
+                return F.gelu(z, approximate="tanh")
+            case "relu":
+                return F.relu(z)
+            case "relu2":
+                return F.relu(z).square()
+
+    def choices(self, x: Tensor, index: Tensor, weights: Tensor) -> dict[str, RoutingDecision]:
+        """Returns what the layer was given, ascending.
+
+        How clearly it was chosen only the router knows, so the margin is infinite.
+        """
+        del x, weights
+        margin = torch.full(index.shape[:1], torch.inf)
+        return {"": RoutingDecision(index.sort(dim=-1).values, margin)}
+
+    def stored(self) -> Iterator[StoredPart]:
+        """Yields the experts' weights, one expert at a time; gate and up are concatenated.
+
+        The scale before a post-norm is part of the second matrix and its bias.
+        """
+        n, spec = self.spec.experts, self.spec
+        yield StoredPart("experts.w1", (n, spec.dim, spec.inner), self._arrays(self.w1, first=True))
+        if self.b1 is not None:
+            yield StoredPart("experts.b1", (n, spec.inner), self._arrays(self.b1, first=True))
+        yield StoredPart("experts.w2", (n, spec.hidden, spec.out), self._arrays(self.w2))
+        if self.b2 is not None:
+            yield StoredPart("experts.b2", (n, spec.out), self._arrays(self.b2))
+
+    def _arrays(
+        self, weight: nn.Parameter | nn.ParameterList, *, first: bool = False
+    ) -> Iterator[np.ndarray]:
+        for expert in range(self.spec.experts):
+            matrix = weight[expert].float()  # numpy has no bfloat16
+            if first and self.spec.gate == "interleaved":
+                matrix = torch.cat([matrix[..., ::2], matrix[..., 1::2]], dim=-1)
+            if not first and self.scale is not None:
+                matrix = matrix * self.scale.float()
+            # An expert whose last map is zero contributes nothing, and costs what it did.
+            if not first and expert in self.edits.ablated_in(0):
+                matrix = torch.zeros_like(matrix)
+            yield matrix.numpy()
+
+
+def _matrices(matrices: Matrices) -> nn.Parameter | nn.ParameterList:
+    if isinstance(matrices, Tensor):
+        return frozen(matrices)
+    return nn.ParameterList([frozen(matrix) for matrix in matrices])

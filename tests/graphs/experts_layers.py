@@ -1,0 +1,148 @@
+"""Token-routed experts with random weights, in every option, and what they compute in float64."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch
+from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+PLAIN = ExpertsSpec("mlp.experts", experts=6, k=2, dim=16, hidden=24, out=16)
+
+SPECS: dict[str, ExpertsSpec] = {
+    "silu": PLAIN,
+    "interleaved": replace(PLAIN, gate="interleaved"),
+    "ungated": replace(PLAIN, gate="none"),
+    "gelu": replace(PLAIN, activation="gelu"),
+    "gelu-tanh": replace(PLAIN, activation="gelu-tanh"),
+    "relu": replace(PLAIN, activation="relu"),
+    "relu2 ungated": replace(PLAIN, gate="none", activation="relu2"),
+    "gpt-oss": replace(PLAIN, gate="interleaved", alpha=1.702, limit=0.7, up_offset=1.0),
+    "limit": replace(PLAIN, limit=0.5),
+    "quick-gelu ungated": replace(PLAIN, gate="none", alpha=1.702),
+    "post-norm": replace(PLAIN, post_norm=True, post_norm_eps=1e-3),
+    "weights on input": replace(PLAIN, weights_on="input"),
+    "other widths": replace(PLAIN, dim=12, hidden=8, out=20),
+    "k = 1": replace(PLAIN, k=1),
+    "k = n": replace(PLAIN, k=6),
+    "many experts": replace(PLAIN, experts=70, k=3),
+}
+"""A layer for each option of the kind."""
+
+
+def experts(
+    spec: ExpertsSpec,
+    *,
+    biases: bool = False,
+    transposed: bool = False,
+    apart: bool = False,
+    dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+) -> Experts:
+    """A layer with random weights: `transposed` views, or matrices that lie `apart`."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    n = spec.experts
+    w1 = normal(n, spec.dim, spec.inner) / spec.dim**0.5
+    w2 = normal(n, spec.hidden, spec.out) / spec.hidden**0.5
+    b1, b2 = (normal(n, spec.inner) / 4, normal(n, spec.out) / 4) if biases else (None, None)
+    scale = 1.0 + normal(spec.out) / 4 if spec.post_norm else None
+    w1, w2 = w1.to(dtype), w2.to(dtype)
+    if transposed:
+        w1, w2 = (w.transpose(1, 2).contiguous().transpose(1, 2) for w in (w1, w2))
+    if apart:
+        return Experts(spec, ExpertsWeights(tuple(w1), tuple(w2), b1, b2, scale))
+    return Experts(spec, ExpertsWeights(w1, w2, b1, b2, scale))
+
+
+def routed(
+    spec: ExpertsSpec, tokens: int, *, k: int | None = None, seed: int = 1
+) -> tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.float32]]:
+    """Tokens, k experts each in no order, and their weights."""
+    random = np.random.default_rng(seed)
+    k = spec.k if k is None else k
+    x = random.standard_normal((tokens, spec.dim)).astype(np.float32)
+    chosen = [random.permutation(spec.experts)[:k] for _ in range(tokens)]
+    index = np.array(chosen, np.int64).reshape(tokens, k)
+    weights = random.uniform(0.1, 1.0, (tokens, k)).astype(np.float32)
+    return x, index, weights
+
+
+def formula(
+    layer: Experts,
+    x: NDArray[np.float32],
+    index: NDArray[np.int64],
+    weights: NDArray[np.float32],
+) -> Array:
+    """The layer in float64, token by token."""
+    y = np.zeros((len(x), layer.spec.out))
+    for t in range(len(x)):
+        for j in range(index.shape[1]):
+            weight, row = float(weights[t, j]), x[t].astype(np.float64)
+            if layer.spec.weights_on == "input":
+                y[t] += _expert(layer, int(index[t, j]), row * weight)
+            else:
+                y[t] += weight * _expert(layer, int(index[t, j]), row)
+    return y
+
+
+def _expert(layer: Experts, e: int, row: Array) -> Array:
+    spec = layer.spec
+    hidden = row @ _array(layer.w1[e])
+    if layer.b1 is not None:
+        hidden = hidden + _array(layer.b1[e])
+    if spec.gate == "none":
+        hidden = _activation(spec, hidden)
+    else:
+        pairs = hidden.reshape(2, -1) if spec.gate == "concatenated" else hidden.reshape(-1, 2).T
+        gate, up = pairs
+        if spec.limit is not None:
+            gate, up = np.minimum(gate, spec.limit), np.clip(up, -spec.limit, spec.limit)
+        hidden = _activation(spec, gate) * (up + spec.up_offset)
+    y = hidden @ _array(layer.w2[e])
+    if layer.b2 is not None:
+        y = y + _array(layer.b2[e])
+    if spec.post_norm:
+        if layer.scale is not None:
+            y = y * _array(layer.scale)
+        y = y / np.sqrt((y * y).mean() + spec.post_norm_eps)
+    return np.asarray(y)
+
+
+def _activation(spec: ExpertsSpec, z: Array) -> Array:
+    match spec.activation:
+        case "silu":
+            return np.asarray(z / (1.0 + np.exp(-spec.alpha * z)))
+        case "gelu":
+            return np.asarray(z * 0.5 * (1.0 + np.vectorize(math.erf)(z / math.sqrt(2.0))))
+        case "gelu-tanh":
+            inner = math.sqrt(2.0 / math.pi) * (z + 0.044715 * z**3)
+            return np.asarray(0.5 * z * (1.0 + np.tanh(inner)))
+        case "relu":
+            return np.asarray(np.maximum(z, 0.0))
+        case "relu2":
+            return np.asarray(np.maximum(z, 0.0) ** 2)
+
+
+def _array(tensor: torch.Tensor) -> Array:
+    return np.asarray(tensor.double().numpy())
+
+
+def computed(layer: Experts, *inputs: np.ndarray) -> np.ndarray:
+    """What PyTorch computes."""
+    with torch.no_grad():
+        y = layer(*(torch.from_numpy(each) for each in inputs))
+    return np.asarray(y.numpy())
+
+
+def error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """The largest difference over the largest value."""
+    return float(np.abs(actual - expected).max() / np.abs(expected).max())
