@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -19,7 +19,12 @@ from ..graphs.layers.base import LayerEdits, MoELayer, MoESpec, Rewrite, moe_lay
 from .edits import NO_EDITS, Ablation, Edits, LayerRewrite
 
 Dimension = int | str
-"""A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `height`, `width`)."""
+"""A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `past`, `height`, `width`), or
+the sum of two (`past + tokens`)."""
+
+Default = Literal["ones", "positions", "empty"]
+"""What stands for an input that is left out: ones, as of a mask without gaps; the position of each
+token, as the mask counts them; or a tensor of which the `past` axis is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +33,7 @@ class TensorSpec:
 
     `limits` are the largest sizes that named axes may have; `below` is the bound of an integer
     input's values. `implied` names an axis that arrays may leave out: it is of size 1 there.
+    `default` says what an input is that callers leave out; without one it must be given.
     """
 
     name: str
@@ -36,15 +42,19 @@ class TensorSpec:
     limits: tuple[tuple[str, int], ...] = ()
     below: int | None = None
     implied: str | None = None
+    default: Default | None = None
 
     @property
     def dynamic_axes(self) -> tuple[str, ...]:
         """Names of the dynamic axes, in order."""
         return tuple(size for size in self.shape if isinstance(size, str))
 
-    def concrete(self, sizes: dict[str, int]) -> tuple[int, ...]:
+    def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """The shape with each dynamic axis replaced by its size in `sizes`."""
-        return tuple(sizes[size] if isinstance(size, str) else size for size in self.shape)
+        return tuple(
+            sum(sizes[axis] for axis in size.split(" + ")) if isinstance(size, str) else size
+            for size in self.shape
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +94,8 @@ class Source:
 class Model:
     """A trained model, ready to trace.
 
-    `module` is in eval mode, in float32 and needs no gradients; its MoE layers are `MoELayer`
+    `module` is in eval mode, in float32 and needs no gradients; it takes a tensor for each of
+    `inputs` and returns one for each of `outputs`. Its MoE layers are `MoELayer`
     modules. `original` is the untouched reference where that is not `module`: the user's own module
     where the model came from a factory, and the model before its `edits`. `order` names the MoE
     layers as they are executed, where that is not the order in which the module holds them.
@@ -96,13 +107,23 @@ class Model:
     family: str
     config: dict[str, Any]
     source: Source
-    input: TensorSpec
-    output: TensorSpec
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
     original: nn.Module | None = None
     example: np.ndarray | None = field(default=None, compare=False)
     order: tuple[str, ...] = ()
     edits: Edits = NO_EDITS
+
+    @property
+    def input(self) -> TensorSpec:
+        """The input that feeds are of; others have defaults."""
+        return self.inputs[0]
+
+    @property
+    def output(self) -> TensorSpec:
+        """The output that accuracy is measured by."""
+        return self.outputs[0]
 
     @property
     def layers(self) -> dict[str, MoELayer]:

@@ -281,7 +281,7 @@ def layer_model(layer: Layer) -> Model:
     port = TensorSpec("input", "float32", ("batch", layer.tokens, d))
     backbone = TokenBackbone(SoftMoE(layer.spec, weights)).eval()
     output = TensorSpec("output", "float32", port.shape)
-    return Model(backbone, "soft-moe-vit", {}, Source(layer.name, ()), port, output)
+    return Model(backbone, "soft-moe-vit", {}, Source(layer.name, ()), (port,), (output,))
 
 
 def tokens_of(layer: Layer, batch: int) -> np.ndarray:

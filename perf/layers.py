@@ -135,8 +135,8 @@ def layer_model(shape: Shape, weights: SoftMoEWeights) -> Model:
         "soft-moe-vit",
         {},
         Source(shape.name, ()),
-        port,
-        TensorSpec("output", "float32", ("batch", TOKENS, DIM)),
+        (port,),
+        (TensorSpec("output", "float32", ("batch", TOKENS, DIM)),),
     )
 
 

@@ -159,8 +159,8 @@ def layer_model(layer: TimedLayer) -> Model:
         "mumoe",
         {},
         Source(layer.name, ()),
-        TensorSpec("input", "float32", ("batch", m, spec.dim)),
-        TensorSpec("output", "float32", ("batch", m, spec.out)),
+        (TensorSpec("input", "float32", ("batch", m, spec.dim)),),
+        (TensorSpec("output", "float32", ("batch", m, spec.out)),),
     )
 
 

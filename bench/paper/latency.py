@@ -111,8 +111,8 @@ def stack_model(shape: LatencyTable, *, seed: int = 0) -> Model:
         "soft-moe-vit",
         {},
         Source(f"{shape.layers} layers, n={n}, d={d}, h={h}", ()),
-        TensorSpec("input", "float32", ("batch", shape.tokens, d)),
-        TensorSpec("output", "float32", ("batch", shape.tokens, d)),
+        (TensorSpec("input", "float32", ("batch", shape.tokens, d)),),
+        (TensorSpec("output", "float32", ("batch", shape.tokens, d)),),
     )
 
 

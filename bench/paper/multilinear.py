@@ -183,8 +183,8 @@ def _exported(form: str, threads: int) -> Any:
         "mumoe",
         {},
         Source(f"{form} head", ()),
-        TensorSpec("input", "float32", ("batch", 1, DIM)),
-        TensorSpec("output", "float32", ("batch", 1, OUT)),
+        (TensorSpec("input", "float32", ("batch", 1, DIM)),),
+        (TensorSpec("output", "float32", ("batch", 1, OUT)),),
     )
     return exported(model, Sweep(ks=("n",), threads=threads))
 

@@ -152,8 +152,8 @@ def _load_checkpoint(
         source=Source(
             str(path), checkpoint.files, mapped=checkpoint.mapped, watched=checkpoint.watched
         ),
-        input=built.input,
-        output=built.output,
+        inputs=(built.input,),
+        outputs=(built.output,),
         notes=(*checkpoint.notes, *notes, *built.notes),
         example=example,
     )

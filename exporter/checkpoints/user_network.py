@@ -98,8 +98,8 @@ def load_factory(
         source=Source(
             source, files, None if weights is None else str(weights), mapped, adapters=tuple(used)
         ),
-        input=TensorSpec("input", array.dtype.name, ("batch", *array.shape[1:])),
-        output=TensorSpec("output", result.dtype.name, ("batch", *result.shape[1:])),
+        inputs=(TensorSpec("input", array.dtype.name, ("batch", *array.shape[1:])),),
+        outputs=(TensorSpec("output", result.dtype.name, ("batch", *result.shape[1:])),),
         notes=(*notes, *note, *replaced),
         original=module,
         example=array,

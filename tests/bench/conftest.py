@@ -59,8 +59,8 @@ def model(trained: SoftMoEMnist) -> Model:
         "soft-moe-mnist",
         {},
         Source("digits.pt", ()),
-        TensorSpec("input", "float32", ("batch", 1, 28, 28)),
-        TensorSpec("output", "float32", ("batch", 10)),
+        (TensorSpec("input", "float32", ("batch", 1, 28, 28)),),
+        (TensorSpec("output", "float32", ("batch", 10)),),
     )
 
 

@@ -50,8 +50,8 @@ def backbone_model(calls: int) -> Model:
         family="factory",
         config={},
         source=Source("host", ()),
-        input=TensorSpec("input", "float32", shape),
-        output=TensorSpec("output", "float32", shape),
+        inputs=(TensorSpec("input", "float32", shape),),
+        outputs=(TensorSpec("output", "float32", shape),),
     )
 
 

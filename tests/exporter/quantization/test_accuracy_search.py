@@ -69,8 +69,8 @@ def network(outlier: float) -> Model:
         "test",
         {},
         Source("network.pt", ()),
-        TensorSpec("input", "float32", ("batch", TOKENS, DIM)),
-        TensorSpec("output", "float32", ("batch", CLASSES)),
+        (TensorSpec("input", "float32", ("batch", TOKENS, DIM)),),
+        (TensorSpec("output", "float32", ("batch", CLASSES)),),
     )
 
 

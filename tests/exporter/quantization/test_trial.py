@@ -37,15 +37,15 @@ class Same(nn.Module):
 
 TOKENS = Model(
     *(TokenScores(), "test", {}, Source("tokens", ())),
-    TensorSpec("input", "int64", ("batch", "tokens"), below=VOCABULARY),
-    TensorSpec("output", "float32", ("batch", "tokens", VOCABULARY)),
+    (TensorSpec("input", "int64", ("batch", "tokens"), below=VOCABULARY),),
+    (TensorSpec("output", "float32", ("batch", "tokens", VOCABULARY)),),
 )
 IDS = np.arange(24).reshape(6, 4) % VOCABULARY
 
 
 def same(*axes: str | int) -> Model:
     spec = TensorSpec("input", "float32", ("batch", *axes))
-    return Model(Same(), "test", {}, Source("same", ()), spec, spec)
+    return Model(Same(), "test", {}, Source("same", ()), (spec,), (spec,))
 
 
 def answers(model: Model, data: Feed, folder: Path, batch: str = "1:1:32") -> ReferenceOutputs:
