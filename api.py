@@ -44,6 +44,12 @@ if TYPE_CHECKING:
 
 AnyPath = str | Path
 
+Engine = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+"""Who runs a bundle."""
+
+Provider = Literal["cpu", "cuda", "tensorrt"]
+"""Where ONNX Runtime runs a graph: the names of `exporter.session.PROVIDERS`."""
+
 
 def load(
     source: AnyPath,
@@ -152,7 +158,7 @@ def calibrate(
     Args:
         model: a loaded model, or a function that loads it.
         data: its inputs, as in `export`.
-        k: experts kept, as in `export`, but for "input" ("n").
+        k: experts kept, as in `export`, but for input ("n").
         method: how ranges are chosen: minmax, percentile, entropy or mse ("percentile").
         percentile: the share of values in range, in %, with that method (None: 99.99).
         samples: how many inputs are taken (None: all).
@@ -250,38 +256,38 @@ def export(
         model: a loaded model, or a function that loads it, called when what needs no model is
             checked.
         destination: the folder to write.
-        k: experts kept of the n of each layer: a number (4), a share (0.25 or "n/4"), all ("n"), a
-            number per layer ([4, 4, 8]), or "input": the graph takes k as an input ("n").
+        k: experts kept of the n of each layer: a number (4), a share (0.25, n/4), all (n), a
+            number per layer (4,4,8), or input: the graph takes k as an input ("n").
         target: who runs the graph: onnx (standard ops alone), ort-cpu, ort-cuda, tensorrt or
             tensorrt-rtx ("onnx").
         lowering: how experts are computed: auto predicts the fastest, tune measures, or a name
-            (dense, gather, grouped, ...); "a,b" writes a graph of each ("auto").
-        batch: inputs per call, "MIN:OPT:MAX", fastest at OPT; one number fixes it ("1:1:32").
+            (dense, gather, grouped, ...); a,b writes a graph of each ("auto").
+        batch: inputs per call, MIN:OPT:MAX, fastest at OPT; one number fixes it ("1:1:32").
         tokens: the same for the tokens m of an input, where that axis is dynamic ("1:196:1024").
         opset: the ONNX opset, 20 to 23 (20).
         renormalize: divide C by its sum over the kept experts (False).
-        precision: what the graph computes in: fp32, fp16, bf16 or int8, which needs `data` or
-            `calibration` ("fp32").
+        precision: what the graph computes in: fp32, fp16, bf16 or int8, which needs data or a
+            calibration ("fp32").
         quantize: what is INT8: experts, or all linear layers ("experts").
         rest: the float type of what is not INT8: fp32, fp16 or bf16 (None: fp32; for TensorRT
             fp16).
         weight_bits: bits of INT8 weights on CPUs: 7, or 8, slower on those without VNNI (None: 7;
             for TensorRT 8).
         io_precision: the type of the graph's float inputs and outputs ("fp32").
-        method: how INT8 ranges are chosen from `data`: minmax, percentile, entropy or mse (None:
+        method: how INT8 ranges are chosen from data: minmax, percentile, entropy or mse (None:
             percentile).
-        calibration: the ranges instead: what `calibrate` returned, or its file (None).
+        calibration: INT8 ranges that `calibrate` has found, or their file (None).
         keep_floating: names of MoE layers that INT8 leaves as they are (none).
         min_retention: the share of FP32's accuracy, above 0 to 1, for which INT8 leaves the most
             sensitive layers in floats (None: all are INT8).
         atol: the absolute difference from PyTorch that is allowed (None: 0).
         rtol: the difference allowed as a share of max|y| (None: FP32 1e-4, FP16 0.01, BF16 0.05,
             INT8 0.1).
-        verify_samples: how many inputs of `data` are compared, at the most (None: 256).
+        verify_samples: how many inputs of the data are compared, at the most (None: 256).
         data: real inputs for ranges and comparison: an array [s, ...], an iterable of batches
             [b, ...], an .npz, a folder of .npy, or "package.module:iterable" (None: random ones are
             compared).
-        ablate: experts that contribute nothing, "LAYER:EXPERT" counted from 0, "LAYER:3,5" (none).
+        ablate: experts that contribute nothing, LAYER:EXPERT counted from 0, or LAYER:3,5 (none).
         rewrite: outputs of muMoE layers to re-write: a JSON file, or its entries (None).
         verify: compare every graph with PyTorch; a miss is an error (True).
         engine: True compiles a TensorRT engine, `EngineOptions` says how, False writes graphs alone
@@ -382,7 +388,7 @@ def build(
         bundle: a bundle, or its folder.
         target: tensorrt or tensorrt-rtx (None: the bundle's).
         graph: a file or lowering, where the bundle holds several (None: all).
-        batch: inputs per call, "MIN:OPT:MAX", where no profile names them (None: as exported).
+        batch: inputs per call, MIN:OPT:MAX, where no profile names them (None: as exported).
         tokens: the same for the token axis (None: as exported).
         options: profiles, compute capabilities and the rest of a build (None: the defaults).
         rebuild: build what is there already (False).
@@ -488,8 +494,8 @@ def run(
     k: int | None = None,
     graph: str | None = None,
     threads: int | None = None,
-    engine: str = "onnxruntime",
-    provider: str = "cpu",
+    engine: Engine = "onnxruntime",
+    provider: Provider = "cpu",
     trust_engine: bool = False,
     batch_size: int | None = None,
     check: bool = True,
@@ -502,7 +508,7 @@ def run(
         bundle: a bundle, or its folder.
         inputs: an `.npz` of inputs [b, ...] as the model takes them.
         outputs: the `.npz` to write.
-        k: experts kept, where k is a graph input (None).
+        k: experts kept, where k is an input of the graph (None).
         graph: a file or lowering, where the bundle holds several (None: the main one).
         threads: of ONNX Runtime (None: its own choice).
         engine: who runs it: onnxruntime, tensorrt or tensorrt-rtx ("onnxruntime").

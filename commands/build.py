@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 import typer
 
@@ -13,7 +13,7 @@ from .. import api
 from ..common.console import show
 from ..common.text import lines, size
 from ..errors import UsageError
-from .options import AsJson, BundleArgument, Verbosity
+from .options import AsJson, BundleArgument, CallOptions, Verbosity
 from .printing import json_text
 
 if TYPE_CHECKING:
@@ -106,50 +106,6 @@ class BuildFlags:
         )
 
 
-Engine = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
-"""Who runs a bundle."""
-
-Provider = Literal["cpu", "cuda", "tensorrt"]
-"""Where ONNX Runtime runs a graph: the names of `exporter.session.PROVIDERS`."""
-
-TrustEngine = Annotated[
-    bool,
-    typer.Option("--trust-engine", help="Load an engine that was built elsewhere: a plan is code."),
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RunnerFlags:
-    """Who runs a graph of a bundle, and how."""
-
-    HEADINGS: ClassVar = {"threads": "Runtime"}
-
-    threads: Annotated[
-        int | None, typer.Option(min=1, help="Threads [default: the runtime chooses].")
-    ] = None
-    engine: Annotated[
-        Engine, typer.Option(help="ONNX Runtime, or an engine that was built into the bundle.")
-    ] = "onnxruntime"
-    provider: Annotated[Provider, typer.Option(help="Where ONNX Runtime runs the graph.")] = "cpu"
-    trust_engine: TrustEngine = False
-
-    def check(self) -> None:
-        """Raises `UsageError` for options that the chosen runner does not have."""
-        if self.engine == "onnxruntime":
-            if self.trust_engine:
-                raise UsageError(
-                    "--trust-engine: no engine is loaded with --engine onnxruntime",
-                    hint="name one: --engine tensorrt-rtx",
-                )
-            return
-        if self.provider != "cpu" or self.threads is not None:
-            option = "--threads" if self.threads is not None else "--provider"
-            raise UsageError(
-                f"{option}: it is ONNX Runtime's, and {self.engine} runs the engine",
-                hint=f"leave {option} out, or choose --engine onnxruntime",
-            )
-
-
 def wished(engine: bool | None, flags: BuildFlags) -> EngineOptions | bool | None:
     """Returns what an export shall do about engines: an option of theirs asks for them.
 
@@ -166,25 +122,18 @@ def wished(engine: bool | None, flags: BuildFlags) -> EngineOptions | bool | Non
     return options if engine or asked else engine
 
 
+ENGINES = CallOptions(
+    api.build,
+    "target graph batch tokens",
+    more={"batch": {"metavar": "MIN:OPT:MAX"}, "tokens": {"metavar": "MIN:OPT:MAX"}},
+)
+"""Which engines are built."""
+
+
 def build(
     *,
     bundle: BundleArgument,
-    target: Annotated[
-        str | None,
-        typer.Option(help="tensorrt or tensorrt-rtx [default: that of the bundle]."),
-    ] = None,
-    graph: Annotated[
-        str | None,
-        typer.Option(help="A file or lowering, where the bundle holds several [default: all]."),
-    ] = None,
-    batch: Annotated[
-        str | None,
-        typer.Option(metavar="MIN:OPT:MAX", help="The batch axis [default: as exported]."),
-    ] = None,
-    tokens: Annotated[
-        str | None,
-        typer.Option(metavar="MIN:OPT:MAX", help="The token axis [default: as exported]."),
-    ] = None,
+    given: Annotated[dict[str, Any], ENGINES],
     flags: BuildFlags,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be built and build nothing.")
@@ -194,9 +143,7 @@ def build(
     verbosity: Verbosity,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs into it."""
-    plans = api.build_plan(
-        bundle, target=target, graph=graph, batch=batch, tokens=tokens, options=flags.options()
-    )
+    plans = api.build_plan(bundle, **given, options=flags.options())
     if dry_run:
         shown = [engine_plan_json(each) for each in plans]
         show(json_text(shown) if as_json else engine_plans_text(plans))

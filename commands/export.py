@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .. import api
 from ..common.console import Console, show
 from ..common.text import count, size, table
-from ..graphs.choices import FloatName, Method, Precision, Scope
-from ..graphs.targets import Target
 from .build import BuildFlags, wished
-from .options import FEED, AsJson, Data, ModelArgument, ModelFlags, Verbosity, output_option
+from .options import (
+    FEED,
+    AsJson,
+    CallOptions,
+    ModelArgument,
+    ModelFlags,
+    Verbosity,
+    output_option,
+)
 from .printing import backbone_departures, json_text, precisions_text, tuning_text
 
 if TYPE_CHECKING:
@@ -27,95 +33,35 @@ if TYPE_CHECKING:
     from ..exporter.quantization.accuracy_search import LayerSensitivity
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GraphFlags:
-    """What graph is written, and how it is checked."""
+CHECKED = "Inputs and parity check"
 
-    HEADINGS: ClassVar = {
+GRAPH = CallOptions(
+    api.export,
+    "k target lowering batch tokens opset renormalize precision quantize rest weight_bits "
+    "io_precision method calibration min_retention atol rtol verify_samples ablate rewrite",
+    headings={
         "k": "Graph",
         "precision": "Precision",
-        "data": "Inputs and parity check",
+        "atol": CHECKED,
         "ablate": "Edits",
-    }
+    },
+    more={
+        "batch": {"metavar": "MIN:OPT:MAX"},
+        "tokens": {"metavar": "MIN:OPT:MAX"},
+        "min_retention": {"metavar": "SHARE"},
+        "calibration": {"metavar": "TABLE.JSON"},
+        "ablate": {"metavar": "LAYER:EXPERT"},
+        "rewrite": {"metavar": "FILE"},
+    },
+)
+"""What graph is written, and how it is checked."""
 
-    k: Annotated[
-        str, typer.Option(help="Experts kept: 4, 0.25, n/4, n, input, or a list per layer 4,4,8.")
-    ] = "n"
-    target: Annotated[
-        Target, typer.Option(help="Who runs the graph; onnx is standard ops alone.")
-    ] = "onnx"
-    lowering: Annotated[
-        str,
-        typer.Option(
-            help="auto predicts, tune measures; or dense, gather, grouped, …; a,b writes both."
-        ),
-    ] = "auto"
-    batch: Annotated[
-        str, typer.Option(metavar="MIN:OPT:MAX", help="The batch axis; one number fixes it.")
-    ] = "1:1:32"
-    tokens: Annotated[
-        str, typer.Option(metavar="MIN:OPT:MAX", help="The token axis, where it is dynamic.")
-    ] = "1:196:1024"
-    opset: Annotated[int, typer.Option(help="The ONNX opset.")] = 20
-    renormalize: Annotated[
-        bool, typer.Option("--renormalize", help="Divide C by its sum over the kept experts.")
-    ] = False
-    precision: Annotated[
-        Precision, typer.Option(help="What the graph computes in; int8 needs --data.")
-    ] = "fp32"
-    quantize: Annotated[Scope, typer.Option(help="int8: the experts, or all linear layers.")] = (
-        "experts"
-    )
-    rest: Annotated[
-        FloatName | None,
-        typer.Option(help="int8: the float type of the rest [default: fp32; for TensorRT fp16]."),
-    ] = None
-    weight_bits: Annotated[
-        int | None, typer.Option(help="int8 on CPUs: 7, or 8, slower on those without VNNI.")
-    ] = None
-    io_precision: Annotated[
-        FloatName, typer.Option(help="The type of the graph's float inputs and outputs.")
-    ] = "fp32"
-    min_retention: Annotated[
-        float | None,
-        typer.Option(metavar="SHARE", help="int8: keeps layers in floats until 0.99 is kept."),
-    ] = None
-    method: Annotated[
-        Method | None,
-        typer.Option(help="int8: how ranges are chosen from --data [default: percentile]."),
-    ] = None
-    calibration: Annotated[
-        Path | None,
-        typer.Option(metavar="TABLE.JSON", help="int8: ranges that `calibrate` wrote."),
-    ] = None
-    data: Data = None
-    atol: Annotated[
-        float | None, typer.Option(help="Parity: absolute difference allowed [default: 0].")
-    ] = None
-    rtol: Annotated[
-        float | None,
-        typer.Option(
-            help="Parity: difference allowed, of max|y| [default: FP32 1e-4, FP16 0.01, INT8 0.1]."
-        ),
-    ] = None
-    verify_samples: Annotated[
-        int | None, typer.Option(help="Parity: inputs of --data to compare [default: 256].")
-    ] = None
-    no_verify: Annotated[
-        bool, typer.Option("--no-verify", help="Write the bundle without comparing it.")
-    ] = False
-    ablate: Annotated[
-        list[str] | None,
-        typer.Option(metavar="LAYER:EXPERT", help="The expert contributes nothing; 3,5 for more."),
-    ] = None
-    rewrite: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Outputs of muMoE layers to re-write.")
-    ] = None
-
-    def given(self) -> dict[str, Any]:
-        """Returns them as `moexport.export` takes them."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return given | {"verify": not given.pop("no_verify"), "ablate": self.ablate or ()}
+RANGES = CallOptions(
+    api.calibrate,
+    "k method percentile samples batch renormalize",
+    headings={"k": "Ranges"},
+)
+"""How ranges are found."""
 
 
 def export(
@@ -123,7 +69,16 @@ def export(
     model: ModelArgument,
     output: Annotated[Path, output_option("BUNDLE", "The folder to write.")],
     reading: ModelFlags,
-    flags: GraphFlags,
+    given: Annotated[dict[str, Any], GRAPH],
+    data: Annotated[
+        str | None, typer.Option(metavar="FEED", help=FEED.help, rich_help_panel=CHECKED)
+    ] = None,
+    no_verify: Annotated[
+        bool,
+        typer.Option(
+            "--no-verify", help="Write the bundle without comparing it.", rich_help_panel=CHECKED
+        ),
+    ] = False,
     engine: Annotated[
         bool | None,
         typer.Option(
@@ -142,7 +97,7 @@ def export(
 ) -> None:
     """Export a checkpoint to a verified bundle of ONNX graphs."""
     console = verbosity.console()
-    read = reading.loader(model, console, flags.data)
+    read = reading.loader(model, console, data)
     told: list[str] = []  # before the work begins, so not again after it
 
     def load() -> Model:
@@ -152,7 +107,8 @@ def export(
             console.note(note)
         return loaded
 
-    given = flags.given() | {"engine": wished(engine, building), "progress": console}
+    given |= {"data": data, "verify": not no_verify}
+    given |= {"engine": wished(engine, building), "progress": console}
     if dry_run:
         planned = api.plan(load, output, **given)
         for note in (*_edited(planned.job.model.edits.texts()), *planned.notes):
@@ -248,36 +204,13 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     } | more
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CalibrationFlags:
-    """How ranges are found."""
-
-    HEADINGS: ClassVar = {"k": "Ranges"}
-
-    k: Annotated[str, typer.Option(help="Experts kept: 4, 0.25, n, or a list per layer 4,4,8.")] = (
-        "n"
-    )
-    method: Annotated[Method, typer.Option(help="How ranges are chosen from what was seen.")] = (
-        "percentile"
-    )
-    percentile: Annotated[
-        float | None,
-        typer.Option(help="percentile: the share of values in range, in % [default: 99.99]."),
-    ] = None
-    samples: Annotated[int | None, typer.Option(help="Inputs to take [default: all].")] = None
-    batch: Annotated[int, typer.Option(help="Inputs that are run at once.")] = 16
-    renormalize: Annotated[bool, typer.Option("--renormalize", help="As the export will be.")] = (
-        False
-    )
-
-
 def calibrate(
     *,
     model: ModelArgument,
     data: Annotated[str, FEED],
     output: Annotated[Path, output_option("TABLE.JSON", "The table to write.")],
     reading: ModelFlags,
-    flags: CalibrationFlags,
+    given: Annotated[dict[str, Any], RANGES],
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Rank layers by what INT8 does to each alone.")
     ] = False,
@@ -288,12 +221,11 @@ def calibrate(
     verbosity: Verbosity,
 ) -> None:
     """Find tensor ranges over real inputs, for INT8 and FP16."""
-    given = {field.name: getattr(flags, field.name) for field in fields(flags)}
     with verbosity.console() as console:
         load = cache(reading.loader(model, console, data))
         found = api.calibrate(load, data, **given, out=output, force=force, progress=console)
         if sensitivity:
-            same = {name: given[name] for name in ("k", "samples", "renormalize")}
+            same = {n: given[n] for n in ("k", "samples", "renormalize") if n in given}
             ranked = api.sensitivity(load(), found, data, **same, progress=console)
             console.finish()
             records = [asdict(each) for each in ranked]

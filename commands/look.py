@@ -13,13 +13,14 @@ from .. import api
 from ..common.console import show
 from ..common.text import count, lines, size, table
 from ..errors import CheckError, UsageError
-from .build import RunnerFlags, TrustEngine
 from .options import (
     AsJson,
     BundleArgument,
+    CallOptions,
     Data,
     ModelArgument,
     ModelFlags,
+    TrustEngine,
     Verbosity,
     output_option,
     refuse_idle,
@@ -201,16 +202,24 @@ def engine_text(facts: Mapping[str, Any]) -> str:
     return "\n".join((lines(*told), *listed, "", source))
 
 
+BOUNDS = CallOptions(
+    api.verify, "atol rtol trust_engine", more={"atol": {"min": 0}, "rtol": {"min": 0}}
+)
+"""How far a bundle's outputs may be off, and what may be run to tell."""
+
+RUNNER = CallOptions(
+    api.run,
+    "k graph batch_size threads engine provider trust_engine",
+    headings={"threads": "Runtime"},
+    more={"batch_size": {"min": 1}, "threads": {"min": 1}},
+)
+"""Who runs a graph of a bundle, and how."""
+
+
 def verify(
     *,
     bundle: BundleArgument,
-    atol: Annotated[
-        float | None, typer.Option(min=0, help="Allowed difference [default: by precision].")
-    ] = None,
-    rtol: Annotated[
-        float | None, typer.Option(min=0, help="The same, of max|y| [default: by precision].")
-    ] = None,
-    trust_engine: TrustEngine = False,
+    given: Annotated[dict[str, Any], BOUNDS],
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
@@ -219,7 +228,7 @@ def verify(
     Where one fails the exit code is 3.
     """
     checks = []
-    for check in api.verify(bundle, atol=atol, rtol=rtol, trust_engine=trust_engine):
+    for check in api.verify(bundle, **given):
         checks.append(check)
         if not as_json and not verbosity.quiet:
             show(check_text(check))
@@ -250,15 +259,7 @@ def run(
         Path, typer.Option("--input", "-i", metavar="X.NPZ", help="The inputs, [b, …].")
     ],
     output: Annotated[Path, output_option("Y.NPZ", "Where to write the outputs.")],
-    k: Annotated[int | None, typer.Option(help="k, where it is a graph input.")] = None,
-    graph: Annotated[
-        str | None, typer.Option(help="A file or lowering, where the bundle holds several.")
-    ] = None,
-    batch_size: Annotated[
-        int | None,
-        typer.Option(min=1, help="Inputs at once [default: the largest batch of the export]."),
-    ] = None,
-    runner: RunnerFlags,
+    given: Annotated[dict[str, Any], RUNNER],
     no_check: Annotated[
         bool, typer.Option("--no-check", help="Compare no file with the manifest's hash.")
     ] = False,
@@ -267,23 +268,9 @@ def run(
     verbosity: Verbosity,
 ) -> None:
     """Run a bundle on the inputs in an .npz file."""
-    runner.check()
+    given |= {"check": not no_check, "force": force}
     with verbosity.console() as console:
-        written = api.run(
-            bundle,
-            input_file,
-            output,
-            k=k,
-            graph=graph,
-            threads=runner.threads,
-            engine=runner.engine,
-            provider=runner.provider,
-            trust_engine=runner.trust_engine,
-            batch_size=batch_size,
-            check=not no_check,
-            force=force,
-            progress=console,
-        )
+        written = api.run(bundle, input_file, output, **given, progress=console)
     if as_json:
         show(json_text({"output": str(output), **asdict(written)}))
     else:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from copy import copy
-from dataclasses import MISSING, dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from functools import wraps
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
@@ -16,6 +17,8 @@ from typer.core import TyperCommand, TyperGroup
 from .. import api
 from ..common.console import Console
 from ..errors import UsageError
+from ..graphs.choices import FloatName, Method, Precision, Scope
+from ..graphs.targets import Target
 
 if TYPE_CHECKING:
     from ..exporter.model import Model
@@ -53,6 +56,11 @@ FEED: Any = typer.Option(
 )
 
 Data = Annotated[str | None, FEED]
+
+TrustEngine = Annotated[
+    bool,
+    typer.Option("--trust-engine", help="Load an engine that was built elsewhere: a plan is code."),
+]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 
@@ -129,28 +137,95 @@ class Verbosity:
         return Console(verbose=self.verbose, quiet=self.quiet)
 
 
-def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command as Typer wants it: each parameter that is a dataclass becomes its fields.
+PARSED: Mapping[str, Any] = {
+    **{"Sequence[str]": list[str], "AnyPath": Path},
+    **{"Target": Target, "Precision": Precision, "Scope": Scope, "FloatName": FloatName},
+    **{"Method": Method, "Engine": api.Engine, "Provider": api.Provider},
+    **{"K": str, "str": str, "bool": bool, "float": float, "int": int},
+}
+"""What the parser makes of a parameter of `api.py`: of the words in its type the first of these."""
 
-    A field is declared as a parameter would be, `Annotated[int, typer.Option(…)] = 1`, in the order
-    of the help. So an option stands in one place, whatever number of commands have it. `HEADINGS`
-    of a group names fields at which a section of the help begins.
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """The options of a command that are parameters of a call in `api.py`, declared there alone.
+
+    Type, default and explanation (`Args:` of the docstring) are the parameter's. `names` says which
+    are options; `headings` at which a section of the help begins; `more` what the parser alone has
+    to know of one (`metavar`, `min`). A command has them as `Annotated[dict[str, Any], …]` and
+    gets what was typed, to be handed to the call.
+    """
+
+    call: Callable[..., Any]
+    names: str
+    headings: Mapping[str, str] = field(default_factory=dict)
+    more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def parameters(self) -> list[inspect.Parameter]:
+        """Returns them as Typer wants parameters."""
+        declared, told, heading = inspect.signature(self.call).parameters, self._told(), None
+        options = []
+        for name in self.names.split():
+            default, kind = declared[name].default, _parsed(declared[name].annotation)
+            flag = [f"--{name.replace('_', '-')}"] if kind is bool else []
+            heading = self.headings.get(name, heading)
+            more = {"help": told[name], "rich_help_panel": heading, **self.more.get(name, {})}
+            if default is None or default == ():
+                default, kind = None, kind | None
+            options.append(_keyword(name, kind, typer.Option(*flag, **more), default))
+        return options
+
+    def _told(self) -> dict[str, str]:
+        """The explanation of each parameter; what None or nothing stands for is its default."""
+        _, _, listed = (inspect.getdoc(self.call) or "").partition("Args:\n")
+        found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", listed, flags=re.MULTILINE)
+        told = {}
+        for name, text in found:
+            what, _, default = " ".join(text.split()).removesuffix(").").rpartition(" (")
+            shown = f" [default: {default[6:]}]" if default.startswith("None: ") else ""
+            told[name] = f"{what[:1].upper()}{what[1:]}{shown}."
+        return told
+
+
+def _parsed(annotation: str) -> Any:
+    def has(word: str) -> bool:
+        return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", annotation) is not None
+
+    return next(kind for word, kind in PARSED.items() if has(word))
+
+
+def _keyword(name: str, kind: Any, option: Any, default: Any) -> inspect.Parameter:
+    only = inspect.Parameter.KEYWORD_ONLY
+    return inspect.Parameter(name, only, default=default, annotation=Annotated[kind, option])
+
+
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command as Typer wants it: a parameter that is a group becomes the group's options.
+
+    A group is a dataclass, whose fields are declared as parameters would be, `Annotated[int,
+    typer.Option(…)] = 1`, in the order of the help, or the `CallOptions` of a dict. So an option
+    stands in one place, whatever number of commands have it. `HEADINGS` of a dataclass names fields
+    at which a section of the help begins.
     """
     hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, Any] = {name: hint for name, hint in hints.items() if is_dataclass(hint)}
+    groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
     parameters: list[inspect.Parameter] = []
     for name, parameter in inspect.signature(command).parameters.items():
-        if name in groups:
-            parameters += _fields(groups[name])
+        (call, *_) = getattr(hints[name], "__metadata__", (None,))
+        if isinstance(call, CallOptions):
+            groups[name] = _given_to_call, call.parameters()
+        elif is_dataclass(hints[name]):
+            groups[name] = hints[name], _fields(hints[name])
         else:
             kind = inspect.Parameter.KEYWORD_ONLY
             parameters.append(parameter.replace(kind=kind, annotation=hints[name]))
+        parameters += groups[name][1] if name in groups else ()
 
     @wraps(command)
     def flat(**given: Any) -> None:
         whole = {
-            name: group(**{field.name: given.pop(field.name) for field in fields(group)})
-            for name, group in groups.items()
+            name: group(**{each.name: given.pop(each.name) for each in options})
+            for name, (group, options) in groups.items()
         }
         command(**given, **whole)
 
@@ -158,24 +233,23 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
     return flat
 
 
+def _given_to_call(**typed: Any) -> dict[str, Any]:
+    """What was typed; for the rest the call has defaults of its own."""
+    return {name: value for name, value in typed.items() if value is not None}
+
+
 def _fields(group: Any) -> list[inspect.Parameter]:
-    """The parameters that make up a group."""
+    """The parameters that make up a dataclass."""
     hints = get_type_hints(group, include_extras=True)
     headings, heading = getattr(group, "HEADINGS", {}), None
     parameters = []
-    for field in fields(group):
-        heading = headings.get(field.name, heading)
-        hint = hints[field.name]
+    for each in fields(group):
+        heading = headings.get(each.name, heading)
+        hint = hints[each.name]
         option = copy(hint.__metadata__[0])
         option.rich_help_panel = option.rich_help_panel or heading
-        parameters.append(
-            inspect.Parameter(
-                field.name,
-                inspect.Parameter.KEYWORD_ONLY,
-                default=inspect.Parameter.empty if field.default is MISSING else field.default,
-                annotation=Annotated[hint.__origin__, option],
-            )
-        )
+        default = inspect.Parameter.empty if each.default is MISSING else each.default
+        parameters.append(_keyword(each.name, hint.__origin__, option, default))
     return parameters
 
 

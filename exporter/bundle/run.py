@@ -40,6 +40,21 @@ class RunOptions:
     batch_size: int | None = None
     check: bool = True
 
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for options that the chosen runner does not have."""
+        if self.engine == ONNXRUNTIME:
+            if self.trust_engine:
+                raise UsageError(
+                    "--trust-engine: no engine is loaded with --engine onnxruntime",
+                    hint="name one: --engine tensorrt-rtx",
+                )
+        elif self.provider != "cpu" or self.threads is not None:
+            option = "--threads" if self.threads is not None else "--provider"
+            raise UsageError(
+                f"{option}: it is ONNX Runtime's, and {self.engine} runs the engine",
+                hint=f"leave {option} out, or choose --engine onnxruntime",
+            )
+
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
