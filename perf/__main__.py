@@ -21,7 +21,8 @@ from .tables import (
 )
 
 RESULTS = Path(__file__).parent / "results"
-LAYERS = RESULTS / "layers-cpu.json"
+LAYERS = tuple(RESULTS / f"{name}.json" for name in ("layers-cpu", "layers-vnni-cpu"))
+"""The grid of the speed targets, as two machines measured it."""
 MINUTES = "--minutes="
 
 
@@ -55,7 +56,8 @@ def main(arguments: list[str]) -> None:
         if name in wanted or ("tables" in wanted and benchmark.file.exists()):
             print(benchmark.tables(benchmark.file), end="\n\n")
     if "fit" in wanted:
-        print(fit.report(read(LAYERS), auto.read_cells(BENCHMARKS["auto"].file, auto.FITTED)))
+        cells = auto.read_cells(BENCHMARKS["auto"].file, auto.FITTED)
+        print(fit.report([read(file) for file in LAYERS], cells))
 
 
 def _timed(

@@ -7,8 +7,9 @@ the rounds can tell apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields, replace
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,19 @@ from moexport.bench.results import Results
 from moexport.graphs.choices import Precision
 from moexport.graphs.lowerings import lowering
 from moexport.graphs.lowerings.cost import Machine, Work, machine_for
+from moexport.graphs.targets import Target
 from scipy.optimize import least_squares
 
 from . import auto
 from .layers import HELD_OUT, SHAPES, TOKENS, spec_of
 from .tables import Cell, cells
 
-RATES = tuple(field.name for field in fields(Machine) if field.type == "float")
+APART = ("sort_us",)
+"""Measured by itself, in graphs of those nodes alone."""
+
+RATES = tuple(
+    field.name for field in fields(Machine) if field.type == "float" and field.name not in APART
+)
 """The constants that are fitted."""
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
@@ -31,15 +38,32 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
 OUTLIER = 0.2
 """Residuals beyond this share are given less weight: single cells are disturbed by other loads."""
 
+DISTURBED = 1.3
+"""From a median so many times the least time on, other work took its share: it counts for less."""
 
-Measured = tuple[str, Work, float, float]
-"""A lowering, its work, the microseconds that it took, and how much it counts."""
+ABOVE = 0.35
+"""The share of the times that should lie below their predictions: other work makes calls slower,
+nothing makes them faster."""
+
+HELD = 0.3
+"""What it takes to move a constant, in residuals per factor e: what is barely measured stays."""
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What a lowering took for a target's work, in microseconds, and how much that counts."""
+
+    lowering: str
+    work: Work
+    target: Target
+    us: float
+    weight: float
 
 
 def of_grid(results: Results, precision: Precision) -> list[Measured]:
     """Returns what was measured of `SHAPES`."""
     return [
-        (name, work, 1e3 * median, _weight(median, min(cell.medians[n] for n in cell.lowerings)))
+        Measured(name, work, "ort-cpu", 1e3 * median, _weight(median, cell.medians[cell.best]))
         for cell in cells(results, SHAPES, precision)
         for name, work, median in _lowered(cell)
     ]
@@ -48,7 +72,10 @@ def of_grid(results: Results, precision: Precision) -> list[Measured]:
 def of_layers(measured: Iterable[auto.Cell], precision: Precision) -> list[Measured]:
     """Returns what was measured of layers of many sizes."""
     return [
-        (name, cell.work, 1e3 * ms, _weight(ms, cell.best))
+        Measured(
+            *(name, cell.work, cell.target, 1e3 * ms),
+            _weight(ms, cell.best) * min(1.0, DISTURBED * ms / cell.medians[name]),
+        )
         for cell in measured
         if cell.precision == precision
         for name, ms in cell.ms.items()
@@ -60,71 +87,85 @@ def _weight(time: float, best: float) -> float:
     return float((best / time) ** 0.5)
 
 
-def fitted(measured: Sequence[Measured], precision: Precision) -> Machine:
+def fitted(measured: Sequence[Measured], precision: Precision) -> dict[str, float]:
     """Returns the constants that predict the measured lowerings best."""
     now = machine_for("ort-cpu", precision)
-    rates = [name for name in RATES if getattr(now, name) > 0]
+    rates = [name for name in RATES if 0 < getattr(now, name) < math.inf]
+    start = np.log([getattr(now, name) for name in rates])
 
-    def machine(logarithms: np.ndarray) -> Machine:
-        values: dict[str, Any] = dict(zip(rates, np.exp(logarithms).tolist(), strict=True))
-        return replace(now, **values)
+    def constants(logarithms: np.ndarray) -> dict[str, float]:
+        return dict(zip(rates, np.exp(logarithms).tolist(), strict=True))
 
     def residuals(logarithms: np.ndarray) -> list[float]:
-        tried = machine(logarithms)
-        return [
-            weight * float(np.log(lowering(name).predict_us(work, tried) / us))
-            for name, work, us, weight in measured
-        ]
+        tried = {each: machine(each, precision, constants(logarithms)) for each in CPU_TARGETS}
+        found = []
+        for each in measured:
+            predicted = lowering(each.lowering).predict_us(each.work, tried[each.target])
+            off = float(np.log(predicted / each.us))
+            found.append(each.weight * off * (2 * (ABOVE if off < 0 else 1 - ABOVE)) ** 0.5)
+        return [*found, *(HELD * (logarithms - start)).tolist()]
 
-    start = np.log([getattr(now, name) for name in rates])
-    return machine(least_squares(residuals, start, loss="soft_l1", f_scale=OUTLIER).x)
+    return constants(least_squares(residuals, start, loss="soft_l1", f_scale=OUTLIER).x)
 
 
-def slack(cell: Cell, machine: Machine) -> float:
+CPU_TARGETS: tuple[Target, ...] = ("ort-cpu", "onnx")
+
+
+def machine(target: Target, precision: Precision, constants: Mapping[str, float]) -> Machine:
+    """Returns the machine of a target with other constants."""
+    values: dict[str, Any] = dict(constants)
+    return replace(machine_for(target, precision), **values)
+
+
+def slack(cell: Cell, rates: Machine) -> float:
     """Returns how much slower the predicted best is than the measured best, 0.1 for 10%.
 
     0 where the two are no further apart than the rounds of either.
     """
     predicted = min(
-        _lowered(cell), key=lambda found: lowering(found[0]).predict_us(found[1], machine)
+        _lowered(cell), key=lambda found: lowering(found[0]).predict_us(found[1], rates)
     )[0]
     return cell.slack_of(predicted)
 
 
-def report(results: Results, layers: Sequence[auto.Cell] = ()) -> str:
+def report(machines: Sequence[Results], layers: Sequence[auto.Cell] = ()) -> str:
     """Returns the fitted constants, and the worst choices on both grids with old and new ones.
 
-    They are fitted to the `layers` that were measured for it, too.
+    They are fitted to the grid of all machines, and to the `layers` that were measured for it.
     """
     return "\n".join(
-        line for precision in PRECISIONS for line in _report(results, layers, precision)
+        line for precision in PRECISIONS for line in _report(machines, layers, precision)
     )
 
 
-def _report(results: Results, layers: Sequence[auto.Cell], precision: Precision) -> Iterator[str]:
-    measured = [*of_grid(results, precision), *of_layers(layers, precision)]
+def _report(
+    machines: Sequence[Results], layers: Sequence[auto.Cell], precision: Precision
+) -> Iterator[str]:
+    of_grids = [each for results in machines for each in of_grid(results, precision)]
+    measured = [*of_grids, *of_layers(layers, precision)]
     if not measured:
         yield f"{precision}: not measured"
         return
-    now, new = machine_for("ort-cpu", precision), fitted(measured, precision)
+    now, constants = machine_for("ort-cpu", precision), fitted(measured, precision)
+    new = machine("ort-cpu", precision, constants)
     yield f"{precision}, fitted to {len(measured)} times of single layers:"
-    for name in RATES:
-        yield f"    {name} = {getattr(new, name):.3g}  (now {getattr(now, name):.3g})"
+    for name, value in constants.items():
+        yield f"    {name} = {value:.3g}  (now {getattr(now, name):.3g})"
     for grid_name, shapes in (("the grid", SHAPES), (f"held out, {HELD_OUT.name}", (HELD_OUT,))):
-        grid = list(cells(results, shapes, precision))
+        grid = [cell for each in machines for cell in cells(each, shapes, precision)]
         if not grid:
             yield f"{grid_name}: not measured"
             continue
-        for label, machine in (("now", now), ("fitted", new)):
-            worst = max(grid, key=lambda cell: slack(cell, machine))
+        for label, rates in (("now", now), ("fitted", new)):
+            worst = max(grid, key=lambda cell: slack(cell, rates))
             yield (
-                f"{grid_name}, {label}: `auto` at most {slack(worst, machine):.0%} slower than the "
+                f"{grid_name}, {label}: `auto` at most {slack(worst, rates):.0%} slower than the "
                 f"best ({worst.shape.name}, batch {worst.batch}, k = {worst.k}; "
                 f"{len(grid)} cells)"
             )
 
 
 def _lowered(cell: Cell) -> Iterator[tuple[str, Work, float]]:
-    work = Work(spec_of(cell.shape), cell.k, cell.batch, TOKENS)
+    work = Work(spec_of(cell.shape), cell.k, cell.batch, TOKENS, cell.precision)
     for name in cell.lowerings:
         yield name, work, cell.medians[name]

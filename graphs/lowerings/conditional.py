@@ -12,12 +12,11 @@ from .base import Lowering
 from .cost import (
     Machine,
     Work,
+    apart_us,
     around_experts_us,
-    expert_bytes,
-    expert_macs,
     expert_nodes,
-    stream_us,
-    unselected_macs,
+    packing_us,
+    unselected_us,
 )
 from .experts import expert_rows, one_expert
 
@@ -83,13 +82,16 @@ def _zeros(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
 def predict_us(work: Work, machine: Machine) -> float:
     """The chosen experts are read once and compute the whole batch; a branch per expert."""
     n, active = work.spec.experts, work.expected_active
-    branches = n * machine.branch_us if work.k < n else 0.0
+    branches = 0.0
+    if work.k < n:
+        # Weights that a branch uses are packed in every run.
+        rows = work.batch * work.spec.slots
+        branches = n * machine.branch_us + packing_us(work, active, rows, machine)
     return (
-        stream_us(work, expert_bytes(work, active), machine.bytes_per_us, machine)
-        + expert_macs(work, work.batch * active) / machine.macs_per_us
-        + unselected_macs(work) / machine.batched_macs_per_us
+        apart_us(work, active, work.batch * active, machine)
         + branches
-        + (expert_nodes(work) + 3) * n * machine.node_us
+        + unselected_us(work, machine)
+        + (expert_nodes(work) + machine.integer_nodes + 3) * n * machine.node_us
         + around_experts_us(work, machine)
     )
 

@@ -8,6 +8,7 @@ measurements in `perf/results`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -52,14 +53,20 @@ AnyWork = WorkOf[Any]
 class Machine:
     """Rates of one kind of machine.
 
-    `bytes_per_us` when weights or tokens are streamed, `stacked_bytes_per_us` when the weights are
-    all experts' in one constant, which is not pre-packed, `copy_bytes_per_us` when a Gather reads,
-    writes and reads weights again (counted once per weight byte), `macs_per_us` in matmuls with
-    constant, pre-packed weights and `batched_macs_per_us` in batched ones, `node_us` for an
-    operator with little to do, `branch_us` for an `If`. `integer_nodes` is how many nodes more an
-    expert takes in integers. Of `com.microsoft.MoE` alone are `routing_us` for each expert that a
-    row could go to, and `scalar_us` for a number that its loops take one by one. Weights of a layer
-    that the caches hold (`CACHE_BYTES`) come so many times faster (`cached`).
+    Weights: `bytes_per_us` where each expert's are a constant of their own, packed when the graph
+    was loaded, or tokens are read; `stacked_bytes_per_us` where all experts' are one constant, and
+    `pack_bytes_per_us` besides where that is packed in the run (`packing_us`);
+    `copy_bytes_per_us` for what a Gather writes. `cached` times faster is what the caches hold.
+
+    Arithmetic: `macs_per_us` in products with the experts' weights, half as many for the first
+    `lone_macs` of a product, since so small a one has one thread; `batched_macs_per_us` in the
+    products with tokens; `number_us` for a number that an operator between products passes over.
+
+    Operators: `node_us` for one with nothing to do, `product_us` more for a product with rows,
+    `branch_us` for an `If`, `sort_us` for each (row, expert) that is compared to sort rows by
+    expert. In integers an expert takes `integer_nodes` more, and `integer_passes` more passes over
+    the results of its products. Of `com.microsoft.MoE` alone are `routing_us` for each expert that
+    a row could go to, and `scalar_us` for a number that its loops take one by one.
     """
 
     bytes_per_us: float
@@ -69,10 +76,16 @@ class Machine:
     batched_macs_per_us: float
     node_us: float
     branch_us: float
-    integer_nodes: int = 0
+    pack_bytes_per_us: float = math.inf
+    cached: float = 1.0
+    number_us: float = 0.0
+    product_us: float = 0.0
+    sort_us: float = 0.0
     routing_us: float = 0.0
     scalar_us: float = 0.0
-    cached: float = 1.0
+    lone_macs: int = 0
+    integer_nodes: int = 0
+    integer_passes: int = 0
 
 
 def _scaled(machine: Machine, factor: float) -> Machine:
@@ -88,22 +101,27 @@ def _scaled(machine: Machine, factor: float) -> Machine:
 
 
 CACHE_BYTES = 16 << 20
-"""Experts of fewer bytes, counted as FP32, stay in the caches from one run to the next."""
+"""So many bytes stay in the caches from one run to the next."""
 
 CPU = Machine(
-    bytes_per_us=33e3,
-    stacked_bytes_per_us=23e3,
-    copy_bytes_per_us=12e3,
-    macs_per_us=80e3,
-    batched_macs_per_us=53e3,
-    node_us=0.53,
-    branch_us=1.4,
-    routing_us=0.0067,
-    scalar_us=0.0014,
-    cached=1.75,
+    bytes_per_us=31e3,
+    stacked_bytes_per_us=29e3,
+    copy_bytes_per_us=20e3,
+    macs_per_us=158e3,
+    batched_macs_per_us=71e3,
+    node_us=0.48,
+    branch_us=0.81,
+    pack_bytes_per_us=56e3,
+    cached=2.4,
+    number_us=0.00023,
+    product_us=0.073,
+    sort_us=0.003,
+    routing_us=0.0066,
+    scalar_us=0.00077,
+    lone_macs=1 << 16,
 )
-"""What `python -m perf fit` found on two cores with AVX-512; they choose as well on two with
-AVX2."""
+"""What `python -m perf fit` found on two cores with AVX-512; they choose as well on two with AVX2.
+`sort_us` was measured apart; `lone_macs` is a constant of the runtime."""
 
 GPU = Machine(
     bytes_per_us=1.5e6,
@@ -117,17 +135,23 @@ GPU = Machine(
 """An estimate from data sheets of mid-range cards: not measured."""
 
 CPU_INT8 = Machine(
-    bytes_per_us=136e3,
+    bytes_per_us=94e3,
     stacked_bytes_per_us=56e3,
-    copy_bytes_per_us=33e3,
-    macs_per_us=130e3,
-    batched_macs_per_us=105e3,
-    node_us=2.5,
-    branch_us=2.5,
-    integer_nodes=2,
+    copy_bytes_per_us=43e3,
+    macs_per_us=254e3,
+    batched_macs_per_us=89e3,
+    node_us=0.46,
+    branch_us=0.70,
+    cached=2.0,
+    number_us=0.00016,
+    product_us=0.24,
+    sort_us=0.003,
+    lone_macs=1 << 16,
+    integer_nodes=1,
+    integer_passes=1,
 )
-"""Between what fits two cores with VNNI (163e3 multiply-adds) and two without (101e3), so that
-`auto` chooses well on both; stacked weights are packed for every product."""
+"""Fitted likewise, on machines with VNNI and without, to both forms of integer products. Stacked
+weights are packed for any number of rows: what they take has that in it."""
 
 MACHINES: Mapping[MachineKind, Mapping[Precision, Machine]] = MappingProxyType(
     {
@@ -146,13 +170,28 @@ MACHINES: Mapping[MachineKind, Mapping[Precision, Machine]] = MappingProxyType(
 """The rates by what computes the experts: a byte of their weights is counted as four, and weights
 of fewer bytes stream so much faster."""
 
+STANDARD_NODES, STANDARD_PASSES = 6, 3
+"""What standard ops take beside ONNX Runtime's kernel of integer products: three more nodes after
+each of an expert's two, which cast, scale and add the bias."""
+
 
 def machine_for(target: Target, precision: Precision = "fp32") -> Machine:
     """Returns the rates that `auto` assumes for a target."""
-    return MACHINES[TARGETS[target].machine][precision]
+    record = TARGETS[target]
+    machine = MACHINES[record.machine][precision]
+    if precision != "int8" or record.integers != "standard":
+        return machine
+    return replace(
+        machine,
+        integer_nodes=machine.integer_nodes + STANDARD_NODES,
+        integer_passes=machine.integer_passes + STANDARD_PASSES,
+    )
 
 
 ROUTER_NODES = 15
+
+LOGIT_PASSES = 2
+"""How often the router goes over a number of L to make C, and over one of a column to make D."""
 
 
 def around_experts_us(work: Work, machine: Machine) -> float:
@@ -160,11 +199,20 @@ def around_experts_us(work: Work, machine: Machine) -> float:
     spec, macs = work.spec, work.spec.macs(work.tokens, work.k)
     passes = 4.0 * work.batch * work.tokens * (3 * spec.dim + spec.out)  # norm, L, X̃ and y
     computed = work.batch * (macs["router"] + macs["dispatch"] + macs["combine"])
+    columns = work.batch * work.tokens * (spec.experts + work.k) * spec.slots  # of C, and of D
     return (
-        passes / machine.bytes_per_us
+        passes / (machine.bytes_per_us * machine.cached)
         + computed / machine.batched_macs_per_us
+        + LOGIT_PASSES * columns * machine.number_us
         + ROUTER_NODES * machine.node_us
     )
+
+
+def unselected_us(work: Work, machine: Machine) -> float:
+    """Dispatch and combine of the experts that nobody needs, where all are carried along."""
+    columns = work.batch * work.tokens * (work.spec.experts - work.k) * work.spec.slots
+    macs = float(columns * (work.spec.dim + work.spec.out))
+    return macs / machine.batched_macs_per_us + LOGIT_PASSES * columns * machine.number_us
 
 
 def expert_bytes(work: Work, experts: float) -> float:
@@ -172,10 +220,37 @@ def expert_bytes(work: Work, experts: float) -> float:
     return 4.0 * experts * work.spec.parameters_per_expert
 
 
-def stream_us(work: Work, weights_bytes: float, bytes_per_us: float, machine: Machine) -> float:
-    """How long so many bytes of a layer's weights take, faster where the caches hold the layer."""
-    fits = expert_bytes(work, work.spec.experts) <= CACHE_BYTES
-    return weights_bytes / (bytes_per_us * (machine.cached if fits else 1.0))
+def stream_us(
+    work: Work, weights_bytes: float, among: float, bytes_per_us: float, machine: Machine
+) -> float:
+    """How long so many bytes of weights take, where the caches hold a part of those `among` them.
+
+    Both are counted as FP32.
+    """
+    size = among / 4 if work.precision == "int8" else among
+    held = min(1.0, CACHE_BYTES / size)
+    return weights_bytes / bytes_per_us * (held / machine.cached + 1.0 - held)
+
+
+def stacked_us(work: Work, experts: float, rows: int, machine: Machine) -> float:
+    """Reads so many experts' weights out of one constant, for products of so many rows each."""
+    size = expert_bytes(work, experts)
+    layer = max(size, expert_bytes(work, work.spec.experts))
+    read = stream_us(work, size, layer, machine.stacked_bytes_per_us, machine)
+    return read + packing_us(work, experts, rows, machine)
+
+
+PACKED_ROWS = 2
+"""A single row is multiplied by a matrix as that lies in memory."""
+
+
+def packing_us(work: Work, experts: float, rows: int, machine: Machine) -> float:
+    """Packs so many experts' weights during the run, which few rows do without."""
+    if rows < PACKED_ROWS:
+        return 0.0
+    size = expert_bytes(work, experts)
+    layer = max(size, expert_bytes(work, work.spec.experts))
+    return stream_us(work, size, layer, machine.pack_bytes_per_us, machine)
 
 
 def expert_macs(work: Work, rows: float) -> float:
@@ -188,7 +263,29 @@ def expert_nodes(work: Work) -> int:
     return 1 if work.spec.expert == "linear" else 3
 
 
-def unselected_macs(work: Work) -> float:
-    """Dispatch and combine of the experts that nobody needs, where all are carried along."""
-    unselected = work.batch * work.tokens * (work.spec.experts - work.k) * work.spec.slots
-    return float(unselected * (work.spec.dim + work.spec.out))
+ACTIVATION_PASSES = MappingProxyType({"relu": 1, "gelu": 4, "gelu-tanh": 6})
+"""What a nonlinearity takes, in passes over its input."""
+
+
+def between_us(work: Work, pairs: float, machine: Machine) -> float:
+    """What lies between the products of so many (input, expert) pairs, and after them."""
+    spec = work.spec
+    hidden = 0 if spec.expert == "linear" else spec.hidden
+    passes = ACTIVATION_PASSES[spec.activation] * hidden + spec.out
+    # Rows are rounded before each product; standard ops pass over what comes of both, too.
+    if machine.integer_passes:
+        passes += hidden + (machine.integer_passes - 1) * (hidden + spec.out)
+    return pairs * spec.slots * passes * machine.number_us
+
+
+def apart_us(work: Work, active: float, pairs: float, machine: Machine) -> float:
+    """So many experts one by one, on so many (input, expert) pairs together; without the nodes."""
+    products = active * (1 if work.spec.expert == "linear" else 2)
+    macs = expert_macs(work, pairs)
+    layer = expert_bytes(work, work.spec.experts)
+    return (
+        stream_us(work, expert_bytes(work, active), layer, machine.bytes_per_us, machine)
+        + (macs + min(macs, products * machine.lone_macs)) / machine.macs_per_us
+        + products * machine.product_us
+        + between_us(work, pairs, machine)
+    )

@@ -13,10 +13,10 @@ from .cost import (
     Machine,
     Work,
     around_experts_us,
-    expert_bytes,
+    between_us,
     expert_macs,
-    stream_us,
-    unselected_macs,
+    stacked_us,
+    unselected_us,
 )
 from .experts import batched_experts, expert_rows, stacked_weights
 
@@ -47,12 +47,12 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
 def predict_us(work: Work, machine: Machine) -> float:
     """Every expert is read and computed, for every input, whatever k is."""
     n = work.spec.experts
-    rows = work.batch * work.spec.slots
-    # A single row per expert is computed while its weights stream by; further rows cost.
-    computed = expert_macs(work, work.batch * n) * (1.0 - 1.0 / rows)
+    pairs = work.batch * n
     return (
-        stream_us(work, expert_bytes(work, n), machine.stacked_bytes_per_us, machine)
-        + (computed + unselected_macs(work)) / machine.batched_macs_per_us
+        stacked_us(work, n, work.batch * work.spec.slots, machine)
+        + expert_macs(work, pairs) / machine.macs_per_us
+        + between_us(work, pairs, machine)
+        + unselected_us(work, machine)
         + 8 * machine.node_us
         + around_experts_us(work, machine)
     )

@@ -13,7 +13,7 @@ from ..names import MICROSOFT
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Target
 from .base import Lowering
-from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs, stream_us
+from .cost import PACKED_ROWS, Machine, Work, around_experts_us, expert_macs, stacked_us
 from .experts import expert_rows
 
 _NEVER = -16.0
@@ -125,10 +125,8 @@ def predict_us(work: Work, machine: Machine) -> float:
     rows = work.selections * work.spec.slots
     tanh = 1 if work.spec.activation == "relu" else TANH
     return (
-        stream_us(
-            work, expert_bytes(work, work.expected_active), machine.stacked_bytes_per_us, machine
-        )
-        + expert_macs(work, work.selections) / machine.batched_macs_per_us
+        stacked_us(work, work.expected_active, PACKED_ROWS, machine)
+        + expert_macs(work, work.selections) / machine.macs_per_us
         + rows * work.spec.experts * machine.routing_us
         + rows * (4 * work.spec.dim + tanh * work.spec.hidden) * machine.scalar_us
         + 10 * machine.node_us

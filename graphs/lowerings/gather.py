@@ -10,7 +10,16 @@ from ..routing import combine_outputs, route, selected_slots
 from ..targets import EVERY_TARGET
 from . import dense
 from .base import Lowering
-from .cost import Machine, Work, around_experts_us, expert_bytes, expert_macs, stream_us
+from .cost import (
+    Machine,
+    Work,
+    around_experts_us,
+    between_us,
+    expert_bytes,
+    expert_macs,
+    packing_us,
+    stream_us,
+)
 from .experts import batched_experts, expert_rows, stacked_weights
 
 
@@ -49,9 +58,16 @@ def predict_us(work: Work, machine: Machine) -> float:
     """The copy, and the arithmetic of the selected experts alone."""
     if work.k == work.spec.experts:
         return dense.predict_us(work, machine)  # nothing is to gather: it is the same graph
+    pairs, copied = work.selections, copied_bytes(work)
+    layer = expert_bytes(work, work.spec.experts)
+    # A Gather shares its copies out among threads: a single one has one.
+    written = copied * max(2, pairs) / pairs
     return (
-        stream_us(work, copied_bytes(work), machine.copy_bytes_per_us, machine)
-        + expert_macs(work, work.selections) / machine.batched_macs_per_us
+        stream_us(work, copied, layer, machine.bytes_per_us, machine)
+        + stream_us(work, written, copied, machine.copy_bytes_per_us, machine)
+        + packing_us(work, pairs, work.spec.slots, machine)
+        + expert_macs(work, pairs) / machine.macs_per_us
+        + between_us(work, pairs, machine)
         + 12 * machine.node_us
         + around_experts_us(work, machine)
     )

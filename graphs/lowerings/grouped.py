@@ -15,15 +15,7 @@ from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import DATA_SIZES
 from .base import Lowering
-from .cost import (
-    Machine,
-    Work,
-    around_experts_us,
-    expert_bytes,
-    expert_macs,
-    expert_nodes,
-    stream_us,
-)
+from .cost import Machine, Work, apart_us, around_experts_us, expert_nodes
 from .experts import expert_rows, first_product, hidden_rows, one_expert, second_product
 
 
@@ -135,14 +127,15 @@ def _concat(b: Builder, parts: list[ir.Value]) -> ir.Value:
 def predict_us(work: Work, machine: Machine) -> float:
     """The chosen experts are read once and compute the rows that chose them; n chains of nodes."""
     n = work.spec.experts
-    sorting = 12 if work.k < n else 3
-    nodes = (expert_nodes(work) + machine.integer_nodes) * n + sorting
+    selects = work.k < n
+    nodes = (expert_nodes(work) + machine.integer_nodes) * n + (12 if selects else 3)
     if n >= MANY_EXPERTS and work.spec.expert != "linear":
         # What lies between the matmuls is there once for all experts.
         nodes -= n if machine.integer_nodes == 0 else 2 * n
+    compared = n * work.selections if selects else 0
     return (
-        stream_us(work, expert_bytes(work, work.expected_active), machine.bytes_per_us, machine)
-        + expert_macs(work, work.selections) / machine.macs_per_us
+        apart_us(work, work.expected_active, work.selections, machine)
+        + compared * machine.sort_us
         + nodes * machine.node_us
         + around_experts_us(work, machine)
     )
