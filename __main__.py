@@ -11,6 +11,7 @@ import re
 import signal
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -28,9 +29,13 @@ UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.
 
 NO_MEMORY = re.compile(
     r"failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
-    r"|error return without exception set"
+    r"|(error return|NULL) without (exception set|setting an exception)"
 )
 """How the system's loader, C++ and PyTorch say that there is no memory."""
+
+
+RESERVE_BYTES = 32 << 20
+"""Address space that is given back when memory ran out, so that it can be said."""
 
 
 def _interrupted(signum: int, _frame: object) -> NoReturn:
@@ -70,6 +75,7 @@ def _run(console: Console) -> None:
 
     from .cli import app
 
+    reserve = [bytearray(RESERVE_BYTES)]  # never written to, so no memory is taken
     try:
         status = app(prog_name="moexport", standalone_mode=False)
     except TyperException as error:
@@ -87,6 +93,9 @@ def _run(console: Console) -> None:
     except Exception as error:
         if console.verbose:
             raise
+        reserve.clear()
+        for each in _chain(error):
+            traceback.clear_frames(each.__traceback__)
         from .common.writing import FULL  # only now: --help takes no longer than it must
 
         if isinstance(error, OSError) and error.errno in FULL:
@@ -99,9 +108,11 @@ def _run(console: Console) -> None:
             message = f"{error.filename}: {error.strerror}"
             console.error(message, "check the path and its permissions")
             sys.exit(1)
-        if _of_memory(error):
+        out_of_memory = next(filter(_of_memory, _chain(error)), None)
+        if out_of_memory is not None:
+            what = f"{type(out_of_memory).__name__}: {out_of_memory}".removesuffix(": ")
             console.error(
-                f"the machine's memory ran out ({type(error).__name__}: {error})",
+                f"the machine's memory ran out ({what})",
                 "close other programs, raise the limit (ulimit -v), or take a machine with more",
             )
             sys.exit(1)
@@ -114,21 +125,23 @@ def _run(console: Console) -> None:
         raise KeyboardInterrupt
 
 
-def _of_memory(error: BaseException | None) -> bool:
-    """Whether an error, or what it came from, is that there was no memory.
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    """An error and what it came from, the latest first."""
+    while error is not None:
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def _of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory.
 
     Extensions tell of it in words of their own, or in none: a failed allocation that goes
     unnoticed ends in CPython's `SystemError`.
     """
-    while error is not None:
-        if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-            return True
-        if isinstance(error, ImportError | RuntimeError | SystemError) and NO_MEMORY.search(
-            str(error)
-        ):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    words = ImportError | RuntimeError | SystemError
+    return isinstance(error, words) and NO_MEMORY.search(str(error)) is not None
 
 
 def _say_usage(console: Console, error: TyperException) -> None:

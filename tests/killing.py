@@ -1,14 +1,16 @@
-"""Kills commands that write, at random moments and in each of their phases; looks what is left.
+"""Kills commands that write, and runs two at once on one destination; looks what is left.
 
-A destination is whole or absent, or what it was before; the next run succeeds and removes what the
-killed one left. `make test` kills a few; by hand:
+They are killed at random moments and in each of their phases. A destination is whole or absent, or
+what it was before; the next run succeeds and removes what the killed one left. Of two at once each
+ends well or says in a sentence why it does not. `make test` does a few; by hand:
 
-    python -m moexport.tests.killing --kills 200
+    python -m moexport.tests.killing --kills 200 --pairs 50
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import random
 import select
@@ -31,6 +33,7 @@ from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.recorded import DATA
 
 LAYER = (str(DATA / "soft_moe_fkodom" / "weights.pt"), "--set", "version=0.2.0")
+CLASSIFIER = (str(DATA / "soft_moe_mnist" / "weights.pt"), "--set", "normalize=false")
 CARD = ("--compute-capability", "8.9")
 
 PHASES = ("os.fsync", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "open")
@@ -61,6 +64,13 @@ def _outputs(path: Path) -> None:
 def _bench(path: Path) -> None:
     if (path / "results.json").exists():
         results.read(path / "results.json")
+
+
+def _experts(path: Path) -> None:
+    if (path / "specialise.json").exists():
+        assert json.loads((path / "specialise.json").read_text())["experts"]
+    if (path / "specialise.png").exists():
+        assert (path / "specialise.png").read_bytes().endswith(b"IEND\xaeB`\x82")
 
 
 def _page(path: Path) -> None:
@@ -105,6 +115,11 @@ WRITERS = {
         "report",
         _bench,
     ),
+    "specialise": Writer(
+        lambda d: ("specialise", *CLASSIFIER, "--data", d / "y.npz", "-o", d / "o" / "experts"),
+        "experts",
+        _experts,
+    ),
 }
 
 
@@ -114,12 +129,15 @@ class Tally:
 
     kills: int = 0
     left: Counter[str] = field(default_factory=Counter)
+    pairs: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
 
 
 def prepare(folder: Path) -> None:
     """Puts what the commands read into a folder."""
     np.savez(folder / "x.npz", input=np.random.default_rng(0).normal(size=(3, 5, 24)).astype("f4"))
+    images = np.random.default_rng(0).random(size=(20, 1, 28, 28)).astype("f4")
+    np.savez(folder / "y.npz", input=images, label=np.arange(20) % 10)
     (folder / "o").mkdir()
     finish(("export", *LAYER, "-o", folder / "b"))
     row = results.Row("pytorch-eager", 2, 2, 1, "digits")
@@ -156,11 +174,11 @@ def forked(work: Callable[[], object], before_s: float | None = None) -> str | N
     return text.strip() if text else None
 
 
-def command(arguments: Sequence[str | Path]) -> None:
-    """Runs the program in this process, silent."""
-    quiet = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(quiet, 1)
-    os.dup2(quiet, 2)
+def command(arguments: Sequence[str | Path], says: str | Path = os.devnull) -> None:
+    """Runs the program in this process; what it says goes to a file, or nowhere."""
+    output = os.open(says, os.O_WRONLY | os.O_CREAT)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
     sys.argv = ["moexport", *map(str, arguments), "-q"]
     main_program()
 
@@ -226,12 +244,48 @@ def check_next(folder: Path, writer: Writer) -> None:
     assert not left, f"left behind: {left}"
 
 
+def pair(folder: Path, writer: Writer, later_s: float) -> str:
+    """Runs a command twice on one destination, the second so much later; says how they ended.
+
+    One of them succeeds at least; the other does, or is refused in a sentence. What they leave is
+    whole.
+    """
+    says = [folder / "first.txt", folder / "second.txt"]
+    children = []
+    for number, file in enumerate(says):
+        time.sleep(number * later_s)
+        child = os.fork()
+        if child == 0:
+            code = 70
+            try:
+                command(writer.arguments(folder), file)
+                code = 0
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 0
+            finally:
+                os._exit(code)
+        children.append(child)
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    texts = [file.read_text() for file in says]
+    for file in says:
+        file.unlink()
+    assert 0 in codes, f"neither succeeded: {codes}, {texts}"
+    for code, text in zip(codes, texts, strict=True):
+        assert code in (0, 1, 2), f"ended with {code}: {text}"
+        assert "Traceback" not in text, text
+        assert code == 0 or text.startswith("error: "), f"ended with {code}: {text}"
+    assert (folder / "o" / writer.output).exists()
+    assert look(folder, writer) == "nothing"
+    return "both succeeded" if not any(codes) else "one was refused"
+
+
 def main() -> None:
     """Runs the program."""
     parser = argparse.ArgumentParser(description="kill commands that write")
     parser.add_argument("names", nargs="*", default=[], help=f"of {', '.join(WRITERS)}")
     parser.add_argument("--kills", type=int, default=200, help="of each command, at random moments")
     parser.add_argument("--phases", type=int, default=50, help="of each command, in its phases")
+    parser.add_argument("--pairs", type=int, default=0, help="of each command, two at once")
     parser.add_argument("--seconds", type=float, default=1e9, help="at most, for each command")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     given = parser.parse_args()
@@ -242,7 +296,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="kill-") as where:
             tally = _kills(Path(where).resolve(), WRITERS[name], given)
         failed |= bool(tally.findings)
-        print(f"{name}: {tally.kills} kills, left {dict(tally.left)}, {tally.findings}", flush=True)
+        what = f"{tally.kills} kills, left {dict(tally.left)}, pairs {dict(tally.pairs)}"
+        print(f"{name}: {what}, {tally.findings}", flush=True)
     sys.exit(failed)
 
 
@@ -269,6 +324,11 @@ def _kills(folder: Path, writer: Writer, given: argparse.Namespace) -> Tally:
                 check_next(folder, writer)
         except Exception as error:  # noqa: BLE001  whatever it is, it is what is looked for
             tally.findings.append(f"kill {number}: {type(error).__name__}: {error}")
+    for number in range(given.pairs):
+        try:
+            tally.pairs[pair(folder, writer, rng.uniform(0, whole_s) * (number % 2))] += 1
+        except AssertionError as error:
+            tally.findings.append(f"pair {number}: {error}")
     try:
         check_next(folder, writer)
     except AssertionError as error:

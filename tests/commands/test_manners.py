@@ -307,6 +307,29 @@ def test_memory_that_runs_out_while_libraries_load_is_no_defect() -> None:
     assert "hint: " in done.stderr
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
+@pytest.mark.parametrize("megabytes", [680, 760, 820, 850])
+def test_an_export_without_enough_memory_says_so_and_leaves_nothing(
+    megabytes: int, tmp_path: Path
+) -> None:
+    layer = str(DATA / "soft_moe_fkodom" / "weights.pt")
+    command = shlex.join([*PROGRAM, "export", layer, "--set", "version=0.2.0", "-q", "-o", "out"])
+    done = subprocess.run(
+        ["bash", "-c", f"ulimit -v {megabytes}000; exec {command}"],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd=tmp_path,
+        env=os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"},
+    )
+    whole = ["out"] if done.returncode == 0 else []
+    assert [path.name for path in tmp_path.iterdir()] == whole
+    if "terminate called after throwing" in done.stderr or ": ABORT" in done.stderr:
+        pytest.skip("a library's own start ended the process, before Python could say anything")
+    assert done.returncode == 0 or done.stderr.startswith("error: the machine's memory ran out (")
+    assert "Traceback" not in done.stderr
+
+
 @pytest.mark.parametrize("module", ["bundle.bundle", "tensorrt.engines", "session", "parity"])
 def test_what_runs_and_builds_a_bundle_needs_no_pytorch(module: str) -> None:
     code = f"import sys, moexport.exporter.{module}; print('torch' in sys.modules)"
