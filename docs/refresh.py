@@ -32,7 +32,7 @@ from moexport.bench.paper import published
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
 from moexport.docs import results_schema
-from moexport.perf import calibration, scale, startup
+from moexport.perf import auto, calibration, scale, startup
 from moexport.perf.__main__ import BENCHMARKS
 from moexport.perf.record import kept, measured_on
 from moexport.perf.tables import (
@@ -215,6 +215,7 @@ def performance_tables() -> dict[str, str]:
         "mumoe": mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n",
         "scale": f"{where}\n\n{scale.table(scales)}\n",
         "startup": startup.table(RESULTS / "startup-cpu.json") + "\n",
+        "auto": auto.table(RESULTS / "auto-cpu.json") + "\n",
     }
 
 
