@@ -26,10 +26,10 @@ from .parity import PARITY_FILE, Comparison, Parity, Tolerance, describe
 from .plan import Plan, plan
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
-from .reference import first_different_layer
+from .reference import first_different_layer, torch_reference
 from .tensorrt.engines import build_for_export
 from .trace import trace
-from .write import graph_record, manifest_of, opened_comparison, torch_reference, write_graphs
+from .write import graph_record, manifest_of, opened_comparison, write_graphs
 
 
 def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
@@ -127,13 +127,7 @@ def _parities(
         worst = comparison.worst
         assert worst is not None, "something was compared"
         where = parity.first_difference or first_different_layer(
-            job.model,
-            directory / graph.file,
-            lowered[graph.file].values,
-            worst,
-            renormalize=options.renormalize,
-            rtol=tolerance.rtol,
-            batch=job.fixed_batch or len(worst.x),
+            job, directory / graph.file, lowered[graph.file].values, worst
         )
         raise ParityError(
             f"{graph.file} differs from PyTorch, starting in {where}: {describe(parity)}",

@@ -228,20 +228,11 @@ class Comparison:
             raise ParityError(
                 f"the graph gives outputs {y.shape}, the reference holds {expected.y.shape}"
             )
-        routing = _routing(expected, sets, self._tolerance)
-        everything = _distance(expected.y, y, np.ones(len(y), dtype=bool))
-        furthest = max((found.everything.max_abs for found in self._found), default=-1.0)
-        if self.worst is None or not everything.max_abs <= furthest:
+        found = _compared(expected, y, sets, self._tolerance)
+        furthest = max((each.everything.max_abs for each in self._found), default=-1.0)
+        if self.worst is None or not found.everything.max_abs <= furthest:
             self.worst = expected
-        self._found.append(
-            _Found(
-                len(y),
-                routing,
-                _distance(expected.y, y, routing.same),
-                everything,
-                float(cosines(y, expected.dense).min(initial=1.0)),
-            )
-        )
+        self._found.append(found)
 
     def _outputs(self, expected: Reference) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The graph's outputs, and what its layers chose."""
@@ -260,10 +251,9 @@ class Comparison:
         """Returns how far the graph is off, over all that was added."""
         found, bounds = self._found, self._tolerance
         samples = sum(each.samples for each in found)
-        routing = [each.routing for each in found]
-        tokens = any(each.by_token for each in routing)
-        choices = sum(each.choices for each in routing)
-        agreement = sum(each.agreeing for each in routing) / choices
+        tokens = any(each.by_token for each in found)
+        choices = sum(each.choices for each in found)
+        agreeing = sum(each.agreeing for each in found)
         everything = _Distance.of([each.everything for each in found])
         same = _Distance.of([each.same for each in found])
         if tokens and not same.inputs:  # every input has a token that chose otherwise
@@ -273,27 +263,23 @@ class Comparison:
             max_abs=same.max_abs,
             max_rel=same.max_rel,
             cosine=same.cosine,
-            routing_agreement=agreement,
+            routing_agreement=agreeing / choices,
             samples=samples,
-            ties=sum(int(each.ties.sum()) for each in routing),
-            atol=bounds.atol,
-            rtol=bounds.rtol,
-            passed=bool(close and agreement >= bounds.routing and same.inputs),
-            first_difference=next((each.first for each in routing if each.first), None),
+            ties=sum(each.ties for each in found),
+            passed=bool(close and agreeing / choices >= bounds.routing and same.inputs),
+            first_difference=next((each.first for each in found if each.first), None),
             untouched_cosine=min(each.untouched_cosine for each in found),
-            jaccard=sum(each.samples * each.routing.jaccard for each in found) / samples,
-            flip_margin=max(each.margin for each in routing),
-            routing=bounds.routing,
-            tie=bounds.tie,
-            coefficient=bounds.coefficient,
+            jaccard=sum(each.samples * each.jaccard for each in found) / samples,
+            flip_margin=max(each.margin for each in found),
+            **asdict(bounds),
             compared=same.inputs,
             all_max_abs=everything.max_abs,
             all_max_rel=everything.max_rel,
             all_cosine=everything.cosine,
-            differing=sum(each.differing for each in routing),
+            differing=sum(each.differing for each in found),
             chosen_by="tokens" if tokens else "inputs",
             choices=choices,
-            agreeing=sum(each.agreeing for each in routing),
+            agreeing=agreeing,
         )
 
 
@@ -339,7 +325,7 @@ def settled(expected: Reference, tie: float) -> Reference:
 def describe(parity: Parity) -> str:
     """One line about a parity result: the outputs of which inputs, and who chose what."""
     p, inputs = parity, f"{parity.samples} inputs"
-    values = _differences(p.max_abs, p.max_rel, p.cosine)
+    values = differences(p.max_abs, p.max_rel, p.cosine)
     if p.differing == 0:
         text = f"{values} over all {inputs}"
     elif p.compared == 0:  # outputs of other experts differ, which says nothing
@@ -347,7 +333,7 @@ def describe(parity: Parity) -> str:
     elif p.all_max_abs is None or p.all_max_rel is None or p.all_cosine is None:
         text = values
     else:
-        whole = _differences(p.all_max_abs, p.all_max_rel, p.all_cosine)
+        whole = differences(p.all_max_abs, p.all_max_rel, p.all_cosine)
         text = f"{values} where the experts are the same; {whole} over all {inputs}"
     if p.choices is None:
         text += f"; same experts in {p.routing_agreement:.0%}"
@@ -364,7 +350,8 @@ def describe(parity: Parity) -> str:
     return text
 
 
-def _differences(max_abs: float, max_rel: float, cosine: float) -> str:
+def differences(max_abs: float, max_rel: float, cosine: float) -> str:
+    """Returns how far outputs are off, in words."""
     return f"max |difference| {max_abs:.2g} ({max_rel:.2g} of max|y|), cosine {cosine:.7f}"
 
 
@@ -413,39 +400,33 @@ def _distance(expected: np.ndarray, y: np.ndarray, same: np.ndarray) -> _Distanc
 
 
 @dataclass(frozen=True, slots=True)
-class _Routing:
-    """How a graph's choices compare: samples that differ by a tie, [s], and the agreement.
+class _Found:
+    """What one part of the inputs gave.
 
-    Of `choices`, made by each input or `by_token`, so many are `agreeing`; `differing` samples
-    differ anywhere. `same` tells what to compare, samples [s] or tokens [s, m]; `first` names the
-    first layer that truly differs; `jaccard` is the mean overlap of the sets, and `margin` the
-    largest margin of a choice that differs.
+    `ties` samples differ by a tie alone, `differing` anywhere. Of `choices`, made by each input or
+    `by_token`, so many are `agreeing`; `first` is the first layer that truly differs, `jaccard` the
+    mean overlap of the sets, `margin` the largest of a choice that differs. Outputs are `same`
+    where the experts are, and `everything` all of them.
     """
 
-    ties: np.ndarray
+    samples: int
+    ties: int
+    differing: int
     choices: int
     agreeing: int
     by_token: bool
-    differing: int
-    same: np.ndarray
     first: str | None
     jaccard: float
     margin: float
-
-
-@dataclass(frozen=True, slots=True)
-class _Found:
-    """What one part of the inputs gave: distances where the experts are the same, and of all."""
-
-    samples: int
-    routing: _Routing
     same: _Distance
     everything: _Distance
     untouched_cosine: float
 
 
-def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tolerance) -> _Routing:
-    """Compares what was chosen with the reference.
+def _compared(
+    expected: Reference, y: np.ndarray, sets: Mapping[str, np.ndarray], tolerance: Tolerance
+) -> _Found:
+    """Compares outputs, and what was chosen, with the reference.
 
     After the first difference of a sample its later layers see other inputs, so only the first
     counts as a tie or a miss; all count for the overlap. Of tokens that choose for themselves,
@@ -455,8 +436,7 @@ def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tol
     differs = {name: _different(sets[name], expected.selected[name], tolerance) for name in sets}
     margins = {name: expected.margin[name].reshape(differs[name].shape) for name in sets}
     wrong = {name: differs[name] & (margins[name] > tolerance.tie) for name in sets}
-    ties = np.zeros(len(expected.x), dtype=bool)
-    misses = np.zeros_like(ties)
+    ties, misses, apart = (np.zeros(len(expected.x), dtype=bool) for _ in range(3))
     first: str | None = None
     margin = 0.0
     for name in sets:
@@ -467,19 +447,25 @@ def _routing(expected: Reference, sets: Mapping[str, np.ndarray], tolerance: Tol
             first = name
         ties |= fresh.any(axis=1) & ~missed
         misses |= missed
-    agreeing, choices, same = int((~misses).sum()), len(misses), ~(ties | misses)
+        apart |= differs[name].any(axis=1)
+    wrongs, same = [misses], ~(ties | misses)
     by_token = tolerance.routing < 1.0 and any(_is_mumoe(chosen) for chosen in sets.values())
     if by_token:
-        choices = sum(each.size for each in wrong.values())
-        agreeing = sum(int((~each).sum()) for each in wrong.values())
-        same = _same_tokens(list(differs.values()), expected.y.shape)
-    apart = np.zeros_like(ties)
-    for each in differs.values():
-        apart |= each.any(axis=1)
+        wrongs, same = [*wrong.values()], _same_tokens([*differs.values()], expected.y.shape)
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
-    overlap = float(np.mean(overlaps)) if overlaps else 1.0
-    return _Routing(
-        ties, choices, agreeing, by_token, int(apart.sum()), same, first, overlap, margin
+    return _Found(
+        samples=len(y),
+        ties=int(ties.sum()),
+        differing=int(apart.sum()),
+        choices=sum(each.size for each in wrongs),
+        agreeing=sum(int((~each).sum()) for each in wrongs),
+        by_token=by_token,
+        first=first,
+        jaccard=float(np.mean(overlaps)) if overlaps else 1.0,
+        margin=margin,
+        same=_distance(expected.y, y, same),
+        everything=_distance(expected.y, y, np.ones(len(y), dtype=bool)),
+        untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
     )
 
 

@@ -12,12 +12,40 @@ import numpy as np
 import onnx
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_forward_hook
 
+from ..common.files import Reading
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, recorded_choices
 from ..graphs.lower import LayerValues
+from .job import ExportJob
 from .model import Model
 from .parity import Reference, chunks
 from .session import Session, SessionOptions
+
+
+def torch_reference(job: ExportJob, x: np.ndarray) -> Reference:
+    """Returns what PyTorch computes for inputs of a job.
+
+    Where k is chosen per run a quarter of the experts are kept. The pages of mapped weights are
+    given back on the way.
+    """
+    # One k serves all layers at run time, so the layer with the fewest experts bounds it.
+    shared = min(max(1, layer.spec.experts // 4) for layer in job.model.layers.values())
+    kept = {name: shared if k is None else k for name, k in job.k.items()}
+    reading = Reading(job.model.source.mapped)
+
+    def count(module: nn.Module, *_: object) -> None:
+        lists = (part for part in module.children() if isinstance(part, nn.ParameterList))
+        own = (weight for part in (module, *lists) for weight in part.parameters(recurse=False))
+        reading.advance(sum(weight.nbytes for weight in own))
+
+    # Of all modules, as a factory's own network keeps its experts where it likes.
+    hook, batch = register_module_forward_hook(count), job.fixed_batch or len(x)
+    try:
+        return reference(job.model, x, kept, renormalize=job.options.renormalize, batch=batch)
+    finally:
+        hook.remove()
+        reading.end()
 
 
 @torch.no_grad()
@@ -26,7 +54,6 @@ def reference(
 ) -> Reference:
     """Returns what PyTorch computes for inputs x, in batches of `batch`."""
     original = model.original if model.original is not None else model.module
-    dense, y = [], []
     specs = {name: layer.spec for name, layer in model.layers.items()}
     choosing = {
         choice_key(name, choice)
@@ -34,6 +61,7 @@ def reference(
         for choice in specs[name].choices()
         if k < specs[name].experts
     }
+    dense, y = [], []
     selected: dict[str, list[np.ndarray]] = {}
     margin: dict[str, list[np.ndarray]] = {}
     for part in chunks(x, batch):
@@ -44,67 +72,56 @@ def reference(
             recorded_choices(model.module) as records,
         ):
             y.append(first_output(model.module(tokens)).numpy())
-        for name, choice in records.items():
-            if name in choosing:
-                selected.setdefault(name, []).append(choice.chosen.numpy())
-                margin.setdefault(name, []).append(choice.margin.numpy())
+        for name in choosing & records.keys():
+            selected.setdefault(name, []).append(records[name].chosen.numpy())
+            margin.setdefault(name, []).append(records[name].margin.numpy())
     return Reference(
         x=x,
         y=np.concatenate(y),
         dense=np.concatenate(dense),
-        selected={name: np.concatenate(sets) for name, sets in selected.items()},
-        margin={name: np.concatenate(gaps) for name, gaps in margin.items()},
+        selected={name: np.concatenate(selected[name]) for name in records if name in selected},
+        margin={name: np.concatenate(margin[name]) for name in records if name in margin},
         kept=dict(kept),
     )
 
 
 @torch.no_grad()
 def first_different_layer(
-    model: Model,
-    path: Path,
-    values: Mapping[str, LayerValues],
-    expected: Reference,
-    *,
-    renormalize: bool,
-    rtol: float,
-    batch: int,
+    job: ExportJob, path: Path, values: Mapping[str, LayerValues], expected: Reference
 ) -> str:
-    """Returns where the first difference appears, in words: a layer, or the network around it.
+    """Returns where a graph first differs, in words: a layer, or the network around it.
 
-    The inputs and outputs of every MoE layer are compared in order, on the first `batch` inputs.
+    The inputs and outputs of every MoE layer are compared in order, on the first inputs.
     """
-    x = expected.x[:batch]
+    model, rtol = job.model, job.options.tolerance.rtol
+    x = expected.x[: job.fixed_batch]
     names = {name for layer in values.values() for name in (layer.input, layer.output)}
     observe = dict.fromkeys(sorted(names), onnx.TensorProto.FLOAT)
     session = Session(path, SessionOptions(plan_memory=False, observe=observe, rounded=True))
     actual = session.run(x, next(iter(expected.kept.values())) if session.takes_k else None)
-    seen = _layer_values(model, x, expected.kept, renormalize=renormalize)
-    before = "the network before it"
-    for name, layer in values.items():
-        wanted_input, wanted_output = seen[name]
-        if _differs(actual[layer.input], wanted_input, rtol):
-            return f"{before}, at the input of layer {name}"
-        if _differs(actual[layer.output], wanted_output, rtol):
-            return f"layer {name}"
-        before = f"the network after layer {name}"
-    return f"{before.replace('before it', 'before the layers')}, at the output"
-
-
-def _layer_values(
-    model: Model, x: np.ndarray, kept: Mapping[str, int], *, renormalize: bool
-) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Each MoE layer's input and output in PyTorch, with Algorithm 1."""
-    seen: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    wanted: dict[str, tuple[np.ndarray, np.ndarray]] = {}
 
     def record(module: nn.Module, args: tuple[Any, ...], output: Any, name: str) -> None:
         assert isinstance(module, MoELayer)
-        seen[name] = (module.tokens(args[0]).numpy(), output.numpy())
+        wanted[name] = (module.tokens(args[0]).numpy(), output.numpy())
 
-    with ExitStack() as hooks, algorithm_1(model.module, dict(kept), renormalize=renormalize):
+    renormalize = job.options.renormalize
+    with (
+        ExitStack() as hooks,
+        algorithm_1(model.module, {**expected.kept}, renormalize=renormalize),
+    ):
         for name, layer in model.layers.items():
             hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
         model.module(torch.from_numpy(np.ascontiguousarray(x)))
-    return seen
+    before = "the network before it"
+    for name, value in values.items():
+        wanted_input, wanted_output = wanted[name]
+        if _differs(actual[value.input], wanted_input, rtol):
+            return f"{before}, at the input of layer {name}"
+        if _differs(actual[value.output], wanted_output, rtol):
+            return f"layer {name}"
+        before = f"the network after layer {name}"
+    return f"{before.replace('before it', 'before the layers')}, at the output"
 
 
 def _differs(actual: np.ndarray, wanted: np.ndarray, rtol: float) -> bool:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
-from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from ..common.console import Progress
 from ..common.environment import environment
-from ..common.files import Reading, sha256
+from ..common.files import sha256
 from ..graphs.lower import Lowered, LoweringRequest, lower
 from ..graphs.names import K_INPUT
 from ..graphs.precision.types import FLOAT_TYPES
@@ -36,7 +32,6 @@ from .model import TensorSpec
 from .parity import Comparison, Parity, Reference
 from .plan import GraphPlan, LayerPlan, Plan
 from .quantization.precision import LayerPrecision, precision_record
-from .reference import reference
 
 
 def write_graphs(
@@ -115,40 +110,6 @@ def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None = Non
     )
 
 
-def torch_reference(job: ExportJob, x: np.ndarray) -> Reference:
-    """Returns the PyTorch reference, with a quarter of the experts where k is chosen per run."""
-    # One k serves all layers at run time, so the layer with the fewest experts bounds it.
-    experts = [layer.spec.experts for layer in job.model.layers.values()]
-    shared = min(max(1, n // 4) for n in experts)
-    with _pages_given_back(job.model.source.mapped):
-        return reference(
-            job.model,
-            x,
-            {name: shared if k is None else k for name, k in job.k.items()},
-            renormalize=job.options.renormalize,
-            batch=job.fixed_batch or len(x),
-        )
-
-
-@contextmanager
-def _pages_given_back(files: Iterable[Path]) -> Iterator[None]:
-    """Within the context, running any network gives back the pages of mapped `files` on the way."""
-    reading = Reading(files)
-
-    def count(module: nn.Module, *_: object) -> None:
-        lists = (part for part in module.children() if isinstance(part, nn.ParameterList))
-        own = (weight for part in (module, *lists) for weight in part.parameters(recurse=False))
-        reading.advance(sum(weight.nbytes for weight in own))
-
-    # Of all modules, as a factory's own network keeps its experts where it likes.
-    handle = register_module_forward_hook(count)
-    try:
-        yield
-    finally:
-        handle.remove()
-        reading.end()
-
-
 def opened_comparison(
     job: ExportJob, directory: Path, graph: GraphRecord, expected: Reference
 ) -> Comparison:
@@ -161,15 +122,6 @@ def opened_comparison(
         k_input=job.options.k == "input",
         tolerance=job.options.tolerance,
     )
-
-
-def checked_graph(
-    job: ExportJob, directory: Path, graph: GraphRecord, expected: Reference
-) -> Parity:
-    """Runs a graph that was written to a folder against its reference."""
-    comparison = opened_comparison(job, directory, graph, expected)
-    comparison.add(expected)
-    return comparison.parity()
 
 
 def manifest_of(

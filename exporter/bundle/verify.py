@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +28,7 @@ from ..parity import (
     Tolerance,
     compare,
     describe,
+    differences,
     recorded,
     settled,
 )
@@ -68,8 +68,8 @@ def verify(
 ) -> Iterator[Check]:
     """Yields the checks: every file's hash, every graph's validity, every graph's parity.
 
-    Engines that were built elsewhere are run with `trust_engine` alone.
-    A later one that damage would only make fail in less clear words is left out.
+    Engines that were built elsewhere are run with `trust_engine` alone. A check that damage would
+    only make fail in less clear words is left out.
     """
     same = is_as_written(directory)
     yield Check(f"hash of {MANIFEST_FILE}", same, AS_RECORDED if same else CHANGED)
@@ -87,14 +87,15 @@ def verify(
         if check.passed:
             valid.append(graph)
     bounds = _bounds(manifest, atol, rtol)
-    if PARITY_FILE not in manifest.files:
-        yield from _engine_checks(directory, manifest, None, bounds, trust=trust_engine)
+    expected = None
+    if PARITY_FILE in manifest.files:
+        expected = Reference.load(directory / PARITY_FILE)
+        for graph in valid:
+            yield _parity_check(directory, manifest, graph, expected, bounds)
+    for engine in engines_of(manifest):
+        yield from _engine_check(directory, manifest, engine, expected, bounds, trust=trust_engine)
+    if expected is None:
         yield Check("parity", False, _why_no_reference(manifest))
-        return
-    expected = Reference.load(directory / PARITY_FILE)
-    for graph in valid:
-        yield _parity_check(directory, manifest, graph, expected, bounds)
-    yield from _engine_checks(directory, manifest, expected, bounds, trust=trust_engine)
 
 
 def graph_comparison(
@@ -143,11 +144,25 @@ def engine_parity(
 ) -> Parity:
     """Runs an engine on the reference's inputs, but for ties, and returns how far it is off.
 
-    Raises `FeedError` where the profiles do not contain them.
+    An engine has no inner values to look at, so its routing is not compared. Raises `FeedError` or
+    `UsageError` where the profiles do not contain the inputs.
     """
     bounds = tolerance or recorded(manifest.parity)
-    runs = _runs(manifest, record, expected, bounds.tie)
-    return compare(session, runs.clear, {}, batch=runs.batch, tolerance=bounds, k=runs.k)
+    clear, batch, k = _runs(manifest, record, expected, bounds.tie)
+    return compare(session, clear, {}, batch=batch, tolerance=bounds, k=k)
+
+
+def _runs(
+    manifest: Manifest, record: EngineRecord, expected: Reference, tie: float
+) -> tuple[Reference, int, int | None]:
+    """What an engine is run with: the reference without ties, the batch size and k."""
+    clear = settled(expected, tie)
+    count, *rest = clear.x.shape
+    batch = min(record.ranges[0].max[0], count)
+    k = next(iter(clear.kept.values())) if manifest.k == "input" else None
+    for size in (batch, count % batch or batch):
+        record.check_fits((size, *rest), k)
+    return clear, batch, k
 
 
 def _hash_check(path: Path, expected: str, size: int) -> Check:
@@ -272,33 +287,28 @@ def _parity_check(
     return Check(name, parity.passed, detail)
 
 
-def _engine_checks(
+def _engine_check(
     directory: Path,
     manifest: Manifest,
+    record: EngineRecord,
     expected: Reference | None,
     bounds: Tolerance,
     *,
     trust: bool,
 ) -> Iterator[Check]:
-    """Yields a check for every engine: parity where it can run here, else why it was not run."""
-    for record in engines_of(manifest):
-        why_not = _why_not_run(manifest, record, expected, bounds)
-        if why_not is not None:
-            built = f"the file that {backend_named(record.flavour).title} {record.version} built"
-            yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
-        elif expected is not None:
-            yield _engine_check(directory, manifest, record, expected, bounds, trust=trust)
-
-
-def _engine_check(
-    directory: Path,
-    manifest: Manifest,
-    record: EngineRecord,
-    expected: Reference,
-    bounds: Tolerance,
-    *,
-    trust: bool,
-) -> Check:
+    """An engine's parity where it can run here, else why it was not run."""
+    why_not = None if first_gpu() is not None else "there is no NVIDIA GPU here"
+    try:
+        if expected is not None:
+            _runs(manifest, record, expected, bounds.tie)
+    except (FeedError, UsageError) as error:
+        why_not = error.message
+    if why_not is not None:
+        built = f"the file that {backend_named(record.flavour).title} {record.version} built"
+        yield Check(f"engine {record.file}", True, f"{built}; not run: {why_not}")
+        return
+    if expected is None:
+        return
     from ..tensorrt.session import EngineSession  # needs PyTorch, which a graph does not
 
     name = f"parity of {record.file}"
@@ -306,50 +316,11 @@ def _engine_check(
         with EngineSession(directory / record.file, trust=trust) as session:
             parity = engine_parity(session, manifest, record, expected, bounds)
     except (ForeignEngineError, MissingExtraError, UntrustedEngineError) as error:
-        return Check(name, True, f"not run: {error.message}")
+        yield Check(name, True, f"not run: {error.message}")
     except MoexportError as error:
-        return Check(name, False, error.message)
-    left = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
-    return Check(
-        name,
-        parity.passed,
-        f"max |difference| {parity.max_abs:.2g} ({parity.max_rel:.2g} of max|y|), cosine "
-        f"{parity.cosine:.7f} in {parity.samples}{left} inputs; an engine does not show its "
-        "routing",
-    )
-
-
-def _why_not_run(
-    manifest: Manifest, record: EngineRecord, expected: Reference | None, bounds: Tolerance
-) -> str | None:
-    """Why an engine cannot be compared here, as far as that is known without loading it."""
-    if expected is not None:
-        try:
-            _runs(manifest, record, expected, bounds.tie)
-        except (FeedError, UsageError) as error:
-            return error.message
-    return None if first_gpu() is not None else "there is no NVIDIA GPU here"
-
-
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """What an engine is run with: the reference without ties, its batch size and k."""
-
-    clear: Reference
-    batch: int
-    k: int | None
-
-
-def _runs(manifest: Manifest, record: EngineRecord, expected: Reference, tie: float) -> _Runs:
-    """Raises `FeedError` or `UsageError` where the profiles do not contain the reference's inputs.
-
-    An engine has no inner values to look at, so its routing is not compared, and inputs whose
-    routing is a tie are left out.
-    """
-    clear = settled(expected, tie)
-    count, *rest = clear.x.shape
-    batch = min(record.ranges[0].max[0], count)
-    k = next(iter(clear.kept.values())) if manifest.k == "input" else None
-    for size in (batch, count % batch or batch):
-        record.check_fits((size, *rest), k)
-    return _Runs(clear, batch, k)
+        yield Check(name, False, error.message)
+    else:
+        left = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
+        where = f"in {parity.samples}{left} inputs; an engine does not show its routing"
+        detail = differences(parity.max_abs, parity.max_rel, parity.cosine)
+        yield Check(name, parity.passed, f"{detail} {where}")

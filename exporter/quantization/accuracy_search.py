@@ -21,8 +21,9 @@ from ..job import ExportJob, export_job
 from ..model import Model
 from ..options import ExportOptions, PrecisionOptions
 from ..parity import Reference
+from ..reference import torch_reference
 from ..trace import trace
-from ..write import checked_graph, torch_reference
+from ..write import opened_comparison
 from .calibrate import CalibrationOptions
 from .precision import KeptPart, Retention, quantised_parts
 from .trial import ReferenceOutputs, Trial, reference_outputs, trial
@@ -95,7 +96,9 @@ def sensitivity(
     expected: Reference = torch_reference(job, x)  # of every precision the same
     for part in parts:
         with trial(job, traced, table, {*parts} - {part}) as tried:
-            parity = checked_graph(job, tried.directory, tried.graph, expected)
+            comparison = opened_comparison(job, tried.directory, tried.graph, expected)
+            comparison.add(expected)
+            parity = comparison.parity()
             first = first_by(tried)
         routing, jaccard = parity.routing_agreement, parity.jaccard
         found.append(

@@ -20,7 +20,8 @@ from moexport.exporter.export import export_plan
 from moexport.exporter.inputs import parity_batches
 from moexport.exporter.job import export_job
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.write import torch_reference, write_graphs
+from moexport.exporter.reference import torch_reference
+from moexport.exporter.write import write_graphs
 from moexport.tests.exporter.families.states import vit_state
 
 pytestmark = pytest.mark.skipif(
