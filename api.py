@@ -9,7 +9,6 @@ from __future__ import annotations
 import inspect as introspection
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
@@ -176,16 +175,17 @@ def calibrate(
         CalibrationError: a tensor's values give no range, or the table at `out` is of another
             origin.
     """
+    from .exporter.job import calibration_job
     from .exporter.options import parse_k
     from .exporter.quantization.calibrate import CalibrationOptions, calibrate_to
     from .exporter.quantization.calibrate import calibrate as run
 
     options = CalibrationOptions(parse_k(k), method, percentile, samples, batch, renormalize)
-    loaded = model() if callable(model) else model
+    job = calibration_job(model() if callable(model) else model, data, options)
     if out is not None:
-        return calibrate_to(Path(out), loaded, data, options, force=force, progress=progress)
+        return calibrate_to(Path(out), job, force=force, progress=progress)
     place = None if workspace is None else Path(workspace)
-    return run(loaded, data, options, workspace=place, progress=progress)
+    return run(job, workspace=place, progress=progress)
 
 
 def sensitivity(
@@ -211,10 +211,9 @@ def sensitivity(
     """
     from .exporter.options import parse_k
     from .exporter.quantization.accuracy_search import rank
-    from .exporter.quantization.calibrate import CalibrationOptions
 
-    options = CalibrationOptions(parse_k(k), samples=samples, renormalize=renormalize)
-    return rank(model, options, table, data, progress=progress)
+    places = (model, parse_k(k), table, data, samples)
+    return rank(*places, renormalize=renormalize, progress=progress)
 
 
 def export(
@@ -305,10 +304,10 @@ def export(
         ParityError: a graph is further from PyTorch than is allowed.
         EngineError: the engine that was asked for cannot be compiled.
     """
-    asked = SimpleNamespace(**locals())  # the parameters: nothing else is bound yet
+    asked = dict(locals())  # the parameters: nothing else is bound yet
     from .exporter.export import export as run
 
-    return run(_job(asked), progress)
+    return run(_job(**asked), progress)
 
 
 def plan(model: Model | Callable[[], Model], destination: AnyPath, **options: Any) -> Plan:
@@ -321,54 +320,38 @@ def plan(model: Model | Callable[[], Model], destination: AnyPath, **options: An
 
     given = introspection.signature(export).bind(model, destination, **{**options, "force": True})
     given.apply_defaults()
-    asked = SimpleNamespace(**given.arguments)
-    job = _job(asked)
-    if job.data is not None and job.options.verify:
-        parity_batches(job.model, job.fixed, job.data, job.options.samples_to_verify)
-    return export_plan(job, asked.progress)
+    job = _job(**given.arguments)
+    asked = job.options
+    if asked.data is not None and asked.verify:
+        parity_batches(job.model, job.fixed, asked.data, asked.samples_to_verify)
+    return export_plan(job, given.arguments["progress"])
 
 
-def _job(asked: SimpleNamespace) -> ExportJob:
+def _job(**asked: Any) -> ExportJob:
     """The job that the parameters of `export` describe."""
     from .exporter.edits import read_edits
     from .exporter.inputs import parse_range
     from .exporter.job import export_job
     from .exporter.options import ExportOptions, PrecisionOptions, parse_k, parse_lowerings
 
+    model, table, _ = (asked.pop(name) for name in ("model", "calibration", "progress"))
+    numbers = ("precision", "rest", "quantize", "io_precision", "weight_bits")
     options = ExportOptions(
-        k=parse_k(asked.k),
-        target=asked.target,
-        lowerings=parse_lowerings(asked.lowering),
-        batch=parse_range(str(asked.batch), "--batch"),
-        tokens=parse_range(str(asked.tokens), "--tokens"),
-        opset=asked.opset,
-        renormalize=asked.renormalize,
-        atol=asked.atol,
-        rtol=asked.rtol,
-        verify=asked.verify,
-        verify_samples=asked.verify_samples,
+        k=parse_k(asked.pop("k")),
+        lowerings=parse_lowerings(asked.pop("lowering")),
+        batch=parse_range(str(asked.pop("batch")), "--batch"),
+        tokens=parse_range(str(asked.pop("tokens")), "--tokens"),
         precision=PrecisionOptions(
-            asked.precision,
-            asked.rest,
-            asked.quantize,
-            asked.io_precision,
-            asked.weight_bits,
-            frozenset(asked.keep_floating),
-            asked.min_retention,
+            *(asked.pop(name) for name in numbers),
+            frozenset(asked.pop("keep_floating")),
+            asked.pop("min_retention"),
         ),
-        edits=read_edits(asked.ablate, asked.rewrite),
-    )
-    table = asked.calibration
-    return export_job(
-        asked.model,
-        options,
-        destination=Path(asked.destination),
-        data=asked.data,
+        edits=read_edits(asked.pop("ablate"), asked.pop("rewrite")),
         calibration=Path(table) if isinstance(table, str) else table,
-        method=asked.method,
-        engine=asked.engine,
-        force=asked.force,
+        destination=Path(asked.pop("destination")),
+        **asked,  # the others as they are
     )
+    return export_job(model, options)
 
 
 def build(
@@ -401,22 +384,12 @@ def build(
     """
     from .exporter.bundle.bundle import Bundle
 
-    plans = build_plan(
-        bundle, target=target, graph=graph, batch=batch, tokens=tokens, options=options
-    )
-    build_engines(bundle, plans, rebuild=rebuild, progress=progress)
+    asked = dict(target=target, graph=graph, batch=batch, tokens=tokens, options=options)
+    build_engines(bundle, build_plan(bundle, **asked), rebuild=rebuild, progress=progress)
     return Bundle.open(_folder(bundle))
 
 
-def build_plan(
-    bundle: Bundle | AnyPath,
-    *,
-    target: str | None = None,
-    graph: str | None = None,
-    batch: str | int | None = None,
-    tokens: str | int | None = None,
-    options: EngineOptions | None = None,
-) -> list[EnginePlan]:
+def build_plan(bundle: Bundle | AnyPath, **asked: Any) -> list[EnginePlan]:
     """Returns the engines that `build` would compile with the same arguments; builds nothing."""
     from .exporter.bundle.manifest import Manifest
     from .exporter.inputs import parse_range
@@ -424,14 +397,15 @@ def build_plan(
     from .exporter.tensorrt.engines import plan_engines
     from .exporter.tensorrt.options import EngineOptions
 
-    ranges = {
-        axis: parse_range(str(sizes), f"--{axis}")
-        for axis, sizes in (("batch", batch), ("tokens", tokens))
-        if sizes is not None
-    }
     manifest = Manifest.read(_folder(bundle))
-    options = options or EngineOptions(cache=default_cache())
-    return plan_engines(manifest, target or manifest.target, options, graph=graph, ranges=ranges)
+    ranges = {
+        axis: parse_range(str(asked[axis]), f"--{axis}")
+        for axis in ("batch", "tokens")
+        if asked.get(axis) is not None
+    }
+    target = asked.get("target") or manifest.target
+    options = asked.get("options") or EngineOptions(cache=default_cache())
+    return plan_engines(manifest, target, options, graph=asked.get("graph"), ranges=ranges)
 
 
 def build_engines(
@@ -592,14 +566,15 @@ def bench(
         UsageError: before anything is measured, where an argument cannot be meant.
         FeedError: before anything is measured, where the data do not fit.
     """
+    asked = dict(locals())  # the parameters: nothing else is bound yet
     from .bench.sweep import sweep
     from .common.writing import check_folder
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
 
     if out is not None:
-        check_folder(Path(out))
-
+        asked["out"] = Path(out)
+        check_folder(asked["out"])
     # A folder of images by class can be read once the model has said its size, not before.
     images = (
         isinstance(data, str | Path) and Path(data).is_dir() and not any(Path(data).glob("*.npy"))
@@ -614,29 +589,8 @@ def bench(
         return load(each, progress=progress, **{"example": example, **loading})
 
     listed = [models] if isinstance(models, Model | Bundle | str | Path) else models
-    return sweep(
-        [opened(each) for each in listed],
-        data=data,
-        k=k,
-        lowering=lowering,
-        precision=precision,
-        engine=engine,
-        target=target,
-        batch=batch,
-        out=None if out is None else Path(out),
-        rounds=rounds,
-        round_s=round_s,
-        samples=samples,
-        threads=threads,
-        memory=memory,
-        parts=parts,
-        pixels=pixels,
-        before=before,
-        analysis=analysis,
-        max_subsets=max_subsets,
-        command=command,
-        progress=progress,
-    )
+    del asked["models"], asked["loading"]
+    return sweep([opened(each) for each in listed], **asked)
 
 
 def paper(

@@ -153,7 +153,7 @@ def _edited(texts: Sequence[str]) -> list[str]:
 def plan_text(plan: Plan) -> str:
     """What `export --dry-run` says."""
     layers = plan.precision.layers
-    folder = plan.job.destination or Path()
+    folder = plan.job.options.destination or Path()
     blocks = []
     if plan.job.options.precision.name != "fp32":
         blocks.append(precisions_text((n, r.precision, r.reason) for n, r in layers.items()) + "\n")
@@ -183,7 +183,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     more: dict[str, Any] = {} if plan.tuning is None else {"tuning": plan.tuning.as_json()}
     more |= {"notes": plan.notes} if plan.notes else {}
     return {
-        "output": str(plan.job.destination),
+        "output": str(plan.job.options.destination),
         "files": plan.files,
         "graphs": {
             graph.file: [

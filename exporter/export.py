@@ -39,16 +39,16 @@ def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
     options allow, `EngineError` when an engine that was asked for cannot be compiled, and leaves
     nothing behind on any failure.
     """
-    assert job.destination is not None, "an export has a destination"
-    progress = progress or Silent()
-    options = job.options
+    progress, options = progress or Silent(), job.options
+    place, force = options.destination, options.force
+    assert place is not None, "an export has a destination"
     inputs = None
     if options.verify:
-        inputs = parity_batches(job.model, job.fixed, job.data, options.samples_to_verify)
+        inputs = parity_batches(job.model, job.fixed, options.data, options.samples_to_verify)
     planned = export_plan(job, progress)
     weights_bytes = planned.weights_bytes
-    check_destination(job.destination, force=job.force, needed_bytes=weights_bytes)
-    with atomic_directory(job.destination, force=job.force) as directory:
+    check_destination(place, force=force, needed_bytes=weights_bytes)
+    with atomic_directory(place, force=force) as directory:
         progress.step("writing weights and graphs", total=weights_bytes)
         lowered = write_graphs(planned, directory, progress)
         if planned.table is not None:
@@ -59,10 +59,10 @@ def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
             parities = _parities(planned, lowered, directory, inputs, progress)
         progress.step("hashing")
         manifest = manifest_of(planned, lowered, parities, directory)
-        manifest = build_for_export(directory, manifest, job.engine, progress)
+        manifest = build_for_export(directory, manifest, options.engine, progress)
         manifest = with_readme(directory, manifest)
         (directory / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-    return Bundle(job.destination, manifest)
+    return Bundle(place, manifest)
 
 
 def export_plan(job: ExportJob, progress: Progress | None = None) -> Plan:
@@ -83,8 +83,7 @@ def found_ranges(job: ExportJob, progress: Progress | None = None) -> Calibratio
     """Returns the ranges of a job: those given, those found now, or None where it needs none."""
     if job.calibration is None:
         return job.table
-    assert job.data is not None
-    return calibrate(job.model, job.data, job.calibration, progress=progress)
+    return calibrate(job.calibration, progress=progress)
 
 
 def _parities(

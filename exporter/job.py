@@ -6,17 +6,18 @@ writing; what comes after is handed the whole job and resolves nothing again.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
 from ..calibration.feeds import Feed
 from ..calibration.methods import DEFAULT_METHOD
 from ..calibration.table import CalibrationTable
-from ..errors import CalibrationError, FeedError, LoweringError, UsageError
-from ..graphs.choices import Method
+from ..errors import CalibrationError, LoweringError, UsageError
+from ..graphs.layers.base import MoESpec
 from ..graphs.lowerings import lowering
 from ..graphs.lowerings.choice import check
 from ..graphs.lowerings.cost import AnyWork, WorkOf
@@ -25,17 +26,14 @@ from ..graphs.targets import Target
 from .bundle.destination import check_destination
 from .inputs import DEFAULT_TOKENS
 from .model import Model, TensorSpec, edited, fingerprint
-from .options import CHOOSERS, ExportOptions, check_renormalize, resolve_k
-from .quantization.calibrate import AGAIN, CalibrationOptions, renormalised
+from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, resolve_k
+from .quantization.calibrate import AGAIN, CalibrationJob, CalibrationOptions, renormalised
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions, option_name
 
 PEAK_SAMPLES = 64
 """Inputs whose largest values tell whether FP16 overflows, with `fp16.HEADROOM` to spare."""
-
-CALIBRATED = ("int8", "fp16")
-"""Precisions for which ranges are found: to quantise, and to see what overflows."""
 
 _TOKEN_AXES = frozenset({"tokens", "height", "width"})
 """Axes of which `--tokens` says something: of an image it is the number of pixels."""
@@ -49,21 +47,15 @@ class ExportJob:
 
     `model` has its edits. `k` is each layer's, None where it is a graph input, and `fixed` the
     sizes of the axes that are constants of the graph. The ranges of tensors are those of `table`,
-    or will be found on `data` as `calibration` says; without either none are needed. `destination`
-    is None where nothing is to be left behind; `engine` is what to do about engines
-    (`moexport.export`).
+    or will be found by `calibration`; without either none are needed.
     """
 
     model: Model
     options: ExportOptions
     k: Mapping[str, int | None]
     fixed: Mapping[str, int]
-    data: Feed | None = None
     table: CalibrationTable | None = None
-    calibration: CalibrationOptions | None = None
-    destination: Path | None = None
-    engine: EngineOptions | bool | None = None
-    force: bool = False
+    calibration: CalibrationJob | None = None
 
     @property
     def fixed_batch(self) -> int | None:
@@ -91,136 +83,73 @@ class ExportJob:
 
 
 def export_job(
-    model: Model | Callable[[], Model],
-    options: ExportOptions | None = None,
-    *,
-    destination: Path | None = None,
-    data: Feed | None = None,
-    calibration: CalibrationTable | Path | None = None,
-    method: Method | None = None,
-    engine: EngineOptions | bool | None = None,
-    force: bool = False,
+    model: Model | Callable[[], Model], options: ExportOptions | None = None, **more: Any
 ) -> ExportJob:
     """Returns the job of an export, or raises what would keep it from being done.
 
     `model` may be a function that loads it: what needs no model is refused before it is called.
-    INT8 takes its ranges from `calibration`, a table or its file, or finds them on `data` by
-    `method`; FP16 looks in either for what would overflow.
+    `more` are fields of `options` that take the place of those.
 
     Raises `UsageError` for what cannot be meant, `BundleError` for a destination that cannot be
     written, `CalibrationError` for a table of another model or of fewer experts, `LoweringError`
     for a layer that the lowering or the precision does not serve, and `EngineError` or
     `MissingExtraError` for an engine that was asked for and cannot be built here.
     """
-    options = options or ExportOptions()
+    options = replace(options or ExportOptions(), **more)
     options.precision.check(options.target)
-    _check_calibration(options, data, calibration, method)
-    _check_engine(options.target, engine)
-    if destination is not None:
-        check_destination(destination, force=force)
-    table = CalibrationTable.read(calibration) if isinstance(calibration, Path) else calibration
+    options.check_inputs()
+    _check_engine(options.target, options.engine)
+    if options.destination is not None:
+        check_destination(options.destination, force=options.force)
+    table, where = options.calibration, "the table"
+    if isinstance(table, Path):
+        table, where = CalibrationTable.read(table), str(table)
     loaded = model if isinstance(model, Model) else model()
-    _check_used(loaded, options, data, calibration)
+    _check_used(loaded, options)
     fixed = fixed_axes(loaded.input, options)
     loaded = edited(loaded, options.edits)
-    specs = {name: layer.spec for name, layer in loaded.layers.items()}
-    job = ExportJob(
-        model=loaded,
-        options=options,
-        k=resolve_k(options.k, specs),
-        fixed=fixed,
-        data=data,
-        table=table,
-        calibration=_calibration(options, method) if table is None and data is not None else None,
-        destination=destination,
-        engine=engine,
-        force=force,
-    )
+    k = resolve_k(options.k, _specs(loaded))
+    job = ExportJob(loaded, options, k, fixed, table)
     _check_layers(job)
     if table is not None:
-        check_table(job, table, str(calibration) if isinstance(calibration, Path) else "the table")
+        check_table(job, table, where)
+    elif options.data is not None and options.precision.name in CALIBRATED:
+        asked = CalibrationOptions(
+            method=options.method or DEFAULT_METHOD,
+            samples=None if options.precision.name == "int8" else PEAK_SAMPLES,
+            renormalize=options.renormalize,
+        )
+        ranges = CalibrationJob(loaded, options.data, _observed(k, _specs(loaded)), asked)
+        job = replace(job, calibration=ranges)
     return job
 
 
-def _calibration(options: ExportOptions, method: Method | None) -> CalibrationOptions | None:
-    """How the ranges of an export are found on its data; None where it needs none."""
-    if options.precision.name not in CALIBRATED:
-        return None
-    return CalibrationOptions(
-        k="n" if options.k == "input" else options.k,  # any may be kept, so all are observed
-        method=method or DEFAULT_METHOD,
-        samples=None if options.precision.name == "int8" else PEAK_SAMPLES,
-        renormalize=options.renormalize,
-    )
+def calibration_job(
+    model: Model, data: Feed, options: CalibrationOptions | None = None
+) -> CalibrationJob:
+    """Returns the job of a calibration; raises `UsageError` for what the model does not take."""
+    options = options or CalibrationOptions()
+    specs = _specs(model)
+    if options.renormalize:
+        check_renormalize(specs)
+    return CalibrationJob(model, data, _observed(resolve_k(options.k, specs), specs), options)
 
 
-def _check_calibration(
-    options: ExportOptions,
-    data: Feed | None,
-    calibration: CalibrationTable | Path | None,
-    method: Method | None,
-) -> None:
-    """Raises where there is nothing to take ranges from, or where a method has no effect."""
-    precision = options.precision
-    if method is not None and precision.name != "int8":
-        raise UsageError(
-            f"--method belongs to --precision int8, not to {precision.name}",
-            hint="add --precision int8, or leave --method out",
-        )
-    if method is not None and calibration is not None:
-        table = calibration if isinstance(calibration, Path) else "that was given"
-        raise UsageError(
-            f"--method {method}: the ranges are those of the table {table}",
-            hint="leave --method out, or make another table with `moexport calibrate --method`",
-        )
-    if precision.min_retention is not None and data is None:
-        raise UsageError(
-            f"--min-retention {precision.min_retention:g}: it is measured on real inputs, and "
-            "there are none",
-            hint="give a feed with --data, with labels where there are any",
-        )
-    if precision.name == "int8" and data is None and calibration is None:
-        raise UsageError(
-            "--precision int8: ranges come from real inputs, and there are none",
-            hint="give a feed with --data, or a table with --calibration",
-        )
-    if options.verify_samples is not None and data is None:
-        raise UsageError(
-            f"--verify-samples {options.verify_samples}: it counts inputs of a feed, and there is "
-            "none",
-            hint="give a feed with --data; without one a few random inputs are compared",
-        )
-    if calibration is not None and precision.name not in CALIBRATED:
-        raise UsageError(
-            f"--calibration: --precision {precision.name} needs no ranges",
-            hint="leave --calibration out, or add --precision int8 or fp16",
-        )
-    reads = _reads(options, calibration)
-    if isinstance(data, Iterator) and reads > 1:
-        raise FeedError(
-            f"--data: the feed is a {type(data).__name__}, which can be read once, and this export "
-            f"reads it {reads} times",
-            hint="give a list, an array, a file, or an iterable that begins anew each time",
-        )
+def _specs(model: Model) -> dict[str, MoESpec]:
+    return {name: layer.spec for name, layer in model.layers.items()}
 
 
-def _reads(options: ExportOptions, calibration: CalibrationTable | Path | None) -> int:
-    """How many times an export reads its data: for ranges, to compare, to measure accuracy."""
-    ranges = options.precision.name in CALIBRATED and calibration is None
-    return ranges + options.verify + (options.precision.min_retention is not None)
+def _observed(k: Mapping[str, int | None], specs: Mapping[str, MoESpec]) -> dict[str, int]:
+    """How many experts are observed: all where any may be kept at run time."""
+    return {name: specs[name].experts if kept is None else kept for name, kept in k.items()}
 
 
-def _check_used(
-    model: Model,
-    options: ExportOptions,
-    data: Feed | None,
-    calibration: CalibrationTable | Path | None,
-) -> None:
+def _check_used(model: Model, options: ExportOptions) -> None:
     """Raises `UsageError` for data that nothing reads, and for --quantize where nothing is beside.
 
     A factory's network is tried on the data when it is loaded.
     """
-    if data is not None and not _reads(options, calibration) and model.family != "factory":
+    if options.data is not None and not options.reads and model.family != "factory":
         raise UsageError(
             "--data: nothing is calibrated and --no-verify compares nothing",
             hint="leave --data or --no-verify out",
@@ -255,7 +184,7 @@ def _check_layers(job: ExportJob) -> None:
             hint=f"the layers are {', '.join(job.model.layers)}",
         )
     if options.renormalize:
-        check_renormalize(layer.spec for layer in job.model.layers.values())
+        check_renormalize(_specs(job.model))
     for name, layer in job.model.layers.items():
         work = job.work(name, options.tokens.opt)
         for asked in options.lowerings:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from ..common.text import near_miss
-from ..errors import LoweringError, UsageError
-from ..graphs.choices import FloatName, Precision, Scope
+from ..errors import FeedError, LoweringError, UsageError
+from ..graphs.choices import FloatName, Method, Precision, Scope
 from ..graphs.lowerings import lowering
 from ..graphs.precision.types import (
     EIGHT_BITS,
@@ -27,13 +28,19 @@ from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .parity import TOLERANCES, Tolerance
 
 if TYPE_CHECKING:
+    from ..calibration.feeds import Feed
+    from ..calibration.table import CalibrationTable
     from ..graphs.layers.base import MoESpec
+    from .tensorrt.options import EngineOptions
 
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 
 FLOATS: tuple[FloatName, ...] = get_args(FloatName)
 
 WEIGHT_BITS = (7, 8)
+
+CALIBRATED = ("int8", "fp16")
+"""Precisions for which ranges are found: to quantise, and to see what overflows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,18 +67,20 @@ class PrecisionOptions:
         _one_of("--precision", self.name, PRECISIONS)
         _one_of("--quantize", self.scope, SCOPES)
         _one_of("--io-precision", self.io, FLOATS)
-        if self.rest is not None:
-            _one_of("--rest", self.rest, FLOATS)
-        if self.weight_bits not in (None, *WEIGHT_BITS):
-            raise UsageError(
-                f"--weight-bits {self.weight_bits}: INT8 weights have 7 or 8 bits",
-                hint="leave it out: the target's usual one is exact on every machine",
-            )
+        _one_of("--rest", self.rest or "fp32", FLOATS)
+        _refuse(self._mistakes())
+
+    def _mistakes(self) -> Iterator[Mistake]:
         share = self.min_retention
+        if self.weight_bits not in (None, *WEIGHT_BITS):
+            yield (
+                f"--weight-bits {self.weight_bits}: INT8 weights have 7 or 8 bits",
+                "leave it out: the target's usual one is exact on every machine",
+            )
         if share is not None and not 0 < share <= 1:
-            raise UsageError(
+            yield (
                 f"--min-retention {share:g}: a share above 0 and up to 1",
-                hint="--min-retention 0.99 keeps 99% of the accuracy of FP32 at the same k",
+                "--min-retention 0.99 keeps 99% of the accuracy of FP32 at the same k",
             )
         asked = {
             "--quantize": self.scope != "experts",
@@ -81,10 +90,7 @@ class PrecisionOptions:
         }
         for option, given in asked.items():
             if given and self.name != "int8":
-                raise UsageError(
-                    f"{option} belongs to --precision int8, not to {self.name}",
-                    hint=f"add --precision int8, or leave {option} out",
-                )
+                yield _not_int8(option, self.name)
 
     def float_name(self, target: Target) -> FloatName:
         """The float type of everything that is not quantised."""
@@ -138,9 +144,25 @@ class PrecisionOptions:
             )
 
 
-def _one_of(option: str, value: str, known: tuple[str, ...]) -> None:
+Mistake = tuple[str, str]
+"""What cannot be meant, and what to do."""
+
+
+def _refuse(mistakes: Iterator[Mistake]) -> None:
+    for message, hint in mistakes:
+        raise UsageError(message, hint=hint)
+
+
+def _one_of(option: str, value: str, known: Collection[str]) -> None:
     if value not in known:
         raise UsageError(f"{option} {value}: there is no such choice", hint=near_miss(value, known))
+
+
+def _not_int8(option: str, precision: Precision) -> Mistake:
+    return (
+        f"{option} belongs to --precision int8, not to {precision}",
+        f"add --precision int8, or leave {option} out",
+    )
 
 
 VERIFY_SAMPLES = 256
@@ -163,8 +185,10 @@ class ExportOptions:
 
     `lowerings` names the graphs to write, `auto`, `tune` or a name each; the first is `model.onnx`.
     Parity holds where |difference| ≤ atol + rtol · max|y|; None stands for what the precision
-    allows (`tolerance`), over so many inputs of a feed at the most (None: `VERIFY_SAMPLES`).
-    `precision` says in what numbers the graph computes.
+    allows (`tolerance`), over so many inputs of `data` at the most (None: `VERIFY_SAMPLES`).
+    `precision` says in what numbers the graph computes. INT8 takes its ranges from `calibration`, a
+    table or its file, or finds them on `data` by `method`; FP16 looks in either for what would
+    overflow. `destination` is None where nothing is to be left behind.
     """
 
     k: KOption = "n"
@@ -180,76 +204,128 @@ class ExportOptions:
     verify_samples: int | None = None
     edits: Edits = NO_EDITS
     precision: PrecisionOptions = PrecisionOptions()
+    data: Feed | None = field(default=None, compare=False)
+    calibration: CalibrationTable | Path | None = field(default=None, compare=False)
+    method: Method | None = None
+    engine: EngineOptions | bool | None = None
+    destination: Path | None = None
+    force: bool = False
 
     def __post_init__(self) -> None:
-        """Raises `UsageError` for a value that cannot be meant."""
+        """Raises `UsageError` for what cannot be meant, whatever the model."""
         if self.target not in TARGETS:
             raise UsageError(
                 f"--target {self.target}: there is no such target",
                 hint=near_miss(self.target, TARGETS),
             )
-        if not MIN_OPSET <= self.opset <= MAX_OPSET:
-            raise UsageError(
-                f"--opset {self.opset}: opsets {MIN_OPSET} to {MAX_OPSET} are supported",
-                hint="20 is the first with a whole Gelu; leave it unless a runtime needs another",
-            )
         for name in self.lowerings:
             if name not in CHOOSERS:
                 lowering(name)
-        if len(set(self.lowerings)) < len(self.lowerings):
-            raise UsageError(
-                f"--lowering {','.join(self.lowerings)}: a name is repeated",
-                hint="name each lowering once",
+        _refuse(self._mistakes())
+        _refuse(self._mistakes_of_checking())
+
+    @property
+    def reads(self) -> int:
+        """How many times an export reads its data: for ranges, to compare, to tell the accuracy."""
+        ranges = self.precision.name in CALIBRATED and self.calibration is None
+        return ranges + self.verify + (self.precision.min_retention is not None)
+
+    def _mistakes(self) -> Iterator[Mistake]:
+        names = ",".join(self.lowerings)
+        if not MIN_OPSET <= self.opset <= MAX_OPSET:
+            yield (
+                f"--opset {self.opset}: opsets {MIN_OPSET} to {MAX_OPSET} are supported",
+                "20 is the first with a whole Gelu; leave it unless a runtime needs another",
             )
-        if TUNE in self.lowerings:
-            self._check_tunable()
+        if len(set(self.lowerings)) < len(self.lowerings):
+            yield f"--lowering {names}: a name is repeated", "name each lowering once"
+        if TUNE in self.lowerings and self.target in ENGINES:
+            yield (
+                f"--lowering tune for --target {self.target}: it times graphs in ONNX Runtime, and "
+                "this target runs engines",
+                "use auto, or name lowerings (--lowering gather,conditional) and compare "
+                "their engines on the machine with the GPU: `moexport bench BUNDLE`",
+            )
+        on_cpu = TARGETS[self.target].machine == "cpu"
+        if TUNE in self.lowerings and self.precision.name == "bf16" and on_cpu:
+            yield (
+                "--lowering tune: ONNX Runtime's CPU provider has no BF16 kernels to time",
+                "use auto, or another --precision",
+            )
         if self.k == "input" and self.precision.min_retention is not None:
-            raise UsageError(
+            yield (
                 "--min-retention with --k input: retention is that of one k, and this graph has "
                 "many",
-                hint="give the k that will be used, or leave --min-retention out",
-            )
-        self._check_compared()
-        if not all(0 <= bound < math.inf for bound in (self.atol or 0.0, self.rtol or 0.0)):
-            raise UsageError(
-                f"--atol {self.atol} --rtol {self.rtol}: bounds are finite and not negative",
-                hint="--rtol 1e-4 allows a difference of 1e-4 of max|y|; --no-verify any",
+                "give the k that will be used, or leave --min-retention out",
             )
 
-    def _check_compared(self) -> None:
-        """Raises `UsageError` for what says how outputs are compared, where nothing is."""
+    def _mistakes_of_checking(self) -> Iterator[Mistake]:
+        """What says how outputs are compared, where nothing is, and bounds that are none."""
         samples = self.verify_samples
         if samples is not None and samples < 1:
-            raise UsageError(
-                f"--verify-samples {samples}: at least 1", hint="--no-verify compares nothing"
-            )
+            yield f"--verify-samples {samples}: at least 1", "--no-verify compares nothing"
         asked = {"--atol": self.atol, "--rtol": self.rtol, "--verify-samples": samples}
         for option, value in asked.items():
             if value is not None and not self.verify:
-                raise UsageError(
+                yield (
                     f"{option} {value} with --no-verify: nothing will be compared",
-                    hint="leave one of them out",
+                    "leave one of them out",
                 )
+        if not all(0 <= bound < math.inf for bound in (self.atol or 0.0, self.rtol or 0.0)):
+            yield (
+                f"--atol {self.atol} --rtol {self.rtol}: bounds are finite and not negative",
+                "--rtol 1e-4 allows a difference of 1e-4 of max|y|; --no-verify any",
+            )
+
+    def check_inputs(self) -> None:
+        """Raises where there is nothing to take ranges from, or where a method has no effect."""
+        _refuse(self._mistakes_of_inputs())
+        if isinstance(self.data, Iterator) and self.reads > 1:
+            raise FeedError(
+                f"--data: the feed is a {type(self.data).__name__}, which can be read once, and "
+                f"this export reads it {self.reads} times",
+                hint="give a list, an array, a file, or an iterable that begins anew each time",
+            )
+
+    def _mistakes_of_inputs(self) -> Iterator[Mistake]:
+        precision, table = self.precision, self.calibration
+        if self.method is not None and precision.name != "int8":
+            yield _not_int8("--method", precision.name)
+        if self.method is not None and table is not None:
+            where = table if isinstance(table, Path) else "that was given"
+            yield (
+                f"--method {self.method}: the ranges are those of the table {where}",
+                "leave --method out, or make another table with `moexport calibrate --method`",
+            )
+        if table is not None and precision.name not in CALIBRATED:
+            yield (
+                f"--calibration: --precision {precision.name} needs no ranges",
+                "leave --calibration out, or add --precision int8 or fp16",
+            )
+        if self.data is not None:
+            return
+        if precision.min_retention is not None:
+            yield (
+                f"--min-retention {precision.min_retention:g}: it is measured on real inputs, and "
+                "there are none",
+                "give a feed with --data, with labels where there are any",
+            )
+        if precision.name == "int8" and table is None:
+            yield (
+                "--precision int8: ranges come from real inputs, and there are none",
+                "give a feed with --data, or a table with --calibration",
+            )
+        if self.verify_samples is not None:
+            yield (
+                f"--verify-samples {self.verify_samples}: it counts inputs of a feed, and there is "
+                "none",
+                "give a feed with --data; without one a few random inputs are compared",
+            )
 
     @property
     def samples_to_verify(self) -> int:
         """The most inputs of a feed that are compared."""
         return self.verify_samples or VERIFY_SAMPLES
-
-    def _check_tunable(self) -> None:
-        """Raises `UsageError` where there is nothing in ONNX Runtime to be measured."""
-        if self.target in ENGINES:
-            raise UsageError(
-                f"--lowering tune for --target {self.target}: it times graphs in ONNX Runtime, and "
-                "this target runs engines",
-                hint="use auto, or name lowerings (--lowering gather,conditional) and compare "
-                "their engines on the machine with the GPU: `moexport bench BUNDLE`",
-            )
-        if self.precision.name == "bf16" and TARGETS[self.target].machine == "cpu":
-            raise UsageError(
-                "--lowering tune: ONNX Runtime's CPU provider has no BF16 kernels to time",
-                hint="use auto, or another --precision",
-            )
 
     @property
     def tolerance(self) -> Tolerance:
@@ -339,9 +415,9 @@ def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]
     return {name: _of_layer(value, specs[name]) for name, value in zip(names, asked, strict=True)}
 
 
-def check_renormalize(specs: Iterable[MoESpec]) -> None:
+def check_renormalize(specs: Mapping[str, MoESpec]) -> None:
     """Raises `UsageError` for a layer whose coefficients cannot be renormalised."""
-    for spec in specs:
+    for spec in specs.values():
         if not spec.renormalizable:
             raise UsageError(
                 f"--renormalize: layer {spec.name} is a {spec.kind} layer, whose coefficients "

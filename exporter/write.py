@@ -133,7 +133,7 @@ def manifest_of(
     notes = [*model.notes, *plan.notes]
     if not options.verify:
         notes.append("exported with --no-verify: nothing was compared with PyTorch")
-    elif job.data is None:
+    elif options.data is None:
         notes.append("parity was checked on random inputs: give real ones with --data")
     parity = parities.get(main.file)
     return Manifest(

@@ -26,6 +26,7 @@ from moexport.calibration.table import METHODS, CalibrationTable
 from moexport.common.environment import environment
 from moexport.common.text import markdown
 from moexport.common.timing import Protocol, measure
+from moexport.exporter.job import calibration_job
 from moexport.exporter.options import parse_k
 from moexport.exporter.parity import jaccard
 from moexport.exporter.quantization.calibrate import CalibrationOptions, Observed, observe_model
@@ -129,7 +130,7 @@ def compare_methods(
     model: Model, feed: Path, k: str, test: Any, place: Path
 ) -> Iterator[MethodRow]:
     """Yields a row per method; the model is observed once for all of them."""
-    seen = observe_model(model, feed, CalibrationOptions(k=parse_k(k)))
+    seen = observe_model(calibration_job(model, feed, CalibrationOptions(k=parse_k(k))))
     (layer,) = model.layers.values()
     name = f"n{layer.spec.experts}-{k.replace('/', '-')}"
     single = export(model, place / f"{name}-fp32", k=k, target="ort-cpu", verify=False)
@@ -150,7 +151,7 @@ def compare_methods(
             same = float((jaccard(chosen, routed) == 1).mean())
         yield MethodRow(
             experts=layer.spec.experts,
-            k=seen.k[layer.spec.name],
+            k=seen.origin.k[layer.spec.name],
             method=label,
             fp32_top1=_top1(expected, test.labels),
             int8_top1=_top1(y, test.labels),

@@ -19,12 +19,11 @@ from ..bundle.verify import checking_session
 from ..inputs import feed_inputs
 from ..job import ExportJob, export_job
 from ..model import Model
-from ..options import ExportOptions, PrecisionOptions
+from ..options import ExportOptions, KOption, PrecisionOptions
 from ..parity import Reference
 from ..reference import torch_reference
 from ..trace import trace
 from ..write import opened_comparison
-from .calibrate import CalibrationOptions
 from .precision import KeptPart, Retention, quantised_parts
 from .trial import ReferenceOutputs, Trial, reference_outputs, trial
 
@@ -50,25 +49,22 @@ class LayerSensitivity:
 
 def rank(
     model: Model,
-    options: CalibrationOptions,
+    k: KOption,
     table: CalibrationTable,
     data: Feed,
+    samples: int | None = None,
     *,
+    renormalize: bool = False,
     progress: Progress | None = None,
 ) -> tuple[LayerSensitivity, ...]:
     """Returns the sensitivity of each layer in an INT8 export for ONNX Runtime.
 
-    Measured on the first inputs of a feed. Raises `LoweringError` for a layer that INT8 does not
-    serve.
+    Measured on the first `samples` inputs of a feed, `SAMPLES` at the most. Raises `LoweringError`
+    for a layer that INT8 does not serve.
     """
-    asked = ExportOptions(
-        k=options.k,
-        target="ort-cpu",
-        renormalize=options.renormalize,
-        precision=PrecisionOptions("int8"),
-    )
+    asked = ExportOptions(k, "ort-cpu", renormalize=renormalize, precision=PrecisionOptions("int8"))
     job = export_job(model, asked, data=data, calibration=table)
-    x = feed_inputs(model, data, min(SAMPLES, options.samples or SAMPLES))
+    x = feed_inputs(model, data, min(SAMPLES, samples or SAMPLES))
     traced = trace(job.model, opset=asked.opset, fixed=job.fixed)
     return sensitivity(job, traced, table, x, progress=progress)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
 
@@ -27,7 +27,7 @@ from ...graphs.lowerings.base import AnyLowering
 from ..bundle.weights import WeightsWriter, write_backbone, write_layer
 from ..inputs import feed_batches
 from ..model import Model, fingerprint
-from ..options import KOption, check_renormalize, resolve_k
+from ..options import KOption
 from ..trace import trace
 
 GRAPH_FILE = "observing.onnx"
@@ -83,28 +83,46 @@ class CalibrationOptions:
 
 
 @dataclass(frozen=True)
+class CalibrationJob:
+    """A calibration that can begin, as `exporter.job` makes it; `k` is what each layer keeps."""
+
+    model: Model
+    data: Feed
+    k: Mapping[str, int]
+    options: CalibrationOptions
+
+    def inputs(self, seen: FeedHash) -> Iterator[np.ndarray]:
+        """Yields the inputs of the feed that are taken; a hash is told of them."""
+        for batch in limited(feed_batches(self.model, self.data), self.options.samples):
+            seen.update(batch)
+            yield batch
+
+    def origin(self, seen: FeedHash) -> Origin:
+        """What a table is made from that is made of these inputs."""
+        options = self.options
+        return Origin(
+            model=fingerprint(self.model),
+            feed=seen.hexdigest(),
+            samples=seen.samples,
+            k=self.k,
+            method=options.method,
+            percentile=options.share if options.method == "percentile" else None,
+            renormalize=options.renormalize,
+        )
+
+
+@dataclass(frozen=True)
 class Observed:
     """What a model's tensors were seen to hold, before a method chooses their ranges."""
 
     seen: Observations
-    model: str
-    feed: str
-    samples: int
-    k: dict[str, int]
-    renormalize: bool
+    origin: Origin
 
     def table(self, method: Method, percentile: float = DEFAULT_PERCENTILE) -> CalibrationTable:
         """The table that a method makes of it."""
+        share = percentile if method == "percentile" else None
         return CalibrationTable(
-            origin=Origin(
-                model=self.model,
-                feed=self.feed,
-                samples=self.samples,
-                k=self.k,
-                method=method,
-                percentile=percentile if method == "percentile" else None,
-                renormalize=self.renormalize,
-            ),
+            origin=replace(self.origin, method=method, percentile=share),
             ranges={
                 key: choose(histogram, method, percentile)
                 for key, histogram in sorted(self.seen.histograms.items())
@@ -115,93 +133,56 @@ class Observed:
 
 
 def calibrate(
-    model: Model,
-    data: Feed,
-    options: CalibrationOptions | None = None,
-    *,
-    workspace: Path | None = None,
-    progress: Progress | None = None,
+    job: CalibrationJob, *, workspace: Path | None = None, progress: Progress | None = None
 ) -> CalibrationTable:
     """Returns the ranges of a model's tensors over the inputs of a feed.
 
-    The model's weights are written to a temporary folder in `workspace` while it runs, at FP32.
-    Raises `FeedError` for inputs that do not fit and `CalibrationError` that names a tensor whose
-    values give no range.
+    Raises `CalibrationError` that names a tensor whose values give no range, and what
+    `observe_model` raises.
     """
-    options = options or CalibrationOptions()
-    seen = observe_model(model, data, options, workspace=workspace, progress=progress)
-    return seen.table(options.method, options.share)
+    seen = observe_model(job, workspace=workspace, progress=progress)
+    return seen.table(job.options.method, job.options.share)
 
 
 def observe_model(
-    model: Model,
-    data: Feed,
-    options: CalibrationOptions,
-    *,
-    workspace: Path | None = None,
-    progress: Progress | None = None,
+    job: CalibrationJob, *, workspace: Path | None = None, progress: Progress | None = None
 ) -> Observed:
-    """Returns what the model's tensors hold over the inputs of a feed, for any method."""
+    """Returns what the model's tensors hold over the inputs of a feed, for any method.
+
+    The model's weights are written to a temporary folder in `workspace` while it runs, at FP32.
+    Raises `FeedError` for inputs that do not fit.
+    """
     progress = progress or Silent()
-    kept = k_by_layer(model, options.k)
-    if options.renormalize:
-        check_renormalize(layer.spec for layer in model.layers.values())
-    total = count(data, model.input.name)
-    if total is not None and options.samples is not None:
-        total = min(total, options.samples)
+    total = count(job.data, job.model.input.name)
+    if total is not None and job.options.samples is not None:
+        total = min(total, job.options.samples)
     progress.step("tracing")
-    traced = trace(model)
+    traced = trace(job.model)
     feed_hash = FeedHash()
     with told(workspace or Path(tempfile.gettempdir())):
         made = tempfile.TemporaryDirectory(prefix=".moexport-calibration-", dir=workspace)
     with made as folder:
         path = Path(folder) / GRAPH_FILE
         progress.step("writing the observing graph")
-        graph = _write(model, traced, kept, path, renormalize=options.renormalize)
+        graph = _write(job, traced, path)
         progress.step("observing", total=total, unit="inputs")
-        inputs = _counted(limited(feed_batches(model, data), options.samples), feed_hash)
-        seen = observe(path, graph, _reported(rebatched(inputs, options.batch), progress))
-    return Observed(
-        seen=seen,
-        model=fingerprint(model),
-        feed=feed_hash.hexdigest(),
-        samples=feed_hash.samples,
-        k=kept,
-        renormalize=options.renormalize,
-    )
+        batches = rebatched(job.inputs(feed_hash), job.options.batch)
+        seen = observe(path, graph, _reported(batches, progress))
+    return Observed(seen, job.origin(feed_hash))
 
 
-def k_by_layer(model: Model, k: KOption) -> dict[str, int]:
-    """Returns each layer's k for a calibration: all experts where it is chosen at run time."""
-    specs = {name: layer.spec for name, layer in model.layers.items()}
-    return {
-        name: specs[name].experts if kept is None else kept
-        for name, kept in resolve_k(k, specs).items()
-    }
-
-
-def feed_fingerprint(model: Model, data: Feed, samples: int | None) -> tuple[str, int]:
-    """Returns the hash of a feed's first `samples` inputs, all for None, and how many came."""
-    feed_hash = FeedHash()
-    for _ in _counted(limited(feed_batches(model, data), samples), feed_hash):
-        pass
-    return feed_hash.hexdigest(), feed_hash.samples
-
-
-def _write(
-    model: Model, traced: ir.Model, kept: dict[str, int], path: Path, *, renormalize: bool
-) -> ObservingGraph:
-    with WeightsWriter(path.parent, sources=model.source.mapped) as writer:
+def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
+    with WeightsWriter(path.parent, sources=job.model.source.mapped) as writer:
         write_backbone(writer, traced)
         choices = {
             name: LoweringRequest(
                 spec=layer.spec,
                 tensors=write_layer(writer, name, layer),
                 lowering=_observed_lowering(layer.spec),
-                k=kept[name],
-                renormalize=renormalize,
+                k=job.k[name],
+                renormalize=job.options.renormalize,
             )
-            for name, layer in model.layers.items()
+            for name, layer in job.model.layers.items()
         }
     graph = observing_graph(traced, choices)
     ir.save(graph.model, path)
@@ -214,12 +195,6 @@ def _observed_lowering(spec: MoESpec) -> AnyLowering:
     return next(lowering for lowering in serving if lowering.unable(spec) is None)
 
 
-def _counted(batches: Iterator[np.ndarray], feed_hash: FeedHash) -> Iterator[np.ndarray]:
-    for batch in batches:
-        feed_hash.update(batch)
-        yield batch
-
-
 def _reported(batches: Iterator[np.ndarray], progress: Progress) -> Iterator[np.ndarray]:
     for batch in batches:
         yield batch
@@ -230,13 +205,7 @@ AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
 
 
 def calibrate_to(
-    path: Path,
-    model: Model,
-    data: Feed,
-    options: CalibrationOptions,
-    *,
-    force: bool = False,
-    progress: Progress | None = None,
+    path: Path, job: CalibrationJob, *, force: bool = False, progress: Progress | None = None
 ) -> CalibrationTable:
     """Returns the table at `path`, made now unless it is there already.
 
@@ -252,10 +221,11 @@ def calibrate_to(
             hint="choose another -o",
         )
     if path.exists() and not force:
-        table = CalibrationTable.read(path)
+        table, feed_hash = CalibrationTable.read(path), FeedHash()
         progress.step("comparing with the table that is there")
-        wanted = _origin(model, data, options)
-        reason = _difference(table.origin, wanted)
+        for _ in job.inputs(feed_hash):
+            pass
+        reason = _difference(table.origin, job.origin(feed_hash))
         if reason is not None:
             raise CalibrationError(
                 f"{path}: a calibration table exists there, of {reason}",
@@ -264,23 +234,9 @@ def calibrate_to(
         progress.step(f"{path} is up to date: same model, feed, k and method")
         return table
     make_folder(path.absolute().parent)
-    table = calibrate(model, data, options, workspace=path.absolute().parent, progress=progress)
+    table = calibrate(job, workspace=path.absolute().parent, progress=progress)
     table.write(path)
     return table
-
-
-def _origin(model: Model, data: Feed, options: CalibrationOptions) -> Origin:
-    """The origin of the table that a calibration would make, without running the model."""
-    feed, samples = feed_fingerprint(model, data, options.samples)
-    return Origin(
-        model=fingerprint(model),
-        feed=feed,
-        samples=samples,
-        k=k_by_layer(model, options.k),
-        method=options.method,
-        percentile=options.share if options.method == "percentile" else None,
-        renormalize=options.renormalize,
-    )
 
 
 def _difference(found: Origin, wanted: Origin) -> str | None:

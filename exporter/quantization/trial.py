@@ -110,8 +110,8 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     Raises `FeedError` for a feed without inputs, for inputs or labels that do not fit the model,
     and for labels of which FP32 has none right; `UsageError` for a model with one number an input.
     """
-    assert job.data is not None
-    model, data, fixed = job.model, job.data, dict(job.fixed)
+    model, data, fixed = job.model, job.options.data, dict(job.fixed)
+    assert data is not None
     size = fixed.pop("batch", None)
     total = count(data, model.input.name)
     progress.step("running FP32", total=SAMPLES if total is None else min(total, SAMPLES))
