@@ -335,17 +335,14 @@ def _job(**asked: Any) -> ExportJob:
     from .exporter.options import ExportOptions, PrecisionOptions, parse_k, parse_lowerings
 
     model, table, _ = (asked.pop(name) for name in ("model", "calibration", "progress"))
-    numbers = ("precision", "rest", "quantize", "io_precision", "weight_bits")
+    numbers = ("precision", "rest", "quantize", "io_precision", "weight_bits", "keep_floating")
+    asked["keep_floating"] = frozenset(asked["keep_floating"])
     options = ExportOptions(
         k=parse_k(asked.pop("k")),
         lowerings=parse_lowerings(asked.pop("lowering")),
         batch=parse_range(str(asked.pop("batch")), "--batch"),
         tokens=parse_range(str(asked.pop("tokens")), "--tokens"),
-        precision=PrecisionOptions(
-            *(asked.pop(name) for name in numbers),
-            frozenset(asked.pop("keep_floating")),
-            asked.pop("min_retention"),
-        ),
+        precision=PrecisionOptions(*(asked.pop(each) for each in (*numbers, "min_retention"))),
         edits=read_edits(asked.pop("ablate"), asked.pop("rewrite")),
         calibration=Path(table) if isinstance(table, str) else table,
         destination=Path(asked.pop("destination")),
@@ -384,8 +381,9 @@ def build(
     """
     from .exporter.bundle.bundle import Bundle
 
-    asked = dict(target=target, graph=graph, batch=batch, tokens=tokens, options=options)
-    build_engines(bundle, build_plan(bundle, **asked), rebuild=rebuild, progress=progress)
+    asked = {"target": target, "graph": graph, "batch": batch, "tokens": tokens}
+    plans = build_plan(bundle, **asked, options=options)
+    build_engines(bundle, plans, rebuild=rebuild, progress=progress)
     return Bundle.open(_folder(bundle))
 
 

@@ -1,34 +1,55 @@
-"""`--min-retention`: leaves the most sensitive parts in floats until INT8 keeps what is asked."""
+"""What INT8 costs in accuracy: how sensitive each layer is, and which must stay in floats.
+
+`--min-retention` leaves the most sensitive parts in floats until INT8 keeps what is asked of what
+the model answers in FP32.
+"""
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
 import onnx_ir as ir
+import torch
 
-from ...calibration.feeds import Feed
+from ...calibration.feeds import (
+    IGNORED,
+    Feed,
+    Labels,
+    check_classes,
+    count,
+    labelled_batches,
+    limited,
+    rebatched,
+)
 from ...calibration.table import CalibrationTable
 from ...common.console import Progress, Silent
-from ...errors import ParityError
-from ...graphs.choices import FloatName
+from ...errors import FeedError, ParityError, UsageError
+from ...graphs.layers.base import algorithm_1
+from ..bundle.manifest import GraphRecord
 from ..bundle.verify import checking_session
-from ..inputs import feed_inputs
+from ..inputs import feed_inputs, fitted
 from ..job import ExportJob, export_job
 from ..model import Model
-from ..options import ExportOptions, KOption, PrecisionOptions
-from ..parity import Reference
-from ..reference import torch_reference
+from ..options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions
+from ..parity import cosines
+from ..plan import plan
+from ..reference import first_output, torch_reference
 from ..trace import trace
-from ..write import opened_comparison
-from .precision import KeptPart, Retention, quantised_parts
-from .trial import ReferenceOutputs, Trial, reference_outputs, trial
+from ..write import graph_record, opened_comparison, write_graphs
+from .precision import KeptPart, Measure, Retention, quantised_parts
 
-SAMPLES = 64
+RANKED = 64
 """Inputs of the feed that a ranking compares."""
+
+SAMPLES = 512
+"""Inputs of a feed that retention is measured on: one of them is 0.002 of it."""
+
+BATCH = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,50 +80,15 @@ def rank(
 ) -> tuple[LayerSensitivity, ...]:
     """Returns the sensitivity of each layer in an INT8 export for ONNX Runtime.
 
-    Measured on the first `samples` inputs of a feed, `SAMPLES` at the most. Raises `LoweringError`
+    Measured on the first `samples` inputs of a feed, `RANKED` at the most. Raises `LoweringError`
     for a layer that INT8 does not serve.
     """
-    asked = ExportOptions(k, "ort-cpu", renormalize=renormalize, precision=PrecisionOptions("int8"))
+    numbers = PrecisionOptions("int8")
+    asked = ExportOptions(k, "ort-cpu", renormalize=renormalize, precision=numbers)
     job = export_job(model, asked, data=data, calibration=table)
-    x = feed_inputs(model, data, min(SAMPLES, samples or SAMPLES))
+    x = feed_inputs(model, data, min(RANKED, samples or RANKED))
     traced = trace(job.model, opset=asked.opset, fixed=job.fixed)
-    return sensitivity(job, traced, table, x, progress=progress)
-
-
-def sensitivity(
-    job: ExportJob,
-    traced: ir.Model,
-    table: CalibrationTable | None,
-    x: np.ndarray,
-    *,
-    first_by: Callable[[Trial], float] = lambda tried: 0.0,
-    progress: Progress | None = None,
-) -> tuple[LayerSensitivity, ...]:
-    """Returns the sensitivity of each part that a job quantises on inputs x, the worst first.
-
-    The parts are the MoE layers that do not stay in floats anyhow, and with `--quantize all` the
-    backbone's linear layers, all together. Routing counts first: an input that goes to other
-    experts is an error that no tolerance describes; before it only what `first_by` finds, least
-    being worst. The model is written once a part to a temporary folder.
-    """
-    progress = progress or Silent()
-    parts = quantised_parts(job)
-    progress.step("quantising each layer alone", total=len(parts), unit="layers")
-    found: list[tuple[float, LayerSensitivity]] = []
-    expected: Reference = torch_reference(job, x)  # of every precision the same
-    for part in parts:
-        with trial(job, traced, table, {*parts} - {part}) as tried:
-            comparison = opened_comparison(job, tried.directory, tried.graph, expected)
-            comparison.add(expected)
-            parity = comparison.parity()
-            first = first_by(tried)
-        routing, jaccard = parity.routing_agreement, parity.jaccard
-        found.append(
-            (first, LayerSensitivity(part, parity.cosine, parity.max_rel, routing, jaccard))
-        )
-        progress.advance(1)
-    found.sort(key=lambda each: (each[0], each[1].routing, each[1].jaccard, each[1].cosine))
-    return tuple(each for _, each in found)
+    return Trials(job, traced, table, progress or Silent()).sensitivity(x)
 
 
 def floats_for_retention(
@@ -112,7 +98,7 @@ def floats_for_retention(
 
     All MoE layers are tried in INT8 first, and with `--quantize all` the backbone's linear layers,
     which are given up together; then the most sensitive part goes to floats, and the next, until
-    the share asked for is held on up to `trial.SAMPLES` inputs of the feed.
+    the share asked for is held on up to `SAMPLES` inputs of the feed.
 
     Raises what `reference_outputs` raises for inputs that do not serve, and `ParityError` where not
     even floats alone hold it.
@@ -120,85 +106,249 @@ def floats_for_retention(
     asked = job.options.precision.min_retention
     if asked is None:
         return None
+    trials = Trials(job, traced, table, progress)
+    floats = job.options.precision.float_name(job.options.target)
+    left, ranked = quantised_parts(job), False
+    kept: list[KeptPart] = []
     with tempfile.TemporaryDirectory(prefix=".moexport-retention-") as folder:
         outputs = reference_outputs(job, Path(folder), progress)
-        return _Search(job, traced, table, outputs, progress).found(asked)
+        while True:
+            names = [part.name for part in kept]
+            what = f"{', '.join(names)} in {floats}" if kept else "INT8"
+            progress.step(f"measuring retention: {what}", total=outputs.samples, unit="inputs")
+            with trials.graph(names) as (place, graph):
+                reached = outputs.retention(checking_session(place, graph), progress)
+            if reached >= asked:
+                break
+            if not left:
+                raise _out_of_reach(asked, reached, floats)
+            if len(left) > 1 and not ranked:
+                left, ranked = trials.worst_first(outputs), True
+            kept.append(KeptPart(left.pop(0), reached))
+    return Retention(
+        asked=asked,
+        reached=reached,
+        measure=outputs.measure,
+        samples=outputs.samples,
+        floats=floats,
+        kept=tuple(kept),
+        whole=not left,
+    )
+
+
+def _out_of_reach(asked: float, reached: float, floats: str) -> ParityError:
+    rounding = "the rounding of another runtime" if floats == "fp32" else f"{floats} itself"
+    return ParityError(
+        f"--min-retention {asked:g}: {reached:.7g} is reached with every layer in {floats}, so "
+        f"what is missing is not INT8's doing but that of {rounding}",
+        hint="ask for less" + ("" if floats == "fp32" else ", or for --rest fp32"),
+    )
 
 
 @dataclass(frozen=True, slots=True)
-class _Search:
-    """The search for what stays in floats."""
+class Trials:
+    """The main graph of a job, written to be tried with some of its parts in floats."""
 
     job: ExportJob
     traced: ir.Model
     table: CalibrationTable | None
-    outputs: ReferenceOutputs
     progress: Progress
 
-    def found(self, asked: float) -> Retention:
-        """What holds the retention asked for, and how it was reached."""
-        left = quantised_parts(self.job)
-        kept: list[KeptPart] = []
-        ranked = False
-        while (reached := self._measured(kept)) < asked:
-            if not left:
-                raise self._out_of_reach(asked, reached)
-            if len(left) > 1 and not ranked:
-                left, ranked = self._by_sensitivity(), True
-            kept.append(KeptPart(left.pop(0), reached))
-        return Retention(
-            asked=asked,
-            reached=reached,
-            measure=self.outputs.measure,
-            samples=self.outputs.samples,
-            floats=self._floats,
-            kept=tuple(kept),
-            whole=not left,
-        )
+    @contextmanager
+    def graph(self, floats: Collection[str]) -> Iterator[tuple[Path, GraphRecord]]:
+        """Yields a graph and the folder that it lies in, which is removed after.
 
-    def _measured(self, kept: list[KeptPart]) -> float:
-        """The retention of an export with these parts in floats."""
-        names = [part.name for part in kept]
-        what = f"{', '.join(names)} in {self._floats}" if kept else "INT8"
-        total = self.outputs.samples
-        self.progress.step(f"measuring retention: {what}", total=total, unit="inputs")
-        with trial(self.job, self.traced, self.table, names) as tried:
-            return self._retention(tried, self.progress)
+        Lowerings are not timed for it.
+        """
+        main = self.job.options.lowerings[0]
+        options = replace(self.job.options, lowerings=(AUTO if main == TUNE else main,))
+        job = replace(self.job, options=options)
+        planned = plan(job, self.traced, self.table, floats=floats)
+        with tempfile.TemporaryDirectory(prefix=".moexport-trial-") as folder:
+            graph = planned.graphs[0]
+            lowered = write_graphs(planned, Path(folder))[graph.file]
+            yield Path(folder), graph_record(graph, lowered)
 
-    def _retention(self, tried: Trial, progress: Progress | None = None) -> float:
-        return self.outputs.retention(checking_session(tried.directory, tried.graph), progress)
+    def sensitivity(
+        self, x: np.ndarray, outputs: ReferenceOutputs | None = None
+    ) -> tuple[LayerSensitivity, ...]:
+        """Returns the sensitivity of each part that a job quantises on inputs x, the worst first.
 
-    def _by_sensitivity(self) -> list[str]:
-        """The parts that may go to floats, the one that retains least alone in INT8 first.
+        The parts are the MoE layers that do not stay in floats anyhow, and with `--quantize all`
+        the backbone's linear layers, all together. Routing counts first: an input that goes to
+        other experts is an error that no tolerance describes; before it only how much of `outputs`
+        is retained. The model is written once a part.
+        """
+        parts = quantised_parts(self.job)
+        self.progress.step("quantising each layer alone", total=len(parts), unit="layers")
+        found: list[tuple[float, LayerSensitivity]] = []
+        expected = torch_reference(self.job, x)  # of every precision the same
+        for part in parts:
+            with self.graph({*parts} - {part}) as (place, graph):
+                comparison = opened_comparison(self.job, place, graph, expected)
+                comparison.add(expected)
+                kept = 0.0
+                if outputs is not None:
+                    kept = outputs.retention(checking_session(place, graph))
+            p = comparison.parity()
+            each = LayerSensitivity(part, p.cosine, p.max_rel, p.routing_agreement, p.jaccard)
+            found.append((kept, each))
+            self.progress.advance(1)
+        found.sort(key=lambda each: (each[0], each[1].routing, each[1].jaccard, each[1].cosine))
+        return tuple(each for _, each in found)
+
+    def worst_first(self, outputs: ReferenceOutputs) -> list[str]:
+        """Returns the parts that may go to floats, the one that retains least alone first.
 
         Where several retain the same, `sensitivity` tells them apart.
         """
         batches: list[np.ndarray] = []
-        for x in self.outputs.inputs():
+        for x in outputs.inputs():
             # Whole batches, where their size is fixed, of inputs that stack.
-            if sum(map(len, batches)) >= SAMPLES or x.shape[1:] != (batches or [x])[0].shape[1:]:
+            if sum(map(len, batches)) >= RANKED or x.shape[1:] != (batches or [x])[0].shape[1:]:
                 break
             batches.append(x)
-        found = sensitivity(
-            self.job,
-            self.traced,
-            self.table,
-            np.concatenate(batches),
-            first_by=self._retention,
-            progress=self.progress,
-        )
-        return [each.layer for each in found]
+        return [each.layer for each in self.sensitivity(np.concatenate(batches), outputs)]
+
+
+@dataclass(frozen=True)
+class ReferenceOutputs:
+    """What PyTorch answers with Algorithm 1 at an export's k and with its edits.
+
+    Inputs and answers lie in `folder`, batch by batch, so that neither is held in memory. The
+    answers are the classes [b] or [b, m] that score highest, and for a model whose outputs are no
+    class scores the outputs themselves. `labels` are the right classes, by batch, where the feed
+    has them.
+    """
+
+    folder: Path
+    batches: int
+    samples: int
+    classes: bool
+    labels: tuple[Labels, ...] | None
 
     @property
-    def _floats(self) -> FloatName:
-        options = self.job.options
-        return options.precision.float_name(options.target)
+    def measure(self) -> Measure:
+        """What `retention` is."""
+        if not self.classes:
+            return "cosine"
+        return "agreement" if self.labels is None else "accuracy"
 
-    def _out_of_reach(self, asked: float, reached: float) -> ParityError:
-        floats = self._floats
-        rounding = "the rounding of another runtime" if floats == "fp32" else f"{floats} itself"
-        return ParityError(
-            f"--min-retention {asked:g}: {reached:.7g} is reached with every layer in {floats}, so "
-            f"what is missing is not INT8's doing but that of {rounding}",
-            hint="ask for less" + ("" if floats == "fp32" else ", or for --rest fp32"),
+    def inputs(self) -> Iterator[np.ndarray]:
+        """Yields the inputs, batch by batch."""
+        for index in range(self.batches):
+            yield np.load(self._path("x", index))
+
+    def retention(
+        self, run: Callable[[np.ndarray], np.ndarray], progress: Progress | None = None
+    ) -> float:
+        """Returns how much of the answers another implementation of the model retains.
+
+        With labels its accuracy over the model's own, which may pass 1; without the share of inputs
+        (or tokens) that get the same class; for outputs that are no class scores the mean, over the
+        inputs, of the cosine of an input's outputs with the model's. An output that is not finite
+        is wrong.
+        """
+        kept = of = 0.0
+        for index, x in enumerate(self.inputs()):
+            y = run(x)
+            expected = np.load(self._path("y", index))
+            if not self.classes:
+                kept, of = kept + float(cosines(y, expected).sum()), of + len(y)
+            else:
+                found = np.where(np.isfinite(y).all(axis=-1), y.argmax(axis=-1), IGNORED - 1)
+                labels = None if self.labels is None else self.labels[index]
+                kept += _right(found, expected if labels is None else labels)
+                of += expected.size if labels is None else _right(expected, labels)
+            if progress is not None:
+                progress.advance(len(x))
+        return kept / of
+
+    def _path(self, name: str, index: int) -> Path:
+        return self.folder / f"{name}-{index}.npy"
+
+
+def _right(found: np.ndarray, wanted: np.ndarray) -> int:
+    return int(((found == wanted) & (wanted != IGNORED)).sum())
+
+
+@torch.no_grad()
+def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> ReferenceOutputs:
+    """Runs a job's model on up to `SAMPLES` inputs of its feed and returns what it answers.
+
+    Raises `FeedError` for a feed without inputs, for inputs or labels that do not fit the model,
+    and for labels of which FP32 has none right; `UsageError` for a model with one number an input.
+    """
+    model, data, fixed = job.model, job.options.data, dict(job.fixed)
+    assert data is not None
+    size = fixed.pop("batch", None)
+    total = count(data, model.input.name)
+    progress.step("running FP32", total=SAMPLES if total is None else min(total, SAMPLES))
+    classes = _gives_classes(model)
+    labels: list[np.ndarray] = []
+    unlabelled = False
+
+    def inputs() -> Iterator[np.ndarray]:
+        nonlocal unlabelled
+        for x, theirs in labelled_batches(data, model.input.name):
+            unlabelled |= theirs is None
+            labels.extend([] if theirs is None else theirs)
+            yield fitted(x, model.input, fixed)
+
+    ks = {name: k for name, k in job.k.items() if k is not None}
+    renormalize = job.options.renormalize
+    batches = seen = right = 0
+    by_batch: list[Labels] = []
+    for x in rebatched(limited(inputs(), SAMPLES), size or BATCH):
+        if size is not None and len(x) < size:
+            continue
+        with algorithm_1(model.module, ks, renormalize=renormalize):
+            y = first_output(model.module(torch.from_numpy(np.ascontiguousarray(x)))).numpy()
+        if y.ndim < 2 or y[0].size < 2:
+            raise UsageError(
+                f"--min-retention: the model's outputs {y.shape} hold one number an input, which "
+                "is neither class scores nor a direction",
+                hint="--rtol bounds its error; `calibrate --sensitivity` ranks the layers",
+            )
+        np.save(folder / f"x-{batches}.npy", x)
+        np.save(folder / f"y-{batches}.npy", y.argmax(axis=-1) if classes else y)
+        if classes and not unlabelled:
+            part = np.stack(labels[seen : seen + len(x)])
+            _check_labels(part, y, seen)
+            right += _right(y.argmax(axis=-1), part)
+            by_batch.append(part)
+        batches, seen = batches + 1, seen + len(x)
+        progress.advance(len(x))
+    if not batches:
+        least = f"batch of {size} inputs" if size is not None else "inputs"
+        raise FeedError(
+            f"--data: the feed holds no {least} to measure retention on",
+            hint="give at least one array; a generator, which can be read once, is empty after the "
+            "ranges were taken",
         )
+    if not classes or unlabelled:
+        return ReferenceOutputs(folder, batches, seen, classes, None)
+    if not right:
+        raise FeedError(
+            f"--data: FP32 gets none of {seen} labels right, so there is no accuracy to retain",
+            hint="are they this model's classes, counted from 0? Without labels the agreement with "
+            "FP32 is measured",
+        )
+    return ReferenceOutputs(folder, batches, seen, classes, tuple(by_batch))
+
+
+def _gives_classes(model: Model) -> bool:
+    """Whether a model's outputs are class scores: [b, c], or [b, m, c] for token ids [b, m]."""
+    axes = len(model.output.shape)
+    return axes == 2 or (axes == 3 and np.dtype(model.input.dtype).kind in "iu")
+
+
+def _check_labels(labels: Labels, y: np.ndarray, first: int) -> None:
+    if labels.shape != y.shape[:-1]:
+        raise FeedError(
+            f"--data: labels {labels.shape} for outputs {y.shape}",
+            hint="a label is a class of an input, or for a token model the next token at each "
+            "position",
+        )
+    counted = labels[labels != IGNORED] if labels.ndim > 1 else labels
+    check_classes(counted, y.shape[-1], "--data: a batch", first=first)

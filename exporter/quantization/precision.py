@@ -54,7 +54,7 @@ class KeptPart:
 class Retention:
     """What INT8 keeps of what the FP32 model answers on the inputs of a feed.
 
-    `reached` is `measure` (`quantization.trial.ReferenceOutputs`) over `samples` inputs, with the
+    `reached` is `measure` (`accuracy_search.ReferenceOutputs`) over `samples` inputs, with the
     parts `kept` in `floats`, in the order in which they were given up. `whole`: nothing is left in
     INT8.
     """

@@ -15,7 +15,11 @@ from moexport.exporter.inputs import parse_range
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.quantization.trial import SAMPLES, ReferenceOutputs, reference_outputs
+from moexport.exporter.quantization.accuracy_search import (
+    SAMPLES,
+    ReferenceOutputs,
+    reference_outputs,
+)
 from torch import Tensor, nn
 
 VOCABULARY, WIDTH = 7, 3
