@@ -172,7 +172,7 @@ def plan_text(plan: Plan) -> str:
             f"MoE layers together: about {graph.predicted_us / 1e3:.3g} ms a batch (predicted)\n"
         )
     if plan.tuning is not None:
-        blocks.append("\n".join(tuning_text(plan.tuning.as_json())))
+        blocks.append("\n".join(tuning_text(asdict(plan.tuning))))
     blocks.append(f"weights: {size(plan.weights_bytes)}; nothing was written (--dry-run)")
     return "\n".join(blocks)
 
@@ -180,7 +180,7 @@ def plan_text(plan: Plan) -> str:
 def plan_json(plan: Plan) -> dict[str, Any]:
     """The plan as plain data, with notes and with what `--lowering tune` measured, if any."""
     layers = plan.precision.layers
-    more: dict[str, Any] = {} if plan.tuning is None else {"tuning": plan.tuning.as_json()}
+    more: dict[str, Any] = {} if plan.tuning is None else {"tuning": asdict(plan.tuning)}
     more |= {"notes": plan.notes} if plan.notes else {}
     return {
         "output": str(plan.job.options.destination),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ..common.environment import environment, versions
@@ -42,90 +44,79 @@ def diagnose() -> Diagnosis:
 
 def abilities(gpu: Gpu | None) -> tuple[Ability, ...]:
     """Returns what works here with this GPU."""
+    engines = (
+        _ability(f"{verb} {backend.title} engines", partial(works, backend, gpu))
+        for backend in BACKENDS.values()
+        for verb, works in (("build", _builds), ("run", _runs))
+    )
     return (
-        _export(),
-        _onnxruntime("run on CPU", "CPUExecutionProvider", gpu),
-        _onnxruntime("run on CUDA", "CUDAExecutionProvider", gpu),
-        _onnxruntime("run on ONNX Runtime's TensorRT", "TensorrtExecutionProvider", gpu),
-        *(ability for each in BACKENDS.values() for ability in _engines(each, gpu)),
-        _demo(),
+        _ability("export to ONNX", _exports),
+        _ability("run on CPU", partial(_serves, "CPUExecutionProvider", gpu)),
+        _ability("run on CUDA", partial(_serves, "CUDAExecutionProvider", gpu)),
+        _ability(
+            "run on ONNX Runtime's TensorRT", partial(_serves, "TensorrtExecutionProvider", gpu)
+        ),
+        *engines,
+        _ability("demo", _demo),
     )
 
 
-def _export() -> Ability:
-    name = "export to ONNX"
+def _ability(name: str, works: Callable[[], str]) -> Ability:
+    """An ability; `works` tells by what it is there, or raises what is missing."""
     try:
-        from ..common.onnx_runtime import ort
-    except MissingExtraError as error:
-        return Ability(name, False, f"{error.message}: {error.hint}")
+        return Ability(name, True, works())
+    except (MissingExtraError, ForeignEngineError) as error:
+        hint = f": {error.hint}" if error.hint else ""
+        return Ability(name, False, f"{error.message}{hint}")
+
+
+def _exports() -> str:
+    from ..common.onnx_runtime import ort
+
     del ort
     both = versions(("onnxruntime", "onnxruntime-gpu"))
     if len(both) == 2:
-        return Ability(name, True, f"but {' and '.join(both)} overwrite one another: keep one")
-    return Ability(name, True, "PyTorch traces, ONNX Runtime checks parity")
+        return f"but {' and '.join(both)} overwrite one another: keep one"
+    return "PyTorch traces, ONNX Runtime checks parity"
 
 
-def _onnxruntime(name: str, provider: str, gpu: Gpu | None) -> Ability:
-    try:
-        from ..common.onnx_runtime import ort
-    except MissingExtraError as error:
-        return Ability(name, False, f"{error.message}: {error.hint}")
+def _serves(provider: str, gpu: Gpu | None) -> str:
+    from ..common.onnx_runtime import ort
+
+    cpu = provider.startswith("CPU")
     if provider not in ort.get_available_providers():
-        instead = "" if provider.startswith("CPU") else f": {GPU_PACKAGE}"
-        return Ability(name, False, f"this ONNX Runtime was built without {provider}{instead}")
-    if not provider.startswith("CPU") and not gpu:
-        return Ability(name, False, f"{provider} is installed, but there is no NVIDIA GPU")
-    return Ability(name, True, f"ONNX Runtime {ort.__version__}, {provider}")
+        without = f"this ONNX Runtime was built without {provider}"
+        raise MissingExtraError(without, hint=None if cpu else GPU_PACKAGE)
+    if not cpu and not gpu:
+        raise MissingExtraError(f"{provider} is installed, but there is no NVIDIA GPU")
+    return f"ONNX Runtime {ort.__version__}, {provider}"
 
 
-def _engines(chosen: Backend, gpu: Gpu | None) -> tuple[Ability, Ability]:
-    return _builds(chosen, gpu), _runs(chosen, gpu)
-
-
-def _builds(chosen: Backend, gpu: Gpu | None) -> Ability:
-    """Whether engines can be compiled here."""
-    name = f"build {chosen.title} engines"
-    try:
-        chosen.check_installed()
-        version = chosen.version()
-    except MissingExtraError as error:
-        return Ability(name, False, f"{error.message}: {error.hint}")
-    if chosen.builds_without_gpu:
-        return Ability(name, True, f"{chosen.title} {version}, for {chosen.served}")
+def _builds(backend: Backend, gpu: Gpu | None) -> str:
+    backend.check_installed()
+    version = backend.version()
+    if backend.builds_without_gpu:
+        return f"{backend.title} {version}, for {backend.served}"
     if not gpu:
-        return Ability(name, False, "it compiles for the GPU it runs on, and there is none here")
-    return _on(chosen, gpu, name)
+        raise MissingExtraError("it compiles for the GPU it runs on, and there is none here")
+    return _on(backend, gpu)
 
 
-def _runs(chosen: Backend, gpu: Gpu | None) -> Ability:
-    """Whether engines can be run here."""
-    name = f"run {chosen.title} engines"
-    if importlib.util.find_spec(chosen.module) is None:
-        return Ability(name, False, f"{chosen.title} is not installed: {chosen.install}")
-    try:
-        runtime()
-    except MissingExtraError as error:
-        return Ability(name, False, f"{error.message}: {error.hint}")
+def _runs(backend: Backend, gpu: Gpu | None) -> str:
+    if importlib.util.find_spec(backend.module) is None:
+        raise MissingExtraError(f"{backend.title} is not installed", hint=backend.install)
+    runtime()
     if not gpu:
-        return Ability(name, False, "there is no NVIDIA GPU, or no driver for it")
-    return _on(chosen, gpu, name)
+        raise MissingExtraError("there is no NVIDIA GPU, or no driver for it")
+    return _on(backend, gpu)
 
 
-def _on(chosen: Backend, gpu: Gpu, name: str) -> Ability:
-    """Whether a backend that is installed serves the GPU."""
-    try:
-        chosen.check_serves(gpu)
-    except ForeignEngineError as error:
-        return Ability(name, False, f"{error.message}: {error.hint}")
-    version = f"{chosen.title} {chosen.version()}"
-    return Ability(name, True, f"{version}, on {gpu.name} ({gpu.compute_capability})")
+def _on(backend: Backend, gpu: Gpu) -> str:
+    backend.check_serves(gpu)
+    return f"{backend.title} {backend.version()}, on {gpu.name} ({gpu.compute_capability})"
 
 
-def _demo() -> Ability:
-    present = importlib.util.find_spec("sklearn") is not None
-    detail = (
-        "scikit-learn's digits are installed"
-        if present
-        else "scikit-learn is missing: pip install 'moexport[demo]'"
-    )
-    return Ability("demo", present, detail)
+def _demo() -> str:
+    if importlib.util.find_spec("sklearn") is None:
+        raise MissingExtraError("scikit-learn is missing", hint="pip install 'moexport[demo]'")
+    return "scikit-learn's digits are installed"

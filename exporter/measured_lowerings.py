@@ -9,10 +9,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -30,6 +29,7 @@ from ..graphs.lowerings.choice import LoweringChoice, able
 from ..graphs.lowerings.cost import AnyWork, machine_for
 from ..graphs.names import DOMAIN
 from ..graphs.targets import TARGETS, Target
+from .bundle.manifest import TimedLowering, TunedLayers, Tuning
 from .bundle.weights import WeightsWriter, layer_bytes, write_layer
 from .job import ExportJob
 from .quantization.precision import PrecisionPlan
@@ -48,77 +48,26 @@ IR_VERSION = 10
 """Of the graphs that are timed; every supported ONNX Runtime takes it."""
 
 
-@dataclass(frozen=True, slots=True)
-class TimedLowering:
-    """One lowering of a layer and what one batch took, in milliseconds."""
-
-    lowering: str
-    latency_ms: Latency
-
-
-@dataclass(frozen=True, slots=True)
-class TunedLayers:
-    """Layers of one shape and k, measured once: each candidate's latency, the fastest first.
-
-    `layers` are their names and `k` what was kept, also where k is a graph input. `left_out` says
-    why a lowering that could serve was not timed. Without candidates there was nothing to compare:
-    `chosen` is the only one.
-    """
-
-    layers: tuple[str, ...]
-    experts: int
-    k: int
-    batch: int
-    tokens: int
-    precision: str
-    chosen: str
-    candidates: tuple[TimedLowering, ...]
-    left_out: Mapping[str, str] = field(default_factory=dict)
-
-    def choice(self, work: AnyWork, target: Target) -> LoweringChoice:
-        """The choice for one of the layers, with the figures as its reason."""
-        chosen = lowering(self.chosen)
-        predicted_us = chosen.predict_us(work, machine_for(target, work.precision))
-        return LoweringChoice(chosen, self._reason(), predicted_us)
-
-    def _reason(self) -> str:
-        if not self.candidates:
-            return "the only lowering for this layer and target: nothing was measured"
-        best, *others = self.candidates
-        listed = [
-            f"{other.lowering} {other.latency_ms.median:.3g} ms"
-            + ("" if differs(best.latency_ms, other.latency_ms) else ", no difference")
-            for other in others
-        ] + list(self.left_out)
-        return (
-            f"measured {best.latency_ms.median:.3g} ms, spread {best.latency_ms.spread:.0%}, for "
-            f"k = {self.k} of {self.experts} at batch {self.batch}"
-            + (f" (others: {'; '.join(listed)})" if listed else "")
-        )
-
-
-@dataclass(frozen=True, slots=True)
-class Tuning:
-    """Everything that was measured for one export, and on what: as it stands in the manifest.
-
-    `machine` is the CPU or GPU, `inputs` says what the layers were fed.
-    """
-
-    machine: str
-    provider: str
-    runtime: str
-    threads: int
-    rounds: int
-    inputs: str
-    measured: tuple[TunedLayers, ...]
-
-    def of(self, layer: str) -> TunedLayers:
-        """Returns what was found for a layer."""
-        return next(group for group in self.measured if layer in group.layers)
-
-    def as_json(self) -> dict[str, Any]:
-        """The record as plain data."""
-        return asdict(self)
+def tuned_choice(found: TunedLayers, work: AnyWork, target: Target) -> LoweringChoice:
+    """Returns the choice for a layer that was measured, with the figures as its reason."""
+    chosen = lowering(found.chosen)
+    predicted_us = chosen.predict_us(work, machine_for(target, work.precision))
+    if not found.candidates:
+        reason = "the only lowering for this layer and target: nothing was measured"
+        return LoweringChoice(chosen, reason, predicted_us)
+    best, *others = found.candidates
+    listed = [
+        f"{other.lowering} {other.latency_ms.median:.3g} ms"
+        + ("" if differs(best.latency_ms, other.latency_ms) else ", no difference")
+        for other in others
+    ] + list(found.left_out)
+    reason = (
+        f"measured {best.latency_ms.median:.3g} ms, spread {best.latency_ms.spread:.0%}, for "
+        f"k = {found.k} of {found.experts} at batch {found.batch}"
+    )
+    if listed:
+        reason += f" (others: {'; '.join(listed)})"
+    return LoweringChoice(chosen, reason, predicted_us)
 
 
 @dataclass(frozen=True)

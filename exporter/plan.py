@@ -13,10 +13,10 @@ from ..graphs.lowerings import lowering
 from ..graphs.lowerings.choice import LoweringChoice, check, choose
 from ..graphs.lowerings.cost import AnyWork
 from ..graphs.targets import ENGINES
-from .bundle.manifest import MAIN_GRAPH
+from .bundle.manifest import MAIN_GRAPH, Tuning
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .job import ExportJob
-from .measured_lowerings import Tuning, tune
+from .measured_lowerings import tune, tuned_choice
 from .options import AUTO, TUNE
 from .quantization.precision import PrecisionPlan, Retention, apply_precision
 
@@ -130,7 +130,7 @@ def plan_graph(
             return choose(work, job.options.target, batches)
         if name == TUNE:
             assert tuning is not None, "`tune` measures before anything is planned"
-            return tuning.of(work.spec.name).choice(work, job.options.target)
+            return tuned_choice(tuning.of(work.spec.name), work, job.options.target)
         return check(lowering(name), work, job.options.target)
 
     works = job.works(traced).items()

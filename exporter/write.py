@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -168,7 +169,7 @@ def manifest_of(
         environment=environment(),
         notes=notes,
         edits=model.edits.records(),
-        tuning={} if plan.tuning is None else plan.tuning.as_json(),
+        tuning={} if plan.tuning is None else asdict(plan.tuning),
     )
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.json_data import from_data, parse, read_json
+from ...common.timing import Latency
 from ...errors import BundleError
 
 if TYPE_CHECKING:
@@ -107,6 +108,54 @@ class FileRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class TimedLowering:
+    """One lowering of a layer and what one batch took, in milliseconds."""
+
+    lowering: str
+    latency_ms: Latency
+
+
+@dataclass(frozen=True, slots=True)
+class TunedLayers:
+    """Layers of one shape and k, measured once: each candidate's latency, the fastest first.
+
+    `layers` are their names and `k` what was kept, also where k is a graph input. `left_out` says
+    why a lowering that could serve was not timed. Without candidates there was nothing to compare:
+    `chosen` is the only one.
+    """
+
+    layers: tuple[str, ...]
+    experts: int
+    k: int
+    batch: int
+    tokens: int
+    precision: str
+    chosen: str
+    candidates: tuple[TimedLowering, ...]
+    left_out: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Tuning:
+    """Everything that `--lowering tune` measured for one export, and on what.
+
+    `machine` is the CPU or GPU, `inputs` says what the layers were fed.
+    """
+
+    machine: str
+    provider: str
+    runtime: str
+    threads: int
+    rounds: int
+    inputs: str
+    measured: tuple[TunedLayers, ...]
+
+    def of(self, layer: str) -> TunedLayers:
+        """Returns what was found for a layer."""
+        return next(group for group in self.measured if layer in group.layers)
+
+
+@dataclass(frozen=True, slots=True)
 class Manifest:
     """The whole record; `to_json` and `read` keep it in `manifest.json`."""
 
@@ -133,7 +182,7 @@ class Manifest:
     """`--ablate` and `--rewrite` (`edits.Edits.records`); empty where the model is as trained."""
     tokens: str = ""
     tuning: dict[str, Any] = field(default_factory=dict)
-    """What `--lowering tune` measured (`measured_lowerings.Tuning`); empty where nothing was."""
+    """What `--lowering tune` measured (`Tuning`); empty where nothing was."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
@@ -162,7 +211,7 @@ class Manifest:
         manifest = from_data(Manifest, content, what, error=BundleError)
         from_data(_Numbers, manifest.numbers, what, at="numbers", error=BundleError)
         if manifest.tuning:
-            tuning = from_data(_Tuning, manifest.tuning, what, at="tuning", error=BundleError)
+            tuning = from_data(Tuning, manifest.tuning, what, at="tuning", error=BundleError)
             if not all(each.layers for each in tuning.measured):
                 raise BundleError(f"{what}: tuning tells of no layers")
         for problem in manifest._problems():
@@ -202,41 +251,6 @@ class _Numbers:
 
     fp32_nodes: list[_Node] = field(default_factory=list)
     linears: dict[str, str | None] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class _Latency:
-    median: float
-    spread: float
-    n: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Candidate:
-    lowering: str
-    latency_ms: _Latency
-
-
-@dataclass(frozen=True, slots=True)
-class _Measured:
-    layers: list[str]
-    k: int
-    experts: int
-    batch: int
-    candidates: list[_Candidate]
-    left_out: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True)
-class _Tuning:
-    """What is read of `tuning`, where it is not empty."""
-
-    machine: str
-    runtime: str
-    provider: str
-    threads: int
-    inputs: str
-    measured: list[_Measured]
 
 
 def is_plain_name(name: str) -> bool:
