@@ -18,11 +18,11 @@ from .options import (
     ModelArgument,
     ModelFlags,
     Verbosity,
+    json_text,
     output_option,
     refuse_idle,
     typed_source,
 )
-from .printing import json_text
 
 if TYPE_CHECKING:
     from ..bench.results import Results

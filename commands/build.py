@@ -13,8 +13,7 @@ from .. import api
 from ..common.console import show
 from ..common.text import lines, size
 from ..errors import UsageError
-from .options import AsJson, BundleArgument, CallOptions, Verbosity
-from .printing import json_text
+from .options import AsJson, BundleArgument, CallOptions, Verbosity, json_text
 
 if TYPE_CHECKING:
     from ..exporter.tensorrt.engines import EnginePlan

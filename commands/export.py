@@ -14,6 +14,7 @@ from .. import api
 from ..common.console import Console, show
 from ..common.text import count, size, table
 from .build import BuildFlags, wished
+from .look import backbone_departures, precisions_text, tuning_text
 from .options import (
     FEED,
     AsJson,
@@ -21,9 +22,9 @@ from .options import (
     ModelArgument,
     ModelFlags,
     Verbosity,
+    json_text,
     output_option,
 )
-from .printing import backbone_departures, json_text, precisions_text, tuning_text
 
 if TYPE_CHECKING:
     from ..calibration.table import CalibrationTable

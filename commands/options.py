@@ -1,8 +1,9 @@
-"""The arguments and options that several commands share; heavy imports wait inside."""
+"""The arguments and options that several commands share, and how the parser gets them."""
 
 from __future__ import annotations
 
 import inspect
+import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -63,6 +64,11 @@ TrustEngine = Annotated[
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def json_text(content: Any) -> str:
+    """Plain data as indented JSON, as `--json` prints it."""
+    return json.dumps(content, indent=2, ensure_ascii=False)
 
 
 def output_option(metavar: str, text: str) -> Any:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..calibration.feeds import Feed
 from ..errors import UsageError
-from ..graphs.layers.base import MoELayer, replaced_layers
-from ..graphs.layers.mumoe import MuMoE, mumoe_layers
+from ..graphs.layers.base import MoELayer, choice_key, recorded_choices, replaced_layers
 from .inputs import DEFAULT_TOKENS, feed_inputs
 from .model import Model
 
@@ -79,7 +76,8 @@ def inspect(model: Model, data: Feed | None = None) -> ModelReport:
     """
     tokens = token_counts(model)
     # Of a factory's network the data are the example first: it need not have muMoE layers.
-    counted = model.family != "factory" or bool(mumoe_layers(model.module))
+    mixing = any(layer.spec.rewritable for layer in model.layers.values())
+    counted = mixing or model.family != "factory"
     layers = tuple(
         LayerReport(
             name=name,
@@ -223,31 +221,28 @@ class SupportReport:
 
 @torch.no_grad()
 def support(model: Model, data: Feed, count: int = SAMPLES) -> tuple[SupportReport, ...]:
-    """Returns the support of every muMoE layer and level on up to `count` inputs of a feed.
+    """Returns the support of every layer that mixes experts by coefficients, level by level.
 
-    Raises UsageError for a model without muMoE layers, FeedError for a feed that does not fit.
+    Over up to `count` inputs of a feed. Raises UsageError for a model without such layers,
+    FeedError for a feed that does not fit.
     """
-    layers = mumoe_layers(model.module)
-    if not layers:
+    specs = {name: each.spec for name, each in model.layers.items() if each.spec.rewritable}
+    if not specs:
         raise UsageError(
             f"--data: a {model.family} model has no muMoE layers, whose coefficients could be zero",
             hint="leave --data out; `moexport bench` shows what k costs a Soft MoE",
         )
     x = feed_inputs(model, data, count)
     counts: dict[tuple[str, int], list[np.ndarray]] = {}
-
-    def record(module: nn.Module, args: tuple[torch.Tensor, ...], name: str) -> None:
-        assert isinstance(module, MuMoE)
-        for level, a in enumerate(module.coefficients(args[0])):
-            counts.setdefault((name, level), []).append((a > 0).sum(dim=-1).flatten().numpy())
-
-    with ExitStack() as hooks:
-        for name, layer in layers.items():
-            hooks.enter_context(layer.register_forward_pre_hook(partial(record, name=name)))
-        for start in range(0, len(x), BATCH):
+    for start in range(0, len(x), BATCH):
+        with recorded_choices(model.module) as records:
             model.module(torch.from_numpy(np.ascontiguousarray(x[start : start + BATCH])))
+        for name, spec in specs.items():
+            for level, choice in enumerate(spec.choices()):
+                sizes = (records[choice_key(name, choice)].chosen > 0).sum(dim=-1)
+                counts.setdefault((name, level), []).append(sizes.flatten().numpy())
     return tuple(
-        _report(name, level, layers[name].spec.levels[level], np.concatenate(parts))
+        _report(name, level, specs[name].levels[level], np.concatenate(parts))
         for (name, level), parts in counts.items()
     )
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import zipfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from ...calibration.feeds import batches, count
+from ...calibration.feeds import batches, count, rebatched
 from ...common.console import Progress, Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
@@ -90,14 +91,14 @@ def run_file(
         raise UsageError(f"--k {k}: the model has {fewest} experts", hint=f"use 1 ≤ k ≤ {fewest}")
     port = record.inputs[0]
     total = count(str(input_file), port.name)
-    feed = _in_batches(_stacking(input_file, port), _sizes(record, options, total))
+    feed = in_batches(_stacking(input_file, port), _sizes(record, options, total))
     first = next(feed, None)
     if first is None:
         raise FeedError(f"{input_file}: holds no inputs")
     session = _opened(bundle, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
     with whole_file(output_file) as partial, _Rows(partial, record.outputs[0].name, total) as rows:
-        for x in _with(first, feed):
+        for x in chain([first], feed):
             rows.add(session(x, k))
             progress.advance(len(x))
         if total is not None and rows.shape[0] != total:
@@ -160,29 +161,33 @@ def _stacking(path: Path, port: PortRecord) -> Iterator[np.ndarray]:
                 f"{path}: its arrays do not stack: inputs of {found}",
                 hint="run each size of inputs by itself",
             )
-        yield _fitted(part, port)
+        x = with_axes(part, port)
+        # Any number of inputs: batches are made of them.
+        check_array(x, replace(port, shape=["batch", *port.shape[1:]]))
+        yield x
 
 
-def _in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.ndarray]:
-    """Inputs in batches of the usual size; the last are shared out so that none is too small."""
-    held: list[np.ndarray] = []
-    for part in parts:
-        held.append(part)
-        if sum(map(len, held)) >= sizes.opt + sizes.min:
-            rest = np.concatenate(held)
-            while len(rest) >= sizes.opt + sizes.min:
-                yield rest[: sizes.opt]
-                rest = rest[sizes.opt :]
-            held = [rest]
-    if not held:
+def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.ndarray]:
+    """Yields inputs in batches of the usual size; the last are shared out, so none is too small.
+
+    Raises `FeedError` for a number of inputs that no batches of these sizes make up.
+    """
+    first = next(parts, None)
+    if first is None:
         return
-    rest = held[0] if len(held) == 1 else np.concatenate(held)
-    fixed = sizes.min == sizes.max
-    if sizes.min <= len(rest) <= sizes.opt or not len(rest) or fixed:  # what is wrong, others say
+    rest = first[:0]
+    for batch in rebatched(chain([first], parts), sizes.opt):
+        if len(rest) and len(batch) < sizes.min:
+            rest = np.concatenate((rest, batch))
+            continue
+        if len(rest):
+            yield rest
+        rest = batch
+    if not len(rest) or sizes.fixed or sizes.min <= len(rest) <= sizes.opt:  # others check it
         yield rest
     elif len(rest) >= 2 * sizes.min:
-        yield rest[: len(rest) - sizes.min]
-        yield rest[len(rest) - sizes.min :]
+        yield rest[: -sizes.min]
+        yield rest[-sizes.min :]
     elif sizes.min <= len(rest) <= sizes.max:
         yield rest
     else:
@@ -192,19 +197,6 @@ def _in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nd
             hint="give a number of inputs that batches of that size make up, or export again with "
             "--batch 1:8:32",
         )
-
-
-def _fitted(x: np.ndarray, port: PortRecord) -> np.ndarray:
-    """The inputs with the axis that may be left out; FeedError where they do not fit."""
-    x = with_axes(x, port)
-    # Any number of inputs: batches are made of them.
-    check_array(x, replace(port, shape=["batch", *port.shape[1:]]))
-    return x
-
-
-def _with(first: np.ndarray, rest: Iterator[np.ndarray]) -> Iterator[np.ndarray]:
-    yield first
-    yield from rest
 
 
 class _Rows:

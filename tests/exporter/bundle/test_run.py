@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.errors import FeedError
-from moexport.exporter.bundle.run import _in_batches
+from moexport.exporter.bundle.run import in_batches
 from moexport.exporter.inputs import AxisRange
 from moexport.exporter.session import Session
 from moexport.tests.command import run
@@ -97,7 +97,7 @@ def parts(*lengths: int) -> Iterator[np.ndarray]:
 def test_inputs_are_shared_out_to_batches_of_a_size_that_is_taken(
     lengths: tuple[int, ...], sizes: tuple[int, int, int], expected: list[int]
 ) -> None:
-    found = list(_in_batches(parts(*lengths), AxisRange(*sizes)))
+    found = list(in_batches(parts(*lengths), AxisRange(*sizes)))
     assert [len(each) for each in found] == expected
     assert np.concatenate(found).tolist() == list(range(sum(lengths)))
 
@@ -105,4 +105,4 @@ def test_inputs_are_shared_out_to_batches_of_a_size_that_is_taken(
 def test_what_makes_up_no_batch_is_refused() -> None:
     for length, sizes in ((13, (8, 8, 12)), (3, (4, 8, 8))):
         with pytest.raises(FeedError, match=f"{length} inputs are left, and the bundle was export"):
-            list(_in_batches(parts(length), AxisRange(*sizes)))
+            list(in_batches(parts(length), AxisRange(*sizes)))
