@@ -66,9 +66,12 @@ class BuildFlags:
         bool,
         typer.Option("--strip-plan", help="Leaves the weights out; loading takes the bundle's."),
     ] = False
-    refit: Annotated[
-        bool, typer.Option("--refit", help="Weights can be exchanged after the build.")
-    ] = False
+    weight_streaming: Annotated[
+        str | None,
+        typer.Option(
+            metavar="auto|BYTES", help="Weights in host memory, so much of them on the GPU."
+        ),
+    ] = None
     tf32: Annotated[
         bool, typer.Option("--tf32", help="FP32 products in TF32: faster, 10 bits of mantissa.")
     ] = False
@@ -99,7 +102,7 @@ class BuildFlags:
             version_compatible=self.version_compatible,
             hardware_compatible=self.hardware_compatible,  # type: ignore[arg-type]  # backend checks
             strip_plan=self.strip_plan,
-            refit=self.refit,
+            weight_streaming=self.weight_streaming,
             tf32=self.tf32,
             cache=cache,
         )

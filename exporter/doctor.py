@@ -11,7 +11,7 @@ from typing import Any
 from ..common.environment import environment, versions
 from ..errors import ForeignEngineError, MissingExtraError
 from .tensorrt.backends import BACKENDS, Backend, Gpu, first_gpu
-from .tensorrt.cuda import runtime
+from .tensorrt.cuda import driver_problem, runtime
 
 GPU_PACKAGE = "pip uninstall onnxruntime, then pip install 'moexport[gpu]'"
 
@@ -108,6 +108,9 @@ def _runs(backend: Backend, gpu: Gpu | None) -> str:
     runtime()
     if not gpu:
         raise MissingExtraError("there is no NVIDIA GPU, or no driver for it")
+    problem = driver_problem()
+    if problem is not None:
+        raise MissingExtraError(problem)
     return _on(backend, gpu)
 
 

@@ -75,6 +75,24 @@ TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
 about 1% of error in each layer. The ties are what such an error moves a score by."""
 
 
+GPU_RTOL = 1e-3
+"""FP32 on a GPU: products are summed in another order than PyTorch sums them on a CPU."""
+
+
+def on_gpu(bounds: Tolerance, precision: str, *, tf32: bool = False) -> Tolerance:
+    """Returns the bounds of a comparison that runs on a GPU: the one statement of them.
+
+    FP32 may be `GPU_RTOL` off. TF32 keeps as many bits of a factor as FP16 does, and has its
+    bounds. Other precisions round more than any order of summing: theirs are the same everywhere.
+    """
+    if precision != "fp32":
+        return bounds
+    half = TOLERANCES["fp16"]
+    if tf32:
+        return replace(bounds, rtol=max(bounds.rtol, half.rtol), routing=half.routing, tie=half.tie)
+    return replace(bounds, rtol=max(bounds.rtol, GPU_RTOL))
+
+
 @dataclass(frozen=True, slots=True)
 class Reference:
     """What PyTorch computes for some inputs.

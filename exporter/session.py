@@ -23,6 +23,7 @@ from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
 from .bundle.manifest import METADATA, GraphFacts, PortRecord
 from .inputs import check_array
 from .tensorrt.backends import first_gpu
+from .tensorrt.ort_provider import provider_options
 from .tensorrt.profiles import check_given
 
 CPU = CPU_PROVIDER
@@ -233,7 +234,10 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
             ort.preload_dlls()  # CUDA and cuDNN as pip installs them, which no loader knows of
     fallbacks = {CPU: [], CUDA: [CPU], TENSORRT: [CUDA, CPU]}
     named = [options.provider, *fallbacks.get(options.provider, [CPU])]
-    providers = [(name, PROVIDER_OPTIONS.get(name, {})) for name in named]
+    providers = [
+        (name, provider_options(path) if name == TENSORRT else PROVIDER_OPTIONS.get(name, {}))
+        for name in named
+    ]
     try:
         model = _changed(path, options)
         if model is not None:

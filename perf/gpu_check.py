@@ -20,7 +20,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, cast
@@ -37,6 +37,7 @@ from moexport.exporter.parity import (
     Parity,
     Reference,
     compare,
+    on_gpu,
     recorded,
     settled,
 )
@@ -65,9 +66,6 @@ MOST_S = 900.0
 SAMPLES = 16
 BATCHES = (1, 8)
 WARM_UPS, RUNS, ROUNDS = 3, 20, 5
-
-RTOL = 1e-3
-"""FP32 on a GPU sums in another order than PyTorch on a CPU; the others have their own bounds."""
 
 Row = Mapping[str, Any]
 """A `Checked` or a `Trouble` as JSON has it."""
@@ -301,9 +299,8 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
     expected = Reference.load(bundle.path / PARITY_FILE)
     built = moexport.build(bundle, graph=unit.graph, options=options)
     (record,) = (each for each in engines_of(built.manifest) if each.graph == unit.graph)
-    rtol = RTOL if unit.precision == "fp32" else TOLERANCES[unit.precision].rtol
     with EngineSession(built.path / record.file, eager=True) as session:
-        bounds = replace(recorded(built.manifest.parity), rtol=rtol)
+        bounds = on_gpu(recorded(built.manifest.parity), unit.precision)
         parity = engine_parity(session, built.manifest, record, expected, bounds)
         times = list(timed(session, expected.x, unit.ks, session.gpu_ms))
         captured = session.recorded
@@ -324,7 +321,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
 
 def check_graph(bundle: moexport.Bundle, unit: Unit) -> Checked:
     """Returns what a provider of ONNX Runtime makes of a bundle's main graph."""
-    tolerance = TOLERANCES[unit.precision]
+    tolerance = on_gpu(TOLERANCES[unit.precision], unit.precision)
     expected = settled(Reference.load(bundle.path / PARITY_FILE), tolerance.tie)
     provider = PROVIDERS[unit.runner.removeprefix("onnxruntime-")]
     session = bundle.session(options=SessionOptions(provider))

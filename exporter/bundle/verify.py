@@ -29,6 +29,7 @@ from ..parity import (
     compare,
     describe,
     differences,
+    on_gpu,
     recorded,
     settled,
 )
@@ -93,6 +94,9 @@ def verify(
         for graph in valid:
             yield _parity_check(directory, manifest, graph, expected, bounds)
     for engine in engines_of(manifest):
+        tf32 = bool(engine.options.get("tf32"))
+        if atol is None and rtol is None:
+            bounds = on_gpu(_bounds(manifest, None, None), manifest.precision, tf32=tf32)
         yield from _engine_check(directory, manifest, engine, expected, bounds, trust=trust_engine)
     if expected is None:
         yield Check("parity", False, _why_no_reference(manifest))

@@ -190,7 +190,9 @@ class Backend:
         return MissingExtraError(f"{what} is not installed", hint=self.install)
 
 
-_COMMON = frozenset({"profiles", "workspace", "optimization_level", "tf32"})
+_COMMON = frozenset(
+    {"profiles", "workspace", "optimization_level", "tf32", "strip_plan", "weight_streaming"}
+)
 
 TENSORRT = Backend(
     name="tensorrt",
@@ -199,14 +201,7 @@ TENSORRT = Backend(
     extra="tensorrt",
     distributions=("tensorrt", "tensorrt-cu13", "tensorrt-cu12", "tensorrt_cu13", "tensorrt_cu12"),
     versions=((10, 12), (12,)),
-    options=_COMMON
-    | {
-        "timing_cache",
-        "version_compatible",
-        "hardware_compatible",
-        "strip_plan",
-        "refit",
-    },
+    options=_COMMON | {"timing_cache", "version_compatible", "hardware_compatible"},
     max_level=5,
     cards=MappingProxyType({}),
     # NVIDIA's support matrix of TensorRT (10.14 and 11.3): compute capability 7.5 or higher.
@@ -228,7 +223,7 @@ TENSORRT_RTX = Backend(
     distributions=("tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx"),
     versions=((1, 7), (2,)),
     # What 1.7.1 does with the others was tried: see `refused`.
-    options=_COMMON | {"compute_capabilities", "strip_plan", "refit"},
+    options=_COMMON | {"compute_capabilities"},
     max_level=5,
     cards=RTX_CARDS,
     oldest="7.5",

@@ -70,7 +70,7 @@ def build_engine(
         "graph": str(graph.absolute()),
         "output": str(output.absolute()),
         "profiles": [each.as_json() for each in profiles],
-        "compute_capabilities": list(cards),
+        "cards": list(cards),
         "options": _worker_options(options),
         "gpu": first_gpu() is not None,
     }

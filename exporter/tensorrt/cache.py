@@ -68,6 +68,35 @@ def take(folder: Path, key: str, destination: Path) -> Mapping[str, Any] | None:
         return None
 
 
+def read_kernels(name: str) -> bytes:
+    """Returns the kernels that TensorRT-RTX compiled for an engine here before; empty without.
+
+    They are code, as engines are: a folder that others may write to holds none.
+    """
+    folder = default_cache()
+    if folder is None or why_not_private(folder) is not None:
+        return b""
+    try:
+        with locked(folder):
+            return (folder / f"{name}.kernels").read_bytes()
+    except OSError:  # nothing was kept
+        return b""
+
+
+def keep_kernels(name: str, content: bytes) -> None:
+    """Keeps compiled kernels for the next start of the same engine."""
+    folder = default_cache()
+    if folder is None or why_not_private(folder) is not None:
+        return
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with locked(folder), whole_file(folder / f"{name}.kernels") as partial:
+            partial.write_bytes(content)
+            _make_room(folder, kept=folder / f"{name}.kernels")
+    except (OSError, OutputError):  # they are compiled again, then
+        return
+
+
 def _take(folder: Path, key: str, destination: Path) -> Mapping[str, Any] | None:
     plan, notes = _files(folder, key)
     try:
@@ -101,9 +130,10 @@ def keep(folder: Path, key: str, plan: Path, facts: Mapping[str, Any]) -> None:
 
 
 def _make_room(folder: Path, kept: Path) -> None:
-    plans = sorted(folder.glob("*.plan"), key=lambda path: path.stat().st_mtime)
-    total = sum(path.stat().st_size for path in plans)
-    for path in plans:
+    found = [*folder.glob("*.plan"), *folder.glob("*.kernels")]
+    found.sort(key=lambda path: path.stat().st_mtime)
+    total = sum(path.stat().st_size for path in found)
+    for path in found:
         if total <= MOST_BYTES:
             return
         if path != kept:

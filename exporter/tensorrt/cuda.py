@@ -8,9 +8,19 @@ from __future__ import annotations
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import metadata
 from typing import Any
 
+from ...common.environment import nvidia_smi
 from ...errors import EngineError, MissingExtraError
+
+DRIVERS = {13: 580, 12: 525}
+"""The oldest driver that each major version of cuda-bindings works with.
+
+NVIDIA's pages: cuda-bindings 13, Installation ("Driver: Linux (580.65.06 or later)"); cuda.core
+0.1.0, Installation, for CUDA 12 (525.60.13). The calls below have the same names and arguments in
+12.9.4 and 13.5.0.
+"""
 
 NO_DRIVER = ("cudaErrorInsufficientDriver", "cudaErrorNoDevice", "cudaErrorStubLibrary")
 NO_MEMORY = "cudaErrorMemoryAllocation"
@@ -22,8 +32,33 @@ def runtime() -> Any:
         return importlib.import_module("cuda.bindings.runtime")
     except ImportError as error:
         raise MissingExtraError(
-            "cuda-bindings is not installed", hint="pip install 'cuda-bindings>=13'"
+            "cuda-bindings is not installed", hint=f"pip install '{bindings_for(_driver())}'"
         ) from error
+
+
+def bindings_for(driver: int | None) -> str:
+    """Returns what to install for a driver's major version, the newest where it is not known."""
+    major = next((m for m, oldest in DRIVERS.items() if driver is None or driver >= oldest), 12)
+    return f"cuda-bindings>={major},<{major + 1}"
+
+
+def driver_problem() -> str | None:
+    """Returns why the installed binding cannot work with this driver, and what can; else None."""
+    driver, installed = _driver(), int(metadata.version("cuda-bindings").partition(".")[0])
+    needed = DRIVERS.get(installed, 0)
+    if driver is None or driver >= needed:
+        return None
+    return (
+        f"cuda-bindings {installed} needs a driver of {needed} or newer, and this one is {driver}: "
+        f"pip install '{bindings_for(driver)}', or update the driver"
+    )
+
+
+def _driver() -> int | None:
+    """The driver's major version; a Jetson's tool does not tell it."""
+    rows = nvidia_smi("driver_version")
+    major = rows[0][0].partition(".")[0] if rows else ""
+    return int(major) if major.isdigit() else None
 
 
 def check_device() -> None:
@@ -40,7 +75,8 @@ def call(name: str, *arguments: Any) -> Any:
     if error.name in NO_DRIVER:
         raise EngineError(
             "there is no NVIDIA GPU here, or its driver is older than this CUDA",
-            hint="run it on the machine with the GPU; `moexport doctor` says what is here",
+            hint=driver_problem()
+            or "run it on the machine with the GPU; `moexport doctor` says what is here",
         )
     if error.name == NO_MEMORY:
         raise EngineError(

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from ...common.console import Progress, Silent
 from ...common.files import is_own, own_signature, sha256
 from ...errors import EngineError, MissingExtraError, UsageError
+from ...graphs.names import part_of
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, PortRecord
 from ..inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
@@ -267,11 +270,11 @@ def _make(
             graph, plan.backend, plan.profiles, plan.options, plan.cards, path, progress
         )
     try:
-        check_precision(manifest, plan.graph, built)
+        kernels = check_precision(manifest, plan.graph, built)
     except EngineError:
         path.unlink()
         raise
-    record = _record(plan, key, built, own_signature(sha256(path)))
+    record = _record(plan, key, built, kernels, own_signature(sha256(path)))
     listing = output / record.layers
     listing.write_text(
         json.dumps({"layers": built.layers, "inspector": built.inspector}, indent=1) + "\n",
@@ -284,25 +287,79 @@ def _make(
     return Made(record, files, "cache" if kept is not None else None)
 
 
-def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> None:
+EXPERTS = "experts"
+"""Of a layer's parts (`graphs.names`) the one whose products have the layer's precision."""
+
+
+def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> dict[str, list[str]]:
     """Raises `EngineError` where a MoE layer's experts do not compute in the bundle's precision.
 
-    The router stays in FP32 at every precision, so only the experts' products are looked at.
+    The router stays in FP32 at every precision, so only the experts' products are looked at: in the
+    network that was built, and then in the engine, where it could be inspected. Returns what the
+    engine's own layers of the experts read and write, by MoE layer.
     """
+    kernels: dict[str, list[str]] = {}
     for layer in manifest.layers:
-        wanted = layer.precision
-        found = {
-            each["precision"] for each in built.layers if f"{layer.name}/experts/" in each["name"]
-        }
-        if found and found != {wanted}:
+        # Where none is called the experts' own, what mixes their results, in floats, is beside.
+        own = [each for each in built.layers if f"{layer.name}/{EXPERTS}/" in each["name"]]
+        products = own or [p for p in built.layers if part_of(p["name"], layer.name) == EXPERTS]
+        found = {each["precision"] for each in products}
+        if layer.precision not in found or (own and len(found) > 1):
             raise EngineError(
-                f"{graph.file}: the experts of layer {layer.name} were asked for in {wanted} and "
-                f"built in {', '.join(sorted(found))}",
+                f"{graph.file}: the experts of layer {layer.name} were asked for in "
+                f"{layer.precision} and built in {', '.join(sorted(found)) or 'no product at all'}",
                 hint="export again with this --target and --precision, or another --lowering",
             )
+        if built.inspector is not None:
+            names = [each["name"] for each in products]
+            types = kernel_types(built.inspector, names)
+            if types is not None and (not types or {layer.precision} - types - {"int8"}):
+                raise EngineError(
+                    f"{graph.file}: the experts of layer {layer.name} were asked for in "
+                    f"{layer.precision}, and the engine's own layers compute them in "
+                    f"{', '.join(sorted(types)) or 'none that its inspector names'}",
+                    hint="send engine-….layers.json with a report; --lowering gather may do",
+                )
+            kernels[layer.name] = sorted(types or ())
+    return kernels
 
 
-def _record(plan: EnginePlan, key: str, built: Built, signature: str) -> EngineRecord:
+KERNEL_TYPES = {
+    "fp32": r"float|fp32",
+    "fp16": r"half|fp16",
+    "bf16": r"bfloat16|bf16",
+    "int8": r"int8",
+    "fp8": r"fp8|e4m3",
+    "int4": r"int4",
+}
+"""How the inspector's `Format/Datatype` names types; its words differ from version to version."""
+
+
+def kernel_types(inspector: Mapping[str, Any], products: Sequence[str]) -> set[str] | None:
+    """Returns the types of tensors around an engine's layers that compute these ONNX nodes.
+
+    An engine's layer names the nodes that were fused into it in its metadata ("Engine Inspector",
+    TensorRT 10.16.1). None where no layer names any node, so that nothing can be compared.
+    """
+    layers = [each for each in inspector.get("Layers", ()) if isinstance(each, dict)]
+    if not any("[ONNX Layer: " in str(each.get("Metadata")) for each in layers):
+        return None
+    told = [
+        str(port.get("Format/Datatype", port.get("Format")))
+        for each in layers
+        if any(f"[ONNX Layer: {name}]" in str(each.get("Metadata")) for name in products)
+        for port in (*each.get("Inputs", ()), *each.get("Outputs", ()))
+    ]
+    return {
+        name
+        for name, words in KERNEL_TYPES.items()
+        if any(re.search(rf"\b({words})\b", text, re.IGNORECASE) for text in told)
+    }
+
+
+def _record(
+    plan: EnginePlan, key: str, built: Built, kernels: dict[str, list[str]], signature: str
+) -> EngineRecord:
     gpu = first_gpu()
     own = None if plan.backend.builds_without_gpu or gpu is None else gpu
     cards = list(plan.cards)
@@ -324,4 +381,5 @@ def _record(plan: EnginePlan, key: str, built: Built, signature: str) -> EngineR
         seconds=built.seconds,
         peak_memory_bytes=built.peak_memory_bytes,
         signature=signature,
+        kernels=kernels,
     )

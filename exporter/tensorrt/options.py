@@ -19,6 +19,8 @@ HARDWARE_LEVELS: tuple[HardwareLevel, ...] = get_args(HardwareLevel)
 
 CURRENT = "current"
 
+AUTO = "auto"
+
 _SPELLED = {
     "compute_capabilities": "--compute-capability",
     "profiles": "--profile",
@@ -36,8 +38,10 @@ class EngineOptions:
 
     `profiles` are ranges by axis, one engine profile each; none means the ranges of the export.
     `workspace` is the scratch memory in bytes that a kernel may take on the GPU. `timing_cache`
-    is a file shared by builds. `cache` is where finished engines are kept for the next time, None
-    for nowhere.
+    is a file shared by builds. With `weight_streaming` the weights lie in the machine's memory, and
+    so many bytes of them on the GPU: a size such as `2GiB`, or `auto` for as much as fits (NVIDIA's
+    page "Weight Streaming", TensorRT 11.4.1 and TensorRT-RTX 1.7). `cache` is where finished
+    engines are kept for the next time, None for nowhere.
     """
 
     profiles: tuple[Mapping[str, AxisRange], ...] = ()
@@ -48,7 +52,7 @@ class EngineOptions:
     version_compatible: bool = False
     hardware_compatible: HardwareLevel | None = None
     strip_plan: bool = False
-    refit: bool = False
+    weight_streaming: str | None = None
     tf32: bool = False
     cache: Path | None = None
 
@@ -81,6 +85,8 @@ class EngineOptions:
                 f"--workspace {self.workspace}: a number of bytes above 0",
                 hint="for example --workspace 2GiB",
             )
+        if self.weight_streaming not in (None, AUTO):
+            parse_bytes(self.weight_streaming, "--weight-streaming")
         if self.hardware_compatible not in (None, *HARDWARE_LEVELS):
             raise UsageError(
                 f"--hardware-compatible {self.hardware_compatible}: there is no such level",
@@ -129,13 +135,12 @@ class EngineOptions:
                 f"--compute-capability {CURRENT}: there is no NVIDIA GPU here",
                 hint=f"name the card's: {', '.join(backend.cards)}",
             )
-        for name in ("strip_plan", "refit"):
-            if getattr(self, name):
-                raise UsageError(
-                    f"{option_name(name)}: {backend.title} compiles refittable engines only where "
-                    "there is an NVIDIA GPU, and there is none here",
-                    hint=f"leave {option_name(name)} out, or build on the machine with the card",
-                )
+        if self.strip_plan:
+            raise UsageError(
+                f"--strip-plan: {backend.title} compiles engines without weights only where there "
+                "is an NVIDIA GPU, and there is none here",
+                hint="leave --strip-plan out, or build on the machine with the card",
+            )
 
     def as_json(self) -> dict[str, Any]:
         """What was asked, as plain data: all that changes the engine."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from ...errors import (
 from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest
 from . import cuda
 from .backends import BACKENDS, TENSORRT_RTX, Backend, Gpu, backend_named, first_gpu
+from .options import AUTO, parse_bytes
 from .records import EngineRecord, engines_of
 
 TRUST = "--trust-engine loads it all the same: do that only for a file of your own"
@@ -259,6 +260,14 @@ def load_engine(plan: Plan) -> tuple[Any, Any, Any]:
         raise unloadable(plan, logger.lines)
     if plan.record is not None and plan.record.options.get("strip_plan"):
         _refit(plan, trt, logger, engine)
+    streamed = None if plan.record is None else plan.record.options.get("weight_streaming")
+    if streamed is not None:
+        budget = (
+            engine.get_weight_streaming_automatic_budget()
+            if streamed == AUTO
+            else min(parse_bytes(streamed, "weight_streaming"), engine.streamable_weights_size)
+        )
+        engine.weight_streaming_budget_v2 = budget
     return trt, runtime, engine
 
 
@@ -346,19 +355,12 @@ def _listing(path: Path) -> list[dict[str, str]]:
         raise BundleError(
             f"{path}: not a readable list of layers ({error})", hint="build the engine again"
         ) from error
-    return [asdict(each) for each in read_json(_Listing, text, path, error=BundleError).layers]
-
-
-@dataclass(frozen=True, slots=True)
-class _ListedLayer:
-    name: str
-    kind: str
-    precision: str
+    return read_json(_Listing, text, path, error=BundleError).layers
 
 
 @dataclass(frozen=True, slots=True)
 class _Listing:
-    layers: list[_ListedLayer]
+    layers: list[dict[str, str]]
 
 
 def _inspected(plan: Plan) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,9 @@ class EngineRecord:
     back from what was compiled; the file `layers` lists them. `device` is the GPU of an engine that
     is for that GPU alone. `key` stands for graph, weights, options, version and device: engines
     with the same key are the same. `peak_memory_bytes` is what the build took of the machine's
-    memory. By `signature` the user who built it, on that machine, knows it as their own.
+    memory. `kernels` has, by MoE layer, the types that the engine's own layers of its experts read
+    and write, where there was a GPU to inspect it on. By `signature` the user who built it, on that
+    machine, knows it as their own.
     """
 
     file: str
@@ -41,6 +43,7 @@ class EngineRecord:
     seconds: float
     peak_memory_bytes: int
     signature: str = ""
+    kernels: dict[str, list[str]] = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         """The record as it stands in a manifest."""

@@ -3,42 +3,72 @@
 One runner serves both TensorRTs. Its buffers are allocated once, for the largest shapes of the
 profiles; it has a stream of its own; and work that comes back with the same shapes is recorded as a
 CUDA graph and sent as one, by the runner or by TensorRT-RTX itself. k and the batch size may change
-with every call.
+with every call. Arrays of numpy need neither PyTorch nor ONNX Runtime.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
+from ...common.files import known_sha256
 from ...errors import EngineError, FeedError
 from ...graphs.names import K_INPUT
 from ..inputs import AxisRange
 from . import cuda
+from .backends import first_gpu
+from .cache import engine_key, keep_kernels, read_kernels
 from .plan_file import Plan, find_plan, load_engine
 from .profiles import Profile, check_given, choose
 
 ALIGNMENT = 256
 
+BF16 = "bfloat16"
+
 TYPES = {
     "FLOAT": "float32",
     "HALF": "float16",
-    "BF16": "bfloat16",
+    "BF16": BF16,
     "INT64": "int64",
     "INT32": "int32",
     "INT8": "int8",
     "UINT8": "uint8",
     "BOOL": "bool",
 }
-"""The types of an engine's inputs and outputs, by the names that torch has for them."""
+"""The types of an engine's inputs and outputs, by the names that numpy and torch have for them."""
 
 
 Key = tuple[tuple[int, ...], int | None]
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """An array of numpy or a tensor of torch, and where its numbers lie."""
+
+    array: Any
+    address: int
+    nbytes: int
+    on_gpu: bool = False
+
+    @staticmethod
+    def of(array: Any) -> Memory:
+        """Returns what holds an array; a tensor is one that is not numpy's."""
+        if isinstance(array, np.ndarray):
+            return Memory(array, array.ctypes.data, array.nbytes)
+        return Memory(array, array.data_ptr(), array.nbytes, array.is_cuda)
+
+    def settle(self) -> None:
+        """Waits until what torch sent to the GPU for this memory is done."""
+        if self.on_gpu:
+            import torch
+
+            torch.cuda.current_stream(self.array.device).synchronize()
 
 
 class EngineSession:
@@ -100,21 +130,19 @@ class EngineSession:
         and `UsageError` for a k outside the profiles.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
-        tensor = self._tensor(x)
-        self._prepare((tuple(tensor.shape), k))
-        self._send(tensor)
+        given = self._given(x)
+        self._prepare((tuple(given.array.shape), k))
+        self._send(given)
         self._execute()
-        results = {name: self._receive(name, tensor.device) for name in wanted}
+        results = {name: self._receive(name, given.array) for name in wanted}
         self._stream.synchronize()
-        if not isinstance(x, np.ndarray):
-            return results
-        return {name: _as_numpy(y) for name, y in results.items()}
+        return {name: _widened(y, self._loaded.dtype(name)) for name, y in results.items()}
 
     def gpu_ms(self, x: Any, k: int | None = None) -> float:
         """Returns the GPU's time for one run, copies to and from it left out."""
-        tensor = self._tensor(x)
-        self._prepare((tuple(tensor.shape), k))
-        self._send(tensor)
+        given = self._given(x)
+        self._prepare((tuple(given.array.shape), k))
+        self._send(given)
         self._record()
         watch = cuda.Stopwatch()
         try:
@@ -132,28 +160,28 @@ class EngineSession:
             buffer.free()
         self._stream.close()
 
-    def _tensor(self, x: Any) -> torch.Tensor:
-        """The input as a tensor in the engine's type, where only its width differs."""
-        wanted = getattr(torch, self._loaded.dtype(self.input_name))
+    def _given(self, x: Any) -> Memory:
+        """The input in the engine's type, where only its width differs."""
+        name, wanted = self.input_name, self._loaded.dtype(self.input_name)
         if isinstance(x, np.ma.MaskedArray):
             raise FeedError(
-                f"input '{self.input_name}' is a masked array",
+                f"input '{name}' is a masked array",
                 hint="say what its hidden values are: x.filled(0)",
             )
-        tensor = _wrapped(x)
-        if tensor is None or _kind(tensor.dtype) != _kind(wanted):
-            given = getattr(x, "dtype", type(x).__name__) if tensor is None else _name(tensor.dtype)
+        found = _array(x, wanted) if isinstance(x, np.ndarray) else _tensor(x, wanted)
+        if found is None:
+            given = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
             raise FeedError(
-                f"input '{self.input_name}' takes {_name(wanted)}, not {given}",
+                f"input '{name}' takes {wanted}, not {given}",
                 hint="cast the array; `moexport inspect` shows what a model takes",
             )
-        if tensor.is_cuda and tensor.device.index != self._device:
+        if found.on_gpu and found.array.device.index != self._device:
             raise FeedError(
-                f"input '{self.input_name}' lies on {tensor.device}, and the engine on "
+                f"input '{name}' lies on {found.array.device}, and the engine on "
                 f"cuda:{self._device}",
                 hint=f"move it: x.to('cuda:{self._device}')",
             )
-        return tensor.detach().to(wanted).contiguous()
+        return found
 
     def _prepare(self, key: Key) -> None:
         """Sets what a run of these shapes needs, unless it is set already."""
@@ -167,21 +195,23 @@ class EngineSession:
         self._stream.synchronize()  # a profile may be set by copies that this stream makes
         self._ready = key
 
-    def _send(self, tensor: torch.Tensor) -> None:
+    def _send(self, given: Memory) -> None:
         """Copies the input into its buffer, when it is complete there where it lies."""
-        if tensor.is_cuda:
-            torch.cuda.current_stream(tensor.device).synchronize()
-        address = self._buffers[self.input_name].address
-        self._stream.copy(address, tensor.data_ptr(), tensor.nbytes)
+        given.settle()
+        self._stream.copy(self._buffers[self.input_name].address, given.address, given.nbytes)
 
-    def _receive(self, name: str, device: torch.device) -> torch.Tensor:
-        """Begins to copy an output out of its buffer."""
-        dtype = getattr(torch, self._loaded.dtype(name))
-        y = torch.empty(self._shapes[name], dtype=dtype, device=device)
-        if y.is_cuda:  # its memory may still be in use by what the caller sent before
-            torch.cuda.current_stream(device).synchronize()
-        self._stream.copy(y.data_ptr(), self._buffers[name].address, y.nbytes)
-        return y
+    def _receive(self, name: str, like: Any) -> Any:
+        """Begins to copy an output out of its buffer, into what lies where the input does."""
+        shape, dtype = self._shapes[name], self._loaded.dtype(name)
+        if isinstance(like, np.ndarray):
+            found = Memory.of(np.empty(shape, np.uint16 if dtype == BF16 else dtype))
+        else:
+            import torch
+
+            found = Memory.of(torch.empty(shape, dtype=getattr(torch, dtype), device=like.device))
+            found.settle()  # its memory may still be in use by what the caller sent before
+        self._stream.copy(found.address, self._buffers[name].address, found.nbytes)
+        return found.array
 
     def _execute(self) -> None:
         """Runs what is set up: directly the first time, recorded the second, replayed from then.
@@ -202,12 +232,11 @@ class EngineSession:
         if self._fresh or self._captured is not None or not self._capture:
             return
         self._stream.synchronize()
-        try:
+        self._capture = self._loaded.capturable(self._stream.handle)
+        if self._capture:
             with cuda.capturing(self._stream) as found:
                 self._loaded.enqueue(self._stream.handle)
             self._captured = found[0]
-        except EngineError:  # not all control flow can be recorded
-            self._capture = False
 
     def _forget(self) -> None:
         """Drops the recording and what is set up."""
@@ -223,7 +252,8 @@ class EngineSession:
             shapes = self._loaded.use(index, each.max, k, self._stream.handle)
             self._stream.synchronize()
             for name, shape in (shapes | {self.input_name: each.max}).items():
-                width = getattr(torch, self._loaded.dtype(name)).itemsize
+                dtype = self._loaded.dtype(name)
+                width = 2 if dtype == BF16 else np.dtype(dtype).itemsize
                 sizes[name] = max(sizes.get(name, 1), int(np.prod(shape, dtype=np.int64)) * width)
         for name, nbytes in sizes.items():
             self._buffers[name] = cuda.DeviceBuffer()
@@ -242,6 +272,8 @@ class LoadedEngine:
         self.path = plan.path
         self._trt, self._runtime, self._engine = load_engine(plan)
         self.records_itself = plan.backend.records_itself
+        self._told_capturable = plan.record is not None and plan.record.settings.get("capturable")
+        self._kernels: Callable[[], Any] | None = None
         self._context = self._create(graphs, eager)
         if self._context is None:
             raise EngineError(
@@ -261,12 +293,39 @@ class LoadedEngine:
         if not self.records_itself:
             return self._engine.create_execution_context()
         trt, settings = self._trt, self._engine.create_runtime_config()
+        settings.set_runtime_cache(self._compiled(settings))
         if graphs:
             settings.cuda_graph_strategy = trt.CudaGraphStrategy.WHOLE_GRAPH_CAPTURE
         if eager:
             kernels = trt.DynamicShapesKernelSpecializationStrategy
             settings.dynamic_shapes_kernel_specialization_strategy = kernels.EAGER
         return self._engine.create_execution_context(settings)
+
+    def _compiled(self, settings: Any) -> Any:
+        """The kernels that TensorRT-RTX compiled for this engine here before, kept when it closes.
+
+        Without them each start compiles them again: the page "Working with Runtime Cache" of
+        TensorRT-RTX 1.7. Those of another GPU, driver or version are refused by the runtime, and
+        then it begins with none.
+        """
+        name = engine_key({"plan": known_sha256(self.path), "gpu": str(first_gpu())})
+        compiled = settings.create_runtime_cache()
+        before = read_kernels(name)
+        if before:
+            compiled.deserialize(before)
+        # Also at the end of a process that never closes its engine.
+        self._kernels = weakref.finalize(self, _keep_kernels, name, compiled, before)
+        return compiled
+
+    def capturable(self, stream: int) -> bool:
+        """Whether the work that is set up can be recorded as a CUDA graph.
+
+        The context tells it where its version can (`is_stream_capturable`, TensorRT-RTX 1.2's
+        release notes); otherwise what was read from the network when the engine was built.
+        """
+        if hasattr(self._context, "is_stream_capturable"):
+            return bool(self._context.is_stream_capturable(stream))
+        return bool(self._told_capturable)
 
     def _check_k(self) -> None:
         """K is the size of something, so it is read on the host."""
@@ -322,14 +381,16 @@ class LoadedEngine:
             )
 
     def dtype(self, name: str) -> str:
-        """Returns a tensor's type as torch calls it; `EngineError` for one that torch lacks."""
+        """Returns a tensor's type as numpy calls it; `EngineError` for one that has no name."""
         told = self._engine.get_tensor_dtype(name).name
         if told not in TYPES:
-            raise EngineError(f"{self.path}: '{name}' is {told}, which PyTorch does not have")
+            raise EngineError(f"{self.path}: '{name}' is {told}, which numpy does not have")
         return TYPES[told]
 
     def close(self) -> None:
         """Gives back what the engine holds: the context before the engine, the runtime last."""
+        if self._kernels is not None:
+            self._kernels()
         self._context = None
         self._engine = None
         self._runtime = None
@@ -375,28 +436,52 @@ def _aligned(dtype: np.dtype[Any]) -> np.ndarray:
     return room[start : start + dtype.itemsize].view(dtype)
 
 
-def _wrapped(x: Any) -> torch.Tensor | None:
-    """The tensor over the same memory, None for what cannot be one."""
-    if isinstance(x, torch.Tensor):
-        return x
-    try:
-        if isinstance(x, np.ndarray):  # torch warns of memory that it may not write to
-            return torch.from_numpy(np.require(x, requirements=["C", "W"]))
-        return torch.utils.dlpack.from_dlpack(x) if hasattr(x, "__dlpack__") else None
-    except (TypeError, ValueError, RuntimeError, BufferError):
+def _keep_kernels(name: str, compiled: Any, before: bytes) -> None:
+    """Writes down what was compiled, where anything was."""
+    with compiled.serialize() as buffer:
+        content = bytes(buffer)
+    if content != before:
+        keep_kernels(name, content)
+
+
+KINDS = {"f": "real", "i": "whole", "u": "whole", "b": "whole"}
+"""What may be cast to what: real numbers, and whole ones."""
+
+
+def _array(x: np.ndarray, wanted: str) -> Memory | None:
+    """The array in a type, as it lies in memory; None for numbers of another kind."""
+    target = np.dtype(np.float32 if wanted == BF16 else wanted)
+    if KINDS.get(x.dtype.kind) != KINDS[target.kind]:
         return None
+    converted = np.require(x, target, ["C"])
+    return Memory.of(_bf16(converted) if wanted == BF16 else converted)
 
 
-def _kind(dtype: torch.dtype) -> str:
-    """What may be cast to what: real numbers, and whole ones."""
-    return "complex" if dtype.is_complex else "real" if dtype.is_floating_point else "whole"
+def _bf16(x: np.ndarray) -> np.ndarray:
+    """The upper halves of FP32 numbers, rounded to the nearest; numpy has no BF16."""
+    bits = x.view(np.uint32)
+    rounded = bits + 0x7FFF + (bits >> 16 & 1)
+    halves: np.ndarray = (np.where(np.isnan(x), bits | 0x400000, rounded) >> 16).astype(np.uint16)
+    return halves
 
 
-def _as_numpy(y: torch.Tensor) -> np.ndarray:
-    """The tensor as an array; numpy has no BF16, which goes to FP32 without loss."""
-    array: np.ndarray = (y.float() if y.dtype == torch.bfloat16 else y).numpy()
-    return array
+def _widened(y: Any, dtype: str) -> Any:
+    """The output as it is; of BF16 in numpy as FP32, which loses nothing."""
+    if dtype != BF16 or not isinstance(y, np.ndarray):
+        return y
+    return (y.astype(np.uint32) << 16).view(np.float32)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def _tensor(x: Any, wanted: str) -> Memory | None:
+    """The tensor in a type, from torch or through DLPack; None for what cannot be one."""
+    try:
+        import torch
+
+        if not isinstance(x, torch.Tensor):
+            x = torch.utils.dlpack.from_dlpack(x)
+    except (ImportError, AttributeError, TypeError, ValueError, RuntimeError, BufferError):
+        return None
+    dtype = getattr(torch, wanted)
+    if x.is_complex() or x.is_floating_point() != dtype.is_floating_point:
+        return None
+    return Memory.of(x.detach().to(dtype).contiguous())

@@ -4,6 +4,10 @@ It reads a request from stdin and writes events to stdout: a crash of TensorRT, 
 memory, is its own alone. The network is always strongly typed: the precision is the graph's. TF32
 is off unless asked for. What was asked is read back from the builder's configuration, since some
 versions drop or lower a request without a word.
+
+An engine without weights is built with `REFIT_IDENTICAL`, never `REFIT`: NVIDIA's page on refitting
+(TensorRT 11.3.0, "Refitting an Engine") says that `REFIT` may drop the bias of a matrix product,
+which `REFIT_IDENTICAL` does not, and 1.7.1's `BuilderFlag` names that as what `STRIP_PLAN` implies.
 """
 
 from __future__ import annotations
@@ -111,6 +115,7 @@ def compile_engine(
         lambda builder, network, config: _finish_config(trt, request, config, read_back),
     )
     layers = network_layers(network[1])
+    read_back["capturable"] = not any(layer.type.name in UNCAPTURABLE for layer in network[1])
     plan = loaders.engine_bytes_from_network(
         network, config, save_timing_cache=request["options"].get("timing_cache")
     )
@@ -128,22 +133,17 @@ def compile_engine(
 
 def config_arguments(trt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of Polygraphy's `CreateConfig` for the options that were given."""
-    arguments: dict[str, Any] = {"tf32": bool(options.get("tf32"))}
+    # The engine inspector tells types and ONNX nodes of engines that were built so alone.
+    arguments: dict[str, Any] = {"profiling_verbosity": trt.ProfilingVerbosity.DETAILED}
     if "workspace" in options:
         arguments["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: options["workspace"]}
     if "optimization_level" in options:
         arguments["builder_optimization_level"] = options["optimization_level"]
     if "timing_cache" in options:
         arguments["load_timing_cache"] = options["timing_cache"]
-    if options.get("version_compatible"):
-        arguments["version_compatible"] = True
     if "hardware_compatible" in options:
         level = HARDWARE[options["hardware_compatible"]]
         arguments["hardware_compatibility_level"] = getattr(trt.HardwareCompatibilityLevel, level)
-    if options.get("strip_plan"):
-        arguments["strip_plan"] = True
-    if options.get("refit") or options.get("strip_plan"):
-        arguments["refittable"] = True
     return arguments
 
 
@@ -181,37 +181,34 @@ def _monitor(trt: Any, on_step: Callable[[int], bool]) -> Any:
     return Monitor()
 
 
-FLAGS = ("TF32", "REFIT", "STRIP_PLAN", "VERSION_COMPATIBLE")
+FLAGS = {
+    "TF32": "tf32",
+    "STRIP_PLAN": "strip_plan",
+    "REFIT_IDENTICAL": "strip_plan",
+    "VERSION_COMPATIBLE": "version_compatible",
+    "WEIGHT_STREAMING": "weight_streaming",
+}
+"""The builder's flags and the option that each follows: set where that was asked for, else not."""
 
 
 def _finish_config(
     trt: Any, request: Mapping[str, Any], config: Any, read_back: dict[str, Any]
 ) -> None:
-    """Names the cards, then reads the configuration back and compares it with the request."""
+    """Names the cards and sets the flags, then reads everything back and compares it."""
     options = request["options"]
-    cards = request["compute_capabilities"]
-    if cards:
-        config.num_compute_capabilities = len(cards)
-        for index, card in enumerate(cards):
-            name = "CURRENT" if card == "current" else f"SM{card.replace('.', '')}"
+    wanted = ["CURRENT" if c == "current" else f"SM{c.replace('.', '')}" for c in request["cards"]]
+    if wanted:
+        config.num_compute_capabilities = len(wanted)
+        for index, name in enumerate(wanted):
             config.set_compute_capability(getattr(trt.ComputeCapability, name), index)
-        named = [config.get_compute_capability(index).name for index in range(len(cards))]
+        named = [config.get_compute_capability(index).name for index in range(len(wanted))]
         read_back["compute_capabilities"] = named
-        wanted = ["CURRENT" if c == "current" else f"SM{c.replace('.', '')}" for c in cards]
         _same("compute_capabilities", wanted, named)
-    for name in FLAGS:
-        flag = getattr(trt.BuilderFlag, name, None)
-        if flag is not None:
-            read_back[name.lower()] = bool(config.get_flag(flag))
-    _same("tf32", bool(options.get("tf32")), read_back.get("tf32", False))
-    refit = bool(options.get("refit") or options.get("strip_plan"))
-    _same("refit", refit, read_back.get("refit", False))
-    _same("strip_plan", bool(options.get("strip_plan")), read_back.get("strip_plan", False))
-    _same(
-        "version_compatible",
-        bool(options.get("version_compatible")),
-        read_back.get("version_compatible", False),
-    )
+    for name, option in FLAGS.items():
+        flag, asked = getattr(trt.BuilderFlag, name), bool(options.get(option))
+        (config.set_flag if asked else config.clear_flag)(flag)
+        read_back[name.lower()] = bool(config.get_flag(flag))
+        _same(option, asked, read_back[name.lower()])
     read_back["workspace"] = int(config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE))
     if "workspace" in options and read_back["workspace"] > options["workspace"]:
         _same("workspace", options["workspace"], read_back["workspace"])
@@ -252,6 +249,11 @@ def _serialized(timing_cache: Any) -> bytes:
     with timing_cache.serialize() as buffer:
         return bytes(buffer)
 
+
+UNCAPTURABLE = ("CONDITION", "TRIP_LIMIT", "NON_ZERO", "NMS")
+"""Layers whose work cannot be recorded as a CUDA graph: control flow, and sizes that depend on
+values (NVIDIA's release notes of TensorRT-RTX 1.2 on `isStreamCapturable`).
+"""
 
 COMPUTING = ("MATRIX_MULTIPLY", "CONVOLUTION", "DECONVOLUTION", "EINSUM", "ATTENTION_INPUT")
 """Layers whose type is what a reader means by a network's precision."""

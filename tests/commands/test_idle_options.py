@@ -46,7 +46,7 @@ BUILDING = {
     "version_compatible": ("--version-compatible",),
     "hardware_compatible": ("--hardware-compatible", "ampere-plus"),
     "strip_plan": ("--strip-plan",),
-    "refit": ("--refit",),
+    "weight_streaming": ("--weight-streaming", "auto"),
     "tf32": ("--tf32",),
     "engine_cache": ("--engine-cache", "off"),
 }

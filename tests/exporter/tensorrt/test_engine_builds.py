@@ -238,8 +238,8 @@ def test_a_timing_cache_that_cannot_be_written_is_refused_before_the_build(tmp_p
     ("options", "message"),
     [
         (("--compute-capability", "current"), "there is no NVIDIA GPU here"),
-        (("--strip-plan",), "compiles refittable engines only where there is an NVIDIA GPU"),
-        (("--refit",), "compiles refittable engines only where there is an NVIDIA GPU"),
+        (("--strip-plan",), "compiles engines without weights only where there is an NVIDIA GPU"),
+        (("--weight-streaming", "much"), "--weight-streaming much: not a number of bytes"),
     ],
 )
 def test_what_needs_a_gpu_to_build_says_so(

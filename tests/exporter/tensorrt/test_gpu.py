@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import EngineError, FeedError, UsageError
+from moexport.exporter.parity import GPU_RTOL
 from moexport.exporter.session import PROVIDERS, SessionOptions
 from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, Backend, first_gpu
 from moexport.exporter.tensorrt.options import EngineOptions
@@ -22,9 +23,6 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(first_gpu() is None, reason="needs an NVIDIA GPU: make gpu-check"),
 ]
-
-RTOL = 1e-3
-"""FP32 on a GPU sums in another order than PyTorch on a CPU."""
 
 
 @pytest.fixture(params=BACKENDS.values(), ids=list(BACKENDS))
@@ -69,7 +67,7 @@ def session(backend: Backend, case: RecordedCase, tmp_path: Path) -> Iterator[En
 
 
 def assert_close(y: np.ndarray, expected: np.ndarray) -> None:
-    assert np.abs(y - expected).max() <= RTOL * np.abs(expected).max()
+    assert np.abs(y - expected).max() <= GPU_RTOL * np.abs(expected).max()
 
 
 def test_an_engine_computes_every_k_as_the_published_code_does(
