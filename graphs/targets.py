@@ -88,7 +88,7 @@ _RECORDS = (
             )
         },
     ),
-    # NonZero and zero-row Gemms are beyond TensorRT's importers.
+    # TensorRT-RTX compiles no NonZero; TensorRT does, but its size has to come back to the CPU.
     TargetRecord("tensorrt", "gpu", "qdq", backend="tensorrt", rest="fp16", data_sizes=False),
     TargetRecord(
         "tensorrt-rtx", "gpu", "qdq", backend="tensorrt-rtx", rest="fp16", data_sizes=False

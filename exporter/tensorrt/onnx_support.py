@@ -23,17 +23,17 @@ from ..bundle.manifest import LayerRecord
 from .backends import Backend
 from .profiles import MAX_K
 
-NO_IMPORTER = frozenset(
-    """
-    AffineGrid Bernoulli BitCast BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor
-    CenterCropPad Col2Im Compress ConcatFromSequence ConvInteger CumProd DFT DeformConv Det
-    DynamicQuantizeLinear ImageDecoder MatMulInteger MaxRoiPool MaxUnpool MelWeightMatrix
-    Multinomial NegativeLogLikelihoodLoss Optional OptionalGetElement OptionalHasElement
-    QLinearConv QLinearMatMul RegexFullMatch SequenceAt SequenceConstruct SequenceEmpty
-    SequenceErase SequenceInsert SequenceLength SequenceMap SoftmaxCrossEntropyLoss
-    SplitToSequence StringConcat StringNormalizer StringSplit SwiGLU TfIdfVectorizer Unique
-    """.split()
-)
+_NO_IMPORTER = """
+AffineGrid Bernoulli BitCast BitShift BitwiseAnd BitwiseNot BitwiseOr BitwiseXor CenterCropPad
+Col2Im Compress ConcatFromSequence ConvInteger CumProd DFT DeformConv Det DynamicQuantizeLinear
+ImageDecoder MatMulInteger MaxRoiPool MaxUnpool MelWeightMatrix Multinomial
+NegativeLogLikelihoodLoss Optional OptionalGetElement OptionalHasElement QLinearConv QLinearMatMul
+RegexFullMatch SequenceAt SequenceConstruct SequenceEmpty SequenceErase SequenceInsert
+SequenceLength SequenceMap SoftmaxCrossEntropyLoss SplitToSequence StringConcat StringNormalizer
+StringSplit SwiGLU TfIdfVectorizer Unique
+"""
+
+NO_IMPORTER = frozenset(_NO_IMPORTER.split())
 """Standard ops that neither importer knows."""
 
 REFUSED_BY: Mapping[str, Mapping[str, str]] = MappingProxyType(

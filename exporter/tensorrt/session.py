@@ -272,7 +272,8 @@ class LoadedEngine:
         self.path = plan.path
         self._trt, self._runtime, self._engine = load_engine(plan)
         self.records_itself = plan.backend.records_itself
-        self._told_capturable = plan.record is not None and plan.record.settings.get("capturable")
+        told = {} if plan.record is None else plan.record.settings
+        self._told_capturable = told.get("capturable")
         self._kernels: Callable[[], Any] | None = None
         self._context = self._create(graphs, eager)
         if self._context is None:
@@ -309,13 +310,13 @@ class LoadedEngine:
         then it begins with none.
         """
         name = engine_key({"plan": known_sha256(self.path), "gpu": str(first_gpu())})
-        compiled = settings.create_runtime_cache()
+        runtime_cache = settings.create_runtime_cache()
         before = read_kernels(name)
         if before:
-            compiled.deserialize(before)
+            runtime_cache.deserialize(before)
         # Also at the end of a process that never closes its engine.
-        self._kernels = weakref.finalize(self, _keep_kernels, name, compiled, before)
-        return compiled
+        self._kernels = weakref.finalize(self, _keep_kernels, name, runtime_cache, before)
+        return runtime_cache
 
     def capturable(self, stream: int) -> bool:
         """Whether the work that is set up can be recorded as a CUDA graph.
@@ -436,9 +437,9 @@ def _aligned(dtype: np.dtype[Any]) -> np.ndarray:
     return room[start : start + dtype.itemsize].view(dtype)
 
 
-def _keep_kernels(name: str, compiled: Any, before: bytes) -> None:
+def _keep_kernels(name: str, runtime_cache: Any, before: bytes) -> None:
     """Writes down what was compiled, where anything was."""
-    with compiled.serialize() as buffer:
+    with runtime_cache.serialize() as buffer:
         content = bytes(buffer)
     if content != before:
         keep_kernels(name, content)

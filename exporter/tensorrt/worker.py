@@ -133,8 +133,9 @@ def compile_engine(
 
 def config_arguments(trt: Any, options: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the arguments of Polygraphy's `CreateConfig` for the options that were given."""
+    arguments: dict[str, Any] = {}
     # The engine inspector tells types and ONNX nodes of engines that were built so alone.
-    arguments: dict[str, Any] = {"profiling_verbosity": trt.ProfilingVerbosity.DETAILED}
+    arguments["profiling_verbosity"] = trt.ProfilingVerbosity.DETAILED
     if "workspace" in options:
         arguments["memory_pool_limits"] = {trt.MemoryPoolType.WORKSPACE: options["workspace"]}
     if "optimization_level" in options:

@@ -5,6 +5,7 @@ What needs a GPU is typed all the same: it must fail for want of one, and for no
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import shutil
@@ -54,6 +55,24 @@ def test_the_page_runs_as_far_as_it_needs_no_gpu(
                 absent = outcome.code in (1, 2) and ABSENT.search(outcome.err)
                 assert outcome.code == 0 or absent, f"{block}: {outcome.err}"
     assert (tmp_path / written).is_file()
+
+
+@pytest.mark.parametrize("version", ["10.3", "11.1"])
+def test_trtexec_has_the_options_of_the_recipe(version: str) -> None:
+    known = json.loads((DATA / "trtexec_flags.json").read_text())[version]
+    typed = [
+        shlex.split(line)
+        for block in blocks(ROOT / "docs" / "servers.md")
+        for line in lines(block)
+        if line.startswith("trtexec ")
+    ]
+    assert len(typed) == 2
+    for words in typed:
+        flags = {word.partition("=")[0] for word in words[1:]}
+        assert flags <= set(known["flags"])
+    ends = [word.partition("=") for words in typed for word in words if "Shapes=" in word]
+    for name, _, shapes in ends:
+        assert re.fullmatch(r"input:\d+(x\d+)+,k:\d+", shapes), name
 
 
 def outcomes(block: Block) -> list[Outcome]:

@@ -45,7 +45,7 @@ HOLDERS = {
     "_engine": "ICudaEngine",
     "_context": "IExecutionContext",
     "settings": "IRuntimeConfig",
-    "compiled": "IRuntimeCache",
+    "runtime_cache": "IRuntimeCache",
     "runtime": "Runtime",
     "refitter": "Refitter",
     "inspector": "EngineInspector",

@@ -1,0 +1,111 @@
+"""The precision that is read back from an engine: its network, and then its own layers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from moexport.errors import EngineError
+from moexport.exporter.bundle.manifest import GraphRecord, LayerRecord, Manifest
+from moexport.exporter.tensorrt.build import Built
+from moexport.exporter.tensorrt.engines import check_precision, kernel_types
+from moexport.tests.exporter.tensorrt.engines import export
+
+LAYER = "soft_moe_fkodom"
+
+
+def engine_layer(nodes: list[str], words: str, **more: Any) -> dict[str, Any]:
+    """A layer as the inspector's JSON has it ("Engine Inspector", TensorRT 10.16.1)."""
+    port = {"Name": "x", "Location": "Device", "Dimensions": [1, 8], "Format/Datatype": words}
+    metadata = "\x1e".join(f"[ONNX Layer: {name}]" for name in nodes)
+    return {"Name": "gemm", "LayerType": "gemm", "Inputs": [port], "Outputs": [port]} | {
+        "Metadata": metadata,
+        **more,
+    }
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
+    return Manifest.read(export(LAYER, tmp_path_factory.mktemp("layer"), "--k", "2"))
+
+
+def products(layer: LayerRecord) -> list[dict[str, str]]:
+    return [
+        {"name": f"{layer.name}/experts/{what}", "kind": "matrix_multiply", "precision": "fp32"}
+        for what in ("products_unbiased", "outputs_unbiased")
+    ]
+
+
+def built(layers: list[dict[str, str]], inspector: dict[str, Any] | None = None) -> Built:
+    return Built(Path("e.plan"), "1.7", {}, layers, {}, inspector, 1.0, 1)
+
+
+def check(manifest: Manifest, made: Built) -> dict[str, list[str]]:
+    graph: GraphRecord = manifest.graphs[0]
+    return check_precision(manifest, graph, made)
+
+
+def test_experts_without_a_product_in_the_network_are_a_failure(manifest: Manifest) -> None:
+    others = [{"name": "head/MatMul", "kind": "matrix_multiply", "precision": "fp32"}]
+    with pytest.raises(EngineError, match="built in no product at all"):
+        check(manifest, built(others))
+
+
+def test_a_product_in_another_type_is_a_failure(manifest: Manifest) -> None:
+    layers = products(manifest.layers[0])
+    layers[1] = layers[1] | {"precision": "fp16"}
+    with pytest.raises(EngineError, match="asked for in fp32 and built in fp16, fp32"):
+        check(manifest, built(layers))
+
+
+def test_an_engine_that_does_not_name_the_experts_is_a_failure(manifest: Manifest) -> None:
+    layers = products(manifest.layers[0])
+    inspector = {"Layers": [engine_layer(["head/MatMul"], "Row major linear FP32")]}
+    with pytest.raises(EngineError, match="none that its inspector names"):
+        check(manifest, built(layers, inspector))
+
+
+def test_the_engines_own_types_are_kept_and_compared(manifest: Manifest) -> None:
+    layer = manifest.layers[0]
+    layers, names = products(layer), [each["name"] for each in products(layer)]
+    good = {"Layers": [engine_layer(names, "Row major linear FP32")], "Bindings": ["input"]}
+    assert check(manifest, built(layers, good)) == {layer.name: ["fp32"]}
+    bad = {"Layers": [engine_layer(names, "Row major linear FP16 format")]}
+    with pytest.raises(EngineError, match="the engine's own layers compute them in fp16"):
+        check(manifest, built(layers, bad))
+
+
+def test_without_a_gpu_or_without_names_there_is_nothing_to_compare(manifest: Manifest) -> None:
+    layer = manifest.layers[0]
+    assert check(manifest, built(products(layer))) == {}
+    silent = {"Layers": ["__mye1", "__mye2"]}
+    assert check(manifest, built(products(layer), silent)) == {layer.name: []}
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        ("Row major linear FP32", "fp32"),
+        ("Float", "fp32"),
+        ("Half", "fp16"),
+        ("Two wide channel vectorized row major FP16 format", "fp16"),
+        ("BFloat16", "bf16"),
+        ("Thirty-two wide channel vectorized row major Int8 format.", "int8"),
+        ("FP8", "fp8"),
+    ],
+)
+def test_the_words_of_several_versions_are_known(words: str, name: str) -> None:
+    assert kernel_types({"Layers": [engine_layer(["a"], words)]}, ["a"]) == {name}
+
+
+def test_int8_products_may_lie_beside_floats_of_a_factorised_layer(manifest: Manifest) -> None:
+    layer = replace(manifest.layers[0], precision="int8")
+    mixed = [
+        {"name": f"{layer.name}/tensor.0/{what}", "kind": "matrix_multiply", "precision": p}
+        for what, p in (("input", "int8"), ("mixed", "fp16"))
+    ]
+    assert check(replace(manifest, layers=[layer]), built(mixed)) == {}
+    with pytest.raises(EngineError, match="built in fp16"):
+        check(replace(manifest, layers=[layer]), built(mixed[1:]))

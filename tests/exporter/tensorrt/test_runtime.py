@@ -1,0 +1,187 @@
+"""What running an engine needs, as far as a machine without a GPU goes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from moexport.exporter.doctor import abilities
+from moexport.exporter.parity import GPU_RTOL, TOLERANCES, on_gpu
+from moexport.exporter.session import TENSORRT
+from moexport.exporter.tensorrt import cache, cuda
+from moexport.exporter.tensorrt.backends import Gpu, first_gpu
+from moexport.exporter.tensorrt.ort_provider import provider_options
+from moexport.exporter.tensorrt.session import BF16, _array, _tensor, _widened
+from moexport.tests.exporter.tensorrt.engines import export
+
+LAYER = "soft_moe_fkodom"
+
+needs_gpu_to_be_absent = pytest.mark.skipif(
+    first_gpu() is not None, reason="says what is so without a GPU"
+)
+
+ALONE = """
+import sys
+for name in ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "polygraphy", "typer"):
+    sys.modules[name] = None
+from pathlib import Path
+from moexport.errors import EngineError
+from moexport.exporter.tensorrt.session import EngineSession
+try:
+    EngineSession(Path(sys.argv[1]), trust=True)
+except EngineError as error:
+    print(error.message)
+"""
+"""Opens an engine where nothing but numpy, TensorRT and cuda-bindings can be imported."""
+
+
+@needs_gpu_to_be_absent
+def test_an_engine_is_opened_with_numpy_tensorrt_and_cuda_alone(tmp_path: Path) -> None:
+    pytest.importorskip("tensorrt_rtx")
+    pytest.importorskip("cuda.bindings")
+    plan = tmp_path / "engine-tensorrt-rtx.plan"
+    plan.write_bytes(b"a plan")
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, plan], capture_output=True, text=True, check=False
+    )
+    assert done.stdout.startswith("there is no NVIDIA GPU here"), done.stderr
+
+
+def test_numpy_arrays_go_in_as_they_are_or_as_wide_as_the_engine_takes_them() -> None:
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    same = _array(x, "float32")
+    assert same is not None and same.array is x and same.address == x.ctypes.data
+    narrowed = _array(x.T, "float16")
+    assert narrowed is not None
+    assert narrowed.array.dtype == np.float16 and narrowed.array.flags.c_contiguous
+    assert np.array_equal(narrowed.array, x.T)
+    assert _array(x, "int64") is None
+    assert _array(x.astype(np.complex64), "float32") is None
+    assert _array(np.array(["1"]), "float32") is None
+    whole = _array(np.array([[1, 2]], np.int32), "int64")
+    assert whole is not None and whole.nbytes == 16
+
+
+def test_bf16_is_rounded_to_the_nearest_and_widened_without_loss() -> None:
+    torch = pytest.importorskip("torch")
+    x = np.concatenate(
+        [np.random.default_rng(0).standard_normal(2000), [0.0, -0.0, np.inf, -np.inf, 3e38, 1e-40]]
+    ).astype(np.float32)
+    found = _array(x, BF16)
+    assert found is not None and found.nbytes == 2 * x.size
+    expected = torch.from_numpy(x).to(torch.bfloat16).float().numpy()
+    assert np.array_equal(_widened(found.array, BF16), expected)
+    lost = _array(np.array([np.nan], np.float32), BF16)
+    assert lost is not None and np.isnan(_widened(lost.array, BF16)).all()
+
+
+def test_tensors_keep_to_the_same_rules() -> None:
+    torch = pytest.importorskip("torch")
+    x = torch.arange(6.0).reshape(2, 3)
+    found = _tensor(x, "float16")
+    assert found is not None and found.array.dtype == torch.float16 and not found.on_gpu
+    assert _tensor(x, "int64") is None
+    assert _tensor([1.0], "float32") is None
+    assert _tensor(x.to(torch.complex64), "float32") is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "wanted"),
+    [(580, 13), (595, 13), (579, 12), (535, 12), (470, 12), (None, 13)],
+)
+def test_the_binding_is_chosen_by_the_driver(driver: int | None, wanted: int) -> None:
+    assert cuda.bindings_for(driver) == f"cuda-bindings>={wanted},<{wanted + 1}"
+
+
+def test_doctor_says_which_binding_an_older_driver_needs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("cuda.bindings")
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text("#!/bin/sh\necho 535.104.05\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    problem = cuda.driver_problem()
+    assert problem is not None
+    assert "cuda-bindings 13 needs a driver of 580 or newer, and this one is 535" in problem
+    assert "pip install 'cuda-bindings>=12,<13'" in problem
+    card = Gpu("NVIDIA GeForce RTX 4090", "8.9", "535.104.05")
+    by_name = {each.name: each for each in abilities(card)}
+    assert by_name["run TensorRT-RTX engines"].detail in (problem, "TensorRT-RTX is not installed")
+    assert not by_name["run TensorRT-RTX engines"].available
+    tool.write_text("#!/bin/sh\necho 580.65.06\n")
+    assert cuda.driver_problem() is None
+
+
+def test_bounds_on_a_gpu_are_stated_once() -> None:
+    fp32, fp16 = TOLERANCES["fp32"], TOLERANCES["fp16"]
+    assert on_gpu(fp32, "fp32").rtol == GPU_RTOL > fp32.rtol
+    assert on_gpu(fp32, "fp32").routing == fp32.routing
+    assert on_gpu(fp32, "fp32", tf32=True).rtol == fp16.rtol
+    assert on_gpu(fp16, "fp16") is fp16
+
+
+def test_compiled_kernels_are_kept_for_the_next_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cache.PLACE, str(tmp_path / "engines"))
+    assert cache.read_kernels("one") == b""
+    cache.keep_kernels("one", b"compiled")
+    assert cache.read_kernels("one") == b"compiled"
+    assert cache.read_kernels("other") == b""
+    monkeypatch.setattr(cache, "MOST_BYTES", 10)
+    cache.keep_kernels("other", b"compiled too")
+    assert cache.read_kernels("one") == b""
+    if sys.platform != "win32":
+        (tmp_path / "engines").chmod(0o777)
+        assert cache.read_kernels("other") == b""
+    monkeypatch.setenv(cache.PLACE, "off")
+    cache.keep_kernels("one", b"compiled")
+    assert cache.read_kernels("one") == b""
+
+
+def test_onnx_runtimes_provider_gets_profiles_a_cache_and_no_tf32(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(cache.PLACE, str(tmp_path / "engines"))
+    monkeypatch.delenv("NVIDIA_TF32_OVERRIDE", raising=False)
+    bundle = export(LAYER, tmp_path, "--k", "input", "--batch", "1:2:8", "--tokens", "4:8:16")
+    options = provider_options(bundle / "model.onnx")
+    import os
+
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "0"
+    width = options["trt_profile_min_shapes"].split(",")[0].rsplit("x", 1)[1]
+    assert options["trt_profile_min_shapes"] == f"input:1x4x{width},k:1"
+    assert options["trt_profile_opt_shapes"] == f"input:2x8x{width},k:1"
+    assert options["trt_profile_max_shapes"] == f"input:8x16x{width},k:6"
+    place = Path(options["trt_engine_cache_path"])
+    assert place.is_dir() and place.parent == tmp_path / "engines"
+    assert provider_options(bundle / "model.onnx") == options
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    provider_options(bundle / "model.onnx")
+    assert os.environ["NVIDIA_TF32_OVERRIDE"] == "1"
+    (tmp_path / "other").mkdir()
+    baked = export(LAYER, tmp_path / "other", "--k", "2")
+    other = provider_options(baked / "model.onnx")
+    assert "trt_profile_min_shapes" not in other
+    assert other["trt_engine_cache_path"] != str(place)
+    shutil.copy(bundle / "model.onnx", tmp_path / "alone.onnx")
+    assert provider_options(tmp_path / "alone.onnx") == {}
+
+
+def test_onnx_runtime_knows_the_options() -> None:
+    """The package's own provider takes them by name, on a machine without TensorRT too."""
+    from moexport.common.onnx_runtime import ort
+
+    if TENSORRT not in ort.get_available_providers():
+        pytest.skip("this ONNX Runtime has no TensorRT provider")
+    folder = Path(ort.__file__).parent / "capi"
+    library = next(folder.glob("*providers_tensorrt*"), None)
+    assert library is not None
+    content = library.read_bytes()
+    for name in ("trt_profile_min_shapes", "trt_engine_cache_path", "trt_timing_cache_path"):
+        assert name.encode() in content
