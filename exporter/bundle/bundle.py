@@ -68,7 +68,7 @@ class Bundle:
 
         Raises what `engine_record` and loading it raise.
         """
-        from ..tensorrt.session import EngineSession  # needs PyTorch, which a graph does not
+        from ..tensorrt.session import EngineSession  # loaded where it runs
 
         record = self.engine_record(backend, graph)
         return EngineSession(self.path / record.file, trust=trust, eager=eager)

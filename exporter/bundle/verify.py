@@ -313,7 +313,7 @@ def _engine_check(
         return
     if expected is None:
         return
-    from ..tensorrt.session import EngineSession  # needs PyTorch, which a graph does not
+    from ..tensorrt.session import EngineSession  # loaded where it runs
 
     name = f"parity of {record.file}"
     try:

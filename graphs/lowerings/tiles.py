@@ -71,9 +71,7 @@ def into_tiles(
         place = b.op("Add", place, steps, name="tiles/places_of_item")
         place = b.op("Reshape", place, b.ints(-1), name="tiles/place")
     count = _count(b, expert_of_item, rows, n, tile)
-    return Tiles(
-        _gathered(b, rows, place, count, tile), _expert_of_tile(b, ends, count, n), place
-    )
+    return Tiles(_gathered(b, rows, place, count, tile), _expert_of_tile(b, ends, count, n), place)
 
 
 def from_tiles(b: Builder, tiles: Tiles, outputs: ir.Value, width: int) -> ir.Value:
