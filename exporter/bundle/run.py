@@ -216,13 +216,12 @@ class _Rows:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._parts:
-            self._total = self.shape[0]
-            self._begin(self._parts[0])
-            for part in self._parts:
-                self._file.write(part.tobytes())
-        self._file.close()
-        self._archive.close()
+        with self._archive, self._file:  # both end, also where the disk is full
+            if self._parts:
+                self._total = self.shape[0]
+                self._begin(self._parts[0])
+                for part in self._parts:
+                    self._file.write(part.tobytes())
 
     def add(self, y: np.ndarray) -> None:
         """Writes the rows of a batch."""

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from moexport.errors import BundleError
 from moexport.exporter.bundle.destination import atomic_directory
-from moexport.tests.command import Outcome, run, start
+from moexport.tests.command import Outcome, run, run_program, start
 from moexport.tests.recorded import DATA, VIT_SETS
 
 LAYER = DATA / "soft_moe_lucidrains" / "weights.pt"
@@ -210,6 +210,18 @@ def test_a_disk_that_fills_up_keeps_the_bundle_that_was_there(small_disk: Path) 
     outcome = export(small_disk / "out", graphs, "--k", "2", "--force")
     assert_refused(outcome, "cannot be written: No space left on device")
     assert contents(small_disk) == before
+
+
+def test_outputs_that_fill_the_disk_are_told_and_not_kept(
+    small_disk: Path, exported: Path, tmp_path: Path
+) -> None:
+    np.savez(tmp_path / "x.npz", input=np.zeros((8, 3, 32, 32), np.float32))
+    (small_disk / "mine").write_bytes(bytes(192 << 10))
+    arguments = ("run", exported, "-i", tmp_path / "x.npz", "-o", small_disk / "y.npz")
+    outcome = run_program(*arguments)
+    assert_refused(outcome, "y.npz: cannot be written: No space left on device")
+    assert "Traceback" not in outcome.err  # of an archive that ends with its process, either
+    assert [path.name for path in small_disk.iterdir()] == ["mine"]
 
 
 @pytest.fixture
