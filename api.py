@@ -565,7 +565,7 @@ def bench(
         FeedError: before anything is measured, where the data do not fit.
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
-    from .bench.sweep import sweep
+    from .bench.run import BenchRequest, sweep
     from .common.writing import check_folder
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
@@ -588,7 +588,7 @@ def bench(
 
     listed = [models] if isinstance(models, Model | Bundle | str | Path) else models
     del asked["models"], asked["loading"]
-    return sweep([opened(each) for each in listed], **asked)
+    return sweep([opened(each) for each in listed], BenchRequest(**asked))
 
 
 def paper(
@@ -632,8 +632,8 @@ def report(
         progress: is told of every step (None: nobody).
     """
     from .bench.report.compare import compare as compared
+    from .bench.report.page import write_views
     from .bench.results import Results, read
-    from .bench.run import write_views
 
     def known(each: Results | AnyPath) -> Results:
         return each if isinstance(each, Results) else read(Path(each))
@@ -687,9 +687,9 @@ def specialise(
             a subgroup's mean coefficients (None: the labels).
         progress: is told of every step (None: nobody).
     """
-    from .bench.sweep import specialised
+    from .bench.specialise import specialise as run_it
 
-    return specialised(model, data, layer=layer, group_by=group_by, progress=progress)
+    return run_it(model, data, layer=layer, group_by=group_by, progress=progress)
 
 
 def doctor(*, progress: Progress | None = None) -> Diagnosis:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Literal, Protocol, get_args
+from typing import Literal, get_args
 
 import numpy as np
 
@@ -23,36 +23,8 @@ from ..calibration.feeds import (
 )
 from ..common.user_code import names_code
 from ..errors import FeedError, UsageError
-from ..exporter.model import TensorSpec
-
-__all__ = ["Array", "Labelled", "LabelledData", "fingerprint", "load_groups", "open_labelled"]
-
-
-class Labelled(Protocol):
-    """Where labelled inputs come from; they need not fit in memory."""
-
-    @property
-    def samples(self) -> int | None:
-        """How many there are, None where that is known at the end only."""
-        ...
-
-    @property
-    def labelled(self) -> bool:
-        """Whether the inputs have labels."""
-        ...
-
-    @property
-    def fingerprint(self) -> str:
-        """What tells these data from others; a sweep goes on only over the same."""
-        ...
-
-    def head(self, count: int) -> LabelledData:
-        """Returns the first `count` samples, fewer where there are fewer."""
-        ...
-
-    def stream(self, size: int, limit: int | None = None) -> Iterator[LabelledBatch]:
-        """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
-        ...
+from ..exporter.inputs import random_inputs
+from ..exporter.model import Model, TensorSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +54,7 @@ class LabelledData:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 of inputs and labels."""
+        """SHA-256 of inputs and labels: a sweep goes on only over the same."""
         return fingerprint(self.inputs, self.labels)
 
     def head(self, count: int) -> LabelledData:
@@ -92,14 +64,14 @@ class LabelledData:
 
     def stream(self, size: int, limit: int | None = None) -> Iterator[LabelledBatch]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
-        data = self if limit is None else self.head(limit)
-        for rows in data.batches(size):
-            yield data.inputs[rows], None if data.labels is None else data.labels[rows]
+        for rows in self.batches(size, limit):
+            yield self.inputs[rows], None if self.labels is None else self.labels[rows]
 
-    def batches(self, size: int) -> Iterator[slice]:
+    def batches(self, size: int, limit: int | None = None) -> Iterator[slice]:
         """Yields slices of `size` samples that cover the data; the last one may be shorter."""
-        for start in range(0, len(self), size):
-            yield slice(start, min(start + size, len(self)))
+        end = len(self) if limit is None else min(limit, len(self))
+        for start in range(0, end, size):
+            yield slice(start, min(start + size, end))
 
     def batch(self, index: int, size: int) -> Array:
         """Returns the `index`-th batch of exactly `size` inputs, going round the data."""
@@ -182,6 +154,30 @@ class Streamed:
         return rebatched_pairs(limited_pairs(self.pairs(), limit), size)
 
 
+Labelled = LabelledData | Streamed
+"""Where labelled inputs come from; they need not fit in memory."""
+
+RANDOM_INPUTS = 16
+
+
+def labelled(
+    data: str | Path | Labelled | Array | None, model: Model, batch: int, pixels: str | None = None
+) -> Labelled:
+    """Returns the data of a benchmark over batches up to `batch`: random ones for None.
+
+    Raises what `open_labelled` raises.
+    """
+    if isinstance(data, str | Path):
+        return open_labelled(str(data), model.input, pixels)
+    if pixels is not None:
+        raise UsageError(
+            f"--pixels {pixels}: there is no folder of images", hint="give one with --data"
+        )
+    if data is None:
+        data = random_inputs(model, max(batch, RANDOM_INPUTS))
+    return LabelledData(data, None, model.input.name) if isinstance(data, np.ndarray) else data
+
+
 def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> Labelled:
     """Returns the labelled data that `where` names, for a model that takes `spec`.
 
@@ -198,20 +194,24 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
             f"--pixels {pixels}: {where} is no folder of images",
             hint="leave it out: other inputs are taken as they are",
         )
-    if path.is_dir() or names_code(where):
-        return _unknown_length(where, spec)
-    if not path.is_file():
-        raise FeedError(f"{path}: no such file", hint="give an .npz file with inputs and labels")
-    return _archive(path, spec)
-
-
-def _archive(path: Path, spec: TensorSpec) -> Streamed:
-    """The inputs of an `.npz` file, a few at a time, and its labels, which are read whole."""
-    held = npz_archive(path, spec.name)
-    pairs = partial(_pairs, str(path), held.inputs)
-    if held.header.shape[0] == 0 or next(pairs(), None) is None:
-        raise FeedError(f"{path}: array '{held.inputs}' holds no samples")
-    return Streamed(pairs, held.header.shape[0], held.label is not None, held.digest, held.inputs)
+    if not path.is_dir() and not names_code(where):
+        if not path.is_file():
+            raise FeedError(
+                f"{path}: no such file", hint="give an .npz file with inputs and labels"
+            )
+        held = npz_archive(path, spec.name)
+        pairs = partial(_pairs, where, held.inputs)
+        samples = held.header.shape[0]
+        if samples == 0 or next(pairs(), None) is None:
+            raise FeedError(f"{path}: array '{held.inputs}' holds no samples")
+        return Streamed(pairs, samples, held.label is not None, held.digest, held.inputs)
+    # A folder of arrays, or what code yields, can only be told from what comes first.
+    pairs = partial(_pairs, where, spec.name)
+    first = next(pairs(), None)
+    if first is None:
+        raise FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
+    digest = f"{where} {fingerprint(*first)}"
+    return Streamed(pairs, None, first[1] is not None, digest, spec.name)
 
 
 def _pairs(where: str, name: str) -> Iterator[LabelledBatch]:
@@ -220,21 +220,6 @@ def _pairs(where: str, name: str) -> Iterator[LabelledBatch]:
         if inputs.dtype.kind == "f" and not np.isfinite(inputs).all():
             raise FeedError(f"{where}: input '{name}' holds NaN or infinite values")
         yield inputs.astype(np.float32, copy=False) if inputs.dtype.kind == "f" else inputs, labels
-
-
-def _unknown_length(where: str, spec: TensorSpec) -> Streamed:
-    """A folder of arrays or what code yields: it can only be told from what comes first."""
-    pairs = partial(_pairs, where, spec.name)
-    first = next(pairs(), None)
-    if first is None:
-        raise FeedError(f"{where}: yields nothing", hint="yield (inputs, labels) batches")
-    return Streamed(
-        pairs,
-        None,
-        labelled=first[1] is not None,
-        fingerprint=f"{where} {fingerprint(*first)}",
-        input_name=spec.name,
-    )
 
 
 def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed:

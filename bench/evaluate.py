@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -12,16 +13,17 @@ from ..calibration.feeds import Array, Labels, check_classes
 from ..common.console import Progress, Silent
 from ..common.timing import in_one_line
 from ..errors import FeedError
-from .cases import Candidate, Case
 from .data import Labelled
 from .metrics import (
     NegativeLogLikelihood,
     ParityStatistics,
     RoutingOverlap,
     SequenceLosses,
+    Sums,
     TopKCounts,
 )
-from .results import PYTORCH_COMPILE, PYTORCH_EAGER, Accuracy, Parity, Perplexity, RoutingAgreement
+from .plan import Candidate, Case
+from .results import PYTORCH_COMPILE, PYTORCH_EAGER
 from .runners.base import Runner
 from .runners.pytorch import PyTorch, outputs_of, untouched, with_algorithm_1
 
@@ -36,43 +38,13 @@ OUTPUT_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Quality:
-    """How good a case is, whatever the batch size it is timed at.
-
-    `routing` is None where there is nothing to compare: in PyTorch, and where all experts are kept.
-    """
-
-    accuracy: Accuracy | None
-    perplexity: Perplexity | None
-    routing: RoutingAgreement | None
-    parity: Parity
-
-
-@dataclass(frozen=True, slots=True)
-class QualitySums:
+class QualitySums(Sums):
     """The running sums of one case, from which its quality follows."""
 
     top_k: TopKCounts = field(default_factory=TopKCounts)
     nll: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)
     routing: RoutingOverlap = field(default_factory=RoutingOverlap)
     parity: ParityStatistics = field(default_factory=ParityStatistics)
-
-    def __add__(self, other: QualitySums) -> QualitySums:
-        return QualitySums(
-            self.top_k + other.top_k,
-            self.nll + other.nll,
-            self.routing + other.routing,
-            self.parity + other.parity,
-        )
-
-    def quality(self, untouched: QualitySums) -> Quality:
-        """Returns what the sums say beside those of the untouched model."""
-        return Quality(
-            self.top_k.accuracy(untouched.top_k) if self.top_k.seen else None,
-            self.nll.perplexity(untouched.nll) if self.nll.tokens else None,
-            self.routing.agreement() if self.routing.samples else None,
-            self.parity.parity(),
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +56,19 @@ class EvaluationState:
     sums: dict[str, QualitySums] = field(default_factory=dict)
     failures: dict[str, str] = field(default_factory=dict)
 
-    def quality(self, case: Case) -> Quality:
-        """Returns the quality of a case that did not fail."""
-        return self.sums[case.label].quality(self.untouched)
+    def quality(self, case: Case) -> dict[str, Any]:
+        """Returns how good a case is that did not fail, as those fields of its rows.
+
+        `routing` is None where there is nothing to compare: in PyTorch, and where all experts are
+        kept.
+        """
+        sums, base = self.sums[case.label], self.untouched
+        return {
+            "accuracy": sums.top_k.accuracy(base.top_k) if sums.top_k.seen else None,
+            "perplexity": sums.nll.perplexity(base.nll) if sums.nll.tokens else None,
+            "routing": sums.routing.agreement() if sums.routing.samples else None,
+            "parity": sums.parity.parity(),
+        }
 
 
 def evaluate(
@@ -109,73 +91,48 @@ def evaluate(
     """
     progress = progress or Silent()
     state = state or EvaluationState()
-    references = _References.of(candidate, runners)
+    model, name = candidate.model, candidate.name
+    base = untouched(model)
+    references = {
+        k: with_algorithm_1(model, k, "masked", renormalize=candidate.renormalize)
+        for k in sorted({c.k for c in runners if c.k < c.experts or model.edits})
+    }
+    first = data.head(1)
+    if not len(first):
+        raise FeedError("the data hold no samples", hint="give at least one input")
+    fitting = max(1, OUTPUT_BYTES // max(1, outputs_of(base, first.inputs, name).nbytes))
     known = data.samples
     total = known if known is None or limit is None else min(known, limit)
-    progress.step(f"{candidate.name}: accuracy, routing and parity", total=total or limit)
+    progress.step(f"{name}: accuracy, routing and parity", total=total or limit)
     progress.advance(state.seen)
     done, saved = 0, time.monotonic()
-    for x, labels in data.stream(min(batch, references.fitting(data)), limit):
-        done += len(x)
+    for inputs, labels in data.stream(min(batch, fitting), limit):
+        done += len(inputs)
         if done <= state.seen:
             continue
-        state = _after(state, runners, references, np.ascontiguousarray(x), labels)
+        x = np.ascontiguousarray(inputs)
+        state = _after(state, runners, outputs_of(base, x, name), references, x, labels)
         progress.advance(len(x))
         if time.monotonic() - saved > SAVE_S:
             keep(state)
             saved = time.monotonic()
-    if not state.seen:
-        raise FeedError("the data hold no samples", hint="give at least one input")
     keep(state)
     return state
-
-
-@dataclass(frozen=True, slots=True)
-class _References:
-    """What the cases of a candidate are compared with: PyTorch, untouched and by k."""
-
-    name: str
-    untouched: PyTorch
-    by_k: Mapping[int, PyTorch]
-
-    @staticmethod
-    def of(candidate: Candidate, runners: Mapping[Case, Runner]) -> _References:
-        """With all experts the untouched model is the reference, unless the model is edited."""
-        model, edited = candidate.model, bool(candidate.model.edits)
-        return _References(
-            candidate.name,
-            untouched(model),
-            {
-                k: with_algorithm_1(model, k, "masked", renormalize=candidate.renormalize)
-                for k in sorted({c.k for c in runners if c.k < c.experts or edited})
-            },
-        )
-
-    def outputs(self, x: Array) -> Array:
-        """Returns the untouched model's outputs; FeedError where it cannot run the inputs."""
-        return outputs_of(self.untouched, x, self.name)
-
-    def fitting(self, data: Labelled) -> int:
-        """How many samples a batch may hold so that its outputs are not too large."""
-        first = data.head(1)
-        if not len(first):
-            return 1
-        return max(1, OUTPUT_BYTES // max(1, self.outputs(first.inputs).nbytes))
 
 
 def _after(
     state: EvaluationState,
     runners: Mapping[Case, Runner],
-    references: _References,
+    dense: Array,
+    references: Mapping[int, PyTorch],
     x: Array,
     labels: Labels | None,
 ) -> EvaluationState:
-    """The state after one more batch."""
-    dense = references.outputs(x)
+    """The state after one more batch, of which the untouched model gives `dense`."""
     if labels is not None and labels.ndim == 1:
         check_classes(labels, dense.shape[-1], "the data", first=state.seen)
     scores = _scores(dense, x, labels)
-    expected = {k: reference.with_routing(x) for k, reference in references.by_k.items()}
+    expected = {k: reference.with_routing(x) for k, reference in references.items()}
     sums, failures = dict(state.sums), dict(state.failures)
     for case, runner in runners.items():
         if case.label in failures:
@@ -193,12 +150,8 @@ def _after(
             failures[case.label] = in_one_line(error)
         else:
             sums[case.label] = sums.get(case.label, QualitySums()) + found
-    return EvaluationState(
-        seen=state.seen + len(x),
-        untouched=state.untouched + _judged(scores, labels, scores),
-        sums=sums,
-        failures=failures,
-    )
+    base = state.untouched + _judged(scores, labels, scores)
+    return EvaluationState(state.seen + len(x), base, sums, failures)
 
 
 def _scores(outputs: Array, x: Array, labels: Labels | None) -> Array | SequenceLosses:
@@ -213,11 +166,7 @@ def _judged(
     """Accuracy where there are classes, perplexity of tokens; beside the untouched model's."""
     if isinstance(scores, SequenceLosses) and isinstance(untouched, SequenceLosses):
         return QualitySums(nll=NegativeLogLikelihood.of(scores, untouched))
-    if (
-        labels is None
-        or isinstance(scores, SequenceLosses)
-        or isinstance(untouched, SequenceLosses)
-    ):
+    if labels is None or not (isinstance(scores, np.ndarray) and isinstance(untouched, np.ndarray)):
         return QualitySums()
     return QualitySums(top_k=TopKCounts.of(scores, labels, untouched))
 

@@ -51,6 +51,16 @@ class Journal:
         """How many pieces an earlier run has left."""
         return len(self._entries)
 
+    @property
+    def told(self) -> str:
+        """What became of an earlier run, in words; empty where there was none."""
+        if self.resumed:
+            return f"going on with an unfinished run: {self.resumed} measurements are done"
+        if not self.discarded:
+            return ""
+        changed = ", ".join(self.discarded)
+        return f"an unfinished run of something else was discarded (changed: {changed})"
+
     def found(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
         """Returns the pieces of a kind that have these values, oldest first."""
         wanted = {"kind": kind} | keys

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import astuple, dataclass
-from operator import add
-from typing import Self
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -50,11 +49,30 @@ def paired_ratio(right: int, base: int, both: int) -> Interval | None:
     return Interval(ratio * math.exp(-half), ratio * math.exp(half))
 
 
+class Sums:
+    """Sums over some samples; `a + b` are those over the samples of both, field by field.
+
+    What one of the two does not know is unknown; of the fields in `LARGEST` the larger is taken.
+    """
+
+    __slots__ = ()
+    LARGEST: ClassVar[frozenset[str]] = frozenset()
+
+    def __add__(self, other: Self) -> Self:
+        def both(name: str) -> Any:
+            a, b = getattr(self, name), getattr(other, name)
+            if a is None or b is None:
+                return None
+            return max(a, b) if name in self.LARGEST else a + b
+
+        return type(self)(*(both(each.name) for each in fields(self)))  # type: ignore[arg-type]
+
+
 TOP = 5
 
 
 @dataclass(frozen=True, slots=True)
-class TopKCounts:
+class TopKCounts(Sums):
     """Samples classified right, of those seen.
 
     `among` counts those whose class is among the five best scores, None for five classes or fewer;
@@ -63,8 +81,8 @@ class TopKCounts:
 
     right: int = 0
     seen: int = 0
-    among: int | None = None
-    both: int | None = None
+    among: int | None = 0
+    both: int | None = 0
 
     @classmethod
     def of(cls, outputs: Array, labels: Labels, untouched: Array | None = None) -> Self:
@@ -91,36 +109,19 @@ class TopKCounts:
             both = int((right & (one_per_sample(untouched).argmax(axis=1) == labels)).sum())
         return cls(int(right.sum()), len(labels), among, both)
 
-    def __add__(self, other: TopKCounts) -> TopKCounts:
-        if not (self.seen and other.seen):
-            return self if self.seen else other
-        return TopKCounts(
-            self.right + other.right,
-            self.seen + other.seen,
-            _sum(self.among, other.among),
-            _sum(self.both, other.both),
-        )
-
     def accuracy(self, untouched: TopKCounts) -> Accuracy:
         """Top-1 and top-5, and what top-1 is of the untouched model's on the same samples."""
-        top1 = self.right / self.seen
-        base = untouched.right / untouched.seen
-        among = self.among
+        right, seen, among, both = self.right, self.seen, self.among, self.both
+        top1, base = right / seen, untouched.right / untouched.seen
         return Accuracy(
             top1,
             top1 / base if base > 0 else None,
-            self.seen,
-            top5=None if among is None else among / self.seen,
-            top1_interval=wilson(self.right, self.seen),
-            top5_interval=None if among is None else wilson(among, self.seen),
-            retention_interval=None
-            if self.both is None
-            else paired_ratio(self.right, untouched.right, self.both),
+            seen,
+            top5=None if among is None else among / seen,
+            top1_interval=wilson(right, seen),
+            top5_interval=None if among is None else wilson(among, seen),
+            retention_interval=None if both is None else paired_ratio(right, untouched.right, both),
         )
-
-
-def _sum(a: int | None, b: int | None) -> int | None:
-    return None if a is None or b is None else a + b
 
 
 def one_per_sample(outputs: Array) -> Array:
@@ -129,7 +130,7 @@ def one_per_sample(outputs: Array) -> Array:
 
 
 @dataclass(frozen=True, slots=True)
-class RoutingOverlap:
+class RoutingOverlap(Sums):
     """Agreement of chosen sets: summed Jaccard over samples and layers, samples equal in all."""
 
     jaccard: float = 0.0
@@ -147,20 +148,15 @@ class RoutingOverlap:
             raise ParityError(
                 f"routing of layers {sorted(chosen)} cannot be compared with {sorted(reference)}"
             )
-        jaccards = []
         for name, expected in reference.items():
             if chosen[name].shape != expected.shape:
                 raise ParityError(
                     f"layer {name}: chosen experts have shape {chosen[name].shape}, "
                     f"the reference's {expected.shape}"
                 )
-            jaccards.append(jaccard(chosen[name], expected))
-        table = np.stack(jaccards)  # [layers, b]
-        samples = table.shape[1]
-        return cls(float(table.sum()), table.size, int((table == 1).all(axis=0).sum()), samples)
-
-    def __add__(self, other: RoutingOverlap) -> RoutingOverlap:
-        return RoutingOverlap(*map(add, astuple(self), astuple(other)))
+        table = np.stack([jaccard(chosen[name], each) for name, each in reference.items()])
+        exact = int((table == 1).all(axis=0).sum())  # of [layers, b]
+        return cls(float(table.sum()), table.size, exact, table.shape[1])
 
     def agreement(self) -> RoutingAgreement:
         """The mean Jaccard index and the share of samples that agree in every layer."""
@@ -168,8 +164,10 @@ class RoutingOverlap:
 
 
 @dataclass(frozen=True, slots=True)
-class ParityStatistics:
+class ParityStatistics(Sums):
     """Sums from which the largest difference and the cosine of all outputs follow."""
+
+    LARGEST = frozenset({"max_abs"})
 
     max_abs: float = 0.0
     dot: float = 0.0
@@ -187,14 +185,6 @@ class ParityStatistics:
         if not np.isfinite(a).all():
             raise ParityError(f"{int((~np.isfinite(a)).sum())} of {a.size} outputs are not finite")
         return cls(float(np.abs(a - b).max()), float(a @ b), float(a @ a), float(b @ b))
-
-    def __add__(self, other: ParityStatistics) -> ParityStatistics:
-        return ParityStatistics(
-            max(self.max_abs, other.max_abs),
-            self.dot + other.dot,
-            self.squares + other.squares,
-            self.reference_squares + other.reference_squares,
-        )
 
     def parity(self) -> Parity:
         """The largest absolute difference and the cosine; two zero outputs have cosine 1."""
@@ -231,7 +221,7 @@ class SequenceLosses:
 
 
 @dataclass(frozen=True, slots=True)
-class NegativeLogLikelihood:
+class NegativeLogLikelihood(Sums):
     """Summed negative log-likelihood (nats) of the tokens of some sequences.
 
     `squares`, `cross` and `lengths` are Σ nll², Σ nll · tokens and Σ tokens² over the sequences,
@@ -263,9 +253,6 @@ class NegativeLogLikelihood:
             apart_squares=float(apart @ apart),
             apart_cross=float(apart @ tokens),
         )
-
-    def __add__(self, other: NegativeLogLikelihood) -> NegativeLogLikelihood:
-        return NegativeLogLikelihood(*map(add, astuple(self), astuple(other)))
 
     @property
     def mean(self) -> float:

@@ -1,4 +1,4 @@
-"""What a benchmark will measure, as plain frozen data that can be printed, counted and shipped."""
+"""What a benchmark measures, as plain frozen data: models, their cases, on how much, how long."""
 
 from __future__ import annotations
 
@@ -8,18 +8,151 @@ from dataclasses import dataclass, field
 
 from ..common import timing
 from ..errors import UsageError
-from .cases import Candidate, TimingGroup
-from .results import PYTORCH_COMPILE
-from .runners.pytorch import cases
+from ..exporter.model import Dimension, Model
+from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER
+from .runners.available import KINDS
+from .runners.base import Loader, Runner
 
-COMPILE_S = 30.0
-"""What compiling a small network for one batch size takes."""
 
-MACHINE_PROBES = 3
-"""Cases of each group that measure the machine's own rates (`limits`)."""
+@dataclass(frozen=True, slots=True)
+class IntegerLinear:
+    """An integer product y = x·W of the backbone: x [*rows, in], W [in, out].
 
-PROCESS_S = 4.0
-"""What starting a process and loading a runtime takes."""
+    The first of `rows` is the batch; None where the graph does not tell them.
+    """
+
+    node: str
+    rows: tuple[Dimension, ...] | None
+    weights: tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class GraphSource:
+    """An exported graph that is not opened yet.
+
+    `scope` says what a call's time holds, as in `results.Row`. `k_by_layer` is k where it is not
+    the same in all layers. Of an INT8 graph the layers in `floating` compute in floats all the
+    same, and `integers` are the linear layers of the backbone that do not.
+    """
+
+    k: int
+    lowering: str
+    loader: Loader
+    provider: str = "cpu"
+    precision: str = "fp32"
+    engine: str = ONNXRUNTIME
+    scope: str = "end-to-end"
+    k_by_layer: Mapping[str, int] = field(default_factory=dict)
+    floating: frozenset[str] = frozenset()
+    integers: tuple[IntegerLinear, ...] = ()
+
+    def open(self) -> Runner:
+        """Opens the graph."""
+        return self.loader()
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A model to measure, with the graphs that were made from it.
+
+    `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
+    PyTorch engines to measure, by their names in `available.KINDS`, beside the untouched model,
+    which always takes part.
+    """
+
+    name: str
+    model: Model
+    ks: tuple[int, ...] = ()
+    graphs: tuple[GraphSource, ...] = ()
+    renormalize: bool = False
+    engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2,)
+
+    @property
+    def experts(self) -> int:
+        """The largest n of its MoE layers: a k of n keeps every expert of every layer."""
+        return max(layer.spec.experts for layer in self.model.layers.values())
+
+    @property
+    def weights_bytes(self) -> int:
+        """The bytes of the model's parameters."""
+        return sum(p.nbytes for p in self.model.module.parameters())
+
+    @property
+    def cases(self) -> dict[Case, GraphSource | None]:
+        """What is measured, each case with its graph: the untouched PyTorch model first.
+
+        Algorithm 2 is a loop over a layer's experts: it has no row for k = n, where it is the model
+        itself, nor for layers that choose no sets. Raises UsageError for two graphs that no row
+        could tell apart.
+        """
+        n = self.experts
+        loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())
+        found: dict[Case, GraphSource | None] = {}
+        for kind in KINDS.values():
+            if kind.target is None and kind.name in (PYTORCH_EAGER, *self.engines):
+                by_k = kind.engine == PYTORCH_ALGORITHM_2
+                for k in (k for k in self.ks if loops and k < n) if by_k else (n,):
+                    found[Case(self.name, kind.engine, k, n, kind.provider)] = None
+        for graph in self.graphs:
+            case = Case(
+                *(self.name, graph.engine, graph.k, n, graph.provider, graph.precision),
+                *(graph.lowering, graph.scope),
+            )
+            if case in found:
+                raise UsageError(
+                    f"two graphs are the same case: {case.label}",
+                    hint="give each graph once, or give the two models different names",
+                )
+            found[case] = graph
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """What is measured, as plain data: one engine with one k of one model; a row per batch size."""
+
+    model: str
+    engine: str
+    k: int
+    experts: int
+    provider: str = "cpu"
+    precision: str = "fp32"
+    lowering: str | None = None
+    scope: str = "end-to-end"
+
+    @property
+    def label(self) -> str:
+        """A short unique name: `digits: onnxruntime grouped fp32 k=4/16`."""
+        return f"{self.model}: {self.runs_in} k={self.k}/{self.experts}"
+
+    @property
+    def runs_in(self) -> str:
+        """The engine, with lowering and precision of a graph: `onnxruntime grouped fp32`."""
+        words = [self.engine]
+        if self.lowering is not None:
+            words += [self.lowering, self.precision]
+        if self.provider not in ("cpu", self.engine):
+            words.append(self.provider)
+        return " ".join(words)
+
+
+@dataclass(frozen=True, slots=True)
+class TimingGroup:
+    """Cases of one model that are timed together, in turn, at one batch size."""
+
+    cases: tuple[Case, ...]
+    batch: int
+    protocol: timing.Protocol
+
+    @property
+    def model(self) -> str:
+        """The model that is measured."""
+        return self.cases[0].model
+
+    def seconds(self, call_ms: float) -> float:
+        """How long it takes with calls of so many milliseconds: more than `round_s` if need be."""
+        round_s = max(self.protocol.round_s, self.protocol.inputs * call_ms / 1e3)
+        return len(self.cases) * self.protocol.rounds * round_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,42 +183,6 @@ class Settings:
             raise UsageError(f"batch sizes {self.batches}: every one must be at least 1")
 
 
-@dataclass(frozen=True, slots=True)
-class CallTimes:
-    """Milliseconds of single calls of the untouched models, which an estimate multiplies.
-
-    `call` is keyed by model and batch size, `evaluation` (a batch of the evaluation) by model.
-    """
-
-    call: Mapping[tuple[str, int], float]
-    evaluation: Mapping[str, float]
-
-
-@dataclass(frozen=True, slots=True)
-class Estimate:
-    """Seconds that the parts of a sweep will take, if every engine were as fast as PyTorch."""
-
-    timing: float
-    quality: float
-    compiling: float
-    memory: float
-
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.timing + self.quality + self.compiling + self.memory
-
-    def __str__(self) -> str:
-        parts = (
-            ("timing", self.timing),
-            ("accuracy and parity", self.quality),
-            ("compiling", self.compiling),
-            ("memory", self.memory),
-        )
-        listed = ", ".join(f"{name} {duration(s)}" for name, s in parts if s >= 1)
-        return f"about {duration(self.total)}" + (f" ({listed})" if listed else "")
-
-
 def plan(candidates: Sequence[Candidate], settings: Settings) -> tuple[TimingGroup, ...]:
     """Returns the groups of a benchmark: one per model and batch size.
 
@@ -107,44 +204,17 @@ def plan(candidates: Sequence[Candidate], settings: Settings) -> tuple[TimingGro
                     hint=f"use 1 ≤ k ≤ {candidate.experts}",
                 )
     return tuple(
-        TimingGroup(tuple(cases(candidate, settings.batches)), batch, settings.protocol)
+        TimingGroup(tuple(candidate.cases), batch, settings.protocol)
         for candidate in candidates
         for batch in settings.batches
     )
 
 
-def estimate(
-    groups: Sequence[TimingGroup],
-    settings: Settings,
-    samples: int,
-    times: CallTimes,
-    *,
-    workers: int = 1,
-) -> Estimate:
-    """Returns how long the groups and the evaluation over so many samples will take."""
-    by_model = {group.model: group.cases for group in groups}
-    batches = math.ceil(samples / settings.evaluation_batch)
-    quality = compiling = memory = 0.0
-    for model, listed in by_model.items():
-        # Every case, the untouched model, and a reference for every k.
-        passes = len(listed) + 1 + len({c.k for c in listed})
-        quality += passes * batches * times.evaluation[model] / 1e3
-        compiled = sum(c.engine == PYTORCH_COMPILE for c in listed)
-        compiling += compiled * len(settings.batches) * COMPILE_S
-        if settings.memory:
-            memory += len(listed) * PROCESS_S / workers
-    timed = sum(group.seconds(times.call[group.model, group.batch]) for group in groups)
-    if settings.limits:
-        timed += len(groups) * MACHINE_PROBES * settings.protocol.rounds * settings.protocol.round_s
-    return Estimate(timed, quality, compiling, memory)
-
-
-def describe(groups: Sequence[TimingGroup], expected: Estimate | None = None) -> str:
-    """Returns the plan in words, with the time that it will take."""
+def describe(groups: Sequence[TimingGroup], takes: str = "") -> str:
+    """Returns the plan in words, with the time that it `takes`."""
     rows = sum(len(group.cases) for group in groups)
     least = math.ceil(sum(group.seconds(0.0) for group in groups))
-    takes = f"the timing takes at least {least} s" if expected is None else str(expected)
-    lines = [f"{rows} rows; {takes}"]
+    lines = [f"{rows} rows; {takes or f'the timing takes at least {least} s'}"]
     for group in groups:
         first = group.cases[0]
         kinds: dict[str, list[str]] = {}
@@ -153,10 +223,3 @@ def describe(groups: Sequence[TimingGroup], expected: Estimate | None = None) ->
         listed = "; ".join(f"{name} k={','.join(ks)}" for name, ks in kinds.items())
         lines.append(f"  {first.model}, n={first.experts}, batch {group.batch}: {listed}")
     return "\n".join(lines)
-
-
-def duration(seconds: float) -> str:
-    """Returns seconds as a reader wants them: `40 s`, `3 min`, `1.5 h`."""
-    if seconds < 90:
-        return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -14,6 +14,9 @@ from ..errors import ResultsError
 
 SCHEMA = 1
 
+DISTURBED = 0.1
+"""From this share of waiting for a core on, times are those of a shared machine."""
+
 PYTORCH_EAGER = "pytorch-eager"
 PYTORCH_EAGER_CUDA = f"{PYTORCH_EAGER}-cuda"
 PYTORCH_COMPILE = "pytorch-compile"
@@ -228,6 +231,17 @@ class Results:
     def of_model(self, name: str) -> tuple[Row, ...]:
         """The rows of one model, in the order in which they were measured."""
         return tuple(row for row in self.rows if row.model == name)
+
+    @property
+    def disturbance(self) -> str:
+        """A sentence on how far other work disturbed the rows; empty where it did not."""
+        most = max((each["share"] for each in self.protocol.get("waited", ())), default=0.0)
+        if most < DISTURBED:
+            return ""
+        return (
+            "Other work on the machine disturbed these times: threads waited for a core up to "
+            f"{most:.0%} of the time that they wanted one. Measure again on a quiet machine."
+        )
 
 
 def as_json(results: Results) -> dict[str, Any]:

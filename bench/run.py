@@ -1,45 +1,69 @@
 """The benchmark: every case's accuracy, routing and parity, then its latency in turn.
 
-`plan` says what will be measured, `measure.rows` measures a candidate's pieces (quality, timing,
-memory, parts) and `bench` writes what they found. With a folder for the results, every piece that
-is complete is kept there, and a run that was killed goes on where it stopped.
+`plan` says what will be measured, `Measurement` measures the pieces of one candidate (quality,
+timing, memory, parts) and `bench` writes what they found. With a folder for the results, every
+piece that is complete is kept there, and a run that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import msgspec
+import numpy as np
 import torch
 
+from ..common import timing
 from ..common.console import Progress, Silent
-from ..common.environment import environment
+from ..common.environment import environment, memory_bytes
 from ..common.files import sha256
-from ..common.writing import check_file, check_folder, make_folder, told, write_text
+from ..common.writing import check_folder, make_folder
 from ..errors import UsageError
+from ..exporter.bundle.bundle import Bundle
 from ..exporter.inputs import check_array
-from .cases import Candidate, GraphSource, TimingGroup
-from .data import Labelled, LabelledData, fingerprint
-from .journal import FILE as JOURNAL_FILE
-from .journal import Journal
-from .measure.latency import disturbance
-from .measure.memory import worker_count
-from .measure.rows import Measurement
-from .plan import CallTimes, Estimate, Settings, describe, estimate, plan
-from .report.compare import Comparison, compare
-from .results import Absent, ModelInfo, Results, Row, write
-from .runners.pytorch import CUDA, PyTorch, outputs_of, untouched, without_tf32
+from ..exporter.model import Model
+from ..exporter.options import parse_lowerings
+from ..graphs.targets import Target
+from .analyses.experts import Wanted, parse_analyses, studied
+from .data import Labelled, LabelledData, fingerprint, labelled
+from .evaluate import EvaluationState, evaluate
+from .journal import FILE, Journal
+from .measure.latency import Scheduled, group_batches, measure_group, parts_of
+from .measure.memory import Memory, measure_memories, worker_count
+from .measure.roofline import Limit, Limits, Rates
+from .plan import Candidate, Case, Settings, TimingGroup, describe, plan
+from .report.compare import compare
+from .report.page import write_all
+from .results import PYTORCH_COMPILE, Absent, ModelInfo, Part, Results, Row
+from .runners.available import parse_engines, select
+from .runners.base import Loader, Runner
+from .runners.candidates import Sweep, candidates_of, check_exported, parse_ks, parse_precisions
+from .runners.pytorch import CUDA, PyTorch, loaders, outputs_of, untouched, without_tf32
+
+CALIBRATION_INPUTS = 256
+"""INT8 takes its ranges from this many of the benchmark's inputs; their labels play no part."""
 
 TRIAL_CALLS = 3
 """Calls of which the fastest stands for the others: the first one allocates."""
 
 UNKNOWN_SAMPLES = 1000
 """Taken for an estimate where a feed does not tell how many samples it has."""
+
+COMPILE_S = 30.0
+"""What compiling a small network for one batch size takes."""
+
+MACHINE_PROBES = 3
+"""Cases of each group that measure the machine's own rates (`limits`)."""
+
+PROCESS_S = 4.0
+"""What starting a process and loading a runtime takes."""
 
 
 def bench(
@@ -71,25 +95,23 @@ def bench(
     on_gpu = any(c.provider == CUDA for group in groups for c in group.cases)
     with with_threads(settings.threads), without_tf32() if on_gpu else nullcontext():
         facts = environment() | {"threads": torch.get_num_threads()}
-        progress.step(
-            describe(groups, expected_time(candidates, groups, head, data.samples, settings))
-        )
-        models = tuple(model_info(candidate) for candidate in candidates)
+        takes = expected_time(candidates, groups, head, data.samples, settings)
+        progress.step(describe(groups, takes))
+        models = tuple(map(model_info, candidates))
         if out is not None:
             make_folder(out)
-        journal = Journal(
-            None if out is None else out / JOURNAL_FILE,
-            {
-                "environment": facts,
-                "models": [asdict(model) for model in models],
-                "edits": [str(candidate.model.edits) for candidate in candidates],
-                "rows": [asdict(c) for group in groups for c in group.cases],
-                "graphs": [_graph_hash(graph) for c in candidates for graph in c.graphs],
-                "data": data.fingerprint,
-                "settings": asdict(settings),
-            },
-        )
-        _say_what_is_done(journal, progress)
+        what = {
+            "environment": facts,
+            "models": [asdict(model) for model in models],
+            "edits": [str(candidate.model.edits) for candidate in candidates],
+            "rows": [asdict(c) for group in groups for c in group.cases],
+            "graphs": [_file_hash(g.loader) for c in candidates for g in c.graphs],
+            "data": data.fingerprint,
+            "settings": asdict(settings),
+        }
+        journal = Journal(None if out is None else out / FILE, what)
+        if journal.told:
+            progress.step(journal.told)
         rows: list[Row] = []
         protocol = asdict(settings.protocol) | {
             "samples": 0,
@@ -103,58 +125,305 @@ def bench(
             protocol["samples"] = max(protocol["samples"], one.seen)
             for name, found in one.beside.items():
                 protocol[name] = [*protocol.get(name, ()), *found]
-        results = Results(
-            models=models,
-            rows=tuple(rows),
-            environment=facts,
-            protocol=protocol,
-            command=command,
-            created=datetime.now(UTC).isoformat(timespec="seconds"),
-            absent=tuple(absent),
-            analyses=dict(analyses or {}),
-        )
-        if disturbance(results):
-            progress.step(disturbance(results))
+    results = Results(
+        models=models,
+        rows=tuple(rows),
+        environment=facts,
+        protocol=protocol,
+        command=command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        absent=tuple(absent),
+        analyses=dict(analyses or {}),
+    )
+    if results.disturbance:
+        progress.step(results.disturbance)
     if out is not None:
         write_all(results, out, None if before is None else compare(before, results))
         journal.remove()
     return results
 
 
-def write_all(
-    results: Results, out: Path, comparison: Comparison | None = None
-) -> tuple[Path, ...]:
-    """Writes results.json and every view of it to a folder; returns their paths."""
-    write(results, out / "results.json")
-    return (out / "results.json", *write_views(results, out / "report.html", comparison))
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRequest:
+    """What `moexport.bench` is asked beside the models; it says what each field is."""
+
+    data: str | Path | Labelled | np.ndarray | None
+    k: Sequence[int | float | str]
+    lowering: str
+    precision: str
+    engine: str
+    target: Target
+    batch: Sequence[int]
+    out: str | Path | None
+    rounds: int
+    round_s: float
+    samples: int | None
+    threads: int | None
+    memory: bool
+    parts: bool
+    pixels: str | None
+    before: Results | None
+    analysis: str
+    max_subsets: int | None
+    command: str
+    progress: Progress | None
 
 
-def write_views(
-    results: Results, page: Path, comparison: Comparison | None = None
-) -> tuple[Path, ...]:
-    """Writes the page, and beside it the rows as Markdown and CSV and the figures.
+def sweep(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Results:
+    """Returns every row of models and bundles, measured as asked; writes them where that is asked.
 
-    Raises UsageError for a page that one of the others would take the place of.
+    Raises `UsageError` and `FeedError`, before anything is measured, for what cannot be meant.
     """
-    check_file(page)
-    if page.suffix not in (".html", ".htm"):
+    watcher = asked.progress or Silent()
+    engines = parse_engines(asked.engine)
+    selection = select(engines)
+    for each in selection.absent:
+        if each.engine in engines:
+            watcher.step(f"not measured: {each.engine}: {each.reason}")
+    most = asked.max_subsets
+    wanted = Wanted(parse_analyses(asked.analysis), max_subsets=most) if asked.analysis else None
+    if most is not None and not (wanted and "subsets" in wanted.names):
         raise UsageError(
-            f"--output {page}: the page is HTML",
-            hint=f"for example -o {page.stem or 'report'}.html",
+            f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
         )
-    from .analyses.findings import studies_in
-    from .analyses.report import figures as charts
-    from .report.figures import figures
-    from .report.page import write_report
-    from .report.text import to_csv, to_markdown
+    # The same threads for every engine: PyTorch's own choice, unless told.
+    threads = asked.threads or torch.get_num_threads()
+    lists = Sweep(
+        ks=parse_ks(asked.k),
+        lowerings=parse_lowerings(asked.lowering),
+        batches=tuple(asked.batch),
+        engines=selection.names,
+        precisions=parse_precisions(asked.precision),
+        threads=threads,
+        cpu_target=asked.target,
+    )
+    check_exported(listed, lists)
+    settings = Settings(
+        batches=lists.batches,
+        protocol=timing.Protocol(rounds=asked.rounds, round_s=asked.round_s, inputs=8),
+        samples=asked.samples,
+        threads=threads,
+        memory=asked.memory,
+        parts=asked.parts,
+    )
+    data: Labelled | None = None
+    first = next((item for item in listed if isinstance(item, Model)), None)
+    if first is not None:
+        data = labelled(asked.data, first, max(asked.batch), asked.pixels)
+        lists = replace(lists, shape=data.head(1).inputs.shape[1:])
+        if "int8" in lists.precisions:
+            lists = replace(lists, calibration=data.head(CALIBRATION_INPUTS).inputs)
+    with candidates_of(listed, lists, watcher) as candidates:
+        data = data or labelled(asked.data, candidates[0].model, max(asked.batch), asked.pixels)
+        return bench(
+            candidates,
+            data,
+            settings,
+            out=None if asked.out is None else Path(asked.out),
+            command=asked.command,
+            progress=watcher,
+            absent=selection.absent,
+            before=asked.before,
+            analyses=studied(candidates, data, wanted, asked.samples, watcher) if wanted else {},
+        )
 
-    write_report(results, page, comparison)
-    markdown, rows = page.with_suffix(".md"), page.with_suffix(".csv")
-    write_text(to_markdown(results, comparison), markdown)
-    write_text(to_csv(results), rows)
-    with told(page.parent):
-        drawn = (*figures(results, page.parent), *charts(studies_in(results.analyses), page.parent))
-    return (page, markdown, rows, *drawn)
+
+@dataclass
+class Measurement:
+    """The pieces of one candidate, each taken from the journal where an earlier run has done it.
+
+    `seen` samples were evaluated. `beside` is what else the protocol tells: the machine's `rates`,
+    as measured with each group, the share of the time for which threads `waited` for a core, and
+    the milliseconds that the `wrapper` adds to a graph's bare call.
+    """
+
+    candidate: Candidate
+    groups: Sequence[TimingGroup]
+    data: Labelled
+    head: LabelledData
+    settings: Settings
+    journal: Journal
+    progress: Progress
+    seen: int = 0
+    beside: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
+    qualities: dict[Case, dict[str, Any]] = field(default_factory=dict)
+    failures: dict[Case, str] = field(default_factory=dict)
+
+    def rows(self) -> list[Row]:
+        """Measures everything; returns the rows, group by group."""
+        opening = loaders(self.candidate, self.settings.batches)
+        limits = None
+        if self.settings.limits:
+            limits = Limits(self.candidate, self.head.batch(0, 1), opening)
+        runners = self._evaluated(opening)
+        memories = self._memories({c: opening[c] for c in runners})
+        rows = []
+        for group in self.groups:
+            if group.model != self.candidate.name:
+                continue
+            measured = self._measured(group, runners, limits)
+            of_cases = self._limits(group, limits, measured)
+            for case in group.cases:
+                identity: dict[str, Any] = asdict(case) | {"batch": group.batch}
+                failure = self.failures.get(case) or measured.failures.get(case.label)
+                if failure is not None:
+                    self.progress.step(f"failed: {case.label}, batch {group.batch}: {failure}")
+                    rows.append(Row(**identity, error=failure))
+                    continue
+                latency, limit = measured.latencies[case.label], of_cases.get(case, Limit())
+                memory = memories.get(case.label)
+                if memory is not None and group.batch not in memory.peak_mb:
+                    memory = None
+                rows.append(
+                    Row(
+                        **identity,
+                        **self.qualities[case],
+                        latency_ms=latency,
+                        device_ms=measured.device.get(case.label),
+                        throughput=1e3 * group.batch / ms if (ms := latency.median) > 0 else None,
+                        peak_memory_mb=None if memory is None else memory.peak_mb[group.batch],
+                        runtime_memory_mb=None if memory is None else memory.runtime_mb,
+                        work=limit.work,
+                        limit_ms=limit.limit_ms,
+                        no_limit=limit.reason,
+                        parts=self._parts(case, group, opening[case]),
+                    )
+                )
+        return rows
+
+    def _evaluated(self, opening: Mapping[Case, Loader]) -> dict[Case, Runner | Loader]:
+        """Opens and evaluates every case; returns what to time of those that did not fail.
+
+        Where all engines do not fit in half of the memory together, each is opened for its turn
+        alone: a graph's weights are mapped and, as far as the runtime re-orders them, copied.
+        """
+        needed = self.candidate.weights_bytes * (1 + 2 * len(self.candidate.graphs))
+        room = memory_bytes()
+        together = room is None or needed < room / 2
+        runners: dict[Case, Runner] = {}
+        for case, loader in opening.items():
+            try:
+                runner = loader()
+            except Exception as error:  # noqa: BLE001  the row says what failed
+                self.failures[case] = timing.in_one_line(error)
+                continue
+            if together:
+                runners[case] = runner
+            else:
+                with runner:
+                    self._evaluate(case.label, {case: runner})
+        if together:
+            self._evaluate("all", runners)
+        timed = runners if together else opening
+        return {c: each for c, each in timed.items() if c not in self.failures}
+
+    def _evaluate(self, group: str, runners: Mapping[Case, Runner]) -> None:
+        """The quality of cases that are evaluated in one pass over the data."""
+        keys = {"model": self.candidate.name, "group": group}
+        found = self.journal.found("quality", **keys)
+        state = evaluate(
+            runners,
+            self.candidate,
+            self.data,
+            self.settings.evaluation_batch,
+            limit=self.settings.samples,
+            progress=self.progress,
+            state=msgspec.convert(found[-1]["state"], EvaluationState) if found else None,
+            keep=lambda state: self.journal.add("quality", **keys, state=asdict(state)),
+        )
+        self.seen = max(self.seen, state.seen)
+        for case in runners:
+            if case.label in state.failures:
+                self.failures[case] = state.failures[case.label]
+            else:
+                self.qualities[case] = state.quality(case)
+
+    def _measured(
+        self, group: TimingGroup, runners: Mapping[Case, Runner | Loader], limits: Limits | None
+    ) -> timing.Measured:
+        """Times the cases of a group in turn; what disturbed them goes to `beside`."""
+        keys = {"model": group.model, "batch": group.batch}
+        done = [
+            timing.Round(each["ms"], each["failures"], each.get("device_ms", {}))
+            for each in self.journal.found("round", **keys)
+        ]
+        before = Scheduled.now()
+        measured, wrapper_ms = measure_group(
+            group,
+            runners,
+            self.head,
+            benchmarks={} if limits is None else limits.benchmarks,
+            progress=self.progress,
+            done=done,
+            keep=lambda found: self.journal.add("round", **keys, **asdict(found)),
+        )
+        # The most of an interrupted group's parts.
+        shares = [each["share"] for each in self.journal.found("waited", **keys)]
+        share = Scheduled.now().waited_share(before)
+        if share is not None and len(done) < group.protocol.rounds:
+            self.journal.add("waited", **keys, share=share)
+            shares.append(share)
+        if shares:
+            self._tell("waited", {**keys, "share": max(shares)})
+        for label, ms in wrapper_ms.items():
+            self._tell("wrapper", {**keys, "case": label, "ms": ms})
+        return measured
+
+    def _limits(
+        self, group: TimingGroup, limits: Limits | None, measured: timing.Measured
+    ) -> dict[Case, Limit]:
+        """The work of each row of a group and the least time for it; empty where nobody asks."""
+        if limits is None:
+            return {}
+        rates = limits.rates(measured)
+        if isinstance(rates, Rates):
+            self._tell("rates", {"model": group.model, "batch": group.batch} | asdict(rates))
+        graphs = self.candidate.cases
+        return {c: limits.of(c, graphs[c], group.batch, rates) for c in group.cases}
+
+    def _tell(self, name: str, entry: dict[str, Any]) -> None:
+        self.beside.setdefault(name, []).append(entry)
+
+    def _memories(self, opening: Mapping[Case, Loader]) -> dict[str, Memory]:
+        """The memory of each case by its label; what could not be measured is left out."""
+        if not self.settings.memory:
+            return {}
+        keys = {"model": self.candidate.name}
+        done = {
+            each["label"]: Memory(each["runtime"], {int(b): v for b, v in each["peak"].items()})
+            for each in self.journal.found("memory", **keys)
+        }
+        for label, found in measure_memories(
+            {c.label: loader for c, loader in opening.items() if c.label not in done},
+            {size: self.head.batch(0, size) for size in self.settings.batches},
+            threads=torch.get_num_threads(),
+            weights_bytes=self.candidate.weights_bytes,
+            title=self.candidate.name,
+            progress=self.progress,
+        ):
+            done[label] = found
+            peak = {str(b): v for b, v in found.peak_mb.items()}
+            self.journal.add("memory", **keys, label=label, runtime=found.runtime_mb, peak=peak)
+        return done
+
+    def _parts(self, case: Case, group: TimingGroup, loader: Loader) -> tuple[Part, ...]:
+        """Where the time of a graph goes, if its runtime can tell."""
+        if not (self.settings.parts and loader.profiles):
+            return ()
+        keys = {"label": case.label, "batch": group.batch}
+        done = self.journal.found("parts", **keys)
+        if done:
+            return tuple(Part(**part) for part in done[-1]["parts"])
+        what = f"{case.label}, batch {group.batch}"
+        self.progress.step(f"{what}: where the time goes")
+        layers = tuple(self.candidate.model.layers)
+        try:
+            found = parts_of(loader, group_batches(group, self.head), layers)
+        except Exception as error:  # noqa: BLE001  the row is measured; only its parts are missing
+            self.progress.step(f"{what}: no profile: {timing.in_one_line(error)}")
+            return ()
+        self.journal.add("parts", **keys, parts=[asdict(part) for part in found])
+        return found
 
 
 def expected_time(
@@ -163,21 +432,34 @@ def expected_time(
     head: LabelledData,
     samples: int | None,
     settings: Settings,
-) -> Estimate:
-    """Returns how long a benchmark will take, by a few calls of the untouched models."""
-    calls: dict[tuple[str, int], float] = {}
-    evaluation: dict[str, float] = {}
-    for candidate in candidates:
-        base = untouched(candidate.model)
-        for batch in settings.batches:
-            calls[candidate.name, batch] = _call_ms(base, head, batch, candidate.name)
-        size = min(settings.evaluation_batch, len(head))
-        each = _call_ms(base, head, size, candidate.name)
-        evaluation[candidate.name] = each * settings.evaluation_batch / size
+) -> str:
+    """Returns how long a benchmark takes, in words, if all engines are as fast as PyTorch.
+
+    A few calls of the untouched models tell.
+    """
     known = UNKNOWN_SAMPLES if samples is None else samples
-    seen = min(known, settings.samples or known)
+    batches = math.ceil(min(known, settings.samples or known) / settings.evaluation_batch)
     workers = worker_count(max(candidate.weights_bytes for candidate in candidates))
-    return estimate(groups, settings, seen, CallTimes(calls, evaluation), workers=workers)
+    timed = quality = compiling = memory = 0.0
+    for candidate in candidates:
+        base, cases = untouched(candidate.model), candidate.cases
+        # Every case, the untouched model, and a reference for every k.
+        passes = len(cases) + 1 + len({c.k for c in cases})
+        size = min(settings.evaluation_batch, len(head))
+        batch_ms = _call_ms(base, head, size, candidate.name) * settings.evaluation_batch / size
+        quality += passes * batches * batch_ms / 1e3
+        compiled = sum(c.engine == PYTORCH_COMPILE for c in cases)
+        compiling += compiled * len(settings.batches) * COMPILE_S
+        memory += len(cases) * PROCESS_S / workers if settings.memory else 0.0
+        for group in groups:
+            if group.model == candidate.name:
+                timed += group.seconds(_call_ms(base, head, group.batch, candidate.name))
+    if settings.limits:
+        timed += len(groups) * MACHINE_PROBES * settings.protocol.rounds * settings.protocol.round_s
+    names = ("timing", "accuracy and parity", "compiling", "memory")
+    spent = (timed, quality, compiling, memory)
+    listed = [f"{name} {_duration(s)}" for name, s in zip(names, spent, strict=True) if s >= 1]
+    return f"about {_duration(sum(spent))}" + (f" ({', '.join(listed)})" if listed else "")
 
 
 def _call_ms(base: PyTorch, head: LabelledData, batch: int, name: str) -> float:
@@ -190,27 +472,25 @@ def _call_ms(base: PyTorch, head: LabelledData, batch: int, name: str) -> float:
     return min(times)
 
 
+def _duration(seconds: float) -> str:
+    """Seconds as a reader wants them: `40 s`, `3 min`, `1.5 h`."""
+    if seconds < 90:
+        return f"{max(1, round(seconds))} s"
+    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
 def model_info(candidate: Candidate) -> ModelInfo:
     """Returns what the report says of a model, with the SHA-256 of its files, else its weights."""
     model, source = candidate.model, candidate.model.source
     parameters = sum(p.numel() for p in model.module.parameters())
     weights = (tensor.detach().cpu().numpy() for tensor in model.module.state_dict().values())
-    sha256 = source.sha256() if source.files else fingerprint(*weights)
-    return ModelInfo(candidate.name, model.family, source.path, parameters, sha256)
+    digest = source.sha256() if source.files else fingerprint(*weights)
+    return ModelInfo(candidate.name, model.family, source.path, parameters, digest)
 
 
-def _graph_hash(graph: GraphSource) -> str:
+def _file_hash(loader: Loader) -> str:
     """The hash of a graph's file; empty for one that is not a file."""
-    file = graph.loader.file
-    return sha256(file) if file is not None and file.is_file() else ""
-
-
-def _say_what_is_done(journal: Journal, progress: Progress) -> None:
-    if journal.resumed:
-        progress.step(f"going on with an unfinished run: {journal.resumed} measurements are done")
-    elif journal.discarded:
-        changed = ", ".join(journal.discarded)
-        progress.step(f"an unfinished run of something else was discarded (changed: {changed})")
+    return sha256(loader.file) if loader.file is not None and loader.file.is_file() else ""
 
 
 @contextmanager

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,14 +24,15 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import nn
 
+from ..calibration.feeds import Array
 from ..common.console import Progress, Silent
 from ..common.text import table
 from ..common.writing import whole_file, write_text
 from ..errors import FeedError, UsageError
+from ..exporter.inputs import check_array, with_axes
 from ..exporter.model import Model
 from ..graphs.layers.base import NO_EDITS, LayerEdits, MoELayer, moe_layers, sharing_weights
-from ..graphs.layers.mumoe import MuMoE
-from .data import Array, LabelledData
+from .data import LabelledData, labelled, load_groups
 from .metrics import one_per_sample
 from .report.figures import COLOURS, INK, REFERENCE, drawn
 
@@ -117,125 +121,128 @@ class Specialisation:
 @torch.inference_mode()
 def specialise(
     model: Model,
-    data: LabelledData,
+    data: str | Path | LabelledData,
     *,
     layer: str | None = None,
-    groups: Array | None = None,
-    batch: int = BATCH,
+    group_by: str | Sequence[int | bool | str] | None = None,
     progress: Progress | None = None,
 ) -> Specialisation:
     """Returns what each expert of a layer, by default the last, does for the accuracy by class.
 
     One pass over the data, and one per expert over the inputs that take it in; those that give it a
-    coefficient of zero cannot change. `groups` [samples] are the subgroups whose mean coefficients
-    are taken, by default the classes. Raises UsageError for a layer that is not there, FeedError
-    for data without labels or a model that does not classify.
+    coefficient of zero cannot change. `group_by` are the subgroups whose mean coefficients are
+    taken, or the array of the file that holds them: by default the classes. Raises UsageError for a
+    layer that is not there, FeedError for data without labels or a model that does not classify.
     """
     progress = progress or Silent()
-    name = _layer_name(model, layer)
-    if data.labels is None:
+    held = labelled(data, model, 1).head(sys.maxsize)
+    x, labels = with_axes(held.inputs, model.input), held.labels
+    check_array(x, model.input, f"{model.source.path}: ")
+    groups = _subgroups(data, group_by, len(x))
+    name = list(model.layers)[-1] if layer is None else layer
+    if name not in model.layers:
+        raise UsageError(
+            f"--layer {name}: the model has no such MoE layer",
+            hint=f"its MoE layers: {', '.join(model.layers)}",
+        )
+    if labels is None:
         raise FeedError(
-            f"accuracy by class needs labels, and '{data.input_name}' comes without",
+            f"accuracy by class needs labels, and '{held.input_name}' comes without",
             hint="save them beside the inputs: numpy.savez(path, input=…, label=…)",
         )
-    if groups is not None and groups.shape != (len(data),):
-        raise FeedError(f"{groups.shape} subgroups for {len(data)} inputs")
     module = sharing_weights(model.module)
     watched = moe_layers(module)[name]
-    progress.step(f"accuracy by class of {model.source.path}", total=len(data))
-    base = _base(module, watched, data, batch, progress)
+    progress.step(f"accuracy by class of {model.source.path}", total=len(x))
+    right, means, takes_in, classes = [], [], [], 0
+    for rows in held.batches(BATCH):
+        with _coefficients(watched) as found:
+            scores = _scores(module, x[rows])
+        classes = scores.shape[1]
+        held.check_classes(classes)
+        right.append(scores.argmax(axis=1) == labels[rows])
+        means.append([a.mean(axis=1, dtype=np.float64) for a in found])
+        takes_in.append([(a != 0).any(axis=1) for a in found])
+        progress.advance(len(scores))
+    base = np.concatenate(right)
+    # By level: who takes an expert in [s, n], of a layer without coefficients everybody.
+    taken = list(map(np.concatenate, zip(*takes_in, strict=True))) or [
+        np.ones((len(x), n), dtype=bool) for n in watched.spec.levels
+    ]
+    by_class = partial(_by_class, labels, classes)
+    before = by_class(base)
     places = [(level, e) for level, n in enumerate(watched.spec.levels) for e in range(n)]
-    work = sum(int(base.takes_in[level][:, e].sum()) for level, e in places)
+    work = sum(int(taken[level][:, e].sum()) for level, e in places)
     progress.step(f"removing each of {len(places)} experts of {name}", total=work)
     effects = []
     for level, expert in places:
         watched.edits = LayerEdits(frozenset({(level, expert)}))
-        rows = np.flatnonzero(base.takes_in[level][:, expert])
-        right = base.right.copy()
-        for part in _parts(rows, batch):
-            right[part] = _predicted(module, data.inputs[part]) == data.labels[part]
-            progress.advance(len(part))
-        effects.append(_effect(level, expert, len(rows), base, right, data.labels))
+        inputs = np.flatnonzero(taken[level][:, expert])
+        right_now = base.copy()
+        for part in np.split(inputs, range(BATCH, len(inputs), BATCH)):
+            if part.size:
+                right_now[part] = _scores(module, x[part]).argmax(axis=1) == labels[part]
+                progress.advance(len(part))
+        after = by_class(right_now)
+        change = tuple(
+            None if was is None or now is None else now - was
+            for was, now in zip(before, after, strict=True)
+        )
+        moved = polysemanticity(before, change)
+        effects.append(ExpertEffect(level + 1, expert, len(inputs), after, change, moved))
     watched.edits = NO_EDITS
+    levels = list(map(np.concatenate, zip(*means, strict=True)))
     return Specialisation(
         model=model.source.path,
         family=model.family,
         layer=name,
         kind=watched.spec.kind,
         levels=watched.spec.levels,
-        accuracy=base.by_class(base.right, data.labels),
-        samples=tuple(np.bincount(data.labels, minlength=base.classes).tolist()),
+        accuracy=before,
+        samples=tuple(np.bincount(labels, minlength=classes).tolist()),
         experts=tuple(effects),
-        groups=_groups(base, data.labels if groups is None else groups),
+        groups=_groups(levels, labels if groups is None else groups),
     )
 
 
-@dataclass(frozen=True)
-class _Base:
-    """The untouched model on all inputs: what is right [s], and by level which experts take part.
-
-    `takes_in` are booleans [s, n], `means` the coefficients [s, n] averaged over tokens.
-    """
-
-    classes: int
-    right: Array
-    takes_in: tuple[Array, ...]
-    means: tuple[Array, ...]
-
-    def by_class(self, right: Array, labels: Array) -> tuple[float | None, ...]:
-        """The accuracy of each class."""
-        seen = np.bincount(labels, minlength=self.classes)
-        hits = np.bincount(labels[right], minlength=self.classes)
-        return tuple(
-            float(hit / count) if count else None for hit, count in zip(hits, seen, strict=True)
-        )
+def _subgroups(
+    data: str | Path | LabelledData, by: str | Sequence[int | bool | str] | None, samples: int
+) -> Array | None:
+    """The subgroup of each input; None where nobody names any."""
+    if isinstance(by, str):
+        if isinstance(data, LabelledData):
+            raise UsageError(
+                f"group_by={by!r} names an array of a file, and the data are none",
+                hint="give the subgroup of each input as a sequence",
+            )
+        return load_groups(Path(data), by, samples)
+    groups = None if by is None else np.asarray(by)
+    if groups is not None and groups.shape != (samples,):
+        raise FeedError(f"{groups.shape} subgroups for {samples} inputs")
+    return groups
 
 
-def _base(
-    module: nn.Module, layer: MoELayer, data: LabelledData, batch: int, progress: Progress
-) -> _Base:
-    records: list[list[Array]] = []
+@contextmanager
+def _coefficients(layer: MoELayer) -> Iterator[list[Array]]:
+    """Within the context a forward gives the layer's coefficients [b, m, n], by level, if any."""
+    found: list[Array] = []
 
     def record(_: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
-        assert isinstance(layer, MuMoE)
-        records.append([a.numpy() for a in layer.coefficients(args[0])])
+        found[:] = [made.chosen.numpy() for made in layer.choices(args[0]).values()]
 
-    handle = layer.register_forward_pre_hook(record) if isinstance(layer, MuMoE) else None
-    assert data.labels is not None
-    right, takes_in, means, classes = [], [], [], 0
+    # Where coefficients mix the experts, they are what is chosen.
+    handle = layer.register_forward_pre_hook(record) if layer.spec.rewritable else None
     try:
-        for rows in data.batches(batch):
-            records.clear()
-            scores = _scores(module, data.inputs[rows])
-            classes = scores.shape[1]
-            data.check_classes(classes)
-            right.append(scores.argmax(axis=1) == data.labels[rows])
-            for coefficients in records:
-                takes_in.append([(a != 0).any(axis=1) for a in coefficients])
-                means.append([a.mean(axis=1, dtype=np.float64) for a in coefficients])
-            progress.advance(len(scores))
+        yield found
     finally:
         if handle is not None:
             handle.remove()
-    all_of_them = [np.ones((len(data), n), dtype=bool) for n in layer.spec.levels]
-    return _Base(
-        classes,
-        np.concatenate(right),
-        tuple(map(np.concatenate, zip(*takes_in, strict=True))) if takes_in else (*all_of_them,),
-        tuple(map(np.concatenate, zip(*means, strict=True))),
-    )
 
 
-def _effect(
-    level: int, expert: int, inputs: int, base: _Base, right: Array, labels: Array
-) -> ExpertEffect:
-    before = base.by_class(base.right, labels)
-    after = base.by_class(right, labels)
-    change = tuple(
-        None if was is None or now is None else now - was
-        for was, now in zip(before, after, strict=True)
-    )
-    return ExpertEffect(level + 1, expert, inputs, after, change, polysemanticity(before, change))
+def _by_class(labels: Array, classes: int, right: Array) -> tuple[float | None, ...]:
+    """The accuracy of each class, None for one without inputs."""
+    seen = np.bincount(labels, minlength=classes)
+    hits = np.bincount(labels[right], minlength=classes)
+    return tuple(float(h / count) if count else None for h, count in zip(hits, seen, strict=True))
 
 
 def polysemanticity(
@@ -252,35 +259,16 @@ def polysemanticity(
     return math.sqrt(sum(d * d for d in shares) - largest**2 + (1 - largest) ** 2)
 
 
-def _groups(base: _Base, by: Array) -> tuple[Group, ...]:
-    found = []
-    for value in np.unique(by):
-        rows = by == value
-        means = tuple(tuple(mean[rows].mean(axis=0).tolist()) for mean in base.means)
-        found.append(Group(value.item(), int(rows.sum()), means))
-    return tuple(found)
-
-
-def _layer_name(model: Model, wanted: str | None) -> str:
-    names = list(model.layers)
-    if wanted is None:
-        return names[-1]
-    if wanted not in names:
-        raise UsageError(
-            f"--layer {wanted}: the model has no such MoE layer",
-            hint=f"its MoE layers: {', '.join(names)}",
+def _groups(means: Sequence[Array], by: Array) -> tuple[Group, ...]:
+    """Each subgroup with its mean coefficients, of those [s, n] of the levels."""
+    return tuple(
+        Group(
+            value.item(),
+            int((by == value).sum()),
+            tuple(tuple(mean[by == value].mean(axis=0).tolist()) for mean in means),
         )
-    return wanted
-
-
-def _parts(rows: Array, size: int) -> Iterator[Array]:
-    for start in range(0, len(rows), size):
-        yield rows[start : start + size]
-
-
-def _predicted(module: nn.Module, x: Array) -> Array:
-    predicted: Array = _scores(module, x).argmax(axis=1)
-    return predicted
+        for value in np.unique(by)
+    )
 
 
 def _scores(module: nn.Module, x: Array) -> Array:
@@ -333,34 +321,18 @@ def text(found: Specialisation) -> str:
     ]
     if mean is not None:
         lines.append(f"polysemanticity {mean:.3f} on average over these (0: one class, all of it)")
-        lines += ["", table(HEADER, [_cells(found, each) for each in changing[:SHOWN]])]
+        heads = ("expert", "inputs", "accuracy", "class changed most", "before", "after")
+        rows = []
+        for each in changing[:SHOWN]:
+            changed = each.most_changed
+            shares = (found.overall(each.accuracy), found.accuracy[changed], each.accuracy[changed])
+            overall, before, after = (f"{share:.1%}" for share in shares)
+            cells = (found.expert_name(each), each.inputs, overall, changed, before, after)
+            rows.append((*cells, f"{each.polysemanticity:.3f}"))
+        lines += ["", table((*heads, "polysemanticity"), rows)]
     if len(changing) > SHOWN:
         lines.append(f"… and {len(changing) - SHOWN} more")
     return "\n".join(lines)
-
-
-HEADER = (
-    "expert",
-    "inputs",
-    "accuracy",
-    "class changed most",
-    "before",
-    "after",
-    "polysemanticity",
-)
-
-
-def _cells(found: Specialisation, effect: ExpertEffect) -> tuple[str, ...]:
-    changed = effect.most_changed
-    return (
-        found.expert_name(effect),
-        str(effect.inputs),
-        f"{found.overall(effect.accuracy):.1%}",
-        str(changed),
-        f"{found.accuracy[changed]:.1%}",
-        f"{effect.accuracy[changed]:.1%}",
-        f"{effect.polysemanticity:.3f}",
-    )
 
 
 def _line(value: object) -> str:
@@ -369,7 +341,14 @@ def _line(value: object) -> str:
 
 def draw(found: Specialisation, path: Path) -> None:
     """Writes a PNG: a row per expert, its change of each class beside its polysemanticity."""
-    shown = found.ranked[:DRAWN]
+    changing = found.ranked
+    shown = changing[:DRAWN]
+    title = (
+        f"{Path(found.model).stem}, layer {found.layer}: removing {len(changing)} of "
+        f"{len(found.experts)} experts changes a class ({sum(found.samples)} inputs)"
+    )
+    if len(shown) < len(changing):
+        title += f"; the {len(shown)} that change most"
     size = (8.6, 1.9 + 0.21 * max(len(shown), 3))
     with drawn([path], size, sharey=True, width_ratios=(1.9, 1)) as ((left, right),):
         left.set_title("Change in accuracy, by class")
@@ -380,16 +359,7 @@ def draw(found: Specialisation, path: Path) -> None:
             for axes in (left, right):
                 axes.set_axis_off()
             left.text(0.5, 0.5, "no expert's removal changes a class", ha="center", color=INK)
-        left.figure.suptitle(_title(found, len(shown)), fontsize=9.5, color=INK)
-
-
-def _title(found: Specialisation, shown: int) -> str:
-    changing = len(found.ranked)
-    text = (
-        f"{Path(found.model).stem}, layer {found.layer}: removing {changing} of "
-        f"{len(found.experts)} experts changes a class ({sum(found.samples)} inputs)"
-    )
-    return text if shown == changing else f"{text}; the {shown} that change most"
+        left.figure.suptitle(title, fontsize=9.5, color=INK)
 
 
 def _changes(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> None:

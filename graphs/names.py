@@ -6,6 +6,7 @@ the names of this module may be searched for: a lowering is free in all others.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -45,6 +46,10 @@ def coefficients(level: int) -> str:
     return "coefficients" if level == 0 else f"coefficients_{level + 1}"
 
 
+_COEFFICIENTS = re.compile(r"(all_)?coefficients(_.*)?")
+"""What a muMoE layer's gate calls its nodes beside `gate`: before and after the k largest, cast."""
+
+
 def in_layer(layer: str, name: str) -> str:
     """Returns the name in a whole graph of what a layer calls `name`."""
     return f"{layer}/{name}"
@@ -56,6 +61,8 @@ def part_of(node: str, layer: str) -> str | None:
     if not node.startswith(scope):
         return None
     what = node.removeprefix(scope).split("/")[0].split(".")[0]
+    if _COEFFICIENTS.fullmatch(what):
+        return "router"
     return next((part for part, words in _PART_SCOPES.items() if what in words), "experts")
 
 

@@ -24,8 +24,7 @@ from typing import TypeVar
 import numpy as np
 import onnxruntime as ort
 import torch
-from moexport.bench.measure.flops import layer_parts
-from moexport.bench.measure.roofline import Microbenchmarks, Rates, limit_ms
+from moexport.bench.measure.roofline import Microbenchmarks, Rates, layer_parts, limit_ms
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing

@@ -16,15 +16,17 @@ from tempfile import TemporaryDirectory
 import moexport
 import numpy as np
 import torch
-from moexport.bench.measure.flops import (
+from moexport.bench.measure.roofline import (
     NO_PRODUCTS,
-    IntegerLinear,
+    Microbenchmarks,
     ModelWork,
     Products,
+    Rates,
+    limit_ms,
     products_of,
     work_of,
 )
-from moexport.bench.measure.roofline import Microbenchmarks, Rates, limit_ms
+from moexport.bench.plan import IntegerLinear
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing

@@ -17,8 +17,7 @@ import numpy as np
 import torch
 from einops import einsum, rearrange
 from entmax import entmax15
-from moexport.bench.measure.flops import layer_parts
-from moexport.bench.measure.roofline import Rates, limit_ms, machine_rates
+from moexport.bench.measure.roofline import Rates, layer_parts, limit_ms, machine_rates
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing

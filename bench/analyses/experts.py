@@ -24,8 +24,8 @@ from ...errors import FeedError, UsageError
 from ...exporter.model import Model
 from ...graphs.layers.base import recorded_choices, sharing_weights
 from ...graphs.layers.soft_moe import soft_moe_layers
-from ..cases import Candidate
 from ..data import Labelled, LabelledData
+from ..plan import Candidate
 from ..runners.pytorch import untouched
 from .findings import EXPERTS, PASSES, SUMS, BestSubsets, ExpertStudy, Kept, RandomChoice, Shares
 

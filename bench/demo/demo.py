@@ -22,8 +22,7 @@ from ...exporter.job import export_job
 from ...exporter.options import ExportOptions, PrecisionOptions, parse_k
 from ...graphs.choices import Precision
 from ...graphs.targets import Target
-from ..cases import Candidate
-from ..plan import Settings
+from ..plan import Candidate, Settings
 from ..report.text import rows_table
 from ..run import bench
 from ..runners.candidates import Sweep, from_bundle

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...common.text import table
 from ...common.timing import Protocol
@@ -24,7 +25,7 @@ from ...exporter.inspect import support
 from ...exporter.options import parse_k
 from ...graphs.layers import mumoe
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec
-from ..data import Array, LabelledData
+from ..data import LabelledData
 from ..plan import Settings
 from ..report.text import rows_table
 from ..results import Results

@@ -1,19 +1,29 @@
-"""The latency of cases timed in turn on the same inputs, and how far other work disturbed it."""
+"""How long calls take: cases timed in turn on the same inputs, and where a graph's time goes.
+
+The parts are by ONNX Runtime's profile: nodes of a layer are named `LAYER/what/…`
+(`graphs.builder`), which tells routing from experts. The runtime's clock around every node makes
+small nodes look slower than they are: the parts are for comparing with each other, the latency is
+measured without it.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from ...calibration.feeds import Array
 from ...common import timing
 from ...common.console import Progress
-from ..cases import Case, TimingGroup
+from ...graphs.names import PARTS, part_of
 from ..data import LabelledData
-from ..results import Results
+from ..plan import Case, TimingGroup
+from ..results import Part
 from ..runners.base import Loader, Runner
 
 PREPARATIONS = 100
@@ -77,7 +87,7 @@ def measure_group(
     runners: Mapping[Case, Runner | Loader],
     data: LabelledData,
     *,
-    benchmarks: Mapping[str, timing.Call] | None = None,
+    benchmarks: Mapping[str, timing.Call],
     progress: Progress | None = None,
     done: Sequence[timing.Round] = (),
     keep: Callable[[timing.Round], None] = lambda found: None,
@@ -92,7 +102,7 @@ def measure_group(
     protocol = replace(group.protocol, inputs=len(batches))
     calls = {c.label: TimedRunner(runners[c], batches) for c in group.cases if c in runners}
     measured = timing.measure(
-        calls | dict(benchmarks or {}),
+        calls | dict(benchmarks),
         protocol,
         title=f"{group.model}, batch {group.batch}: timing",
         progress=progress,
@@ -110,9 +120,6 @@ def group_batches(group: TimingGroup, data: LabelledData) -> list[Array]:
 
 
 TASKS = Path("/proc/self/task")
-
-DISTURBED = 0.1
-"""From this share on times are those of a shared machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,13 +150,83 @@ class Scheduled:
         return waited / (ran + waited) if ran + waited > 0 else None
 
 
-def disturbance(results: Results) -> str:
-    """Returns a sentence on how far other work disturbed the rows; empty where it did not."""
-    shares = [each["share"] for each in results.protocol.get("waited", ())]
-    most = max(shares, default=0.0)
-    if most < DISTURBED:
-        return ""
-    return (
-        "Other work on the machine disturbed these times: threads waited for a core up to "
-        f"{most:.0%} of the time that they wanted one. Measure again on a quiet machine."
+WARMUP = 2
+PASSES = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One timed span of a profile, in microseconds; its nodes may lie within one another."""
+
+    name: str
+    start: float
+    end: float
+    thread: int
+
+    def within(self, outer: Event) -> bool:
+        """Whether the span lies in another one."""
+        return self.thread == outer.thread and outer.start <= self.start and self.end <= outer.end
+
+
+def parts_of(loader: Loader, batches: Sequence[Array], layers: Sequence[str]) -> tuple[Part, ...]:
+    """Returns the parts of a graph, as medians over calls with these batches in turn.
+
+    `layers` are the names of its MoE layers. The first calls are left out: they allocate.
+    """
+    events = loader.profile(batches, WARMUP + PASSES * len(batches))
+    return parts_of_profile(events, layers, skip=WARMUP)
+
+
+def parts_of_profile(
+    profile: Iterable[Mapping[str, Any]], layers: Sequence[str], *, skip: int = 0
+) -> tuple[Part, ...]:
+    """Returns the median milliseconds of each part per call, the first `skip` calls left out."""
+    events = list(profile)
+    runs = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run")[
+        skip:
+    ]
+    if not runs:
+        return ()
+    began = runs[0][0]
+    nodes = [
+        Event(e["name"].removesuffix("_kernel_time"), e["ts"], e["ts"] + e["dur"], e.get("tid", 0))
+        for e in events
+        if e.get("cat") == "Node" and e["name"].endswith("_kernel_time") and e["ts"] >= began
+    ]
+    starts = [start for start, _ in runs]
+    sums: dict[tuple[str | None, str], list[float]] = defaultdict(lambda: [0.0] * len(runs))
+    inside = [0.0] * len(runs)
+    for event, own_us in own_times(nodes):
+        run = bisect_right(starts, event.start) - 1
+        sums[part_of_node(event.name, layers)][run] += own_us
+        inside[run] += own_us
+    sums[None, "runtime"] = [
+        max(0.0, end - start - own) for (start, end), own in zip(runs, inside, strict=True)
+    ]
+    of_layers = ((layer, part) for layer in layers for part in PARTS)
+    order = (*of_layers, (None, "host"), (None, "runtime"))
+    return tuple(
+        Part(layer, part, median(sums[layer, part]) / 1e3)
+        for layer, part in order
+        if (layer, part) in sums
     )
+
+
+def own_times(events: Sequence[Event]) -> Iterable[tuple[Event, float]]:
+    """Yields each event with the time that no event within it takes: an `If` holds its branch."""
+    open_events: list[tuple[Event, list[float]]] = []  # each with the times of those inside
+    for event in sorted(events, key=lambda e: (e.thread, e.start, -e.end)):
+        while open_events and not event.within(open_events[-1][0]):
+            outer, inside = open_events.pop()
+            yield outer, outer.end - outer.start - sum(inside)
+        if open_events:
+            open_events[-1][1].append(event.end - event.start)
+        open_events.append((event, []))
+    for outer, inside in reversed(open_events):
+        yield outer, outer.end - outer.start - sum(inside)
+
+
+def part_of_node(name: str, layers: Sequence[str]) -> tuple[str | None, str]:
+    """Returns the layer and part of a node by its name; `host` is the backbone."""
+    parts = ((layer, part_of(name, layer)) for layer in layers)
+    return next(((layer, part) for layer, part in parts if part is not None), (None, "host"))

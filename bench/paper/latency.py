@@ -24,8 +24,9 @@ from ...exporter.model import Model, Source, TensorSpec
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from ..data import LabelledData
 from ..plan import Settings
+from ..report.page import write_all
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, Results, Row
-from ..run import bench, write_all
+from ..run import bench
 from ..runners.candidates import Sweep, exported
 from ..runners.pytorch import untouched
 from . import published

@@ -17,9 +17,8 @@ from ...exporter.checkpoints.load import load
 from ..analyses.experts import Wanted, study
 from ..analyses.findings import EXPERTS, ExpertStudy
 from ..analyses.report import FRACTIONS, text
-from ..cases import Candidate
 from ..demo import digits
-from ..plan import Settings
+from ..plan import Candidate, Settings
 from ..results import Results
 from ..run import bench
 from ..runners.candidates import Sweep, exported

@@ -26,8 +26,9 @@ from ...exporter.families.layer_only import TokenBackbone
 from ...exporter.model import Model, Source, TensorSpec
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights, activate
 from ..measure.memory import measure_memory, pickled
+from ..report.page import write_all
 from ..results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
-from ..run import with_threads, write_all
+from ..run import with_threads
 from ..runners.base import Loader, Runner
 from ..runners.candidates import Sweep, exported
 from ..runners.pytorch import PyTorch

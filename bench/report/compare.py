@@ -7,7 +7,6 @@ from pathlib import Path
 
 from ...common import timing
 from ...errors import CheckError, MoexportError, UsageError
-from ..measure.latency import disturbance
 from ..results import Results, Row, read
 from .summary import line_name, milliseconds
 
@@ -128,8 +127,8 @@ def _notes(before: Results, now: Results, only_before: int, only_now: int) -> tu
     if moved:
         notes.append(f"Other versions: {', '.join(moved)}.")
     for which, results in (("The earlier file", before), ("This file", now)):
-        if disturbance(results):
-            notes.append(f"{which}: {disturbance(results)}")
+        if results.disturbance:
+            notes.append(f"{which}: {results.disturbance}")
     hashes = {model.name: model.sha256 for model in before.models}
     other = [m.name for m in now.models if hashes.get(m.name, m.sha256) not in ("", m.sha256)]
     if other:

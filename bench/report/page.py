@@ -12,7 +12,7 @@ import base64
 import gzip
 import json
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from itertools import pairwise
@@ -20,12 +20,15 @@ from pathlib import Path
 from typing import Any
 
 from ...common.text import count, size
-from ...common.writing import write_text
-from ..analyses.findings import studies_in
-from ..measure.latency import disturbance
-from ..results import Results, Row, as_json
+from ...common.writing import check_file, told, write_text
+from ...errors import UsageError
+from ..analyses.findings import ExpertStudy, studies_in
+from ..analyses.report import figures as charts
+from ..analyses.report import titled
+from ..results import Results, Row, as_json, write
 from ..runners.available import KINDS
-from .compare import Comparison
+from .compare import Change, Comparison
+from .figures import figures
 from .summary import (
     GPU_MS,
     KEPT,
@@ -33,19 +36,69 @@ from .summary import (
     caveat,
     claim,
     engine_name,
+    line_name,
     milliseconds,
+    percent,
     row_name,
     sections,
     short_name,
     summary,
 )
-from .tables import analyses_card, comparison_card, parity_card
-from .text import method_lines, reproduce, to_csv
+from .text import method_lines, reproduce, to_csv, to_markdown
+
+Cell = str | tuple[str, str]
+"""Text, or text and what it is: good, bad, quiet."""
+
+Card = dict[str, Any]
+"""`id`, `title`, `intro` and `notes` (sentences); `tables` have `title`, `heads`, `groups` of lines."""
+
+PARITY_NOTE = (
+    "Against PyTorch with the same k: the share of samples for which every layer chose the same "
+    "experts, the mean Jaccard index of the chosen sets, and the outputs. There is nothing to "
+    "compare where all experts are kept, and in PyTorch's own rows."
+)
+
+RANDOM_NOTE = (
+    "Random: experts drawn anew for each input and layer, once per seed; σ is the seeds' sample "
+    "standard deviation. All sets: best per input knows the label; best for all was chosen on the "
+    "same labels; distinct best counts the sets with the least loss for some input. Shares are "
+    "means over inputs."
+)
 
 
 def write_report(results: Results, path: Path, comparison: Comparison | None = None) -> None:
     """Writes the page, whole or not at all."""
     write_text(html(results, comparison), path)
+
+
+def write_all(
+    results: Results, out: Path, comparison: Comparison | None = None
+) -> tuple[Path, ...]:
+    """Writes results.json and every view of it to a folder; returns their paths."""
+    write(results, out / "results.json")
+    return (out / "results.json", *write_views(results, out / "report.html", comparison))
+
+
+def write_views(
+    results: Results, page: Path, comparison: Comparison | None = None
+) -> tuple[Path, ...]:
+    """Writes the page, and beside it the rows as Markdown and CSV and the figures.
+
+    Raises UsageError for a page that one of the others would take the place of.
+    """
+    check_file(page)
+    if page.suffix not in (".html", ".htm"):
+        raise UsageError(
+            f"--output {page}: the page is HTML",
+            hint=f"for example -o {page.stem or 'report'}.html",
+        )
+    write_report(results, page, comparison)
+    markdown, rows = page.with_suffix(".md"), page.with_suffix(".csv")
+    write_text(to_markdown(results, comparison), markdown)
+    write_text(to_csv(results), rows)
+    with told(page.parent):
+        drawn = (*figures(results, page.parent), *charts(studies_in(results.analyses), page.parent))
+    return (page, markdown, rows, *drawn)
 
 
 def html(results: Results, comparison: Comparison | None = None) -> str:
@@ -95,7 +148,7 @@ def payload(results: Results, comparison: Comparison | None = None) -> dict[str,
         "rows": [_words(results, found[row.model, row.batch], row) for row in results.rows],
         "keep": KEPT,
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
-        "disturbed": disturbance(results),
+        "disturbed": results.disturbance,
         "tables": [
             *([] if comparison is None else [comparison_card(comparison)]),
             *([analyses_card(studies)] if studies else []),
@@ -211,3 +264,88 @@ def _plain(value: Any) -> str:
     if isinstance(value, list):
         return "; ".join(_plain(item) for item in value)
     return str(value)
+
+
+def _card(
+    name: str,
+    title: str,
+    tables: Sequence[tuple[str, Sequence[str], Mapping[str, Sequence[Sequence[Cell]]]]],
+    *,
+    intro: Sequence[str] = (),
+    notes: Sequence[str] = (),
+) -> Card:
+    listed = [
+        {
+            "title": each,
+            "heads": heads,
+            "groups": {key: rows for key, rows in groups.items() if rows},
+        }
+        for each, heads, groups in tables
+        if any(groups.values())
+    ]
+    return {"id": name, "title": title, "intro": intro, "tables": listed, "notes": notes}
+
+
+def parity_card(shown: Sequence[Section]) -> Card:
+    """Returns, per graph and k, whether PyTorch's experts were chosen and its values computed."""
+    groups: dict[str, list[Sequence[Cell]]] = {}
+    for section in shown:
+        # Agreement does not depend on the batch size: it is taken once, and told once.
+        if section.model in groups:
+            continue
+        lines: list[Sequence[Cell]] = []
+        for line in section.series:
+            for row in line.rows:
+                routing, parity = row.routing, row.parity
+                if routing is None and parity is None:
+                    continue
+                same = near = ("–", "–")
+                if routing is not None:
+                    same = (f"{routing.exact:.2%}", f"{routing.jaccard:.4f}")
+                if parity is not None:
+                    near = (f"{parity.max_abs:.2g}", f"{parity.cosine:.7f}")
+                lines.append((line.name, f"{row.k}/{row.experts}", *same, *near))
+        groups[section.model] = lines
+    heads = ("Engine", "k", "Same experts", "Jaccard", "Largest difference", "Cosine")
+    note = PARITY_NOTE if any(groups.values()) else "Not measured."
+    return _card("parity", "Parity with PyTorch", [("", heads, groups)], notes=[note])
+
+
+def comparison_card(comparison: Comparison) -> Card:
+    """Returns what changed since an earlier file."""
+    heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
+    groups: dict[str, list[Sequence[Cell]]] = {}
+    for change in comparison.notable:
+        key = f"{change.now.model}, batch {change.now.batch}"
+        groups.setdefault(key, []).append(_change(change))
+    return _card(
+        "comparison",
+        "What changed",
+        [("", heads, groups)],
+        intro=[comparison.sentence],
+        notes=comparison.notes,
+    )
+
+
+def _change(change: Change) -> tuple[Cell, ...]:
+    moved: Cell = "–"
+    if change.ratio is not None:
+        sign = f"{change.ratio - 1:+.0%}"
+        kind = "good" if change.ratio < 1 else "bad"
+        moved = (sign, kind) if change.beyond_spread else (f"≈ {sign}", "quiet")
+    both = (change.before, change.now)
+    latencies = ["–" if r.median_ms is None else milliseconds(r.median_ms) for r in both]
+    kept = ["–" if row.kept is None else percent(row.kept) for row in both]
+    name = f"{change.now.k}/{change.now.experts}"
+    return (line_name(change.now), name, *latencies, moved, *kept)
+
+
+def analyses_card(studies: Sequence[ExpertStudy]) -> Card:
+    """Returns the tables of the studies of experts."""
+    tables = []
+    for title, (header, rows) in titled(studies).items():
+        groups: dict[str, list[Sequence[Cell]]] = {}
+        for model, *cells in rows:
+            groups.setdefault(model, []).append(cells)
+        tables.append((title, header[1:], groups))
+    return _card("experts", "Which experts", tables, notes=[RANDOM_NOTE])

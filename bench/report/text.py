@@ -11,7 +11,6 @@ from ...common.text import csv_cell, markdown, markdown_text, printable, table
 from ...common.timing import Latency
 from ..analyses.findings import studies_in
 from ..analyses.report import text as studies_text
-from ..measure.latency import disturbance
 from ..results import PYTORCH_EAGER, Results, Row
 from .compare import Comparison
 from .summary import (
@@ -110,8 +109,8 @@ def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
         lines += ["## What changed", "", markdown_text(comparison.sentence), ""]
         lines += [f"- {markdown_text(change.label)}" for change in comparison.notable]
         lines += [f"- {markdown_text(note)}" for note in comparison.notes] + [""]
-    if disturbance(results):
-        lines += [f"> {markdown_text(disturbance(results))}", ""]
+    if results.disturbance:
+        lines += [f"> {markdown_text(results.disturbance)}", ""]
     lines += ["## How it was measured", ""]
     lines += [f"- {markdown_text(line)}" for line in method_lines(results)]
     absent = (f"not measured: {each.engine} ({each.reason})" for each in results.absent)

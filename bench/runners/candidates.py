@@ -1,9 +1,9 @@
-"""Makes what a benchmark measures from what a user names: models and bundles."""
+"""Makes what a benchmark measures from what a user names: models, exported for it, and bundles."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -22,20 +22,19 @@ from ...exporter.checkpoints.load import load
 from ...exporter.edits import Edits
 from ...exporter.export import export_plan
 from ...exporter.inputs import AxisRange
-from ...exporter.job import export_job
-from ...exporter.model import Model, edited
-from ...exporter.options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions, resolve_k
-from ...exporter.plan import GraphPlan, Plan, plan_graph
+from ...exporter.job import ExportJob, export_job
+from ...exporter.model import Model
+from ...exporter.options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions, parse_k
+from ...exporter.plan import GraphPlan, plan_graph
 from ...exporter.session import PROVIDERS
 from ...exporter.tensorrt.backends import BACKENDS
 from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...exporter.write import manifest_of, write_graphs
 from ...graphs.choices import Precision, Scope
-from ...graphs.lower import Lowered
 from ...graphs.targets import Target
-from ..cases import Candidate, GraphSource
-from ..measure.flops import integer_linears
+from ..measure.roofline import integer_linears
+from ..plan import Candidate, GraphSource
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from .available import KINDS, EngineKind
 from .base import Loader, Runner
@@ -85,11 +84,7 @@ class Sweep:
 
 @contextmanager
 def exported(
-    model: Model,
-    sweep: Sweep,
-    *,
-    name: str | None = None,
-    progress: Progress | None = None,
+    model: Model, sweep: Sweep, *, name: str | None = None, progress: Progress | None = None
 ) -> Iterator[Candidate]:
     """Yields a model with a graph per k and lowering, exported to a folder that goes after.
 
@@ -98,28 +93,27 @@ def exported(
     """
     progress = progress or Silent()
     graphs: list[GraphSource] = []
-    specs = {layer: module.spec for layer, module in model.layers.items()}
+    ks = [_whole(export_job(model, ExportOptions(k=k))) for k in sweep.ks]
     with TemporaryDirectory(prefix="moexport-bench-") as folder:
         for runtime, precision in product(sweep.runtimes, sweep.precisions):
             place = Path(folder) / f"{runtime.name}-{precision}"
             place.mkdir()
             progress.step(f"exporting {model.source.path} for {runtime.name} in {precision}")
             try:
-                graphs += _sources(model, sweep, runtime, precision, place)
+                graphs += _sources(model, sweep, ks, runtime, precision, place)
             except (LoweringError, UsageError, CalibrationError) as error:
                 if precision == "fp32" and not runtime.compiles:
                     raise
                 # A precision that a model or target cannot take is a row that says so.
-                every = product(sweep.ks, sweep.lowerings)
-                reasons = {(_largest(resolve_k(k, specs)), name): error for k, name in every}
-                graphs += _refused(reasons, runtime, precision)
+                every = product(map(_largest, ks), sweep.lowerings)
+                graphs += _refused(dict.fromkeys(every, error), runtime, precision)
         said = [each.loader.reason for each in graphs if isinstance(each.loader, Refused)]
         if graphs and len(said) == len(graphs):
             raise said[0]
         yield Candidate(
             name=name or _named(model.source.path),
             model=model,
-            ks=tuple(sorted({_largest(resolve_k(k, specs)) for k in sweep.ks}, reverse=True)),
+            ks=tuple(sorted(set(map(_largest, ks)), reverse=True)),
             graphs=tuple(graphs),
             renormalize=sweep.renormalize,
             engines=sweep.engines,
@@ -148,60 +142,60 @@ def _refused(
 
 
 def _sources(
-    model: Model, sweep: Sweep, runtime: EngineKind, precision: Precision, folder: Path
+    model: Model,
+    sweep: Sweep,
+    ks: Sequence[Mapping[str, int]],
+    runtime: EngineKind,
+    precision: Precision,
+    folder: Path,
 ) -> list[GraphSource]:
     """Exports the graphs of a sweep for one runtime; a lowering twice the same is one graph.
 
     One that cannot serve a layer in this precision is refused by itself.
     """
     assert runtime.target is not None
+    int8 = precision == "int8"
     options = ExportOptions(
         target=runtime.target,
         renormalize=sweep.renormalize,
-        precision=PrecisionOptions(
-            precision, scope=sweep.scope if precision == "int8" else "experts"
-        ),
+        precision=PrecisionOptions(precision, scope=sweep.scope if int8 else "experts"),
         verify=False,
     )
-    data = sweep.calibration if precision == "int8" else None
-    planned = export_plan(export_job(model, options, data=data))
-    integers = _integers({each.node: each.reason for each in planned.precision.linears})
-    specs = {layer: module.spec for layer, module in model.layers.items()}
+    planned = export_plan(export_job(model, options, data=sweep.calibration if int8 else None))
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
-    for k, lowering, batch in product(sweep.ks, sweep.lowerings, sweep.batches):
-        ks = resolve_k(k, specs)
+    for k, lowering, batch in product(ks, sweep.lowerings, sweep.batches):
+        job = replace(planned.job, options=replace(options, batch=_exactly(batch)), k=k)
         try:
-            sized = replace(options, batch=AxisRange(batch, batch, batch))
-            job = replace(planned.job, options=sized, k=ks)
             graph = plan_graph(job, planned.traced, lowering, f"model-{len(graphs)}.onnx")
         except LoweringError as error:
-            reasons[_largest(ks), lowering] = error
+            reasons[_largest(k), lowering] = error
         else:
-            graphs.setdefault((_largest(ks), graph.lowerings), graph)
+            graphs.setdefault((_largest(k), graph.lowerings), graph)
     refused = _refused(reasons, runtime, precision)
     if not graphs:
         return refused
     planned = replace(planned, graphs=tuple(graphs.values()))
     lowered = write_graphs(planned, folder)
-    if runtime.compiles:
-        _write_manifest(planned, lowered, folder)
-    engine = engine_options(model, sweep, runtime.engine) if runtime.compiles else None
-    experts = {name: spec.experts for name, spec in specs.items() if _has_sets(spec.kind)}
+    engine = None
+    if runtime.compiles:  # engines are built into a bundle
+        manifest = manifest_of(planned, lowered, {}, folder)
+        (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
+        engine = engine_options(model, sweep, runtime.engine)
+    linears = {each.node: each.reason for each in planned.precision.linears}
     return refused + [
         GraphSource(
             k=k,
-            lowering="+".join(sorted(set(names))),
+            lowering=_joined(names),
             loader=_loader(
-                *(runtime, sweep, folder / graph.file),
-                *(selected_values(lowered[graph.file].values), experts),
-                engine=engine,
+                *(runtime, sweep, model, folder / graph.file),
+                *(selected_values(lowered[graph.file].values), None, engine),
             ),
             provider=runtime.provider,
             precision=precision,
             engine=runtime.engine,
             k_by_layer={layer.name: layer.work.k for layer in graph.layers},
-            integers=integer_linears(folder / graph.file, integers),
+            integers=integer_linears(folder / graph.file, _integers(linears)),
         )
         for (k, names), graph in graphs.items()
     ]
@@ -210,22 +204,18 @@ def _sources(
 def _loader(
     runtime: EngineKind,
     sweep: Sweep,
+    model: Model,
     file: Path,
     selected: Mapping[str, str],
-    experts: Mapping[str, int],
-    k: int | None = None,
+    k: int | None,
     engine: EngineOptions | None = None,
 ) -> Loader:
     """What opens a graph's `file` in a runtime; `k` where it is an input of the graph."""
     if runtime.compiles:
         return EngineLoader(file.parent, runtime.engine, file.name, k, engine)
+    specs = {name: layer.spec for name, layer in model.layers.items()}
+    experts = {name: spec.experts for name, spec in specs.items() if spec.chooses_sets}
     return OnnxLoader(file, selected, experts, k, sweep.threads, PROVIDERS[runtime.provider])
-
-
-def _write_manifest(planned: Plan, lowered: Mapping[str, Lowered], folder: Path) -> None:
-    """Makes the folder a bundle, which is what engines are built into."""
-    manifest = manifest_of(planned, lowered, {}, folder)
-    (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
 
 
 def engine_options(model: Model, sweep: Sweep, backend: str) -> EngineOptions:
@@ -253,8 +243,17 @@ def _exactly(size: int) -> AxisRange:
     return AxisRange(size, size, size)
 
 
-def _largest(ks: Mapping[str, int | None]) -> int:
-    return max(value for value in ks.values() if value is not None)
+def _joined(lowerings: Iterable[str]) -> str:
+    return "+".join(sorted(set(lowerings)))
+
+
+def _whole(job: ExportJob) -> dict[str, int]:
+    """Each layer's k of a job that has one."""
+    return {layer: k for layer, k in job.k.items() if k is not None}
+
+
+def _largest(ks: Mapping[str, int]) -> int:
+    return max(ks.values())
 
 
 def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> Candidate:
@@ -262,48 +261,82 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
 
     The k of a sweep are measured where the bundle's k is a graph input; a baked k stays. Without
     `model` the checkpoint that the manifest names is loaded; `UsageError` when it is gone or
-    another.
+    another. `BundleError` for a graph or weights that are not as they were written.
     """
     record = bundle.manifest
     edits = Edits.from_records(record.edits, str(bundle.path / MANIFEST_FILE))
-    model = edited(model or _source_of(bundle), edits)
+    model = export_job(model or _source_of(bundle), ExportOptions(edits=edits)).model
     takes_k = record.k == "input"
-    experts = {m.name: m.experts for m in record.layers if _has_sets(m.kind)}
-    if takes_k:
-        specs = {name: layer.spec for name, layer in model.layers.items()}
-        ks = [_largest(resolve_k(each, specs)) for each in sweep.ks]
-    else:
-        ks = [max(layer.k for layer in record.layers if layer.k is not None)]
+    baked = {layer.name: layer.k for layer in record.layers if layer.k is not None}
+    asked = sweep.ks if takes_k else ()
+    ks = [_largest(_whole(export_job(model, ExportOptions(k=k)))) for k in asked]
+    ks = ks or [_largest(baked)]
     linears = _integers(record.numbers.get("linears", {}))
-    integers = {
-        graph.file: integer_linears(bundle.path / graph.file, linears) for graph in record.graphs
-    }
+    graphs = []
+    for graph in record.graphs:
+        file = bundle.graph_file(graph.file)
+        integers = integer_linears(file, linears)
+        for k, runtime in product(ks, sweep.runtimes):
+            given = k if takes_k else None
+            source = GraphSource(
+                k=k,
+                lowering=_joined(graph.lowerings.values()),
+                loader=_loader(runtime, sweep, model, file, graph.selected, given),
+                provider=runtime.provider,
+                precision=record.precision,
+                engine=runtime.engine,
+                k_by_layer=baked,
+                floating=frozenset(m.name for m in record.layers if m.precision != "int8"),
+                integers=integers,
+            )
+            graphs.append(source)
     return Candidate(
         name=bundle.path.name,
         model=model,
         ks=tuple(ks),
-        graphs=tuple(
-            GraphSource(
-                k=k,
-                lowering="+".join(sorted(set(graph.lowerings.values()))),
-                loader=_loader(
-                    *(runtime, sweep, bundle.path / graph.file, graph.selected, experts),
-                    k if takes_k else None,
-                ),
-                provider=runtime.provider,
-                precision=record.precision,
-                engine=runtime.engine,
-                k_by_layer={layer.name: layer.k for layer in record.layers if layer.k is not None},
-                floating=frozenset(m.name for m in record.layers if m.precision != "int8"),
-                integers=integers[graph.file],
-            )
-            for graph in record.graphs
-            for k in ks
-            for runtime in sweep.runtimes
-        ),
+        graphs=tuple(graphs),
         renormalize=record.renormalize,
         engines=sweep.engines,
     )
+
+
+def check_exported(listed: Sequence[Model | Bundle], sweep: Sweep) -> None:
+    """Raises `UsageError` for what says how a model is exported where only bundles are."""
+    following = (*listed[1:], None)
+    pairs = zip(listed, following, strict=True)
+    if any(isinstance(each, Model) and not isinstance(then, Bundle) for each, then in pairs):
+        return
+    idle = {
+        "--lowering": sweep.lowerings != (AUTO,),
+        "--precision": sweep.precisions != ("fp32",),
+        "--target": sweep.cpu_target != "onnx",
+    }
+    for option in (option for option, given in idle.items() if given):
+        raise UsageError(
+            f"{option}: the bundles that were named are measured as they are",
+            hint=f"leave {option} out, or name a model without its bundle",
+        )
+
+
+@contextmanager
+def candidates_of(
+    listed: Sequence[Model | Bundle], sweep: Sweep, progress: Progress
+) -> Iterator[list[Candidate]]:
+    """Yields a candidate per model; the bundles that follow a model are measured beside it."""
+    found: list[Candidate] = []
+    places: list[Path] = []
+    model: Model | None = None
+    with ExitStack() as stack:
+        for item, then in zip(listed, (*listed[1:], None), strict=True):
+            if isinstance(item, Bundle):
+                found.append(from_bundle(item, sweep, model=model))
+                places.append(item.path)
+                continue
+            model = item
+            if not isinstance(then, Bundle):
+                found.append(stack.enter_context(exported(model, sweep, progress=progress)))
+                places.append(Path(model.source.path))
+        yield with_distinct_names(found, places)
 
 
 def _named(source: str) -> str:
@@ -357,11 +390,6 @@ def _source_of(bundle: Bundle) -> Model:
     return model
 
 
-def _has_sets(kind: str) -> bool:
-    """Whether layers of a kind choose a set of experts per input, which routing rows compare."""
-    return kind == "soft-moe"
-
-
 def parse_precisions(text: str) -> tuple[Precision, ...]:
     """Returns the precisions of a list; UsageError for a name that is none."""
     names = [part.strip() for part in text.split(",") if part.strip()]
@@ -372,3 +400,14 @@ def parse_precisions(text: str) -> tuple[Precision, ...]:
             hint=near_miss(next(iter(unknown), ""), get_args(Precision)),
         )
     return tuple(dict.fromkeys(cast(Precision, name) for name in names))
+
+
+def parse_ks(k: Sequence[int | float | str]) -> tuple[KOption, ...]:
+    """Returns the k of a sweep: at least one, and none left to the run, else UsageError."""
+    ks = tuple(map(parse_k, k))
+    if not ks or "input" in ks:
+        raise UsageError(
+            "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
+            hint="for example --k n,0.5,0.25; a bundle whose k is an input is measured at each",
+        )
+    return ks

@@ -14,14 +14,12 @@ from torch import Tensor, nn
 
 from ...calibration.feeds import Array
 from ...common.user_code import names_code
-from ...errors import FeedError, UsageError
+from ...errors import FeedError
 from ...exporter.checkpoints.load import load
 from ...exporter.model import Model
 from ...graphs.layers.base import Algorithm, moe_layers, recorded_choices, sharing_weights
-from ...graphs.layers.soft_moe import soft_moe_layers
-from ..cases import Candidate, Case
-from ..results import PYTORCH_ALGORITHM_2, PYTORCH_COMPILE, PYTORCH_EAGER
-from .available import KINDS, EngineKind
+from ..plan import Candidate, Case
+from ..results import PYTORCH_ALGORITHM_2, PYTORCH_COMPILE
 from .base import Loader, Runner, in_batches
 
 CUDA = "cuda"
@@ -53,10 +51,11 @@ class PyTorch(Runner):
 
     @torch.inference_mode()
     def with_routing(self, x: Array) -> tuple[Array, dict[str, Array]]:
-        """Returns the outputs, and the chosen experts [b, k] of each Soft MoE layer with k < n."""
+        """Returns the outputs, and the experts [b, k] that each layer with k < n chose."""
         with recorded_choices(self.module) as choices:
             output = self.infer(x)
-        sizes = {name: m.spec.experts for name, m in soft_moe_layers(self.module).items()}
+        specs = {name: layer.spec for name, layer in moe_layers(self.module).items()}
+        sizes = {name: spec.experts for name, spec in specs.items() if spec.chooses_sets}
         chosen = {name: choices[name].chosen.numpy() for name in sizes}
         return output, {name: s for name, s in chosen.items() if s.shape[1] < sizes[name]}
 
@@ -190,59 +189,47 @@ def outputs_of(base: PyTorch, x: Array, name: str) -> Array:
         ) from error
 
 
-@dataclass(frozen=True, slots=True)
-class TorchForm:
-    """One form in which PyTorch runs a model: on the CPU or, by the provider `cuda`, on a GPU."""
-
-    engine: str
-    k: int
-    batches: tuple[int, ...]
-    renormalize: bool = False
-    provider: str = "cpu"
-
-    def of(self, model: Model) -> Runner:
-        """Returns the model, which lies where the form runs it, in this form."""
-        runner: Callable[[nn.Module], Runner]
-        runner = PyTorchOnGpu if self.provider == CUDA else PyTorch
-        if self.engine == PYTORCH_ALGORITHM_2:
-            selecting = with_algorithm_1(model, self.k, "selected", renormalize=self.renormalize)
-            return runner(selecting.module)
-        module = untouched(model).module
-        if self.engine == PYTORCH_COMPILE:
-            return CompiledPyTorch(module, self.batches, runner)
-        return runner(module)
-
-
 @dataclass(frozen=True)
 class TorchLoader(Loader):
-    """Opens a model in a form; `place` returns the model where the form runs it.
+    """Opens a model as a case runs it; `place` returns the model where that is.
 
     Another process loads it from where `model` came from, when it opens it and not before.
     """
 
-    form: TorchForm
+    case: Case
+    batches: tuple[int, ...]
+    renormalize: bool
     place: Callable[[], Model]
     model: Model | None = None
 
     def __call__(self) -> Runner:
-        """Returns the model in its form."""
-        return self.form.of(self.place())
+        """Returns the model as its engine runs it, on the CPU or a GPU."""
+        engine, model = self.case.engine, self.place()
+        runner: Callable[[nn.Module], Runner]
+        runner = PyTorchOnGpu if self.case.provider == CUDA else PyTorch
+        if engine == PYTORCH_ALGORITHM_2:
+            k, renormalize = self.case.k, self.renormalize
+            return runner(with_algorithm_1(model, k, "selected", renormalize=renormalize).module)
+        module = untouched(model).module
+        if engine == PYTORCH_COMPILE:
+            return CompiledPyTorch(module, self.batches, runner)
+        return runner(module)
 
-    def __reduce__(self) -> tuple[type[TorchLoader], tuple[TorchForm, Callable[[], Model]]]:
+    def __reduce__(self) -> tuple[type[TorchLoader], tuple[object, ...]]:
         if self.model is None or not self.model.source.elsewhere:
             raise TypeError("a model without a source cannot be opened by another process")
         source, by_code = self.model.source, names_code(self.model.source.path)
         again = functools.partial(
             _loaded_again,
             source.path,
-            self.form.provider,
+            self.case.provider,
             weights=source.weights,
             family=None if by_code else self.model.family,
             config=self.model.config,
             example=self.model.example if by_code else None,
             adapter=source.adapters,
         )
-        return TorchLoader, (self.form, again)
+        return TorchLoader, (self.case, self.batches, self.renormalize, again)
 
 
 def _loaded_again(source: str, provider: str, **options: Any) -> Model:
@@ -250,48 +237,17 @@ def _loaded_again(source: str, provider: str, **options: Any) -> Model:
     return on_device(model, CUDA) if provider == CUDA else model
 
 
-def cases(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:
-    """Returns what is measured for a candidate, each case with what opens it.
-
-    The untouched PyTorch model always comes first. Algorithm 2 in PyTorch has no row for k = n,
-    where it is the model itself. Raises UsageError for two graphs that no row could tell apart.
-    """
-    model, n = candidate.model, candidate.experts
+def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:
+    """Returns what is measured for a candidate, each case with what opens it."""
+    model, renormalize = candidate.model, candidate.renormalize
     places: dict[str, Callable[[], Model]] = {
         "cpu": lambda: model,
         # One copy on the GPU, made when it is first needed, for all who run it there.
         CUDA: functools.cache(lambda: on_device(model, CUDA)),
     }
-    asked = {PYTORCH_EAGER, *candidate.engines}
-    found: dict[Case, Loader] = {
-        Case(candidate.name, form.engine, form.k, n, form.provider): TorchLoader(
-            form, places[form.provider], model
-        )
-        for kind in KINDS.values()
-        if kind.name in asked
-        for form in _torch_forms(candidate, kind, tuple(batches))
+    return {
+        case: graph.loader
+        if graph is not None
+        else TorchLoader(case, tuple(batches), renormalize, places[case.provider], model)
+        for case, graph in candidate.cases.items()
     }
-    for graph in candidate.graphs:
-        case = candidate.case(graph)
-        if case in found:
-            raise UsageError(
-                f"two graphs are the same case: {case.label}",
-                hint="give each graph once, or give the two models different names",
-            )
-        found[case] = graph.loader
-    return found
-
-
-def _torch_forms(
-    candidate: Candidate, kind: EngineKind, batches: tuple[int, ...]
-) -> Iterator[TorchForm]:
-    """The rows of an engine; none for one that runs graphs."""
-    n = candidate.experts
-    if kind.engine in (PYTORCH_EAGER, PYTORCH_COMPILE):
-        yield TorchForm(kind.engine, n, batches, provider=kind.provider)
-    # Algorithm 2 is a loop over a Soft MoE layer's experts: a muMoE layer has nothing to loop over.
-    loops = any(m.spec.chooses_sets for m in candidate.model.layers.values())
-    if loops and kind.engine == PYTORCH_ALGORITHM_2:
-        for k in candidate.ks:
-            if k < n:
-                yield TorchForm(kind.engine, k, batches, candidate.renormalize, kind.provider)

@@ -53,13 +53,20 @@ class Bundle:
     def session(self, graph: str | None = None, options: SessionOptions | None = None) -> Session:
         """Returns a graph of the bundle, ready to run in ONNX Runtime.
 
+        Raises what `graph_file` raises.
+        """
+        return Session(self.graph_file(graph), options)
+
+    def graph_file(self, graph: str | None = None) -> Path:
+        """Returns the file of a graph that can be opened.
+
         Raises `BundleError` where the graph or its weights are not as they were written.
         """
         name = self.graph(graph).file
         self._whole([name])
         if self.check:
             self._whole(self._weights(name))
-        return Session(self.path / name, options)
+        return self.path / name
 
     def engine(
         self, backend: str, graph: str | None = None, *, trust: bool = False, eager: bool = False

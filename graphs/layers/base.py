@@ -147,6 +147,15 @@ class MoESpec(Protocol):
         """FP32 bytes of expert weights that a run with that k reads."""
         ...
 
+    @property
+    def quantized_parts(self) -> frozenset[str]:
+        """The parts of `macs` that INT8 makes integer products."""
+        ...
+
+    def quantized_bytes(self, k: int) -> int:
+        """FP32 bytes of those weights of `bytes_read` that INT8 stores as bytes."""
+        ...
+
     def choices(self) -> dict[str, str]:
         """Names of what a lowered layer chose, by whose choice it is: both within the layer."""
         ...

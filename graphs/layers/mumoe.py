@@ -136,6 +136,7 @@ class MuMoESpec:
     renormalizable: ClassVar[bool] = False
     chooses_sets: ClassVar[bool] = False
     rewritable: ClassVar[bool] = True
+    quantized_parts: ClassVar[frozenset[str]] = frozenset({"input mode", "core", "output mode"})
 
     name: str
     tensors: tuple[FactorisedSpec, ...]
@@ -198,6 +199,13 @@ class MuMoESpec:
     def bytes_read(self, k: int) -> int:
         """FP32 bytes of the factors, which are read for every k, or of the whole matrices kept."""
         return 4 * sum(tensor.numbers_read(k) for tensor in self.tensors)
+
+    def quantized_bytes(self, k: int) -> int:
+        """FP32 bytes of the factors of `quantized_parts`.
+
+        Each number of a factor takes part in one multiply-add of every token.
+        """
+        return 4 * sum(self.macs(1, k).get(part, 0) for part in self.quantized_parts)
 
     def choices(self) -> dict[str, str]:
         """The kept coefficients of each level: `coefficients`, `coefficients_2` and so on."""

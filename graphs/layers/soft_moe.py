@@ -53,6 +53,7 @@ class SoftMoESpec:
     renormalizable: ClassVar[bool] = True
     chooses_sets: ClassVar[bool] = True
     rewritable: ClassVar[bool] = False
+    quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
 
     name: str
     experts: int
@@ -101,6 +102,10 @@ class SoftMoESpec:
     def bytes_read(self, k: int) -> int:
         """FP32 bytes of the weights of k experts."""
         return 4 * k * self.parameters_per_expert
+
+    def quantized_bytes(self, k: int) -> int:
+        """FP32 bytes of the same weights: INT8 takes both matrices of an expert."""
+        return self.bytes_read(k)
 
     def choices(self) -> dict[str, str]:
         """The chosen experts, `selected` [b, k]."""

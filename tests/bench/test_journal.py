@@ -8,15 +8,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.cases import Candidate, GraphSource
-from moexport.bench.data import Array, LabelledData
+from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE, Journal
 from moexport.bench.measure.latency import TASKS
-from moexport.bench.plan import Settings
+from moexport.bench.plan import Candidate, GraphSource, Settings
 from moexport.bench.run import bench
 from moexport.bench.runners.base import Runner
 from moexport.bench.runners.pytorch import with_algorithm_1
+from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol, Round, measure
 from moexport.exporter.model import Model

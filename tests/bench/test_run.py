@@ -9,15 +9,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from moexport.bench.cases import Candidate, GraphSource
-from moexport.bench.data import Array, LabelledData
+from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits
-from moexport.bench.plan import Settings, describe, plan
+from moexport.bench.plan import Candidate, GraphSource, Settings, describe, plan
 from moexport.bench.results import Results, Row, read
 from moexport.bench.run import bench
 from moexport.bench.runners.base import Runner
 from moexport.bench.runners.candidates import with_distinct_names
 from moexport.bench.runners.pytorch import with_algorithm_1
+from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol
 from moexport.errors import FeedError, UsageError

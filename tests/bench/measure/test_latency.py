@@ -8,7 +8,7 @@ import time
 from dataclasses import replace
 
 import pytest
-from moexport.bench.measure.latency import TASKS, Scheduled, disturbance
+from moexport.bench.measure.latency import TASKS, Scheduled
 from moexport.bench.report.compare import compare
 from moexport.bench.report.page import html
 from moexport.bench.report.text import to_markdown
@@ -47,12 +47,12 @@ def test_a_count_of_nothing_is_no_share() -> None:
 
 def test_disturbed_times_are_called_so_wherever_they_are_shown(results: Results) -> None:
     calm = replace(results, protocol=results.protocol | {"waited": [{"share": 0.02}]})
-    assert disturbance(calm) == disturbance(results) == ""
+    assert calm.disturbance == results.disturbance == ""
     assert "disturbed" not in to_markdown(calm)
     waits = [{"share": 0.02}, {"share": 0.75}]
     shared = replace(results, protocol=results.protocol | {"waited": waits})
     said = "threads waited for a core up to 75% of the time that they wanted one"
-    assert said in disturbance(shared)
+    assert said in shared.disturbance
     assert said in to_markdown(shared)
     assert said in html(shared)
     assert any("The earlier file: Other work" in note for note in compare(shared, calm).notes)

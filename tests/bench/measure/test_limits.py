@@ -9,15 +9,15 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.cases import Candidate, Case, GraphSource
-from moexport.bench.measure.flops import (
-    IntegerLinear,
+from moexport.bench.measure.roofline import (
+    Limits,
     Products,
+    Rates,
     integer_linears,
     products_of,
     work_of,
 )
-from moexport.bench.measure.roofline import Limits, Rates
+from moexport.bench.plan import Candidate, Case, GraphSource, IntegerLinear
 from moexport.bench.results import Work
 from moexport.bench.runners.base import Runner
 from moexport.common.timing import Measured

@@ -8,8 +8,15 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.measure.flops import Part, layer_parts, work_of
-from moexport.bench.measure.roofline import Microbenchmarks, Rates, least_ms, limit_ms
+from moexport.bench.measure.roofline import (
+    Microbenchmarks,
+    Part,
+    Rates,
+    layer_parts,
+    least_ms,
+    limit_ms,
+    work_of,
+)
 from moexport.common.timing import summarise
 from moexport.errors import TraceError
 from moexport.exporter.model import Model

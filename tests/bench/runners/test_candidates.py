@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import moexport
 import pytest
-from moexport.bench.cases import GraphSource
+from moexport.bench.plan import GraphSource
 from moexport.bench.runners.candidates import Refused, Sweep, exported
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.errors import LoweringError

@@ -17,11 +17,9 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.cases import Candidate, Case, GraphSource
-from moexport.bench.data import Array
 from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE
-from moexport.bench.plan import Settings
+from moexport.bench.plan import Candidate, Case, GraphSource, Settings
 from moexport.bench.report.page import html, payload
 from moexport.bench.report.summary import headline, sections, summary
 from moexport.bench.report.text import method_lines, rows_table, to_csv, to_markdown
@@ -31,12 +29,13 @@ from moexport.bench.runners.available import KINDS, select
 from moexport.bench.runners.base import Runner
 from moexport.bench.runners.pytorch import (
     PyTorch,
-    cases,
+    loaders,
     on_device,
     untouched,
     with_algorithm_1,
     without_tf32,
 )
+from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol, summarise
 from moexport.exporter.model import Model
@@ -209,7 +208,7 @@ def test_a_sweep_that_goes_on_keeps_the_times_of_the_device(
 
 def test_the_engines_of_a_gpu_are_cases_with_copies_of_their_own(model: Model) -> None:
     candidate = Candidate("digits", model, ks=(4, 2), engines=ON_GPU)
-    found = cases(candidate)
+    found = loaders(candidate)
     assert [(c.engine, c.provider, c.k) for c in found] == [
         ("pytorch-eager", "cpu", 4),
         ("pytorch-eager", "cuda", 4),
@@ -288,7 +287,7 @@ def test_pytorch_on_the_gpu_is_measured_beside_the_cpu(model: Model, digits: Dig
 def test_a_model_is_compiled_for_the_gpu(model: Model, digits: Digits) -> None:
     case = Case("digits", "pytorch-compile", 4, 4, "cuda")
     candidate = Candidate("digits", model, engines=("pytorch-compile-cuda",))
-    run = cases(candidate, (2,))[case]()
+    run = loaders(candidate, (2,))[case]()
     x = digits.test.inputs[:2]
     np.testing.assert_allclose(run.infer(x), PyTorch(model.module).infer(x), rtol=1e-3, atol=1e-3)
     device_ms = run.device_ms(x)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import moexport
 import numpy as np
+import onnx
 import pytest
-from moexport.bench.measure.latency import TimedRunner
+from moexport.bench.measure.latency import TimedRunner, part_of_node, parts_of, parts_of_profile
 from moexport.bench.measure.memory import measure_memory, pickled
-from moexport.bench.measure.profile import part_of_node, parts_of, parts_of_profile
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.errors import FeedError
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.tests.recorded import read_case
 
 
 def loader(exported: Path, lowering: str = "grouped") -> OnnxLoader:
@@ -101,3 +103,21 @@ def test_nodes_are_placed_by_their_names() -> None:
     assert part_of_node("m/group/sorted", ["m"]) == ("m", "experts")
     assert part_of_node("m/output", ["m"]) == ("m", "combine")
     assert part_of_node("m2/output", ["m"]) == (None, "host")
+
+
+def test_the_coefficients_of_a_mumoe_are_its_gate() -> None:
+    gate = ("coefficients", "coefficients_2/largest", "all_coefficients/above", "gate.0/products")
+    for name in (*gate, "all_coefficients_2", "coefficients_narrow", "coefficients_2_narrow"):
+        assert part_of_node(f"m/{name}", ["m"]) == ("m", "router")
+    assert part_of_node("m/tensor.0/product", ["m"]) == ("m", "experts")
+
+
+def test_all_nodes_of_an_exported_gate_are_in_its_part(tmp_path: Path) -> None:
+    case = read_case("mumoe_cp")
+    model = moexport.load(case.weights, config=case.config)
+    bundle = moexport.export(model, tmp_path / "out", k=2, verify=False)
+    (layer,) = model.layers
+    nodes = onnx.load(bundle.path / "model.onnx", load_external_data=False).graph.node
+    routed = {n.name for n in nodes if part_of_node(n.name, [layer]) == (layer, "router")}
+    coefficients = {n.name for n in nodes if "coefficients" in n.name}
+    assert coefficients and coefficients <= routed

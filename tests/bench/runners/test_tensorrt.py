@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import shutil
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -10,14 +11,14 @@ from pathlib import Path
 import moexport
 import numpy as np
 import pytest
-from moexport.bench.cases import Candidate
+from moexport.bench.plan import Candidate
 from moexport.bench.runners.available import KINDS, select
 from moexport.bench.runners.base import in_batches
 from moexport.bench.runners.candidates import Sweep, exported, from_bundle
 from moexport.bench.runners.onnxruntime import OnnxLoader
-from moexport.bench.runners.pytorch import cases
+from moexport.bench.runners.pytorch import loaders
 from moexport.bench.runners.tensorrt import EngineLoader
-from moexport.errors import EngineError
+from moexport.errors import BundleError, EngineError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.manifest import Manifest
 from moexport.exporter.doctor import diagnose
@@ -118,7 +119,7 @@ def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) ->
                 folder = source.loader.path.parent
             folders[source.engine, source.precision] = folder
         assert len(folders) == len(set(folders.values())) == 4
-        labels = [each.label for each in cases(candidate)]
+        labels = [each.label for each in loaders(candidate)]
         assert len(labels) == len(set(labels))
 
 
@@ -131,6 +132,19 @@ def test_a_bundle_takes_part_with_the_engine_that_it_holds(exported: Path) -> No
     assert isinstance(source, EngineLoader)
     with pytest.raises(EngineError, match=r"holds no tensorrt-rtx engine of model\.onnx"):
         source()
+
+
+def test_a_bundle_that_has_changed_is_not_measured(exported: Path, tmp_path: Path) -> None:
+    case = read_case("soft_moe_vit")
+    model = moexport.load(case.weights, config=case.config)
+    damaged = Path(shutil.copytree(exported, tmp_path / "damaged"))
+    content = bytearray((damaged / "weights.bin").read_bytes())
+    content[len(content) // 2] ^= 1
+    (damaged / "weights.bin").write_bytes(content)
+    asked = replace(ASKED, engines=("onnxruntime",))
+    with pytest.raises(BundleError, match=r"weights\.bin: the content has changed"):
+        from_bundle(moexport.Bundle.open(damaged), asked, model=model)
+    assert from_bundle(moexport.Bundle.open(damaged, check=False), asked, model=model).graphs
 
 
 def test_batches_that_an_engine_does_not_take_are_filled_up() -> None:

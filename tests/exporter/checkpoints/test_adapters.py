@@ -12,8 +12,8 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.cases import Candidate
-from moexport.bench.runners.pytorch import cases
+from moexport.bench.plan import Candidate
+from moexport.bench.runners.pytorch import loaders
 from moexport.errors import FamilyError, FeedError, ParityError, UsageError
 from moexport.exporter.checkpoints.adapters import adapts
 from moexport.exporter.checkpoints.load import load
@@ -455,12 +455,12 @@ def test_python_takes_the_function_itself_and_shares_its_weights(tmp_path: Path)
 
 def test_a_benchmark_opens_the_layer_in_another_process_too() -> None:
     model = load("own:soft", example=FEED, adapter="own:adapt")
-    for loader in cases(
+    for loader in loaders(
         Candidate("own", model, (2,), (), engines=("pytorch-algorithm-2",))
     ).values():
         assert pickle.loads(pickle.dumps(loader))() is not None
     here = replace(model, source=replace(model.source, adapters=("__main__:adapt",)))
-    loader, *_ = cases(Candidate("own", here, (2,), ())).values()
+    loader, *_ = loaders(Candidate("own", here, (2,), ())).values()
     with pytest.raises(TypeError, match="another process"):
         pickle.dumps(loader)
 
