@@ -16,7 +16,7 @@ from ..common.writing import told, write_text
 
 FILE = "unfinished.jsonl"
 
-FORMAT = 2
+FORMAT = 3
 """Of the pieces: those of another format are not read, since their keys may mean other things."""
 
 

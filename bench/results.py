@@ -271,19 +271,11 @@ def write(results: Results, path: Path) -> None:
     write_text(to_json(results), path)
 
 
-@dataclass(frozen=True, slots=True)
-class _Header:
-    """What every results file must hold, beside what `Results` needs."""
-
-    schema: int
-    environment: _Environment
-    protocol: _Protocol | None = None
+# What is read of a file beside what `Results` needs; environment and protocol may hold more.
 
 
 @dataclass(frozen=True, slots=True)
 class _Environment:
-    """What is read of the environment; it may hold anything else."""
-
     packages: dict[str, str | None] | None = None
     threads: int | None = None
 
@@ -302,8 +294,6 @@ class _Rates:
 
 @dataclass(frozen=True, slots=True)
 class _Protocol:
-    """What is read of the protocol."""
-
     rounds: int = 0
     round_s: float = 0.0
     warmup: int = 0
@@ -311,6 +301,13 @@ class _Protocol:
     labelled: bool = False
     rates: tuple[_Rates, ...] = ()
     waited: tuple[_Waited, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    schema: int
+    environment: _Environment
+    protocol: _Protocol | None = None
 
 
 def read(path: Path) -> Results:
@@ -336,15 +333,16 @@ def from_json(text: str, *, name: str = "results.json") -> Results:
             hint="measure again, or use the version of moexport that wrote the file",
         )
     if "models" not in body and "model" in body:
-        body = {**body, "models": [body["model"]]}
+        body["models"] = [body["model"]]
     results = from_data(Results, body, name)
     for index, row in enumerate(results.rows):
+        field_of_row = f"{name}: field rows[{index}]"
         if not 1 <= row.k <= row.experts:
             raise ResultsError(
-                f"{name}: field rows[{index}].k is {row.k}, and the model has {row.experts} experts"
+                f"{field_of_row}.k is {row.k}, and the model has {row.experts} experts"
             )
         if row.median_ms is not None and row.median_ms <= 0:
-            raise ResultsError(f"{name}: field rows[{index}].latency_ms.median is {row.median_ms}")
+            raise ResultsError(f"{field_of_row}.latency_ms.median is {row.median_ms}")
         if row.latency_ms is not None and not row.latency_ms.rounds:
-            raise ResultsError(f"{name}: field rows[{index}].latency_ms.rounds is empty")
+            raise ResultsError(f"{field_of_row}.latency_ms.rounds is empty")
     return results

@@ -343,10 +343,7 @@ class Measurement:
     ) -> timing.Measured:
         """Times the cases of a group in turn; what disturbed them goes to `beside`."""
         keys = {"model": group.model, "batch": group.batch}
-        done = [
-            timing.Round(each["ms"], each["failures"], each.get("device_ms", {}))
-            for each in self.journal.found("round", **keys)
-        ]
+        done = [msgspec.convert(each, timing.Round) for each in self.journal.found("round", **keys)]
         before = Scheduled.now()
         measured, wrapper_ms = measure_group(
             group,
@@ -390,7 +387,7 @@ class Measurement:
             return {}
         keys = {"model": self.candidate.name}
         done = {
-            each["label"]: Memory(each["runtime"], {int(b): v for b, v in each["peak"].items()})
+            each["label"]: msgspec.convert(each, Memory, strict=False)  # JSON's keys are texts
             for each in self.journal.found("memory", **keys)
         }
         for label, found in measure_memories(
@@ -402,8 +399,7 @@ class Measurement:
             progress=self.progress,
         ):
             done[label] = found
-            peak = {str(b): v for b, v in found.peak_mb.items()}
-            self.journal.add("memory", **keys, label=label, runtime=found.runtime_mb, peak=peak)
+            self.journal.add("memory", **keys, label=label, **asdict(found))
         return done
 
     def _parts(self, case: Case, group: TimingGroup, loader: Loader) -> tuple[Part, ...]:
@@ -413,7 +409,7 @@ class Measurement:
         keys = {"label": case.label, "batch": group.batch}
         done = self.journal.found("parts", **keys)
         if done:
-            return tuple(Part(**part) for part in done[-1]["parts"])
+            return msgspec.convert(done[-1]["parts"], tuple[Part, ...])
         what = f"{case.label}, batch {group.batch}"
         self.progress.step(f"{what}: where the time goes")
         layers = tuple(self.candidate.model.layers)

@@ -65,8 +65,6 @@ class Comparison:
     """Every row that two files share, and what should make a reader doubt the comparison."""
 
     changes: tuple[Change, ...]
-    only_before: int
-    only_now: int
     notes: tuple[str, ...]
 
     @property
@@ -103,20 +101,13 @@ def compare(before: Results, now: Results) -> Comparison:
     old = {row.identity: row for row in before.rows}
     new = {row.identity: row for row in now.rows}
     shared = [key for key in new if key in old]
-    return Comparison(
-        tuple(Change(old[key], new[key]) for key in shared),
-        only_before=len(old) - len(shared),
-        only_now=len(new) - len(shared),
-        notes=_notes(before, now, len(old) - len(shared), len(new) - len(shared)),
-    )
-
-
-def _notes(before: Results, now: Results, only_before: int, only_now: int) -> tuple[str, ...]:
+    changes = tuple(Change(old[key], new[key]) for key in shared)
+    only_before, only_now = len(old) - len(shared), len(new) - len(shared)
     notes = []
     for name in ("cpu", "gpu", "threads", "memory_bytes"):
-        old, new = before.environment.get(name), now.environment.get(name)
-        if old != new:
-            notes.append(f"Measured on another machine or setting: {name} was {old}, is {new}.")
+        was, is_now = before.environment.get(name), now.environment.get(name)
+        if was != is_now:
+            notes.append(f"Measured on another machine or setting: {name} was {was}, is {is_now}.")
     old_packages = before.environment.get("packages") or {}
     packages = now.environment.get("packages") or {}
     moved = [
@@ -135,7 +126,7 @@ def _notes(before: Results, now: Results, only_before: int, only_now: int) -> tu
         notes.append(f"Other weights: {', '.join(other)}.")
     if only_before or only_now:
         notes.append(f"{only_before} rows are in the earlier file only, {only_now} in this one.")
-    return tuple(notes)
+    return Comparison(changes, tuple(notes))
 
 
 def parse_share(text: str) -> float:

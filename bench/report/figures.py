@@ -7,13 +7,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from matplotlib import style
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, PercentFormatter
 
-from ..results import Interval, Results
-from .summary import UNTOUCHED, ErrorBar, Section, Series, limit_lines, sections
+from ..results import Results
+from .summary import UNTOUCHED, ErrorBar, Section, limit_lines, sections
 
 COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -22,32 +23,7 @@ INK = "#1d2430"
 FAR_APART = 6
 """Latencies that differ by more are drawn by factors, as on the page."""
 
-GRID = "#e4e8ee"
-
-STYLE: Any = {
-    "axes.edgecolor": "#b8c0cc",
-    "axes.labelcolor": INK,
-    "axes.titlecolor": INK,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 10,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.grid.axis": "y",
-    "axes.axisbelow": True,
-    "grid.color": GRID,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "xtick.labelsize": 9.5,
-    "ytick.labelsize": 9.5,
-    "legend.fontsize": 9.5,
-    "legend.frameon": False,
-    "font.family": ["DejaVu Sans"],
-    "figure.facecolor": "white",
-    "svg.hashsalt": "moexport",
-}
+STYLE = Path(__file__).parent / "assets" / "figures.mplstyle"
 
 
 def figures(results: Results, directory: Path) -> tuple[Path, ...]:
@@ -61,19 +37,15 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
         if section.series:
             by_batch.setdefault(section.batch, []).append(section)
     written = []
-    for index, batch in enumerate(sorted(by_batch)):
+    for index, (batch, chosen) in enumerate(sorted(by_batch.items())):
         name = "latency_accuracy" if index == 0 else f"latency_accuracy_batch{batch}"
         paths = [directory / f"{name}{kind}" for kind in (".png", ".svg")]
-        _draw(by_batch[batch], paths)
+        with drawn(paths, (8, 0.75 + 3.1 * len(chosen)), rows=len(chosen), legend=3) as grid:
+            for (left, right), section in zip(grid, chosen, strict=True):
+                _latency(left, section)
+                _quality(right, section)
         written += paths
     return tuple(written)
-
-
-def _draw(chosen: list[Section], paths: Sequence[Path]) -> None:
-    with drawn(paths, (8, 0.75 + 3.1 * len(chosen)), rows=len(chosen), legend=3) as grid:
-        for (left, right), section in zip(grid, chosen, strict=True):
-            _latency(left, section)
-            _quality(right, section)
 
 
 @contextmanager
@@ -90,9 +62,7 @@ def drawn(
 
     `size` is in inches. Below stands one legend of what the axes name, `legend` names in a row.
     """
-    import matplotlib as mpl
-
-    with mpl.rc_context(STYLE):
+    with style.context(STYLE):
         figure = Figure(figsize=size, dpi=200, layout="constrained")
         FigureCanvasAgg(figure)
         grid = figure.subplots(rows, columns, squeeze=False, **subplots)
@@ -129,9 +99,9 @@ def _latency(axes: Axes, section: Section) -> None:
         look = _look(line.look) | {"marker": "^", "clip_on": False}
         for k in (k for (k, _), bar in zip(measured, bars, strict=True) if bar.cut):
             axes.plot(k, 0.985 * section.top_ms, **look)
-    for limit in limit_lines(section):
-        ks, least = zip(*limit.points, strict=True)
-        axes.plot(ks, least, color=REFERENCE, linestyle=":", linewidth=1.2, label=limit.name)
+    for name, points in limit_lines(section).items():
+        ks, least = zip(*points, strict=True)
+        axes.plot(ks, least, color=REFERENCE, linestyle=":", linewidth=1.2, label=name)
     medians = [row.median_ms for row in section.all_rows if row.median_ms is not None]
     if max(medians, default=1.0) > FAR_APART * min(medians, default=1.0):
         axes.set_yscale("log")
@@ -145,51 +115,35 @@ def _latency(axes: Axes, section: Section) -> None:
 
 
 def _quality(axes: Axes, section: Section) -> None:
-    if section.quality == "perplexity":
-        _perplexity(axes, section)
+    """What is kept of the accuracy, or the perplexity, beside the untouched model's."""
+    by_perplexity, reference = section.quality == "perplexity", section.reference
+    if by_perplexity:
+        axes.set_title(f"{section.model}: perplexity")
+        axes.set_ylabel("perplexity, less is better")
+        if reference is not None and reference.perplexity is not None:
+            _horizontal(axes, reference.perplexity.value)
     else:
-        _accuracy(axes, section)
-    log2_axis(axes, section.ks, f"experts kept, k of {section.experts}")
-
-
-def _accuracy(axes: Axes, section: Section) -> None:
-    axes.set_title(f"{section.model}: accuracy kept")
-    axes.set_ylabel("accuracy kept, of PyTorch's")
-    axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    _horizontal(axes, 1.0)
-    for line, looks in _nested(section):
-        bars = {row.k: _bar(row.kept, row.kept_interval) for row in line.rows}
-        known = {k: bar for k, bar in bars.items() if bar is not None}
-        _with_bars(axes, list(known), list(known.values()), **looks)
+        axes.set_title(f"{section.model}: accuracy kept")
+        axes.set_ylabel("accuracy kept, of PyTorch's")
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
+        _horizontal(axes, 1.0)
+    for index, line in enumerate(section.series):
+        bars: dict[int, ErrorBar] = {}
+        for row in line.rows:
+            if by_perplexity and row.perplexity is not None:
+                bars[row.k] = ErrorBar.around(row.perplexity.value, row.perplexity.interval)
+            elif not by_perplexity and row.kept is not None:
+                bars[row.k] = ErrorBar.around(row.kept, row.kept_interval)
+        # Engines with one k mostly agree: earlier marks are larger, so that all can be seen.
+        look = _look(line.look) | {"markersize": max(3.5, 9 - 2 * index)}
+        _with_bars(axes, list(bars), list(bars.values()), **look)
     if section.quality is None:
         axes.text(
             0.5, 0.5, "not measured: no labels", transform=axes.transAxes, ha="center", color=INK
         )
-    axes.set_ylim(bottom=0, top=max(1.05, axes.get_ylim()[1]))
-
-
-def _perplexity(axes: Axes, section: Section) -> None:
-    axes.set_title(f"{section.model}: perplexity")
-    axes.set_ylabel("perplexity, less is better")
-    reference = section.reference
-    if reference is not None and reference.perplexity is not None:
-        _horizontal(axes, reference.perplexity.value)
-    for line, looks in _nested(section):
-        found = {row.k: row.perplexity for row in line.rows if row.perplexity is not None}
-        bars = [ErrorBar.around(each.value, each.interval) for each in found.values()]
-        _with_bars(axes, list(found), bars, **looks)
-
-
-def _bar(value: float | None, interval: Interval | None) -> ErrorBar | None:
-    return None if value is None else ErrorBar.around(value, interval)
-
-
-def _nested(section: Section) -> list[tuple[Series, dict[str, Any]]]:
-    """Engines with one k mostly agree: earlier marks are larger, so that all can be seen."""
-    return [
-        (line, _look(line.look) | {"markersize": max(3.5, 9 - 2 * index)})
-        for index, line in enumerate(section.series)
-    ]
+    if not by_perplexity:
+        axes.set_ylim(bottom=0, top=max(1.05, axes.get_ylim()[1]))
+    log2_axis(axes, section.ks, f"experts kept, k of {section.experts}")
 
 
 def _with_bars(axes: Axes, ks: Sequence[int], bars: Sequence[ErrorBar], **look: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ...common import timing
@@ -99,9 +100,9 @@ class Section:
 
         One disturbed round would otherwise flatten all lines.
         """
-        latencies = [row.latency_ms for row in self.all_rows if row.latency_ms is not None]
-        highest = max((each.median for each in latencies), default=1.0)
-        bars = max((max(each.rounds) for each in latencies), default=1.0)
+        timed = [row.latency_ms for row in self.all_rows if row.latency_ms is not None]
+        highest = max((each.median for each in timed), default=1.0)
+        bars = max((max(each.rounds) for each in timed), default=1.0)
         return 1.06 * max(highest, min(bars, 1.5 * highest))
 
     def bar(self, latency: Latency) -> ErrorBar:
@@ -140,40 +141,34 @@ class Section:
         return timing.differs(row.latency_ms, base.latency_ms)
 
 
-@dataclass(frozen=True, slots=True)
-class LimitLine:
-    """The least time that the machine needs in one precision: (k, milliseconds), by k."""
-
-    name: str
-    points: tuple[tuple[int, float], ...]
-
-
-def limit_lines(section: Section) -> tuple[LimitLine, ...]:
-    """Returns the limits of a section's rows, one line for each precision with several k."""
+def limit_lines(section: Section) -> dict[str, list[tuple[int, float]]]:
+    """Returns the least times by k, a named line for each precision with several k."""
     found: dict[str, dict[int, float]] = {}
     for row in section.all_rows:
         if row.limit_ms is not None:
             found.setdefault(row.precision, {}).setdefault(row.k, row.limit_ms)
-    return tuple(
-        LimitLine(
-            LIMIT if len(found) == 1 else f"{LIMIT}, {precision.upper()}",
-            tuple(sorted(limits.items())),
-        )
+    return {
+        LIMIT if len(found) == 1 else f"{LIMIT}, {precision.upper()}": sorted(limits.items())
         for precision, limits in sorted(found.items())
         if len(limits) > 1
-    )
+    }
+
+
+def engine_name(row: Row) -> str:
+    """Returns the engine of a row without lowering and precision: `ONNX Runtime, cuda`."""
+    return ", ".join(_words(row, ()))
 
 
 def line_name(row: Row) -> str:
     """Returns what a reader calls the engine of a row: `ONNX Runtime, grouped, INT8`."""
-    words = [NAMES.get(row.engine, row.engine)]
-    if row.lowering:
-        words.append(row.lowering)
-    if row.precision != "fp32":
-        words.append(row.precision.upper())
-    if row.provider not in (None, "cpu", row.engine):
-        words.append(str(row.provider))
-    return ", ".join(words)
+    precision = "" if row.precision == "fp32" else row.precision.upper()
+    return ", ".join(_words(row, (row.lowering, precision)))
+
+
+def _words(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
+    """The engine, what is said of the graph, and the provider, each where it tells something."""
+    provider = None if row.provider in ("cpu", row.engine) else row.provider
+    return (word for word in (NAMES.get(row.engine, row.engine), *between, provider) if word)
 
 
 def row_name(row: Row) -> str:
@@ -184,12 +179,6 @@ def row_name(row: Row) -> str:
 def short_name(row: Row) -> str:
     """Returns the name of a row's engine where there is little room: `grouped, INT8`."""
     return line_name(row).removeprefix("ONNX Runtime, ")
-
-
-def engine_name(row: Row) -> str:
-    """Returns the engine of a row without lowering and precision: `ONNX Runtime, cuda`."""
-    name = NAMES.get(row.engine, row.engine)
-    return name if row.provider in (None, "cpu", row.engine) else f"{name}, {row.provider}"
 
 
 def sections(results: Results) -> tuple[Section, ...]:
@@ -203,27 +192,26 @@ def sections(results: Results) -> tuple[Section, ...]:
         rows = results.of_model(model)
         for batch in sorted({row.batch for row in rows}):
             here = [r for r in rows if r.batch == batch and r.error is None]
-            lines = (
-                Series(name, look, tuple(sorted(_named(here, name), key=lambda row: row.k)))
-                for look, name in enumerate(names)
-            )
+            by_name: dict[str, list[Row]] = {}
+            for row in sorted(here, key=lambda row: row.k):
+                if not row.is_reference:
+                    by_name.setdefault(line_name(row), []).append(row)
+            on_gpu = (r for r in here if r.engine == PYTORCH_EAGER and r.on_gpu)
             found.append(
                 Section(
                     model=model,
                     batch=batch,
                     experts=max(row.experts for row in rows),
                     reference=next((r for r in here if r.is_reference), None),
-                    series=tuple(line for line in lines if line.rows),
-                    gpu_reference=next(
-                        (r for r in here if r.engine == PYTORCH_EAGER and r.on_gpu), None
+                    series=tuple(
+                        Series(name, look, tuple(by_name[name]))
+                        for look, name in enumerate(names)
+                        if name in by_name
                     ),
+                    gpu_reference=next(on_gpu, None),
                 )
             )
     return tuple(found)
-
-
-def _named(rows: list[Row], name: str) -> list[Row]:
-    return [row for row in rows if not row.is_reference and line_name(row) == name]
 
 
 def headline(section: Section) -> Row | None:
@@ -233,14 +221,11 @@ def headline(section: Section) -> Row | None:
     does, the one that keeps most. Without labels, the fastest. Never the untouched model itself.
     """
     timed = [row for row in section.rows if row.latency_ms and row is not section.gpu_reference]
-    if not timed:
-        return None
-    judged = [(row, kept) for row in timed if (kept := row.kept) is not None]
-    if judged:
-        best = max(kept for _, kept in judged)
-        bar = KEPT if best >= KEPT else best
-        timed = [row for row, kept in judged if kept >= bar]
-    return min(timed, key=_median)
+    kept = [row.kept for row in timed if row.kept is not None]
+    if kept:
+        bar = min(KEPT, max(kept))
+        timed = [row for row in timed if row.kept is not None and row.kept >= bar]
+    return min(timed, key=_median, default=None)
 
 
 def summary(section: Section) -> str:

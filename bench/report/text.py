@@ -30,7 +30,7 @@ from .summary import (
 def rows_table(results: Results) -> str:
     """Returns a table per model and batch size, the untouched model first, then by k; analyses."""
     blocks = []
-    device = (GPU_MS,) if _has_device_times(results) else ()
+    device = _device_heading(results)
     for section in sections(results):
         rows = sorted(
             section.all_rows, key=lambda row: (not row.is_reference, -row.k, line_name(row))
@@ -39,32 +39,32 @@ def rows_table(results: Results) -> str:
             *("k", "engine", "batch", "ms (median)", *device, "vs PyTorch", "× limit"),
             *(section.quality or "accuracy", "kept", "same experts"),
         )
-        cells = [_cells(row, section.speedup(row), device=bool(device)) for row in rows]
+        cells = [_cells(row, section.speedup(row), len(device)) for row in rows]
         blocks.append(f"{section.model}, batch {section.batch}\n{table(header, cells)}")
     found = studies_text(studies_in(results.analyses))
-    return "\n\n".join(each for each in (*blocks, "\n".join(_failures(results)), found) if each)
+    return "\n\n".join(each for each in (*blocks, _failures(results), found) if each)
 
 
-def _has_device_times(results: Results) -> bool:
-    return any(row.device_ms is not None for row in results.rows)
+def _device_heading(results: Results) -> tuple[str, ...]:
+    """The heading of the device's times, where any row has them."""
+    return (GPU_MS,) if any(row.device_ms is not None for row in results.rows) else ()
 
 
-def _cells(row: Row, speedup: float | None, *, device: bool) -> tuple[str, ...]:
-    quality = _number(row.accuracy.top1 if row.accuracy else None, ".1%")
+def _cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
+    quality = _number(row.accuracy and row.accuracy.top1, ".1%")
     if row.perplexity is not None and row.accuracy is None:
         quality = f"{row.perplexity.value:.3f}"
-    on_gpu = _number(row.device_ms.median if row.device_ms else None, ".3f")
     return (
         f"{row.k}/{row.experts}",
         line_name(row) + (" (untouched)" if row.is_reference else ""),
         str(row.batch),
         _number(row.median_ms, ".3f"),
-        *((on_gpu,) if device else ()),
+        *[_number(row.device_ms and row.device_ms.median, ".3f")] * devices,
         "–" if speedup is None else f"{speedup:.2f}×",
         "–" if row.over_limit is None else over(row.over_limit),
         quality,
         _number(row.kept, ".1%"),
-        _number(row.routing.exact if row.routing else None, ".1%"),
+        _number(row.routing and row.routing.exact, ".1%"),
     )
 
 
@@ -72,26 +72,24 @@ def _number(value: float | None, form: str, none: str = "–") -> str:
     return none if value is None else format(value, form)
 
 
-def _failures(results: Results) -> list[str]:
+def _failures(results: Results) -> str:
     """A line for each reason, with the rows that failed for it."""
-    by_reason: dict[str, list[Row]] = {}
+    by_reason: dict[str, dict[str, list[str]]] = {}
     for row in results.rows:
         if row.error:
-            by_reason.setdefault(row.error, []).append(row)
-    return [f"failed: {_listed(rows)}: {reason}" for reason, rows in by_reason.items()]
-
-
-def _listed(rows: Sequence[Row]) -> str:
-    names: dict[str, list[str]] = {}
-    for row in rows:
-        names.setdefault(line_name(row), []).append(str(row.k))
-    return "; ".join(f"{name}, k = {', '.join(dict.fromkeys(ks))}" for name, ks in names.items())
+            ks = by_reason.setdefault(row.error, {}).setdefault(line_name(row), [])
+            ks += [str(row.k)] if str(row.k) not in ks else []
+    lines = []
+    for reason, names in by_reason.items():
+        listed = "; ".join(f"{name}, k = {', '.join(ks)}" for name, ks in names.items())
+        lines.append(f"failed: {listed}: {reason}")
+    return "\n".join(lines)
 
 
 def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
     """Returns the summary of each model and batch size, its rows, and how they were measured."""
     lines = []
-    device = (GPU_MS,) if _has_device_times(results) else ()
+    device = _device_heading(results)
     header = (
         *("engine", "k", "median, ms", *device),
         *("vs PyTorch", "× limit", "spread", "quality", "kept", "same experts"),
@@ -102,7 +100,7 @@ def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
         if caveat(section):
             lines += [markdown_text(caveat(section)), ""]
         here = [r for r in results.of_model(section.model) if r.batch == section.batch]
-        rows = [_markdown_cells(row, section.speedup(row), device=bool(device)) for row in here]
+        rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in here]
         rows = [(*map(markdown_text, row), *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
     if comparison is not None:
@@ -120,25 +118,23 @@ def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _markdown_cells(row: Row, speedup: float | None, *, device: bool) -> tuple[str, ...]:
+def _markdown_cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
     name, k = row_name(row), f"{row.k}/{row.experts}"
     if row.error is not None:
         return name, k, f"failed: {row.error.replace('|', '/')}"
-    quality = ""
-    if row.accuracy is not None:
-        quality = f"{row.accuracy.top1:.2%}"
-    elif row.perplexity is not None:
+    quality = _number(row.accuracy and row.accuracy.top1, ".2%", "")
+    if row.perplexity is not None and row.accuracy is None:
         quality = f"ppl {row.perplexity.value:.4g}"
     on_gpu = "" if row.device_ms is None else milliseconds(row.device_ms.median)
     return (
         *(name, k, "" if row.median_ms is None else milliseconds(row.median_ms)),
-        *((on_gpu,) if device else ()),
+        *[on_gpu] * devices,
         "" if speedup is None else times(speedup),
         "" if row.over_limit is None else over(row.over_limit),
-        _number(row.latency_ms.spread if row.latency_ms else None, ".0%", ""),
+        _number(row.latency_ms and row.latency_ms.spread, ".0%", ""),
         quality,
         _number(row.kept, ".1%", ""),
-        _number(row.routing.exact if row.routing else None, ".1%", ""),
+        _number(row.routing and row.routing.exact, ".1%", ""),
     )
 
 
@@ -168,7 +164,7 @@ def to_csv(results: Results) -> str:
 
 
 def _values(row: Row, speedup: float | None) -> list[object]:
-    t, a = row.latency_ms, row.accuracy
+    t, a, routing, parity, work = row.latency_ms, row.accuracy, row.routing, row.parity, row.work
     interval = a and a.top1_interval
     return [
         *(row.model, row.engine, row.provider, row.precision, row.lowering, row.k, row.experts),
@@ -176,18 +172,16 @@ def _values(row: Row, speedup: float | None) -> list[object]:
         *(t and t.n, row.throughput, speedup, a and a.top1),
         *(interval and interval.low, interval and interval.high, a and a.top5),
         *(row.perplexity and row.perplexity.value, row.kept),
-        *(row.routing and row.routing.exact, row.routing and row.routing.jaccard),
-        *(row.parity and row.parity.max_abs, row.parity and row.parity.cosine),
-        row.peak_memory_mb,
-        *(row.work and row.work.operations, row.work and row.work.int8_operations),
-        *(row.work and row.work.bytes, row.limit_ms, row.over_limit, row.no_limit, row.error),
+        *(routing and routing.exact, routing and routing.jaccard),
+        *(parity and parity.max_abs, parity and parity.cosine, row.peak_memory_mb),
+        *(work and work.operations, work and work.int8_operations, work and work.bytes),
+        *(row.limit_ms, row.over_limit, row.no_limit, row.error),
     ]
 
 
 def _times(t: Latency | None) -> list[object]:
-    if t is None:
-        return [None] * len(LATENCY)
-    return [t.median, t.spread, t.p90, t.p95, t.p99, t.min, t.max, t.mean, t.std]
+    names = (name.removesuffix("_ms") for name in LATENCY)
+    return [t and getattr(t, name) for name in names]
 
 
 def method_lines(results: Results) -> list[str]:
@@ -202,10 +196,11 @@ def method_lines(results: Results) -> list[str]:
     threads = results.environment.get("threads")
     if threads is not None:
         lines.append(f"{threads} thread{'s' if threads != 1 else ''} for every engine.")
-    if any(row.scope == "gpu" for row in results.rows):
-        lines.append("Latencies of scope gpu are device time, the others from array to array.")
-    else:
-        lines.append("Latency is wall clock from host array to host array, on real inputs in turn.")
+    lines.append(
+        "Latencies of scope gpu are device time, the others from array to array."
+        if any(row.scope == "gpu" for row in results.rows)
+        else "Latency is wall clock from host array to host array, on real inputs in turn."
+    )
     lines += _on_gpu(results)
     if "samples" in p:
         labelled = "labelled" if p.get("labelled") else "unlabelled"
@@ -265,17 +260,17 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
     """What the limit is, with the rates that were measured beside the rows."""
     if not measured:
         return []
-    said = (
-        ("streaming at {} GB/s", "stream_gb_s"),
-        ("FP32 products at {} GFLOP/s", "matmul_gflop_s"),
-        ("INT8 products at {} GOP/s", "int8_gop_s"),
-    )
+    said = {
+        "stream_gb_s": "streaming at {} GB/s",
+        "matmul_gflop_s": "FP32 products at {} GFLOP/s",
+        "int8_gop_s": "INT8 products at {} GOP/s",
+    }
     rates = []
-    for words, name in said:
+    for name, words in said.items():
         found = [rate[name] for rate in measured if rate.get(name) is not None]
         if found:
-            low, high = f"{min(found):.0f}", f"{max(found):.0f}"
-            rates.append(words.format(low if low == high else f"{low} to {high}"))
+            ends = dict.fromkeys((f"{min(found):.0f}", f"{max(found):.0f}"))
+            rates.append(words.format(" to ".join(ends)))
     return [
         "The limit is the least time that this machine needs to move a row's bytes and to compute "
         f"its operations, whichever takes longer, part by part; measured beside: "

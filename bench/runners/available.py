@@ -8,6 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import chain
 
 from ...common.text import near_miss
 from ...errors import UsageError
@@ -21,25 +22,29 @@ from ..results import (
     PYTORCH_EAGER,
     PYTORCH_EAGER_CUDA,
     TENSORRT,
-    TENSORRT_RTX,
     Absent,
 )
+from ..results import TENSORRT_RTX as RTX
 
 COMPILERS = ("c++", "g++", "clang++")
+
+ORT_TENSORRT = "run on ONNX Runtime's TensorRT"
+
+Missing = Callable[[], str | None]
+"""Returns why something cannot run here, None where it can."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
     """An engine as `--engine` names it: the rows' `engine` and `provider`, and what it needs.
 
-    `missing` returns why it cannot run here, None where it can. `target` is what graphs for it are
-    exported for, None where it runs PyTorch's own modules.
+    `target` is what graphs for it are exported for, None where it runs PyTorch's own modules.
     """
 
     name: str
     engine: str
     provider: str
-    missing: Callable[[], str | None]
+    missing: Missing
     target: Target | None = None
 
     @property
@@ -60,7 +65,6 @@ def _compiler() -> str | None:
 
 
 def _torch_cuda() -> str | None:
-    """What PyTorch needs to run on a GPU."""
     import torch
 
     if first_gpu() is None:
@@ -80,22 +84,22 @@ def _triton() -> str | None:
     return reason
 
 
-def _able(*names: str) -> Callable[[], str | None]:
-    """What `moexport doctor` says against the first of these abilities that is not there."""
-
-    def missing() -> str | None:
-        found = _abilities()
-        return next((found[name].detail for name in names if not found[name].available), None)
-
-    return missing
-
-
 @functools.cache
 def _abilities() -> dict[str, Ability]:
     return {ability.name: ability for ability in diagnose().abilities}
 
 
-def _backend(name: str) -> Callable[[], str | None]:
+def _able(*names: str) -> Missing:
+    """What `moexport doctor` says against the first of these abilities that is not there."""
+
+    def missing() -> str | None:
+        found = map(_abilities().__getitem__, names)
+        return next((each.detail for each in found if not each.available), None)
+
+    return missing
+
+
+def _backend(name: str) -> Missing:
     title = BACKENDS[name].title
     return _able(f"build {title} engines", f"run {title} engines")
 
@@ -111,17 +115,9 @@ KINDS = {
         EngineKind(f"{PYTORCH_ALGORITHM_2}-cuda", PYTORCH_ALGORITHM_2, "cuda", _torch_cuda),
         EngineKind(ONNXRUNTIME, ONNXRUNTIME, "cpu", _able("run on CPU"), "ort-cpu"),
         EngineKind(f"{ONNXRUNTIME}-cuda", ONNXRUNTIME, "cuda", _able("run on CUDA"), "ort-cuda"),
-        EngineKind(
-            f"{ONNXRUNTIME}-tensorrt",
-            ONNXRUNTIME,
-            "tensorrt",
-            _able("run on ONNX Runtime's TensorRT"),
-            "onnx",
-        ),
+        EngineKind(f"{ONNXRUNTIME}-tensorrt", ONNXRUNTIME, "tensorrt", _able(ORT_TENSORRT), "onnx"),
         EngineKind(TENSORRT, TENSORRT, TENSORRT, _backend(TENSORRT), "tensorrt"),
-        EngineKind(
-            TENSORRT_RTX, TENSORRT_RTX, TENSORRT_RTX, _backend(TENSORRT_RTX), "tensorrt-rtx"
-        ),
+        EngineKind(RTX, RTX, RTX, _backend(RTX), "tensorrt-rtx"),
     )
 }
 """Every engine, by its name.
@@ -151,22 +147,14 @@ def parse_engines(text: str) -> tuple[str, ...]:
 
     Raises UsageError for a name that is not one.
     """
-    names: list[str] = []
-    for part in (each.strip() for each in text.split(",")):
-        if not part:
-            continue
-        if part == ALL:
-            names += KINDS
-        elif part in KINDS:
-            names.append(part)
-        else:
-            raise UsageError(
-                f"--engine {part}: there is no such engine",
-                hint=near_miss(part, (*KINDS, ALL)),
-            )
-    if not names:
+    parts = [part.strip() for part in text.split(",") if part.strip()]
+    for part in (each for each in parts if each not in (*KINDS, ALL)):
+        hint = near_miss(part, (*KINDS, ALL))
+        raise UsageError(f"--engine {part}: there is no such engine", hint=hint)
+    if not parts:
         raise UsageError("--engine is empty", hint=near_miss("", (*KINDS, ALL)))
-    return tuple(dict.fromkeys(names))
+    named = (KINDS if part == ALL else (part,) for part in parts)
+    return tuple(dict.fromkeys(chain.from_iterable(named)))
 
 
 def select(names: Iterable[str]) -> Selection:
