@@ -68,7 +68,7 @@ def _cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
     )
 
 
-def _number(value: float | None, form: str, none: str = "–") -> str:
+def _number(value: object, form: str, none: str = "–") -> str:
     return none if value is None else format(value, form)
 
 
