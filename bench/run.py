@@ -154,7 +154,7 @@ class BenchRequest:
     engine: str
     target: Target
     batch: Sequence[int]
-    out: str | Path | None
+    out: Path | None
     rounds: int
     round_s: float
     samples: int | None
@@ -219,7 +219,7 @@ def sweep(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Results:
             candidates,
             data,
             settings,
-            out=None if asked.out is None else Path(asked.out),
+            out=asked.out,
             command=asked.command,
             progress=watcher,
             absent=selection.absent,

@@ -50,7 +50,7 @@ Cell = str | tuple[str, str]
 """Text, or text and what it is: good, bad, quiet."""
 
 Card = dict[str, Any]
-"""`id`, `title`, `intro` and `notes` (sentences); `tables` of `title`, `heads`, `groups` of lines."""
+"""`id`, `title`; sentences as `intro`, `notes`; `tables` of `title`, `heads` and `groups` of rows."""
 
 PARITY_NOTE = (
     "Against PyTorch with the same k: the share of samples for which every layer chose the same "

@@ -47,6 +47,7 @@ class ExpertsSpec:
     renormalizable: ClassVar[bool] = False
     chooses_sets: ClassVar[bool] = False
     rewritable: ClassVar[bool] = False
+    quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
     slots: ClassVar[int] = 1
 
     name: str
@@ -89,6 +90,10 @@ class ExpertsSpec:
     def bytes_read(self, k: int) -> int:
         """FP32 bytes of the weights of k experts: what one token reads."""
         return 4 * k * self.parameters_per_expert
+
+    def quantized_bytes(self, k: int) -> int:
+        """FP32 bytes of the same weights: INT8 takes both matrices of an expert."""
+        return self.bytes_read(k)
 
     def choices(self) -> dict[str, str]:
         """The chosen experts, int64 [t, k]: here a value of the graph around the layer."""
