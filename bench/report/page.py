@@ -50,7 +50,8 @@ Cell = str | tuple[str, str]
 """Text, or text and what it is: good, bad, quiet."""
 
 Card = dict[str, Any]
-"""`id`, `title`; sentences as `intro`, `notes`; `tables` of `title`, `heads` and `groups` of rows."""
+"""`id`, `title`, `intro` and `notes` (sentences), and `tables`; each has a `title`, `heads` and
+`groups` of rows by their heading."""
 
 PARITY_NOTE = (
     "Against PyTorch with the same k: the share of samples for which every layer chose the same "
