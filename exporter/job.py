@@ -18,7 +18,6 @@ from ..calibration.methods import DEFAULT_METHOD
 from ..calibration.table import CalibrationTable
 from ..errors import CalibrationError, LoweringError, UsageError
 from ..graphs.layers.base import MoESpec
-from ..graphs.lowerings import lowering
 from ..graphs.lowerings.choice import check
 from ..graphs.lowerings.cost import AnyWork, WorkOf
 from ..graphs.names import DOMAIN, operand_of
@@ -39,6 +38,9 @@ _TOKEN_AXES = frozenset({"tokens", "height", "width"})
 """Axes of which `--tokens` says something: of an image it is the number of pixels."""
 
 NO_FACTORS = "its weight tensor is held whole, and integer products are those of factors"
+
+
+NO_EXPERTS = "it has no matrices of experts, which are what is written in blocks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +115,13 @@ def export_job(
     _check_layers(job)
     if table is not None:
         check_table(job, table, where)
+    elif options.precision.name == "int8" and not _needs_ranges(loaded, options):
+        pass  # each row's scale is found while the graph runs
+    elif options.data is None and options.precision.name == "int8":
+        raise UsageError(
+            "--precision int8: ranges come from real inputs, and there are none",
+            hint="give a feed with --data, or a table with --calibration",
+        )
     elif options.data is not None and options.precision.name in CALIBRATED:
         asked = CalibrationOptions(
             method=options.method or DEFAULT_METHOD,
@@ -122,6 +131,14 @@ def export_job(
         ranges = CalibrationJob(loaded, options.data, _observed(k, _specs(loaded)), asked)
         job = replace(job, calibration=ranges)
     return job
+
+
+def _needs_ranges(model: Model, options: ExportOptions) -> bool:
+    """Whether something becomes INT8 whose rows have no scales of their own."""
+    precision = options.precision
+    if precision.quant_format(options.target) == "qdq" or precision.scope == "all":
+        return True
+    return not all(layer.spec.dynamic_int8 for layer in model.layers.values())
 
 
 def calibration_job(
@@ -189,8 +206,15 @@ def _check_layers(job: ExportJob) -> None:
         work = job.work(name, options.tokens.opt)
         for asked in options.lowerings:
             if asked not in CHOOSERS:
-                check(lowering(asked), work, options.target)
+                check(asked, work, options.target)
         quantised = precision.name == "int8" and name not in precision.floating
+        if precision.name == "int4" and not any(
+            part.name.startswith("experts.") for part in layer.stored()
+        ):
+            raise LoweringError(
+                f"layer {name}: --precision int4 does not serve this layer: {NO_EXPERTS}",
+                hint="use --precision int8 or fp32",
+            )
         if quantised and not any(operand_of(part.name) for part in layer.stored()):
             raise LoweringError(
                 f"layer {name}: --precision int8 does not serve this layer: {NO_FACTORS}",

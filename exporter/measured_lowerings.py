@@ -23,7 +23,7 @@ from ..common.onnx_runtime import ort
 from ..common.timing import Call, Latency, Protocol, differs, measure
 from ..errors import LoweringError, MoexportError, UsageError
 from ..graphs.lower import LoweringRequest, lower
-from ..graphs.lowerings import lowering
+from ..graphs.lowerings import lowerings_of
 from ..graphs.lowerings.base import AnyLowering
 from ..graphs.lowerings.choice import LoweringChoice, able
 from ..graphs.lowerings.cost import AnyWork, machine_for
@@ -50,7 +50,7 @@ IR_VERSION = 10
 
 def tuned_choice(found: TunedLayers, work: AnyWork, target: Target) -> LoweringChoice:
     """Returns the choice for a layer that was measured, with the figures as its reason."""
-    chosen = lowering(found.chosen)
+    chosen = lowerings_of(work.spec.kind)[found.chosen]
     predicted_us = chosen.predict_us(work, machine_for(target, work.precision))
     if not found.candidates:
         reason = "the only lowering for this layer and target: nothing was measured"

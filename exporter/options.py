@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Literal, get_args
 from ..common.text import near_miss
 from ..errors import FeedError, LoweringError, UsageError
 from ..graphs.choices import FloatName, Method, Precision, Scope
-from ..graphs.lowerings import lowering
+from ..graphs.lowerings import check_name
 from ..graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
@@ -92,11 +92,18 @@ class PrecisionOptions:
             if given and self.name != "int8":
                 yield _not_int8(option, self.name)
 
+    @property
+    def integers(self) -> bool:
+        """Whether weights become integers, with floats around them."""
+        return self.name in ("int8", "int4")
+
     def float_name(self, target: Target) -> FloatName:
         """The float type of everything that is not quantised."""
-        if self.name != "int8":
-            return self.name
-        return self.rest or TARGETS[target].rest
+        match self.name:
+            case "int8" | "int4":
+                return self.rest or TARGETS[target].rest
+            case _:
+                return self.name
 
     def quant_format(self, target: Target) -> QuantFormat:
         """How integer products are written for a target."""
@@ -123,7 +130,7 @@ class PrecisionOptions:
         if self.name in TARGETS[target].refused:
             reason, instead = TARGETS[target].refused[self.name]
             yield f"--precision {self.name}", reason, instead
-        if self.name == "int8" and target not in ENGINES:
+        if self.integers and target not in ENGINES:
             if self.rest not in (None, "fp32"):
                 reason = "ONNX Runtime's integer products give FP32"
                 yield f"--rest {self.rest}", reason, "leave --rest out"
@@ -220,7 +227,7 @@ class ExportOptions:
             )
         for name in self.lowerings:
             if name not in CHOOSERS:
-                lowering(name)
+                check_name(name)
         _refuse(self._mistakes())
         _refuse(self._mistakes_of_checking())
 
@@ -239,6 +246,13 @@ class ExportOptions:
             )
         if len(set(self.lowerings)) < len(self.lowerings):
             yield f"--lowering {names}: a name is repeated", "name each lowering once"
+        blocked = self.precision.name == "int4" and TARGETS[self.target].standard_ops
+        if blocked and self.opset < BLOCKED_OPSET:
+            yield (
+                f"--precision int4 for --target {self.target}: ONNX has weights in blocks from "
+                f"opset {BLOCKED_OPSET} on, and the graph is to have opset {self.opset}",
+                f"add --opset {BLOCKED_OPSET}, or take --target ort-cpu",
+            )
         if TUNE in self.lowerings and self.target in ENGINES:
             yield (
                 f"--lowering tune for --target {self.target}: it times graphs in ONNX Runtime, and "
@@ -310,11 +324,6 @@ class ExportOptions:
                 "there are none",
                 "give a feed with --data, with labels where there are any",
             )
-        if precision.name == "int8" and table is None:
-            yield (
-                "--precision int8: ranges come from real inputs, and there are none",
-                "give a feed with --data, or a table with --calibration",
-            )
         if self.verify_samples is not None:
             yield (
                 f"--verify-samples {self.verify_samples}: it counts inputs of a feed, and there is "
@@ -337,6 +346,9 @@ class ExportOptions:
             rtol=usual.rtol if self.rtol is None else self.rtol,
         )
 
+
+BLOCKED_OPSET = 21
+"""The first in which DequantizeLinear knows blocks, and INT4."""
 
 MIN_OPSET = 20
 
@@ -450,7 +462,7 @@ def parse_lowerings(text: str) -> tuple[str, ...]:
         if name in CHOOSERS:
             continue
         try:
-            lowering(name)
+            check_name(name)
         except LoweringError as error:
             raise UsageError(f"--lowering {name}: {error.message}", hint=error.hint) from None
     return names

@@ -69,10 +69,11 @@ TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
         "fp16": Tolerance(atol=0.0, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
         "bf16": Tolerance(atol=0.0, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
         "int8": Tolerance(atol=0.0, rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2),
+        "int4": Tolerance(atol=0.0, rtol=3e-1, routing=0.9, tie=5e-2),
     }
 )
 """FP32: rounding in another order. FP16 keeps 11 bits and BF16 8, over a network's depth. INT8 has
-about 1% of error in each layer. The ties are what such an error moves a score by."""
+about 1% of error in each layer, INT4 10%. The ties are what such an error moves a score by."""
 
 
 GPU_RTOL = 1e-3

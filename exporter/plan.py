@@ -9,7 +9,6 @@ import onnx_ir as ir
 
 from ..calibration.table import CalibrationTable
 from ..common.console import Progress
-from ..graphs.lowerings import lowering
 from ..graphs.lowerings.choice import LoweringChoice, check, choose
 from ..graphs.lowerings.cost import AnyWork
 from ..graphs.targets import ENGINES
@@ -131,7 +130,7 @@ def plan_graph(
         if name == TUNE:
             assert tuning is not None, "`tune` measures before anything is planned"
             return tuned_choice(tuning.of(work.spec.name), work, job.options.target)
-        return check(lowering(name), work, job.options.target)
+        return check(name, work, job.options.target)
 
     works = job.works(traced).items()
     return GraphPlan(

@@ -48,6 +48,13 @@ class TargetRecord:
 
 _CPU_FP16 = "ONNX Runtime computes FP16 in FP32 on a CPU: half the file, but not faster there"
 
+_NO_INT4: Mapping[Precision, tuple[str, str]] = {
+    "int4": (
+        "weights of four bits are written for ONNX Runtime's CPU provider",
+        "use --target ort-cpu or onnx, or --precision fp16 here",
+    )
+}
+
 _RECORDS = (
     TargetRecord(
         "onnx",
@@ -57,6 +64,8 @@ _RECORDS = (
         notes={
             "fp16": _CPU_FP16,
             "bf16": "ONNX Runtime's CPU provider has no BF16 kernels: `run` emulates them",
+            "int4": "the file is small; `run` unpacks the weights to FP32 when it loads them, and "
+            "ort-cpu keeps them packed",
         },
     ),
     TargetRecord(
@@ -81,17 +90,32 @@ _RECORDS = (
         provider=CUDA_PROVIDER,
         standard_ops=False,
         refused={
+            **_NO_INT4,
             "int8": (
                 "ONNX Runtime's CUDA provider computes quantised graphs in floats, slower than "
                 "without",
                 "use --precision fp16, or --target tensorrt",
-            )
+            ),
         },
     ),
     # TensorRT-RTX compiles no NonZero; TensorRT does, but its size has to come back to the CPU.
-    TargetRecord("tensorrt", "gpu", "qdq", backend="tensorrt", rest="fp16", data_sizes=False),
     TargetRecord(
-        "tensorrt-rtx", "gpu", "qdq", backend="tensorrt-rtx", rest="fp16", data_sizes=False
+        "tensorrt",
+        "gpu",
+        "qdq",
+        backend="tensorrt",
+        rest="fp16",
+        data_sizes=False,
+        refused=_NO_INT4,
+    ),
+    TargetRecord(
+        "tensorrt-rtx",
+        "gpu",
+        "qdq",
+        backend="tensorrt-rtx",
+        rest="fp16",
+        data_sizes=False,
+        refused=_NO_INT4,
     ),
 )
 

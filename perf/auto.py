@@ -28,7 +28,7 @@ from moexport.exporter.families.layer_only import TokenBackbone
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.choices import Precision
 from moexport.graphs.layers.soft_moe import Activation, SoftMoE, SoftMoESpec, SoftMoEWeights
-from moexport.graphs.lowerings import lowering
+from moexport.graphs.lowerings import LOWERINGS
 from moexport.graphs.lowerings.choice import able, choose
 from moexport.graphs.lowerings.cost import Work
 
@@ -309,7 +309,7 @@ def measured(layer: Layer, target: CpuTarget, precision: Precision, threads: int
             calls = {
                 f"{name} {k}": partial(_called, infer, x)
                 for (name, k), infer in graphs.items()
-                if lowering(name).copied_bytes(Work(spec, k, batch, layer.tokens))
+                if LOWERINGS[name].copied_bytes(Work(spec, k, batch, layer.tokens))
                 <= COPY_LIMIT_BYTES
             }
             found = timing.measure(calls, PROTOCOL).latencies

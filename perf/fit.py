@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from moexport.bench.results import Results
 from moexport.graphs.choices import Precision
-from moexport.graphs.lowerings import lowering
+from moexport.graphs.lowerings import LOWERINGS
 from moexport.graphs.lowerings.cost import Machine, Work, machine_for
 from moexport.graphs.targets import Target
 from scipy.optimize import least_squares
@@ -100,7 +100,7 @@ def fitted(measured: Sequence[Measured], precision: Precision) -> dict[str, floa
         tried = {each: machine(each, precision, constants(logarithms)) for each in CPU_TARGETS}
         found = []
         for each in measured:
-            predicted = lowering(each.lowering).predict_us(each.work, tried[each.target])
+            predicted = LOWERINGS[each.lowering].predict_us(each.work, tried[each.target])
             off = float(np.log(predicted / each.us))
             found.append(each.weight * off * (2 * (ABOVE if off < 0 else 1 - ABOVE)) ** 0.5)
         return [*found, *(HELD * (logarithms - start)).tolist()]
@@ -123,7 +123,7 @@ def slack(cell: Cell, rates: Machine) -> float:
     0 where the two are no further apart than the rounds of either.
     """
     predicted = min(
-        _lowered(cell), key=lambda found: lowering(found[0]).predict_us(found[1], rates)
+        _lowered(cell), key=lambda found: LOWERINGS[found[0]].predict_us(found[1], rates)
     )[0]
     return cell.slack_of(predicted)
 

@@ -33,7 +33,7 @@ from moexport.exporter.families.layer_only import TokenBackbone
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.choices import Precision
 from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights, algorithm_1
-from moexport.graphs.lowerings import ALL_LOWERINGS
+from moexport.graphs.lowerings import LOWERINGS as SOFT_MOE_LOWERINGS
 from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.lowerings.cost import Work
 from torch import nn
@@ -339,7 +339,7 @@ def _fits(shape: Shape, lowering: str, k: int, batch: int, precision: Precision)
     if shape == LARGE:
         return lowering == chosen(shape, k, batch, precision)
     work = Work(spec_of(shape), k, batch, TOKENS, precision)
-    return ALL_LOWERINGS[lowering].copied_bytes(work) <= GATHER_LIMIT_BYTES
+    return SOFT_MOE_LOWERINGS[lowering].copied_bytes(work) <= GATHER_LIMIT_BYTES
 
 
 def _algorithm_2(model: Model, k: int, tokens: torch.Tensor) -> torch.Tensor:

@@ -114,10 +114,14 @@ class WeightsWriter:
         shape: tuple[int, ...],
         dtype: ir.DataType = ir.DataType.FLOAT,
     ) -> Stored:
-        """Writes the parts one after the other as one tensor of `shape`, converted to `dtype`."""
+        """Writes the parts one after the other as one tensor of `shape`, converted to `dtype`.
+
+        Numbers of four bits come as bytes that hold two each.
+        """
         stored = Stored(self._align(size_of(shape, dtype)), shape, dtype)
         for part in parts:
-            array = np.ascontiguousarray(part, dtype=dtype.numpy())
+            packed = dtype.bitwidth < 8
+            array = np.ascontiguousarray(part, dtype=np.uint8 if packed else dtype.numpy())
             # Not ndarray.tofile, whose errors do not tell a full disk from any other failure. As
             # bytes, since bfloat16 has no place in the buffer protocol.
             self._file.write(array.reshape(-1).view(np.uint8).data)

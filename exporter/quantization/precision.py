@@ -20,11 +20,16 @@ from ...graphs.names import EXPERT_OUTPUTS, EXPERT_PRODUCTS, operand_of, range_k
 from ...graphs.precision.backbone import QuantizedLinear, backbone_linears, quantize_backbone
 from ...graphs.precision.fp16 import Fp32Node, beyond, misfit, to_fp16
 from ...graphs.precision.types import (
+    DYNAMIC_ROW,
     FLOAT_TYPES,
     FP32,
     HALF_TYPES,
+    INT4_BLOCK,
+    BlockedWeights,
     ComputeTypes,
+    QuantFormat,
     QuantizedProducts,
+    Scale,
 )
 from ...graphs.precision.weights import CONVERTED, activation_scale
 from ..job import ExportJob
@@ -187,6 +192,8 @@ def _layer(
     problem = _overflow(name, layer, inner, table)
     if problem is not None:
         inner, float_name = ir.DataType.FLOAT, "fp32"
+    if asked.name == "int4":
+        return _in_blocks(layer, options, left_out)
     if asked.name != "int8":
         reason = f"{problem}: kept in FP32" if problem else "asked for"
         return LayerPrecision(
@@ -195,16 +202,37 @@ def _layer(
     around = f"; {problem}, so FP32" if problem else ""
     if left_out is not None:
         return LayerPrecision(float_name, f"{left_out}{around}", ComputeTypes(inner))
-    assert table is not None, "a job without ranges is refused (`export_job`)"
     form = asked.quant_format(target)
+    dynamic = layer.spec.dynamic_int8 and form != "qdq"
+
+    def scale(operand: str) -> Scale:
+        if dynamic:
+            return DYNAMIC_ROW
+        assert table is not None, "a job without ranges is refused (`export_job`)"
+        return activation_scale(table.range(range_key(name, operand)), inner, qdq=form == "qdq")
+
     scales = {
-        part.name: activation_scale(table.range(range_key(name, operand)), inner, qdq=form == "qdq")
+        part.name: scale(operand)
         for part in layer.stored()
         if (operand := operand_of(part.name)) is not None
     }
-    quantised = QuantizedProducts(form, asked.weight_quantization(target), scales)
+    weights = asked.weight_quantization(target)
+    quantised = QuantizedProducts(form, weights, scales, dynamic)
     around = f"{around} around it" if around else ""
     return LayerPrecision("int8", f"asked for{around}", ComputeTypes(inner, quantised))
+
+
+def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) -> LayerPrecision:
+    """A layer's experts with weights of four bits, unless their rows are not whole blocks."""
+    if left_out is not None:
+        return LayerPrecision("fp32", left_out, FP32)
+    shapes = {p.name: p.shape for p in layer.stored() if operand_of(p.name) is not None}
+    blocked = BlockedWeights(options.precision.quant_format(options.target), frozenset(shapes))
+    for name, shape in shapes.items():
+        if shape[-2] % blocked.block:
+            width = f"{name} has {shape[-2]} rows, which are no whole blocks of {blocked.block}"
+            return LayerPrecision("fp32", f"{width}: kept in FP32", FP32)
+    return LayerPrecision("int4", "asked for", ComputeTypes(blocked=blocked))
 
 
 def _overflow(
@@ -240,6 +268,16 @@ def _peaks(
             yield key, table.peaks[key]
 
 
+def _activations(plan: PrecisionPlan, form: QuantFormat) -> str:
+    """How what meets integer weights is written, in words."""
+    if form == "qdq":
+        return "int8, per tensor, symmetric"
+    quantised = [layer.compute.quantized for layer in plan.layers.values()]
+    ways = {each.dynamic for each in quantised if each is not None} or {False}
+    words = {False: "uint8, per tensor", True: "uint8, per row, found while the graph runs"}
+    return "; ".join(words[way] for way in sorted(ways))
+
+
 def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, Any]:
     """Returns the record as plain data: empty for a model in FP32 throughout.
 
@@ -263,13 +301,19 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, A
         "fp32_nodes": [asdict(node) for node in plan.fp32_nodes if not node.usual],
         "usual_fp32_nodes": usual,
     }
+    if asked.name == "int4":
+        record |= {
+            "form": asked.quant_format(target),
+            "weights": f"int4, per expert, in blocks of {INT4_BLOCK} of each output channel",
+            "activations": asked.float_name(target),
+        }
     if asked.name == "int8":
         weights, form = asked.weight_quantization(target), asked.quant_format(target)
         record |= {
             "form": form,
             "weights": f"{weights.dtype.name.lower()}, per expert and output channel, "
             f"-{weights.levels} to {weights.levels}",
-            "activations": "int8, per tensor, symmetric" if form == "qdq" else "uint8, per tensor",
+            "activations": _activations(plan, form),
             "linears": {linear.node: linear.reason for linear in plan.linears},
         }
     if plan.retention is not None:

@@ -135,6 +135,19 @@ class MoESpec(Protocol):
         ...
 
     @property
+    def routes_tokens(self) -> bool:
+        """Whether each token has a choice of its own; else all tokens of an input share one."""
+        ...
+
+    @property
+    def dynamic_int8(self) -> bool:
+        """Whether INT8 products find the scales of their rows while a graph runs.
+
+        Else, and in Q/DQ form always, a calibration does.
+        """
+        ...
+
+    @property
     def rewritable(self) -> bool:
         """Whether coefficients mix the experts, by which outputs can be re-written (`Rewrite`)."""
         ...
@@ -187,7 +200,8 @@ def _float32() -> ir.DataType:
 class StoredPart:
     """A weight as a bundle stores it: its name, its shape, and its values in consecutive parts.
 
-    `dtype` is what the values are stored as; the parts may come in another type.
+    `dtype` is what the values are stored as; the parts may come in another type, but for those of
+    four bits, which come as the bytes that hold two each.
     """
 
     name: str

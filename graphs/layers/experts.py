@@ -46,6 +46,8 @@ class ExpertsSpec:
     op_type: ClassVar[str] = "Experts"
     renormalizable: ClassVar[bool] = False
     chooses_sets: ClassVar[bool] = False
+    routes_tokens: ClassVar[bool] = True
+    dynamic_int8: ClassVar[bool] = True
     rewritable: ClassVar[bool] = False
     quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
     slots: ClassVar[int] = 1

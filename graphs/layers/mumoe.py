@@ -135,6 +135,8 @@ class MuMoESpec:
     slots: ClassVar[int] = 1
     renormalizable: ClassVar[bool] = False
     chooses_sets: ClassVar[bool] = False
+    routes_tokens: ClassVar[bool] = True
+    dynamic_int8: ClassVar[bool] = False
     rewritable: ClassVar[bool] = True
     quantized_parts: ClassVar[frozenset[str]] = frozenset({"input mode", "core", "output mode"})
 

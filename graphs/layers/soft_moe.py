@@ -52,6 +52,8 @@ class SoftMoESpec:
     op_type: ClassVar[str] = "SoftMoE"
     renormalizable: ClassVar[bool] = True
     chooses_sets: ClassVar[bool] = True
+    routes_tokens: ClassVar[bool] = False
+    dynamic_int8: ClassVar[bool] = False
     rewritable: ClassVar[bool] = False
     quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
 

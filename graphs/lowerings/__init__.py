@@ -1,6 +1,6 @@
-"""How the experts of a Soft MoE layer are computed in a target's ops: one module per way.
+"""How the experts of a MoE layer are computed in a target's ops: one module per way.
 
-To add a lowering, write a module with a `LOWERING` record and name it in `registry`.
+To add a lowering, write a module with a `LOWERING` record and list it here, with its kind's.
 """
 
 from __future__ import annotations
@@ -10,9 +10,14 @@ from types import MappingProxyType
 
 from ...common.text import near_miss
 from ...errors import LoweringError
+from ..layers.base import Kind
+from ..layers.experts import ExpertsSpec
 from ..layers.mumoe import MuMoESpec
 from . import conditional, dense, factorised, fused, gather, gathered, grouped, unfactorised
 from .base import AnyLowering, Lowering, LoweringOf
+from .token_routed import conditional as routed_conditional
+from .token_routed import dense as routed_dense
+from .token_routed import grouped as routed_grouped
 
 _SOFT_MOE = (
     dense.LOWERING,
@@ -22,30 +27,41 @@ _SOFT_MOE = (
     fused.LOWERING,
 )
 
+_MUMOE = (factorised.LOWERING, unfactorised.LOWERING, gathered.LOWERING)
+
+_EXPERTS = (routed_dense.LOWERING, routed_grouped.LOWERING, routed_conditional.LOWERING)
+
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType({record.name: record for record in _SOFT_MOE})
 """Those of Soft MoE layers."""
 
 MUMOE_LOWERINGS: Mapping[str, LoweringOf[MuMoESpec]] = MappingProxyType(
-    {
-        record.name: record
-        for record in (factorised.LOWERING, unfactorised.LOWERING, gathered.LOWERING)
-    }
+    {record.name: record for record in _MUMOE}
 )
 """Those of muMoE layers."""
 
-ALL_LOWERINGS: Mapping[str, AnyLowering] = MappingProxyType({**LOWERINGS, **MUMOE_LOWERINGS})
+EXPERTS_LOWERINGS: Mapping[str, LoweringOf[ExpertsSpec]] = MappingProxyType(
+    {record.name: record for record in _EXPERTS}
+)
+"""Those of token-routed experts."""
+
+ALL_LOWERINGS: Mapping[tuple[Kind, str], AnyLowering] = MappingProxyType(
+    {(record.kind, record.name): record for record in (*_SOFT_MOE, *_MUMOE, *_EXPERTS)}
+)
+"""By kind of layer and name: what works alike for two kinds has one name."""
+
+NAMES: tuple[str, ...] = tuple(dict.fromkeys(name for _, name in ALL_LOWERINGS))
+"""The names of all lowerings, each once."""
 
 
-def lowerings_of(kind: str) -> Mapping[str, AnyLowering]:
+def lowerings_of(kind: Kind) -> Mapping[str, AnyLowering]:
     """Returns the lowerings that serve layers of a kind, by name."""
-    return {name: record for name, record in ALL_LOWERINGS.items() if record.kind == kind}
+    return {name: record for (each, name), record in ALL_LOWERINGS.items() if each == kind}
 
 
-def lowering(name: str) -> AnyLowering:
-    """Returns the lowering of that name; `LoweringError` lists them for any other."""
-    if name not in ALL_LOWERINGS:
+def check_name(name: str) -> None:
+    """Raises `LoweringError` for a name that no lowering has, with those that there are."""
+    if name not in NAMES:
         raise LoweringError(
             f"there is no lowering '{name}'",
-            hint=near_miss(name, ("auto", *ALL_LOWERINGS)),
+            hint=near_miss(name, ("auto", *NAMES)),
         )
-    return ALL_LOWERINGS[name]

@@ -29,6 +29,12 @@ def has_all_precisions(precision: Precision, target: Target) -> str | None:
     return None
 
 
+def no_int4(precision: Precision, target: Target) -> str | None:
+    """The `no_kernel` of a lowering that needs weights of four bits one matrix at a time."""
+    del target
+    return "INT4 weights are multiplied one matrix at a time" if precision == "int4" else None
+
+
 def copies_nothing(work: object) -> float:
     """The `copied_bytes` of a lowering that reads weights where they are."""
     del work

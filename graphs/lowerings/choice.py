@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ...errors import LoweringError
 from ..targets import Target
-from . import lowerings_of
+from . import ALL_LOWERINGS, check_name, lowerings_of
 from .base import AnyLowering
 from .cost import AnyWork, machine_for
 
@@ -102,24 +102,27 @@ def _milliseconds(times_us: Sequence[float]) -> str:
     return f"{' and '.join(f'{us / 1e3:.3g}' for us in times_us)} ms"
 
 
-def check(lowering: AnyLowering, work: AnyWork, target: Target) -> LoweringChoice:
+def check(name: str, work: AnyWork, target: Target) -> LoweringChoice:
     """Returns an asked-for lowering as a choice; `LoweringError` says why it cannot serve."""
+    check_name(name)
     spec = work.spec
-    if lowering.kind != spec.kind:
-        problem: str | None = f"it is for {lowering.kind} layers, and this is a {spec.kind} layer"
+    lowering = lowerings_of(spec.kind).get(name)
+    problem: str | None
+    if lowering is None:
+        kinds = [kind for kind, other in ALL_LOWERINGS if other == name]
+        problem = f"it is for {' and '.join(kinds)} layers, and this is a {spec.kind} layer"
     elif target in lowering.targets:
-        problem = lowering.unable(spec)
+        problem = lowering.unable(spec) or lowering.no_kernel(work.precision, target)
     else:
         problem = f"the target {target} does not run it"
-    problem = problem or lowering.no_kernel(work.precision, target)
-    if problem is not None:
+    if lowering is None or problem is not None:
         serving = [
             record.name
             for record in lowerings_of(spec.kind).values()
             if _serves(record, work, target)
         ]
         raise LoweringError(
-            f"layer {spec.name}: the lowering '{lowering.name}' cannot serve it: {problem}",
+            f"layer {spec.name}: the lowering '{name}' cannot serve it: {problem}",
             hint=f"for --target {target} choose auto or one of: {', '.join(serving)}",
         )
     reason = "asked for"

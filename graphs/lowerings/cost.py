@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any, Generic
 
 from ..choices import Precision
+from ..layers.experts import ExpertsSpec
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import S
 from ..targets import TARGETS, MachineKind, Target
@@ -31,21 +32,27 @@ class WorkOf(Generic[S]):
     precision: Precision = "fp32"
 
     @property
+    def choosers(self) -> int:
+        """How many choices of experts there are: one for each input, or one for each token."""
+        return self.batch * (self.tokens if self.spec.routes_tokens else 1)
+
+    @property
     def selections(self) -> int:
-        """How many (input, expert) pairs are computed: b·k."""
-        return self.batch * self.k
+        """How many pairs of what chooses and an expert are computed: b·k, or t·k."""
+        return self.choosers * self.k
 
     @property
     def expected_active(self) -> float:
-        """Experts that at least one input selects, if inputs chose evenly and independently.
+        """Experts that at least one input (or token) selects, if they chose evenly and alone.
 
         Real routers are less even, so this is the upper end; fewer active experts cost less.
         """
         n = self.spec.experts
-        return n * (1.0 - (1.0 - self.k / n) ** self.batch)
+        return n * (1.0 - (1.0 - self.k / n) ** self.choosers)
 
 
 Work = WorkOf[SoftMoESpec]
+ExpertsWork = WorkOf[ExpertsSpec]
 AnyWork = WorkOf[Any]
 
 
@@ -100,6 +107,9 @@ def _scaled(machine: Machine, factor: float) -> Machine:
     )
 
 
+SIZES: Mapping[Precision, float] = MappingProxyType({"int8": 1 / 4, "int4": 4.5 / 32})
+"""What weights take of their FP32 bytes on a CPU; a block of INT4 has a scale."""
+
 CACHE_BYTES = 16 << 20
 """So many bytes stay in the caches from one run to the next."""
 
@@ -153,10 +163,21 @@ CPU_INT8 = Machine(
 """Fitted likewise, on machines with VNNI and without, to both forms of integer products. Stacked
 weights are packed for any number of rows: what they take has that in it."""
 
+CPU_INT4 = replace(
+    CPU,
+    bytes_per_us=90e3,
+    stacked_bytes_per_us=90e3,
+    macs_per_us=110e3,
+    pack_bytes_per_us=math.inf,
+    cached=1.1,
+)
+"""From single products of `MatMulNBits`, not fitted: unpacking keeps it from being as fast as the
+bytes that it reads, and many rows take longer than with FP32 weights."""
+
 MACHINES: Mapping[MachineKind, Mapping[Precision, Machine]] = MappingProxyType(
     {
         # 16-bit floats are computed in FP32 there.
-        "cpu": {"fp32": CPU, "fp16": CPU, "bf16": CPU, "int8": CPU_INT8},
+        "cpu": {"fp32": CPU, "fp16": CPU, "bf16": CPU, "int8": CPU_INT8, "int4": CPU_INT4},
         # By their data sheets: twice as many numbers of half the size. The stack of weights is
         # dequantised before a Gather, as far as anyone knows.
         "gpu": {
@@ -164,6 +185,8 @@ MACHINES: Mapping[MachineKind, Mapping[Precision, Machine]] = MappingProxyType(
             "fp16": _scaled(GPU, 2),
             "bf16": _scaled(GPU, 2),
             "int8": replace(_scaled(GPU, 4), copy_bytes_per_us=GPU.copy_bytes_per_us / 4),
+            # Weights are unpacked to floats as they are read.
+            "int4": replace(_scaled(GPU, 2), bytes_per_us=7 * GPU.bytes_per_us),
         },
     }
 )
@@ -215,24 +238,24 @@ def unselected_us(work: Work, machine: Machine) -> float:
     return macs / machine.batched_macs_per_us + LOGIT_PASSES * columns * machine.number_us
 
 
-def expert_bytes(work: Work, experts: float) -> float:
+def expert_bytes(work: AnyWork, experts: float) -> float:
     """The bytes of so many experts' weights, counted as FP32."""
-    return 4.0 * experts * work.spec.parameters_per_expert
+    return 4.0 * experts * float(work.spec.parameters_per_expert)
 
 
 def stream_us(
-    work: Work, weights_bytes: float, among: float, bytes_per_us: float, machine: Machine
+    work: AnyWork, weights_bytes: float, among: float, bytes_per_us: float, machine: Machine
 ) -> float:
     """How long so many bytes of weights take, where the caches hold a part of those `among` them.
 
     Both are counted as FP32.
     """
-    size = among / 4 if work.precision == "int8" else among
+    size = among * SIZES.get(work.precision, 1.0)
     held = min(1.0, CACHE_BYTES / size)
     return weights_bytes / bytes_per_us * (held / machine.cached + 1.0 - held)
 
 
-def stacked_us(work: Work, experts: float, rows: int, machine: Machine) -> float:
+def stacked_us(work: AnyWork, experts: float, rows: int, machine: Machine) -> float:
     """Reads so many experts' weights out of one constant, for products of so many rows each."""
     size = expert_bytes(work, experts)
     layer = max(size, expert_bytes(work, work.spec.experts))
@@ -244,7 +267,7 @@ PACKED_ROWS = 2
 """A single row is multiplied by a matrix as that lies in memory."""
 
 
-def packing_us(work: Work, experts: float, rows: int, machine: Machine) -> float:
+def packing_us(work: AnyWork, experts: float, rows: int, machine: Machine) -> float:
     """Packs so many experts' weights during the run, which few rows do without."""
     if rows < PACKED_ROWS:
         return 0.0
@@ -253,9 +276,9 @@ def packing_us(work: Work, experts: float, rows: int, machine: Machine) -> float
     return stream_us(work, size, layer, machine.pack_bytes_per_us, machine)
 
 
-def expert_macs(work: Work, rows: float) -> float:
+def expert_macs(work: AnyWork, rows: float) -> float:
     """The multiply-adds of so many (input, expert) pairs."""
-    return rows * work.spec.slots * work.spec.parameters_per_expert
+    return rows * float(work.spec.slots * work.spec.parameters_per_expert)
 
 
 def expert_nodes(work: Work) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..layers.stored import Layer
+from ..layers.stored import Layer, LayerOf
 from ..names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS
 from ..precision.products import Linear, operand, product
 
@@ -59,7 +60,7 @@ UNIT = 1.0 / 128.0
 of two, so that every float type holds the weights exactly, as numbers between −1 and 1."""
 
 
-def _stacked_weight(b: Builder, layer: Layer, key: str) -> ir.Value:
+def _stacked_weight(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
     """The weights [n, in, out] of all experts.
 
     In Q/DQ form they are numbers in steps of `UNIT`: one DequantizeLinear knows one axis, and their
@@ -73,7 +74,7 @@ def _stacked_weight(b: Builder, layer: Layer, key: str) -> ir.Value:
     return b.op("DequantizeLinear", weight, unit, name=f"experts/{key}_units")
 
 
-def _stacked_scale(b: Builder, layer: Layer, key: str) -> ir.Value:
+def _stacked_scale(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
     """The scales of the weights [n, in, out] as [n, 1, out], for what `_stacked_weight` gives."""
     scale = layer.stacked(b, f"experts.{key}.scale")
     rows = b.op("Unsqueeze", scale, b.ints(1), name=f"experts/{key}_scale_rows")
@@ -83,6 +84,17 @@ def _stacked_scale(b: Builder, layer: Layer, key: str) -> ir.Value:
         return rows
     per_unit = b.number(1.0 / UNIT, layer.compute.inner)
     return b.op("Mul", rows, per_unit, name=f"experts/{key}_scale_per_unit")
+
+
+def stacked_linear(b: Builder, layer: LayerOf[Any], which: str, *, biased: bool = True) -> Linear:
+    """The first or second matmul of all experts at once."""
+    w, bias = f"w{which}", f"experts.b{which}"
+    scale, rows = None, None
+    if layer.tensors.has(f"experts.{w}.scale"):
+        scale = _stacked_scale(b, layer, w)
+    if biased and layer.tensors.has(bias):
+        rows = b.op("Unsqueeze", layer.stacked(b, bias), b.ints(1), name=f"experts/b{which}_rows")
+    return Linear(f"experts.{w}", _stacked_weight(b, layer, w), scale, rows, "stacked")
 
 
 def batched_experts(

@@ -1,5 +1,7 @@
 """One product with a constant matrix, rows·w + b: in floats, in integers, or in Q/DQ form.
 
+In INT4 weights alone are integers, packed two in a byte: the product is one of floats.
+
 In INT8 activations have one scale and weights one per column: x ≈ (q − z)·s and
 w[:, j] ≈ v[:, j]·t[j] with integers q, v, so that x·w ≈ (q − z)·v · s·t[j]. The sum is exact, and
 one multiplication per result brings it back.
@@ -15,7 +17,7 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..names import MICROSOFT
-from .types import ComputeTypes, QuantizedProducts
+from .types import BlockedWeights, ComputeTypes, QuantizedProducts
 
 Rows = Literal["matrix", "tokens", "token", "stacked"]
 """What a product is of. `matrix`: [r, in]·[in, out]; `tokens`: the rows have any rank; `token`: one
@@ -55,7 +57,9 @@ def product(
     b: Builder, compute: ComputeTypes, rows: ir.Value, linear: Linear, name: str
 ) -> ir.Value:
     """Adds rows·w + b for rows that `operand` prepared: [..., r, in] to [..., r, out]."""
-    quantized = compute.quantized
+    quantized, blocked = compute.quantized, compute.blocked
+    if blocked is not None and linear.key in blocked.weights:
+        return _blocked(b, blocked, rows, linear, name)
     if quantized is None:
         return _floats(b, rows, linear, name)
     if quantized.format == "qdq":
@@ -89,6 +93,45 @@ def _floats(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:
         return one_token(b, rows, linear.weight, linear.bias, name)
     products = b.op("MatMul", rows, linear.weight, name=f"{name}_unbiased")
     return b.op("Add", products, linear.bias, name=name)
+
+
+INT8_ROWS = 4
+"""The `accuracy_level` of `MatMulNBits` at which it multiplies integers: rows are rounded to eight
+bits, a scale for each block, which loses far less than the weights did."""
+
+
+def _blocked(
+    b: Builder, blocked: BlockedWeights, rows: ir.Value, linear: Linear, name: str
+) -> ir.Value:
+    """Products with a matrix in blocks, one matrix at a time."""
+    assert linear.weight.shape is not None and linear.rows != "stacked"
+    if blocked.format != "kernel":
+        weight = b.op(
+            "DequantizeLinear",
+            linear.weight,
+            linear.scale,
+            axis=0,
+            block_size=blocked.block,
+            name=f"{name}_weight",
+        )
+        return _floats(b, rows, replace(linear, weight=weight, scale=None), name)
+    out, blocks, _ = linear.weight.shape.numpy()
+    return b.op(
+        "MatMulNBits",
+        rows,
+        linear.weight,
+        linear.scale,
+        None,
+        None,
+        linear.bias,
+        domain=MICROSOFT,
+        K=blocks * blocked.block,
+        N=out,
+        bits=4,
+        block_size=blocked.block,
+        accuracy_level=INT8_ROWS,
+        name=name,
+    )
 
 
 def _rounded(b: Builder, rows: ir.Value, linear: Linear, name: str) -> ir.Value:

@@ -109,11 +109,37 @@ EIGHT_BITS = WeightQuantization(127, 0)
 
 @dataclass(frozen=True, slots=True)
 class QuantizedProducts:
-    """The integer products of a layer: by weight, the scale of what is multiplied with it."""
+    """The integer products of a layer: by weight, the scale of what is multiplied with it.
+
+    With `dynamic` that is one step for a row that was divided by a scale of its own, found while
+    the graph runs: no row depends on the others, and nothing is calibrated.
+    """
 
     format: QuantFormat
     weights: WeightQuantization
     inputs: Mapping[str, Scale]
+    dynamic: bool = False
+
+
+DYNAMIC_ROW = Scale(1.0, 128)
+"""How a row is written whose largest absolute value was brought to `INT8_LEVELS`."""
+
+
+INT4_BLOCK = 32
+"""How many numbers of a column share a scale."""
+
+
+@dataclass(frozen=True, slots=True)
+class BlockedWeights:
+    """Products with weights of four bits; what they multiply stays a float.
+
+    Of each column of the `weights` named, `block` numbers that follow one another share a scale.
+    `format` is `kernel` for ONNX Runtime's `MatMulNBits`, else DequantizeLinear and MatMul.
+    """
+
+    format: QuantFormat
+    weights: frozenset[str]
+    block: int = INT4_BLOCK
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,11 +147,13 @@ class ComputeTypes:
     """In what numbers one layer computes, whatever type its tokens come in.
 
     `inner` is the float type of the experts' (or factors') products; router and gate are FP32
-    always. `quantized` tells which products take integers.
+    always. `quantized` tells which products take integers, `blocked` which take weights of four
+    bits: not both.
     """
 
     inner: ir.DataType = ir.DataType.FLOAT
     quantized: QuantizedProducts | None = None
+    blocked: BlockedWeights | None = None
 
 
 FP32 = ComputeTypes()

@@ -14,7 +14,14 @@ import numpy as np
 import onnx_ir as ir
 
 from ..layers.base import StoredPart
-from .types import ComputeTypes, QuantizedProducts, Range, Scale, WeightQuantization
+from .types import (
+    BlockedWeights,
+    ComputeTypes,
+    QuantizedProducts,
+    Range,
+    Scale,
+    WeightQuantization,
+)
 
 CONVERTED = ("experts.", "tensor.")
 """How the names of those weights begin."""
@@ -28,12 +35,16 @@ def converted(parts: Iterator[StoredPart], compute: ComputeTypes) -> Iterator[St
 
     A weight W that multiplies as integers is followed by `W.scale` [..., out]: the real number that
     one step of it stands for, times one step of what it is multiplied with where the form is not
-    `qdq`. Its parts are known once those of W have been read.
+    `qdq`. Its parts are known once those of W have been read. So is a weight of four bits, whose
+    layout and that of its scales is as `in_blocks` has them.
     """
     for part in parts:
         quantized = compute.quantized
+        blocked = compute.blocked
         if not part.name.startswith(CONVERTED):
             yield part
+        elif blocked is not None and part.name in blocked.weights:
+            yield from _in_blocks(part, blocked, compute.inner)
         elif quantized is not None and part.name in quantized.inputs:
             yield from _integers(part, quantized, compute.inner)
         else:
@@ -77,6 +88,51 @@ def quantize(
         np.clip(np.rint(matrix / scale), -weights.levels, weights.levels) + weights.zero_point
     )
     return integers.astype(np.uint8 if weights.zero_point else np.int8), scale
+
+
+def _in_blocks(
+    part: StoredPart, blocked: BlockedWeights, inner: ir.DataType
+) -> Iterator[StoredPart]:
+    *stacked, width, out = part.shape
+    kernel = blocked.format == "kernel"
+    blocks = width // blocked.block
+    scales: list[np.ndarray] = []
+
+    def packed() -> Iterator[np.ndarray]:
+        for matrix in part.parts:
+            integers, scale = in_blocks(matrix, blocked.block, inner)
+            scales.append(scale.T if kernel else scale)
+            yield pack(integers.T + 8 if kernel else integers)
+
+    shape = (*stacked, out, blocks, blocked.block // 2) if kernel else part.shape
+    dtype = ir.DataType.UINT8 if kernel else ir.DataType.INT4
+    yield replace(part, shape=shape, parts=packed(), dtype=dtype)
+    by_column = (out, blocks) if kernel else (blocks, out)
+    yield StoredPart(f"{part.name}.scale", (*stacked, *by_column), scales, inner)
+
+
+def in_blocks(
+    matrix: np.ndarray, block: int, scale_type: ir.DataType = ir.DataType.FLOAT
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a matrix [in, out] as integers −8 … 7 with a scale for each block of a column.
+
+    The scales [in / block, out] are signed: −8 stands for the number of the block that is the
+    largest in absolute value, which uses all sixteen integers.
+    """
+    width, out = matrix.shape
+    split = np.asarray(matrix, np.float32).reshape(width // block, block, out)
+    place = np.abs(split).argmax(axis=1, keepdims=True)
+    largest = np.take_along_axis(split, place, axis=1)
+    scale = rounded_to(largest / -8.0, scale_type)
+    scale = np.where(scale != 0, scale, np.float32(TINY))
+    integers = np.clip(np.rint(split / scale), -8, 7).astype(np.int8)
+    return integers.reshape(width, out), scale[:, 0]
+
+
+def pack(integers: np.ndarray) -> np.ndarray:
+    """Returns integers of four bits two in a byte, the first in the lower half."""
+    flat = np.ascontiguousarray(integers).reshape(-1).view(np.uint8) & 0xF
+    return flat[::2] | (flat[1::2] << 4)
 
 
 def activation_scale(seen: Range, dtype: ir.DataType, *, qdq: bool) -> Scale:

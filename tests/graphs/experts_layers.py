@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
+import onnx_ir as ir
+import onnxruntime as ort
 import torch
+from moexport.graphs.choices import Precision
+from moexport.graphs.layers.base import StoredPart
 from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
+from moexport.graphs.lower import Lowered, LoweringRequest, lower
+from moexport.graphs.lowerings import EXPERTS_LOWERINGS
+from moexport.graphs.names import DOMAIN, operand_of
+from moexport.graphs.precision.types import (
+    DYNAMIC_ROW,
+    FLOAT_TYPES,
+    FP32,
+    SEVEN_BITS,
+    BlockedWeights,
+    ComputeTypes,
+    QuantizedProducts,
+)
+from moexport.graphs.precision.weights import converted, in_blocks, quantize
+from moexport.graphs.targets import TARGETS, Target
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
@@ -146,3 +165,120 @@ def computed(layer: Experts, *inputs: np.ndarray) -> np.ndarray:
 def error(actual: np.ndarray, expected: np.ndarray) -> float:
     """The largest difference over the largest value."""
     return float(np.abs(actual - expected).max() / np.abs(expected).max())
+
+
+class InMemory:
+    """A layer's weights in the numbers that it computes in (`LayerTensors`)."""
+
+    def __init__(self, layer: Experts, compute: ComputeTypes) -> None:
+        self._tensors: dict[str, tuple[NDArray[Any], StoredPart]] = {}
+        for part in converted(layer.stored(), compute):
+            packed = part.dtype == ir.DataType.INT4
+            kind = np.uint8 if packed else part.dtype.numpy()
+            parts = [np.ravel(np.ascontiguousarray(piece)) for piece in part.parts]
+            shape = (part.shape[0], -1) if packed else part.shape
+            self._tensors[part.name] = np.concatenate(parts).astype(kind).reshape(shape), part
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def stacked(self, name: str, *, batched: bool = False) -> ir.TensorProtocol:
+        array, part = self._tensors[name]
+        return self._tensor(array, (1, *part.shape) if batched else part.shape, part.dtype, name)
+
+    def expert(self, name: str, index: int) -> ir.TensorProtocol:
+        array, part = self._tensors[name]
+        return self._tensor(array[index], part.shape[1:], part.dtype, f"{name}.{index}")
+
+    @staticmethod
+    def _tensor(
+        array: NDArray[Any], shape: tuple[int, ...], dtype: ir.DataType, name: str
+    ) -> ir.TensorProtocol:
+        if dtype == ir.DataType.INT4:
+            return ir.PackedTensor(array.ravel(), dtype, shape=ir.Shape(shape), name=name)
+        return ir.tensor(array.reshape(shape), name=name)
+
+
+def lowered(
+    layer: Experts,
+    lowering: str,
+    *,
+    compute: ComputeTypes = FP32,
+    target: Target = "onnx",
+    stream: ir.DataType = ir.DataType.FLOAT,
+    width: int | str = "k",
+    opset: int = 20,
+) -> Lowered:
+    """The layer as a graph of its own: `x` [t, d], `index` [t, width] and `weights` to `y`."""
+    spec = layer.spec
+
+    def value(name: str, size: int | str, dtype: ir.DataType) -> ir.Value:
+        return ir.Value(name=name, shape=ir.Shape(["t", size]), type=ir.TensorType(dtype))
+
+    inputs = [
+        value("x", spec.dim, stream),
+        value("index", width, ir.DataType.INT64),
+        value("weights", width, ir.DataType.FLOAT),
+    ]
+    y = value("y", spec.out, stream)
+    node = ir.node(spec.op_type, inputs, {"layer": spec.name}, domain=DOMAIN, outputs=[y])
+    graph = ir.Graph(inputs, [y], nodes=[node], opset_imports={"": opset, DOMAIN: 1}, name="layer")
+    choice = LoweringRequest(
+        spec,
+        InMemory(layer, compute),
+        EXPERTS_LOWERINGS[lowering],
+        spec.k,
+        compute=compute,
+        target=target,
+    )
+    return lower(ir.Model(graph, ir_version=10), {spec.name: choice})
+
+
+def session(made: Lowered, threads: int = 1) -> ort.InferenceSession:
+    """The graph in ONNX Runtime."""
+    options = ort.SessionOptions()
+    options.log_severity_level = 3
+    options.intra_op_num_threads = threads
+    options.add_session_config_entry("session.disable_quant_qdq", "1")
+    content = ir.serde.serialize_model(made.model).SerializeToString()
+    return ort.InferenceSession(content, options, providers=["CPUExecutionProvider"])
+
+
+def run(made: Lowered | ort.InferenceSession, *inputs: np.ndarray) -> NDArray[Any]:
+    """What the graph computes."""
+    found = session(made) if isinstance(made, Lowered) else made
+    (y,) = found.run(None, dict(zip(("x", "index", "weights"), inputs, strict=True)))
+    return np.asarray(y)
+
+
+def computes_in(precision: Precision, layer: Experts, target: Target) -> ComputeTypes:
+    """The types of a precision that needs no calibration."""
+    keys = frozenset(part.name for part in layer.stored() if operand_of(part.name) is not None)
+    form = TARGETS[target].integers
+    match precision:
+        case "int8":
+            steps = dict.fromkeys(keys, DYNAMIC_ROW)
+            return ComputeTypes(quantized=QuantizedProducts(form, SEVEN_BITS, steps, dynamic=True))
+        case "int4":
+            return ComputeTypes(blocked=BlockedWeights(form, keys))
+        case "fp32" | "fp16" | "bf16":
+            return ComputeTypes(FLOAT_TYPES[precision])
+
+
+def rounded(layer: Experts, precision: Precision) -> Experts:
+    """A layer whose weights are the numbers that a precision of integers stands for."""
+
+    def nearest(matrix: torch.Tensor) -> torch.Tensor:
+        if precision == "int8":
+            integers, scale = quantize(matrix.numpy(), SEVEN_BITS)
+        else:
+            integers, scale = in_blocks(matrix.numpy(), 32)
+            scale = scale.repeat(32, axis=0)
+        return torch.from_numpy(integers.astype(np.float32) * scale)
+
+    spec = layer.spec
+    stored = {part.name: [torch.from_numpy(a) for a in part.parts] for part in layer.stored()}
+    spec = spec if spec.gate == "none" else replace(spec, gate="concatenated")
+    biases = (torch.stack(stored[b]) if b in stored else None for b in ("experts.b1", "experts.b2"))
+    w1, w2 = (tuple(map(nearest, stored[w])) for w in ("experts.w1", "experts.w2"))
+    return Experts(spec, ExpertsWeights(w1, w2, *biases))

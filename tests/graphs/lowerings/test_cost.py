@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 from moexport.errors import LoweringError
 from moexport.graphs.layers.soft_moe import SoftMoESpec
-from moexport.graphs.lowerings import ALL_LOWERINGS, LOWERINGS, lowering
+from moexport.graphs.lowerings import LOWERINGS, NAMES, check_name
 from moexport.graphs.lowerings.choice import MUCH_SLOWER, able, check, choose
 from moexport.graphs.lowerings.cost import CPU, Work, machine_for
 from moexport.graphs.targets import Target
@@ -121,9 +121,9 @@ def test_a_lowering_that_is_not_exact_is_never_chosen_but_may_be_asked_for() -> 
         for b in (1, 16, 100)
     }
     assert "fused" not in exact
-    asked = check(lowering("fused"), work(SMALL, 16), "ort-cpu")
+    asked = check("fused", work(SMALL, 16), "ort-cpu")
     assert "tanh form of GELU" in asked.reason
-    assert check(lowering("fused"), work(relu, 16), "ort-cpu").reason == "asked for"
+    assert check("fused", work(relu, 16), "ort-cpu").reason == "asked for"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_what_cannot_serve_is_refused_with_the_reason_and_the_able(
     name: str, spec: SoftMoESpec, target: Target, why: str
 ) -> None:
     with pytest.raises(LoweringError) as caught:
-        check(lowering(name), work(spec, 16), target)
+        check(name, work(spec, 16), target)
     assert why in caught.value.message
     assert "layer small" in caught.value.message
     assert caught.value.hint is not None
@@ -151,8 +151,8 @@ def test_what_cannot_serve_is_refused_with_the_reason_and_the_able(
 
 def test_an_unknown_name_lists_the_known() -> None:
     with pytest.raises(LoweringError, match="no lowering 'fast'") as caught:
-        lowering("fast")
-    assert caught.value.hint == f"choose one of: auto, {', '.join(ALL_LOWERINGS)}"
+        check_name("fast")
+    assert caught.value.hint == f"choose one of: auto, {', '.join(NAMES)}"
 
 
 @pytest.mark.parametrize("spec", [LARGE, SMALL], ids=lambda spec: str(spec.name))
@@ -161,7 +161,7 @@ def test_an_unknown_name_lists_the_known() -> None:
 def test_more_work_is_never_predicted_to_take_less_time(
     name: str, spec: SoftMoESpec, target: Target
 ) -> None:
-    machine, record, n = machine_for(target), lowering(name), spec.experts
+    machine, record, n = machine_for(target), LOWERINGS[name], spec.experts
     for batch in (1, 16, 100):
         # k = n is another graph: nothing is selected, so it is compared with no other k.
         times = [record.predict_us(work(spec, k, batch), machine) for k in range(1, n)]

@@ -1,0 +1,203 @@
+"""The arithmetic of token-routed experts, shared by their lowerings."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ...builder import Builder
+from ...layers.stored import ExpertsLayer
+from ...names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, MICROSOFT, OUTPUT
+from ...precision.products import Linear, operand, product
+from ...precision.types import INT8_LEVELS
+from ...targets import MICROSOFT_OPS
+from ..experts import stacked_linear
+
+TINY = 1e-30
+"""The scale of a row of zeros."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """Rows as a product takes them; a unit of a row is worth `scale` [r, 1], 1 where it is None."""
+
+    values: ir.Value
+    scale: ir.Value | None = None
+
+
+def routed(b: Builder, layer: ExpertsLayer) -> tuple[ir.Value, ir.Value]:
+    """The chosen experts [t, k], int64, and their weights [t, k] as FP32."""
+    index, weights = layer.routed
+    single = ir.DataType.FLOAT
+    return index, b.cast(weights, weights.dtype or single, single, "combine/weights_wide")
+
+
+def token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
+    """The tokens in the float type that the experts compute in."""
+    return b.cast(x, layer.x_type, layer.compute.inner, "dispatch/tokens")
+
+
+def first_rows(b: Builder, layer: ExpertsLayer, rows: ir.Value) -> Rows:
+    """Rows [..., d] as the first product takes them."""
+    b.tap(EXPERT_INPUT, rows)
+    return _prepared(b, layer, "experts.w1", rows, "experts/rows")
+
+
+def second_rows(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> Rows:
+    """Rows [..., h] as the second product takes them."""
+    b.tap(EXPERT_HIDDEN, hidden)
+    return _prepared(b, layer, "experts.w2", hidden, f"{name}/hidden")
+
+
+def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: str) -> Rows:
+    quantized = layer.compute.quantized
+    if quantized is None or not quantized.dynamic:
+        return Rows(operand(b, layer.compute, key, rows, name))
+    sizes = b.op("Abs", rows, name=f"{name}_sizes")
+    peak = b.op("ReduceMax", sizes, b.ints(-1), keepdims=1, name=f"{name}_peak")
+    step = b.op("Mul", peak, b.number(1.0 / INT8_LEVELS), name=f"{name}_step")
+    scale = b.op("Max", step, b.number(TINY), name=f"{name}_scale")
+    scaled = b.op("Div", rows, scale, name=f"{name}_scaled")
+    return Rows(operand(b, layer.compute, key, scaled, name), scale)
+
+
+def products(
+    b: Builder, layer: ExpertsLayer, expert: int, which: str, rows: ir.Value, name: str
+) -> ir.Value:
+    """Adds one expert's product with `w1` or `w2`, its bias with it where `finished` adds none."""
+
+    def constant(weight: str) -> ir.Value | None:
+        key = f"experts.{weight}"
+        return layer.expert(b, key, expert) if layer.tensors.has(key) else None
+
+    w = f"w{which}"
+    bias = None if _apart(layer) else constant(f"b{which}")
+    linear = Linear(
+        f"experts.{w}", layer.expert(b, f"experts.{w}", expert), constant(f"{w}.scale"), bias
+    )
+    return product(b, layer.compute, rows, linear, name)
+
+
+def stacked_products(
+    b: Builder, layer: ExpertsLayer, which: str, rows: ir.Value, name: str
+) -> ir.Value:
+    """Adds all experts' products with `w1` or `w2`: rows [t, d] or [n, t, ·] to [n, t, ·]."""
+    linear = stacked_linear(b, layer, which, biased=not _apart(layer))
+    return product(b, layer.compute, rows, linear, name)
+
+
+def finished(
+    b: Builder,
+    layer: ExpertsLayer,
+    which: str,
+    raw: ir.Value,
+    scale: ir.Value | None,
+    experts: int | ir.Value | None,
+    name: str,
+) -> ir.Value:
+    """Adds what a product of rows with scales still needs: those scales, then the bias.
+
+    The bias is that of one expert, of each row's own [r], or of all, [n, 1, ·], for None.
+    """
+    y = raw if scale is None else b.op("Mul", raw, scale, name=f"{name}_unscaled")
+    key = f"experts.b{which}"
+    if _apart(layer) and layer.tensors.has(key):
+        if isinstance(experts, int):
+            bias = layer.expert(b, key, experts)
+        elif experts is None:
+            bias = b.op("Unsqueeze", layer.stacked(b, key), b.ints(1), name=f"{name}_bias")
+        else:
+            bias = b.op("Gather", layer.stacked(b, key), experts, axis=0, name=f"{name}_bias")
+        y = b.op("Add", y, bias, name=f"{name}_biased")
+    b.tap(EXPERT_PRODUCTS if which == "1" else EXPERT_OUTPUTS, y)
+    return y
+
+
+def _apart(layer: ExpertsLayer) -> bool:
+    """Whether a bias can be added only after the scales of the rows."""
+    quantized = layer.compute.quantized
+    return quantized is not None and quantized.dynamic
+
+
+def activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ir.Value:
+    """Adds what is between an expert's matrices: [..., inner] to [..., h]."""
+    spec, inner = layer.spec, layer.compute.inner
+    if spec.gate == "none":
+        return _activation(b, layer, hidden, f"{name}/hidden")
+    gate, up = b.ops("Split", hidden, names=(f"{name}/gate", f"{name}/up"), axis=-1, num_outputs=2)
+    if spec.limit is not None:
+        limit, least = b.number(spec.limit, inner), b.number(-spec.limit, inner)
+        gate = b.op("Min", gate, limit, name=f"{name}/gate_limited")
+        up = b.op("Clip", up, least, limit, name=f"{name}/up_limited")
+    if spec.up_offset:
+        up = b.op("Add", up, b.number(spec.up_offset, inner), name=f"{name}/up_offset")
+    activated = _activation(b, layer, gate, f"{name}/gate_activated")
+    return b.op("Mul", activated, up, name=f"{name}/hidden")
+
+
+def _activation(b: Builder, layer: ExpertsLayer, z: ir.Value, name: str) -> ir.Value:
+    spec = layer.spec
+    match spec.activation:
+        case "silu" if layer.target in MICROSOFT_OPS:
+            return b.op("QuickGelu", z, domain=MICROSOFT, alpha=spec.alpha, name=name)
+        case "silu":
+            scaled = z
+            if spec.alpha != 1.0:
+                alpha = b.number(spec.alpha, layer.compute.inner)
+                scaled = b.op("Mul", z, alpha, name=f"{name}_scaled")
+            return b.op("Mul", z, b.op("Sigmoid", scaled, name=f"{name}_sigmoid"), name=name)
+        case "gelu":
+            return b.op("Gelu", z, name=name)
+        case "gelu-tanh":
+            return b.op("Gelu", z, name=name, approximate="tanh")
+        case "relu":
+            return b.op("Relu", z, name=name)
+        case "relu2":
+            positive = b.op("Relu", z, name=f"{name}_positive")
+            return b.op("Mul", positive, positive, name=name)
+
+
+def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
+    """Adds the post-norm, where the layer has one, and returns the outputs [..., o] as FP32."""
+    wide = b.cast(outputs, layer.compute.inner, ir.DataType.FLOAT, "experts/outputs_wide")
+    if not layer.spec.post_norm:
+        return wide
+    square = b.op("Mul", wide, wide, name="experts/squares")
+    mean = b.op("ReduceMean", square, b.ints(-1), keepdims=1, name="experts/mean_square")
+    shifted = b.op("Add", mean, b.number(layer.spec.post_norm_eps), name="experts/mean_square_eps")
+    root = b.op("Sqrt", shifted, name="experts/root_mean_square")
+    return b.op("Div", wide, root, name="experts/normalised")
+
+
+def weighted_sum(b: Builder, layer: ExpertsLayer, outputs: ir.Value, weights: ir.Value) -> ir.Value:
+    """Adds y [t, o] for outputs [t, j, o] and weights [t, j]."""
+    rows = b.op("Unsqueeze", weights, b.ints(1), name="combine/weights")
+    summed = b.op("MatMul", rows, outputs, name="combine/sums")
+    return output(b, layer, b.op("Squeeze", summed, b.ints(1), name="combine/tokens"))
+
+
+def output(b: Builder, layer: ExpertsLayer, y: ir.Value) -> ir.Value:
+    """Adds the layer's result in the type that the graph around it takes."""
+    return b.cast(y, ir.DataType.FLOAT, layer.y_type, OUTPUT)
+
+
+def by_expert(
+    b: Builder, layer: ExpertsLayer, index: ir.Value, values: ir.Value | None
+) -> ir.Value:
+    """Adds [t, n]: each token's weight of each expert; for `values` None 1 where it chose it."""
+    experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
+    column = b.op("Unsqueeze", index, b.ints(2), name="router/index")
+    one_hot = b.op("Equal", column, experts, name="router/one_hot")  # [t, k, n]
+    spread = b.op("Cast", one_hot, to=ir.DataType.FLOAT.value, name="router/one_hot_float")
+    if values is not None:
+        weights = b.op("Unsqueeze", values, b.ints(2), name="router/weights")
+        spread = b.op("Mul", spread, weights, name="router/one_hot_weights")
+    return b.op("ReduceSum", spread, b.ints(1), keepdims=0, name="router/by_expert")
+
+
+def joined(b: Builder, parts: Sequence[ir.Value], name: str, axis: int = 0) -> ir.Value:
+    """Adds the parts, one after the other."""
+    return b.op("Concat", *parts, axis=axis, name=name)

@@ -1,0 +1,124 @@
+"""`conditional`: each expert computes all tokens, but only if any of them chose it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ...builder import Builder
+from ...layers.experts import ExpertsSpec
+from ...layers.stored import ExpertsLayer
+from ...targets import EVERY_TARGET
+from ..base import LoweringOf
+from ..cost import ExpertsWork, Machine, packing_us
+from .arithmetic import (
+    Rows,
+    activate,
+    by_expert,
+    finished,
+    first_rows,
+    joined,
+    normalised,
+    products,
+    routed,
+    second_rows,
+    token_rows,
+    weighted_sum,
+)
+from .cost import combine_us, one_by_one_us
+
+
+def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with an `If` per expert."""
+    n = layer.spec.experts
+    index, weights = routed(b, layer)
+    mask = by_expert(b, layer, index, None)  # [t, n]
+    shares = mask
+    tokens = token_rows(b, layer, x)
+    own: list[ir.Value] | None = None
+    if layer.spec.weights_on == "input":
+        columns = b.cast(
+            by_expert(b, layer, index, weights),
+            ir.DataType.FLOAT,
+            layer.compute.inner,
+            "dispatch/weights",
+        )
+        own = _parts(b, columns, n, 1, "dispatch/weight")
+        rows = Rows(tokens)
+    else:
+        shares = by_expert(b, layer, index, weights)
+        rows = first_rows(b, layer, tokens)
+    outputs = []
+    for e, wanted in enumerate(_wanted(b, mask, n)):
+        run, skip = b.nested(f"experts/{e}/run"), b.nested(f"experts/{e}/skip")
+        given = rows
+        if own is not None:
+            given = first_rows(run, layer, run.op("Mul", tokens, own[e], name="weighted"))
+        outputs.append(
+            b.op(
+                "If",
+                wanted,
+                then_branch=b.branch(run, _expert(run, layer, e, given), f"experts/{e}/run"),
+                else_branch=b.branch(skip, _zeros(skip, layer, tokens), f"experts/{e}/skip"),
+                name=f"experts/{e}/outputs",
+            )
+        )
+    by_token = [
+        b.op("Unsqueeze", y, b.ints(1), name=f"combine/expert_{e}") for e, y in enumerate(outputs)
+    ]
+    return weighted_sum(b, layer, joined(b, by_token, "combine/outputs", axis=1), shares)
+
+
+def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: Rows) -> ir.Value:
+    """All tokens through one expert: [t, o], FP32."""
+    raw = products(b, layer, e, "1", rows.values, "products")
+    first = finished(b, layer, "1", raw, rows.scale, e, "products")
+    between = second_rows(b, layer, activate(b, layer, first, "hidden"), "hidden")
+    raw = products(b, layer, e, "2", between.values, "outputs")
+    return normalised(b, layer, finished(b, layer, "2", raw, between.scale, e, "outputs"))
+
+
+def _wanted(b: Builder, mask: ir.Value, n: int) -> list[ir.Value]:
+    """One boolean per expert: whether any token chose it, from the mask [t, n]."""
+    chosen = b.op("ReduceMax", mask, b.ints(0), keepdims=0, name="group/chosen")
+    wanted = b.op("Cast", chosen, to=ir.DataType.BOOL.value, name="group/wanted")
+    parts = _parts(b, wanted, n, 0, "group/wanted")
+    return [b.op("Squeeze", part, b.ints(0), name=f"group/if_{e}") for e, part in enumerate(parts)]
+
+
+def _parts(b: Builder, value: ir.Value, n: int, axis: int, name: str) -> list[ir.Value]:
+    names = [f"{name}_{e}" for e in range(n)]
+    if n == 1:
+        return [value]
+    return b.ops("Split", value, axis=axis, num_outputs=n, names=names)
+
+
+def _zeros(b: Builder, layer: ExpertsLayer, tokens: ir.Value) -> ir.Value:
+    """Zeros [t, o] for an expert that nobody chose."""
+    count = b.op("Shape", tokens, start=0, end=1, name="row_count")
+    shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="shape")
+    return b.op("Expand", b.number(0.0), shape, name="zeros")
+
+
+NODES = 8
+"""Those of an expert, beside its `If`."""
+
+
+def predict_us(work: ExpertsWork, machine: Machine) -> float:
+    """The chosen experts are read once and compute every token; a branch per expert."""
+    n, active = work.spec.experts, work.expected_active
+    return (
+        one_by_one_us(work, active, work.choosers * active, machine)
+        + packing_us(work, active, work.choosers, machine)  # in every run, within a branch
+        + combine_us(work, work.choosers * n, machine)
+        + n * (machine.branch_us + NODES * machine.node_us)
+    )
+
+
+LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
+    name="conditional",
+    summary="an If per expert: all tokens through it if any chose it, else skipped",
+    targets=EVERY_TARGET,
+    build=build,
+    predict_us=predict_us,
+    kind="experts",
+)

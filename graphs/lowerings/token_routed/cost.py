@@ -1,0 +1,42 @@
+"""Terms of the predictions that lowerings of token-routed experts share."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from ...layers.experts import ExpertActivation
+from ..cost import ExpertsWork, Machine, expert_bytes, expert_macs, stream_us
+
+PASSES: Mapping[ExpertActivation, int] = MappingProxyType(
+    {"silu": 4, "gelu": 4, "gelu-tanh": 6, "relu": 1, "relu2": 2}
+)
+"""What a nonlinearity takes, in passes over its input."""
+
+
+def between_us(work: ExpertsWork, pairs: float, machine: Machine) -> float:
+    """What lies between the products of so many (token, expert) pairs, and after them."""
+    spec = work.spec
+    passes = PASSES[spec.activation] * spec.hidden + spec.out
+    if spec.gate != "none":
+        passes += 2 * spec.hidden  # taken apart, multiplied
+    if machine.integer_passes:  # rounded before each product, brought back after it
+        passes += 3 * spec.hidden + machine.integer_passes * (spec.inner + spec.out)
+    return pairs * passes * machine.number_us
+
+
+def one_by_one_us(work: ExpertsWork, active: float, pairs: float, machine: Machine) -> float:
+    """So many experts one by one, on so many (token, expert) pairs together; without the nodes."""
+    products, macs = 2 * active, expert_macs(work, pairs)
+    layer = expert_bytes(work, work.spec.experts)
+    return (
+        stream_us(work, expert_bytes(work, active), layer, machine.bytes_per_us, machine)
+        + (macs + min(macs, products * machine.lone_macs)) / machine.macs_per_us
+        + products * machine.product_us
+        + between_us(work, pairs, machine)
+    )
+
+
+def combine_us(work: ExpertsWork, outputs: float, machine: Machine) -> float:
+    """The weighted sum of so many outputs [o]."""
+    return outputs * work.spec.out / machine.batched_macs_per_us

@@ -1,0 +1,78 @@
+"""`dense`: every expert computes every token, and what was not chosen is weighted with zero."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ...builder import Builder
+from ...layers.experts import ExpertsSpec
+from ...layers.stored import ExpertsLayer
+from ...targets import EVERY_TARGET
+from ..base import LoweringOf, no_int4
+from ..cost import ExpertsWork, Machine, expert_macs, stacked_us
+from .arithmetic import (
+    activate,
+    by_expert,
+    finished,
+    first_rows,
+    normalised,
+    routed,
+    second_rows,
+    stacked_products,
+    token_rows,
+    weighted_sum,
+)
+from .cost import between_us, combine_us
+
+
+def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with the experts as the outer axis of batched MatMuls."""
+    index, weights = routed(b, layer)
+    shares = by_expert(b, layer, index, weights)
+    tokens = token_rows(b, layer, x)
+    if layer.spec.weights_on == "input":
+        tokens = weighted_tokens(b, layer, tokens, shares)
+        shares = by_expert(b, layer, index, None)
+    rows = first_rows(b, layer, tokens)
+    raw = stacked_products(b, layer, "1", rows.values, "experts/products")  # [n, t, inner]
+    first = finished(b, layer, "1", raw, rows.scale, None, "experts/products")
+    between = second_rows(b, layer, activate(b, layer, first, "experts"), "experts")
+    raw = stacked_products(b, layer, "2", between.values, "experts/outputs")
+    outputs = normalised(
+        b, layer, finished(b, layer, "2", raw, between.scale, None, "experts/outputs")
+    )
+    by_token = b.op("Transpose", outputs, perm=[1, 0, 2], name="combine/outputs")  # [t, n, o]
+    return weighted_sum(b, layer, by_token, shares)
+
+
+def weighted_tokens(
+    b: Builder, layer: ExpertsLayer, tokens: ir.Value, shares: ir.Value
+) -> ir.Value:
+    """Adds each expert's tokens [n, t, d], multiplied by their weights [t, n]."""
+    narrow = b.cast(shares, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weights_narrow")
+    columns = b.op("Transpose", narrow, perm=[1, 0], name="dispatch/weights")
+    columns = b.op("Unsqueeze", columns, b.ints(2), name="dispatch/weight_columns")
+    return b.op("Mul", tokens, columns, name="dispatch/weighted")
+
+
+def predict_us(work: ExpertsWork, machine: Machine) -> float:
+    """Every expert is read and computes every token, whatever k is."""
+    n, pairs = work.spec.experts, work.choosers * work.spec.experts
+    return (
+        stacked_us(work, n, work.choosers, machine)
+        + expert_macs(work, pairs) / machine.macs_per_us
+        + between_us(work, pairs, machine)
+        + combine_us(work, pairs, machine)
+        + 16 * machine.node_us
+    )
+
+
+LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
+    name="dense",
+    summary="all experts on all tokens in batched MatMuls; what was not chosen gets a weight of 0",
+    targets=EVERY_TARGET,
+    build=build,
+    predict_us=predict_us,
+    no_kernel=no_int4,
+    kind="experts",
+)

@@ -1,0 +1,178 @@
+"""`grouped`: the pairs of a token and an expert are sorted by expert; each computes its own.
+
+An expert's weights are constants of 2-D products, which runtimes pack once. An expert that no token
+chose gets zero rows, which costs next to nothing. What is between the two products is done once for
+all rows, so that an expert costs two nodes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ...builder import Builder
+from ...layers.experts import ExpertsSpec
+from ...layers.stored import ExpertsLayer
+from ...targets import DATA_SIZES
+from ..base import LoweringOf
+from ..cost import ExpertsWork, Machine
+from .arithmetic import (
+    Rows,
+    activate,
+    finished,
+    first_rows,
+    joined,
+    normalised,
+    output,
+    products,
+    routed,
+    second_rows,
+    token_rows,
+    weighted_sum,
+)
+from .cost import combine_us, one_by_one_us
+
+
+@dataclass(frozen=True, slots=True)
+class _Pairs:
+    """The pairs of a token and an expert, sorted by expert.
+
+    `order` [r] says which pair of the t·k a row is of, `token` [r] and `expert` [r] which token and
+    expert; `counts` [n] how many rows each expert has.
+    """
+
+    order: ir.Value
+    token: ir.Value
+    expert: ir.Value
+    counts: ir.Value
+
+
+def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with one small product chain per expert."""
+    index, weights = routed(b, layer)
+    pairs = _sorted_pairs(b, layer, index)
+    if layer.spec.weights_on == "input":
+        rows = _weighted_rows(b, layer, x, pairs, weights)
+    else:
+        rows = _token_rows(b, layer, x, pairs)
+    outputs = _through_experts(b, layer, rows, pairs)
+    outputs = b.op("Gather", outputs, _inverse(b, pairs.order), axis=0, name="group/unsorted")
+    outputs = normalised(b, layer, outputs)
+    shape = b.op("Concat", _sizes(b, index), b.ints(layer.spec.out), axis=0, name="combine/shape")
+    by_token = b.op("Reshape", outputs, shape, name="combine/outputs")  # [t, k, o]
+    if layer.spec.weights_on == "output":
+        return weighted_sum(b, layer, by_token, weights)
+    summed = b.op("ReduceSum", by_token, b.ints(1), keepdims=0, name="combine/sums")
+    return output(b, layer, summed)
+
+
+def _sorted_pairs(b: Builder, layer: ExpertsLayer, index: ir.Value) -> _Pairs:
+    """The pairs of an index [t, k]."""
+    flat = b.op("Reshape", index, b.ints(-1), name="group/expert_of_pair")
+    experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64)[:, None])
+    one_hot = b.op("Equal", flat, experts, name="group/one_hot")  # [n, t·k]
+    # NonZero reads row by row, so the pairs come out sorted by expert: a counting sort in one op.
+    coordinates = b.op("NonZero", one_hot, name="group/coordinates")
+    order = b.op("Gather", coordinates, b.integer(1), axis=0, name="group/order")
+    counted = b.op("Cast", one_hot, to=ir.DataType.INT64.value, name="group/one_hot_int")
+    return _Pairs(
+        order=order,
+        token=b.op("Div", order, _chosen(b, index), name="group/token_of_row"),
+        expert=b.op("Gather", coordinates, b.integer(0), axis=0, name="group/expert_of_row"),
+        counts=b.op("ReduceSum", counted, b.ints(1), keepdims=0, name="group/rows_per_expert"),
+    )
+
+
+def _token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs) -> Rows:
+    """The tokens of the pairs; they become integers, where they do, before they are copied."""
+    rows = first_rows(b, layer, token_rows(b, layer, x))
+    values = b.op("Gather", rows.values, pairs.token, axis=0, name="dispatch/rows")
+    if rows.scale is None:
+        return Rows(values)
+    return Rows(values, b.op("Gather", rows.scale, pairs.token, axis=0, name="dispatch/scales"))
+
+
+def _weighted_rows(
+    b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs, weights: ir.Value
+) -> Rows:
+    """The tokens of the pairs, multiplied by their weights."""
+    tokens = b.op("Gather", token_rows(b, layer, x), pairs.token, axis=0, name="dispatch/pairs")
+    flat = b.op("Reshape", weights, b.ints(-1, 1), name="dispatch/weights")
+    own = b.op("Gather", flat, pairs.order, axis=0, name="dispatch/weight_of_row")
+    own = b.cast(own, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weight_narrow")
+    return first_rows(b, layer, b.op("Mul", tokens, own, name="dispatch/weighted"))
+
+
+def _through_experts(b: Builder, layer: ExpertsLayer, rows: Rows, pairs: _Pairs) -> ir.Value:
+    """Each expert on its rows: [r, d] to [r, o], both sorted by expert."""
+    raw = _by_expert(b, layer, "1", rows.values, pairs.counts, "experts/products")
+    first = finished(b, layer, "1", raw, rows.scale, pairs.expert, "experts/products")
+    between = second_rows(b, layer, activate(b, layer, first, "experts"), "experts")
+    raw = _by_expert(b, layer, "2", between.values, pairs.counts, "experts/outputs")
+    return finished(b, layer, "2", raw, between.scale, pairs.expert, "experts/outputs")
+
+
+def _by_expert(
+    b: Builder, layer: ExpertsLayer, which: str, rows: ir.Value, counts: ir.Value, name: str
+) -> ir.Value:
+    n, (first, last) = layer.spec.experts, name.split("/")
+    names = [f"group/{last}_{e}" for e in range(n)]
+    parts = b.ops("Split", rows, counts, axis=0, names=names)
+    each = [
+        products(b, layer, e, which, part, f"{first}/{e}/{last}") for e, part in enumerate(parts)
+    ]
+    return joined(b, each, name)
+
+
+def _chosen(b: Builder, index: ir.Value) -> ir.Value:
+    """K, as the graph around the layer chose it: a constant where its index has a fixed width."""
+    k = None if index.shape is None else index.shape[1]
+    if isinstance(k, int):
+        return b.integer(k)
+    width = b.op("Shape", index, start=1, end=2, name="group/k")
+    return b.op("Squeeze", width, name="group/k_scalar")
+
+
+def _sizes(b: Builder, index: ir.Value) -> ir.Value:
+    """The shape [t, k] for a Reshape."""
+    k = None if index.shape is None else index.shape[1]
+    return b.ints(-1, k) if isinstance(k, int) else b.op("Shape", index, name="combine/sizes")
+
+
+def _inverse(b: Builder, order: ir.Value) -> ir.Value:
+    """The inverse of a permutation [r]."""
+    shape = b.op("Shape", order, name="group/pair_count")
+    count = b.op("Squeeze", shape, name="group/pair_count_scalar")
+    positions = b.op("Range", b.integer(0), count, b.integer(1), name="group/positions")
+    return b.op("ScatterElements", order, order, positions, axis=0, name="group/place")
+
+
+NODES = 20
+"""Those that sort, gather and combine."""
+
+
+def predict_us(work: ExpertsWork, machine: Machine) -> float:
+    """The chosen experts are read once and compute the rows that chose them; n chains of nodes."""
+    spec, pairs = work.spec, work.selections
+    # Rows are gathered, joined twice and put back.
+    moved = pairs * (spec.dim + spec.inner + 2 * spec.out)
+    return (
+        one_by_one_us(work, work.expected_active, pairs, machine)
+        + combine_us(work, pairs, machine)
+        + pairs * spec.experts * machine.sort_us
+        + moved * machine.number_us
+        + (2 * spec.experts + NODES) * machine.node_us
+    )
+
+
+LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
+    name="grouped",
+    summary="sorts the tokens' choices by expert; each expert computes its rows, none in no time",
+    targets=DATA_SIZES,
+    build=build,
+    predict_us=predict_us,
+    observable=True,
+    kind="experts",
+)

@@ -1,0 +1,181 @@
+"""Every lowering of token-routed experts, in ONNX Runtime, against a formula in float64."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import onnx_ir as ir
+import pytest
+from moexport.graphs.choices import Precision
+from moexport.graphs.layers.experts import ExpertsSpec
+from moexport.graphs.lowerings import EXPERTS_LOWERINGS
+from moexport.graphs.targets import Target
+from moexport.tests.graphs.experts_layers import (
+    PLAIN,
+    SPECS,
+    computes_in,
+    error,
+    experts,
+    formula,
+    lowered,
+    rounded,
+    routed,
+    run,
+    session,
+)
+
+CASES = [
+    (name, target)
+    for name, record in EXPERTS_LOWERINGS.items()
+    for target in ("onnx", "ort-cpu")
+    if target in record.targets
+]
+
+
+def serving(spec: ExpertsSpec) -> list[tuple[str, Target]]:
+    return [
+        (name, target)
+        for name, record in EXPERTS_LOWERINGS.items()
+        for target in ("onnx", "ort-cpu")
+        if target in record.targets and record.unable(spec) is None and record.inexact(spec) is None
+    ]
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("name", list(SPECS))
+def test_every_option_in_every_lowering(name: str, biases: bool) -> None:
+    layer = experts(SPECS[name], biases=biases)
+    inputs = routed(layer.spec, 9)
+    expected = formula(layer, *inputs)
+    for lowering, target in serving(layer.spec):
+        y = run(lowered(layer, lowering, target=target), *inputs)
+        assert error(y, expected) < 1e-5, (lowering, target)
+
+
+@pytest.mark.parametrize(("lowering", "target"), CASES)
+def test_one_graph_serves_any_number_of_tokens_and_any_choice(
+    lowering: str, target: Target
+) -> None:
+    layer = experts(PLAIN, biases=True)
+    graph = session(lowered(layer, lowering, target=target, width=2))
+    for tokens in (1, 2, 17):
+        inputs = routed(PLAIN, tokens)
+        assert error(run(graph, *inputs), formula(layer, *inputs)) < 1e-5
+    x, _, weights = routed(PLAIN, 5)
+    to_two = np.tile(np.array([4, 1]), (5, 1))  # four experts get nothing
+    assert error(run(graph, x, to_two, weights), formula(layer, x, to_two, weights)) < 1e-5
+    assert run(graph, *routed(PLAIN, 0)).shape == (0, PLAIN.out)
+
+
+@pytest.mark.parametrize(("lowering", "target"), CASES)
+def test_all_tokens_to_one_expert(lowering: str, target: Target) -> None:
+    spec = replace(PLAIN, k=1)
+    layer, (x, index, weights) = experts(spec), routed(spec, 6)
+    index = np.full_like(index, 3)
+    y = run(lowered(layer, lowering, target=target, width=1), x, index, weights)
+    assert error(y, formula(layer, x, index, weights)) < 1e-5
+
+
+@pytest.mark.parametrize(("lowering", "target"), CASES)
+def test_weights_may_be_zero_or_negative(lowering: str, target: Target) -> None:
+    layer, (x, index, weights) = experts(PLAIN), routed(PLAIN, 6)
+    weights[:, 0] = [0, -1, 0, 1, -0.5, 2]
+    y = run(lowered(layer, lowering, target=target, width=2), x, index, weights)
+    assert error(y, formula(layer, x, index, weights)) < 1e-5
+
+
+@pytest.mark.parametrize("lowering", ["dense", "grouped", "conditional"])
+def test_k_may_be_known_when_the_graph_runs(lowering: str) -> None:
+    layer = experts(PLAIN)
+    graph = session(lowered(layer, lowering))
+    for k in (1, 2, 3, 6):
+        inputs = routed(PLAIN, 4, k=k)
+        assert error(run(graph, *inputs), formula(layer, *inputs)) < 1e-5
+
+
+SIZES = replace(PLAIN, dim=64, hidden=96, out=64)
+"""Rows of whole blocks."""
+
+OPTIONS = {
+    "plain": SIZES,
+    "clamped": replace(SIZES, gate="interleaved", alpha=1.702, limit=0.7, up_offset=1.0),
+    "ungated": replace(SIZES, gate="none", activation="relu2"),
+    "post-norm": replace(SIZES, post_norm=True),
+    "weights on input": replace(SIZES, weights_on="input"),
+}
+
+PRECISE: dict[Precision, float] = {"fp16": 3e-3, "int8": 2e-2, "int4": 2e-2}
+"""What is lost at most beside what rounding the weights loses, of the largest output: integer
+kernels round the rows too."""
+
+
+@pytest.mark.parametrize("precision", list(PRECISE))
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_every_precision(option: str, biases: bool, precision: Precision) -> None:
+    layer = experts(OPTIONS[option], biases=biases)
+    inputs = routed(layer.spec, 7)
+    exact = layer if precision == "fp16" else rounded(layer, precision)
+    expected = formula(exact, *inputs)
+    for lowering, target in serving(layer.spec):
+        record = EXPERTS_LOWERINGS[lowering]
+        if record.no_kernel(precision, target) is not None:
+            continue
+        compute = computes_in(precision, layer, target)
+        graph = lowered(
+            layer, lowering, target=target, compute=compute, width=layer.spec.k, opset=21
+        )
+        limit = 1e-5 if (precision, target) == ("int4", "onnx") else PRECISE[precision]
+        assert error(run(graph, *inputs), expected) < limit, (lowering, target)
+
+
+@pytest.mark.parametrize(("precision", "most"), [("int8", 4e-2), ("int4", 2e-1)])
+def test_what_integers_lose_of_random_weights(precision: Precision, most: float) -> None:
+    layer, inputs = experts(SIZES), routed(SIZES, 9)
+    assert error(formula(rounded(layer, precision), *inputs), formula(layer, *inputs)) < most
+
+
+def test_a_row_of_int8_does_not_depend_on_the_others() -> None:
+    layer, (x, index, weights) = experts(SIZES, biases=True), routed(SIZES, 5)
+    compute = computes_in("int8", layer, "ort-cpu")
+    graph = session(lowered(layer, "grouped", target="ort-cpu", compute=compute, width=2))
+    together = run(graph, x, index, weights)
+    x[1:] *= 100.0
+    assert np.array_equal(run(graph, x, index, weights)[0], together[0])
+    assert error(run(graph, x[:1], index[:1], weights[:1]), together[:1]) < 1e-6
+
+
+def test_a_row_of_zeros_stays_finite_in_int8() -> None:
+    layer, (x, index, weights) = experts(SIZES), routed(SIZES, 3)
+    compute = computes_in("int8", layer, "ort-cpu")
+    graph = lowered(layer, "grouped", target="ort-cpu", compute=compute, width=2)
+    y = run(graph, np.zeros_like(x), index, weights)
+    assert not y.any()
+
+
+def test_tokens_and_outputs_may_be_16_bit_floats() -> None:
+    layer, (x, index, weights) = experts(SIZES), routed(SIZES, 5)
+    made = lowered(
+        layer,
+        "grouped",
+        compute=computes_in("fp16", layer, "onnx"),
+        stream=ir.DataType.FLOAT16,
+        width=2,
+    )
+    y = run(made, x.astype(np.float16), index, weights)
+    assert y.dtype == np.float16
+    assert error(y.astype(np.float32), formula(layer, x, index, weights)) < 3e-3
+
+
+def test_the_standard_target_takes_standard_ops_alone() -> None:
+    for precision in ("fp32", "fp16", "int8", "int4"):
+        layer = experts(SIZES)
+        made = lowered(layer, "grouped", compute=computes_in(precision, layer, "onnx"), opset=21)
+        assert {node.domain for node in made.model.graph} == {""}
+
+
+def test_what_was_chosen_is_the_value_of_the_graph_around() -> None:
+    made = lowered(experts(PLAIN), "grouped", width=2)
+    assert made.values[PLAIN.name].selected == "index"
+    assert made.values[PLAIN.name].input == "x"
