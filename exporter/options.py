@@ -183,7 +183,11 @@ CHOOSERS = (AUTO, TUNE)
 """What chooses among the lowerings: by prediction, or by measuring them here (`tune`)."""
 
 KOption = int | Fraction | Literal["n", "input"] | tuple[int, ...]
-"""k as asked: a number, a share of n, all experts, a graph input, or a number per layer."""
+"""k as asked: a number, a share, all experts, a graph input, or a number per layer.
+
+Where a router chose a few experts in training, `n` and shares are of those few: what its model was
+trained to compute, not all that it has.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +360,7 @@ MAX_OPSET = 23
 
 
 def parse_k(k: int | float | str | Sequence[int]) -> KOption:
-    """Returns k from `4`, `0.25`, `n/4`, `n`, `input`, `4,4,8` or as numbers.
+    """Returns k from `4`, `0.25`, `n/4`, `n`, `trained`, `input`, `4,4,8` or as numbers.
 
     Raises `UsageError` for all else.
     """
@@ -366,6 +370,8 @@ def parse_k(k: int | float | str | Sequence[int]) -> KOption:
         k = ",".join(map(str, k))
     text = str(k)  # numpy's integers among them; what cannot be meant is refused as text
     value = text.strip()
+    if value == "trained":
+        return "n"
     if value in ("n", "input"):
         return value  # type: ignore[return-value]  # the two literals
     try:
@@ -441,9 +447,9 @@ def check_renormalize(specs: Mapping[str, MoESpec]) -> None:
 def _of_layer(value: int | Fraction | str, spec: MoESpec) -> int:
     n = spec.experts
     if value == "n":
-        return n
+        return spec.trained_k
     if isinstance(value, Fraction):
-        return max(1, round(value * n))
+        return max(1, round(value * spec.trained_k))
     assert isinstance(value, int)
     if not 1 <= value <= n:
         raise UsageError(

@@ -27,6 +27,8 @@ from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
 from .inputs import TRACED_BATCH
 from .model import Model
+from .token_routed.network import Network
+from .token_routed.trace import traced_program
 
 RANK = 4  # [b, heads, m, d / heads]
 
@@ -83,7 +85,7 @@ def _module(node: ir.Node) -> str:
     return str(modules[-1]) if modules else ""
 
 
-TRACED_SIZES = {"tokens": 7, "height": 3, "width": 5}
+TRACED_SIZES = {"tokens": 7, "past": 5, "height": 3, "width": 5}
 
 
 class _Node(nn.Module):
@@ -115,43 +117,71 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
     backbone cannot be traced.
     """
     fixed = fixed or {}
-    spec = model.input
-    sizes = {
-        axis: fixed.get(axis, TRACED_SIZES.get(axis, TRACED_BATCH)) for axis in spec.dynamic_axes
-    }
-    sizes = {axis: min(size, dict(spec.limits).get(axis, size)) for axis, size in sizes.items()}
-    dtype = getattr(torch, spec.dtype)
-    example = torch.zeros(spec.concrete(sizes), dtype=dtype)
-    dynamic = {
-        index: torch.export.Dim(axis, max=dict(spec.limits).get(axis))
-        for index, axis in enumerate(spec.shape)
-        if isinstance(axis, str) and axis not in fixed
-    }
+    sizes = traced_sizes(model, fixed)
     with layers_as_nodes(model.module) as backbone, _quiet():
         try:
-            program = torch.onnx.export(
-                backbone,
-                (example,),
-                dynamo=True,
-                opset_version=opset,
-                input_names=[spec.name],
-                output_names=[model.output.name],
-                dynamic_shapes=(dynamic,),
-                custom_translation_table=TRANSLATIONS,
-                verbose=False,
-            )
-        except torch.onnx.errors.OnnxExporterError as error:
+            if isinstance(backbone, Network):
+                graph = traced_program(
+                    backbone, model.inputs, model.outputs, sizes, fixed, opset=opset
+                )
+            else:
+                graph = _program(backbone, model, sizes, fixed, opset=opset)
+        except (torch.onnx.errors.OnnxExporterError, torch.export.UserError) as error:
             raise TraceError(
                 f"PyTorch cannot trace this {model.family} model: {_first_line(error)}",
                 hint="the network's forward must not depend on the values of its inputs; "
                 "--verbose shows PyTorch's own report",
             ) from error
-    assert program is not None
-    graph = program.model
     name_nodes(graph.graph)
     simplify(graph)
     _check_calls(graph)
     return graph
+
+
+def traced_sizes(model: Model, fixed: Mapping[str, int]) -> dict[str, int]:
+    """Returns the size of every named axis of a model's inputs while it is traced."""
+    limits = {axis: most for spec in model.inputs for axis, most in spec.limits}
+    axes = dict.fromkeys(
+        axis for spec in model.inputs for size in spec.dynamic_axes for axis in size.split(" + ")
+    )
+    sizes = {axis: fixed.get(axis, TRACED_SIZES.get(axis, TRACED_BATCH)) for axis in axes}
+    return {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
+
+
+def _program(
+    backbone: nn.Module,
+    model: Model,
+    sizes: Mapping[str, int],
+    fixed: Mapping[str, int],
+    *,
+    opset: int,
+) -> ir.Model:
+    """The graph of a network that takes and returns tensors, by PyTorch's own exporter."""
+    examples = tuple(
+        torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype))
+        for spec in model.inputs
+    )
+    dynamic = tuple(
+        {
+            index: torch.export.Dim(axis, max=dict(spec.limits).get(axis))
+            for index, axis in enumerate(spec.shape)
+            if isinstance(axis, str) and axis not in fixed
+        }
+        for spec in model.inputs
+    )
+    program = torch.onnx.export(
+        backbone,
+        examples,
+        dynamo=True,
+        opset_version=opset,
+        input_names=[spec.name for spec in model.inputs],
+        output_names=[spec.name for spec in model.outputs],
+        dynamic_shapes=dynamic,
+        custom_translation_table=TRANSLATIONS,
+        verbose=False,
+    )
+    assert program is not None
+    return program.model
 
 
 def _check_calls(graph: ir.Model) -> None:

@@ -100,6 +100,11 @@ class MoESpec(Protocol):
         ...
 
     @property
+    def trained_k(self) -> int:
+        """How many experts are computed where nothing is left out that was trained."""
+        ...
+
+    @property
     def levels(self) -> tuple[int, ...]:
         """Experts of each level."""
         ...

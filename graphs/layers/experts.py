@@ -68,6 +68,11 @@ class ExpertsSpec:
     weights_on: WeightsOn = "output"
 
     @property
+    def trained_k(self) -> int:
+        """What the router chose in training."""
+        return self.k
+
+    @property
     def levels(self) -> tuple[int, ...]:
         """One level of n experts."""
         return (self.experts,)

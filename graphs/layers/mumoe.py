@@ -152,6 +152,11 @@ class MuMoESpec:
         return self.tensors[0].form
 
     @property
+    def trained_k(self) -> int:
+        """Every expert."""
+        return self.experts
+
+    @property
     def levels(self) -> tuple[int, ...]:
         """Experts of each level."""
         return self.tensors[0].levels

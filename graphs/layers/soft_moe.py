@@ -70,6 +70,11 @@ class SoftMoESpec:
     slots_from: SlotSource = "normalised"
 
     @property
+    def trained_k(self) -> int:
+        """Every expert."""
+        return self.experts
+
+    @property
     def levels(self) -> tuple[int, ...]:
         """One level of n experts."""
         return (self.experts,)

@@ -1,0 +1,153 @@
+"""From the experts of `transformers` to our layer: which options they have, and that it is the same.
+
+Every architecture whose experts class has the decorator `use_experts_implementation` keeps its
+weights in the same few ways, told by the flags that the decorator sets. What the class computes
+between its two products is code: it is tried on numbers, and refused where it is none of the forms
+that the layer has.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any, get_args
+
+import torch
+from torch import Tensor, nn
+
+from ...errors import FamilyError
+from ...graphs.layers.experts import ExpertActivation, Experts, ExpertsSpec, ExpertsWeights, Gate
+
+FLAGS = ("has_gate", "has_bias", "has_post_expert_norm", "is_transposed", "is_concatenated")
+
+QUICK_GELU = 1.702
+"""z·sigmoid(1.702·z) is what is called quick GELU."""
+
+ROWS = 7
+
+SAME = 1e-5
+"""Of max|y|: rounding in another order."""
+
+
+def experts_modules(network: nn.Module) -> dict[str, nn.Module]:
+    """Returns the modules of a network whose forward is the experts interface's, by path."""
+    return {
+        name: module
+        for name, module in network.named_modules()
+        if all(hasattr(module, flag) for flag in FLAGS)
+    }
+
+
+def canonical(name: str, module: nn.Module, k: int) -> Experts:
+    """Returns the layer of an experts module; its weights are views of the module's.
+
+    Raises `FamilyError` where what the module computes has no form in the layer.
+    """
+    of: Any = module
+    first = of.gate_up_proj if of.has_gate else of.up_proj
+    second = of.down_proj
+    if not of.is_transposed:
+        first, second = first.transpose(1, 2), second.transpose(1, 2)
+    bias = (of.gate_up_proj_bias if of.has_gate else of.up_proj_bias) if of.has_bias else None
+    n, d, _ = first.shape
+    spec = ExpertsSpec(name, n, k, d, second.shape[1], second.shape[2])
+    scale = None
+    if of.has_post_expert_norm:
+        scale, epsilon = _post_norm(name, of.post_expert_norm, spec.out)
+        spec = replace(spec, post_norm=True, post_norm_eps=epsilon)
+    spec = _with_gate(spec, module)
+    down_bias = of.down_proj_bias if of.has_bias else None
+    return Experts(spec, ExpertsWeights(first, second, bias, down_bias, scale))
+
+
+def check_layer(layer: Experts, module: nn.Module) -> None:
+    """Raises `FamilyError` where a layer does not compute what the module does; reads weights."""
+    spec, generator = layer.spec, torch.Generator().manual_seed(0)
+    x = torch.randn(ROWS, spec.dim, generator=generator)
+    index = torch.rand(ROWS, spec.experts, generator=generator).topk(spec.k).indices
+    weights = torch.rand(ROWS, spec.k, generator=generator)
+    with torch.no_grad():
+        ours, theirs = layer(x, index, weights), module(x, index, weights)
+    off, largest = (ours - theirs).abs().max(), theirs.abs().max()
+    if ours.shape != theirs.shape or not off <= SAME * largest:
+        raise FamilyError(
+            f"layer {spec.name}: its class {type(module).__name__} computes something else than "
+            f"experts with its options do (max |difference| {off:.2g} of {largest:.2g})",
+            hint="the architecture cannot be exported with this version",
+        )
+
+
+def _with_gate(spec: ExpertsSpec, module: nn.Module) -> ExpertsSpec:
+    """The spec with what is between the two products, found by trying."""
+    of: Any = module
+    generator = torch.Generator().manual_seed(0)
+    if not of.has_gate:
+        z = 4 * torch.randn(ROWS, spec.hidden, generator=generator)
+        wanted, gates = of.act_fn(z), ("none",)
+    else:
+        # Wide enough for every bound on gate and up to count.
+        limit = max((abs(each) for each in _numbers(module, "limit")), default=1.0)
+        z = 4 * max(1.0, limit) * torch.randn(ROWS, 2 * spec.hidden, generator=generator)
+        wanted = of._apply_gate(z)
+        gates = ("concatenated" if of.is_concatenated else "interleaved",)
+    for candidate in _candidates(spec, module, gates):
+        found = _between(candidate, z)
+        if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+            return candidate
+    raise FamilyError(
+        f"layer {spec.name}: what {type(module).__name__} computes between its two products is no "
+        "form that is known",
+        hint=f"activations are {', '.join(get_args(ExpertActivation))} and quick GELU, with a gate "
+        "or without, and gates may be clamped",
+    )
+
+
+def _candidates(spec: ExpertsSpec, module: nn.Module, gates: tuple[Gate, ...]) -> list[ExpertsSpec]:
+    """What the module may compute, the usual first."""
+    alphas = [1.0, QUICK_GELU, *_numbers(module, "alpha")]
+    forms: list[tuple[ExpertActivation, float]] = [("silu", alpha) for alpha in alphas]
+    forms += [(each, 1.0) for each in get_args(ExpertActivation) if each != "silu"]
+    limits = [None, *_numbers(module, "limit")] if spec.gate != "none" else [None]
+    offsets = (0.0, 1.0) if gates != ("none",) else (0.0,)
+    return [
+        replace(spec, gate=gate, activation=form, alpha=alpha, limit=limit, up_offset=offset)
+        for gate, limit, offset, (form, alpha) in itertools.product(gates, limits, offsets, forms)
+    ]
+
+
+def _numbers(module: nn.Module, word: str) -> list[float]:
+    """The numbers that a module keeps under a name with this word: `limit`, `swiglu_limit`."""
+    return [
+        float(value)
+        for name, value in vars(module).items()
+        if word in name and isinstance(value, int | float) and not isinstance(value, bool)
+    ]
+
+
+def _between(spec: ExpertsSpec, z: Tensor) -> Tensor:
+    """What a layer of this spec computes between its two products."""
+    none = torch.empty(0)
+    return Experts(spec, ExpertsWeights(none, none)).activate(z)
+
+
+def _post_norm(name: str, norm: nn.Module, width: int) -> tuple[Tensor, float]:
+    """The scale before a norm that divides by the root mean square, and its epsilon."""
+    of: Any = norm
+    epsilon = next(
+        (float(getattr(of, each)) for each in ("eps", "variance_epsilon") if hasattr(of, each)), 0.0
+    )
+    if of.weight.is_meta:  # only looked at
+        return of.weight, epsilon
+    y = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = norm(y)
+        for scale in (1.0 + of.weight, of.weight):
+            scaled = y * scale
+            found = scaled * torch.rsqrt(scaled.square().mean(-1, keepdim=True) + epsilon)
+            if torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+                return scale, epsilon
+    raise FamilyError(
+        f"layer {name}: the norm after its experts, {type(norm).__name__}, is no scale followed by "
+        "a division by the root mean square",
+        hint="the architecture cannot be exported with this version",
+    )

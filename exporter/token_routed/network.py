@@ -1,0 +1,117 @@
+"""A model of `transformers` as a network of plain tensors: named inputs in, named outputs out.
+
+A causal language model with a cache takes the keys and values of earlier tokens as inputs and
+returns those of all tokens, by the names that other exporters to ONNX have for them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..model import TensorSpec
+
+PAST, PRESENT = "past_key_values", "present"
+
+TOKENS = ("batch", "tokens")
+
+
+class Network(nn.Module):
+    """A model of `transformers` that takes a tensor for each name of `takes`.
+
+    Its modules have the paths that they have in the model itself. `gives` names what is returned:
+    a field of the model's output, or a key or value of its cache.
+    """
+
+    def __init__(self, model: nn.Module, takes: Sequence[str], gives: Sequence[str]) -> None:
+        super().__init__()
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self._wrapped = (model,)  # in a tuple, so that no module is found twice
+        self.takes, self.gives = tuple(takes), tuple(gives)
+
+    @property
+    def wrapped(self) -> Any:
+        """The model itself."""
+        return self._wrapped[0]
+
+    @property
+    def cached(self) -> bool:
+        """Whether keys and values of earlier tokens go in and out."""
+        return any(name.startswith(PAST) for name in self.takes)
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Returns a tensor for each name of `gives`; for a single one the tensor itself."""
+        found = self.wrapped(**self.arguments(tensors))
+        outputs = tuple(self._output(found, name) for name in self.gives)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def arguments(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
+        """Returns the arguments of the model's own forward for a tensor of each of `takes`."""
+        from transformers import DynamicCache
+
+        given = dict(zip(self.takes, tensors, strict=True))
+        arguments: dict[str, Any] = {n: t for n, t in given.items() if not n.startswith(PAST)}
+        if self.cached:
+            pairs = [
+                (given[f"{PAST}.{layer}.key"], given[f"{PAST}.{layer}.value"])
+                for layer in range(sum(name.startswith(PAST) for name in given) // 2)
+            ]
+            # Without a config every layer keeps all that it is given: a sliding window is a matter
+            # of the mask then, as it is in the graph.
+            arguments["past_key_values"] = DynamicCache(pairs)
+        arguments["use_cache"] = self.cached
+        return arguments
+
+    def _output(self, found: Any, name: str) -> Tensor:
+        if not name.startswith(PRESENT):
+            return found[name]  # type: ignore[no-any-return]
+        _, layer, part = name.split(".")
+        of = found["past_key_values"].layers[int(layer)]
+        return of.keys if part == "key" else of.values  # type: ignore[no-any-return]
+
+
+def token_specs(vocabulary: int, positions: int | None, *, cached: bool) -> tuple[TensorSpec, ...]:
+    """Returns the inputs of a model of tokens, without those of a cache."""
+    # With a cache the bound is of both, past and new tokens.
+    limits = () if positions is None or cached else (("tokens", positions),)
+    ids = TensorSpec("input_ids", "int64", TOKENS, limits, below=vocabulary)
+    seen = "past + tokens" if cached else "tokens"
+    mask = TensorSpec("attention_mask", "int64", ("batch", seen), default="ones")
+    if not cached:
+        return ids, mask
+    return ids, mask, TensorSpec("position_ids", "int64", TOKENS, default="positions")
+
+
+def cache_specs(
+    shapes: Mapping[str, tuple[int, int]],
+) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...]]:
+    """Returns the inputs and outputs of a cache, from each part's heads and width.
+
+    `shapes` has a part for each of the keys and values of a layer: `0.key`, `0.value`, `1.key` …
+    """
+    inputs, outputs = [], []
+    for part, (heads, width) in shapes.items():
+        past = ("batch", heads, "past", width)
+        inputs.append(TensorSpec(f"{PAST}.{part}", "float32", past, default="empty"))
+        both = ("batch", heads, "past + tokens", width)
+        outputs.append(TensorSpec(f"{PRESENT}.{part}", "float32", both))
+    return tuple(inputs), tuple(outputs)
+
+
+def cache_shapes(found: Any) -> dict[str, tuple[int, int]] | None:
+    """Returns what `cache_specs` takes, from the cache that a model returned for some tokens.
+
+    None where a layer keeps anything else than keys and values of every token.
+    """
+    shapes: dict[str, tuple[int, int]] = {}
+    for index, layer in enumerate(getattr(found, "layers", ())):
+        for part in ("key", "value"):
+            held = getattr(layer, f"{part}s", None)
+            if not isinstance(held, torch.Tensor) or held.ndim != 4:
+                return None
+            shapes[f"{index}.{part}"] = (held.shape[1], held.shape[3])
+    return shapes or None

@@ -1,0 +1,138 @@
+"""Traces a model of `transformers` with the exporter of that library."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import onnx_ir as ir
+import torch
+
+from ...errors import TraceError
+from ..model import TensorSpec
+from .network import PAST, PRESENT, Network
+
+_SYMBOL = re.compile(r"[a-z]\d+")
+
+
+def traced_program(
+    network: Network,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    sizes: Mapping[str, int],
+    fixed: Mapping[str, int],
+    *,
+    opset: int,
+) -> ir.Model:
+    """Returns a network's graph, with the names and axes of its inputs and outputs.
+
+    It is traced at `sizes`; axes in `fixed` are constants of the graph. Raises `TraceError` where an
+    axis that should vary became a constant.
+    """
+    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+    tensors = [_example(spec, sizes) for spec in inputs]
+    arguments = network.arguments(tensors)
+    axes = [
+        {
+            at: torch.export.Dim.AUTO
+            for at, size in enumerate(spec.shape)
+            if isinstance(size, str) and size not in fixed
+        }
+        for spec in inputs
+    ]
+    shapes: dict[str, Any] = {
+        name: given for name, given in zip(network.takes, axes, strict=True) if name in arguments
+    }
+    if "past_key_values" in arguments:
+        shapes["past_key_values"] = _like(
+            arguments["past_key_values"], axes[len(shapes) :], network
+        )
+    config = OnnxConfig(dynamic=True, opset_version=opset, dynamic_shapes=shapes)
+    graph = OnnxExporter().export(network.wrapped, arguments, config=config).program
+    assert isinstance(graph, ir.Model)
+    _name(graph, inputs, outputs, fixed)
+    return graph
+
+
+def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
+    shape = spec.concrete(sizes)
+    if spec.default == "ones":
+        return torch.ones(shape, dtype=torch.int64)
+    if spec.default == "positions":
+        return torch.arange(shape[-1]).expand(shape) + sizes.get("past", 0)
+    return torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+
+
+def _like(cache: Any, axes: list[dict[int, Any]], network: Network) -> Any:
+    """The dynamic axes of a cache, in the form of its pytree."""
+    from transformers.exporters.exporter_dynamo import (
+        get_auto_dynamic_shapes,
+        register_cache_pytrees_for_model,
+    )
+
+    register_cache_pytrees_for_model(network.wrapped)
+    found = get_auto_dynamic_shapes(cache)
+    return found if len(found) != len(axes) else axes
+
+
+def _name(
+    graph: ir.Model,
+    inputs: Sequence[TensorSpec],
+    outputs: Sequence[TensorSpec],
+    fixed: Mapping[str, int],
+) -> None:
+    """Gives a graph's inputs, outputs and axes the names that they have for us, in place."""
+    names: dict[str, str] = {}
+    for value, spec in zip(graph.graph.inputs, inputs, strict=True):
+        assert value.shape is not None
+        for size, axis in zip(value.shape, spec.shape, strict=True):
+            if not isinstance(axis, str) or axis in fixed:
+                continue
+            if isinstance(size, int):
+                raise TraceError(
+                    f"the axis {axis} of {spec.name} is a constant of this network: {size}",
+                    hint=f"fix it: --{axis} {size}"
+                    if axis in ("batch", "tokens")
+                    else "export it without a cache: --set use_cache=false",
+                )
+            names[str(size)] = axis
+        value.name = spec.name
+    _name_axes(graph, names)
+    given = {_plain(value.name): value for value in graph.graph.outputs}
+    graph.graph.outputs.clear()
+    for spec in outputs:
+        value = given[_of_cache(spec.name)]
+        value.name = spec.name
+        value.shape = ir.Shape([fixed.get(str(size), size) for size in spec.shape])
+        graph.graph.outputs.append(value)
+
+
+def _plain(name: str | None) -> str:
+    """An output's name, without the prefix that it has where an input is called so, too."""
+    assert name is not None
+    return name.removeprefix("output.")
+
+
+def _of_cache(name: str) -> str:
+    """What the library's exporter calls an output: a part of a cache by its path."""
+    if not name.startswith(f"{PRESENT}."):
+        return name
+    _, layer, part = name.split(".")
+    return f"{PAST}.layers.{layer}.{part}s"
+
+
+def _name_axes(graph: ir.Model, names: Mapping[str, str]) -> None:
+    """Writes the names of axes for the tracer's symbols, in the shape of every value."""
+    for each in graph.graphs():
+        outputs = (value for node in each for value in node.outputs)
+        for value in (*each.inputs, *outputs):
+            if value.shape is not None:
+                value.shape = ir.Shape([_named(size, names) for size in value.shape])
+
+
+def _named(size: int | ir.SymbolicDim, names: Mapping[str, str]) -> int | str | None:
+    if isinstance(size, int) or size.value is None:
+        return size if isinstance(size, int) else None
+    return _SYMBOL.sub(lambda found: names.get(found[0], found[0]), str(size.value))
