@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from .arrays import (
     npz_archive,
     npz_array,
     npz_count,
+    npz_names,
     npz_rows,
 )
 
@@ -102,6 +103,57 @@ def rebatched_pairs(pairs: Iterable[Pair], size: int) -> Iterator[Pair]:
         yield _joined(held)
 
 
+Arrays = Mapping[str, np.ndarray]
+"""A batch of every input of a model, [b, …] each, by name; the first is that which feeds are of."""
+
+
+def limited_arrays(batches: Iterable[Arrays], count: int | None) -> Iterator[Arrays]:
+    """Yields batches of several inputs until `count` have come, all of them for None."""
+    left = count
+    for batch in batches:
+        part = batch if left is None else {name: x[:left] for name, x in batch.items()}
+        size = _length(part)
+        if left is not None:
+            left -= size
+        if size:
+            yield part
+        if left == 0:
+            return
+
+
+def rebatched_arrays(batches: Iterable[Arrays], size: int) -> Iterator[Arrays]:
+    """Yields the same inputs in the same order as batches of `size` (`rebatched`)."""
+    held: list[Arrays] = []
+    for batch in batches:
+        if held and _rows_like(batch) != _rows_like(held[0]):
+            yield _stacked(held)
+            held = []
+        start = 0
+        while _length(batch) - start >= size - sum(map(_length, held)):
+            end = start + size - sum(map(_length, held))
+            yield _stacked([*held, {name: x[start:end] for name, x in batch.items()}])
+            held, start = [], end
+        if start < _length(batch):
+            # A copy, so that a small rest does not keep a large batch alive.
+            held.append({name: x[start:].copy() for name, x in batch.items()})
+    if held:
+        yield _stacked(held)
+
+
+def _length(batch: Arrays) -> int:
+    return len(next(iter(batch.values())))
+
+
+def _rows_like(batch: Arrays) -> dict[str, tuple[int, ...]]:
+    return {name: x.shape[1:] for name, x in batch.items()}
+
+
+def _stacked(parts: list[Arrays]) -> Arrays:
+    if len(parts) == 1:
+        return parts[0]
+    return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+
+
 def _cut(pair: Pair, start: int, end: int) -> Pair:
     inputs, labels = pair
     return inputs[start:end], None if labels is None else labels[start:end]
@@ -136,6 +188,37 @@ def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
             yield array_of(item, name, "the feed")
     else:
         raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
+
+
+def named_batches(feed: Feed, names: Sequence[str]) -> Iterator[Arrays]:
+    """Yields batches of those of a model's inputs that a feed has; the first it must have.
+
+    Of an `.npz` and of the dicts that code yields all that are called so; of any other feed the
+    first.
+    """
+    first, *others = names
+    if others and isinstance(feed, str | Path) and Path(feed).suffix == ".npz":
+        found = [name for name in others if name in npz_names(Path(feed))]
+        arrays = {name: npz_array(Path(feed), name) for name in found}
+        start = 0
+        for rows in npz_rows(Path(feed), first):
+            end = start + len(rows)
+            yield {first: rows, **{name: x[start:end] for name, x in arrays.items()}}
+            start = end
+        return
+    if not others or isinstance(feed, np.ndarray | str | Path):
+        located = isinstance(feed, str | Path) and not Path(feed).exists()
+        if not (others and located and names_code(str(feed))):
+            yield from ({first: batch} for batch in batches(feed, first))
+            return
+        where, items = str(feed), imported_items(str(feed))
+    else:
+        where, items = "the feed", iter(feed)
+    for item in items:
+        batch = {first: array_of(item, first, where)}
+        if isinstance(item, dict):
+            batch |= {name: array_of(item, name, where) for name in others if name in item}
+        yield batch
 
 
 def count(feed: Feed, name: str) -> int | None:

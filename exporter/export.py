@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-import numpy as np
-
+from ..calibration.feeds import Arrays
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..errors import ParityError
@@ -90,7 +89,7 @@ def _parities(
     planned: Plan,
     lowered: Mapping[str, Lowered],
     directory: Path,
-    inputs: Iterable[np.ndarray],
+    inputs: Iterable[Arrays],
     progress: Progress,
 ) -> dict[str, Parity]:
     """Each graph's parity, or a `ParityError` that says where the first difference starts.
@@ -109,7 +108,7 @@ def _parities(
                 comparisons[graph.file] = opened_comparison(job, directory, record, expected)
         for comparison in comparisons.values():
             comparison.add(expected)
-        progress.advance(len(x))
+        progress.advance(len(x[job.model.input.name]))
     parities = {}
     for graph in planned.graphs:
         comparison = comparisons[graph.file]

@@ -8,7 +8,15 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..calibration.feeds import Feed, batches, limited, rebatched, samples
+from ..calibration.feeds import (
+    Arrays,
+    Feed,
+    batches,
+    limited_arrays,
+    named_batches,
+    rebatched_arrays,
+    samples,
+)
 from ..errors import FeedError, UsageError
 
 if TYPE_CHECKING:
@@ -69,13 +77,82 @@ SAMPLES = 8
 MAX_BYTES = 64 << 20
 SEED = 0
 
-SIZES = {"tokens": 19, "height": 4, "width": 6}
+SIZES = {"tokens": 19, "past": 11, "height": 4, "width": 6}
 """Random inputs take these where an axis is dynamic; none is a size that was traced."""
+
+
+Inputs = np.ndarray | Mapping[str, np.ndarray]
+"""What a model or a graph is given: arrays by name, or that of its first input alone."""
+
+
+def completed(
+    given: Inputs, ports: Sequence[TensorSpec | PortRecord], where: str = ""
+) -> dict[str, np.ndarray]:
+    """Returns an array for every input of a model or graph, in their order.
+
+    An array stands for the first input, and what is left out for its default. Raises `FeedError`
+    for a name that is no input's, and for an input that must be given.
+    """
+    arrays = dict(given) if isinstance(given, Mapping) else {ports[0].name: given}
+    known = {port.name for port in ports}
+    for name in arrays.keys() - known:
+        raise FeedError(
+            f"{where}'{name}' is no input of the model", hint=f"it takes {', '.join(sorted(known))}"
+        )
+    sizes = _sizes(arrays, ports)
+    for port in ports:
+        if port.name not in arrays:
+            arrays[port.name] = _default(port, sizes, arrays, where)
+    return {port.name: arrays[port.name] for port in ports}
+
+
+def _sizes(
+    arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec | PortRecord]
+) -> dict[str, int]:
+    """The sizes of named axes, as far as arrays tell; nothing is past where nothing says so."""
+    sizes = {"past": 0}
+    for port in ports:
+        found = arrays.get(port.name)
+        if found is not None and found.ndim == len(port.shape):
+            sizes |= {
+                a: n for a, n in zip(port.shape, found.shape, strict=True) if isinstance(a, str)
+            }
+    return sizes
+
+
+def _default(
+    port: TensorSpec | PortRecord,
+    sizes: Mapping[str, int],
+    arrays: Mapping[str, np.ndarray],
+    where: str,
+) -> np.ndarray:
+    try:
+        shape = tuple(
+            sum(sizes[axis] for axis in size.split(" + ")) if isinstance(size, str) else size
+            for size in port.shape
+        )
+    except KeyError:
+        shape = None
+    if port.default is None or shape is None:
+        raise FeedError(
+            f"{where}the input '{port.name}' is missing",
+            hint="give arrays by name, each as `moexport inspect` lists it",
+        )
+    if port.default == "ones":
+        return np.ones(shape, dtype=port.dtype)
+    if port.default == "empty":
+        return np.zeros(shape, dtype=port.dtype)
+    mask = next((a for name, a in arrays.items() if name.endswith("mask")), None)
+    if mask is None:
+        first = sizes.get("past", 0)
+        return np.broadcast_to(np.arange(first, first + shape[-1]), shape).astype(port.dtype)
+    counted = np.maximum(np.cumsum(mask, axis=1) - 1, 0)[:, -shape[-1] :]
+    return np.asarray(counted, dtype=port.dtype)
 
 
 def parity_batches(
     model: Model, fixed: Mapping[str, int], data: Feed | None, count: int
-) -> Iterator[np.ndarray]:
+) -> Iterator[Arrays]:
     """Returns inputs to compare with, `SAMPLES` at a time, or whole batches where that is fixed.
 
     They are up to `count` of `data`, else the model's own example, or come from a random generator
@@ -86,33 +163,58 @@ def parity_batches(
     if data is not None:
         return _feed_batches(model, data, count, fixed)
     if model.example is not None and batch is None:
-        return iter([model.example.astype(model.input.dtype)])
-    return iter([random_inputs(model, batch or SAMPLES, {**SIZES, **fixed})])
+        return iter([{model.input.name: model.example.astype(model.input.dtype)}])
+    return iter([random_arrays(model, batch or SAMPLES, {**SIZES, **fixed})])
 
 
 def _feed_batches(
     model: Model, data: Feed, count: int, fixed: Mapping[str, int]
-) -> Iterator[np.ndarray]:
+) -> Iterator[Arrays]:
     """The batches of a feed; of a fixed batch only whole ones, since a graph takes no others."""
     batch = fixed.get("batch", 1)
     size = batch * max(1, SAMPLES // batch)
-    taken = limited(batches(data, model.input.name), max(count, batch))
-    parts = rebatched((with_axes(x, model.input) for x in taken), size)
+    names = [spec.name for spec in model.inputs]
+    taken = limited_arrays(named_batches(data, names), max(count, batch))
+    parts = rebatched_arrays((_with_axes(x, model) for x in taken), size)
     first = next(parts, None)
     if first is None:
         raise FeedError(
             "the feed holds no inputs", hint=f"give at least one array for '{model.input.name}'"
         )
-    first = fitted(first, model.input, fixed)
+    first = fitted_arrays(first, model, fixed)
 
-    def rest() -> Iterator[np.ndarray]:
-        yield first[: len(first) // batch * batch]
+    def rest() -> Iterator[Arrays]:
+        yield _cut(first, len(first[model.input.name]) // batch * batch)
         for x in parts:
-            whole = x[: len(x) // batch * batch]
-            if len(whole):
-                yield fitted(whole, model.input, fixed)
+            whole = _cut(x, len(next(iter(x.values()))) // batch * batch)
+            if len(next(iter(whole.values()))):
+                yield fitted_arrays(whole, model, fixed)
 
     return rest()
+
+
+def _cut(arrays: Arrays, count: int) -> Arrays:
+    return {name: array[:count] for name, array in arrays.items()}
+
+
+def _with_axes(arrays: Arrays, model: Model) -> Arrays:
+    specs = {spec.name: spec for spec in model.inputs}
+    return {name: with_axes(x, specs[name]) for name, x in arrays.items()}
+
+
+def fitted_arrays(
+    given: Inputs, model: Model, fixed: Mapping[str, int] | None = None
+) -> dict[str, np.ndarray]:
+    """Returns an array for every input as the model takes it; `FeedError` where they cannot."""
+    arrays = completed(given, model.inputs, "--data: ")
+    count = len(arrays[model.input.name])
+    for name, array in arrays.items():
+        if len(array) != count:
+            raise FeedError(
+                f"--data: input '{name}' holds {len(array)} inputs, and '{model.input.name}' "
+                f"{count}"
+            )
+    return {spec.name: fitted(arrays[spec.name], spec, fixed) for spec in model.inputs}
 
 
 def feed_inputs(
@@ -142,19 +244,43 @@ def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = No
 
 
 def random_inputs(model: Model, count: int, sizes: Mapping[str, int] = SIZES) -> np.ndarray:
+    """Returns a model's first input as `random_arrays` makes it."""
+    return random_arrays(model, count, sizes)[model.input.name]
+
+
+def random_arrays(
+    model: Model, count: int, sizes: Mapping[str, int] = SIZES
+) -> dict[str, np.ndarray]:
     """Returns standard normal inputs [count, …], fewer where `count` would take too much memory.
 
-    Integer inputs are drawn evenly from the values that the model takes.
+    Integer inputs are drawn evenly from the values that the model takes. A mask leaves out the end
+    of every second input, or with a cache its beginning.
     """
-    limits = dict(model.input.limits)
-    fitted = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
-    shape = model.input.concrete({**fitted, "batch": count})
-    each = 4 * int(np.prod(shape[1:], dtype=np.int64))
+    limits = {axis: most for spec in model.inputs for axis, most in spec.limits}
+    within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
+    shapes = {spec.name: spec.concrete({**within, "batch": count}) for spec in model.inputs}
+    each = max(4 * int(np.prod(shape[1:], dtype=np.int64)) for shape in shapes.values())
     fitting = count if "batch" in sizes else max(1, min(count, MAX_BYTES // each))
     random = np.random.default_rng(SEED)
-    if model.input.below is not None:
-        return random.integers(0, model.input.below, (fitting, *shape[1:]))
-    return random.standard_normal((fitting, *shape[1:])).astype(model.input.dtype)
+    arrays: dict[str, np.ndarray] = {}
+    for spec in model.inputs:
+        shape = (fitting, *shapes[spec.name][1:])
+        if spec.below is not None:
+            arrays[spec.name] = random.integers(0, spec.below, shape)
+        elif spec.default == "ones":
+            arrays[spec.name] = _gaps(shape, cached=" + " in str(spec.shape[-1]))
+        elif spec.default != "positions":
+            arrays[spec.name] = random.standard_normal(shape).astype(spec.dtype)
+    return completed(arrays, model.inputs)
+
+
+def _gaps(shape: tuple[int, ...], *, cached: bool) -> np.ndarray:
+    """A mask [b, m]: of every second input a few tokens do not count, as where lengths differ."""
+    mask = np.ones(shape, dtype=np.int64)
+    left_out = min(3, shape[1] - 1) if shape[1] > 1 else 0
+    if left_out:
+        mask[1::2, slice(0, left_out) if cached else slice(-left_out, None)] = 0
+    return mask
 
 
 def with_axes(x: np.ndarray, spec: TensorSpec | PortRecord) -> np.ndarray:
@@ -162,6 +288,10 @@ def with_axes(x: np.ndarray, spec: TensorSpec | PortRecord) -> np.ndarray:
     if spec.implied is None or x.ndim != len(spec.shape) - 1:
         return x
     return np.expand_dims(x, spec.shape.index(spec.implied))
+
+
+PAST_AXIS = "past"
+"""The axis of a cache: how many tokens came before."""
 
 
 def check_array(
@@ -184,9 +314,11 @@ def check_array(
         raise FeedError(
             f"{what} is a masked array", hint="say what its hidden values are: x.filled(0)"
         )
-    # Some kernels of ONNX Runtime divide by it, which ends the process.
-    if 0 in (x.shape[1:] if feed else x.shape):
-        at = x.shape.index(0)
+    # Some kernels of ONNX Runtime divide by it, which ends the process; of a cache nothing is past
+    # at first, and no kernel of it minds.
+    sizes = [1 if axis == PAST_AXIS else n for n, axis in zip(x.shape, port.shape, strict=True)]
+    if 0 in (sizes[1:] if feed else sizes):
+        at = sizes.index(0)
         hint = f"its axis {port.shape[at]} is 1 at least" if at else "give at least one input"
         hint = f"leave such inputs out of the feed: {hint}" if feed and at else hint
         raise FeedError(f"{what} is empty: {_shape(x.shape)}", hint=hint)

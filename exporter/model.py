@@ -56,6 +56,15 @@ class TensorSpec:
             for size in self.shape
         )
 
+    def within(self, fixed: Mapping[str, int]) -> tuple[Dimension, ...]:
+        """The shape in which the axes that are `fixed` have their sizes."""
+        return tuple(
+            sum(fixed[axis] for axis in size.split(" + "))
+            if isinstance(size, str) and fixed.keys() >= set(size.split(" + "))
+            else size
+            for size in self.shape
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Source:

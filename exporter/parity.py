@@ -7,8 +7,8 @@ It is kept in the bundle, so that a bundle can be verified where its checkpoint 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
@@ -17,6 +17,7 @@ import numpy as np
 import onnx
 
 from ..calibration.arrays import npz_array, npz_names
+from ..calibration.feeds import Arrays
 from ..common.json_data import from_data
 from ..errors import BundleError, FeedError, ParityError
 
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
     from .session import Runner
 
 PARITY_FILE = "parity.npz"
+
+FIRST = ""
+"""Stands for the first input, whatever it is called."""
 
 ChosenBy = Literal["inputs", "tokens"]
 
@@ -99,9 +103,10 @@ class Reference:
     """What PyTorch computes for some inputs.
 
     `x` are the inputs, `y` the outputs with Algorithm 1, `dense` those of the untouched model with
-    all experts. By choice (`choice_key`), `selected` holds the chosen experts [s, k],
-    ascending, or the kept coefficients [s, m, n], and `margin` [s] or [s, m] the gap from the k-th
-    score to the next, relative to the k-th. `kept` is each layer's k.
+    all experts. By choice (`choice_key`), `selected` holds the chosen experts [s, k], ascending,
+    those of each token [s, m, k], or the kept coefficients [s, m, n], and `margin` [s] or [s, m]
+    the gap from the k-th score to the next, relative to the k-th. `kept` is each layer's k.
+    `inputs` and `outputs` are those beside the first, by name.
     """
 
     x: np.ndarray
@@ -110,6 +115,12 @@ class Reference:
     selected: Mapping[str, np.ndarray]
     margin: Mapping[str, np.ndarray]
     kept: Mapping[str, int]
+    inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+    outputs: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+    def feeds(self, first: str, count: int | None = None) -> dict[str, np.ndarray]:
+        """Returns the inputs by name, up to `count` of each; `first` is that of `x`."""
+        return {name: array[:count] for name, array in {first: self.x, **self.inputs}.items()}
 
     def save(self, path: Path) -> None:
         """Writes the reference as an `.npz` file."""
@@ -119,6 +130,8 @@ class Reference:
             arrays[f"margin/{choice}"] = self.margin[choice]
         for layer, k in self.kept.items():
             arrays[f"kept/{layer}"] = np.array(k)
+        arrays |= {f"x/{name}": array for name, array in self.inputs.items()}
+        arrays |= {f"y/{name}": array for name, array in self.outputs.items()}
         # np.savez takes names as keywords; its own first parameter is positional.
         np.savez(path, **arrays)  # type: ignore[arg-type]
 
@@ -134,6 +147,8 @@ class Reference:
                 selected=_group(arrays, "selected/"),
                 margin=_group(arrays, "margin/"),
                 kept={layer: int(k) for layer, k in _group(arrays, "kept/").items()},
+                inputs=_group(arrays, "x/"),
+                outputs=_group(arrays, "y/"),
             )
         except (FeedError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise BundleError(f"{path}: not a readable parity record ({error})") from error
@@ -144,6 +159,7 @@ class Reference:
     def _problems(self) -> Iterator[str]:
         """In what it is no record of one model's outputs."""
         per_input = {"y": self.y, "dense": self.dense, **self.selected, **self.margin}
+        per_input |= {**self.inputs, **self.outputs}
         if self.x.ndim == 0 or not self.x.size:
             yield "it holds no inputs"
         for name, array in {"x": self.x, **per_input}.items():
@@ -242,29 +258,45 @@ class Comparison:
 
     def add(self, expected: Reference) -> None:
         """Runs the graph on the reference's inputs."""
-        y, sets = self._outputs(expected)
-        if y.shape != expected.y.shape:
-            raise ParityError(
-                f"the graph gives outputs {y.shape}, the reference holds {expected.y.shape}"
-            )
-        found = _compared(expected, y, sets, self._tolerance)
+        values, sets = self._outputs(expected)
+        wanted = {self._session.output_names[0]: expected.y, **expected.outputs}
+        for name, array in wanted.items():
+            if values[name].shape != array.shape:
+                raise ParityError(
+                    f"the graph gives outputs {values[name].shape}, the reference holds "
+                    f"{array.shape}"
+                )
+        first, *further = values.values()
+        found = _compared(expected, first, further, sets, self._tolerance)
         furthest = max((each.everything.max_abs for each in self._found), default=-1.0)
         if self.worst is None or not found.everything.max_abs <= furthest:
             self.worst = expected
         self._found.append(found)
 
-    def _outputs(self, expected: Reference) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-        """The graph's outputs, and what its layers chose."""
+    def _outputs(self, expected: Reference) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+        """The graph's outputs by name, and what its layers chose."""
         # With k as an input a layer may choose at run time what it keeps whole at the k compared.
         compared = {n: v for n, v in self._values.items() if n in expected.selected}
-        outputs: list[np.ndarray] = []
+        names = [*self._session.output_names[:1], *expected.outputs]
+        outputs: dict[str, list[np.ndarray]] = {name: [] for name in names}
         chosen: dict[str, list[np.ndarray]] = {name: [] for name in compared}
-        for part in chunks(expected.x, self._batch):
-            values = self._session.run(part, self._k)
-            outputs.append(values[self._session.output_names[0]])
+        for part in chunks(expected.feeds(FIRST), self._batch):
+            x = part.pop(FIRST)
+            values = self._session.run(
+                {self._session.input_name: x, **part} if part else x, self._k
+            )
+            for name in names:
+                outputs[name].append(values[name])
             for name, value in compared.items():
-                chosen[name].append(values[value])
-        return np.concatenate(outputs), {n: np.concatenate(parts) for n, parts in chosen.items()}
+                found = values[value]
+                shape = expected.selected[name].shape
+                if len(shape) > found.ndim:  # of tokens, which the layer sees one after the other
+                    found = found.reshape(len(x), *shape[1:])
+                chosen[name].append(found)
+        return (
+            {name: np.concatenate(parts) for name, parts in outputs.items()},
+            {name: np.concatenate(parts) for name, parts in chosen.items()},
+        )
 
     def parity(self) -> Parity:
         """Returns how far the graph is off, over all that was added."""
@@ -338,6 +370,8 @@ def settled(expected: Reference, tie: float) -> Reference:
         dense=expected.dense[clear],
         selected={name: chosen[clear] for name, chosen in expected.selected.items()},
         margin={name: margin[clear] for name, margin in expected.margin.items()},
+        inputs={name: array[clear] for name, array in expected.inputs.items()},
+        outputs={name: array[clear] for name, array in expected.outputs.items()},
     )
 
 
@@ -393,6 +427,11 @@ class _Distance:
         return self.max_abs / self.largest if self.largest else 0.0
 
     @staticmethod
+    def widest(parts: Iterable[_Distance]) -> _Distance:
+        """Returns the distance of the output that is furthest off, each in its own scale."""
+        return max(parts, key=lambda each: each.max_rel if each.finite else np.inf)
+
+    @staticmethod
     def of(parts: Sequence[_Distance]) -> _Distance:
         """Returns the distance over all of them; a difference that is no number stays one."""
         return _Distance(
@@ -443,7 +482,11 @@ class _Found:
 
 
 def _compared(
-    expected: Reference, y: np.ndarray, sets: Mapping[str, np.ndarray], tolerance: Tolerance
+    expected: Reference,
+    y: np.ndarray,
+    further: Sequence[np.ndarray],
+    sets: Mapping[str, np.ndarray],
+    tolerance: Tolerance,
 ) -> _Found:
     """Compares outputs, and what was chosen, with the reference.
 
@@ -468,7 +511,7 @@ def _compared(
         misses |= missed
         apart |= differs[name].any(axis=1)
     wrongs, same = [misses], ~(ties | misses)
-    by_token = tolerance.routing < 1.0 and any(_is_mumoe(chosen) for chosen in sets.values())
+    by_token = tolerance.routing < 1.0 and any(chosen.ndim > 2 for chosen in sets.values())
     if by_token:
         wrongs, same = [*wrong.values()], _same_tokens([*differs.values()], expected.y.shape)
     overlaps = [_jaccard(sets[name], expected.selected[name]) for name in sets]
@@ -482,7 +525,17 @@ def _compared(
         first=first,
         jaccard=float(np.mean(overlaps)) if overlaps else 1.0,
         margin=margin,
-        same=_distance(expected.y, y, same),
+        same=_Distance.widest(
+            [
+                _distance(expected.y, y, same),
+                # Where tokens differ by themselves a cache has their places elsewhere.
+                *(
+                    _distance(wanted, found, same)
+                    for wanted, found in zip(expected.outputs.values(), further, strict=True)
+                    if same.ndim == 1
+                ),
+            ]
+        ),
         everything=_distance(expected.y, y, np.ones(len(y), dtype=bool)),
         untouched_cosine=float(cosines(y, expected.dense).min(initial=1.0)),
     )
@@ -511,7 +564,8 @@ def _jaccard(actual: np.ndarray, expected: np.ndarray) -> float:
         one, other = actual > 0, expected > 0
         shares = (one & other).sum(axis=-1) / np.maximum(1, (one | other).sum(axis=-1))
         return float(shares.mean())
-    return float(jaccard(actual, expected).mean())
+    k = expected.shape[-1]
+    return float(jaccard(actual.reshape(-1, k), expected.reshape(-1, k)).mean())
 
 
 def jaccard(chosen: np.ndarray, reference: np.ndarray) -> np.ndarray:
@@ -522,7 +576,7 @@ def jaccard(chosen: np.ndarray, reference: np.ndarray) -> np.ndarray:
 
 
 def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -> np.ndarray:
-    """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for coefficients.
+    """Where two choices differ: [s, 1] for sets of experts [s, k], [s, m] for those of tokens.
 
     Below FP32 the rounding before a layer moves its coefficients, so that experts count which only
     one of both has kept.
@@ -533,8 +587,8 @@ def _different(actual: np.ndarray, expected: np.ndarray, tolerance: Tolerance) -
             off = np.where((actual > 0) == (expected > 0), 0.0, off)
         different: np.ndarray = (off > tolerance.coefficient).any(axis=-1)
         return different
-    other: np.ndarray = (np.sort(actual, axis=1) != expected).any(axis=1, keepdims=True)
-    return other
+    other: np.ndarray = (np.sort(actual, axis=-1) != expected).any(axis=-1)
+    return other.reshape(len(other), -1)
 
 
 def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
@@ -550,7 +604,8 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(found), found, 0.0)
 
 
-def chunks(x: np.ndarray, size: int) -> Iterator[np.ndarray]:
+def chunks(arrays: Arrays, size: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields the inputs in batches of `size`; the last may be smaller."""
-    for start in range(0, len(x), size):
-        yield x[start : start + size]
+    count = len(next(iter(arrays.values())))
+    for start in range(0, count, size):
+        yield {name: array[start : start + size] for name, array in arrays.items()}

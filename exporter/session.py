@@ -21,7 +21,7 @@ from ..errors import BundleError, EngineError, UsageError
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
 from .bundle.manifest import METADATA, GraphFacts, PortRecord
-from .inputs import check_array
+from .inputs import Inputs, check_array, completed
 from .tensorrt.backends import first_gpu
 from .tensorrt.ort_provider import provider_options
 from .tensorrt.profiles import check_given
@@ -66,6 +66,7 @@ class SessionOptions:
 class Runner(Protocol):
     """Anything that runs a graph: a session of ONNX Runtime, or an engine."""
 
+    input_name: str
     output_names: list[str]
     takes_k: bool
 
@@ -74,12 +75,12 @@ class Runner(Protocol):
         """Who runs the graph."""
         ...
 
-    def __call__(self, x: np.ndarray, k: int | None = None) -> np.ndarray:
+    def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
         """Returns the first output for a batch x."""
         ...
 
     def run(
-        self, x: np.ndarray, k: int | None = None, outputs: Sequence[str] | None = None
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
         """Returns outputs by name."""
         ...
@@ -88,7 +89,9 @@ class Runner(Protocol):
 class Session:
     """An exported graph, loaded in ONNX Runtime.
 
-    Calling it with x returns y; with a graph whose k is an input, `k` must be given too.
+    Calling it with x returns y; with a graph whose k is an input, `k` must be given too. Of a graph
+    with several inputs x is the first, or a dict of arrays by name: those that are left out take
+    their defaults, a mask of ones, positions by that mask, an empty cache.
     """
 
     def __init__(self, path: Path, options: SessionOptions | None = None) -> None:
@@ -98,14 +101,26 @@ class Session:
         inputs = {value.name: value for value in self._session.get_inputs()}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
         self._experts = _fewest_experts(self._session) if self.takes_k else None
-        known = [value for value in inputs.values() if value.type in _NUMPY_TYPES]
-        if len(inputs) != 1 or not known:
+        defaults = _facts(self._session)
+        self._ports = [
+            PortRecord(
+                value.name,
+                _NUMPY_TYPES[value.type].name,
+                value.shape,
+                default=defaults.get(value.name),
+            )
+            for value in inputs.values()
+            if value.type in _NUMPY_TYPES
+        ]
+        given = [port for port in self._ports if port.default is None]
+        if len(self._ports) != len(inputs) or len(given) != 1:
             taken = ", ".join(f"{value.name} ({value.type})" for value in inputs.values())
             raise BundleError(
                 f"{path.name}: takes {taken or 'no inputs'}; one of numbers is expected, beside k",
                 hint="run a graph that `moexport export` wrote",
             )
-        (self._input,) = known
+        self.input_name = given[0].name
+        self._ports.sort(key=lambda port: port is not given[0])
         self.output_names = [value.name for value in self._session.get_outputs()]
 
     @property
@@ -113,12 +128,12 @@ class Session:
         """The execution provider that serves the graph."""
         return str(self._session.get_providers()[0])
 
-    def __call__(self, x: np.ndarray, k: int | None = None) -> np.ndarray:
+    def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
         """Returns the graph's first output for a batch x."""
         return self.run(x, k, self.output_names[:1])[self.output_names[0]]
 
     def run(
-        self, x: np.ndarray, k: int | None = None, outputs: Sequence[str] | None = None
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
         """Returns outputs by name, all of them unless `outputs` says which.
 
@@ -129,10 +144,11 @@ class Session:
         try:
             return dict(zip(wanted, call(), strict=True))
         except (_STATE.Fail, *_LOAD_ERRORS) as error:
-            raise _failed(self.path, self.options.provider, len(x), error) from error
+            batch = len(x if isinstance(x, np.ndarray) else x[self.input_name])
+            raise _failed(self.path, self.options.provider, batch, error) from error
 
     def bound(
-        self, x: np.ndarray, k: int | None = None, outputs: Sequence[str] | None = None
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[np.ndarray]]:
         """Returns the runtime's own call for a batch x, the first output's unless told: to time it.
 
@@ -166,7 +182,7 @@ class Session:
         """Ends the profile that `SessionOptions.profile` asked for; returns its file (JSON)."""
         return Path(self._session.end_profiling())
 
-    def _feeds(self, x: np.ndarray, k: int | None) -> dict[str, np.ndarray]:
+    def _feeds(self, x: Inputs, k: int | None) -> dict[str, np.ndarray]:
         check_given(k, takes_k=self.takes_k, what="graph")
         # The runtime takes 0 for an answer of zeros, and logs what else it does not take.
         if k is not None and self._experts and not (k == int(k) and 1 <= k <= self._experts):
@@ -174,9 +190,11 @@ class Session:
                 f"k = {k}: the model has {self._experts} experts",
                 hint=f"use 1 ≤ k ≤ {self._experts}",
             )
-        dtype = _NUMPY_TYPES[self._input.type]
-        check_array(x, PortRecord(self._input.name, dtype.name, self._input.shape))
-        feeds = {self._input.name: np.asarray(x, dtype=dtype, order="C")}
+        arrays = completed(x, self._ports)
+        feeds = {}
+        for port in self._ports:
+            check_array(arrays[port.name], port)
+            feeds[port.name] = np.asarray(arrays[port.name], dtype=port.dtype, order="C")
         if k is not None:
             feeds[K_INPUT] = np.array([k], dtype=np.int64)
         return feeds
@@ -187,6 +205,12 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
     "tensor(float16)": np.dtype(np.float16),
     "tensor(int64)": np.dtype(np.int64),
 }
+
+
+def _facts(session: ort.InferenceSession) -> dict[str, str]:
+    """The defaults of a graph's inputs, as its own metadata tells them."""
+    text = session.get_modelmeta().custom_metadata_map.get(METADATA)
+    return {} if text is None else dict(GraphFacts.read(text, "the graph").defaults)
 
 
 def _fewest_experts(session: ort.InferenceSession) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import logging
 import math
 import warnings
@@ -126,7 +127,7 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
                 )
             else:
                 graph = _program(backbone, model, sizes, fixed, opset=opset)
-        except (torch.onnx.errors.OnnxExporterError, torch.export.UserError) as error:
+        except torch.onnx.errors.OnnxExporterError as error:
             raise TraceError(
                 f"PyTorch cannot trace this {model.family} model: {_first_line(error)}",
                 hint="the network's forward must not depend on the values of its inputs; "
@@ -158,8 +159,7 @@ def _program(
 ) -> ir.Model:
     """The graph of a network that takes and returns tensors, by PyTorch's own exporter."""
     examples = tuple(
-        torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype))
-        for spec in model.inputs
+        torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
     )
     dynamic = tuple(
         {
@@ -213,7 +213,8 @@ def _quiet() -> Iterator[None]:
     level = logger.level
     logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings():
+        # It tells its steps on stdout, where results belong alone.
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:

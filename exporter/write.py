@@ -29,7 +29,7 @@ from .bundle.manifest import (
 from .bundle.verify import graph_comparison, selected_values
 from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
 from .job import ExportJob
-from .model import TensorSpec
+from .model import Model, TensorSpec
 from .parity import Comparison, Parity, Reference
 from .plan import GraphPlan, LayerPlan, Plan
 from .quantization.precision import LayerPrecision, precision_record
@@ -88,6 +88,7 @@ def _lower(
             "renormalize": options.renormalize,
         }
         | ({"edits": job.model.edits.texts()} if job.model.edits else {})
+        | ({"defaults": defaults} if (defaults := _defaults(job.model)) else {})
     )
     # The same for people: a viewer shows it beside the graph.
     layers = {
@@ -99,6 +100,11 @@ def _lower(
     model.graph.doc_string = "\n".join(f"{name}: {what}" for name, what in layers.items())
     model.metadata_props.update({f"moexport.{name}": what for name, what in layers.items()})
     return lowered
+
+
+def _defaults(model: Model) -> dict[str, str]:
+    """What the inputs of a model are that callers leave out."""
+    return {spec.name: spec.default for spec in model.inputs if spec.default is not None}
 
 
 def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None = None) -> GraphRecord:
@@ -160,7 +166,7 @@ def manifest_of(
         batch=str(options.batch),
         tokens=str(options.tokens),
         inputs=_inputs(job),
-        outputs=[_port(model.output, job)],
+        outputs=[_port(spec, job) for spec in model.outputs],
         parity=None if parity is None else parity.as_json(),
         files={
             path.name: FileRecord(sha256(path), path.stat().st_size)
@@ -193,7 +199,7 @@ def _layer_record(layer: LayerPlan, found: LayerPrecision, lowered: Lowered) -> 
 
 
 def _inputs(job: ExportJob) -> list[PortRecord]:
-    ports = [_port(job.model.input, job)]
+    ports = [_port(spec, job) for spec in job.model.inputs]
     if job.options.k == "input":
         ports.append(PortRecord(K_INPUT, "int64", [1]))
     return ports
@@ -201,9 +207,9 @@ def _inputs(job: ExportJob) -> list[PortRecord]:
 
 def _port(spec: TensorSpec, job: ExportJob) -> PortRecord:
     """A data input or output of the graphs that an export writes."""
-    shape = [job.fixed.get(size, size) if isinstance(size, str) else size for size in spec.shape]
+    shape = list(spec.within(job.fixed))
     implied = None if spec.implied in job.fixed else spec.implied
     dtype = spec.dtype
     if dtype == "float32":
         dtype = str(FLOAT_TYPES[job.options.precision.io].numpy())
-    return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied, spec.below)
+    return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied, spec.below, spec.default)

@@ -61,7 +61,9 @@ def test_every_import_of_the_package_is_a_declared_dependency_and_every_dependen
     wanted = distributions({name for file in SOURCES for name in imported(file)})
     wanted -= {"setuptools"}  # of setup.py alone
     required = named(PROJECT["dependencies"])
-    optional = named([each for name in ("demo", "tensorrt", "rtx", "transformers") for each in EXTRAS[name]])
+    optional = named(
+        [each for name in ("demo", "tensorrt", "rtx", "transformers") for each in EXTRAS[name]]
+    )
     assert wanted <= required | optional | RUNTIME, wanted - required - optional - RUNTIME
     assert required <= wanted, required - wanted
     assert not RUNTIME & required  # one of the two, as the user's machine needs it

@@ -28,7 +28,7 @@ METADATA = "moexport"
 DIGEST = "sha256"
 """The key of the manifest's own hash."""
 
-OPTIONAL = ("levels", "limits", "implied", "below")
+OPTIONAL = ("levels", "limits", "implied", "below", "default")
 """Keys of layers and ports that are left out where there is nothing to say."""
 
 
@@ -53,7 +53,7 @@ class SourceRecord:
 
 @dataclass(frozen=True, slots=True)
 class LayerRecord:
-    """One MoE layer as exported: `kind` is `soft-moe` or `mumoe`; `k` is None for a graph input."""
+    """One MoE layer as exported: `kind` as its spec says; `k` is None for a graph input."""
 
     name: str
     kind: str
@@ -88,7 +88,8 @@ class PortRecord:
     """Name, dtype and shape of a graph input or output; names stand for dynamic axes.
 
     `limits` are the largest sizes of named axes, where there are any; arrays may leave out the axis
-    `implied`, which is of size 1 then. Values of an integer input lie in 0 … `below` − 1.
+    `implied`, which is of size 1 then. Values of an integer input lie in 0 … `below` − 1. `default`
+    says what an input is that is left out (`model.Default`).
     """
 
     name: str
@@ -97,6 +98,7 @@ class PortRecord:
     limits: dict[str, int] = field(default_factory=dict)
     implied: str | None = None
     below: int | None = None
+    default: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,10 +285,14 @@ class LayerFacts:
 
 @dataclass(frozen=True, slots=True)
 class GraphFacts:
-    """What a graph says of itself in its metadata: its layers, and the type of its floats."""
+    """What a graph says of itself in its metadata.
+
+    Its layers, the type of its floats, and what its inputs are that are left out.
+    """
 
     layers: dict[str, LayerFacts]
     floats: str = "fp32"
+    defaults: dict[str, str] = field(default_factory=dict)
 
     @staticmethod
     def read(text: str, file: str) -> GraphFacts:

@@ -16,6 +16,7 @@ from ...common.user_code import names_code
 from ...errors import CheckpointError, FamilyError, UsageError
 from ..families import Family, detect, family_named
 from ..model import Model, Source
+from ..token_routed.load import architecture_of, load_transformers
 from .adapters import Adapter
 from .state_dict import Checkpoint, read_checkpoint
 from .user_network import Example, load_factory
@@ -125,7 +126,19 @@ def load(
             hint=f"give the network: package.module:factory --weights {source}",
         )
     array = example if isinstance(example, np.ndarray) else None
-    return _load_checkpoint(Path(source), family, given, array, values=values)
+    path = Path(source)
+    if family is None and architecture_of(path) is not None and _is_unknown(path):
+        return load_transformers(path, given, values=values)
+    return _load_checkpoint(path, family, given, array, values=values)
+
+
+def _is_unknown(folder: Path) -> bool:
+    """Whether the weights in a folder are of no family of ours, by their names and shapes."""
+    try:
+        detect(read_checkpoint(folder, values=False).tensors)
+    except FamilyError:
+        return True
+    return False
 
 
 def _load_checkpoint(

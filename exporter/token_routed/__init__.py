@@ -1,1 +1,1 @@
-"""Hosts of token-routed experts: models of `transformers` whose experts go through its interface."""
+"""Models of `transformers` whose experts go through its experts interface."""

@@ -1,4 +1,4 @@
-"""From the experts of `transformers` to our layer: which options they have, and that it is the same.
+"""From the experts of `transformers` to our layer: their options, and that it computes the same.
 
 Every architecture whose experts class has the decorator `use_experts_implementation` keeps its
 weights in the same few ways, told by the flags that the decorator sets. What the class computes
@@ -83,14 +83,15 @@ def _with_gate(spec: ExpertsSpec, module: nn.Module) -> ExpertsSpec:
     generator = torch.Generator().manual_seed(0)
     if not of.has_gate:
         z = 4 * torch.randn(ROWS, spec.hidden, generator=generator)
-        wanted, gates = of.act_fn(z), ("none",)
+        wanted = of.act_fn(z)
+        gate: Gate = "none"
     else:
         # Wide enough for every bound on gate and up to count.
         limit = max((abs(each) for each in _numbers(module, "limit")), default=1.0)
         z = 4 * max(1.0, limit) * torch.randn(ROWS, 2 * spec.hidden, generator=generator)
         wanted = of._apply_gate(z)
-        gates = ("concatenated" if of.is_concatenated else "interleaved",)
-    for candidate in _candidates(spec, module, gates):
+        gate = "concatenated" if of.is_concatenated else "interleaved"
+    for candidate in _candidates(replace(spec, gate=gate), module):
         found = _between(candidate, z)
         if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
             return candidate
@@ -102,16 +103,17 @@ def _with_gate(spec: ExpertsSpec, module: nn.Module) -> ExpertsSpec:
     )
 
 
-def _candidates(spec: ExpertsSpec, module: nn.Module, gates: tuple[Gate, ...]) -> list[ExpertsSpec]:
-    """What the module may compute, the usual first."""
+def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
+    """What the module may compute with the spec's gate, the usual first."""
     alphas = [1.0, QUICK_GELU, *_numbers(module, "alpha")]
     forms: list[tuple[ExpertActivation, float]] = [("silu", alpha) for alpha in alphas]
     forms += [(each, 1.0) for each in get_args(ExpertActivation) if each != "silu"]
-    limits = [None, *_numbers(module, "limit")] if spec.gate != "none" else [None]
-    offsets = (0.0, 1.0) if gates != ("none",) else (0.0,)
+    gated = spec.gate != "none"
+    limits = [None, *_numbers(module, "limit")] if gated else [None]
+    offsets = (0.0, 1.0) if gated else (0.0,)
     return [
-        replace(spec, gate=gate, activation=form, alpha=alpha, limit=limit, up_offset=offset)
-        for gate, limit, offset, (form, alpha) in itertools.product(gates, limits, offsets, forms)
+        replace(spec, activation=form, alpha=alpha, limit=limit, up_offset=offset)
+        for limit, offset, (form, alpha) in itertools.product(limits, offsets, forms)
     ]
 
 

@@ -31,8 +31,8 @@ HEADS: Mapping[str, tuple[str, ...]] = {
 """What classes of `transformers` return, by how their names end: `logits`, or hidden states."""
 
 OWN_MODULES = (
-    "dbrx, jetmoe, llama4, longcat_flash, nllb_moe, step3p7 and switch_transformers have experts of "
-    "their own"
+    "dbrx, jetmoe, llama4, longcat_flash, nllb_moe, step3p7 and switch_transformers have experts "
+    "of their own"
 )
 
 

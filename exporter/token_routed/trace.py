@@ -27,8 +27,8 @@ def traced_program(
 ) -> ir.Model:
     """Returns a network's graph, with the names and axes of its inputs and outputs.
 
-    It is traced at `sizes`; axes in `fixed` are constants of the graph. Raises `TraceError` where an
-    axis that should vary became a constant.
+    It is traced at `sizes`; axes in `fixed` are constants of the graph. Raises `TraceError` where
+    an axis that should vary became a constant.
     """
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
@@ -50,7 +50,16 @@ def traced_program(
             arguments["past_key_values"], axes[len(shapes) :], network
         )
     config = OnnxConfig(dynamic=True, opset_version=opset, dynamic_shapes=shapes)
-    graph = OnnxExporter().export(network.wrapped, arguments, config=config).program
+    try:
+        graph = OnnxExporter().export(network.wrapped, arguments, config=config).program
+    except (RuntimeError, ValueError, TypeError, NotImplementedError) as error:
+        cause = error.__cause__ or error
+        raise TraceError(
+            f"transformers cannot trace this {type(network.wrapped).__name__}: "
+            f"{(str(cause).strip().splitlines() or [type(cause).__name__])[0]}",
+            hint="its exporter to ONNX is experimental and does not know every architecture; "
+            "--verbose shows its own report",
+        ) from error
     assert isinstance(graph, ir.Model)
     _name(graph, inputs, outputs, fixed)
     return graph

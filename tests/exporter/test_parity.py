@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from moexport.exporter.inputs import Inputs
 from moexport.exporter.parity import TOLERANCES, Parity, Reference, compare, cosines, describe
 from moexport.tests.command import run
 from moexport.tests.recorded import read_case
@@ -20,17 +21,18 @@ class Answering:
     """Gives the same outputs for any inputs (`exporter.session.Runner`)."""
 
     provider = "test"
+    input_name = "input"
     takes_k = False
 
     def __init__(self, y: np.ndarray) -> None:
         self.output_names = ["output"]
         self.y = y
 
-    def __call__(self, x: np.ndarray, k: int | None = None) -> np.ndarray:
+    def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
         return self.run(x, k)["output"]
 
     def run(
-        self, x: np.ndarray, k: int | None = None, outputs: Sequence[str] | None = None
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> dict[str, np.ndarray]:
         return {"output": self.y[: len(x)]}
 
@@ -82,7 +84,7 @@ def test_differences_are_told_of_all_inputs_and_of_those_with_the_same_experts()
 
     class Choosing(Answering):
         def run(
-            self, x: np.ndarray, k: int | None = None, outputs: Sequence[str] | None = None
+            self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
         ) -> dict[str, np.ndarray]:
             return {"output": self.y, "set": np.array([[0], [0]])}
 
