@@ -27,22 +27,15 @@ from moexport.bench.analyses.findings import studies_in
 from moexport.bench.analyses.report import figures as charts
 from moexport.bench.analyses.report import titled
 from moexport.bench.paper import latency as latency_table
+from moexport.bench.paper import mnist
 from moexport.bench.paper import multilinear as tables_6_8
-from moexport.bench.paper import published
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
 from moexport.docs import results_schema
-from moexport.perf import auto, calibration, scale, startup
+from moexport.perf import auto, calibration, models, mumoe, scale, startup
 from moexport.perf.__main__ import BENCHMARKS
-from moexport.perf.record import kept, measured_on
-from moexport.perf.tables import (
-    integer_table,
-    integer_targets_table,
-    layer_table,
-    model_table,
-    mumoe_table,
-    targets_table,
-)
+from moexport.perf.measure import kept, measured_on
+from moexport.perf.tables import integer_table, integer_targets_table, layer_table, targets_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "perf" / "results"
@@ -202,19 +195,19 @@ def refresh_performance() -> None:
 def performance_tables() -> dict[str, str]:
     """Returns what docs/performance.md shows of the kept results, by its markers."""
     results = read(RESULTS / "layers-cpu.json")
-    scales = RESULTS / "scale-cpu.json"
-    where = textwrap.fill(f"Measured on {measured_on(kept(scales))}.", 100)
+    scales = kept(RESULTS / "scale-cpu.json")
+    where = textwrap.fill(f"Measured on {measured_on(scales)}.", 100)
     return {
         "machine": measured_by(results),
         "targets": targets_table(results) + "\n",
         "layers": layer_table(results) + "\n",
         "integer-targets": integer_targets_table(results) + "\n",
         "integers": integer_table(results) + "\n",
-        "models": model_table(read(RESULTS / "models-cpu.json"), 1) + "\n",
-        "models-16": model_table(read(RESULTS / "models-b16-cpu.json"), 16) + "\n",
-        "mumoe": mumoe_table(read(RESULTS / "mumoe-cpu.json")) + "\n",
+        "models": models.table(read(RESULTS / "models-cpu.json"), 1) + "\n",
+        "models-16": models.table(read(RESULTS / "models-b16-cpu.json"), 16) + "\n",
+        "mumoe": mumoe.table(read(RESULTS / "mumoe-cpu.json")) + "\n",
         "scale": f"{where}\n\n{scale.table(scales)}\n",
-        "startup": startup.table(RESULTS / "startup-cpu.json") + "\n",
+        "startup": startup.table(kept(RESULTS / "startup-cpu.json")) + "\n",
         "auto": auto.table(RESULTS / "auto-cpu.json") + "\n",
     }
 
@@ -268,13 +261,13 @@ def refresh_paper() -> None:
     for suite in ("mnist", "mnist-normalised"):
         results = read(RESULTS / f"paper-{suite}.json")
         studies = studies_in(results.analyses)
-        found = titled(studies, published.MNIST)
+        found = titled(studies, mnist.PRINTED)
         names = ("retention", "random", "subsets", "shares")
         for name, (header, rows) in zip(names, found.values(), strict=True):
             # An exhaustive search that was too large says nothing but its size.
             shown_rows = [row for row in rows if name != "subsets" or row[3] != "–"]
             replace_marked(page, f"{suite}-{name}", markdown(header, shown_rows, words=1) + "\n")
-        for path in charts(studies, images, published.MNIST):
+        for path in charts(studies, images, mnist.PRINTED):
             path.replace(images / f"{suite}-{path.name}")
     latency = read(RESULTS / "paper-latency.json")
     multilinear = read(RESULTS / "paper-mumoe.json")

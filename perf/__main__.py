@@ -7,18 +7,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from moexport.bench.results import Results, read, write
+from moexport.common.console import Console, Progress
 
-from . import auto, calibration, fit, layers, models, mumoe, scale, startup
-from .tables import (
-    integer_table,
-    integer_targets_table,
-    layer_table,
-    model_table,
-    mumoe_table,
-    targets_table,
-)
+from . import auto, calibration, fit, layers, models, mumoe, scale, startup, tables
+from .measure import keep, kept
 
 RESULTS = Path(__file__).parent / "results"
 LAYERS = tuple(RESULTS / f"{name}.json" for name in ("layers-cpu", "layers-vnni-cpu"))
@@ -31,7 +26,7 @@ class Benchmark:
     """One benchmark: `measure` writes its results to `file`, `tables` says what that holds."""
 
     file: Path
-    measure: Callable[[Path], None]
+    measure: Callable[[Path, Progress], None]
     tables: Callable[[Path], str]
 
 
@@ -49,56 +44,66 @@ def main(arguments: list[str]) -> None:
         sys.exit(f"error: no benchmark {', '.join(sorted(unknown))}: use {known}, tables or fit")
     for name, benchmark in BENCHMARKS.items():
         if name in wanted:
+            measure = benchmark.measure
             if minutes and name == "auto":
-                auto.measure(benchmark.file, layers.to_stderr, minutes[0])
-            else:
-                benchmark.measure(benchmark.file)
-        if name in wanted or ("tables" in wanted and benchmark.file.exists()):
+                measure = partial(auto.measure, minutes=minutes[0])
+            with Console() as console:
+                measure(benchmark.file, console)
+        if benchmark.file.exists() and (name in wanted or "tables" in wanted):
             print(benchmark.tables(benchmark.file), end="\n\n")
     if "fit" in wanted:
         cells = auto.read_cells(BENCHMARKS["auto"].file, auto.FITTED)
         print(fit.report([read(file) for file in LAYERS], cells))
 
 
-def _timed(
-    name: str, run: Callable[..., Iterable[Results]], *tables: Callable[[Results], str]
+def _rows(
+    name: str, run: Callable[[Progress], Iterable[Results]], *of: Callable[[Results], str]
 ) -> Benchmark:
     """A benchmark whose results are rows; what there is so far is written again and again."""
 
-    def measure(file: Path) -> None:
-        for so_far in run(progress=layers.to_stderr):
+    def measure(file: Path, progress: Progress) -> None:
+        for so_far in run(progress):
             write(so_far, file)
 
     def shown(file: Path) -> str:
         results = read(file)
-        return "\n\n".join(table(results) for table in tables)
+        return "\n\n".join(table(results) for table in of)
 
     return Benchmark(RESULTS / f"{name}-cpu.json", measure, shown)
 
 
+def _figures(
+    command: str,
+    file: str,
+    found: Callable[[Progress], Mapping[str, object] | None],
+    table: Callable[[Any], str],
+) -> Benchmark:
+    """A benchmark whose results are figures of its own; none where it cannot run."""
+
+    def measure(file: Path, progress: Progress) -> None:
+        figures = found(progress)
+        if figures is not None:
+            keep(file, command, **figures)
+
+    return Benchmark(RESULTS / file, measure, lambda file: table(kept(file)))
+
+
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "layers": _timed(
-        "layers",
-        layers.run,
-        targets_table,
-        layer_table,
-        integer_targets_table,
-        integer_table,
+    "layers": _rows(
+        *("layers", layers.run),
+        *(tables.targets_table, tables.layer_table),
+        *(tables.integer_targets_table, tables.integer_table),
     ),
-    "auto": Benchmark(
-        RESULTS / "auto-cpu.json", partial(auto.measure, progress=layers.to_stderr), auto.table
+    "auto": Benchmark(RESULTS / "auto-cpu.json", auto.measure, auto.table),
+    "models": _rows("models", models.run, models.table),
+    "mumoe": _rows("mumoe", mumoe.run, mumoe.table),
+    "scale": _figures("scale", "scale-cpu.json", scale.measure, scale.table),
+    "engine-scale": _figures(
+        "engine-scale", "engine-scale.json", scale.measure_engine, scale.engine_table
     ),
-    "models": _timed("models", models.run, model_table),
-    "mumoe": _timed("mumoe", mumoe.run, mumoe_table),
-    "scale": Benchmark(RESULTS / "scale-cpu.json", scale.measure, scale.table),
-    "engine-scale": Benchmark(
-        RESULTS / "engine-scale.json", scale.measure_engine, scale.engine_table
-    ),
-    "startup": Benchmark(RESULTS / "startup-cpu.json", startup.measure, startup.table),
-    "calibration": Benchmark(
-        RESULTS / "calibration-cpu.json",
-        partial(calibration.run, progress=layers.to_stderr),
-        calibration.tables,
+    "startup": _figures("startup", "startup-cpu.json", startup.measure, startup.table),
+    "calibration": _figures(
+        "calibration", "calibration-cpu.json", calibration.measure, calibration.tables
     ),
 }
 

@@ -19,20 +19,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import torch
 from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing
-from moexport.common.environment import usable_cores
+from moexport.common.console import Progress
 from moexport.common.text import markdown
-from moexport.exporter.families.layer_only import TokenBackbone
-from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.graphs.choices import Precision
-from moexport.graphs.layers.soft_moe import Activation, SoftMoE, SoftMoESpec, SoftMoEWeights
 from moexport.graphs.lowerings import LOWERINGS
 from moexport.graphs.lowerings.choice import able, choose
 from moexport.graphs.lowerings.cost import Work
 
-from .record import keep, kept, measured_on
+from .layers import Layer
+from .measure import keep, kept, measured_on, threads
 
 BATCHES = (1, 8, 32)
 
@@ -53,42 +50,6 @@ FORMS: tuple[tuple[CpuTarget, Precision], ...] = (
     ("ort-cpu", "int8"),
     ("onnx", "int8"),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """The sizes of a layer: d, n, h, p and its tokens m."""
-
-    dim: int
-    experts: int
-    hidden: int
-    slots: int
-    tokens: int
-    activation: Activation
-
-    @property
-    def ks(self) -> tuple[int, ...]:
-        """Every k that is measured."""
-        n = self.experts
-        return tuple(sorted({n, max(1, n // 4), max(1, n // 16)}, reverse=True))
-
-    @property
-    def name(self) -> str:
-        """How tables call it."""
-        return (
-            f"d={self.dim}, n={self.experts}, h={self.hidden}, p={self.slots}, "
-            f"m={self.tokens}, {self.activation}"
-        )
-
-    @property
-    def spec(self) -> SoftMoESpec:
-        """The layer: L2-normalised tokens."""
-        return SoftMoESpec(
-            *("layer", self.experts, self.slots, self.dim, self.hidden, self.dim),
-            activation=self.activation,
-            norm="l2",
-            norm_eps=1e-12,
-        )
 
 
 FITTED = (
@@ -124,6 +85,20 @@ HELD_OUT = (
 """Layers that judge the choice."""
 
 
+def ks_of(layer: Layer) -> tuple[int, ...]:
+    """Returns every k that is measured."""
+    n = layer.experts
+    return tuple(sorted({n, max(1, n // 4), max(1, n // 16)}, reverse=True))
+
+
+def named(layer: Layer) -> str:
+    """Returns how tables call a layer."""
+    return (
+        f"d={layer.dim}, n={layer.experts}, h={layer.hidden}, p={layer.slots}, "
+        f"m={layer.tokens}, {layer.activation}"
+    )
+
+
 SAME_GRAPH = ("dense", "gather")
 """With every expert kept nothing is to gather, and these are the same graph."""
 
@@ -150,7 +125,7 @@ class Cell:
     @property
     def work(self) -> Work:
         """What is computed."""
-        return Work(self.layer.spec, self.k, self.batch, self.layer.tokens, self.precision)
+        return self.layer.work(self.k, self.batch, self.precision)
 
     @property
     def best(self) -> float:
@@ -195,44 +170,27 @@ class Cell:
         )
 
 
-Choice = Callable[[Work, CpuTarget, Sequence[int]], str]
-"""A choice among the lowerings: of a layer's work for a target and a range of batches."""
+def chosen(cell: Cell, batches: tuple[int, ...] = ()) -> str:
+    """Returns what `auto` takes for a cell's batch, or for a range of `batches`."""
+    work = replace(cell.work, batch=batches[0]) if batches else cell.work
+    return choose(work, cell.target, batches).lowering.name
 
 
-def auto(work: Work, target: CpuTarget, batches: Sequence[int] = ()) -> str:
-    """What `auto` takes."""
-    return choose(work, target, batches).lowering.name
-
-
-def fixed_ratios(cells: Iterable[Cell], choice: Choice = auto) -> list[tuple[float, Cell]]:
-    """Returns each cell's ratio of the choice for its batch to the best."""
-    return [(cell.ratio(choice(cell.work, cell.target, ())), cell) for cell in cells]
-
-
-def range_ratios(cells: Sequence[Cell], choice: Choice = auto) -> list[tuple[float, Cell]]:
-    """Returns each cell's ratio of the choice for the default range of batches to the best."""
-    return [
-        (cell.ratio(choice(first.work, cell.target, (BATCHES[0], BATCHES[-1]))), cell)
-        for cell in cells
-        for first in (next(other for other in cells if _same_but_batch(other, cell)),)
-    ]
+def ratios(cells: Iterable[Cell], batches: tuple[int, ...] = ()) -> list[tuple[float, Cell]]:
+    """Returns each cell's ratio of what `auto` takes to the best."""
+    return [(cell.ratio(chosen(cell, batches)), cell) for cell in cells]
 
 
 def least_ratios(cells: Sequence[Cell]) -> list[float]:
     """Returns for each cell of batch 1 how far the best single graph is off at its worst batch."""
-    found = []
+    batches: dict[object, list[Cell]] = {}
     for cell in cells:
-        if cell.batch == BATCHES[0]:
-            same = [other for other in cells if _same_but_batch(other, cell)]
-            found.append(min(max(each.ratio(name) for each in same) for name in cell.ms))
-    return found
-
-
-def _same_but_batch(one: Cell, other: Cell) -> bool:
-    return (one.layer, one.k, one.target, one.precision) == (
-        *(other.layer, other.k),
-        *(other.target, other.precision),
-    )
+        batches.setdefault(cell.place[:-1], []).append(cell)
+    return [
+        min(max(each.ratio(name) for each in same) for name in same[0].ms)
+        for same in batches.values()
+        if same[0].batch == BATCHES[0]
+    ]
 
 
 def read_cells(file: Path, layers: Sequence[Layer] = (*FITTED, *HELD_OUT)) -> list[Cell]:
@@ -243,31 +201,30 @@ def read_cells(file: Path, layers: Sequence[Layer] = (*FITTED, *HELD_OUT)) -> li
     return sorted((cell for cell in cells if cell.layer in layers), key=lambda cell: cell.batch)
 
 
-def measure(file: Path, progress: Callable[[str], None], minutes: float = MINUTES) -> None:
+def measure(file: Path, progress: Progress, minutes: float = MINUTES) -> None:
     """Measures what is not there yet, in random order; then what was disturbed, worst first."""
     cells = {cell.place: cell for cell in read_cells(file)}
     forms = [(layer, *form) for layer in (*FITTED, *HELD_OUT) for form in FORMS]
     random.Random(0).shuffle(forms)
     visits = dict.fromkeys(forms, 0)
     end = time.monotonic() + 60 * minutes
-    threads = usable_cores()
-    torch.set_num_threads(threads)
+    count = threads()
     while time.monotonic() < end:
         form = _next(forms, visits, cells.values())
         if form is None:
             return
         layer, target, precision = form
         visits[form] += 1
-        progress(f"{layer.name}: {target}, {precision}")
-        for cell in measured(layer, target, precision, threads):
+        progress.step(f"{named(layer)}: {target}, {precision}")
+        for cell in measured(layer, target, precision, count):
             before = cells.get(cell.place)
             cells[cell.place] = cell if before is None else before.again(cell)
         body: list[dict[str, Any]] = [asdict(cell) for cell in cells.values()]
         load: float | None = None
         if sys.platform != "win32":
             load = os.getloadavg()[0]
-        keep(file, "auto", batches=BATCHES, threads=threads, load=load, cells=body)
-    progress("the time is over")
+        keep(file, "auto", batches=BATCHES, threads=count, load=load, cells=body)
+    progress.step("the time is over")
 
 
 Form = tuple[Layer, CpuTarget, Precision]
@@ -289,31 +246,30 @@ def _next(forms: Sequence[Form], visits: Mapping[Form, int], cells: Iterable[Cel
     return min(disturbed, key=lambda form: (visits[form], -worst[form]), default=None)
 
 
-def measured(layer: Layer, target: CpuTarget, precision: Precision, threads: int) -> Iterator[Cell]:
+def measured(layer: Layer, target: CpuTarget, precision: Precision, count: int) -> Iterator[Cell]:
     """Yields a layer's cells in one form, every lowering of a batch interleaved."""
-    spec = layer.spec
-    names = [each.name for each in able(Work(spec, 1, 1, layer.tokens, precision), target)]
+    ks = ks_of(layer)
+    names = [each.name for each in able(layer.work(1, 1, precision), target)]
     asked = Sweep(
-        ks=layer.ks,
+        ks=ks,
         lowerings=tuple(names),
         engines=("onnxruntime",),
         precisions=(precision,),
-        calibration=tokens_of(layer, CALIBRATION_INPUTS) if precision == "int8" else None,
-        threads=threads,
+        calibration=layer.inputs(CALIBRATION_INPUTS).inputs if precision == "int8" else None,
+        threads=count,
         cpu_target=target,
     )
-    with exported(layer_model(layer), asked) as candidate:
+    with exported(layer.models()[0], asked) as candidate:
         graphs = {(str(each.lowering), each.k): each.open().infer for each in candidate.graphs}
         for batch in BATCHES:
-            x = tokens_of(layer, batch)
+            x = layer.inputs(batch).inputs
             calls = {
                 f"{name} {k}": partial(_called, infer, x)
                 for (name, k), infer in graphs.items()
-                if LOWERINGS[name].copied_bytes(Work(spec, k, batch, layer.tokens))
-                <= COPY_LIMIT_BYTES
+                if LOWERINGS[name].copied_bytes(layer.work(k, batch)) <= COPY_LIMIT_BYTES
             }
             found = timing.measure(calls, PROTOCOL).latencies
-            for k in layer.ks:
+            for k in ks:
                 of_k = {name: found[key] for name in names if (key := f"{name} {k}") in found}
                 ms = {name: latency.min for name, latency in of_k.items()}
                 medians = {name: latency.median for name, latency in of_k.items()}
@@ -324,33 +280,6 @@ def _called(infer: Callable[[np.ndarray], object], x: np.ndarray, index: int) ->
     return infer(x)
 
 
-def layer_model(layer: Layer) -> Model:
-    """The layer alone as a model, with random weights; its token count is a constant."""
-    generator = torch.Generator().manual_seed(0)
-    n, p, d, h = layer.experts, layer.slots, layer.dim, layer.hidden
-
-    def draw(*size: int, scale: float) -> torch.Tensor:
-        return torch.randn(*size, generator=generator) * scale
-
-    # The scale of phi spreads the routing over the experts.
-    phi = torch.nn.functional.normalize(draw(d, n, p, scale=1.0), dim=0) * 10.0
-    weights = SoftMoEWeights(
-        *(phi, draw(n, d, h, scale=d**-0.5), draw(n, h, scale=0.1)),
-        *(draw(n, h, d, scale=h**-0.5), draw(n, d, scale=0.1)),
-    )
-    port = TensorSpec("input", "float32", ("batch", layer.tokens, d))
-    backbone = TokenBackbone(SoftMoE(layer.spec, weights)).eval()
-    output = TensorSpec("output", "float32", port.shape)
-    return Model(backbone, "soft-moe-vit", {}, Source(layer.name, ()), (port,), (output,))
-
-
-def tokens_of(layer: Layer, batch: int) -> np.ndarray:
-    """Inputs whose routing differs from input to input: each has its own direction and noise."""
-    draw = np.random.default_rng(1).standard_normal
-    own = draw((batch, 1, layer.dim))
-    return (own + draw((batch, layer.tokens, layer.dim))).astype(np.float32)
-
-
 def table(file: Path) -> str:
     """Returns the ratio of the choice to the best as Markdown: the median, the worst and where."""
     rows = []
@@ -359,16 +288,16 @@ def table(file: Path) -> str:
             cells = [cell for cell in read_cells(file, layers) if cell.precision == precision]
             if not cells:
                 continue
-            one = fixed_ratios(cells)
-            quiet = [(ratio, cell) for ratio, cell in one if cell.tells(_own(cell))]
-            span = f"1:1:{BATCHES[-1]}"
-            for asked, ratios in (
-                ("one batch", one),
-                ("one batch, undisturbed", quiet),
-                (span, range_ratios(cells)),
+            for asked, found in (
+                ("one batch", ratios(cells)),
+                (
+                    "one batch, undisturbed",
+                    ratios(cell for cell in cells if cell.tells(chosen(cell))),
+                ),
+                (f"1:1:{BATCHES[-1]}", ratios(cells, (BATCHES[0], BATCHES[-1]))),
             ):
-                if ratios:
-                    rows.append((title, precision, asked, *_summary(ratios)))
+                if found:
+                    rows.append((title, precision, asked, *_summary(found)))
     header = ("layers", "precision", "`--batch`", "cells", "median", "95%", "worst", "where")
     every = read_cells(file)
     least = least_ratios(every)
@@ -385,10 +314,6 @@ def table(file: Path) -> str:
     )
 
 
-def _own(cell: Cell) -> str:
-    return auto(cell.work, cell.target)
-
-
 def _summary(ratios: Sequence[tuple[float, Cell]]) -> tuple[str, ...]:
     """How many, the median, 95%, the worst, and where that is."""
     found = [ratio for ratio, _ in ratios]
@@ -397,6 +322,6 @@ def _summary(ratios: Sequence[tuple[float, Cell]]) -> tuple[str, ...]:
         *(str(len(found)), f"{np.median(found):.2f}", f"{np.quantile(found, 0.95):.2f}"),
         *(
             f"{worst:.2f}",
-            f"{where.layer.name}, {where.target}, k = {where.k}, batch {where.batch}",
+            f"{named(where.layer)}, {where.target}, k = {where.k}, batch {where.batch}",
         ),
     )

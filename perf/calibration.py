@@ -14,18 +14,19 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from moexport import Bundle, Model, export, load
+from moexport.bench.data import LabelledData
 from moexport.bench.demo import digits
 from moexport.calibration.table import METHODS, CalibrationTable
-from moexport.common.environment import environment
+from moexport.common import timing
+from moexport.common.console import Progress
 from moexport.common.text import markdown
-from moexport.common.timing import Protocol, measure
 from moexport.exporter.job import calibration_job
 from moexport.exporter.options import parse_k
 from moexport.exporter.parity import jaccard
@@ -33,7 +34,7 @@ from moexport.exporter.quantization.calibrate import CalibrationOptions, Observe
 from moexport.exporter.session import Session, SessionOptions
 from onnxruntime import quantization
 
-from .record import kept, peak_bytes
+from .measure import peak_bytes
 
 EXPERTS = (16, 64)
 KS = ("n", "1/4")
@@ -52,84 +53,50 @@ STATIC_METHODS = {
 QUANTISER_BATCH = 16
 """Of both quantisers: what `moexport calibrate` runs at once."""
 
-
-@dataclass(frozen=True, slots=True)
-class MethodRow:
-    """One way to find ranges, on one network: what INT8 does to the test set at one k.
-
-    `same_experts` is the share of images for which the same experts were chosen, `max_error` the
-    largest difference from FP32 at the same k over the largest output.
-    """
-
-    experts: int
-    k: int
-    method: str
-    fp32_top1: float
-    int8_top1: float
-    same_experts: float
-    max_error: float
+Row = Mapping[str, object]
+"""What was found of one method or quantiser on one network, as it is kept."""
 
 
-@dataclass(frozen=True, slots=True)
-class ToolRow:
-    """One quantiser on one network with all experts: accuracy, times and memory.
-
-    `calibration_s` and `peak_mb` are those of a process that calibrates and quantises, from the
-    start of its work; `base_mb` is what it held before. `failure` is what the runtime said of a
-    graph that it does not run.
-    """
-
-    experts: int
-    tool: str
-    top1: float | None
-    latency_ms: Mapping[str, float]
-    failure: str | None
-    calibration_s: float | None
-    base_mb: float | None
-    peak_mb: float | None
-    bytes: int
-
-
-def run(file: Path, progress: Callable[[str], None]) -> None:
-    """Trains the networks, measures everything and writes it."""
+def measure(progress: Progress) -> dict[str, object]:
+    """Trains the networks and measures both: `methods`, and `tools` with all experts."""
     data = digits.load_digits()
-    methods: list[MethodRow] = []
-    tools: list[ToolRow] = []
+    methods: list[Row] = []
+    tools: list[Row] = []
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         feed = place / "train.npz"
         np.savez(feed, input=data.train.inputs)
         for experts in EXPERTS:
-            progress(f"training n = {experts}")
+            progress.step(f"training n = {experts}")
             checkpoint = place / f"digits-n{experts}.pt"
             digits.save(digits.train(digits.Training(experts=experts), data.train), checkpoint)
             model = load(checkpoint)
             for k in KS:
-                progress(f"n = {experts}, k = {k}: methods")
+                progress.step(f"n = {experts}, k = {k}: methods")
                 methods += compare_methods(model, feed, k, data.test, place)
-            progress(f"n = {experts}: quantisers")
+            progress.step(f"n = {experts}: quantisers")
             tools += compare_tools(checkpoint, feed, data.test, place)
-    found = {
-        "schema": 1,
-        "environment": environment(),
+    return {
         "samples": len(data.train),
         "test": len(data.test),
-        "methods": [asdict(row) for row in methods],
-        "tools": [asdict(row) for row in tools],
+        "methods": methods,
+        "tools": tools,
     }
-    file.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
 
 
-def tables(file: Path) -> str:
-    """Returns both tables of what a file holds as Markdown."""
-    found = kept(file)
-    return f"{methods_table(found)}\n\n{tools_table(found)}"
+def tables(body: Any) -> str:
+    """Returns both tables of what was kept as Markdown."""
+    return f"{methods_table(body)}\n\n{tools_table(body)}"
 
 
 def compare_methods(
-    model: Model, feed: Path, k: str, test: Any, place: Path
-) -> Iterator[MethodRow]:
-    """Yields a row per method; the model is observed once for all of them."""
+    model: Model, feed: Path, k: str, test: LabelledData, place: Path
+) -> Iterator[Row]:
+    """Yields for each way to find ranges what INT8 does to the test set at one k.
+
+    `same_experts` is the share of images for which the same experts were chosen, `max_error` the
+    largest difference from FP32 at the same k over the largest output. The model is observed once.
+    """
     seen = observe_model(calibration_job(model, feed, CalibrationOptions(k=parse_k(k))))
     (layer,) = model.layers.values()
     name = f"n{layer.spec.experts}-{k.replace('/', '-')}"
@@ -149,15 +116,15 @@ def compare_methods(
         same = 1.0
         if routed is not None and chosen is not None:
             same = float((jaccard(chosen, routed) == 1).mean())
-        yield MethodRow(
-            experts=layer.spec.experts,
-            k=seen.origin.k[layer.spec.name],
-            method=label,
-            fp32_top1=_top1(expected, test.labels),
-            int8_top1=_top1(y, test.labels),
-            same_experts=same,
-            max_error=float(np.abs(y - expected).max() / np.abs(expected).max()),
-        )
+        yield {
+            "experts": layer.spec.experts,
+            "k": seen.origin.k[layer.spec.name],
+            "method": label,
+            "fp32_top1": _top1(expected, test),
+            "int8_top1": _top1(y, test),
+            "same_experts": same,
+            "max_error": float(np.abs(y - expected).max() / np.abs(expected).max()),
+        }
 
 
 def ranges_of(seen: Observed) -> Iterator[tuple[str, CalibrationTable]]:
@@ -179,61 +146,64 @@ def _answers(bundle: Bundle, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | No
     return values[session.output_names[0]], None if selected is None else values[selected]
 
 
-def _top1(y: np.ndarray, labels: np.ndarray) -> float:
-    return float((y.argmax(axis=1) == labels).mean())
+def _top1(y: np.ndarray, test: LabelledData) -> float:
+    return float((y.argmax(axis=1) == test.labels).mean())
 
 
-def compare_tools(checkpoint: Path, feed: Path, test: Any, place: Path) -> list[ToolRow]:
-    """FP32, ours, and `quantize_static` in its two formats, with all experts."""
+def compare_tools(checkpoint: Path, feed: Path, test: LabelledData, place: Path) -> Iterator[Row]:
+    """Yields accuracy, times and memory of FP32, ours, and `quantize_static` in its two formats.
+
+    `calibration_s` and `peak_mb` are those of a process that calibrates and quantises, from the
+    start of its work; `base_mb` is what it held before. `failure` is what the runtime said of a
+    graph that it does not run.
+    """
     experts = load(checkpoint).layers["layer"].spec.experts
     dense = export(load(checkpoint), place / f"dense-{experts}", lowering="dense", verify=False)
-    graphs: dict[str, Path] = {"FP32": dense.path / "model.onnx"}
-    costs: dict[str, dict[str, float]] = {}
-    out = place / f"ours-{experts}"
-    costs["moexport"] = _child("ours", checkpoint, feed, out)
-    graphs["moexport"] = out / "model.onnx"
-    for form in ("QDQ", "QOperator"):
-        for method in STATIC_METHODS:
-            tool = f"quantize_static {form} {method}"
-            path = place / f"{experts}-{form}-{method}.onnx"
-            costs[tool] = _child("theirs", graphs["FP32"], feed, path, form, method)
-            graphs[tool] = path
+    ours = place / f"ours-{experts}"
+    graphs = {"FP32": dense.path / "model.onnx", "moexport": ours / "model.onnx"}
+    costs: dict[str, dict[str, float]] = {
+        "FP32": {},
+        "moexport": _child("ours", checkpoint, feed, ours),
+    }
+    for form, method in product(("QDQ", "QOperator"), STATIC_METHODS):
+        tool = f"quantize_static {form} {method}"
+        graphs[tool] = place / f"{experts}-{form}-{method}.onnx"
+        costs[tool] = _child("theirs", graphs["FP32"], feed, graphs[tool], form, method)
     sessions = {
         tool: Session(path, SessionOptions(threads=THREADS)) for tool, path in graphs.items()
     }
-    latency: dict[str, dict[str, float]] = {tool: {} for tool in sessions}
-    failures: dict[str, str] = {}
+    protocol = timing.Protocol(inputs=8, round_s=0.1)
+    measured = {}
     for batch in BATCHES:
-        inputs = [test.batch(index, batch) for index in range(8)]
+        inputs = [test.batch(index, batch) for index in range(protocol.inputs)]
         calls = {
             tool: (lambda index, session=session, inputs=inputs: session(inputs[index]))
             for tool, session in sessions.items()
         }
-        measured = measure(calls, Protocol(inputs=8, round_s=0.1))
-        failures |= measured.failures
-        for tool, times in measured.latencies.items():
-            latency[tool][str(batch)] = times.median
-    return [
-        ToolRow(
-            experts=experts,
-            tool=tool,
-            top1=None if tool in failures else _top1(session(test.inputs), test.labels),
-            latency_ms=latency[tool],
-            failure=failures.get(tool),
-            calibration_s=costs.get(tool, {}).get("seconds"),
-            base_mb=costs.get(tool, {}).get("base_mb"),
-            peak_mb=costs.get(tool, {}).get("peak_mb"),
-            bytes=_bytes(graphs[tool]),
-        )
-        for tool, session in sessions.items()
-    ]
+        measured[batch] = timing.measure(calls, protocol)
+    for tool, session in sessions.items():
+        failure = next((m.failures[tool] for m in measured.values() if tool in m.failures), None)
+        yield {
+            "experts": experts,
+            "tool": tool,
+            "top1": None if failure else _top1(session(test.inputs), test),
+            "latency_ms": {
+                str(batch): m.latencies[tool].median
+                for batch, m in measured.items()
+                if tool in m.latencies
+            },
+            "failure": failure,
+            "calibration_s": costs[tool].get("seconds"),
+            "base_mb": costs[tool].get("base_mb"),
+            "peak_mb": costs[tool].get("peak_mb"),
+            "bytes": _bytes(graphs[tool]),
+        }
 
 
 def _bytes(path: Path) -> int:
-    """A graph with its weights."""
+    """A graph with its weights, which lie beside ours."""
     weights = path.parent / "weights.bin"
-    own = path.stat().st_size
-    return own + weights.stat().st_size if path.name == "model.onnx" else own
+    return path.stat().st_size + (weights.stat().st_size if weights.exists() else 0)
 
 
 def _child(*arguments: object) -> dict[str, float]:
@@ -279,7 +249,7 @@ def theirs(graph: Path, feed: Path, out: Path, form: str, method: str) -> None:
     )
 
 
-def methods_table(found: Mapping[str, Any]) -> str:
+def methods_table(found: Any) -> str:
     """Returns the methods as Markdown: largest error of an output, and points of accuracy."""
     networks = sorted({(row["experts"], -row["k"]) for row in found["methods"]})
     rows = {(row["method"], row["experts"], -row["k"]): row for row in found["methods"]}
@@ -299,7 +269,7 @@ def _loss(row: Mapping[str, Any]) -> str:
     return f"{row['max_error']:.4f} ({told})"
 
 
-def tools_table(found: Mapping[str, Any]) -> str:
+def tools_table(found: Any) -> str:
     """Returns the quantisers as Markdown."""
     batches = tuple(f"ms, batch {batch}" for batch in BATCHES)
     costs = ("s to quantise", "peak MB, of which imports", "kB")

@@ -21,7 +21,7 @@ from moexport.graphs.targets import Target
 from scipy.optimize import least_squares
 
 from . import auto
-from .layers import HELD_OUT, SHAPES, TOKENS, spec_of
+from .layers import HELD_OUT, SHAPES
 from .tables import Cell, cells
 
 APART = ("sort_us",)
@@ -63,9 +63,12 @@ class Measured:
 def of_grid(results: Results, precision: Precision) -> list[Measured]:
     """Returns what was measured of `SHAPES`."""
     return [
-        Measured(name, work, "ort-cpu", 1e3 * median, _weight(median, cell.medians[cell.best]))
+        Measured(
+            *(name, _work(cell), "ort-cpu", 1e3 * median),
+            _weight(median, min(cell.lowerings.values())),
+        )
         for cell in cells(results, SHAPES, precision)
-        for name, work, median in _lowered(cell)
+        for name, median in cell.lowerings.items()
     ]
 
 
@@ -122,10 +125,13 @@ def slack(cell: Cell, rates: Machine) -> float:
 
     0 where the two are no further apart than the rounds of either.
     """
-    predicted = min(
-        _lowered(cell), key=lambda found: LOWERINGS[found[0]].predict_us(found[1], rates)
-    )[0]
+    work = _work(cell)
+    predicted = min(cell.lowerings, key=lambda name: LOWERINGS[name].predict_us(work, rates))
     return cell.slack_of(predicted)
+
+
+def _work(cell: Cell) -> Work:
+    return cell.layer.work(cell.k, cell.batch, cell.precision)
 
 
 def report(machines: Sequence[Results], layers: Sequence[auto.Cell] = ()) -> str:
@@ -133,9 +139,7 @@ def report(machines: Sequence[Results], layers: Sequence[auto.Cell] = ()) -> str
 
     They are fitted to the grid of all machines, and to the `layers` that were measured for it.
     """
-    return "\n".join(
-        line for precision in PRECISIONS for line in _report(machines, layers, precision)
-    )
+    return "\n".join(line for each in PRECISIONS for line in _report(machines, layers, each))
 
 
 def _report(
@@ -160,12 +164,6 @@ def _report(
             worst = max(grid, key=lambda cell: slack(cell, rates))
             yield (
                 f"{grid_name}, {label}: `auto` at most {slack(worst, rates):.0%} slower than the "
-                f"best ({worst.shape.name}, batch {worst.batch}, k = {worst.k}; "
+                f"best ({worst.layer.name}, batch {worst.batch}, k = {worst.k}; "
                 f"{len(grid)} cells)"
             )
-
-
-def _lowered(cell: Cell) -> Iterator[tuple[str, Work, float]]:
-    work = Work(spec_of(cell.shape), cell.k, cell.batch, TOKENS, cell.precision)
-    for name in cell.lowerings:
-        yield name, work, cell.medians[name]

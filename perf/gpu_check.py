@@ -173,30 +173,25 @@ def rows(folder: Path, size: argparse.Namespace, gpu: Gpu | None) -> Iterator[Ro
             continue
         engine = runner in BACKENDS
         for precision in PRECISIONS if engine else PROVIDER_PRECISIONS:
-
-            def exported(
-                runner: str = runner,
-                target: Target = target,
-                precision: Precision = precision,
-                lowerings: Sequence[str] = LOWERINGS if engine else ("gather",),
-            ) -> Iterator[Row]:
-                place = folder / f"{runner}-{precision}"
+            place = folder / f"{runner}-{precision}"
+            try:
                 bundle = moexport.export(
                     model,
                     place,
                     k="input",
                     target=target,
-                    lowering=",".join(lowerings),
+                    lowering=",".join(LOWERINGS if engine else ("gather",)),
                     precision=precision,
                     data=x,
                     engine=False,
                 )
-                for graph in bundle.manifest.graphs:
-                    lowering = "+".join(sorted(set(graph.lowerings.values())))
-                    unit = Unit(runner, precision, lowering, str(place), graph.file, ks)
-                    yield outcome(unit.name, UNIT, json.dumps(asdict(unit)))
-
-            yield from guarded(f"{runner}, {precision}", exported)
+            except Exception as error:  # noqa: BLE001  the other precisions are still to be checked
+                yield asdict(Trouble.of(f"{runner}, {precision}", error))
+                continue
+            for graph in bundle.manifest.graphs:
+                lowering = "+".join(sorted(set(graph.lowerings.values())))
+                unit = Unit(runner, precision, lowering, str(place), graph.file, ks)
+                yield outcome(unit.name, UNIT, json.dumps(asdict(unit)))
 
 
 def absent(runner: str, gpu: Gpu | None) -> str | None:
@@ -211,14 +206,6 @@ def absent(runner: str, gpu: Gpu | None) -> str | None:
     if gpu is not None and not backend.serves(gpu.compute_capability):
         return f"it serves {backend.served}, and {gpu.name} is {gpu.compute_capability}"
     return None
-
-
-def guarded(what: str, work: Callable[[], Iterator[Row]]) -> Iterator[Row]:
-    """Yields what a check finds; what goes wrong ends it, and not the checks after it."""
-    try:
-        yield from work()
-    except Exception as error:  # noqa: BLE001  a defect must not cost what else there is to find
-        yield asdict(Trouble.of(what, error))
 
 
 def outcome(what: str, command: Sequence[str], request: str, most_s: float = MOST_S) -> Row:
@@ -306,10 +293,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
         captured = session.recorded
     listing = json.loads((built.path / record.layers).read_text(encoding="utf-8"))
     return Checked(
-        runner=unit.runner,
-        precision=unit.precision,
-        lowering=unit.lowering,
-        **_found(parity),
+        **_found(unit, parity),
         times=times,
         recorded=captured,
         build_s=record.seconds,
@@ -328,16 +312,15 @@ def check_graph(bundle: moexport.Bundle, unit: Unit) -> Checked:
     k = next(iter(expected.kept.values()))
     parity = compare(session, expected, {}, batch=4, tolerance=tolerance, k=k)
     return Checked(
-        runner=unit.runner,
-        precision=unit.precision,
-        lowering=unit.lowering,
-        **_found(parity),
+        **_found(unit, parity),
         times=list(timed(session, expected.x, unit.ks, None)),
     )
 
 
-def _found(parity: Parity) -> dict[str, Any]:
-    return {name: getattr(parity, name) for name in ("max_rel", "cosine", "samples", "passed")}
+def _found(unit: Unit, parity: Parity) -> dict[str, Any]:
+    named = {name: getattr(unit, name) for name in ("runner", "precision", "lowering")}
+    checked = ("max_rel", "cosine", "samples", "passed")
+    return named | {name: getattr(parity, name) for name in checked}
 
 
 def types_of(inspector: Any) -> dict[str, int]:

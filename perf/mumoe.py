@@ -8,34 +8,23 @@ forms: by the calls of the authors' code (`published`), and as moexport's own re
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from einops import einsum, rearrange
 from entmax import entmax15
-from moexport.bench.measure.roofline import Rates, layer_parts, limit_ms, machine_rates
+from moexport.bench.measure.roofline import Microbenchmarks, Rates
+from moexport.bench.paper.random_layers import layer_model, random_mumoe, random_tokens
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing
-from moexport.common.environment import environment, usable_cores
-from moexport.exporter.families.layer_only import TokenBackbone
-from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.graphs.layers.mumoe import (
-    FactorisedSpec,
-    GateNorm,
-    MuMoE,
-    MuMoESpec,
-    MuMoEWeights,
-    mumoe_layers,
-)
-from moexport.graphs.lowerings.cost import WorkOf
+from moexport.common.console import Progress
+from moexport.common.text import count, markdown
+from moexport.graphs.layers.mumoe import FactorisedSpec, GateNorm, MuMoE, MuMoESpec
 from torch import Tensor, nn
 
-from .layers import timed_calls
+from .measure import in_pytorch, ms, over_limit, random_weights, results, threads, timed, times
 
 
 class PublishedMuMoE(nn.Module):
@@ -130,118 +119,80 @@ REFERENCE = "pytorch-einsum"
 CALIBRATION_TOKENS = 256
 """Tokens that give INT8 its ranges, in inputs of a layer's size."""
 
-
-def random_layer(spec: MuMoESpec) -> MuMoE:
-    """A layer whose logits spread over a few units, so that entmax leaves a support of a few."""
-    random = torch.Generator().manual_seed(0)
-
-    def draw(*size: int, scale: float) -> torch.Tensor:
-        return torch.randn(*size, generator=random) * scale
-
-    batch_norm = spec.norm == "bn"
-    return MuMoE(
-        spec,
-        MuMoEWeights(
-            tuple(draw(spec.dim, n, scale=2 * spec.dim**-0.5) for n in spec.levels),
-            tuple(tuple(draw(*shape, scale=0.05) for shape in t.shapes) for t in spec.tensors),
-            tuple(draw(n, scale=0.1) for n in spec.levels) if batch_norm else (),
-            tuple(torch.ones(n) for n in spec.levels) if batch_norm else (),
-        ),
-    )
-
-
-def layer_model(layer: TimedLayer) -> Model:
-    """The layer alone as a model, its token count a constant."""
-    spec, m = layer.spec, layer.tokens
-    return Model(
-        TokenBackbone(random_layer(spec)).eval(),
-        "mumoe",
-        {},
-        Source(layer.name, ()),
-        (TensorSpec("input", "float32", ("batch", m, spec.dim)),),
-        (TensorSpec("output", "float32", ("batch", m, spec.out)),),
-    )
+PROTOCOL = timing.Protocol(round_s=0.5)
 
 
 def run(
-    timed: tuple[TimedLayer, ...] = LAYERS,
-    *,
-    round_s: float = 0.5,
-    progress: Callable[[str], None] = print,
+    progress: Progress,
+    layers: tuple[TimedLayer, ...] = LAYERS,
+    protocol: timing.Protocol = PROTOCOL,
 ) -> Iterator[Results]:
     """Yields four rows a layer, both in PyTorch and the graphs in FP32 and INT8: b = 1, k = n.
 
     Raises AssertionError where the two in PyTorch differ.
     """
-    threads = usable_cores()
-    torch.set_num_threads(threads)
-    rates = machine_rates(threads)
+    machine = Microbenchmarks(threads())
+    models: list[ModelInfo] = []
     rows: list[Row] = []
-    for layer in timed:
-        progress(layer.name)
-        rows += _rows(layer, threads, round_s, rates, progress)
-    yield Results(
-        tuple(ModelInfo(s.name, "mumoe", "random weights", s.spec.parameters) for s in timed),
-        tuple(rows),
-        environment() | {"threads": threads},
-        {"rounds": timing.MIN_ROUNDS, "round_s": round_s} | asdict(rates),
-        command="python -m perf mumoe",
-        created=datetime.now(UTC).isoformat(timespec="seconds"),
-    )
+    rates: list[Rates] = []
+    for layer in layers:
+        progress.step(f"{layer.name}: exporting")
+        info, found, rate = measure(layer, protocol, machine)
+        models.append(info)
+        rows += found
+        rates.append(rate)
+        yield results("mumoe", models, rows, protocol, rates)
 
 
-def _rows(
-    layer: TimedLayer,
-    threads: int,
-    round_s: float,
-    rates: Rates,
-    progress: Callable[[str], None],
-) -> list[Row]:
-    model = layer_model(layer)
-    random = np.random.default_rng(1)
-    x = random.standard_normal((1, layer.tokens, layer.spec.dim)).astype(np.float32)
-    seen = random.standard_normal((CALIBRATION_TOKENS // layer.tokens or 1, *x.shape[1:]))
-    asked = Sweep(
-        ks=("n",),
-        precisions=("fp32", "int8"),
-        calibration=seen.astype(np.float32),
-        threads=threads,
-    )
-    calls = _in_pytorch(model, torch.from_numpy(x))
-    lowerings: dict[tuple[str, str], str] = {}
-    with exported(model, asked) as exports:
-        for graph in exports.graphs:
-            key = (ONNXRUNTIME, graph.precision)
-            calls[key], lowerings[key] = partial(graph.open().infer, x), graph.lowering
-        latencies, _ = timed_calls(calls, timing.Protocol(round_s=round_s), progress)
-    n = layer.spec.experts
-    work = WorkOf(layer.spec, n, 1, layer.tokens)
-    return [
-        Row(
-            engine=engine,
-            precision=precision,
-            k=n,
-            experts=n,
-            batch=1,
-            model=layer.name,
-            provider="cpu",
-            lowering=lowerings.get((engine, precision)),
-            latency_ms=latency,
-            limit_ms=limit_ms(tuple(layer_parts(work, int8_experts=precision == "int8")), rates),
-            throughput=1000 / latency.median,
-        )
-        for (engine, precision), latency in latencies.items()
-    ]
-
-
-def _in_pytorch(model: Model, x: torch.Tensor) -> dict[tuple[str, str], Callable[[], object]]:
-    """The model in both of PyTorch's forms, which agree on x [1, m, d]."""
-    (layer,) = mumoe_layers(model.module).values()
-    published = PublishedMuMoE(layer).eval()
+def measure(
+    layer: TimedLayer, protocol: timing.Protocol, machine: Microbenchmarks
+) -> tuple[ModelInfo, list[Row], Rates]:
+    """Returns the rows of a layer or block."""
+    module = random_mumoe(layer.spec)
+    reference = layer_model(layer.name, module, layer.tokens)
+    model = replace(reference, original=PublishedMuMoE(module).eval())
+    data = random_tokens(1, layer.tokens, layer.spec.dim)
+    x = torch.from_numpy(data.inputs)
     with torch.inference_mode():
-        expected = model.module(x)
-        assert (published(x) - expected).abs().max() < 1e-4 * expected.abs().max()
-    return {
-        (PYTORCH_EAGER, "fp32"): partial(published, x),
-        (REFERENCE, "fp32"): partial(model.module, x),
-    }
+        expected = reference.module(x)
+        assert model.original is not None
+        assert (model.original(x) - expected).abs().max() < 1e-4 * expected.abs().max()
+    seen = random_tokens(CALIBRATION_TOKENS // layer.tokens or 1, layer.tokens, layer.spec.dim)
+    asked = Sweep(
+        ks=("n",), precisions=("fp32", "int8"), calibration=seen.inputs, threads=threads()
+    )
+    with exported(model, asked, name=layer.name) as candidate:
+        graphs = (in_pytorch(reference, REFERENCE, "einsum"), *candidate.graphs)
+        of_pytorch = {PYTORCH_EAGER: "published"}
+        rows, rates = timed(replace(candidate, graphs=graphs), data, protocol, machine, of_pytorch)
+    return random_weights(model, layer.name), rows, rates
+
+
+def table(results: Results) -> str:
+    """Returns the layers as Markdown, beside the least time that the machine needs for each.
+
+    That is the weights streamed from memory, or the multiply-adds at the rate of a large matmul,
+    whichever takes longer; weights that stay in a cache may take less.
+    """
+    lines = []
+    for layer in LAYERS:
+        found = {(row.engine, row.precision): row for row in results.of_model(layer.name)}
+        single, integers = found[ONNXRUNTIME, "fp32"], found[ONNXRUNTIME, "int8"]
+        untouched = [found[engine, "fp32"].median_ms for engine in (PYTORCH_EAGER, REFERENCE)]
+        macs = sum(layer.spec.macs(layer.tokens, layer.spec.experts).values())
+        lines.append(
+            (
+                *(layer.name, str(layer.tokens), count(macs), f"{layer.asked:g}×"),
+                *map(ms, untouched),
+                *(ms(single.median_ms), *(times(each, single.median_ms) for each in untouched)),
+                *over_limit(single),
+                *(ms(integers.median_ms), *(times(each, integers.median_ms) for each in untouched)),
+                *(times(single.median_ms, integers.median_ms), *over_limit(integers)),
+            )
+        )
+    header = (
+        *("layer", "tokens", "multiply-adds", "asked", "PyTorch, published", "einsum alone"),
+        *("FP32", "vs published", "vs einsum", "limit", "over limit"),
+        *("INT8", "vs published", "vs einsum", "vs FP32", "limit", "over limit"),
+    )
+    return markdown(header, lines)

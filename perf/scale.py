@@ -11,15 +11,16 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
+from moexport.common.console import Progress
 from moexport.common.text import count, markdown, size
 from moexport.exporter.tensorrt.backends import TENSORRT_RTX
 
-from .record import keep, kept, peak_bytes
+from .measure import peak_bytes
 
 SAYS = "moexport: "
 """How the line begins that `moexport export` writes when a step does."""
@@ -36,85 +37,54 @@ BUILD = ("--compute-capability", "8.9", "--profile", "batch=1", "--engine-cache"
 """How the engine is made."""
 
 
-@dataclass(frozen=True, slots=True)
-class Scale:
-    """What one export took: `seconds` in all, `steps` by the first word of what it said it did.
+def measure(progress: Progress) -> dict[str, object]:
+    """Exports ViT-B/16: small experts (513 M, stored in 32 and 16 bits) and Table 3's (2.3 B).
 
-    `weights_bytes` are those of the FP32 weights that are written, whatever type the checkpoint has
-    (`stored`). `peak_bytes` is the process's largest resident set, pages of mapped files included.
+    Of each export `seconds` in all and by its `steps`. `weights_bytes` are those of the FP32
+    weights that are written, whatever type the checkpoint has (`stored`). `peak_bytes` is the
+    process's largest resident set, pages of mapped files included.
     """
-
-    experts: int
-    hidden: int
-    parameters: int
-    weights_bytes: int
-    seconds: float
-    steps: Mapping[str, float]
-    peak_bytes: int
-    stored: str = "float32"
-
-
-def measure(file: Path) -> None:
-    """Exports ViT-B/16: small experts (513 M, stored in 32 and 16 bits) and Table 3's (2.3 B)."""
-    exports = [
-        export_scale(128, 384),
-        export_scale(128, 384, "bfloat16"),
-        export_scale(8, 30720),
-    ]
-    keep(file, "scale", exports=[asdict(one) for one in exports])
-
-
-def exports_in(file: Path) -> list[Scale]:
-    """Returns the exports that were kept in a file."""
-    return [Scale(**one) for one in kept(file)["exports"]]
-
-
-def table(file: Path) -> str:
-    """Returns the exports as Markdown."""
-    header = (
-        *("experts", "checkpoint", "parameters", "weights", "export", "load", "trace", "write"),
-        *("check", "hash", "peak memory", "× the weights"),
-    )
-    return markdown(
-        header,
-        (
-            (
-                *(f"n={one.experts}, h={one.hidden}", one.stored, count(one.parameters)),
-                *(size(one.weights_bytes), f"{one.seconds:.0f} s"),
-                *(f"{one.steps[step]:.1f} s" for step in STEPS),
-                *(size(one.peak_bytes), f"{one.peak_bytes / one.weights_bytes:.2f}"),
-            )
-            for one in exports_in(file)
-        ),
-    )
-
-
-def export_scale(experts: int, hidden: int, stored: str = "float32") -> Scale:
-    """Exports a ViT-B/16 with such experts through the command line and returns what it took."""
-    with tempfile.TemporaryDirectory(prefix="moexport-scale-") as folder:
-        checkpoint, bundle = Path(folder) / "vit.pt", Path(folder) / "bundle"
-        parameters = vit_checkpoint(checkpoint, experts=experts, hidden=hidden, stored=stored)
-        export = ("export", str(checkpoint), "-o", str(bundle), "--k", "0.25")
-        command = [sys.executable, "-m", "perf.scale", *export, *SAID]
-        with subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        ) as process:
-            assert process.stdout is not None
-            assert process.stderr is not None
-            steps = seconds_by_step(process.stderr)
-            said = process.stdout.read()
-        if process.returncode != 0:
-            raise subprocess.CalledProcessError(process.returncode, command, said)
-        return Scale(
-            experts,
-            hidden,
-            parameters,
-            4 * parameters,
-            sum(steps.values()),
-            steps,
-            json.loads(said.splitlines()[-1])["peak_bytes"],
-            stored,
+    exports = []
+    for experts, hidden, stored in (
+        *((128, 384, "float32"), (128, 384, "bfloat16")),
+        (8, 30720, "float32"),
+    ):
+        progress.step(f"a ViT-B/16 with n={experts}, h={hidden} in {stored}")
+        with tempfile.TemporaryDirectory(prefix="moexport-scale-") as folder:
+            checkpoint = Path(folder) / "vit.pt"
+            parameters = vit_checkpoint(checkpoint, experts=experts, hidden=hidden, stored=stored)
+            steps, itself = export(checkpoint, Path(folder) / "bundle", "--k", "0.25")
+        exports.append(
+            {
+                "experts": experts,
+                "hidden": hidden,
+                "parameters": parameters,
+                "weights_bytes": 4 * parameters,
+                "seconds": sum(steps.values()),
+                "steps": steps,
+                "peak_bytes": itself["peak_bytes"],
+                "stored": stored,
+            }
         )
+    return {"exports": exports}
+
+
+def export(
+    checkpoint: Path, bundle: Path, *options: str
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Exports through the command line; returns its steps' seconds, and what it says of itself."""
+    command = [sys.executable, "-m", "perf.scale", "export", str(checkpoint), "-o", str(bundle)]
+    command += [*SAID, *options]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        steps = seconds_by_step(process.stderr)
+        said = process.stdout.read()
+    if process.returncode != 0:
+        raise subprocess.CalledProcessError(process.returncode, command, said)
+    itself: dict[str, float] = json.loads(said.splitlines()[-1])
+    return steps, itself
 
 
 def seconds_by_step(lines: Iterable[str]) -> dict[str, float]:
@@ -131,81 +101,70 @@ def seconds_by_step(lines: Iterable[str]) -> dict[str, float]:
     return steps
 
 
-@dataclass(frozen=True, slots=True)
-class EngineScale:
-    """What one engine took. The peaks are the largest resident sets of export and build."""
-
-    experts: int
-    hidden: int
-    parameters: int
-    weights_bytes: int
-    export_s: float
-    export_peak_bytes: int
-    build_s: float
-    build_peak_bytes: int
-    plan_bytes: int
-    products: dict[str, int]
-
-
-def measure_engine(file: Path) -> None:
-    """Measures 8 experts of width 30,720 in six of twelve blocks (2.3 B parameters)."""
-    if not TENSORRT_RTX.installed():
-        print(f"{TENSORRT_RTX.title} is not installed: {TENSORRT_RTX.install}", file=sys.stderr)
-        return
-    engines = [asdict(engine_scale(8, 30720))]
-    keep(file, "engine-scale", options={"export": EXPORT, "build": BUILD}, engines=engines)
-
-
-def engine_table(file: Path) -> str:
-    """Returns the engines as Markdown."""
-    if not file.is_file():
-        return f"no results: {TENSORRT_RTX.title} is not installed"
-    return markdown(
-        ("experts × hidden", "parameters", "export, peak", "build, peak", "engine"),
-        (
-            (
-                f"{one.experts} × {one.hidden}",
-                f"{one.parameters / 1e9:.2f} B",
-                f"{one.export_s:.0f} s, {one.export_peak_bytes / 1e9:.1f} GB",
-                f"{one.build_s:.0f} s, {one.build_peak_bytes / 1e9:.1f} GB",
-                f"{one.plan_bytes / 1e9:.1f} GB",
-            )
-            for one in (EngineScale(**each) for each in kept(file)["engines"])
-        ),
+def table(body: Any) -> str:
+    """Returns the exports as Markdown."""
+    header = (
+        *("experts", "checkpoint", "parameters", "weights", "export", "load", "trace", "write"),
+        *("check", "hash", "peak memory", "× the weights"),
     )
+    rows = (
+        (
+            *(f"n={one['experts']}, h={one['hidden']}", one["stored"], count(one["parameters"])),
+            *(size(one["weights_bytes"]), f"{one['seconds']:.0f} s"),
+            *(f"{one['steps'][step]:.1f} s" for step in STEPS),
+            *(size(one["peak_bytes"]), f"{one['peak_bytes'] / one['weights_bytes']:.2f}"),
+        )
+        for one in body["exports"]
+    )
+    return markdown(header, rows)
 
 
-def engine_scale(experts: int, hidden: int) -> EngineScale:
-    """Exports a ViT-B/16 with such experts in FP16, compiles it and returns what both took."""
+def measure_engine(progress: Progress) -> dict[str, object] | None:
+    """Exports 8 experts of width 30,720 in six of twelve blocks (2.3 B) in FP16, and compiles them.
+
+    The peaks are the largest resident sets of export and build.
+    """
+    if not TENSORRT_RTX.installed():
+        progress.step(f"{TENSORRT_RTX.title} is not installed: {TENSORRT_RTX.install}")
+        return None
+    experts, hidden = 8, 30720
     with tempfile.TemporaryDirectory(prefix="moexport-engine-scale-") as folder:
         checkpoint, bundle = Path(folder) / "vit.pt", Path(folder) / "bundle"
         parameters = vit_checkpoint(checkpoint, experts=experts, hidden=hidden)
-        exported = json.loads(
-            _output(
-                *("perf.scale", "export", str(checkpoint), "-o", str(bundle)),
-                *(*SAID, *EXPORT, "--no-engine", "--no-verify"),
-            ).splitlines()[-1]
-        )
+        _, exported = export(checkpoint, bundle, *EXPORT, "--no-engine", "--no-verify")
         checkpoint.unlink()
-        (record,) = json.loads(_output("moexport", "build", str(bundle), *BUILD, "--json"))
-        return EngineScale(
-            experts,
-            hidden,
-            parameters,
-            (bundle / "weights.bin").stat().st_size,
-            exported["seconds"],
-            exported["peak_bytes"],
-            record["seconds"],
-            record["peak_memory_bytes"],
-            (bundle / record["file"]).stat().st_size,
-            record["precision"],
+        build = [sys.executable, "-m", "moexport", "build", str(bundle), *BUILD, "--json"]
+        (record,) = json.loads(subprocess.check_output(build, text=True))
+        engine = {
+            "experts": experts,
+            "hidden": hidden,
+            "parameters": parameters,
+            "weights_bytes": (bundle / "weights.bin").stat().st_size,
+            "export_s": exported["seconds"],
+            "export_peak_bytes": exported["peak_bytes"],
+            "build_s": record["seconds"],
+            "build_peak_bytes": record["peak_memory_bytes"],
+            "plan_bytes": (bundle / record["file"]).stat().st_size,
+            "products": record["precision"],
+        }
+    return {"options": {"export": EXPORT, "build": BUILD}, "engines": [engine]}
+
+
+def engine_table(body: Any) -> str:
+    """Returns the engines as Markdown."""
+    rows = (
+        (
+            f"{one['experts']} × {one['hidden']}",
+            f"{one['parameters'] / 1e9:.2f} B",
+            f"{one['export_s']:.0f} s, {one['export_peak_bytes'] / 1e9:.1f} GB",
+            f"{one['build_s']:.0f} s, {one['build_peak_bytes'] / 1e9:.1f} GB",
+            f"{one['plan_bytes'] / 1e9:.1f} GB",
         )
-
-
-def _output(*command: str) -> str:
-    return subprocess.run(
-        [sys.executable, "-m", *command], check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
+        for one in body["engines"]
+    )
+    return markdown(
+        ("experts × hidden", "parameters", "export, peak", "build, peak", "engine"), rows
+    )
 
 
 def vit_checkpoint(

@@ -7,62 +7,54 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
+from moexport.common.console import Progress
 from moexport.common.text import markdown, size
 from safetensors.torch import save_file
 
-from .record import keep, kept, measured_on
+from .measure import measured_on
 from .scale import vit_checkpoint
 
 RUNS = 15
 
 
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """What a command took, from its start to its end: each run in seconds of wall clock."""
+def measure(progress: Progress) -> dict[str, object]:
+    """Times the help, and `inspect` of 2 GB in both kinds of file, a process for each run.
 
-    command: str
-    seconds: tuple[float, ...]
-
-
-def measure(file: Path) -> None:
-    """Times the help, and `inspect` of 2 GB in both kinds of file, a process for each run."""
+    `seconds` are wall clock from the start of each run to its end.
+    """
     with tempfile.TemporaryDirectory(prefix="moexport-startup-") as folder:
         pickled, flat = Path(folder) / "vit.pt", Path(folder) / "vit.safetensors"
         vit_checkpoint(pickled, experts=128, hidden=384)
         save_file(torch.load(pickled, mmap=True, weights_only=True), flat)
-        answers = [_answer("moexport --help")]
-        answers += [
-            _answer(
-                f"moexport inspect {checkpoint.name} --set num_heads=12 --set rest=default",
-                f"{size(checkpoint.stat().st_size)} in {checkpoint.suffix}",
-                folder,
-            )
-            for checkpoint in (pickled, flat)
-        ]
-    keep(file, "startup", answers=[asdict(answer) for answer in answers])
+        commands = {"moexport --help": ""}
+        for file in (pickled, flat):
+            inspect = f"moexport inspect {file.name} --set num_heads=12 --set rest=default"
+            commands[inspect] = f" ({size(file.stat().st_size)} in {file.suffix})"
+        answers = []
+        for command, about in commands.items():
+            progress.step(command)
+            seconds = [_seconds(command, folder) for _ in range(RUNS)]
+            answers.append({"command": f"`{command}`{about}", "seconds": seconds})
+    return {"answers": answers}
 
 
-def _answer(command: str, about: str = "", folder: str | None = None) -> Answer:
-    seconds = []
-    for _ in range(RUNS):
-        began = time.perf_counter()
-        subprocess.run(
-            [sys.executable, "-m", *command.split()],
-            cwd=folder,
-            check=True,
-            stdout=subprocess.DEVNULL,
-        )
-        seconds.append(time.perf_counter() - began)
-    return Answer(f"`{command}`" + (f" ({about})" if about else ""), tuple(seconds))
+def _seconds(command: str, folder: str) -> float:
+    began = time.perf_counter()
+    subprocess.run(
+        [sys.executable, "-m", *command.split()],
+        cwd=folder,
+        check=True,
+        stdout=subprocess.DEVNULL,
+    )
+    return time.perf_counter() - began
 
 
-def table(file: Path) -> str:
+def table(body: Any) -> str:
     """The results as Markdown, with the machine they were measured on."""
-    body = kept(file)
     rows = []
     for each in body["answers"]:
         seconds = each["seconds"]

@@ -27,7 +27,16 @@ from ...graphs.layers.soft_moe import soft_moe_layers
 from ..data import Labelled, LabelledData
 from ..plan import Candidate
 from ..runners.pytorch import untouched
-from .findings import EXPERTS, PASSES, SUMS, BestSubsets, ExpertStudy, Kept, RandomChoice, Shares
+from .findings import (
+    PASSES,
+    SUMS,
+    BestSubsets,
+    ExpertStudy,
+    Kept,
+    RandomChoice,
+    Shares,
+    analyses_of,
+)
 
 Choice = Mapping[str, Tensor]
 """The experts of every input in each layer, ascending: int64 [samples, k] by layer name."""
@@ -359,7 +368,7 @@ def studied(
         )
         for candidate in candidates
     ]
-    return {EXPERTS: [one.as_json() for one in studies]}
+    return analyses_of(studies)
 
 
 def accuracy(scores: Tensor, labels: Tensor) -> float:

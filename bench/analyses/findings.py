@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from ...common.json_data import from_data
@@ -99,10 +98,12 @@ class ExpertStudy:
         """What Algorithm 1 with k experts keeps of the accuracy with all; None if not measured."""
         return next((each.retention for each in self.retention if each.k == k), None)
 
-    def as_json(self) -> dict[str, Any]:
-        """Returns the study as it will be read again: plain data, lists for tuples."""
-        plain: dict[str, Any] = json.loads(json.dumps(asdict(self)))
-        return plain
+
+def analyses_of(studies: Sequence[ExpertStudy]) -> dict[str, Any]:
+    """Returns studies as the analyses of a results file: plain data, as they are read again."""
+    import msgspec
+
+    return {EXPERTS: [msgspec.to_builtins(one) for one in studies]}
 
 
 def studies_in(analyses: Mapping[str, Any], *, name: str = "results.json") -> list[ExpertStudy]:

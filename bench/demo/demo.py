@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,37 +19,62 @@ from ...exporter.bundle.bundle import Bundle
 from ...exporter.checkpoints.load import load
 from ...exporter.export import export
 from ...exporter.job import export_job
+from ...exporter.model import Model
 from ...exporter.options import ExportOptions, PrecisionOptions, parse_k
 from ...graphs.choices import Precision
 from ...graphs.targets import Target
+from ..data import LabelledData
 from ..plan import Candidate, Settings
 from ..report.text import rows_table
 from ..run import bench
 from ..runners.candidates import Sweep, from_bundle
 from . import digits
 
-KEPT = {"n": "n", "n2": "1/2", "n4": "1/4", "n8": "1/8"}
-"""Every k that is exported, by how its bundle is called."""
-
-NETWORKS: tuple[tuple[digits.Training, Mapping[Precision, Sequence[str]]], ...] = (
-    (
-        digits.Training(
-            128, hidden=64, normalise=True, scale=16.0, epochs=6, batch=64, learning_rate=4e-3
-        ),
-        {"fp32": ("n", "n2", "n4", "n8"), "int8": ("n", "n4", "n8")},
-    ),
-    (digits.Training(16), {"fp32": ("n", "n2", "n4")}),
-)
-"""What is trained, and the k that are exported in each precision.
-
-Of 128 experts whose weights take the time, an eighth does. The paper's own network with 16 experts
-is the counterexample: all of them are needed, and so small that fewer save nothing.
-"""
-
 THREADS = 1
 """Of every engine: these networks are too small to share out, and sharing makes times erratic."""
 
 MARKER = "demo-of-moexport.txt"
+
+VERIFIED_HEADER = ("bundle", "k/n", "lowering", "max |difference|", "verified")
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A bundle to make of a network: its folder, k as the command line takes it, and precision."""
+
+    folder: str
+    k: str
+    data: Path
+    precision: Precision = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Network:
+    """A trained network: its checkpoint, what its user must say of it, and its bundles."""
+
+    name: str
+    checkpoint: Path
+    bundles: tuple[Exported, ...]
+    config: Mapping[str, Any] = field(default_factory=dict)
+    target: Target = "onnx"
+
+    def load(self) -> Model:
+        """Returns it as the exporter reads it."""
+        return load(self.checkpoint, config=dict(self.config))
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Networks that are measured on the same inputs: a report in the folder `report`.
+
+    The command line takes the inputs from files, which `Exported.data` names.
+    """
+
+    report: str
+    data: LabelledData
+    networks: tuple[Network, ...]
+    batches: tuple[int, ...] = (1,)
+    calibration: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,67 +86,60 @@ class Outcome:
     text: str
 
 
-def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
-    """Trains, exports, verifies and measures networks on handwritten digits, for several k each.
+def run_job(
+    directory: Path,
+    progress: Progress,
+    train: Callable[[Path, Progress], Sequence[Group]],
+    *,
+    force: bool,
+    command: str,
+    ks: Sequence[str] = (),
+    about: Callable[[Sequence[Group]], Iterable[str]] = lambda groups: (),
+    remarks: Sequence[str] = (),
+) -> Outcome:
+    """Trains networks, exports, verifies and measures them, at `ks` where k is an input.
 
+    The text says what `about` finds of the networks before the measurements, and `remarks` after.
     Raises `BundleError` when `directory` exists, unless it is an earlier demo and `force` is given.
     """
     started = time.monotonic()
     claim(directory, force=force)
-    data = digits.load_digits()
-    test, calibration = directory / "digits-test.npz", directory / "digits-train.npz"
-    for file, part in ((test, data.test), (calibration, data.train)):
-        assert part.labels is not None
-        np.savez(file, input=part.inputs, label=part.labels)
-    checked: list[tuple[str, ...]] = []
-    candidates: list[Candidate] = []
-    for training, asked in NETWORKS:
-        name = f"digits-n{training.experts}"
-        progress.step(f"training n = {training.experts} on {len(data.train)} digits")
-        checkpoint = directory / f"{name}.pt"
-        digits.save(digits.train(training, data.train), checkpoint)
-        bundles = [
-            exported(
-                checkpoint,
-                directory / "-".join([name, f"k{label}", *([] if p == "fp32" else [p])]),
-                KEPT[label],
-                test if p == "fp32" else calibration,
-                progress,
-                target="ort-cpu",
-                precision=p,
-            )
-            for p, labels in asked.items()
-            for label in labels
-        ]
-        checked += [verified(bundle) for bundle in bundles]
-        candidates.append(_side_by_side(bundles, f"digits, n = {training.experts}"))
-    progress.step("measuring")
-    results = bench(
-        candidates,
-        data.test,
-        Settings(
-            batches=(1, 32),
-            protocol=Protocol(inputs=8, round_s=0.1),
-            threads=THREADS,
-            memory=False,  # It takes a process for every row, and the demo is to be short.
-            calibration=str(calibration),
-        ),
-        out=directory / "report",
-        command=f"moexport demo -o {directory}",
-        progress=progress,
-    )
-    report = directory / "report" / "report.html"
-    text = "\n\n".join(
-        (
-            table(VERIFIED_HEADER, checked),
-            rows_table(results),
-            f"took {time.monotonic() - started:.0f} s\nreport: {report}",
+    groups = train(directory, progress)
+    asked = Sweep(ks=tuple(parse_k(k) for k in ks), threads=THREADS)
+    checked, measured, reports = [], [], []
+    for group in groups:
+        candidates = []
+        for network in group.networks:
+            bundles = [exported(network, one, directory, progress) for one in network.bundles]
+            checked += [verified(bundle) for bundle in bundles]
+            candidates.append(_side_by_side(bundles, network.name, asked))
+        report = directory / group.report
+        progress.step(f"measuring for {report.name}")
+        results = bench(
+            candidates,
+            group.data,
+            Settings(
+                batches=group.batches,
+                protocol=Protocol(inputs=8, round_s=0.1),
+                threads=THREADS,
+                memory=False,  # It takes a process for every row, and the demo is to be short.
+                calibration=None if group.calibration is None else str(group.calibration),
+            ),
+            out=report,
+            command=f"{command} -o {directory}",
+            progress=progress,
         )
+        measured.append(rows_table(results))
+        reports.append(report / "report.html")
+    took = f"took {time.monotonic() - started:.0f} s"
+    text = (
+        table(VERIFIED_HEADER, checked),
+        *about(groups),
+        *measured,
+        *remarks,
+        "\n".join((took, *(f"report: {report}" for report in reports))),
     )
-    return Outcome(directory, report, text)
-
-
-VERIFIED_HEADER = ("bundle", "k/n", "lowering", "max |difference|", "verified")
+    return Outcome(directory, reports[0], "\n\n".join(text))
 
 
 def claim(directory: Path, *, force: bool) -> None:
@@ -140,26 +158,28 @@ def claim(directory: Path, *, force: bool) -> None:
     write_text("Everything here was made by `moexport demo`.\n", marker)
 
 
-def exported(
-    checkpoint: Path,
-    out: Path,
-    kept: str,
-    data: Path,
-    progress: Progress,
-    config: Mapping[str, Any] | None = None,
-    *,
-    target: Target = "onnx",
-    precision: Precision = "fp32",
-) -> Bundle:
-    """Returns the bundle of a checkpoint with k = `kept`, compared with PyTorch on the data."""
-    progress.step(f"exporting {out.name}")
-    model = load(checkpoint, config=dict(config or {}))
+def saved(data: LabelledData, path: Path) -> Path:
+    """Writes inputs and labels as the command line takes them; returns the file."""
+    arrays = {data.input_name: data.inputs}
+    if data.labels is not None and data.label_name is not None:
+        arrays[data.label_name] = data.labels
+    np.savez(path, **arrays)  # type: ignore[arg-type]  # names as keywords
+    return path
+
+
+def exported(network: Network, asked: Exported, directory: Path, progress: Progress) -> Bundle:
+    """Returns one of a network's bundles, compared with PyTorch on its data."""
+    progress.step(f"exporting {asked.folder}")
     options = ExportOptions(
-        k=parse_k(kept),
-        target=target,
-        precision=PrecisionOptions(precision),
+        k=parse_k(asked.k),
+        target=network.target,
+        precision=PrecisionOptions(asked.precision),
     )
-    return export(export_job(model, options, destination=out, data=str(data), force=True))
+    destination = directory / asked.folder
+    job = export_job(
+        network.load(), options, destination=destination, data=str(asked.data), force=True
+    )
+    return export(job)
 
 
 def verified(bundle: Bundle) -> tuple[str, ...]:
@@ -180,9 +200,8 @@ def verified(bundle: Bundle) -> tuple[str, ...]:
     )
 
 
-def _side_by_side(bundles: list[Bundle], name: str) -> Candidate:
-    """The bundles of one network, one k each, as one candidate with all ks."""
-    asked = Sweep(ks=(), threads=THREADS)
+def _side_by_side(bundles: Sequence[Bundle], name: str, asked: Sweep) -> Candidate:
+    """The bundles of one network as one candidate with all their ks."""
     candidates = [from_bundle(bundle, asked) for bundle in bundles]
     return replace(
         candidates[0],
@@ -190,3 +209,54 @@ def _side_by_side(bundles: list[Bundle], name: str) -> Candidate:
         ks=tuple(dict.fromkeys(k for candidate in candidates for k in candidate.ks)),
         graphs=tuple(graph for candidate in candidates for graph in candidate.graphs),
     )
+
+
+KEPT = {"n": "n", "n2": "1/2", "n4": "1/4", "n8": "1/8"}
+"""Every k that is exported, by how its bundle is called."""
+
+NETWORKS: tuple[tuple[digits.Training, Mapping[Precision, Sequence[str]]], ...] = (
+    (
+        digits.Training(
+            128, hidden=64, normalise=True, scale=16.0, epochs=6, batch=64, learning_rate=4e-3
+        ),
+        {"fp32": ("n", "n2", "n4", "n8"), "int8": ("n", "n4", "n8")},
+    ),
+    (digits.Training(16), {"fp32": ("n", "n2", "n4")}),
+)
+"""What is trained, and the k that are exported in each precision.
+
+Of 128 experts whose weights take the time, an eighth does. The paper's own network with 16 experts
+is the counterexample: all of them are needed, and so small that fewer save nothing.
+"""
+
+
+def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
+    """Trains, exports, verifies and measures networks on handwritten digits, for several k each.
+
+    Raises `BundleError` when `directory` exists, unless it is an earlier demo and `force` is given.
+    """
+    return run_job(directory, progress, _trained, force=force, command="moexport demo")
+
+
+def _trained(directory: Path, progress: Progress) -> list[Group]:
+    data = digits.load_digits()
+    test = saved(data.test, directory / "digits-test.npz")
+    calibration = saved(data.train, directory / "digits-train.npz")
+    networks = []
+    for training, asked in NETWORKS:
+        n = training.experts
+        progress.step(f"training n = {n} on {len(data.train)} digits")
+        checkpoint = directory / f"digits-n{n}.pt"
+        digits.save(digits.train(training, data.train), checkpoint)
+        bundles = [
+            Exported(
+                f"digits-n{n}-k{label}" + ("" if precision == "fp32" else f"-{precision}"),
+                KEPT[label],
+                test if precision == "fp32" else calibration,
+                precision,
+            )
+            for precision, labels in asked.items()
+            for label in labels
+        ]
+        networks.append(Network(f"digits, n = {n}", checkpoint, tuple(bundles), target="ort-cpu"))
+    return [Group("report", data.test, tuple(networks), (1, 32), calibration)]

@@ -1,4 +1,8 @@
-"""The experiments of the Soft MoE and the muMoE paper, run again beside what they print."""
+"""The experiments of two papers, run again beside what they print.
+
+Soft MoE: "Beyond Parameter Count: Implicit Bias in Soft Mixture of Experts" (TMLR 2025). muMoE:
+"Multilinear Mixture of Experts: Scalable Expert Specialization through Factorization" (2024).
+"""
 
 from __future__ import annotations
 

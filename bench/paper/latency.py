@@ -8,29 +8,26 @@ are fewer where a hundred would take too long. The results say what became of bo
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from ...common.console import Progress
 from ...common.environment import memory_bytes
 from ...common.text import count, table
 from ...common.timing import MIN_ROUNDS, Protocol
-from ...exporter.model import Model, Source, TensorSpec
-from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
-from ..data import LabelledData
+from ...exporter.model import Model
+from ...graphs.layers.soft_moe import SoftMoE
 from ..plan import Settings
 from ..report.page import write_all
-from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, Results, Row
+from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER, Results, Row
 from ..run import bench
 from ..runners.candidates import Sweep, exported
 from ..runners.pytorch import untouched
-from . import published
-from .published import TABLE_3, LatencyTable
+from .random_layers import one_by_one, random_tokens, soft_moe_spec, soft_moe_weights, tokens_model
 
 KEPT = (8, 6, 4, 2)
 BATCHES = (1, 100)
@@ -60,6 +57,28 @@ class Stack(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
+class LatencyTable:
+    """The shape that is timed, and the passes, for each engine and k."""
+
+    layers: int = 6
+    experts: int = 8
+    dim: int = 768
+    hidden: int = 30720
+    tokens: int = 197
+    warmup: int = 100
+    timed: int = 100
+
+
+TABLE_3 = LatencyTable()
+
+TABLE_3_MS: Mapping[int, Mapping[int, float]] = {
+    1: {8: 21.50, 6: 19.46, 4: 14.75, 2: 9.96},
+    100: {8: 99.03, 6: 78.26, 4: 78.86, 2: 51.69},
+}
+"""The paper's, on an RTX 2080 Ti in FP32: by batch size and k."""
+
+
+@dataclass(frozen=True, slots=True)
 class Passes:
     """How many calls warm up and are timed, for each engine and k."""
 
@@ -85,44 +104,17 @@ def parameters(shape: LatencyTable) -> int:
     return shape.layers * shape.experts * 2 * shape.dim * shape.hidden
 
 
-def stack_model(shape: LatencyTable, *, seed: int = 0) -> Model:
+def stack_model(shape: LatencyTable) -> Model:
     """Returns the stack with random weights, one tensor per expert, as users' checkpoints have."""
-    random = torch.Generator().manual_seed(seed)
-
-    def draw(*size: int, scale: float) -> Tensor:
-        return torch.randn(*size, generator=random) * scale
-
-    n, d, h = shape.experts, shape.dim, shape.hidden
-    layers = [
-        SoftMoE(
-            SoftMoESpec(f"layers.{index}", n, 1, d, h, d, norm="l2", norm_eps=1e-12),
-            SoftMoEWeights(
-                # The scale of phi spreads the routing over the experts.
-                nn.functional.normalize(draw(d, n, 1, scale=1.0), dim=0) * 10.0,
-                tuple(draw(d, h, scale=d**-0.5) for _ in range(n)),
-                draw(n, h, scale=0.1),
-                tuple(draw(h, d, scale=h**-0.5) for _ in range(n)),
-                draw(n, d, scale=0.1),
-            ),
-        )
+    specs = [
+        soft_moe_spec(f"layers.{index}", experts=shape.experts, dim=shape.dim, hidden=shape.hidden)
         for index in range(shape.layers)
     ]
-    return Model(
-        Stack(layers).eval(),
-        "soft-moe-vit",
-        {},
-        Source(f"{shape.layers} layers, n={n}, d={d}, h={h}", ()),
-        (TensorSpec("input", "float32", ("batch", shape.tokens, d)),),
-        (TensorSpec("output", "float32", ("batch", shape.tokens, d)),),
-    )
-
-
-def random_tokens(shape: LatencyTable, samples: int) -> LabelledData:
-    """Returns normal tokens [samples, m, d], each input about a direction of its own."""
-    random = np.random.default_rng(1)
-    size = (samples, shape.tokens, shape.dim)
-    own = random.standard_normal((samples, 1, shape.dim), np.float32)
-    return LabelledData(own + random.standard_normal(size, np.float32), None)
+    layers = [
+        SoftMoE(spec, one_by_one(soft_moe_weights(spec, seed))) for seed, spec in enumerate(specs)
+    ]
+    name = f"{shape.layers} layers, n={shape.experts}, d={shape.dim}, h={shape.hidden}"
+    return tokens_model(name, Stack(layers), specs[0], shape.tokens)
 
 
 def passes_for(shape: LatencyTable, call_s: float, cases: int) -> Passes:
@@ -152,7 +144,7 @@ def run_latency(
     for batch in batches:
         asked = Sweep(ks=KEPT, batches=(batch,), threads=threads)
         with exported(model, asked, name=describe(shape), progress=progress) as candidate:
-            call_s = _seconds(model, random_tokens(shape, batch).inputs)
+            call_s = _seconds(model, random_tokens(batch, shape.tokens, shape.dim).inputs)
             # Algorithm 2 for every k but n, and the untouched model.
             chosen = passes_for(shape, call_s, len(KEPT) + len(candidate.graphs))
             passes[str(batch)] = asdict(chosen)
@@ -165,7 +157,7 @@ def run_latency(
                 memory=False,
                 parts=False,
             )
-            data = random_tokens(shape, batch * chosen.protocol.inputs)
+            data = random_tokens(batch * chosen.protocol.inputs, shape.tokens, shape.dim)
             parts.append(bench([candidate], data, settings, command=command, progress=progress))
     rows = tuple(row for part in parts for row in part.rows)
     results = replace(
@@ -201,17 +193,13 @@ def latency_rows(results: Results) -> Iterator[tuple[str, ...]]:
     """Yields the rows of the table: ours on this machine, the paper's on its GPU."""
     for batch in sorted({row.batch for row in results.rows}):
         rows = [row for row in results.rows if row.batch == batch]
-        whole = _best(rows, 8)
-        reference = next(row for row in rows if row.is_reference)
+        untouched = _best(rows, PYTORCH_EAGER, 8)
+        whole, paper = _best(rows, ONNXRUNTIME, 8), TABLE_3_MS.get(batch, {})
         for k in KEPT:
-            paper = published.TABLE_3_MS.get(batch, {})
-            ours = _best(rows, k)
+            looped = untouched if k == 8 else _best(rows, PYTORCH_ALGORITHM_2, k)
+            ours = _best(rows, ONNXRUNTIME, k)
             yield (
-                str(batch),
-                str(k),
-                _ms(reference.median_ms),
-                _ms(reference.median_ms if k == 8 else _of(rows, PYTORCH_ALGORITHM_2, k)),
-                _ms(ours),
+                *(str(batch), str(k), _ms(untouched), _ms(looped), _ms(ours)),
                 "–" if ours is None or whole is None else f"{ours / whole:.2f}",
                 _ms(paper.get(k)),
                 f"{paper[k] / paper[8]:.2f}" if k in paper else "–",
@@ -230,14 +218,10 @@ def latency_table(results: Results) -> str:
     return f"{title}\n{table(HEADER, list(latency_rows(results)))}"
 
 
-def _best(rows: list[Row], k: int) -> float | None:
-    """The exported graph's median; the fastest where the cost model chose one per batch size."""
-    found = [row.median_ms for row in rows if row.engine == ONNXRUNTIME and row.k == k]
+def _best(rows: list[Row], engine: str, k: int) -> float | None:
+    """The median of a case; the fastest where the cost model chose a graph per batch size."""
+    found = [row.median_ms for row in rows if (row.engine, row.k) == (engine, k)]
     return min((each for each in found if each is not None), default=None)
-
-
-def _of(rows: list[Row], engine: str, k: int) -> float | None:
-    return next((row.median_ms for row in rows if (row.engine, row.k) == (engine, k)), None)
 
 
 def _ms(value: float | None) -> str:

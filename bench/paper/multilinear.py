@@ -8,13 +8,12 @@ weights for each expert, against the same in factors. Table 8 is of a layer with
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from math import prod
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,17 +21,17 @@ from ...common import timing
 from ...common.console import Progress
 from ...common.environment import environment
 from ...common.text import count, table
-from ...exporter.families.layer_only import TokenBackbone
-from ...exporter.model import Model, Source, TensorSpec
-from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights, activate
+from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec, activate
+from ..measure.latency import measure_group
 from ..measure.memory import measure_memory, pickled
+from ..plan import Case, TimingGroup
 from ..report.page import write_all
 from ..results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
 from ..run import with_threads
 from ..runners.base import Loader, Runner
 from ..runners.candidates import Sweep, exported
 from ..runners.pytorch import PyTorch
-from . import published
+from .random_layers import layer_model, random_mumoe, random_tokens
 
 DIM, OUT, EXPERTS, CHOSEN = 768, 1000, 128, 2
 RANKS: Mapping[str, tuple[int, ...]] = {"CP": (512,), "TR": (4, 4, 512)}
@@ -42,6 +41,18 @@ PROTOCOL = timing.Protocol(warmup=100, round_s=0.0, inputs=20)
 
 TABLE_8_EXPERTS, TABLE_8_DIM = 512, 768
 
+TABLE_6: Mapping[str, tuple[float, float]] = {
+    "linear": (12.07, 0.01),
+    "dense MoE": (390.17, 1.17),
+    "sparse MoE": (765.19, 0.80),
+    "TR": (15.87, 0.94),
+    "CP": (14.02, 1.05),
+}
+"""The paper's peak MB and ms for one input, by layer."""
+
+TABLE_8: Mapping[str, tuple[float, float]] = {"CP": (155.1e9, 1.4e6), "TR": (622.8e9, 3.5e6)}
+"""The paper's FLOPs, which are multiply-adds: with the whole tensor, and in factors."""
+
 
 class Experts(nn.Module):
     """One matrix per expert, [n, d + 1, o], the last row its bias: (b, 1, d) to (b, 1, o).
@@ -49,12 +60,16 @@ class Experts(nn.Module):
     All are mixed by entmax coefficients, or the `chosen` largest gathered and mixed.
     """
 
-    def __init__(self, random: torch.Generator, chosen: int | None = None) -> None:
+    def __init__(self, chosen: int | None = None) -> None:
         super().__init__()
-        self.gate = _parameter(torch.randn(DIM, EXPERTS, generator=random).mul_(DIM**-0.5))
-        self.weight = _parameter(
-            torch.randn(EXPERTS, DIM + 1, OUT, generator=random).mul_(DIM**-0.5)
-        )
+        random = torch.Generator().manual_seed(0)
+
+        def drawn(*size: int) -> nn.Parameter:
+            weights = torch.randn(*size, generator=random).mul_(DIM**-0.5)
+            return nn.Parameter(weights, requires_grad=False)
+
+        self.gate = drawn(DIM, EXPERTS)
+        self.weight = drawn(EXPERTS, DIM + 1, OUT)
         self.chosen = chosen
 
     def forward(self, x: Tensor) -> Tensor:
@@ -69,10 +84,6 @@ class Experts(nn.Module):
         return (largest.values[:, :, None, None] * outputs).sum(dim=1)
 
 
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
-
-
 def head_spec(form: str) -> MuMoESpec:
     """Returns the factorised head: `CP` or `TR`."""
     tensor = FactorisedSpec(FORMS[form], (EXPERTS,), DIM, OUT, RANKS[form], bias=True)
@@ -81,26 +92,14 @@ def head_spec(form: str) -> MuMoESpec:
 
 def open_layer(name: str) -> nn.Module:
     """Returns one of Table 6's layers with random weights, by its name there."""
-    random = torch.Generator().manual_seed(0)
     match name:
         case "linear":
             return nn.Linear(DIM, OUT).requires_grad_(False)
         case "dense MoE":
-            return Experts(random)
+            return Experts()
         case "sparse MoE":
-            return Experts(random, CHOSEN)
-    spec = head_spec(name)
-
-    def draw(*size: int) -> Tensor:
-        return torch.randn(*size, generator=random).mul_(0.05)
-
-    weights = MuMoEWeights(
-        (draw(DIM, EXPERTS),),
-        tuple(tuple(draw(*shape) for shape in tensor.shapes) for tensor in spec.tensors),
-        (torch.zeros(EXPERTS),),
-        (torch.ones(EXPERTS),),
-    )
-    return MuMoE(spec, weights).eval()
+            return Experts(CHOSEN)
+    return random_mumoe(head_spec(name)).eval()
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,27 +145,47 @@ def run_multilinear(
 ) -> tuple[Results, str]:
     """Returns the results of Tables 6 and 8, and the tables beside the paper's, as text."""
     threads = threads or torch.get_num_threads()
-    inputs = np.random.default_rng(1).standard_normal((PROTOCOL.inputs, 1, 1, DIM), np.float32)
-    loaders: dict[tuple[str, str], Loader] = {
-        (name, PYTORCH_EAGER): LayerLoader(name) for name in published.TABLE_6
-    }
-    with with_threads(threads), _exported("CP", threads) as cp, _exported("TR", threads) as tr:
-        for name, candidate in (("CP", cp), ("TR", tr)):
-            loaders[name, ONNXRUNTIME] = candidate.graphs[0].loader
-        progress.step("timing Table 6's layers")
-        measured = _measured(loaders, inputs)
+    data = random_tokens(PROTOCOL.inputs, 1, DIM)
+    loaders: dict[Case, Loader] = {}
+    for name in TABLE_6:
+        n = 1 if name == "linear" else EXPERTS
+        k = CHOSEN if name == "sparse MoE" else n
+        loaders[Case(name, PYTORCH_EAGER, k, n)] = LayerLoader(name)
+    with with_threads(threads), ExitStack() as stack:
+        for form in FORMS:
+            model = layer_model(f"{form} head", random_mumoe(head_spec(form)), 1)
+            asked = Sweep(ks=("n",), threads=threads)
+            (graph,) = stack.enter_context(exported(model, asked)).graphs
+            case = Case(form, ONNXRUNTIME, EXPERTS, EXPERTS, lowering="factorised")
+            loaders[case] = graph.loader
+        group = TimingGroup(tuple(loaders), 1, PROTOCOL)
+        runners = {case: loader() for case, loader in loaders.items()}
+        measured, _ = measure_group(group, runners, data, benchmarks={}, progress=progress)
         rows = []
-        for (name, engine), loader in loaders.items():
-            progress.step(f"the memory of {name}, {engine}")
-            row = _row(name, engine, measured)
+        for case, loader in loaders.items():
+            progress.step(f"the memory of {case.label}")
+            latency = measured.latencies.get(case.label)
+            row = Row(
+                **asdict(case),
+                batch=1,
+                latency_ms=latency,
+                throughput=None if latency is None else 1000 / latency.median,
+                error=measured.failures.get(case.label),
+            )
             job = pickled(loader)
             if job is not None:
-                memory = measure_memory(job, {1: inputs[0]}, threads=threads)
+                memory = measure_memory(job, {1: data.batch(0, 1)}, threads=threads)
                 peak, alone = memory.peak_mb[1], memory.runtime_mb
                 row = replace(row, peak_memory_mb=peak, runtime_memory_mb=alone)
             rows.append(row)
     results = Results(
-        tuple(_info(name) for name in published.TABLE_6),
+        tuple(
+            ModelInfo(
+                *(name, "mumoe", "random weights"),
+                parameters=sum(p.numel() for p in open_layer(name).parameters()),
+            )
+            for name in TABLE_6
+        ),
         tuple(rows),
         environment() | {"threads": threads},
         asdict(PROTOCOL) | {"batches": [1], "samples": 0, "labelled": False},
@@ -178,52 +197,6 @@ def run_multilinear(
     return results, multilinear_tables(results)
 
 
-def _exported(form: str, threads: int) -> Any:
-    model = Model(
-        TokenBackbone(open_layer(form)).eval(),
-        "mumoe",
-        {},
-        Source(f"{form} head", ()),
-        (TensorSpec("input", "float32", ("batch", 1, DIM)),),
-        (TensorSpec("output", "float32", ("batch", 1, OUT)),),
-    )
-    return exported(model, Sweep(ks=("n",), threads=threads))
-
-
-def _label(name: str, engine: str) -> str:
-    return f"{name}, {engine}"
-
-
-def _measured(loaders: Mapping[tuple[str, str], Loader], inputs: np.ndarray) -> timing.Measured:
-    def timed(runner: Runner) -> timing.Call:
-        return lambda index: runner.infer(inputs[index % len(inputs)])
-
-    calls = {_label(*key): timed(loader()) for key, loader in loaders.items()}
-    return timing.measure(calls, PROTOCOL)
-
-
-def _info(name: str) -> ModelInfo:
-    size = sum(p.numel() for p in open_layer(name).parameters())
-    return ModelInfo(name, "mumoe", "random weights", size)
-
-
-def _row(name: str, engine: str, measured: timing.Measured) -> Row:
-    experts = 1 if name == "linear" else EXPERTS
-    latency = measured.latencies.get(_label(name, engine))
-    return Row(
-        engine=engine,
-        k=CHOSEN if name == "sparse MoE" else experts,
-        experts=experts,
-        batch=1,
-        model=name,
-        provider="cpu",
-        lowering="factorised" if engine == ONNXRUNTIME else None,
-        latency_ms=latency,
-        throughput=None if latency is None else 1000 / latency.median,
-        error=measured.failures.get(_label(name, engine)),
-    )
-
-
 HEADER_6 = ("layer", "parameters", "PyTorch, MB", "ms", "exported, MB", "ms", "paper, MB", "ms")
 HEADER_8 = ("layer", "whole tensor", "in factors", "fewer", "paper", "paper, in factors")
 
@@ -232,7 +205,7 @@ def memory_rows(results: Results) -> list[tuple[str, ...]]:
     """Returns Table 6: what the process grew by, and the median of one input."""
     sizes = {model.name: model.parameters or 0 for model in results.models}
     rows = []
-    for name, paper in published.TABLE_6.items():
+    for name, paper in TABLE_6.items():
         cells = [name, count(sizes[name])]
         for engine in (PYTORCH_EAGER, ONNXRUNTIME):
             row = next((r for r in results.of_model(name) if r.engine == engine), None)
@@ -245,7 +218,7 @@ def work_rows(results: Results) -> list[tuple[str, ...]]:
     """Returns Table 8."""
     rows: list[tuple[str, ...]] = []
     for one in (Work(**each) for each in results.analyses["work"]):
-        naive, factorised = published.TABLE_8[one.layer]
+        naive, factorised = TABLE_8[one.layer]
         rows.append(
             (
                 *(one.layer, count(one.naive), count(one.factorised)),

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from moexport.bench.paper.random_layers import random_mumoe
 from moexport.graphs.layers.mumoe import FactorisedSpec, GateNorm, MuMoESpec
-from moexport.perf.mumoe import PublishedMuMoE, random_layer
+from moexport.perf.mumoe import PublishedMuMoE
 
 
 @pytest.mark.parametrize(("form", "ranks"), [("cp", (6,)), ("tr", (2, 3, 4))])
@@ -20,7 +21,7 @@ def test_the_published_calls_agree_with_the_reference(
         FactorisedSpec(form, (8,), *size, ranks, bias=bias)  # type: ignore[arg-type]
         for size in sizes
     )
-    layer = random_layer(MuMoESpec("layer", held, norm=norm)).eval()
+    layer = random_mumoe(MuMoESpec("layer", held, norm=norm)).eval()
     x = torch.randn(3, 5, 12, generator=torch.Generator().manual_seed(1))
     with torch.inference_mode():
         expected = layer(x)

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import moexport
 import pytest
-from moexport.perf.record import kept, measured_on
-from moexport.perf.scale import START, STEPS, exports_in, seconds_by_step, table
+from moexport.perf.measure import kept, measured_on
+from moexport.perf.scale import START, STEPS, seconds_by_step, table
 
 ROOT = Path(str(moexport.__file__)).parent
 KEPT = ROOT / "perf" / "results" / "scale-cpu.json"
@@ -22,15 +22,15 @@ def test_steps_are_those_that_an_export_says(capsys: pytest.CaptureFixture[str])
 
 
 def test_an_export_peaked_below_its_weights_and_a_third() -> None:
-    exports = exports_in(KEPT)
-    assert [one.parameters // 10**6 for one in exports] == [512, 512, 2324]
+    exports = kept(KEPT)["exports"]
+    assert [one["parameters"] // 10**6 for one in exports] == [512, 512, 2324]
     for one in exports:
-        assert set(STEPS) < set(one.steps)
-        assert one.seconds == pytest.approx(sum(one.steps.values()))
-        assert one.peak_bytes < 1.3 * one.weights_bytes
+        assert set(STEPS) < set(one["steps"])
+        assert one["seconds"] == pytest.approx(sum(one["steps"].values()))
+        assert one["peak_bytes"] < 1.3 * one["weights_bytes"]
 
 
 def test_the_page_shows_what_was_kept() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     assert f"Measured on {measured_on(kept(KEPT))}." in page
-    assert table(KEPT) in page
+    assert table(kept(KEPT)) in page

@@ -7,10 +7,16 @@ from pathlib import Path
 
 import pytest
 from moexport.bench.analyses.findings import studies_in
-from moexport.bench.paper.latency import fitting, latency_rows, parameters, passes_for, run_latency
+from moexport.bench.paper.latency import (
+    TABLE_3,
+    fitting,
+    latency_rows,
+    parameters,
+    passes_for,
+    run_latency,
+)
 from moexport.bench.paper.mnist import Suite, kept, run_mnist
-from moexport.bench.paper.multilinear import work
-from moexport.bench.paper.published import TABLE_3, TABLE_8
+from moexport.bench.paper.multilinear import TABLE_8, work
 from moexport.bench.results import read
 from moexport.common.console import Silent
 

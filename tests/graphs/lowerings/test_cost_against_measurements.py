@@ -10,7 +10,7 @@ import pytest
 from _pytest.mark import ParameterSet
 from moexport.bench.results import read
 from moexport.graphs.choices import Precision
-from moexport.perf.layers import BATCHES, HELD_OUT, SHAPES, Shape
+from moexport.perf.layers import BATCHES, HELD_OUT, SHAPES, Layer
 from moexport.perf.tables import AUTO_SLACK, Cell, cells
 
 FOLDER = Path(str(moexport.__file__)).parent / "perf" / "results"
@@ -22,16 +22,16 @@ HELD_OUT_SLACK = 0.10
 
 def name_of(cell: Cell) -> str:
     """What pytest calls a cell."""
-    return f"{cell.precision}-n{cell.shape.experts}-batch{cell.batch}-k{cell.k}"
+    return f"{cell.precision}-n{cell.layer.experts}-batch{cell.batch}-k{cell.k}"
 
 
-def grid(shapes: Sequence[Shape]) -> list[ParameterSet]:
-    """Every cell of the shapes that a machine measured, with a name for pytest."""
+def grid(layers: Sequence[Layer]) -> list[ParameterSet]:
+    """Every cell of the layers that a machine measured, with a name for pytest."""
     return [
         pytest.param(cell, id=f"{machine}-{name_of(cell)}")
         for machine, results in MACHINES.items()
         for precision in PRECISIONS
-        for cell in cells(results, shapes, precision)
+        for cell in cells(results, layers, precision)
     ]
 
 
@@ -48,10 +48,10 @@ def test_auto_is_within_10_percent_on_a_layer_it_was_not_fitted_to(cell: Cell) -
 @pytest.mark.parametrize("machine", list(MACHINES))
 def test_the_measured_grid_is_whole(machine: str) -> None:
     for precision in PRECISIONS:
-        found = {(c.shape, c.batch, c.k) for c in cells(MACHINES[machine], SHAPES, precision)}
+        found = {(c.layer, c.batch, c.k) for c in cells(MACHINES[machine], SHAPES, precision)}
         assert found == {
-            (shape, batch, k)
-            for shape in SHAPES
+            (layer, batch, k)
+            for layer in SHAPES
             for batch in BATCHES
-            for k in (shape.ks if precision == "fp32" else shape.integer_ks)
+            for k in (layer.ks if precision == "fp32" else layer.integer_ks)
         }
