@@ -17,6 +17,7 @@ from . import conditional, dense, factorised, fused, gather, gathered, grouped, 
 from .base import AnyLowering, Lowering, LoweringOf
 from .token_routed import conditional as routed_conditional
 from .token_routed import dense as routed_dense
+from .token_routed import fused as routed_fused
 from .token_routed import grouped as routed_grouped
 
 _SOFT_MOE = (
@@ -29,7 +30,12 @@ _SOFT_MOE = (
 
 _MUMOE = (factorised.LOWERING, unfactorised.LOWERING, gathered.LOWERING)
 
-_EXPERTS = (routed_dense.LOWERING, routed_grouped.LOWERING, routed_conditional.LOWERING)
+_EXPERTS = (
+    routed_dense.LOWERING,
+    routed_grouped.LOWERING,
+    routed_conditional.LOWERING,
+    routed_fused.LOWERING,
+)
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType({record.name: record for record in _SOFT_MOE})
 """Those of Soft MoE layers."""

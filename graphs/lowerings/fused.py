@@ -16,7 +16,7 @@ from .base import Lowering
 from .cost import PACKED_ROWS, Machine, Work, around_experts_us, expert_macs, stacked_us
 from .experts import expert_rows
 
-_NEVER = -16.0
+NEVER = -16.0
 """A router logit that is never chosen. The weight of the one that is chosen is divided by itself,
 so it is exactly 1; an exp that underflows would take several times as long."""
 
@@ -72,7 +72,7 @@ def _router_logits(
     """One-hot logits [b·e·p, n] that send each slot to its own expert."""
     n, p = layer.spec.experts, layer.spec.slots
     if selected is None:
-        own = np.full((1, n * p, n), _NEVER, dtype=np.float32)
+        own = np.full((1, n * p, n), NEVER, dtype=np.float32)
         own[0, np.arange(n * p), np.arange(n * p) // p] = 0.0
         batch = b.op("Shape", slots, start=0, end=1, name="experts/batch")
         shape = b.op("Concat", batch, b.ints(1, 1), axis=0, name="experts/logits_shape")
@@ -86,7 +86,7 @@ def _router_logits(
     own_expert = b.op(
         "Equal", column, b.constant(np.arange(n, dtype=np.int64)), name="experts/one_hot"
     )
-    return b.op("Where", own_expert, b.number(0.0), b.number(_NEVER), name="experts/logits")
+    return b.op("Where", own_expert, b.number(0.0), b.number(NEVER), name="experts/logits")
 
 
 def _unable(spec: SoftMoESpec) -> str | None:
@@ -111,7 +111,7 @@ def _no_kernel(precision: Precision, target: Target) -> str | None:
     return f"com.microsoft.MoE has no {precision.upper()} kernel there"
 
 
-TANH = 8
+EXPONENTIAL = 8
 """What the tanh of a GELU takes in that node, in passes over its input."""
 
 
@@ -123,7 +123,7 @@ def predict_us(work: Work, machine: Machine) -> float:
     number.
     """
     rows = work.selections * work.spec.slots
-    tanh = 1 if work.spec.activation == "relu" else TANH
+    tanh = 1 if work.spec.activation == "relu" else EXPONENTIAL
     return (
         stacked_us(work, work.expected_active, PACKED_ROWS, machine)
         + expert_macs(work, work.selections) / machine.macs_per_us

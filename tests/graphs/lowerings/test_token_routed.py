@@ -85,10 +85,10 @@ def test_weights_may_be_zero_or_negative(lowering: str, target: Target) -> None:
     assert error(y, formula(layer, x, index, weights)) < 1e-5
 
 
-@pytest.mark.parametrize("lowering", ["dense", "grouped", "conditional"])
-def test_k_may_be_known_when_the_graph_runs(lowering: str) -> None:
+@pytest.mark.parametrize(("lowering", "target"), CASES)
+def test_k_may_be_known_when_the_graph_runs(lowering: str, target: Target) -> None:
     layer = experts(PLAIN)
-    graph = session(lowered(layer, lowering))
+    graph = session(lowered(layer, lowering, target=target))
     for k in (1, 2, 3, 6):
         inputs = routed(PLAIN, 4, k=k)
         assert error(run(graph, *inputs), formula(layer, *inputs)) < 1e-5
