@@ -135,8 +135,7 @@ def export_job(
 
 def _needs_ranges(model: Model, options: ExportOptions) -> bool:
     """Whether something becomes INT8 whose rows have no scales of their own."""
-    precision = options.precision
-    if precision.quant_format(options.target) == "qdq" or precision.scope == "all":
+    if options.precision.quant_format(options.target) == "qdq":
         return True
     return not all(layer.spec.dynamic_int8 for layer in model.layers.values())
 

@@ -89,7 +89,8 @@ class PrecisionOptions:
             "--min-retention": share is not None,
         }
         for option, given in asked.items():
-            if given and self.name != "int8":
+            of_both = option == "--quantize" and self.name == "int4"
+            if given and self.name != "int8" and not of_both:
                 yield _not_int8(option, self.name)
 
     @property

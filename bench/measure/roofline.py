@@ -242,7 +242,10 @@ def layer_parts(
 
 
 def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, ...]:
-    """Returns those of the backbone's `nodes` that the graph file computes in integers."""
+    """Returns those of the backbone's `nodes` that the graph file computes in integers.
+
+    Those with weights of four bits are products of floats.
+    """
     wanted = list(nodes)
     if not wanted:
         return ()
@@ -266,7 +269,7 @@ def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, .
         shape, (inputs, outputs) = shapes.get(rounded[name]), weights[f"{name}/weight"]
         return IntegerLinear(name, None if shape is None else shape[:-1], (inputs, outputs))
 
-    return tuple(map(linear, wanted))
+    return tuple(linear(name) for name in wanted if name in rounded)
 
 
 def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> Products:

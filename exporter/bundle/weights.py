@@ -35,6 +35,7 @@ WEIGHT_TYPES = frozenset(
         ir.DataType.BFLOAT16,
         ir.DataType.INT8,
         ir.DataType.UINT8,
+        ir.DataType.INT4,
     }
 )
 
@@ -185,4 +186,6 @@ def write_backbone(writer: WeightsWriter, traced: ir.Model) -> None:
         if tensor.dtype not in WEIGHT_TYPES or tensor.nbytes < INLINE_BYTES:
             continue
         shape = tuple(tensor.shape.numpy())
-        value.const_value = writer.add([tensor.numpy()], shape, tensor.dtype).external(name)
+        packed = tensor.dtype.bitwidth < 8
+        array = np.frombuffer(tensor.tobytes(), np.uint8) if packed else tensor.numpy()
+        value.const_value = writer.add([array], shape, tensor.dtype).external(name)

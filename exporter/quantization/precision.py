@@ -17,7 +17,12 @@ from ...graphs.choices import FloatName, Precision
 from ...graphs.layers.base import MoELayer
 from ...graphs.lower import simplify
 from ...graphs.names import EXPERT_OUTPUTS, EXPERT_PRODUCTS, operand_of, range_key
-from ...graphs.precision.backbone import QuantizedLinear, backbone_linears, quantize_backbone
+from ...graphs.precision.backbone import (
+    QuantizedLinear,
+    backbone_linears,
+    block_backbone,
+    quantize_backbone,
+)
 from ...graphs.precision.fp16 import Fp32Node, beyond, misfit, to_fp16
 from ...graphs.precision.types import (
     DYNAMIC_ROW,
@@ -159,12 +164,14 @@ def apply_precision(
         layers[name] = _layer(name, layer, job.options, table, reason)
     dtype = FLOAT_TYPES[asked.float_name(target)]
     linears: list[QuantizedLinear] = []
+    if asked.name == "int4" and BACKBONE in quantised:
+        products = list(backbone_linears(traced.graph))
+        linears = block_backbone(traced, products, asked.quant_format(target))
     if asked.name == "int8" and BACKBONE in quantised:
-        assert table is not None
         linears = quantize_backbone(
             traced,
             list(backbone_linears(traced.graph)),
-            table.range,
+            None if table is None else table.range,
             asked.quant_format(target),
             asked.weight_quantization(target),
             dtype,
@@ -306,6 +313,7 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, A
             "form": asked.quant_format(target),
             "weights": f"int4, per expert, in blocks of {INT4_BLOCK} of each output channel",
             "activations": asked.float_name(target),
+            "linears": {linear.node: linear.reason for linear in plan.linears},
         }
     if asked.name == "int8":
         weights, form = asked.weight_quantization(target), asked.quant_format(target)

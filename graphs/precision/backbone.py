@@ -1,8 +1,10 @@
 """Quantises the linear layers of a traced backbone: `--quantize all`.
 
 Only products with a constant matrix are touched. Attention's products of two activations, softmax,
-normalisations and the router stay as they are, and so does what the graph's outputs come from
-directly: a classifier's head is small, and its rounding would go into the result as it is.
+normalisations and the router stay as they are. So does, with calibrated INT8, what the graph's
+outputs come from directly: a classifier's head is small, and its rounding would go into the result
+as it is. Where rows have scales of their own, or stay floats, the head is taken along: that of a
+language model reads as much as its experts.
 """
 
 from __future__ import annotations
@@ -14,16 +16,21 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..layers.base import StoredPart
 from ..names import INPUT, MICROSOFT, range_key
-from .products import Linear, operand, product
+from .products import Linear, operand, product, scaled_rows
+from .routers import router_nodes
 from .types import (
+    DYNAMIC_ROW,
+    INT4_BLOCK,
+    BlockedWeights,
     ComputeTypes,
     QuantFormat,
     QuantizedProducts,
     Range,
     WeightQuantization,
 )
-from .weights import activation_scale, quantize
+from .weights import activation_scale, converted, quantize
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +53,13 @@ class BackboneLinear:
 
 
 def backbone_linears(graph: ir.Graph) -> Iterator[BackboneLinear]:
-    """Yields the linear layers of a traced graph in execution order, those of MoE layers not."""
+    """Yields the linear layers of a traced graph in execution order, those of MoE layers not.
+
+    Nor those that choose experts.
+    """
+    routers = router_nodes(graph)
     for node in graph:
-        if node.domain or node.op_type not in ("MatMul", "Gemm"):
+        if node.domain or node.op_type not in ("MatMul", "Gemm") or node in routers:
             continue
         x, weight = node.inputs[0], node.inputs[1]
         if x is None or weight is None or x.const_value is not None:
@@ -66,7 +77,7 @@ HEAD = "it gives the graph's output"
 
 @dataclass(frozen=True, slots=True)
 class QuantizedLinear:
-    """A linear layer of the backbone; `reason`: why it stayed in floats, None where it is INT8."""
+    """A linear layer of the backbone; `reason`: why it stayed in floats, None where it did not."""
 
     node: str
     reason: str | None
@@ -75,25 +86,49 @@ class QuantizedLinear:
 def quantize_backbone(
     model: ir.Model,
     linears: list[BackboneLinear],
-    range_of: Callable[[str], Range],
+    range_of: Callable[[str], Range] | None,
     form: QuantFormat,
     weights: WeightQuantization,
     float_type: ir.DataType,
 ) -> list[QuantizedLinear]:
     """Replaces the linear layers of a traced model by INT8 ones, in place; tells of each.
 
-    `float_type` is what the model will compute in: scales are numbers that it holds.
+    `float_type` is what the model will compute in: scales are numbers that it holds. Without ranges
+    each row gets a scale of its own while the graph runs.
     """
     made = []
     for linear in linears:
         name = linear.node.name
         assert name is not None
-        head = _is_head(model.graph, linear.node)
+        head = range_of is not None and _is_head(model.graph, linear.node)
         if not head:
-            scale = activation_scale(range_of(linear.key), float_type, qdq=form == "qdq")
-            quantized = QuantizedProducts(form, weights, {linear.key: scale})
-            _replace(model.graph, linear, quantized, float_type)
+            scale = DYNAMIC_ROW
+            if range_of is not None:
+                scale = activation_scale(range_of(linear.key), float_type, qdq=form == "qdq")
+            steps = {linear.key: scale}
+            quantized = QuantizedProducts(form, weights, steps, dynamic=range_of is None)
+            _replace(model.graph, linear, ComputeTypes(quantized=quantized), float_type)
         made.append(QuantizedLinear(name, HEAD if head else None))
+    if form == "kernel" and any(each.reason is None for each in made):
+        model.graph.opset_imports.setdefault(MICROSOFT, 1)
+    return made
+
+
+def block_backbone(
+    model: ir.Model, linears: list[BackboneLinear], form: QuantFormat
+) -> list[QuantizedLinear]:
+    """Replaces the weights of a traced model's linear layers by ones of four bits, in place."""
+    made = []
+    for linear in linears:
+        name, shape = linear.node.name, linear.weight.shape
+        assert name is not None and shape is not None
+        width = shape.numpy()[1 if linear.transposed else 0]
+        whole = width % INT4_BLOCK == 0
+        if whole:
+            compute = ComputeTypes(blocked=BlockedWeights(form, frozenset({linear.key})))
+            _replace(model.graph, linear, compute, ir.DataType.FLOAT)
+        reason = f"its rows of {width} numbers are no whole blocks of {INT4_BLOCK}"
+        made.append(QuantizedLinear(name, None if whole else reason))
     if form == "kernel" and any(each.reason is None for each in made):
         model.graph.opset_imports.setdefault(MICROSOFT, 1)
     return made
@@ -112,23 +147,26 @@ def _is_head(graph: ir.Graph, node: ir.Node) -> bool:
 
 
 def _replace(
-    graph: ir.Graph, linear: BackboneLinear, quantized: QuantizedProducts, float_type: ir.DataType
+    graph: ir.Graph, linear: BackboneLinear, compute: ComputeTypes, float_type: ir.DataType
 ) -> None:
     node, tensor = linear.node, linear.weight.const_value
     assert tensor is not None and node.name is not None
     matrix = tensor.numpy().T if linear.transposed else tensor.numpy()
-    integers, scale = quantize(matrix, quantized.weights, float_type)
-    if quantized.format != "qdq":
-        scale = scale * np.float32(quantized.inputs[linear.key].scale)
     b = Builder(node.name)
-    compute = ComputeTypes(quantized=quantized)
-    rows = operand(b, compute, linear.key, linear.input, "products")
+    rows, by_row = linear.input, None
+    if compute.quantized is not None and compute.quantized.dynamic:
+        rows, by_row = scaled_rows(b, rows, "products")
+    rows = operand(b, compute, linear.key, rows, "products")
     weight, scales = (
-        b.weight(ir.tensor(array), f"{node.name}/{name}")
-        for name, array in (("weight", integers), ("scale", scale))
+        b.weight(tensor, f"{node.name}/{name}")
+        for name, tensor in zip(
+            ("weight", "scale"), _integers(linear.key, matrix, compute, float_type), strict=True
+        )
     )
     constants = Linear(linear.key, weight, scales, None, "tokens")
     y = product(b, compute, rows, constants, "products")
+    if by_row is not None:
+        y = b.op("Mul", y, by_row, name="unscaled")
     bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
     if bias is not None:
         y = b.op("Add", y, bias, name="output")
@@ -143,3 +181,22 @@ def _replace(
     y.shape = old.shape
     ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
     graph.remove(node, safe=True)
+
+
+def _integers(
+    key: str, matrix: np.ndarray, compute: ComputeTypes, float_type: ir.DataType
+) -> Iterator[ir.TensorProtocol]:
+    """A weight [in, out] as integers, and its scales."""
+    quantized = compute.quantized
+    if quantized is not None:
+        integers, scale = quantize(matrix, quantized.weights, float_type)
+        if quantized.format != "qdq":
+            scale = scale * np.float32(quantized.inputs[key].scale)
+        yield from (ir.tensor(integers), ir.tensor(scale))
+        return
+    for part in converted([StoredPart(key, matrix.shape, [matrix])], compute):
+        (array,) = part.parts
+        if part.dtype == ir.DataType.INT4:
+            yield ir.PackedTensor(array, part.dtype, shape=ir.Shape(part.shape))
+        else:
+            yield ir.tensor(np.ascontiguousarray(array).reshape(part.shape))

@@ -16,6 +16,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..names import DOMAIN
+from .routers import router_nodes
 
 FLOAT = ir.DataType.FLOAT
 
@@ -91,7 +92,7 @@ def to_fp16(
     `peaks` are max|x| of values by name, where they were observed. Float inputs and outputs of the
     graph become `io`.
     """
-    work = _Conversion(model.graph, dtype, peaks)
+    work = _Conversion(model.graph, dtype, peaks, frozenset(router_nodes(model.graph)))
     for value in model.graph.inputs:
         if value.dtype == FLOAT:
             value.type = ir.TensorType(io)
@@ -137,6 +138,7 @@ class _Conversion:
     graph: ir.Graph
     dtype: ir.DataType
     peaks: Mapping[str, float]
+    routers: frozenset[ir.Node]
     types: dict[ir.Value, ir.DataType] = field(default_factory=dict)
     fp32_nodes: list[Fp32Node] = field(default_factory=list)
     _casts: dict[tuple[ir.Value, ir.DataType], ir.Value] = field(default_factory=dict)
@@ -181,6 +183,11 @@ class _Conversion:
         self, node: ir.Node, floats: list[ir.Value], made: list[ir.Value]
     ) -> tuple[str | None, bool]:
         """Why a node stays in FP32, and whether its kind always does; None where it has 16 bits."""
+        if node in self.routers:
+            return "it chooses experts", True
+        return self._reason_of_kind(node) or self._reason_of_values(node, floats, made)
+
+    def _reason_of_kind(self, node: ir.Node) -> tuple[str | None, bool] | None:
         if any(attribute.type == ir.AttributeType.GRAPH for attribute in node.attributes.values()):
             return "it holds a graph of its own", False
         if node.domain not in ("", DOMAIN):
@@ -188,6 +195,11 @@ class _Conversion:
         if not node.domain and node.op_type not in FP16_OPS:
             usual = FP32_OPS.get(node.op_type)
             return usual or UNKNOWN, usual is not None
+        return None
+
+    def _reason_of_values(
+        self, node: ir.Node, floats: list[ir.Value], made: list[ir.Value]
+    ) -> tuple[str | None, bool]:
         for value in made if node.domain == DOMAIN else (*floats, *made):
             assert value.name is not None
             peak = self.peaks.get(value.name)

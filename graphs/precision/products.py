@@ -17,7 +17,7 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..names import MICROSOFT
-from .types import BlockedWeights, ComputeTypes, QuantizedProducts
+from .types import INT8_LEVELS, BlockedWeights, ComputeTypes, QuantizedProducts
 
 Rows = Literal["matrix", "tokens", "token", "stacked"]
 """What a product is of. `matrix`: [r, in]·[in, out]; `tokens`: the rows have any rank; `token`: one
@@ -51,6 +51,22 @@ def operand(b: Builder, compute: ComputeTypes, key: str, rows: ir.Value, name: s
     return b.op(
         "QuantizeLinear", rows, *_scale(b, compute, quantized, key), name=f"{name}_integers"
     )
+
+
+TINY_ROW = 1e-30
+"""The scale of a row of zeros."""
+
+
+def scaled_rows(b: Builder, rows: ir.Value, name: str) -> tuple[ir.Value, ir.Value]:
+    """Adds rows [..., w] divided by scales of their own, for `QuantizedProducts.dynamic`.
+
+    The second are those scales [..., 1], which what comes of the rows is to be multiplied by.
+    """
+    sizes = b.op("Abs", rows, name=f"{name}_sizes")
+    peak = b.op("ReduceMax", sizes, b.ints(-1), keepdims=1, name=f"{name}_peak")
+    step = b.op("Mul", peak, b.number(1.0 / INT8_LEVELS), name=f"{name}_step")
+    scale = b.op("Max", step, b.number(TINY_ROW), name=f"{name}_scale")
+    return b.op("Div", rows, scale, name=f"{name}_scaled"), scale
 
 
 def product(

@@ -6,7 +6,7 @@ keep FP32. Everything streams: one expert's matrix is converted while it is writ
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import ml_dtypes
@@ -30,7 +30,7 @@ TINY = float(np.finfo(np.float16).tiny)
 """The scale of a column of zeros: any positive number that every float type holds."""
 
 
-def converted(parts: Iterator[StoredPart], compute: ComputeTypes) -> Iterator[StoredPart]:
+def converted(parts: Iterable[StoredPart], compute: ComputeTypes) -> Iterator[StoredPart]:
     """Yields a layer's weights as `compute` wants them.
 
     A weight W that multiplies as integers is followed by `W.scale` [..., out]: the real number that
@@ -41,10 +41,10 @@ def converted(parts: Iterator[StoredPart], compute: ComputeTypes) -> Iterator[St
     for part in parts:
         quantized = compute.quantized
         blocked = compute.blocked
-        if not part.name.startswith(CONVERTED):
-            yield part
-        elif blocked is not None and part.name in blocked.weights:
+        if blocked is not None and part.name in blocked.weights:
             yield from _in_blocks(part, blocked, compute.inner)
+        elif not part.name.startswith(CONVERTED):
+            yield part
         elif quantized is not None and part.name in quantized.inputs:
             yield from _integers(part, quantized, compute.inner)
         else:

@@ -11,13 +11,9 @@ import onnx_ir as ir
 from ...builder import Builder
 from ...layers.stored import ExpertsLayer
 from ...names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, MICROSOFT, OUTPUT
-from ...precision.products import Linear, operand, product
-from ...precision.types import INT8_LEVELS
+from ...precision.products import Linear, operand, product, scaled_rows
 from ...targets import MICROSOFT_OPS
 from ..experts import stacked_linear
-
-TINY = 1e-30
-"""The scale of a row of zeros."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +52,7 @@ def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: s
     quantized = layer.compute.quantized
     if quantized is None or not quantized.dynamic:
         return Rows(operand(b, layer.compute, key, rows, name))
-    sizes = b.op("Abs", rows, name=f"{name}_sizes")
-    peak = b.op("ReduceMax", sizes, b.ints(-1), keepdims=1, name=f"{name}_peak")
-    step = b.op("Mul", peak, b.number(1.0 / INT8_LEVELS), name=f"{name}_step")
-    scale = b.op("Max", step, b.number(TINY), name=f"{name}_scale")
-    scaled = b.op("Div", rows, scale, name=f"{name}_scaled")
+    scaled, scale = scaled_rows(b, rows, name)
     return Rows(operand(b, layer.compute, key, scaled, name), scale)
 
 

@@ -1,0 +1,37 @@
+"""What chooses experts in the network around a MoE layer: it keeps FP32, whatever else does not.
+
+A layer whose choice is made around it takes what was chosen as inputs of its node. The nodes that
+lead to those inputs, and not to the layer's tokens, are its router.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import onnx_ir as ir
+
+from ..names import DOMAIN
+
+
+def router_nodes(graph: ir.Graph) -> set[ir.Node]:
+    """Returns the nodes of a traced graph that choose experts for layers they are not part of."""
+    found: set[ir.Node] = set()
+    for node in graph:
+        if node.domain == DOMAIN and len(node.inputs) > 1:
+            tokens, *routed = node.inputs
+            found |= _leading_to(routed, beside=_leading_to([tokens]))
+    return found
+
+
+def _leading_to(
+    values: Iterable[ir.Value | None], beside: set[ir.Node] | None = None
+) -> set[ir.Node]:
+    """The nodes that values depend on, but for those `beside` and what these depend on."""
+    beside, found = beside or set(), set[ir.Node]()
+    waiting = [value for value in values if value is not None]
+    while waiting:
+        node = waiting.pop().producer()
+        if node is not None and node not in found and node not in beside:
+            found.add(node)
+            waiting += [value for value in node.inputs if value is not None]
+    return found
