@@ -11,7 +11,6 @@ from typing import Literal, get_args
 
 import numpy as np
 
-from ..calibration.arrays import npz_archive, npz_array, npz_names
 from ..calibration.feeds import (
     Array,
     LabelledBatch,
@@ -19,6 +18,9 @@ from ..calibration.feeds import (
     check_classes,
     labelled_batches,
     limited_pairs,
+    npz_archive,
+    npz_array,
+    npz_names,
     rebatched_pairs,
 )
 from ..common.user_code import names_code

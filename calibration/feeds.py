@@ -1,29 +1,290 @@
-"""Real inputs, streamed in batches: `.npz`, a folder of `.npy`, or `package.module:iterable`."""
+"""Real inputs, streamed in batches: `.npz`, a folder of `.npy`, or `package.module:iterable`.
+
+Files are read as streams, a few rows at a time: mapped pages would count as memory in use, and an
+array inside an archive cannot be mapped.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import lzma
+import math
+import tokenize
+import zipfile
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import numpy as np
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from ..common.user_code import attribute_of, module_of, names_code
 from ..errors import FeedError
-from .arrays import (
-    LABEL_NAMES,
-    WANTED,
-    check_inputs,
-    npy_count,
-    npy_rows,
-    npz_archive,
-    npz_array,
-    npz_count,
-    npz_names,
-    npz_rows,
-)
+
+IGNORED = -1
+"""A target token that is not counted."""
+
+Array = NDArray[Any]
+
+Labels = NDArray[np.int64]
+
+LabelledBatch = tuple[Array, Labels | None]
+"""Inputs [b, …] and their labels: classes [b], or target tokens [b, m]."""
+
+Arrays = Mapping[str, np.ndarray]
+"""A batch of every input of a model, [b, …] each, by name; the first is that which feeds are of."""
+
+Feed = str | Path | np.ndarray | Iterable[object]
+"""What a caller may hand over: where inputs are, or the inputs themselves; `_array_of` says what an
+iterable may yield."""
+
+WANTED = "a feed gives batches of numbers, [b, …]: arrays, or dicts that hold them by input name"
+
+LABEL_NAMES = ("label", "labels", "y")
+"""What labels are called in an archive: never taken for inputs."""
+
+_THEIRS = "the feed's own code failed: --verbose shows where"
+
+
+def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
+    """Yields batches [b, …] of the input called `name`, in order; files give a few rows at a time.
+
+    Raises `FeedError` that names the file, array or object when there is nothing to read.
+    """
+    return (inputs for inputs, _ in _pairs(feed, name, labelled=False))
+
+
+def labelled_batches(feed: Feed, name: str) -> Iterator[LabelledBatch]:
+    """Yields batches [b, …] of the input called `name` with their labels, None where it has none.
+
+    Labels are the array `label`, `labels` or `y` of an `.npz` or of a dict that code yields, and
+    the second of a tuple. Raises `FeedError` that names what cannot be read, or cannot be labels.
+    """
+    return _pairs(feed, name, labelled=True)
+
+
+def named_batches(feed: Feed, names: Sequence[str]) -> Iterator[Arrays]:
+    """Yields batches of those of a model's inputs that a feed has; the first it must have.
+
+    Of an `.npz` and of the dicts that code yields all that are called so; of any other feed the
+    first.
+    """
+    first, *others = names
+    items, where = feed, "the feed"
+    if others and isinstance(feed, str | Path):
+        path = Path(feed)
+        if path.suffix == ".npz":
+            arrays = {n: npz_array(path, n) for n in npz_names(path) if n in others}
+            start = 0
+            for rows in _rows_in(path, first):
+                end = start + len(rows)
+                yield {first: rows, **{name: x[start:end] for name, x in arrays.items()}}
+                start = end
+            return
+        if not path.exists() and names_code(str(feed)):
+            items, where = _imported_items(str(feed)), str(feed)
+    if not others or isinstance(items, np.ndarray | str | Path):
+        yield from ({first: batch} for batch in batches(feed, first))
+        return
+    for item in items:
+        batch = {first: _array_of(item, first, where)}
+        if isinstance(item, dict):
+            batch |= {name: _array_of(item, name, where) for name in others if name in item}
+        yield batch
+
+
+def count(feed: Feed, name: str) -> int | None:
+    """Returns how many inputs a feed holds, or None where only reading it would tell."""
+    if isinstance(feed, np.ndarray):
+        return len(feed) if feed.ndim else None
+    if not isinstance(feed, str | Path) or not Path(feed).exists():
+        return None
+    found = 0
+    for file in _files(Path(feed)):
+        with _inputs_in(file, name) as (_, header):
+            found += header.shape[0]
+    return found
+
+
+def samples(feed: Feed, name: str, most: int) -> np.ndarray:
+    """Returns the first `most` inputs of a feed as one array [most or fewer, …]."""
+    taken = list(limited(batches(feed, name), most))
+    if not taken:
+        raise FeedError("the feed holds no inputs", hint=f"give at least one array for '{name}'")
+    # Inputs of several sizes (images of any height): keep those that stack.
+    return np.concatenate([batch for batch in taken if batch.shape[1:] == taken[0].shape[1:]])
+
+
+def _pairs(feed: Feed, name: str, *, labelled: bool) -> Iterator[LabelledBatch]:
+    where = "the feed"
+    if isinstance(feed, np.ndarray):
+        check_inputs(feed.dtype, feed.shape, where)
+        yield feed, None
+        return
+    if isinstance(feed, str | Path):
+        where, path = str(feed), Path(feed)
+        if path.exists():
+            if labelled and path.suffix == ".npz" and path.is_file():
+                yield from _labelled_archive(path, name)
+                return
+            for file in _files(path):
+                for rows in _rows_in(file, name):
+                    yield rows, None
+            return
+        if not names_code(where):
+            raise FeedError(
+                f"{where}: no such feed",
+                hint="a feed is an .npz file, a folder of .npy files or package.module:iterable",
+            )
+        feed = _imported_items(where)
+    if not isinstance(feed, Iterable):
+        raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
+    for item in feed:
+        inputs = _array_of(item, name, where)
+        yield inputs, _labels_of(item, inputs, where) if labelled else None
+
+
+def _files(path: Path) -> list[Path]:
+    """The file itself, or those of a folder."""
+    if not path.is_dir():
+        return [path]
+    files = sorted(path.glob("*.npy"))
+    if not files:
+        raise FeedError(
+            f"{path}: the folder holds no .npy file", hint="each file is one batch [b, …]"
+        )
+    return files
+
+
+def _imported_items(where: str) -> Iterator[object]:
+    try:
+        target = attribute_of(module_of(where), where)
+    except Exception as error:
+        raise FeedError(
+            f"{where}: cannot be imported ({error})",
+            hint="name an iterable of batches, or a function that returns one",
+        ) from error
+    # What fails inside the user's code is the user's to see: its own words, as an error of a feed.
+    try:
+        items = iter(target() if callable(target) else target)
+    except TypeError as error:
+        raise FeedError(
+            f"{where}: is {type(target).__name__}, not an iterable of batches ({error})",
+            hint=WANTED,
+        ) from error
+    except Exception as error:
+        raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_THEIRS) from error
+    while True:
+        try:
+            item = next(items)
+        except StopIteration:
+            return
+        except Exception as error:
+            raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_THEIRS) from error
+        yield item
+
+
+def _array_of(item: object, name: str, where: str) -> np.ndarray:
+    """The batch in what an iterable yields: an array or tensor, or a dict or tuple with it."""
+    if isinstance(item, dict):
+        if name not in item:
+            raise FeedError(f"{where}: yields a dict without '{name}'", hint=WANTED)
+        item = item[name]
+    elif isinstance(item, tuple | list) and item:
+        item = item[0]
+    try:
+        array = np.asarray(item)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise FeedError(
+            f"{where}: yields {type(item).__name__}, not an array ({error})", hint=WANTED
+        ) from error
+    check_inputs(array.dtype, array.shape, where, type(item).__name__)
+    return array
+
+
+def check_inputs(
+    dtype: np.dtype[Any], shape: tuple[int, ...], where: str, yielded: str | None = None
+) -> None:
+    """Raises `FeedError` unless an array can be a batch of inputs: numbers, with a batch axis."""
+    if dtype.kind not in "biuf" or not shape:
+        what = f"yields {yielded}" if yielded else f"holds {dtype.name} {shape}"
+        raise FeedError(f"{where}: {what}, not an array of inputs", hint=WANTED)
+
+
+def _labels_of(item: object, inputs: Array, where: str) -> Labels | None:
+    labels: object = None
+    if isinstance(item, dict):
+        labels = next((item[name] for name in LABEL_NAMES if name in item), None)
+    elif isinstance(item, tuple | list) and len(item) > 1:
+        labels = item[1]
+    if labels is None:
+        return None
+    where = f"{where}: a batch's labels"
+    return _checked_labels(np.asarray(labels), inputs.dtype, inputs.shape, where, "the batch")
+
+
+def _labelled_archive(path: Path, name: str) -> Iterator[LabelledBatch]:
+    """The batches of an `.npz`; its labels, a number an input, are read whole."""
+    held = npz_archive(path, name)
+    labels: Labels | None = None
+    if held.label is not None:
+        array, header = npz_array(path, held.label), held.header
+        where = f"{path}: array '{held.label}'"
+        labels = _checked_labels(array, header.dtype, header.shape, where, f"'{held.inputs}'")
+    start = 0
+    for rows in _rows_in(path, name):
+        yield rows, None if labels is None else labels[start : start + len(rows)]
+        start += len(rows)
+
+
+def _checked_labels(
+    array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], where: str, inputs_from: str
+) -> Labels:
+    """The labels of inputs of that type and shape: classes [b], or for ids [b, m] target ids."""
+    tokens = dtype.kind in "iu" and array.shape == shape and array.ndim > 1
+    if array.ndim != 1 and not tokens:
+        raise FeedError(
+            f"{where} has shape {array.shape}; labels are one class per sample",
+            hint="save labels.ravel()"
+            if array.ndim == 2 and array.shape[1] == 1
+            else "for one-hot labels save labels.argmax(axis=1)",
+        )
+    if len(array) != shape[0]:
+        raise FeedError(
+            f"{where} holds {len(array)} labels for the {shape[0]} samples of {inputs_from}"
+        )
+    whole = array.dtype.kind in "iu" or (
+        array.dtype.kind == "f" and bool((array == np.round(array)).all())
+    )
+    if not whole:
+        raise FeedError(
+            f"{where} has dtype {array.dtype} and is not whole numbers",
+            hint="labels are class indices counted from 0",
+        )
+    labels: Labels = array.astype(np.int64)
+    if not tokens and labels.size and labels.min() < 0:
+        first = int(np.flatnonzero(labels < 0)[0])
+        raise FeedError(f"{where} holds the negative label {int(labels[first])} at index {first}")
+    return labels
+
+
+def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -> None:
+    """Raises FeedError unless every label is a class; `first` is the index of the first one."""
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if wrong.size:
+        at = int(wrong[0])
+        raise FeedError(
+            f"{where} holds {wrong.size} labels outside 0..{classes - 1}; "
+            f"the first is {int(labels[at])} at index {first + at}",
+            hint=f"the model has {classes} classes, counted from 0",
+        )
+
+
+# --- streams -----------------------------------------------------------------------------------
 
 
 class FeedHash:
@@ -103,10 +364,6 @@ def rebatched_pairs(pairs: Iterable[Pair], size: int) -> Iterator[Pair]:
         yield _joined(held)
 
 
-Arrays = Mapping[str, np.ndarray]
-"""A batch of every input of a model, [b, …] each, by name; the first is that which feeds are of."""
-
-
 def limited_arrays(batches: Iterable[Arrays], count: int | None) -> Iterator[Arrays]:
     """Yields batches of several inputs until `count` have come, all of them for None."""
     left = count
@@ -167,273 +424,208 @@ def _joined(parts: list[Pair]) -> Pair:
     return inputs, np.concatenate(labels) if labels else None
 
 
-Feed = str | Path | np.ndarray | Iterable[object]
-"""What a caller may hand over: where inputs are, or the inputs themselves; `array_of` says what an
-iterable may yield."""
+# --- files of arrays ---------------------------------------------------------------------------
 
-_THEIRS = "the feed's own code failed: --verbose shows where"
+CHUNK_BYTES = 4 << 20
+"""What is read at once, at least one row."""
+
+UNREADABLE = (
+    *(ValueError, TypeError, KeyError, EOFError, OSError, OverflowError, RecursionError),
+    *(zipfile.BadZipFile, zlib.error, lzma.LZMAError, tokenize.TokenError, SyntaxError),
+    *(NotImplementedError, RuntimeError),
+)
+"""What reading a file that is none, or is damaged, raises: zip archives have a dozen ways to be no
+archive that Python reads, and headers of arrays are parsed as Python."""
 
 
-def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
-    """Yields batches [b, …] of the input called `name`, in order; files give a few rows at a time.
+@dataclass(frozen=True, slots=True)
+class Header:
+    """What an array is, before its numbers are read."""
 
-    Raises `FeedError` that names the file, array or object when there is nothing to read.
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype[Any]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one input."""
+        return self.dtype.itemsize * math.prod(self.shape[1:])
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """What an `.npz` file holds, before its numbers are read.
+
+    `inputs` is the array that was asked for, or the only one that is not called as labels are;
+    `header` is its header and `label` the array of labels, None without one. `digest` tells the
+    file's content from any other: it is made of the checksums that an archive keeps.
     """
-    if isinstance(feed, np.ndarray):
-        yield _inputs(feed, "the feed")
-    elif isinstance(feed, str | Path):
-        yield from _located(str(feed), name)
-    elif isinstance(feed, Iterable):
-        for item in feed:
-            yield array_of(item, name, "the feed")
-    else:
-        raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
+
+    inputs: str
+    header: Header
+    label: str | None
+    digest: str
 
 
-def named_batches(feed: Feed, names: Sequence[str]) -> Iterator[Arrays]:
-    """Yields batches of those of a model's inputs that a feed has; the first it must have.
+def npz_archive(path: Path, name: str) -> Archive:
+    """Returns what an `.npz` file holds for an input called `name`.
 
-    Of an `.npz` and of the dicts that code yields all that are called so; of any other feed the
-    first.
+    Raises `FeedError` that names the file, or lists its arrays.
     """
-    first, *others = names
-    if others and isinstance(feed, str | Path) and Path(feed).suffix == ".npz":
-        found = [name for name in others if name in npz_names(Path(feed))]
-        arrays = {name: npz_array(Path(feed), name) for name in found}
-        start = 0
-        for rows in npz_rows(Path(feed), first):
-            end = start + len(rows)
-            yield {first: rows, **{name: x[start:end] for name, x in arrays.items()}}
-            start = end
-        return
-    if not others or isinstance(feed, np.ndarray | str | Path):
-        located = isinstance(feed, str | Path) and not Path(feed).exists()
-        if not (others and located and names_code(str(feed))):
-            yield from ({first: batch} for batch in batches(feed, first))
-            return
-        where, items = str(feed), imported_items(str(feed))
-    else:
-        where, items = "the feed", iter(feed)
-    for item in items:
-        batch = {first: array_of(item, first, where)}
-        if isinstance(item, dict):
-            batch |= {name: array_of(item, name, where) for name in others if name in item}
-        yield batch
+    with _archive(path) as archive:
+        inputs = _inputs_name(archive, path, name)
+        with _member(archive, inputs) as (file, size):
+            header = _inputs_header(file, path, size)
+        label = next((n for n in LABEL_NAMES if n in _names(archive) and n != inputs), None)
+        members = sorted((m.filename, m.CRC, m.file_size) for m in archive.infolist())
+        return Archive(inputs, header, label, hashlib.sha256(repr(members).encode()).hexdigest())
 
 
-def count(feed: Feed, name: str) -> int | None:
-    """Returns how many inputs a feed holds, or None where only reading it would tell."""
-    if isinstance(feed, np.ndarray):
-        return len(feed) if feed.ndim else None
-    if not isinstance(feed, str | Path) or not Path(feed).exists():
-        return None
-    path = Path(feed)
-    if path.is_dir():
-        return sum(npy_count(file) for file in _files(path))
-    return npz_count(path, name) if path.suffix == ".npz" else npy_count(path)
+def npz_names(path: Path) -> tuple[str, ...]:
+    """Returns the names of the arrays in an `.npz` file; `FeedError` when it is none."""
+    with _archive(path) as archive:
+        return _names(archive)
 
 
-def samples(feed: Feed, name: str, most: int) -> np.ndarray:
-    """Returns the first `most` inputs of a feed as one array [most or fewer, …]."""
-    taken = list(limited(batches(feed, name), most))
-    if not taken:
-        raise FeedError("the feed holds no inputs", hint=f"give at least one array for '{name}'")
-    if len({batch.shape[1:] for batch in taken}) > 1:
-        # Inputs of several sizes (images of any height): keep those that stack.
-        taken = [batch for batch in taken if batch.shape[1:] == taken[0].shape[1:]]
-    return np.concatenate(taken)
+def npz_array(path: Path, name: str) -> np.ndarray:
+    """Returns a whole array of an `.npz` file; `FeedError` where it is none, or one of objects."""
+    with _archive(path) as archive, _member(archive, name) as (file, size):
+        _header(file, f"{path}: array '{name}'", size)
+        file.seek(0)
+        return np.asarray(npy.read_array(file, allow_pickle=False))
 
 
-def _located(where: str, name: str) -> Iterator[np.ndarray]:
-    path = Path(where)
-    if path.is_dir():
-        yield from _folder(path)
-    elif path.exists():
-        yield from npz_rows(path, name) if path.suffix == ".npz" else npy_rows(path)
-    elif names_code(where):
-        for item in imported_items(where):
-            yield array_of(item, name, where)
-    else:
-        raise FeedError(
-            f"{where}: no such feed",
-            hint="a feed is an .npz file, a folder of .npy files or package.module:iterable",
-        )
-
-
-def _folder(path: Path) -> Iterator[np.ndarray]:
-    for file in _files(path):
-        yield from npy_rows(file)
-
-
-def _files(path: Path) -> list[Path]:
-    files = sorted(path.glob("*.npy"))
-    if not files:
-        raise FeedError(
-            f"{path}: the folder holds no .npy file", hint="each file is one batch [b, …]"
-        )
-    return files
-
-
-def imported_items(where: str) -> Iterator[object]:
-    """Yields what `package.module:iterable` yields, as it is; `FeedError` when that fails."""
+@contextmanager
+def _readable(path: Path, kind: str) -> Iterator[None]:
+    """Within the context, what makes a file unreadable is a `FeedError` that names it."""
     try:
-        target = attribute_of(module_of(where), where)
-    except Exception as error:
+        yield
+    except UNREADABLE as error:
+        other = ".npz" if kind == ".npy" else ".npy"
+        if _is(path, other):
+            raise FeedError(
+                f"{path}: not a readable {kind} file (it is an {other})",
+                hint="rename it, if it holds inputs",
+            ) from error
         raise FeedError(
-            f"{where}: cannot be imported ({error})",
-            hint="name an iterable of batches, or a function that returns one",
+            f"{path}: not a readable {kind} file ({error})",
+            hint="inputs are an .npz file, a folder of .npy files or package.module:iterable",
         ) from error
-    # What fails inside the user's code is the user's to see: its own words, as an error of a feed.
+
+
+def _is(path: Path, kind: str) -> bool:
+    """Whether a file begins as those of a kind do."""
     try:
-        items = iter(target() if callable(target) else target)
-    except TypeError as error:
+        with path.open("rb") as file:
+            start = file.read(len(npy.MAGIC_PREFIX))
+    except OSError:
+        return False
+    return start == npy.MAGIC_PREFIX if kind == ".npy" else zipfile.is_zipfile(path)
+
+
+@contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    with _readable(path, ".npz"), zipfile.ZipFile(path) as archive:
+        yield archive
+
+
+@contextmanager
+def _member(archive: zipfile.ZipFile, name: str) -> Iterator[tuple[BinaryIO, int]]:
+    """An array of an archive, open, and its size in bytes."""
+    size = archive.getinfo(f"{name}.npy").file_size
+    with archive.open(f"{name}.npy") as file:
+        yield cast(BinaryIO, file), size
+
+
+def _names(archive: zipfile.ZipFile) -> tuple[str, ...]:
+    return tuple(member.removesuffix(".npy") for member in archive.namelist())
+
+
+def _inputs_name(archive: zipfile.ZipFile, path: Path, name: str) -> str:
+    """The array that holds the inputs called `name`, as `Archive` says."""
+    names = _names(archive)
+    if name in names:
+        return name
+    others = [each for each in names if each not in LABEL_NAMES]
+    if len(others) != 1:
         raise FeedError(
-            f"{where}: is {type(target).__name__}, not an iterable of batches ({error})",
-            hint=WANTED,
-        ) from error
-    except Exception as error:
-        raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_THEIRS) from error
-    while True:
-        try:
-            item = next(items)
-        except StopIteration:
-            return
-        except Exception as error:
-            raise FeedError(f"{where}: {type(error).__name__}: {error}", hint=_THEIRS) from error
-        yield item
+            f"{path}: holds {', '.join(names) or 'nothing'}, but no array '{name}'",
+            hint=f"save the inputs as np.savez(path, {name}=x)",
+        )
+    return others[0]
 
 
-def array_of(item: object, name: str, where: str) -> np.ndarray:
-    """Returns the batch in what an iterable yields: an array or tensor, or a dict or tuple with it.
-
-    Raises `FeedError` for anything else.
-    """
-    if isinstance(item, dict):
-        if name not in item:
-            raise FeedError(f"{where}: yields a dict without '{name}'", hint=WANTED)
-        item = item[name]
-    elif isinstance(item, tuple | list) and item:
-        item = item[0]
-    try:
-        array = np.asarray(item)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise FeedError(
-            f"{where}: yields {type(item).__name__}, not an array ({error})", hint=WANTED
-        ) from error
-    return _inputs(array, where, yielded=type(item).__name__)
-
-
-def _inputs(array: np.ndarray, where: str, yielded: str | None = None) -> np.ndarray:
-    """The array, when it can be a batch of inputs: numbers, with an axis for the batch."""
-    check_inputs(array.dtype, array.shape, where, yielded)
-    return array
-
-
-IGNORED = -1
-"""A target token that is not counted."""
-
-Array = NDArray[Any]
-
-Labels = NDArray[np.int64]
-
-LabelledBatch = tuple[Array, Labels | None]
-"""Inputs [b, …] and their labels: classes [b], or target tokens [b, m]."""
-
-
-def labelled_batches(feed: Feed, name: str) -> Iterator[LabelledBatch]:
-    """Yields batches [b, …] of the input called `name` with their labels, None where it has none.
-
-    Labels are the array `label`, `labels` or `y` of an `.npz` or of a dict that code yields, and
-    the second of a tuple. Raises `FeedError` that names what cannot be read, or cannot be labels.
-    """
-    if isinstance(feed, str | Path):
-        if Path(feed).suffix == ".npz" and Path(feed).is_file():
-            yield from _archive(Path(feed), name)
-            return
-        if not names_code(str(feed)):
-            yield from ((x, None) for x in batches(feed, name))
-            return
-        where, items = str(feed), imported_items(str(feed))
-    elif isinstance(feed, np.ndarray):
-        yield from ((x, None) for x in batches(feed, name))
-        return
+@contextmanager
+def _inputs_in(path: Path, name: str) -> Iterator[tuple[BinaryIO, Header]]:
+    """The inputs of a file, open where their numbers begin."""
+    if path.suffix == ".npz":
+        with (
+            _archive(path) as archive,
+            _member(archive, _inputs_name(archive, path, name)) as (file, size),
+        ):
+            yield file, _inputs_header(file, path, size)
     else:
-        where, items = "the feed", iter(feed)
-    for item in items:
-        inputs = array_of(item, name, where)
-        yield inputs, _labels_of(item, inputs, where)
+        with _readable(path, ".npy"), path.open("rb") as file:
+            yield file, _inputs_header(file, path, path.stat().st_size)
 
 
-def _archive(path: Path, name: str) -> Iterator[LabelledBatch]:
-    """The batches of an `.npz`; its labels, a number an input, are read whole."""
-    held = npz_archive(path, name)
-    labels: Labels | None = None
-    if held.label is not None:
-        array, header = npz_array(path, held.label), held.header
-        where = f"{path}: array '{held.label}'"
-        labels = checked_labels(array, header.dtype, header.shape, where, f"'{held.inputs}'")
-    start = 0
-    for rows in npz_rows(path, name):
-        yield rows, None if labels is None else labels[start : start + len(rows)]
-        start += len(rows)
+def _rows_in(path: Path, name: str) -> Iterator[np.ndarray]:
+    """Yields the rows of a file's inputs in chunks [c, …]."""
+    with _inputs_in(path, name) as (file, header):
+        left = header.shape[0]
+        if header.fortran:
+            # Columns first: no row is complete before the last byte, so the array is read whole.
+            flipped = Header(header.shape[::-1], False, header.dtype)
+            whole = _read(file, flipped, flipped.shape[0]).T
+            file.read(1)
+            yield whole
+            return
+        if not left * header.row_bytes:
+            yield np.empty(header.shape, dtype=header.dtype)
+            return
+        step = max(1, CHUNK_BYTES // header.row_bytes)
+        while left > 0:
+            rows = _read(file, header, min(step, left))
+            left -= len(rows)
+            if not left:
+                file.read(1)  # behind the last row an archive compares its checksum
+            yield rows
 
 
-def _labels_of(item: object, inputs: Array, where: str) -> Labels | None:
-    """The labels of what code yields: the second of a pair, or a dict's `label`."""
-    labels: object = None
-    if isinstance(item, dict):
-        labels = next((item[name] for name in LABEL_NAMES if name in item), None)
-    elif isinstance(item, tuple | list) and len(item) > 1:
-        labels = item[1]
-    if labels is None:
-        return None
-    array = np.asarray(labels)
-    where = f"{where}: a batch's labels"
-    return checked_labels(array, inputs.dtype, inputs.shape, where, "the batch")
+def _inputs_header(file: BinaryIO, path: Path, size: int) -> Header:
+    header = _header(file, str(path), size)
+    check_inputs(header.dtype, header.shape, str(path))
+    return header
 
 
-def checked_labels(
-    array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], where: str, inputs_from: str
-) -> Labels:
-    """Returns the labels of some inputs: classes [b], or for token ids [b, m] target ids [b, m].
+def _header(file: BinaryIO, where: str, size: int) -> Header:
+    """The header of an array of anything but Python objects, open at its beginning.
 
-    `dtype` and `shape` are the inputs'; `where` and `inputs_from` name both in messages. Raises
-    FeedError for what can be neither.
+    What it declares is no more than a file of `size` bytes can hold.
     """
-    tokens = dtype.kind in "iu" and array.shape == shape and array.ndim > 1
-    if array.ndim != 1 and not tokens:
+    version = npy.read_magic(file)
+    read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
+    header = Header(*read(file))
+    if header.dtype.hasobject:
         raise FeedError(
-            f"{where} has shape {array.shape}; labels are one class per sample",
-            hint="save labels.ravel()"
-            if array.ndim == 2 and array.shape[1] == 1
-            else "for one-hot labels save labels.argmax(axis=1)",
+            f"{where}: holds Python objects (dtype {header.dtype}), which are pickled and never "
+            "loaded",
+            hint="save numbers: np.array(x.tolist()), whose rows must be of one shape",
         )
-    if len(array) != shape[0]:
-        raise FeedError(
-            f"{where} holds {len(array)} labels for the {shape[0]} samples of {inputs_from}"
-        )
-    whole = array.dtype.kind in "iu" or (
-        array.dtype.kind == "f" and bool((array == np.round(array)).all())
-    )
-    if not whole:
-        raise FeedError(
-            f"{where} has dtype {array.dtype} and is not whole numbers",
-            hint="labels are class indices counted from 0",
-        )
-    labels: Labels = array.astype(np.int64)
-    if not tokens and labels.size and labels.min() < 0:
-        first = int(np.flatnonzero(labels < 0)[0])
-        raise FeedError(f"{where} holds the negative label {int(labels[first])} at index {first}")
-    return labels
+    if any(not 0 <= each < 2**31 for each in header.shape):
+        raise ValueError(f"an array cannot be of shape {header.shape}")
+    if header.dtype.itemsize * math.prod(header.shape) > size - file.tell():
+        raise EOFError("the file ends in the middle of the array")
+    return header
 
 
-def check_classes(labels: Labels, classes: int, where: str, *, first: int = 0) -> None:
-    """Raises FeedError unless every label is a class; `first` is the index of the first one."""
-    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
-    if wrong.size:
-        at = int(wrong[0])
-        raise FeedError(
-            f"{where} holds {wrong.size} labels outside 0..{classes - 1}; "
-            f"the first is {int(labels[at])} at index {first + at}",
-            hint=f"the model has {classes} classes, counted from 0",
-        )
+def _read(file: BinaryIO, header: Header, count: int) -> np.ndarray:
+    rows = np.empty((count, *header.shape[1:]), dtype=header.dtype)
+    view = rows.reshape(-1).view(np.uint8).data
+    done = 0
+    while done < len(view):  # an archive may give less than was asked for
+        got = file.readinto(view[done:])  # type: ignore[attr-defined]
+        if not got:
+            raise EOFError("the file ends in the middle of the array")
+        done += got
+    return rows

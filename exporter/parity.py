@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import onnx
 
-from ..calibration.arrays import npz_array, npz_names
-from ..calibration.feeds import Arrays
+from ..calibration.feeds import Arrays, npz_array, npz_names
 from ..common.json_data import from_data
 from ..errors import BundleError, FeedError, ParityError
 
