@@ -27,8 +27,7 @@ if TYPE_CHECKING:
         verify,
     )
     from .exporter.bundle.bundle import Bundle
-    from .exporter.checkpoints.adapters import adapts
-    from .exporter.checkpoints.own_layers import MuMoE, SoftMoE
+    from .exporter.checkpoints.adapters import MuMoE, SoftMoE, adapts
     from .exporter.model import Model
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
@@ -62,9 +61,9 @@ _ELSEWHERE = {
     "Bundle": ".exporter.bundle.bundle",
     "EngineOptions": ".exporter.tensorrt.options",
     "Model": ".exporter.model",
-    "MuMoE": ".exporter.checkpoints.own_layers",
+    "MuMoE": ".exporter.checkpoints.adapters",
     "Session": ".exporter.session",
-    "SoftMoE": ".exporter.checkpoints.own_layers",
+    "SoftMoE": ".exporter.checkpoints.adapters",
 }
 
 

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from .exporter.tensorrt.engines import EnginePlan
     from .exporter.tensorrt.options import EngineOptions
     from .exporter.tensorrt.records import Made
-    from .graphs.choices import FloatName, Method, Precision, Scope
-    from .graphs.targets import Target
+    from .graphs.targets import FloatName, Method, Precision, Scope, Target
 
     K = int | float | str | Sequence[int]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..graphs.choices import Method
 from ..graphs.precision.types import UINT8_LEVELS, Range
+from ..graphs.targets import Method
 
 HALF = 4096
 """Bins on each side of zero. A tensor's largest absolute value falls into the outer half of them,

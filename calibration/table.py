@@ -13,8 +13,8 @@ from typing import get_args
 from ..common.json_data import from_data, parse
 from ..common.writing import write_text
 from ..errors import CalibrationError
-from ..graphs.choices import Method
 from ..graphs.precision.types import Range
+from ..graphs.targets import Method
 
 CALIBRATION_FILE = "calibration.json"
 SCHEMA = 1

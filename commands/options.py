@@ -18,8 +18,7 @@ from typer.core import TyperCommand, TyperGroup
 from .. import api
 from ..common.console import Console
 from ..errors import UsageError
-from ..graphs.choices import FloatName, Method, Precision, Scope
-from ..graphs.targets import Target
+from ..graphs.targets import FloatName, Method, Precision, Scope, Target
 
 if TYPE_CHECKING:
     from ..exporter.model import Model

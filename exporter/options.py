@@ -12,17 +12,24 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from ..common.text import near_miss
 from ..errors import FeedError, LoweringError, UsageError
-from ..graphs.choices import FloatName, Method, Precision, Scope
 from ..graphs.lowerings import check_name
 from ..graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
     PRECISIONS,
     SEVEN_BITS,
-    QuantFormat,
     WeightQuantization,
 )
-from ..graphs.targets import ENGINES, TARGETS, Target
+from ..graphs.targets import (
+    ENGINES,
+    TARGETS,
+    FloatName,
+    Method,
+    Precision,
+    QuantFormat,
+    Scope,
+    Target,
+)
 from .edits import NO_EDITS, Edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
 from .parity import TOLERANCES, Tolerance

@@ -21,7 +21,7 @@ from ..common.json_data import from_data
 from ..errors import BundleError, FeedError, ParityError
 
 if TYPE_CHECKING:
-    from ..graphs.choices import Precision
+    from ..graphs.targets import Precision
     from .session import Runner
 
 PARITY_FILE = "parity.npz"

@@ -1,18 +1,32 @@
-"""Who runs a graph, and what follows from that; importing it loads nothing."""
+"""What a user chooses a graph by: who runs it, in what numbers. Importing it loads nothing."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
-
-if TYPE_CHECKING:
-    from .choices import FloatName, Precision
-    from .precision.types import QuantFormat
+from typing import Literal
 
 Target = Literal["onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"]
 """Who runs the graph. `onnx` means standard ONNX ops alone, so that any runtime can."""
+
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+"""What a graph computes in. INT8 is for matrix products; the rest is a float then, too. INT4 is
+what weights are stored in, a scale for every 32 of them; what they multiply is a float."""
+
+FloatName = Literal["fp32", "fp16", "bf16"]
+"""The float types among them."""
+
+Scope = Literal["experts", "all"]
+"""What INT8 is for: the experts, or all linear layers."""
+
+Method = Literal["minmax", "percentile", "entropy", "mse"]
+"""How a calibration chooses ranges from what was observed."""
+
+QuantFormat = Literal["kernel", "standard", "qdq"]
+"""How a product of integers is written. `kernel`: ONNX Runtime's `MatMulIntegerToFloat`;
+`standard`: `MatMulInteger`, whose result is cast and scaled; `qdq`: QuantizeLinear and
+DequantizeLinear around a float MatMul, which TensorRT turns into an integer one."""
 
 MachineKind = Literal["cpu", "gpu"]
 

@@ -23,10 +23,10 @@ from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
-from moexport.graphs.choices import Precision
 from moexport.graphs.lowerings import LOWERINGS
 from moexport.graphs.lowerings.choice import able, choose
 from moexport.graphs.lowerings.cost import Work
+from moexport.graphs.targets import Precision
 
 from .layers import Layer
 from .measure import keep, kept, measured_on, threads

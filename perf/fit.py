@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 from moexport.bench.results import Results
-from moexport.graphs.choices import Precision
 from moexport.graphs.lowerings import LOWERINGS
 from moexport.graphs.lowerings.cost import Machine, Work, machine_for
-from moexport.graphs.targets import Target
+from moexport.graphs.targets import Precision, Target
 from scipy.optimize import least_squares
 
 from . import auto

@@ -47,8 +47,7 @@ from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import parse_profile
 from moexport.exporter.tensorrt.records import engines_of
 from moexport.exporter.tensorrt.session import EngineSession
-from moexport.graphs.choices import Precision
-from moexport.graphs.targets import Target
+from moexport.graphs.targets import Precision, Target
 
 from .scale import vit_checkpoint
 

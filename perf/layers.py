@@ -40,11 +40,11 @@ from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.exporter.model import Model
-from moexport.graphs.choices import Precision
 from moexport.graphs.layers.soft_moe import Activation, SoftMoE, SoftMoESpec
 from moexport.graphs.lowerings import LOWERINGS as SOFT_MOE_LOWERINGS
 from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.lowerings.cost import Work
+from moexport.graphs.targets import Precision
 
 from .measure import in_own_process, in_pytorch, opened, results, threads, timed
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from moexport.bench.results import Results
 from moexport.common.text import markdown
 from moexport.common.timing import Latency
-from moexport.graphs.choices import Precision
+from moexport.graphs.targets import Precision
 
 from .layers import (
     ALGORITHM_2,

@@ -21,8 +21,7 @@ from ...exporter.export import export
 from ...exporter.job import export_job
 from ...exporter.model import Model
 from ...exporter.options import ExportOptions, PrecisionOptions, parse_k
-from ...graphs.choices import Precision
-from ...graphs.targets import Target
+from ...graphs.targets import Precision, Target
 from ..data import LabelledData
 from ..plan import Candidate, Settings
 from ..report.text import rows_table

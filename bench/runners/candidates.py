@@ -31,8 +31,7 @@ from ...exporter.tensorrt.backends import BACKENDS
 from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...exporter.write import manifest_of, write_graphs
-from ...graphs.choices import Precision, Scope
-from ...graphs.targets import Target
+from ...graphs.targets import Precision, Scope, Target
 from ..measure.roofline import integer_linears
 from ..plan import Candidate, GraphSource
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2

@@ -222,7 +222,7 @@ def find_in_module(
         prefix.removesuffix("."): FoundLayer(
             prefix.removesuffix("."),
             f"a {layout.family} layer",
-            partial(layout.make, prefix=prefix, tensors=tensors),
+            partial(layout.make, prefix, tensors),
         )
         for layout in LAYOUTS
         for prefix in find_layers(tensors, layout)

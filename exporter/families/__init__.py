@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from ...common.text import near_miss
 from ...errors import FamilyError
-from . import conv, fkodom, lucidrains, mnist, mumoe, mumoe_gpt2, mumoe_mixer, vit, vmoe
-from .base import Built, Family, LayerLayout, Tensors, find_layers, some, under
+from . import fkodom, lucidrains, mnist, mumoe, mumoe_gpt2, mumoe_mixer, vit, vmoe
+from .base import Family, PublishedLayer, Tensors, find_layers, some, under
 
 FAMILIES: dict[str, Family] = {
     family.name: family
@@ -13,7 +15,7 @@ FAMILIES: dict[str, Family] = {
         vit.FAMILY,
         mnist.FAMILY,
         lucidrains.FAMILY,
-        conv.FAMILY,
+        vit.CONV_FAMILY,
         fkodom.FAMILY,
         vmoe.FAMILY,
         mumoe.FAMILY,
@@ -23,7 +25,7 @@ FAMILIES: dict[str, Family] = {
     )
 }
 
-LAYOUTS: tuple[LayerLayout, ...] = tuple(
+LAYOUTS: tuple[PublishedLayer[Any], ...] = tuple(
     dict.fromkeys(family.layer for family in FAMILIES.values())
 )
 """The layouts of MoE layers that moexport knows; several families may share one."""
@@ -94,13 +96,4 @@ def _layers_seen(tensors: Tensors) -> str:
     return ""
 
 
-__all__ = [
-    "FAMILIES",
-    "LAYOUTS",
-    "Built",
-    "Family",
-    "LayerLayout",
-    "Tensors",
-    "detect",
-    "family_named",
-]
+__all__ = ["FAMILIES", "LAYOUTS", "Family", "detect", "family_named"]

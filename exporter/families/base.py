@@ -12,7 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,15 @@ from torch import Tensor, nn
 from ...common.text import near_miss
 from ...errors import CheckpointError, FamilyError
 from ...graphs.layers.base import MoELayer
-from ...graphs.layers.soft_moe import Activation, Matrices, SoftMoE, SoftMoESpec, SoftMoEWeights
+from ...graphs.layers.soft_moe import Activation, Matrices, SoftMoE
 from ..model import TensorSpec
 
 Tensors = Mapping[str, Tensor]
 Shape = tuple[int, ...]
 Config = Mapping[str, Any]
 T = TypeVar("T")
+Layer = TypeVar("Layer", bound=MoELayer)
+Network = TypeVar("Network", bound=nn.Module)
 
 INCOMPLETE = "check that the file is complete and that --family is the code that trained it"
 
@@ -55,63 +57,48 @@ class Family:
     options: tuple[str, ...]
     detect: Callable[[Tensors], bool]
     build: Callable[[Tensors, Config], Built]
-    layer: LayerLayout
+    layer: PublishedLayer[Any]
     asked: tuple[str, ...] = ()
 
 
-class LayerLayout(Protocol):
-    """How a published code stores a MoE layer of any kind.
-
-    `family` names the layout and `title` the kind of layer in messages, `mark` is a key that every
-    such layer has, and `match` tells from local names and shapes whether tensors are one.
-    """
-
-    @property
-    def family(self) -> str: ...
-    @property
-    def title(self) -> str: ...
-    @property
-    def mark(self) -> str: ...
-    @property
-    def match(self) -> Callable[[Tensors], bool]: ...
-
-    def make(self, name: str, prefix: str, tensors: Tensors) -> MoELayer:
-        """Returns the layer that lies under `prefix`, named `name`; checks its keys and shapes."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
-class PublishedLayer:
-    """How one published code stores a Soft MoE layer: its names and shapes.
+class PublishedLayer(Generic[Layer]):
+    """How one published code stores a MoE layer.
 
-    `shapes` gives the names and shapes that a layer must have; `read` turns tensors of those shapes
-    into the canonical layer, without copying expert weights. `leftovers` is a pattern of local keys
-    that its code leaves in the file without using them.
+    `family` names the code and `title` the kind of layer in messages, `mark` is a key that every
+    such layer has, and `match` tells from local names and shapes whether tensors are one. `make`
+    takes a prefix, tensors and a name to the layer that lies under the prefix, and checks its keys
+    and shapes.
     """
 
     family: str
     mark: str
     match: Callable[[Tensors], bool]
-    shapes: Callable[[Tensors], dict[str, Shape]]
-    read: Callable[[str, Tensors], tuple[SoftMoESpec, SoftMoEWeights]]
-    leftovers: str | None = None
-    title: str = "Soft MoE"
+    make: Callable[[str, Tensors, str], Layer]
+    title: str
 
-    def make(self, name: str, prefix: str, tensors: Tensors) -> MoELayer:
-        """Returns the layer that lies under `prefix`, named `name`; checks its keys and shapes."""
-        return SoftMoE(*self.load(name, prefix, tensors))
 
-    def load(self, name: str, prefix: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-        """Returns what `make` makes the layer of."""
-        local = self.used(under(tensors, prefix))
-        check_tensors(self.family, prefixed(local, prefix), prefixed(self.shapes(local), prefix))
-        return self.read(name, local)
+def soft_moe_layer(
+    family: str,
+    mark: str,
+    match: Callable[[Tensors], bool],
+    shapes: Callable[[Tensors], dict[str, Shape]],
+    read: Callable[[str, Tensors], SoftMoE],
+    leftovers: tuple[str, ...] = (),
+) -> PublishedLayer[SoftMoE]:
+    """Returns how a code stores a Soft MoE layer.
 
-    def used(self, tensors: Tensors) -> dict[str, Tensor]:
-        """The tensors without left-overs."""
-        if self.leftovers is None:
-            return dict(tensors)
-        return {k: t for k, t in tensors.items() if not re.match(self.leftovers, k)}
+    `shapes` gives the names and shapes that a layer must have; `read` turns tensors of those shapes
+    into the layer of that name, without copying expert weights. With `leftovers` begin local keys
+    that its code leaves in the file without using them.
+    """
+
+    def make(prefix: str, tensors: Tensors, name: str) -> SoftMoE:
+        local = {k: t for k, t in under(tensors, prefix).items() if not k.startswith(leftovers)}
+        check_tensors(family, prefixed(local, prefix), prefixed(shapes(local), prefix))
+        return read(name, local)
+
+    return PublishedLayer(family, mark, match, make, "Soft MoE")
 
 
 # --- keys and shapes ---------------------------------------------------------------------------
@@ -127,7 +114,7 @@ def prefixed(entries: Mapping[str, T], prefix: str) -> dict[str, T]:
     return {prefix + key: value for key, value in entries.items()}
 
 
-def find_layers(tensors: Tensors, layer: LayerLayout) -> list[str]:
+def find_layers(tensors: Tensors, layer: PublishedLayer[Any]) -> list[str]:
     """Returns the prefixes (`blocks.3.mlp.`, or '') under which tensors are such a layer."""
     pattern = re.compile(rf"(.*\.)?{re.escape(layer.mark)}")
     matches = (pattern.fullmatch(key) for key in tensors)
@@ -195,6 +182,19 @@ def some(keys: Sequence[str], limit: int = 6) -> str:
     """The first keys, and how many more there are."""
     rest = f", … ({len(keys) - limit} more)" if len(keys) > limit else ""
     return ", ".join(keys[:limit]) + rest
+
+
+def filled(network: Network, tensors: Tensors, layers: Mapping[str, MoELayer]) -> Network:
+    """Returns a network made on the meta device with its weights, and its layers at their paths."""
+    network.load_state_dict({key: tensors[key] for key in network.state_dict()}, assign=True)
+    for path, layer in layers.items():
+        network.set_submodule(path, layer)
+    return network.requires_grad_(False).eval()
+
+
+def shapes_of(network: nn.Module) -> dict[str, Shape]:
+    """Returns the names and shapes of a network's own tensors."""
+    return {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
 
 
 # --- configuration -----------------------------------------------------------------------------
@@ -287,7 +287,7 @@ def _is_call(given: Config, read: Config, call: Call) -> bool:
 
 
 def check_options(family: str, given: Config, known: Sequence[str]) -> None:
-    """Raises FamilyError for a key of `given` that is not in `known`, naming the nearest."""
+    """Raises FamilyError for a key that is not known, naming the nearest."""
     for key in given:
         if key not in known:
             raise FamilyError(
@@ -380,6 +380,9 @@ def _shown(value: Any) -> str:
 
 # --- Soft MoE layers ---------------------------------------------------------------------------
 
+Experts = tuple[Matrices, Tensor | None, Matrices, Tensor | None]
+"""w1, b1, w2 and b2 of experts, as `SoftMoEWeights` has them."""
+
 
 @dataclass(frozen=True, slots=True)
 class SeparateExperts:
@@ -429,10 +432,8 @@ class SeparateExperts:
                     expected[f"{name.format(e)}.bias"] = (rows,)
         return expected
 
-    def matrices(
-        self, tensors: Tensors, n: int
-    ) -> tuple[Matrices, Tensor | None, Matrices, Tensor | None]:
-        """w1, b1, w2, b2 of n experts; the matrices are transposed views, one per expert."""
+    def matrices(self, tensors: Tensors, n: int) -> Experts:
+        """What n experts are; the matrices are transposed views, one per expert."""
         pairs = []
         for name in (self.first, self.second):
             weights = tuple(tensors[f"{name.format(e)}.weight"].flatten(1).T for e in range(n))
@@ -460,26 +461,3 @@ def unit_phi(phi: Tensor, scale: Tensor | None, *, eps: float, kind: str = "l2")
             length = (length + eps).sqrt()
     phi = phi / length
     return (phi if scale is None else phi * scale.double()).float()
-
-
-COSINE_EPS = 1e-12
-"""F.normalize's: a vector is divided by its length, or by this if it is shorter."""
-
-
-def cosine_layer(
-    name: str,
-    tensors: Tensors,
-    matrices: tuple[Matrices, Tensor | None, Matrices, Tensor | None],
-    hidden: int,
-) -> tuple[SoftMoESpec, SoftMoEWeights]:
-    """The layer of bwconrad/soft-moe and its forks around experts w1, b1, w2, b2.
-
-    x and phi are normalised and a scale is learnt, unless the layer was built with
-    normalize=False and has no `scale`.
-    """
-    phi, scale = tensors["phi"], tensors.get("scale")
-    d, n, p = phi.shape
-    if scale is None:
-        return SoftMoESpec(name, n, p, d, hidden, out=d), SoftMoEWeights(phi, *matrices)
-    spec = SoftMoESpec(name, n, p, d, hidden, out=d, norm="l2", norm_eps=COSINE_EPS)
-    return spec, SoftMoEWeights(unit_phi(phi, scale, eps=COSINE_EPS), *matrices)

@@ -10,8 +10,8 @@ import re
 from typing import Any
 
 from ...errors import FamilyError
-from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from .base import Config, PublishedLayer, Question, Shape, Tensors, shape_of
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
+from .base import Config, Question, Shape, Tensors, shape_of, soft_moe_layer
 from .layer_only import layer_family
 
 NAME = "soft-moe-fkodom"
@@ -30,24 +30,24 @@ def _shapes(tensors: Tensors) -> dict[str, Shape]:
     return {"phi": (d, n, p), "experts.weight": (n, d, o), **bias}
 
 
-def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+def _read(name: str, tensors: Tensors) -> SoftMoE:
     phi, w1 = tensors["phi"], tensors["experts.weight"]
     d, n, p = phi.shape
     spec = SoftMoESpec(name, n, p, d, hidden=0, out=w1.shape[2], expert="linear")
-    return spec, SoftMoEWeights(phi, w1, tensors.get("experts.bias"), None, None)
+    return SoftMoE(spec, SoftMoEWeights(phi, w1, tensors.get("experts.bias"), None, None))
 
 
-def _config(spec: SoftMoESpec, tensors: Tensors, _: Config) -> dict[str, Any]:
+def _config(layer: SoftMoE, tensors: Tensors, _: Config) -> dict[str, Any]:
     return {
-        "in_features": spec.dim,
-        "out_features": spec.out,
-        "num_experts": spec.experts,
-        "slots_per_expert": spec.slots,
+        "in_features": layer.spec.dim,
+        "out_features": layer.spec.out,
+        "num_experts": layer.spec.experts,
+        "slots_per_expert": layer.spec.slots,
         "bias": "experts.bias" in tensors,
     }
 
 
-def _check(config: Config, _: SoftMoESpec) -> tuple[str, ...]:
+def _check(_: SoftMoE, config: Config) -> tuple[str, ...]:
     version = str(config["version"])
     parts = re.match(r"v?(\d+)\.(\d+)", version)
     if parts is None:
@@ -61,10 +61,8 @@ def _check(config: Config, _: SoftMoESpec) -> tuple[str, ...]:
     return ()
 
 
-LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read)
-
 FAMILY = layer_family(
-    LAYER,
+    soft_moe_layer(NAME, "phi", _match, _shapes, _read),
     "one layer, one linear map per expert, on (batch, tokens, dim) (soft-mixture-of-experts)",
     _config,
     options=("in_features", "out_features", "num_experts", "slots_per_expert", "bias"),
@@ -75,5 +73,5 @@ FAMILY = layer_family(
             "another computation",
         )
     },
-    check=_check,
+    apply=_check,
 )

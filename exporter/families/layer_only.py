@@ -8,25 +8,23 @@ backbones here are what stands around a single layer, also in a user's own netwo
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import Tensor, nn
 
 from ...errors import FamilyError
-from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec
-from ..model import Dimension, TensorSpec
+from ...graphs.layers.base import MoELayer
+from ..model import TensorSpec
 from .base import (
     REST,
     Built,
     Call,
     Config,
     Family,
-    LayerLayout,
+    Layer,
     PublishedLayer,
     Question,
     Tensors,
-    activation_of,
     find_layers,
     settle,
     under,
@@ -34,6 +32,9 @@ from .base import (
 
 LAYER = "layer"
 """Option that picks one layer of a file that holds more, by its prefix."""
+
+Choose = Callable[[PublishedLayer[Any], Tensors, str | None], tuple[str, tuple[str, ...]]]
+"""Finds the layer to export in a file, with what `LAYER` says: `choose_layer`."""
 
 
 class TokenBackbone(nn.Module):
@@ -62,64 +63,8 @@ class PixelBackbone(nn.Module):
         return y.reshape(y.shape[0], y.shape[1], x.shape[2], x.shape[3])
 
 
-def layer_family(
-    layer: PublishedLayer,
-    summary: str,
-    read_config: Callable[[SoftMoESpec, Tensors, Config], dict[str, Any]],
-    *,
-    options: tuple[str, ...],
-    required: Mapping[str, Question] | None = None,
-    free: Config | None = None,
-    call: Call | None = None,
-    check: Callable[[Config, SoftMoESpec], tuple[str, ...]] | None = None,
-    pixels: bool = False,
-) -> Family:
-    """Returns a family that exports one layer: tokens (b, m, d), or with `pixels` (b, d, H, W).
-
-    `read_config` says what shapes tell, by the names of the layer's constructor; `required`,
-    `free` and `call` are those of `settle`. `check` looks at the settled configuration and returns
-    notes; it raises FamilyError for a model that cannot be exported.
-    """
-
-    def build(tensors: Tensors, given: Config) -> Built:
-        prefix, notes = choose_layer(layer, tensors, given.get(LAYER))
-        spec, weights = layer.load("layer", prefix, tensors)
-        read = read_config(spec, under(tensors, prefix), given)
-        told = {key: value for key, value in given.items() if key != LAYER}
-        config = settle(layer.family, told, read, required=required, free=free, call=call)
-        if prefix:
-            config[LAYER] = prefix.removesuffix(".")
-        if check is not None:
-            notes += check(config, spec)
-        if "act_layer" in config:
-            spec = replace(spec, activation=activation_of(layer.family, config["act_layer"]))
-        tokens: Dimension = config.get("group_size") or "tokens"
-
-        def shape(width: int) -> tuple[Dimension, ...]:
-            return ("batch", width, "height", "width") if pixels else ("batch", tokens, width)
-
-        backbone = (PixelBackbone if pixels else TokenBackbone)(SoftMoE(spec, weights))
-        return Built(
-            backbone.eval(),
-            config,
-            TensorSpec("input", "float32", shape(spec.dim)),
-            TensorSpec("output", "float32", shape(spec.out)),
-            notes,
-        )
-
-    return Family(
-        name=layer.family,
-        summary=summary,
-        options=(*options, *(required or ()), *(free or ()), *((REST,) if call else ()), LAYER),
-        detect=lambda tensors: bool(find_layers(tensors, layer)),
-        build=build,
-        layer=layer,
-        asked=tuple(required or ()),
-    )
-
-
 def choose_layer(
-    layer: LayerLayout, tensors: Tensors, wanted: str | None
+    layer: PublishedLayer[Any], tensors: Tensors, wanted: str | None
 ) -> tuple[str, tuple[str, ...]]:
     """Returns the prefix of the layer to export, and a note on the keys that lie outside of it.
 
@@ -142,7 +87,7 @@ def choose_layer(
     return prefix, (note,) if outside else ()
 
 
-def _the_only(layer: LayerLayout, tensors: Tensors, found: list[str]) -> str:
+def _the_only(layer: PublishedLayer[Any], tensors: Tensors, found: list[str]) -> str:
     outside = [key for key in tensors if not any(key.startswith(p) for p in found)]
     if len(found) == 1 and not outside:
         return found[0]
@@ -158,3 +103,65 @@ def _the_only(layer: LayerLayout, tensors: Tensors, found: list[str]) -> str:
 
 def _place(prefix: str) -> str:
     return prefix.removesuffix(".") or "(the whole file)"
+
+
+def token_io(layer: MoELayer, config: Config) -> tuple[TensorSpec, TensorSpec]:
+    """Returns what a layer takes and gives: tokens (b, m, d), m fixed by a `group_size`."""
+    tokens = config.get("group_size") or "tokens"
+    return (
+        TensorSpec("input", "float32", ("batch", tokens, layer.spec.dim)),
+        TensorSpec("output", "float32", ("batch", tokens, layer.spec.out)),
+    )
+
+
+def pixel_io(layer: MoELayer, _: Config) -> tuple[TensorSpec, TensorSpec]:
+    """Returns what a layer takes and gives within `PixelBackbone`."""
+    return (
+        TensorSpec("input", "float32", ("batch", layer.spec.dim, "height", "width")),
+        TensorSpec("output", "float32", ("batch", layer.spec.out, "height", "width")),
+    )
+
+
+def layer_family(
+    layer: PublishedLayer[Layer],
+    summary: str,
+    read: Callable[[Layer, Tensors, Config], dict[str, Any]],
+    *,
+    options: tuple[str, ...],
+    required: Mapping[str, Question] | None = None,
+    free: Config | None = None,
+    call: Call | None = None,
+    prepare: Callable[[Config], Config] = lambda given: given,
+    apply: Callable[[Layer, dict[str, Any]], tuple[str, ...]] = lambda *_: (),
+    io: Callable[[Layer, Config], tuple[TensorSpec, TensorSpec]] = token_io,
+    backbone: Callable[[nn.Module], nn.Module] = TokenBackbone,
+    choose: Choose = choose_layer,
+) -> Family:
+    """Returns a family that exports one layer within `backbone`, with the inputs and outputs `io`.
+
+    `read` says what shapes tell of a layer, its tensors and what was given, by the names of the
+    layer's constructor; `required`, `free` and `call` are those of `settle`, and `prepare` writes
+    what was given as `read` does. `apply` gives the layer what the settled configuration says, and
+    returns notes; it raises FamilyError for a model that cannot be exported.
+    """
+
+    def build(tensors: Tensors, given: Config) -> Built:
+        prefix, notes = choose(layer, tensors, given.get(LAYER))
+        made = layer.make(prefix, tensors, "layer")
+        known = read(made, under(tensors, prefix), given)
+        told = {key: value for key, value in prepare(given).items() if key != LAYER}
+        config = settle(layer.family, told, known, required=required, free=free, call=call)
+        if prefix:
+            config[LAYER] = prefix.removesuffix(".")
+        notes += apply(made, config)
+        return Built(backbone(made).eval(), config, *io(made, config), notes)
+
+    return Family(
+        name=layer.family,
+        summary=summary,
+        options=(*options, *(required or ()), *(free or ()), *((REST,) if call else ()), LAYER),
+        detect=lambda tensors: bool(find_layers(tensors, layer)),
+        build=build,
+        layer=layer,
+        asked=tuple(required or ()),
+    )

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ...errors import FamilyError
-from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from .base import Config, PublishedLayer, SeparateExperts, Shape, Tensors, shape_of
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
+from .base import Config, SeparateExperts, Shape, Tensors, shape_of, soft_moe_layer
 from .layer_only import layer_family
 
 NAME = "soft-moe-pytorch"
@@ -57,7 +57,7 @@ def _slots(tensors: Tensors) -> Tensor:
     return normed.permute(2, 0, 1).float().contiguous()
 
 
-def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+def _read(name: str, tensors: Tensors) -> SoftMoE:
     n, p, d = tensors["slot_embeds"].shape
     experts = _experts(tensors)
     gamma, beta = tensors["norm.gamma"], tensors.get("norm.beta")
@@ -76,10 +76,11 @@ def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
         norm_eps=LAYER_NORM_EPS if layer_norm else L2_EPS,
     )
     matrices = experts.matrices(tensors, n)
-    return spec, SoftMoEWeights(_slots(tensors), *matrices, gain, beta)
+    return SoftMoE(spec, SoftMoEWeights(_slots(tensors), *matrices, gain, beta))
 
 
-def _config(spec: SoftMoESpec, _: Tensors, given: Config) -> dict[str, Any]:
+def _config(layer: SoftMoE, _: Tensors, given: Config) -> dict[str, Any]:
+    spec = layer.spec
     geglu = spec.expert == "geglu"
     mult = spec.hidden / spec.dim * (1.5 if geglu else 1.0)
     wanted = given.get("expert_mult")
@@ -99,9 +100,9 @@ def _config(spec: SoftMoESpec, _: Tensors, given: Config) -> dict[str, Any]:
     }
 
 
-def _check(config: Config, spec: SoftMoESpec) -> tuple[str, ...]:
+def _check(layer: SoftMoE, config: Config) -> tuple[str, ...]:
     """seq_len is another way to give the number of slots."""
-    seq_len = config["seq_len"]
+    spec, seq_len = layer.spec, config["seq_len"]
     if isinstance(seq_len, int) and seq_len // spec.experts != spec.slots:
         raise FamilyError(
             f"{NAME}: seq_len={seq_len} makes {seq_len // spec.experts} slots for each of "
@@ -110,14 +111,12 @@ def _check(config: Config, spec: SoftMoESpec) -> tuple[str, ...]:
     return ()
 
 
-LAYER = PublishedLayer(NAME, "slot_embeds", _match, _shapes, _read)
-
 FAMILY = layer_family(
-    LAYER,
+    soft_moe_layer(NAME, "slot_embeds", _match, _shapes, _read),
     "one layer with slot embeddings, on (batch, tokens, dim) (lucidrains/soft-moe-pytorch)",
     _config,
     options=("dim", "num_experts", "num_slots", "expert_mult", "geglu", "use_layernorm"),
     free={"seq_len": None, "dropout": 0.0, "is_distributed": None}
     | {"offload_unused_experts_to_cpu": True},
-    check=_check,
+    apply=_check,
 )

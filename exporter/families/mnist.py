@@ -21,13 +21,14 @@ from .base import (
     Built,
     Config,
     Family,
-    PublishedLayer,
     SeparateExperts,
     Shape,
     Tensors,
     check_tensors,
+    filled,
     settle,
     shape_of,
+    soft_moe_layer,
     unit_phi,
 )
 
@@ -62,7 +63,7 @@ def _shapes(tensors: Tensors) -> dict[str, Shape]:
     return {"phi": (d, slots), **scale, **EXPERTS.shapes(tensors, n, d, EXPERTS.out(tensors, d))}
 
 
-def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+def _read(name: str, tensors: Tensors) -> SoftMoE:
     d, slots = tensors["phi"].shape
     n = _experts(tensors)
     # An expert's slots are neighbouring columns.
@@ -80,10 +81,10 @@ def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
     )
     if scale is not None:
         phi = unit_phi(phi, scale, eps=EPS, kind="l2-plus")
-    return spec, SoftMoEWeights(phi, *EXPERTS.matrices(tensors, n))
+    return SoftMoE(spec, SoftMoEWeights(phi, *EXPERTS.matrices(tensors, n)))
 
 
-LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read)
+LAYER = soft_moe_layer(NAME, "phi", _match, _shapes, _read)
 
 
 class PatchClassifier(nn.Module):
@@ -109,9 +110,10 @@ class PatchClassifier(nn.Module):
 
 
 def _build(tensors: Tensors, given: Config) -> Built:
-    layer = {key: t for key, t in tensors.items() if key != DECODER}
-    d, _ = shape_of(NAME, layer, "phi", "d, n·p")
-    spec, weights = LAYER.load("layer", "", layer)
+    local = {key: t for key, t in tensors.items() if key != DECODER}
+    d, _ = shape_of(NAME, local, "phi", "d, n·p")
+    layer = LAYER.make("", local, "layer")
+    spec = layer.spec
     classes, features = shape_of(NAME, tensors, DECODER, "classes, m·o")
     patch, grid = math.isqrt(d), math.isqrt(features // spec.out)
     if patch * patch != d:
@@ -128,11 +130,8 @@ def _build(tensors: Tensors, given: Config) -> Built:
     config = settle(NAME, given, read)
     with torch.device("meta"):
         backbone = PatchClassifier(grid, patch, spec.out, classes)
-    backbone.load_state_dict({"decoder.weight": tensors[DECODER]}, assign=True)
-    backbone.layer = SoftMoE(spec, weights)
-    backbone.requires_grad_(False)
     return Built(
-        backbone.eval(),
+        filled(backbone, {"decoder.weight": tensors[DECODER]}, {"layer": layer}),
         config,
         TensorSpec("input", "float32", ("batch", 1, grid * patch, grid * patch)),
         TensorSpec("output", "float32", ("batch", classes)),

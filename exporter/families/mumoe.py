@@ -9,10 +9,11 @@ networks of this code share, `mumoe_mixer` and `mumoe_gpt2`, stands at the end.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, TypeVar, get_args
+from dataclasses import replace
+from functools import partial
+from typing import Any, get_args
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ...errors import CheckpointError, FamilyError
 from ...graphs.layers.mumoe import (
@@ -23,23 +24,26 @@ from ...graphs.layers.mumoe import (
     MuMoESpec,
     MuMoEWeights,
 )
-from ..model import Dimension, TensorSpec
+from ..model import TensorSpec
 from .base import (
     REST,
     Built,
     Call,
     Config,
     Family,
+    Network,
+    PublishedLayer,
     Question,
     Shape,
     Tensors,
     check_tensors,
+    filled,
     find_layers,
     prefixed,
-    settle,
+    shapes_of,
     under,
 )
-from .layer_only import LAYER, TokenBackbone, choose_layer
+from .layer_only import Choose, choose_layer, layer_family
 
 NAME = "mumoe"
 HEAD_NAME = "mumoe-clip"
@@ -54,12 +58,6 @@ COUNTER = "num_batches_tracked"
 ACTIVATION = "act"
 RANK = "input_rank"
 
-READ = (
-    *("MuMoE_layer", "input_dim", "output_dim", "expert_dims", "ranks", "second_dim"),
-    *("normalization", "use_bias", "hierarchy", "apply_ln"),
-)
-"""Constructor arguments that the shapes of a layer say."""
-
 CLASS_NAMES: dict[Form, str] = {
     "cp": "CPMuMoE",
     "tr": "TRMuMoE",
@@ -67,10 +65,6 @@ CLASS_NAMES: dict[Form, str] = {
     "full": "FullMuMoE",
 }
 """The first two are of the released code, which has no layers of the other forms."""
-
-Shapes = list[Shape]
-Sizes = tuple[tuple[int, ...], tuple[int, ...]]
-"""The sizes of a tensor's modes, and its ranks."""
 
 
 # --- the configuration -------------------------------------------------------------------------
@@ -172,21 +166,7 @@ def read_tensor(
 
     Raises CheckpointError where they do not fit each other, the levels or the input.
     """
-    factors = [tuple(t.shape) for t in numbered(tensors, FACTORS)]
-    if WHOLE in tensors:
-        form: Form = "full"
-        modes, ranks = _whole(where, key, tuple(tensors[WHOLE].shape), levels)
-    else:
-        _check_count(where, key, factors, levels)
-        if CORE in tensors:
-            form = "tucker"
-            modes, ranks = _tucker(where, key, tuple(tensors[CORE].shape), factors)
-        elif {len(shape) for shape in factors} == {2}:
-            form = "cp"
-            modes, ranks = _cp(where, key, factors)
-        else:
-            form = "tr"
-            modes, ranks = _tr(where, key, factors)
+    form, modes, ranks = (_whole if WHOLE in tensors else _factors)(where, key, tensors, levels)
     what = f"{key}.{WHOLE} is" if form == "full" else f"{key}.{FACTORS} are"
     if modes[:-2] != levels:
         raise CheckpointError(
@@ -202,17 +182,12 @@ def read_tensor(
     return FactorisedSpec(form, levels, dim, modes[-1], ranks, bias=modes[-2] == dim + 1)
 
 
-def _check_count(where: str, key: str, factors: Shapes, levels: tuple[int, ...]) -> None:
-    if len(factors) != len(levels) + 2:
-        raise CheckpointError(
-            f"{where}: {key} has {len(factors)} factors, but {len(levels)} levels of experts "
-            f"(projs.*) need {len(levels) + 2}",
-            hint="one factor per level, one for the input and one for the output: is the "
-            "checkpoint complete?",
-        )
+Sizes = tuple[Form, tuple[int, ...], tuple[int, ...]]
+"""How a tensor is held, the sizes of its modes, and its ranks."""
 
 
-def _whole(where: str, key: str, shape: tuple[int, ...], levels: tuple[int, ...]) -> Sizes:
+def _whole(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> Sizes:
+    shape = tuple(tensors[WHOLE].shape)
     if len(shape) != len(levels) + 2:
         raise CheckpointError(
             f"{where}: {key}.{WHOLE} has the shape {list(shape)}, but {len(levels)} levels of "
@@ -220,90 +195,51 @@ def _whole(where: str, key: str, shape: tuple[int, ...], levels: tuple[int, ...]
         )
     if 0 in shape:
         raise CheckpointError(f"{where}: {key}.{WHOLE} holds a size of zero: {list(shape)}")
-    return shape, ()
+    return "full", shape, ()
 
 
-def _tucker(where: str, key: str, core: tuple[int, ...], factors: Shapes) -> Sizes:
-    if any(len(shape) != 2 for shape in factors):
+def _factors(where: str, key: str, tensors: Tensors, levels: tuple[int, ...]) -> Sizes:
+    shapes, core = [tuple(t.shape) for t in numbered(tensors, FACTORS)], tensors.get(CORE)
+    these, axes = f"{where}: {key}.{FACTORS}", {len(shape) for shape in shapes}
+    listed = ", ".join(str(list(shape)) for shape in shapes)
+    if len(shapes) != len(levels) + 2:
         raise CheckpointError(
-            f"{where}: {key}.{FACTORS} beside a {CORE} are not matrices [n, R]: {_listed(factors)}"
+            f"{where}: {key} has {len(shapes)} factors, but {len(levels)} levels of experts "
+            f"(projs.*) need {len(levels) + 2}",
+            hint="one factor per level, one for the input and one for the output: is the "
+            "checkpoint complete?",
         )
-    ranks = tuple(shape[1] for shape in factors)
-    if core != ranks:
+    if core is not None and axes != {2}:
+        raise CheckpointError(f"{these} beside a {CORE} are not matrices [n, R]: {listed}")
+    if axes not in ({2}, {3}):
+        raise CheckpointError(f"{these} are neither CP [n, R] nor TR [r, n, r']: {listed}")
+    first, second = (tuple(shape[axis] for shape in shapes) for axis in (0, 1))
+    if core is not None and tuple(core.shape) != second:
         raise CheckpointError(
-            f"{where}: {key}.{CORE} has the shape {list(core)}, but the ranks of {key}.{FACTORS} "
-            f"are {list(ranks)}",
+            f"{where}: {key}.{CORE} has the shape {list(core.shape)}, but the ranks of "
+            f"{key}.{FACTORS} are {list(second)}",
             hint="the core of a Tucker form has one axis per factor, of that factor's rank",
         )
-    _check_sizes(where, key, factors)
-    return tuple(shape[0] for shape in factors), ranks
-
-
-def _cp(where: str, key: str, factors: Shapes) -> Sizes:
-    _check_sizes(where, key, factors)
-    if len({shape[1] for shape in factors}) > 1:
+    if any(0 in shape for shape in shapes):
+        raise CheckpointError(f"{these} hold a size or a rank of zero: {listed}")
+    if core is not None:
+        return "tucker", first, second
+    if axes == {2}:
+        if len(set(second)) > 1:
+            raise CheckpointError(f"{these} do not share one rank R: {listed}")
+        return "cp", first, second[:1]
+    if tuple(shape[2] for shape in shapes) != (*first[1:], first[0]):
         raise CheckpointError(
-            f"{where}: {key}.{FACTORS} do not share one rank R: {_listed(factors)}"
-        )
-    return tuple(shape[0] for shape in factors), factors[0][1:]
-
-
-def _tr(where: str, key: str, factors: Shapes) -> Sizes:
-    if any(len(shape) != 3 for shape in factors):
-        raise CheckpointError(
-            f"{where}: {key}.{FACTORS} are neither CP [n, R] nor TR [r, n, r']: {_listed(factors)}"
-        )
-    _check_sizes(where, key, factors)
-    following = [*factors[1:], factors[0]]
-    if any(shape[2] != after[0] for shape, after in zip(factors, following, strict=True)):
-        raise CheckpointError(
-            f"{where}: {key}.{FACTORS} do not chain: each ends with the next one's rank: "
-            f"{_listed(factors)}",
+            f"{these} do not chain: each ends with the next one's rank: {listed}",
             hint="the ring of a TR layer closes: the last core ends with the first one's rank",
         )
-    return tuple(shape[1] for shape in factors), tuple(shape[0] for shape in factors)
-
-
-def _check_sizes(where: str, key: str, factors: Shapes) -> None:
-    if any(0 in shape for shape in factors):
-        raise CheckpointError(
-            f"{where}: {key}.{FACTORS} hold a size or a rank of zero: {_listed(factors)}"
-        )
-
-
-def _listed(shapes: Shapes) -> str:
-    return ", ".join(str(list(shape)) for shape in shapes)
+    return "tr", second, first
 
 
 # --- one layer ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class MuMoELayout:
-    """How the published code stores a layer; all backbones of it share this one."""
-
-    family: str = NAME
-    title: str = "muMoE"
-    mark: str = "projs.0"
-
-    @property
-    def match(self) -> Any:
-        """Tells whether tensors are such a layer."""
-        return _match
-
-    def make(self, name: str, prefix: str, tensors: Tensors) -> MuMoE:
-        """Returns the layer under `prefix` with the activation that the code takes by default."""
-        return read_layer(name, prefix, tensors)
-
-
-LAYOUT = MuMoELayout()
-
-
-def _match(tensors: Tensors) -> bool:
-    return any(f"{FIRST}.{key}" in tensors for key in (WHOLE, CORE, f"{FACTORS}.0"))
-
-
-def read_layer(name: str, prefix: str, tensors: Tensors) -> MuMoE:
+def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
     """Returns the layer that lies under `prefix`, named `name`, with entmax15 for its gate.
 
     Raises CheckpointError for factors that do not chain, a number of levels that disagrees, ranks
@@ -382,6 +318,13 @@ def _shapes(spec: MuMoESpec) -> dict[str, Shape]:
     return expected
 
 
+def _match(tensors: Tensors) -> bool:
+    return any(f"{FIRST}.{key}" in tensors for key in (WHOLE, CORE, f"{FACTORS}.0"))
+
+
+LAYOUT = PublishedLayer(NAME, "projs.0", _match, read_layer, "muMoE")
+"""All networks of the published code share this one."""
+
 # --- networks of such layers ----------------------------------------------------------------------
 
 BACKBONES: Mapping[str, str] = {"mumoe-mixer": "mixer_blocks.0.", "mumoe-gpt2": "transformer.h.0."}
@@ -392,9 +335,6 @@ def is_backbone(tensors: Tensors, family: str) -> bool:
     """Whether tensors are a network of that family with muMoE layers in it."""
     begins = any(key.startswith(BACKBONES[family]) for key in tensors)
     return begins and bool(find_layers(tensors, LAYOUT))
-
-
-Backbone = TypeVar("Backbone", bound=nn.Module)
 
 
 def backbone_family(
@@ -416,13 +356,13 @@ def backbone_family(
     )
 
 
-def filled(
+def with_layers(
     name: str,
-    backbone: Backbone,
+    backbone: Network,
     tensors: Tensors,
     layers: Mapping[str, MuMoE],
     widths: Mapping[str, int],
-) -> Backbone:
+) -> Network:
     """Returns a backbone made on the meta device, with its weights, and its layers at their paths.
 
     `widths` are what the layers take and give. Raises CheckpointError where weights or a
@@ -430,71 +370,70 @@ def filled(
     """
     inside = tuple(f"{path}." for path in layers)
     own = {key: tensor for key, tensor in tensors.items() if not key.startswith(inside)}
-    expected: dict[str, Shape] = {k: tuple(t.shape) for k, t in backbone.state_dict().items()}
-    check_tensors(name, own, expected)
+    check_tensors(name, own, shapes_of(backbone))
     for path, layer in layers.items():
         if (layer.spec.dim, layer.spec.out) != (widths[path], widths[path]):
             raise CheckpointError(
                 f"{path}: a layer from {layer.spec.dim} to {layer.spec.out}, where the network is "
                 f"{widths[path]} wide"
             )
-    backbone.load_state_dict(own, assign=True)
-    for path, layer in layers.items():
-        backbone.set_submodule(path, layer)
-    return backbone.requires_grad_(False).eval()
+    return filled(backbone, own, layers)
 
 
 # --- layers and heads as models -------------------------------------------------------------------
 
 
-def _build(tensors: Tensors, given: Config) -> Built:
-    prefix, notes = choose_layer(LAYOUT, tensors, given.get(LAYER))
-    built = _one_layer(NAME, prefix, tensors, given, default_rank=3)
-    if prefix:
-        built.config[LAYER] = prefix.removesuffix(".")
-    return replace(built, notes=(*notes, *built.notes))
-
-
-def _one_layer(
-    family: str, prefix: str, tensors: Tensors, given: Config, *, default_rank: int
-) -> Built:
-    layer = read_layer("layer", prefix, tensors)
-    options = {k: v for k, v in _without_modes(given).items() if k != LAYER}
-    config = settle(
-        family,
-        options,
-        constructor(layer),
-        required={ACTIVATION: ASKED},
-        free={RANK: default_rank},
-        call=CALL,
-    )
+def _apply(family: str, layer: MuMoE, config: dict[str, Any]) -> tuple[str, ...]:
     activate(family, [layer], config)
-    rank = config[RANK]
-    if rank not in (2, 3):
+    if config[RANK] not in (2, 3):
         raise FamilyError(
-            f"{family}: {RANK}={rank}, but a layer takes (batch, tokens, dim) or (batch, dim)",
+            f"{family}: {RANK}={config[RANK]}, but a layer takes (batch, tokens, dim) or "
+            "(batch, dim)",
             hint=f"--set {RANK}=3, or 2 for vectors, whose output is (batch, 1, out)",
         )
+    return ()
+
+
+def _io(layer: MuMoE, config: Config) -> tuple[TensorSpec, TensorSpec]:
     spec = layer.spec
-    tokens: tuple[Dimension, ...] = ("batch", "tokens", spec.dim)
-    return Built(
-        TokenBackbone(layer).eval(),
-        config,
-        TensorSpec("input", "float32", tokens, implied="tokens")
-        if rank == 3
-        else TensorSpec("input", "float32", ("batch", spec.dim)),
-        TensorSpec("output", "float32", ("batch", "tokens" if rank == 3 else 1, spec.out)),
+    if config[RANK] == 2:
+        return (
+            TensorSpec("input", "float32", ("batch", spec.dim)),
+            TensorSpec("output", "float32", ("batch", 1, spec.out)),
+        )
+    return (
+        TensorSpec("input", "float32", ("batch", "tokens", spec.dim), implied="tokens"),
+        TensorSpec("output", "float32", ("batch", "tokens", spec.out)),
     )
 
 
-def _build_head(tensors: Tensors, given: Config) -> Built:
-    built = _one_layer(HEAD_NAME, HEAD, tensors, given, default_rank=2)
+def _family(
+    name: str, summary: str, rank: int, choose: Choose, detect: Callable[[Tensors], bool]
+) -> Family:
+    """A family that exports one layer, by default for inputs of that rank."""
+    family = layer_family(
+        replace(LAYOUT, family=name),
+        summary,
+        lambda layer, *_: constructor(layer),
+        options=(*CALL.named, *CALL.defaults),
+        required={ACTIVATION: ASKED},
+        free={RANK: rank},
+        call=CALL,
+        prepare=_without_modes,
+        apply=partial(_apply, name),
+        io=_io,
+        choose=choose,
+    )
+    return replace(family, detect=detect, layer=LAYOUT)
+
+
+def _the_head(_: object, tensors: Tensors, __: object) -> tuple[str, tuple[str, ...]]:
     outside = sum(key.startswith(BACKBONE) for key in tensors)
     note = (
         f"exported the head alone: left out {outside} tensors of the backbone (0.*); give the "
         "whole network as package.module:factory with --weights"
     )
-    return replace(built, notes=(note, *built.notes)) if outside else built
+    return HEAD, (note,) if outside else ()
 
 
 def _is_head(tensors: Tensors) -> bool:
@@ -507,22 +446,14 @@ def _is_layer(tensors: Tensors) -> bool:
     return bool(find_layers(tensors, LAYOUT)) and not known
 
 
-FAMILY = Family(
-    name=NAME,
-    summary="one muMoE layer, block or head (james-oldfield/muMoE)",
-    options=(*READ, ACTIVATION, RANK, REST, LAYER),
-    detect=_is_layer,
-    build=_build,
-    layer=LAYOUT,
-    asked=(ACTIVATION,),
+FAMILY = _family(
+    NAME, "one muMoE layer, block or head (james-oldfield/muMoE)", 3, choose_layer, _is_layer
 )
 
-HEAD_FAMILY = Family(
-    name=HEAD_NAME,
-    summary="the muMoE head of a fine-tuned CLIP backbone (james-oldfield/muMoE, finetune)",
-    options=(*READ, ACTIVATION, RANK, REST),
-    detect=_is_head,
-    build=_build_head,
-    layer=LAYOUT,
-    asked=(ACTIVATION,),
+HEAD_FAMILY = _family(
+    HEAD_NAME,
+    "the muMoE head of a fine-tuned CLIP backbone (james-oldfield/muMoE, finetune)",
+    2,
+    _the_head,
+    _is_head,
 )

@@ -32,8 +32,8 @@ from .mumoe import (
     CLASS_NAMES,
     activate,
     backbone_family,
-    filled,
     read_layer,
+    with_layers,
 )
 
 NAME = "mumoe-gpt2"
@@ -147,7 +147,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
     head = tensors.pop(HEAD, None)
     blocks = block_numbers(NAME, tensors, BLOCKS)
     paths = [f"{BLOCKS}{block}.mlp.MuMoE_layer" for block in blocks]
-    layers = {path: read_layer(path, f"{path}.", tensors) for path in paths}
+    layers = {path: read_layer(f"{path}.", tensors, path) for path in paths}
     vocabulary, dim = shape_of(NAME, tensors, WTE, "v, d")
     block_size, _ = shape_of(NAME, tensors, WPE, "m, d")
     first = layers[paths[0]].spec
@@ -172,7 +172,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
     spec = GPT2Spec(block_size, vocabulary, len(blocks), heads, dim, config["bias"])
     with torch.device("meta"):
         backbone = GPT2(spec)
-    backbone = filled(NAME, backbone, tensors, layers, dict.fromkeys(paths, dim))
+    backbone = with_layers(NAME, backbone, tensors, layers, dict.fromkeys(paths, dim))
     if head is not None and not torch.equal(head, tensors[WTE]):
         raise CheckpointError(
             f"{HEAD} and {WTE} differ, and in this code they are one tensor",

@@ -35,8 +35,8 @@ from .mumoe import (
     CLASS_NAMES,
     activate,
     backbone_family,
-    filled,
     read_layer,
+    with_layers,
 )
 
 NAME = "mumoe-mixer"
@@ -179,7 +179,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
     over_tokens = [f"{BLOCKS}{block}.0.fn.1" for block in blocks]
     over_channels = [f"{BLOCKS}{block}.1.fn" for block in blocks]
     paths = [path for pair in zip(over_tokens, over_channels, strict=True) for path in pair]
-    layers = {path: read_layer(path, f"{path}.", tensors) for path in paths}
+    layers = {path: read_layer(f"{path}.", tensors, path) for path in paths}
     dim, pixels = shape_of(NAME, tensors, "stem.1.weight", "d, pixels")
     classes, _ = shape_of(NAME, tensors, "head.2.weight", "classes, d")
     token, channel = layers[over_tokens[0]].spec, layers[over_channels[0]].spec
@@ -210,7 +210,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
         backbone = MlpMixer(spec)
     widths = dict.fromkeys(over_tokens, spec.tokens) | dict.fromkeys(over_channels, dim)
     return Built(
-        filled(NAME, backbone, tensors, layers, widths),
+        with_layers(NAME, backbone, tensors, layers, widths),
         config,
         TensorSpec("input", "float32", ("batch", channels, height, width)),
         TensorSpec("output", "float32", ("batch", classes)),

@@ -1,8 +1,13 @@
-"""`soft-moe-vit`: bwconrad/soft-moe and its forks, a timm ViT with Soft MoE in place of MLPs.
+"""`soft-moe-vit` and `soft-moe-conv`: bwconrad/soft-moe and its forks.
 
-Told by `blocks.{l}.mlp.phi` [d, n, p] under the names of a timm Vision Transformer. The experts are
-separate (`experts.{i}.fc1.weight` [h, d]) or stacked (`stacked_expert_fc1_weight` [n, h, d]). The
-keys say which blocks are MoE blocks and nearly all of the constructor's arguments.
+`soft-moe-vit` is a timm ViT with Soft MoE in place of MLPs, told by `blocks.{l}.mlp.phi` [d, n, p]
+under timm's names. The experts are separate (`experts.{i}.fc1.weight` [h, d]) or stacked
+(`stacked_expert_fc1_weight` [n, h, d]). The keys say which blocks are MoE blocks and nearly all of
+the constructor's arguments.
+
+`soft-moe-conv` is the layer alone, of the Astroformer variant, whose experts are 1x1 convolutions
+(`experts.{i}.fc1.weight` [h, d, 1, 1]); its tokens are the pixels of (b, d, H, W). No key says its
+activation: ReLU is the default of timm's ConvMlp, GELU what the Astroformer's configuration makes.
 """
 
 from __future__ import annotations
@@ -10,9 +15,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +32,7 @@ from .base import (
     Built,
     Call,
     Config,
+    Experts,
     Family,
     PublishedLayer,
     Question,
@@ -38,7 +44,7 @@ from .base import (
     check_heads,
     check_options,
     check_tensors,
-    cosine_layer,
+    filled,
     find_layers,
     height_width,
     number_above_zero,
@@ -46,78 +52,48 @@ from .base import (
     prefixed,
     settle,
     shape_of,
+    shapes_of,
+    soft_moe_layer,
     under,
+    unit_phi,
 )
+from .layer_only import PixelBackbone, layer_family, pixel_io
 
-NAME = "soft-moe-vit"
-GlobalPool = Literal["token", "avg", ""]
-POOLS = ("token", "avg", "")
-
-TRAINING_ONLY = (
-    *("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
-    *("drop_path_rate", "weight_init"),
-)
-"""Arguments of the published constructor that change nothing at inference."""
-
-OPTIONS = (
-    *("num_experts", "slots_per_expert", "moe_layer_index", "img_size", "patch_size", "in_chans"),
-    *("num_classes", "global_pool", "embed_dim", "depth", "num_heads", "mlp_ratio"),
-    *("moe_mlp_ratio", "qkv_bias", "qk_norm", "init_values", "class_token", "no_embed_class"),
-    *("pre_norm", "fc_norm", "act_layer", "norm_eps", "norm_layer", "input_size", REST),
-    *TRAINING_ONLY,
-)
-ASKED = ("num_heads", "img_size", "input_size", "global_pool", "act_layer", "norm_eps")
-
-CALL = Call(
-    named=("img_size", "embed_dim", "depth", "num_heads"),
-    defaults={
-        "num_experts": 128,
-        "slots_per_expert": 1,
-        "moe_layer_index": 6,
-        "patch_size": 16,
-        "in_chans": 3,
-        "num_classes": 1000,
-        "mlp_ratio": 4.0,
-        "moe_mlp_ratio": 4.0,
-        "qkv_bias": True,
-        "qk_norm": False,
-        "init_values": None,
-        "class_token": True,
-        "pre_norm": False,
-    },
-)
-
-NORM_LAYERS = ("LayerNorm", "nn.LayerNorm", "torch.nn.LayerNorm")
-
-SWITCHES = ("class_token", "no_embed_class", "pre_norm", "fc_norm", "qkv_bias", "qk_norm")
-
-MOE_KEY = re.compile(r"blocks\.(\d+)\.mlp\.(?:phi|scale|experts\.|stacked_expert_|base_expert\.)")
-
-
-def _mlp(block: int) -> str:
-    return f"blocks.{block}.mlp."
-
+NAME, CONV_NAME = "soft-moe-vit", "soft-moe-conv"
 
 # --- the layer ---------------------------------------------------------------------------------
 
-EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2")
 STACKED = "stacked_expert_fc1_weight"
+COSINE_EPS = 1e-12
+"""F.normalize's: a vector is divided by its length, or by this if it is shorter."""
 
 
-def _match(tensors: Tensors) -> bool:
-    if tensors["phi"].ndim != 3:
-        return False
-    first = EXPERTS.any_of(tensors, EXPERTS.first, "weight")
-    return STACKED in tensors or (first is not None and first.ndim == 2)
+EXPERTS = SeparateExperts("experts.{}.fc1", "experts.{}.fc2")
 
 
-def _shapes(tensors: Tensors) -> dict[str, Shape]:
-    d, n, p = shape_of(NAME, tensors, "phi", "d, n, p")
+def _layer(family: str, experts: SeparateExperts) -> PublishedLayer[SoftMoE]:
+    """The layer around experts that are stored so, or stacked."""
+
+    def match(tensors: Tensors) -> bool:
+        first = experts.any_of(tensors, experts.first, "weight")
+        separate = first is not None and first.ndim == 2 + len(experts.kernel)
+        return tensors["phi"].ndim == 3 and (separate or _is_stacked(tensors, experts))
+
+    shapes = partial(_shapes, family, experts)
+    return soft_moe_layer(family, "phi", match, shapes, partial(_read, experts), ("base_expert.",))
+
+
+def _is_stacked(tensors: Tensors, experts: SeparateExperts) -> bool:
+    return STACKED in tensors and not experts.kernel
+
+
+def _shapes(family: str, experts: SeparateExperts, tensors: Tensors) -> dict[str, Shape]:
+    d, n, p = shape_of(family, tensors, "phi", "d, n, p")
     expected: dict[str, Shape] = {"phi": (d, n, p)}
     if "scale" in tensors:
         expected["scale"] = (1,)
-    if STACKED not in tensors:
-        return expected | EXPERTS.shapes(tensors, n, d)
+    if not _is_stacked(tensors, experts):
+        return expected | experts.shapes(tensors, n, d)
     h = tensors[STACKED].shape[1] if tensors[STACKED].ndim == 3 else 0
     return expected | {
         STACKED: (n, h, d),
@@ -127,51 +103,103 @@ def _shapes(tensors: Tensors) -> dict[str, Shape]:
     }
 
 
-def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
-    if STACKED not in tensors:
-        n = tensors["phi"].shape[1]
-        return cosine_layer(name, tensors, EXPERTS.matrices(tensors, n), EXPERTS.hidden(tensors))
-    stacked = (
-        tensors[STACKED].transpose(1, 2),
-        tensors["stacked_expert_fc1_bias"],
-        tensors["stacked_expert_fc2_weight"].transpose(1, 2),
-        tensors["stacked_expert_fc2_bias"],
-    )
-    return cosine_layer(name, tensors, stacked, stacked[0].shape[2])
+def _read(experts: SeparateExperts, name: str, tensors: Tensors) -> SoftMoE:
+    """Normalises x and phi, with a scale, unless the layer was built with normalize=False."""
+    phi, scale = tensors["phi"], tensors.get("scale")
+    d, n, p = phi.shape
+    if _is_stacked(tensors, experts):
+        w1, w2 = (tensors[f"stacked_expert_fc{i}_weight"].transpose(1, 2) for i in (1, 2))
+        b1, b2 = (tensors[f"stacked_expert_fc{i}_bias"] for i in (1, 2))
+        matrices: Experts = w1, b1, w2, b2
+    else:
+        matrices = experts.matrices(tensors, n)
+    spec = SoftMoESpec(name, n, p, d, hidden=matrices[0][0].shape[1], out=d)
+    if scale is not None:
+        spec = replace(spec, norm="l2", norm_eps=COSINE_EPS)
+        phi = unit_phi(phi, scale, eps=COSINE_EPS)
+    return SoftMoE(spec, SoftMoEWeights(phi, *matrices))
 
 
-LAYER = PublishedLayer(NAME, "phi", _match, _shapes, _read, leftovers=r"base_expert\.")
+def _activate(family: str, layer: SoftMoE, config: Config) -> tuple[str, ...]:
+    activation = activation_of(family, config["act_layer"])
+    layer.spec = replace(layer.spec, activation=activation)
+    return ()
+
+
+LAYER = _layer(NAME, EXPERTS)
+
+CONV_FAMILY = layer_family(
+    _layer(CONV_NAME, replace(EXPERTS, kernel=(1, 1))),
+    "one layer on (batch, dim, height, width), experts of 1x1 convolutions (Astroformer variant)",
+    lambda layer, *_: {
+        "dim": layer.spec.dim,
+        "num_experts": layer.spec.experts,
+        "slots_per_expert": layer.spec.slots,
+        "hidden": layer.spec.hidden,
+    },
+    options=("dim", "num_experts", "slots_per_expert", "hidden"),
+    required={"act_layer": ACT_LAYER},
+    call=Call(("dim", "num_experts", "hidden"), {"slots_per_expert": 1}),
+    apply=partial(_activate, CONV_NAME),
+    io=pixel_io,
+    backbone=PixelBackbone,
+)
 
 
 # --- the configuration -------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class ViTSpec:
-    """Sizes and options of the backbone; `moe_blocks` are the blocks whose MLP is a Soft MoE layer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ViT:
+    """The arguments of the published constructor that make a difference, with its defaults.
 
-    `image` and `patch` are (height, width). `hidden` is the width inside a dense block's MLP.
+    It has `norm_eps` and `act_layer` in other words, or not at all. Sizes of images and patches are
+    one number or (height, width).
     """
 
-    image: tuple[int, int]
-    patch: tuple[int, int]
-    channels: int
-    classes: int
-    dim: int
-    depth: int
-    heads: int
-    hidden: int
-    moe_blocks: frozenset[int]
-    pool: GlobalPool = "token"
+    num_experts: int = 128
+    slots_per_expert: int = 1
+    moe_layer_index: int | list[int] = 6
+    img_size: int | list[int] = 224
+    patch_size: int | list[int] = 16
+    in_chans: int = 3
+    num_classes: int = 1000
+    global_pool: Literal["token", "avg", ""] = "token"
+    embed_dim: int = 768
+    depth: int = 12
+    num_heads: int = 12
+    mlp_ratio: float = 4.0
+    moe_mlp_ratio: float = 4.0
+    qkv_bias: bool = True
+    qk_norm: bool = False
+    init_values: float | None = None
     class_token: bool = True
     no_embed_class: bool = False
     pre_norm: bool = False
-    fc_norm: bool = False
-    qkv_bias: bool = True
-    qk_norm: bool = False
-    layer_scale: bool = False
-    activation: Activation = "gelu"
+    fc_norm: bool | None = None
+    act_layer: str = "gelu"
     norm_eps: float = 1e-6
+
+    @property
+    def image(self) -> tuple[int, int]:
+        """Height and width of an image."""
+        return height_width(NAME, "img_size", self.img_size)
+
+    @property
+    def patch(self) -> tuple[int, int]:
+        """Height and width of a patch."""
+        return height_width(NAME, "patch_size", self.patch_size)
+
+    @property
+    def hidden(self) -> int:
+        """Width inside a dense block's MLP."""
+        return round(self.mlp_ratio * self.embed_dim)
+
+    @property
+    def moe_blocks(self) -> Sequence[int]:
+        """The blocks whose MLP is a Soft MoE layer."""
+        index = self.moe_layer_index
+        return range(index, self.depth) if isinstance(index, int) else index
 
     @property
     def patches(self) -> int:
@@ -184,10 +212,40 @@ class ViTSpec:
         return self.patches + int(self.class_token)
 
 
+ARGUMENTS = tuple(each.name for each in fields(ViT))
+TRAINING_ONLY = (
+    *("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
+    *("drop_path_rate", "weight_init"),
+)
+"""Arguments of the published constructor that change nothing at inference."""
+
+OPTIONS = (*ARGUMENTS, "norm_layer", "input_size", REST, *TRAINING_ONLY)
+ASKED = ("num_heads", "img_size", "input_size", "global_pool", "act_layer", "norm_eps")
+
+CALL = Call(
+    named=("img_size", "embed_dim", "depth", "num_heads"),
+    defaults={
+        each.name: each.default
+        for each in fields(ViT)
+        if each.name not in (*ASKED, "embed_dim", "depth", "no_embed_class", "fc_norm")
+    },
+)
+
+POOLS = ("token", "avg", "")
+NORM_LAYERS = ("LayerNorm", "nn.LayerNorm", "torch.nn.LayerNorm")
+
+MOE_KEY = re.compile(r"blocks\.(\d+)\.mlp\.(?:phi|scale|experts\.|stacked_expert_|base_expert\.)")
+LEFTOVER = re.compile(r"blocks\.\d+\.mlp\.base_expert\.")
+
+
+def _mlp(block: int) -> str:
+    return f"blocks.{block}.mlp."
+
+
 def configure(
     tensors: Tensors, given: Config, moe_blocks: Sequence[int]
-) -> tuple[ViTSpec, dict[str, Any]]:
-    """Returns the backbone's spec and its constructor configuration.
+) -> tuple[ViT, dict[str, Any]]:
+    """Returns the constructor's arguments, and with those that only the training needed.
 
     `moe_blocks` are the blocks that hold a Soft MoE layer. Raises FamilyError for what shapes
     cannot tell and the user did not say, CheckpointError when the backbone's main tensors are
@@ -199,40 +257,18 @@ def configure(
     read = _read_sizes(tensors, moe_blocks)
     given = _as_read(given, read)
     required = _questions(tensors, given, read)
-    settled = settle(
-        NAME,
-        given,
-        read,
-        required=required,
-        free={key: None for key in ("no_embed_class", *TRAINING_ONLY) if key in given},
-        call=CALL,
-    )
-    image = height_width(NAME, "img_size", settled["img_size"])
-    config = {
-        **settled,
+    free = {key: None for key in ("no_embed_class", *TRAINING_ONLY) if key in given}
+    config = settle(NAME, given, read, required=required, free=free, call=CALL)
+    image = height_width(NAME, "img_size", config["img_size"])
+    config |= {
         "img_size": one_or_pair(*image),
-        "num_heads": check_heads(NAME, "num_heads", settled["num_heads"], read["embed_dim"]),
-        "norm_eps": number_above_zero(NAME, "norm_eps", settled["norm_eps"]),
-        "no_embed_class": _no_embed_class(tensors, settled, image),
+        "num_heads": check_heads(NAME, "num_heads", config["num_heads"], read["embed_dim"]),
+        "norm_eps": number_above_zero(NAME, "norm_eps", config["norm_eps"]),
+        "no_embed_class": _no_embed_class(tensors, config, image),
     }
     _check_pool(config)
-    spec = ViTSpec(
-        image=image,
-        patch=height_width(NAME, "patch_size", config["patch_size"]),
-        channels=config["in_chans"],
-        classes=config["num_classes"],
-        dim=config["embed_dim"],
-        depth=config["depth"],
-        heads=config["num_heads"],
-        hidden=round(config["mlp_ratio"] * config["embed_dim"]),
-        moe_blocks=frozenset(moe_blocks),
-        pool=cast(GlobalPool, config["global_pool"]),
-        layer_scale=config["init_values"] is not None,
-        activation=activation_of(NAME, config["act_layer"]),
-        norm_eps=config["norm_eps"],
-        **{key: config[key] for key in SWITCHES},
-    )
-    return spec, config
+    activation_of(NAME, config["act_layer"])
+    return ViT(**{key: config[key] for key in ARGUMENTS}), config
 
 
 def _questions(tensors: Tensors, given: Config, read: dict[str, Any]) -> dict[str, Question]:
@@ -404,11 +440,11 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 class PatchEmbed(nn.Module):
     """Images (b, c, H, W) to one token per patch (b, patches, d)."""
 
-    def __init__(self, spec: ViTSpec) -> None:
+    def __init__(self, spec: ViT) -> None:
         super().__init__()
-        self.shape = (-1, spec.dim, spec.patches)
+        self.shape = (-1, spec.embed_dim, spec.patches)
         self.proj = nn.Conv2d(
-            spec.channels, spec.dim, spec.patch, stride=spec.patch, bias=not spec.pre_norm
+            spec.in_chans, spec.embed_dim, spec.patch, stride=spec.patch, bias=not spec.pre_norm
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -431,16 +467,16 @@ def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Multi-head self-attention over (b, m, d)."""
 
-    def __init__(self, spec: ViTSpec) -> None:
+    def __init__(self, spec: ViT) -> None:
         super().__init__()
-        self.dim = spec.dim
-        self.split = (-1, spec.tokens, spec.heads, spec.dim // spec.heads)
-        self.join = (-1, spec.tokens, spec.dim)
-        self.qkv = nn.Linear(spec.dim, 3 * spec.dim, bias=spec.qkv_bias)
-        head = spec.dim // spec.heads
+        self.dim = spec.embed_dim
+        self.split = (-1, spec.tokens, spec.num_heads, spec.embed_dim // spec.num_heads)
+        self.join = (-1, spec.tokens, spec.embed_dim)
+        self.qkv = nn.Linear(spec.embed_dim, 3 * spec.embed_dim, bias=spec.qkv_bias)
+        head = spec.embed_dim // spec.num_heads
         self.q_norm = nn.LayerNorm(head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
         self.k_norm = nn.LayerNorm(head, eps=spec.norm_eps) if spec.qk_norm else nn.Identity()
-        self.proj = nn.Linear(spec.dim, spec.dim)
+        self.proj = nn.Linear(spec.embed_dim, spec.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (b, m, d) to (b, m, d)."""
@@ -455,15 +491,15 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     """A dense block's MLP: linear, activation, linear."""
 
-    def __init__(self, spec: ViTSpec) -> None:
+    def __init__(self, spec: ViT) -> None:
         super().__init__()
-        self.activation = spec.activation
-        self.fc1 = nn.Linear(spec.dim, spec.hidden)
-        self.fc2 = nn.Linear(spec.hidden, spec.dim)
+        self.activation = ACTIVATIONS[activation_of(NAME, spec.act_layer)]
+        self.fc1 = nn.Linear(spec.embed_dim, spec.hidden)
+        self.fc2 = nn.Linear(spec.hidden, spec.embed_dim)
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (b, m, d) to (b, m, d)."""
-        y: Tensor = self.fc2(ACTIVATIONS[self.activation](self.fc1(x)))
+        y: Tensor = self.fc2(self.activation(self.fc1(x)))
         return y
 
 
@@ -482,14 +518,14 @@ class LayerScale(nn.Module):
 class Block(nn.Module):
     """Pre-norm residual block; `mlp` is dense here and replaced in the MoE blocks."""
 
-    def __init__(self, spec: ViTSpec, *, moe: bool) -> None:
+    def __init__(self, spec: ViT, *, moe: bool) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(spec.dim, eps=spec.norm_eps)
+        self.norm1 = nn.LayerNorm(spec.embed_dim, eps=spec.norm_eps)
         self.attn = Attention(spec)
-        self.ls1 = LayerScale(spec.dim) if spec.layer_scale else nn.Identity()
-        self.norm2 = nn.LayerNorm(spec.dim, eps=spec.norm_eps)
+        self.ls1 = LayerScale(spec.embed_dim) if spec.init_values is not None else nn.Identity()
+        self.norm2 = nn.LayerNorm(spec.embed_dim, eps=spec.norm_eps)
         self.mlp: nn.Module = nn.Identity() if moe else Mlp(spec)
-        self.ls2 = LayerScale(spec.dim) if spec.layer_scale else nn.Identity()
+        self.ls2 = LayerScale(spec.embed_dim) if spec.init_values is not None else nn.Identity()
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps (b, m, d) to (b, m, d)."""
@@ -501,43 +537,45 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """Images (b, c, H, W) to logits (b, classes); to (b, m, classes) with pool `''`.
 
-    Built on the meta device and given its weights by `fill`; its MoE blocks hold placeholders.
+    Built on the meta device, with placeholders in its MoE blocks. Whoever gives it its weights
+    calls `place` after it.
     """
 
     embedding: Tensor
 
-    def __init__(self, spec: ViTSpec) -> None:
+    def __init__(self, spec: ViT) -> None:
         super().__init__()
         self.spec = spec
-        norm = spec.dim
+        norm = spec.embed_dim
         self.patch_embed = PatchEmbed(spec)
         embedded = spec.patches if spec.no_embed_class else spec.tokens
-        self.cls_token = nn.Parameter(torch.empty(1, 1, spec.dim)) if spec.class_token else None
-        self.pos_embed = nn.Parameter(torch.empty(1, embedded, spec.dim))
+        self.cls_token = (
+            nn.Parameter(torch.empty(1, 1, spec.embed_dim)) if spec.class_token else None
+        )
+        self.pos_embed = nn.Parameter(torch.empty(1, embedded, spec.embed_dim))
         self.norm_pre = nn.LayerNorm(norm, eps=spec.norm_eps) if spec.pre_norm else nn.Identity()
         self.blocks = nn.ModuleList(
             Block(spec, moe=index in spec.moe_blocks) for index in range(spec.depth)
         )
         self.norm = nn.Identity() if spec.fc_norm else nn.LayerNorm(norm, eps=spec.norm_eps)
         self.fc_norm = nn.LayerNorm(norm, eps=spec.norm_eps) if spec.fc_norm else nn.Identity()
-        self.head = nn.Linear(spec.dim, spec.classes) if spec.classes else nn.Identity()
-        self.register_buffer("embedding", torch.empty(1, spec.tokens, spec.dim), persistent=False)
+        self.head = (
+            nn.Linear(spec.embed_dim, spec.num_classes) if spec.num_classes else nn.Identity()
+        )
+        self.register_buffer(
+            "embedding", torch.empty(1, spec.tokens, spec.embed_dim), persistent=False
+        )
 
-    def fill(self, tensors: dict[str, Tensor]) -> None:
-        """Takes the tensors of the backbone's own parameters as they are, without a copy."""
-        self.load_state_dict(tensors, assign=True)
-        with torch.no_grad():
-            self.embedding = self._embedding()
-        self.requires_grad_(False)
-
-    def _embedding(self) -> Tensor:
-        """What is added to the padded patches, [1, m, d]: positions, and the class token's row."""
-        position = self.pos_embed
-        if self.cls_token is None:
-            return position
-        if self.spec.no_embed_class:
-            return torch.cat((self.cls_token, position), dim=1)
-        return torch.cat((self.cls_token + position[:, :1], position[:, 1:]), dim=1)
+    @torch.no_grad()
+    def place(self) -> None:
+        """Adds up what the padded patches are given, [1, m, d]: positions and the class token."""
+        position: Tensor = self.pos_embed
+        token = self.cls_token
+        if token is not None and self.spec.no_embed_class:
+            position = torch.cat((token, position), dim=1)
+        elif token is not None:
+            position = torch.cat((token + position[:, :1], position[:, 1:]), dim=1)
+        self.embedding = position
 
     def embed(self, x: Tensor) -> Tensor:
         """Images to tokens with their positions, (b, m, d)."""
@@ -554,9 +592,9 @@ class VisionTransformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        if self.spec.pool == "token":
+        if self.spec.global_pool == "token":
             x = x[:, 0]
-        elif self.spec.pool == "avg":
+        elif self.spec.global_pool == "avg":
             x = x[:, int(self.spec.class_token) :].mean(dim=1)
         logits: Tensor = self.head(self.fc_norm(x))
         return logits
@@ -575,36 +613,34 @@ def _build(tensors: Tensors, given: Config) -> Built:
     found = {m[1] for m in map(MOE_KEY.match, tensors) if m}
     blocks = [block for block in depth if str(block) in found]
     spec, config = configure(tensors, given, blocks)
-    notes: tuple[str, ...] = ()
     with torch.device("meta"):
         backbone = VisionTransformer(spec)
-    expected: dict[str, Shape] = {k: tuple(t.shape) for k, t in backbone.state_dict().items()}
-    used = dict(tensors)
+    expected = shapes_of(backbone)
+    used = {key: tensor for key, tensor in tensors.items() if not LEFTOVER.match(key)}
     like = _example_layer(tensors, blocks)
     for block in blocks:
-        inside = under(tensors, _mlp(block))
-        local = LAYER.used(inside)
-        for key in inside.keys() - local.keys():
-            del used[_mlp(block) + key]
-        expected |= prefixed(_shapes({**local, **like}), _mlp(block))
-    if len(used) < len(tensors):
-        notes += (f"skipped {len(tensors) - len(used)} left-over keys base_expert.*",)
+        local = {**under(used, _mlp(block)), **like}
+        expected |= prefixed(_shapes(NAME, EXPERTS, local), _mlp(block))
     check_tensors(NAME, used, expected)
-    backbone.fill({key: used[key] for key in backbone.state_dict()})
+    layers = {}
     for block in blocks:
         path = _mlp(block).removesuffix(".")
-        layer, weights = LAYER.load(path, _mlp(block), tensors)
-        layer = replace(layer, activation=spec.activation)
-        backbone.set_submodule(path, SoftMoE(layer, weights))
-    width = spec.classes or spec.dim
+        layers[path] = LAYER.make(_mlp(block), tensors, path)
+        _activate(NAME, layers[path], config)
+    backbone = filled(backbone, used, layers)
+    backbone.place()
+    width = spec.num_classes or spec.embed_dim
+    left = len(tensors) - len(used)
     return Built(
-        backbone.eval(),
+        backbone,
         config,
-        TensorSpec("input", "float32", ("batch", spec.channels, *spec.image)),
+        TensorSpec("input", "float32", ("batch", spec.in_chans, *spec.image)),
         TensorSpec(
-            "output", "float32", ("batch", width) if spec.pool else ("batch", spec.tokens, width)
+            "output",
+            "float32",
+            ("batch", width) if spec.global_pool else ("batch", spec.tokens, width),
         ),
-        notes,
+        (f"skipped {left} left-over keys base_expert.*",) if left else (),
     )
 
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 from ...errors import FamilyError
-from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from .base import Config, PublishedLayer, Shape, Tensors, shape_of, unit_phi, whole_number
+from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
+from .base import Config, Shape, Tensors, shape_of, soft_moe_layer, unit_phi, whole_number
 from .layer_only import layer_family
 
 NAME = "soft-moe-vmoe"
@@ -39,7 +39,7 @@ def _shapes(tensors: Tensors) -> dict[str, Shape]:
     }
 
 
-def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
+def _read(name: str, tensors: Tensors) -> SoftMoE:
     d, n, p = tensors[MU].shape
     w1, w2 = tensors[f"{FIRST}.kernel"], tensors[f"{SECOND}.kernel"]
     spec = SoftMoESpec(
@@ -56,14 +56,15 @@ def _read(name: str, tensors: Tensors) -> tuple[SoftMoESpec, SoftMoEWeights]:
     )
     phi = unit_phi(tensors[MU], tensors[SCALE], eps=EPS, kind="l2-rsqrt")
     b1, b2 = tensors[f"{FIRST}.bias"], tensors[f"{SECOND}.bias"]
-    return spec, SoftMoEWeights(phi, w1, b1, w2, b2)
+    return SoftMoE(spec, SoftMoEWeights(phi, w1, b1, w2, b2))
 
 
-def _config(spec: SoftMoESpec, _: Tensors, __: Config) -> dict[str, Any]:
+def _config(layer: SoftMoE, _: Tensors, __: Config) -> dict[str, Any]:
+    spec = layer.spec
     return {"num_experts": spec.experts, "num_slots": spec.slots, "mlp_dim": spec.hidden}
 
 
-def _check(config: Config, _: SoftMoESpec) -> tuple[str, ...]:
+def _check(_: SoftMoE, config: Config) -> tuple[str, ...]:
     if config["noise_std"] and config["deterministic"] is False:
         raise FamilyError(
             f"{NAME}: deterministic=False adds noise to the router at inference too",
@@ -79,13 +80,11 @@ def _check(config: Config, _: SoftMoESpec) -> tuple[str, ...]:
     )
 
 
-LAYER = PublishedLayer(NAME, MU, _match, _shapes, _read)
-
 FAMILY = layer_family(
-    LAYER,
+    soft_moe_layer(NAME, MU, _match, _shapes, _read),
     "one layer on (batch, tokens, dim) from a flat dict of JAX arrays (google-research/vmoe)",
     _config,
     options=("num_experts", "num_slots", "mlp_dim"),
     free={"group_size": None, "capacity_factor": None, "noise_std": 0.0, "deterministic": None},
-    check=_check,
+    apply=_check,
 )

@@ -19,11 +19,11 @@ from ...common.console import Progress, Silent
 from ...common.text import near_miss
 from ...common.writing import check_file, make_folder, told
 from ...errors import CalibrationError, UsageError
-from ...graphs.choices import Method
 from ...graphs.layers.base import MoESpec
 from ...graphs.lower import LoweringRequest
 from ...graphs.lowerings import lowerings_of
 from ...graphs.lowerings.base import AnyLowering
+from ...graphs.targets import Method
 from ..bundle.weights import WeightsWriter, write_backbone, write_layer
 from ..inputs import feed_batches
 from ..model import Model, fingerprint

@@ -13,7 +13,6 @@ from typing import Any, Literal
 import onnx_ir as ir
 
 from ...calibration.table import CalibrationTable
-from ...graphs.choices import FloatName, Precision
 from ...graphs.layers.base import MoELayer
 from ...graphs.lower import simplify
 from ...graphs.names import EXPERT_OUTPUTS, EXPERT_PRODUCTS, operand_of, range_key
@@ -37,6 +36,7 @@ from ...graphs.precision.types import (
     Scale,
 )
 from ...graphs.precision.weights import CONVERTED, activation_scale
+from ...graphs.targets import FloatName, Precision
 from ..job import ExportJob
 from ..options import ExportOptions
 

@@ -9,11 +9,10 @@ from typing import Any, Generic
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..choices import Precision
 from ..layers.base import Kind
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import LayerOf, S
-from ..targets import Target
+from ..targets import Precision, Target
 from .cost import Machine, WorkOf
 
 

@@ -14,11 +14,10 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic
 
-from ..choices import Precision
 from ..layers.experts import ExpertsSpec
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import S
-from ..targets import TARGETS, MachineKind, Target
+from ..targets import TARGETS, MachineKind, Precision, Target
 
 
 @dataclass(frozen=True)  # no slots: calling an alias such as Work sets an attribute

@@ -6,12 +6,11 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..choices import Precision
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer
 from ..names import MICROSOFT
 from ..routing import combine_outputs, route, selected_slots
-from ..targets import CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Target
+from ..targets import CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Precision, Target
 from .base import Lowering
 from .cost import PACKED_ROWS, Machine, Work, around_experts_us, expert_macs, stacked_us
 from .experts import expert_rows

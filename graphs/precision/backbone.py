@@ -18,6 +18,7 @@ import onnx_ir as ir
 from ..builder import Builder
 from ..layers.base import StoredPart
 from ..names import INPUT, MICROSOFT, range_key
+from ..targets import QuantFormat
 from .products import Linear, operand, product, scaled_rows
 from .routers import router_nodes
 from .types import (
@@ -25,7 +26,6 @@ from .types import (
     INT4_BLOCK,
     BlockedWeights,
     ComputeTypes,
-    QuantFormat,
     QuantizedProducts,
     Range,
     WeightQuantization,

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 import onnx_ir as ir
 
-from ..choices import FloatName, Precision
+from ..targets import FloatName, Precision, QuantFormat
 
 UINT8_LEVELS = 255
 """The largest number of an unsigned byte: the steps of an affine scale."""
@@ -72,11 +72,6 @@ FLOAT_TYPES: Mapping[FloatName, ir.DataType] = MappingProxyType(
 )
 
 HALF_TYPES = frozenset({ir.DataType.FLOAT16, ir.DataType.BFLOAT16})
-
-QuantFormat = Literal["kernel", "standard", "qdq"]
-"""How a product of integers is written. `kernel`: ONNX Runtime's `MatMulIntegerToFloat`;
-`standard`: `MatMulInteger`, whose result is cast and scaled; `qdq`: QuantizeLinear and
-DequantizeLinear around a float MatMul, which TensorRT turns into an integer one."""
 
 
 @dataclass(frozen=True, slots=True)

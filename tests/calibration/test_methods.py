@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from moexport.calibration.methods import choose
 from moexport.calibration.table import METHODS
-from moexport.graphs.choices import Method
 from moexport.graphs.precision.types import Range
+from moexport.graphs.targets import Method
 from moexport.tests.calibration.test_histogram import of
 
 RANDOM = np.random.default_rng(0)

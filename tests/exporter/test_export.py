@@ -6,7 +6,7 @@ import pytest
 from moexport.exporter.export import way_out
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.parity import Parity
-from moexport.graphs.choices import Precision
+from moexport.graphs.targets import Precision
 
 
 def missed(routing_agreement: float) -> Parity:

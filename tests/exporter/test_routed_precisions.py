@@ -15,9 +15,8 @@ from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.session import Session
-from moexport.graphs.choices import Precision, Scope
 from moexport.graphs.layers.experts import Experts, ExpertsSpec
-from moexport.graphs.targets import Target
+from moexport.graphs.targets import Precision, Scope, Target
 from moexport.tests.graphs.experts_layers import experts
 from torch import Tensor, nn
 

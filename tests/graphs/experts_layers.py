@@ -10,7 +10,6 @@ import numpy as np
 import onnx_ir as ir
 import onnxruntime as ort
 import torch
-from moexport.graphs.choices import Precision
 from moexport.graphs.layers.base import StoredPart
 from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from moexport.graphs.lower import Lowered, LoweringRequest, lower
@@ -26,7 +25,7 @@ from moexport.graphs.precision.types import (
     QuantizedProducts,
 )
 from moexport.graphs.precision.weights import converted, in_blocks, quantize
-from moexport.graphs.targets import TARGETS, Target
+from moexport.graphs.targets import TARGETS, Precision, Target
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]

@@ -11,12 +11,11 @@ import numpy as np
 import onnx_ir as ir
 
 from ...builder import Builder
-from ...choices import Precision
 from ...layers.experts import ExpertsSpec
 from ...layers.stored import ExpertsLayer
 from ...names import MICROSOFT
 from ...precision.products import INT8_ROWS
-from ...targets import CPU_PROVIDER, CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Target
+from ...targets import CPU_PROVIDER, CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Precision, Target
 from ..base import LoweringOf
 from ..cost import PACKED_ROWS, ExpertsWork, Machine, expert_macs, stacked_us
 from ..fused import EXPONENTIAL, NEVER

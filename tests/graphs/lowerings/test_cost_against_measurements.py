@@ -9,7 +9,7 @@ import moexport
 import pytest
 from _pytest.mark import ParameterSet
 from moexport.bench.results import read
-from moexport.graphs.choices import Precision
+from moexport.graphs.targets import Precision
 from moexport.perf.layers import BATCHES, HELD_OUT, SHAPES, Layer
 from moexport.perf.tables import AUTO_SLACK, Cell, cells
 

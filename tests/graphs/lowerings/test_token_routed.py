@@ -7,10 +7,9 @@ from dataclasses import replace
 import numpy as np
 import onnx_ir as ir
 import pytest
-from moexport.graphs.choices import Precision
 from moexport.graphs.layers.experts import ExpertsSpec
 from moexport.graphs.lowerings import EXPERTS_LOWERINGS
-from moexport.graphs.targets import Target
+from moexport.graphs.targets import Precision, Target
 from moexport.tests.graphs.experts_layers import (
     PLAIN,
     SPECS,

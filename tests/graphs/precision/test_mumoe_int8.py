@@ -12,13 +12,13 @@ from moexport.graphs.layers.mumoe import Form, MuMoE, MuMoESpec
 from moexport.graphs.names import operand_of
 from moexport.graphs.precision.types import (
     ComputeTypes,
-    QuantFormat,
     QuantizedProducts,
     Range,
     Scale,
     WeightQuantization,
 )
 from moexport.graphs.precision.weights import quantize
+from moexport.graphs.targets import QuantFormat
 from moexport.tests.exporter.families.reference import Array, gelu, layer_norm
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import arrays_of, formula, graph, name_of, random_layer, run

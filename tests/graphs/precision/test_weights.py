@@ -15,13 +15,13 @@ from moexport.graphs.precision.types import (
     EIGHT_BITS_UNSIGNED,
     SEVEN_BITS,
     ComputeTypes,
-    QuantFormat,
     QuantizedProducts,
     Range,
     Scale,
     WeightQuantization,
 )
 from moexport.graphs.precision.weights import quantize
+from moexport.graphs.targets import QuantFormat
 from moexport.tests.graphs.soft_moe_layers import (
     Array,
     TinyLayer,
