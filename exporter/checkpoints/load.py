@@ -79,9 +79,6 @@ def _read_file(file: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-__all__ = ["load", "read_config"]
-
-
 def load(
     source: str | os.PathLike[str],
     *,
@@ -125,11 +122,10 @@ def load(
             f"--adapter says what the layers of a network are, and {source} holds weights alone",
             hint=f"give the network: package.module:factory --weights {source}",
         )
-    array = example if isinstance(example, np.ndarray) else None
     path = Path(source)
     if family is None and architecture_of(path) is not None and _is_unknown(path):
         return load_transformers(path, given, values=values)
-    return _load_checkpoint(path, family, given, array, values=values)
+    return _load_checkpoint(path, family, given, example, values=values)
 
 
 def _is_unknown(folder: Path) -> bool:
@@ -142,21 +138,18 @@ def _is_unknown(folder: Path) -> bool:
 
 
 def _load_checkpoint(
-    path: Path,
-    name: str | None,
-    given: dict[str, Any],
-    example: np.ndarray | None,
-    *,
-    values: bool,
+    path: Path, name: str | None, given: dict[str, Any], example: Example | None, *, values: bool
 ) -> Model:
     chosen = None if name is None else family_named(name)
     checkpoint = read_checkpoint(path, values=values)
-    family = chosen or _detect(path, checkpoint)
-    told, notes = _told(checkpoint, family, given)
+    notes: list[str] = []
+    where = ""
     try:
+        family = chosen or detect(checkpoint.tensors)
+        told, notes = _told(checkpoint, family, given)
+        where = f" ({'; '.join(notes)}; --set overrides it)" if told else ""
         built = family.build(checkpoint.tensors, {**told, **given})
     except (CheckpointError, FamilyError) as error:
-        where = f" ({'; '.join(notes)}; --set overrides it)" if told else ""
         raise type(error)(f"{path}: {error.message}{where}", hint=error.hint) from error
     return Model(
         module=built.module,
@@ -168,15 +161,8 @@ def _load_checkpoint(
         inputs=(built.input,),
         outputs=(built.output,),
         notes=(*checkpoint.notes, *notes, *built.notes),
-        example=example,
+        example=example if isinstance(example, np.ndarray) else None,
     )
-
-
-def _detect(path: Path, checkpoint: Checkpoint) -> Family:
-    try:
-        return detect(checkpoint.tensors)
-    except FamilyError as error:
-        raise FamilyError(f"{path}: {error.message}", hint=error.hint) from error
 
 
 def _told(

@@ -23,7 +23,7 @@ from ...errors import CheckpointError, FamilyError, MoexportError, ParityError, 
 from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
 from ..families import FAMILIES, LAYOUTS
 from ..families.base import find_layers
-from ..families.layer_only import PixelBackbone, TokenBackbone
+from ..families.layer_only import PixelBackbone, TokenBackbone, VectorBackbone
 from ..model import Model, Source, TensorSpec
 from .adapters import (
     EXAMPLE,
@@ -376,19 +376,6 @@ def _check_adapter(place: FoundLayer, own: Recorded, source: str) -> None:
         return result
 
     check_described(place.described, x, y, run, f"{source}: {place.at}")
-
-
-class VectorBackbone(nn.Module):
-    """A muMoE layer whose user calls it on vectors (b, d), without a token axis: returns (b, o)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Returns the layer's output for one token each."""
-        y: Tensor = self.layer(x.unsqueeze(1))
-        return y.squeeze(1)
 
 
 def _backbone(path: str, x: Tensor, y: Tensor) -> Callable[[nn.Module], nn.Module] | None:

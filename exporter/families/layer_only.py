@@ -50,17 +50,22 @@ class TokenBackbone(nn.Module):
         return y
 
 
-class PixelBackbone(nn.Module):
+class PixelBackbone(TokenBackbone):
     """One layer whose tokens are the pixels of (b, d, H, W), row by row; returns (b, o, H, W)."""
-
-    def __init__(self, layer: nn.Module) -> None:
-        super().__init__()
-        self.layer = layer
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output in the layout of its input."""
         y: Tensor = self.layer(x.flatten(2).transpose(1, 2)).transpose(1, 2)
         return y.reshape(y.shape[0], y.shape[1], x.shape[2], x.shape[3])
+
+
+class VectorBackbone(TokenBackbone):
+    """A layer whose user calls it on vectors (b, d), without a token axis: returns (b, o)."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Returns the layer's output for one token each."""
+        y: Tensor = self.layer(x.unsqueeze(1))
+        return y.squeeze(1)
 
 
 def choose_layer(

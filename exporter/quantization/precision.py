@@ -31,12 +31,11 @@ from ...graphs.precision.types import (
     INT4_BLOCK,
     BlockedWeights,
     ComputeTypes,
-    QuantFormat,
     QuantizedProducts,
     Scale,
 )
 from ...graphs.precision.weights import CONVERTED, activation_scale
-from ...graphs.targets import FloatName, Precision
+from ...graphs.targets import FloatName, Precision, QuantFormat
 from ..job import ExportJob
 from ..options import ExportOptions
 

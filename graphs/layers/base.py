@@ -74,88 +74,51 @@ Algorithm 2). A muMoE layer knows the first alone."""
 class MoESpec(Protocol):
     """Sizes of one layer of any kind.
 
-    `experts` bounds k; `slots` is p (1 where a layer has none); `hidden` is the width between a
-    layer's two matmuls, 0 where there is one. `levels` are the sizes of the expert modes: n alone,
-    unless the layer has a hierarchy.
+    `kind` is which kind it is, `op_type` the type of its node in a traced graph (in the domain
+    `ai.moexport`), `name` the layer's path in its model. `experts` is the largest k that leaves
+    nothing out, `trained_k` how many experts are computed where nothing is left out that was
+    trained, `levels` are the sizes of the expert modes (n alone, unless the layer has a
+    hierarchy), `slots` is p (1 where a layer has none). `dim` is d, the width of a token, `hidden`
+    h, that between a layer's two matmuls (0 where there is one), `out` o.
+
+    `renormalizable`: the weights of the kept experts can be divided by their sum. `chooses_sets`:
+    each input chooses a set of k experts, which eager PyTorch can loop over. `routes_tokens`: each
+    token has a choice of its own; else all tokens of an input share one. `dynamic_int8`: INT8
+    products find the scales of their rows while a graph runs; else, and in Q/DQ form always, a
+    calibration does. `rewritable`: coefficients mix the experts, by which outputs can be re-written
+    (`Rewrite`).
     """
 
     @property
-    def kind(self) -> Kind:
-        """Which kind of layer this is."""
-        ...
-
+    def kind(self) -> Kind: ...
     @property
-    def op_type(self) -> str:
-        """The op type of the layer's node in a traced graph, in the domain `ai.moexport`."""
-        ...
-
+    def op_type(self) -> str: ...
     @property
-    def name(self) -> str:
-        """The layer's path in its model."""
-        ...
-
+    def name(self) -> str: ...
     @property
-    def experts(self) -> int:
-        """The largest k that leaves nothing out."""
-        ...
-
+    def experts(self) -> int: ...
     @property
-    def trained_k(self) -> int:
-        """How many experts are computed where nothing is left out that was trained."""
-        ...
-
+    def trained_k(self) -> int: ...
     @property
-    def levels(self) -> tuple[int, ...]:
-        """Experts of each level."""
-        ...
-
+    def levels(self) -> tuple[int, ...]: ...
     @property
-    def slots(self) -> int:
-        """Slots per expert, p."""
-        ...
-
+    def slots(self) -> int: ...
     @property
-    def dim(self) -> int:
-        """Width of a token, d."""
-        ...
-
+    def dim(self) -> int: ...
     @property
-    def hidden(self) -> int:
-        """Width between the two matmuls, h."""
-        ...
-
+    def hidden(self) -> int: ...
     @property
-    def out(self) -> int:
-        """Output width, o."""
-        ...
-
+    def out(self) -> int: ...
     @property
-    def renormalizable(self) -> bool:
-        """Whether the weights of the kept experts can be divided by their sum."""
-        ...
-
+    def renormalizable(self) -> bool: ...
     @property
-    def chooses_sets(self) -> bool:
-        """Whether each input chooses a set of k experts, which eager PyTorch can loop over."""
-        ...
-
+    def chooses_sets(self) -> bool: ...
     @property
-    def routes_tokens(self) -> bool:
-        """Whether each token has a choice of its own; else all tokens of an input share one."""
-        ...
-
+    def routes_tokens(self) -> bool: ...
     @property
-    def dynamic_int8(self) -> bool:
-        """Whether INT8 products find the scales of their rows while a graph runs.
-
-        Else, and in Q/DQ form always, a calibration does.
-        """
-        ...
-
+    def dynamic_int8(self) -> bool: ...
     @property
-    def rewritable(self) -> bool:
-        """Whether coefficients mix the experts, by which outputs can be re-written (`Rewrite`)."""
-        ...
+    def rewritable(self) -> bool: ...
 
     def macs(self, tokens: int, k: int) -> dict[str, int]:
         """Multiply-adds for one input of `tokens` tokens by part."""

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..names import SELECTED
-from .base import Algorithm, Kind, MoELayer, RoutingDecision, StoredPart, algorithm_1, frozen
+from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen
 
 ExpertKind = Literal["mlp", "geglu", "linear"]
 """`mlp`: act(x·w1 + b1)·w2 + b2; `geglu`: (u · gelu(v))·w2 + b2 with [u, v] = x·w1 + b1; `linear`:
@@ -119,17 +119,6 @@ class SoftMoESpec:
         return {"": SELECTED}
 
 
-__all__ = [
-    "Algorithm",
-    "Chooser",
-    "Matrices",
-    "Routing",
-    "SoftMoE",
-    "SoftMoEWeights",
-    "algorithm_1",
-    "soft_moe_layers",
-]
-
 Matrices = Tensor | tuple[Tensor, ...]
 """n matrices of one shape: stacked in one tensor [n, in, out], or one tensor [in, out] each.
 
@@ -224,11 +213,9 @@ class SoftMoE(MoELayer):
         scores = combine.sum(dim=(1, 3))
         k = n if self.keep is None else self.keep
         ranked = scores.topk(min(k + 1, n), dim=1)
-        margin = (
-            ranked.values[:, k - 1] - ranked.values[:, k]
-            if k < n
-            else torch.full_like(scores[:, 0], torch.inf)
-        )
+        margin = torch.full_like(scores[:, 0], torch.inf)
+        if k < n:
+            margin = ranked.values[:, k - 1] - ranked.values[:, k]
         if self.chooser is None:
             selected = ranked.indices[:, :k].sort(dim=1).values
         else:

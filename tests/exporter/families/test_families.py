@@ -12,7 +12,8 @@ import torch
 from moexport.errors import CheckpointError, FamilyError
 from moexport.exporter.checkpoints.load import load, parse_value
 from moexport.exporter.families import FAMILIES, detect, family_named
-from moexport.graphs.layers.soft_moe import algorithm_1, soft_moe_layers
+from moexport.graphs.layers.base import algorithm_1
+from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.exporter.families.reference import Array, gelu_tanh, soft_moe
 from moexport.tests.exporter.families.states import (
     VIT,

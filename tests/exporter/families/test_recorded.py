@@ -9,8 +9,8 @@ import pytest
 import torch
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.checkpoints.state_dict import read_checkpoint
-from moexport.graphs.layers.base import recorded_choices
-from moexport.graphs.layers.soft_moe import Algorithm, algorithm_1, soft_moe_layers
+from moexport.graphs.layers.base import Algorithm, algorithm_1, recorded_choices
+from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.recorded import RecordedCase, read_case
 
 TOLERANCE = 1e-5  # of max|y|: ten times tighter than what exported graphs must hold

@@ -19,7 +19,8 @@ import torch
 from moexport.errors import FeedError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights, algorithm_1
+from moexport.graphs.layers.base import algorithm_1
+from moexport.graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import DATA
 from torch import Tensor, nn
