@@ -83,10 +83,10 @@ def load_factory(
     inputs, note = _example(source, module, config.get(INPUT_SHAPE), example)
     found = find_in_module(module, given)
     own = recorded_forward(module, found, inputs, source)
-    # In the order in which they are called.
-    found = tuple(sorted(found, key=lambda layer: own.order.index(layer.path)))
+    places = {layer.path: layer for layer in found}
+    found = tuple(places[path] for path in own.layers)  # in the order in which they are called
     for place in found:
-        _check_adapter(place, own, source)
+        _check_adapter(place, *own.layers[place.path], source)
     twin, layers, replaced = swapped(module, found, own)
     check_same(own, recorded_forward(twin, found, inputs, source), module, source)
     array, result = inputs.numpy(), own.result.numpy()
@@ -132,12 +132,12 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
         for key, t in tensors.items()
         if key in expected and t.shape != expected[key].shape
     ]
-    if missing or extra or wrong:
-        problems = [f"missing {', '.join(missing[:6])}"] if missing else []
-        problems += [f"unexpected {', '.join(extra[:6])}"] if extra else []
+    problems = [f"missing {', '.join(missing[:6])}"] if missing else []
+    problems += [f"unexpected {', '.join(extra[:6])}"] if extra else []
+    problems += wrong[:6]
+    if problems:
         raise CheckpointError(
-            f"{checkpoint.files[0]}: not the weights of {source}: "
-            f"{'; '.join(problems + wrong[:6])}",
+            f"{checkpoint.files[0]}: not the weights of {source}: {'; '.join(problems)}",
             hint="do the factory's arguments (--set) match the checkpoint?",
         )
     module.load_state_dict(tensors, assign=True)
@@ -295,11 +295,9 @@ def _renamed(layer: MoELayer, name: str) -> MoELayer:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What one forward pass showed: each found layer's input and output, and the result."""
+    """What one forward pass showed: the input and output of each layer as called, the result."""
 
-    order: tuple[str, ...]
-    inputs: Mapping[str, Tensor]
-    outputs: Mapping[str, Tensor]
+    layers: Mapping[str, tuple[Tensor, Tensor]]
     result: Tensor
 
 
@@ -311,9 +309,7 @@ def recorded_forward(
     Raises FamilyError when a layer is called with more than its tokens, or never, or when the
     result is not one tensor.
     """
-    order: list[str] = []
-    taken: dict[str, Tensor] = {}
-    outputs: dict[str, Tensor] = {}
+    seen: dict[str, tuple[Tensor, Tensor]] = {}
 
     def record(
         path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
@@ -325,9 +321,7 @@ def recorded_forward(
                 "returns more than a tensor",
                 hint="its forward must be y = layer(x) at inference",
             )
-        order.append(path)
-        taken[path] = tokens.detach()
-        outputs[path] = out.detach()
+        seen[path] = tokens.detach(), out.detach()
 
     with ExitStack() as hooks, torch.no_grad():
         for path in (layer.path for layer in found):
@@ -343,7 +337,7 @@ def recorded_forward(
                 f"{type(error).__name__}: {error}",
                 hint="does the example, or --set input_shape=…, fit the network?",
             ) from error
-    unused = [layer.path for layer in found if layer.path not in taken]
+    unused = [layer.path for layer in found if layer.path not in seen]
     if unused:
         raise FamilyError(
             f"{what}: the layer {unused[0] or '(the network itself)'} was not called as a module "
@@ -354,14 +348,13 @@ def recorded_forward(
             f"{what}: its forward returned a {type(result).__name__}, not one tensor",
             hint="give a factory whose forward returns the logits alone",
         )
-    return Recorded(tuple(order), taken, outputs, result)
+    return Recorded(seen, result)
 
 
-def _check_adapter(place: FoundLayer, own: Recorded, source: str) -> None:
-    """Raises ParityError unless what an adapter says computes what the layer did."""
+def _check_adapter(place: FoundLayer, x: Tensor, y: Tensor, source: str) -> None:
+    """Raises ParityError unless what an adapter says gives y for x, as the layer did."""
     if place.described is None:
         return
-    x, y = own.inputs[place.path], own.outputs[place.path]
     spec, backbone = place.make("").spec, _backbone(place.path, x, y)
     ranks = (3, 4) if spec.kind == "soft-moe" else (2, 3, 4)
     if x.ndim not in ranks or x.shape[1 if backbone is PixelBackbone else -1] != spec.dim:
@@ -405,7 +398,7 @@ def swapped(
     names, notes = [], []
     for place in found:
         path = place.path
-        backbone = _backbone(path, own.inputs[path], own.outputs[path])
+        backbone = _backbone(path, *own.layers[path])
         name = f"{path}.layer".removeprefix(".") if backbone else path
         try:
             ours: nn.Module = place.make(name)
@@ -417,18 +410,13 @@ def swapped(
             ) from error
         ours = backbone(ours) if backbone else ours
         for each in (path, *place.aliases):
-            twin = _with_submodule(twin, each, ours.eval())
+            if each:
+                twin.set_submodule(each, ours.eval())
+            else:
+                twin = ours.eval()
         names.append(name)
         notes.append(f"{path or 'the network'} replaced as {place.title}")
     return twin, tuple(names), tuple(notes)
-
-
-def _with_submodule(module: nn.Module, path: str, replacement: nn.Module) -> nn.Module:
-    if not path:
-        return replacement
-    parent, _, name = path.rpartition(".")
-    setattr(module.get_submodule(parent), name, replacement)
-    return module
 
 
 def check_same(own: Recorded, ours: Recorded, module: nn.Module, what: str) -> None:
@@ -436,8 +424,8 @@ def check_same(own: Recorded, ours: Recorded, module: nn.Module, what: str) -> N
 
     `module` is the user's network, which `own` is of.
     """
-    for path in own.order:
-        miss = _miss(own.outputs[path], ours.outputs[path])
+    for path, (_, y) in own.layers.items():
+        miss = _miss(y, ours.layers[path][1])
         if miss is not None:
             raise ParityError(
                 f"{what}: the layer {path or '(the network itself)'} computes something else than "
