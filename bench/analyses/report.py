@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -137,25 +138,18 @@ def figures(
 
     `experts_retention.png`, `experts_random.png`, `experts_subsets.png`, `experts_shares.png`.
     """
-    made: list[tuple[str, bool, Callable[[Path], None]]] = [
-        (
-            "retention",
-            any(one.retention for one in studies),
-            lambda path: _retention(studies, path, paper),
-        ),
-        ("random", any(one.random for one in studies), lambda path: _random(studies, path)),
-        (
-            "subsets",
-            any(each.best is not None for one in studies for each in one.subsets),
-            lambda path: _subsets(studies, path),
-        ),
-        ("shares", any(one.shares for one in studies), lambda path: _shares(studies, path)),
-    ]
+    tried = any(each.best is not None for one in studies for each in one.subsets)
+    charts: dict[str, tuple[bool, Callable[[Sequence[ExpertStudy], Path], None]]] = {
+        "retention": (any(one.retention for one in studies), partial(_retention, printed=paper)),
+        "random": (any(one.random for one in studies), _random),
+        "subsets": (tried, _subsets),
+        "shares": (any(one.shares for one in studies), _shares),
+    }
     written = []
-    for name, there, draw in made:
+    for name, (there, draw) in charts.items():
         if there:
             written.append(directory / f"experts_{name}.png")
-            draw(written[-1])
+            draw(studies, written[-1])
     return tuple(written)
 
 
@@ -170,7 +164,7 @@ def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> 
         _share_axis(left, "share of the experts kept, k/n")
         _percent_axis(left, "of all experts' accuracy")
         right.set_title("The same over n")
-        for fraction, colour, marker in zip(FRACTIONS, COLOURS, MARKERS, strict=False):
+        for place, fraction in enumerate(FRACTIONS):
             ours = [
                 (one.experts, kept)
                 for one in studies
@@ -178,17 +172,15 @@ def _retention(studies: Sequence[ExpertStudy], path: Path, printed: Printed) -> 
                 and (kept := one.kept(one.experts // fraction)) is not None
             ]
             if ours:
-                look = {"color": colour, "marker": marker, "markersize": 5, "linewidth": 1.8}
-                right.plot(*zip(*ours, strict=True), label=f"k = n/{fraction}", **look)
+                right.plot(*zip(*ours, strict=True), label=f"k = n/{fraction}", **_look(place))
             measured = {n for n, _ in ours}
             paper = [
                 (n, v) for n, v in printed.retention.get(fraction, {}).items() if n in measured
             ]
             if paper:
-                right.plot(
-                    *zip(*paper, strict=True), color=colour, linewidth=1.2, linestyle=":",
-                    label=f"k = n/{fraction}, the paper on MNIST",
-                )  # fmt: skip
+                label = f"k = n/{fraction}, the paper on MNIST"
+                look = {"color": COLOURS[place], "linewidth": 1.2, "linestyle": ":"}
+                right.plot(*zip(*paper, strict=True), label=label, **look)
         _experts_axis(right, studies)
         _percent_axis(right, "")
 
@@ -199,23 +191,23 @@ def _random(studies: Sequence[ExpertStudy], path: Path) -> None:
     with drawn([path], (8, 3.4), columns=max(1, len(shares))) as (charts,):
         for axes, fraction in zip(charts, shares, strict=False):
             axes.set_title(f"k = n/{fraction}")
-            found = [(one.experts, each) for one in studies if (each := _random_at(one, fraction))]
-            n = [experts for experts, _ in found]
-            axes.plot(
-                n, [each.algorithm_1 for _, each in found], color=COLOURS[0], marker=MARKERS[0],
-                markersize=5, linewidth=1.8, label="Algorithm 1",
-            )  # fmt: skip
-            axes.errorbar(
-                n, [each.mean for _, each in found], yerr=[each.std for _, each in found],
-                color=COLOURS[1], marker=MARKERS[1], markersize=5, linewidth=1.8, capsize=2.5,
-                elinewidth=1, label="random experts, mean and standard deviation of the seeds",
-            )  # fmt: skip
-            axes.plot(
-                n, [one.top1 for one in studies if _random_at(one, fraction)], color=REFERENCE,
-                linestyle="--", linewidth=1.4, label="all experts",
-            )  # fmt: skip
+            found = [(one, each) for one in studies if (each := _random_at(one, fraction))]
+            n = [one.experts for one, _ in found]
+            chosen = [each.algorithm_1 for _, each in found]
+            axes.plot(n, chosen, label="Algorithm 1", **_look(0))
+            means, stds = [each.mean for _, each in found], [each.std for _, each in found]
+            label = "random experts, mean and standard deviation of the seeds"
+            axes.errorbar(n, means, yerr=stds, capsize=2.5, elinewidth=1, label=label, **_look(1))
+            dashed = {"color": REFERENCE, "linestyle": "--", "linewidth": 1.4}
+            axes.plot(n, [one.top1 for one, _ in found], label="all experts", **dashed)
             _experts_axis(axes, studies)
             _percent_axis(axes, "top-1 accuracy" if fraction == shares[0] else "")
+
+
+def _look(place: int) -> dict[str, Any]:
+    """How the series of a chart are drawn, in their order."""
+    mark = {"marker": MARKERS[place], "markersize": 5, "linewidth": 1.8}
+    return {"color": COLOURS[place], **mark}
 
 
 def _random_at(one: ExpertStudy, fraction: int) -> Any:
