@@ -95,9 +95,10 @@ def seconds_by_step(lines: Iterable[str]) -> dict[str, float]:
         print(line, end="", file=sys.stderr, flush=True)
         if line.startswith(SAYS):
             now = time.monotonic()
-            steps[step] = now - began
+            # A step that says how far it is says its name again.
+            steps[step] = steps.get(step, 0.0) + now - began
             step, began = line.removeprefix(SAYS).split()[0], now
-    steps[step] = time.monotonic() - began
+    steps[step] = steps.get(step, 0.0) + time.monotonic() - began
     return steps
 
 

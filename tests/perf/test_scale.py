@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import moexport
@@ -19,6 +21,17 @@ def test_steps_are_those_that_an_export_says(capsys: pytest.CaptureFixture[str])
     assert list(steps) == [START, "loading", "tracing"]
     assert all(seconds >= 0 for seconds in steps.values())
     assert capsys.readouterr().err == "".join(said)
+
+
+def test_a_step_that_says_how_far_it_is_stays_one() -> None:
+    def said() -> Iterator[str]:
+        yield "moexport: checking\n"
+        time.sleep(0.05)
+        yield "moexport: checking: 8 inputs in 0.1 s\n"
+
+    steps = seconds_by_step(said())
+    assert list(steps) == [START, "checking"]
+    assert steps["checking"] >= 0.05
 
 
 def test_an_export_peaked_below_its_weights_and_a_third() -> None:
