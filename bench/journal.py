@@ -64,11 +64,7 @@ class Journal:
     def found(self, kind: str, **keys: Any) -> list[dict[str, Any]]:
         """Returns the pieces of a kind that have these values, oldest first."""
         wanted = {"kind": kind} | keys
-        return [
-            entry
-            for entry in self._entries
-            if all(entry.get(key) == value for key, value in wanted.items())
-        ]
+        return [each for each in self._entries if wanted.items() <= each.items()]
 
     def add(self, kind: str, **content: Any) -> None:
         """Adds a complete piece."""

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...calibration.feeds import Array
 from ...common.console import Progress
@@ -25,11 +24,8 @@ from ...common.timing import in_one_line
 from ..runners.base import Loader
 
 CALLS = 3
-
 TIMEOUT_S = 900.0
-
 MB = 1e6
-
 AT_ONCE = 4
 
 ROOM = 4
@@ -101,23 +97,18 @@ def measure_memory(
     Sizes run in ascending order, so that each one's peak is its own. Raises RuntimeError with the
     last line that the process wrote when it fails.
     """
-    job = pickle.dumps(
-        {
-            "loader": loader,
-            "inputs": {size: inputs[size] for size in sorted(inputs)},
-            "threads": threads,
-        }
-    )
-    here = str(Path(__file__).resolve().parents[1])
+    # What this process can import that one must find too, but for the package's own folder, whose
+    # modules are no top level.
+    here = Path(__file__).resolve().parents[1]
+    places = [place for place in sys.path if place and Path(place).resolve() != here]
     try:
         done = subprocess.run(
             [sys.executable, "-m", __name__],
-            input=job,
+            input=pickle.dumps((loader, sorted(inputs.items()), threads)),
             capture_output=True,
             timeout=TIMEOUT_S,
             check=False,
-            # What this process can import, that one must find too.
-            env=os.environ | {"PYTHONPATH": os.pathsep.join(_import_path(here))},
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(places)},
         )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"no end after {TIMEOUT_S:.0f} s") from None
@@ -128,21 +119,15 @@ def measure_memory(
     return Memory(answer["runtime"] / MB, {int(b): v / MB for b, v in answer["peak"].items()})
 
 
-def _import_path(package: str) -> list[str]:
-    """The import path without the package's own folder: its modules are no top level."""
-    return [p for p in sys.path if p and str(Path(p).resolve()) != package]
-
-
 def _main() -> None:
-    job: dict[str, Any] = pickle.load(sys.stdin.buffer)
-    loader: Loader = pickle.loads(job["loader"])  # imports the runtime
-    threads = job["threads"]
+    pickled_loader, inputs, threads = pickle.load(sys.stdin.buffer)
+    loader: Loader = pickle.loads(pickled_loader)  # imports the runtime
     if threads is not None and "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(threads)
     runtime = peak_memory_bytes()
     runner = loader.deployed()
     peak = {}
-    for size, x in job["inputs"].items():
+    for size, x in inputs:
         for _ in range(CALLS):
             runner.infer(x)
         peak[size] = peak_memory_bytes()

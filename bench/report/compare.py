@@ -21,8 +21,8 @@ class Change:
     @property
     def ratio(self) -> float | None:
         """Latency now over before: above 1 is slower. None where one of them failed."""
-        old, new = self.before.latency_ms, self.now.latency_ms
-        return None if old is None or new is None else new.median / old.median
+        old, new = self.before.median_ms, self.now.median_ms
+        return None if old is None or new is None else new / old
 
     @property
     def beyond_spread(self) -> bool:
@@ -50,14 +50,11 @@ class Change:
     @property
     def label(self) -> str:
         """The row and its change in words: `digits, batch 1: ONNX Runtime, grouped, k = 4: …`."""
-        row, old, new = self.now, self.before.latency_ms, self.now.latency_ms
+        row, old, new = self.now, self.before.median_ms, self.now.median_ms
         name = f"{row.model}, batch {row.batch}: {line_name(row)}, k = {row.k}"
-        if old is None or new is None or self.ratio is None:
+        if old is None or new is None:
             return f"{name}: {row.error or 'no latency'}"
-        return (
-            f"{name}: {milliseconds(old.median)} → {milliseconds(new.median)} ms "
-            f"({self.ratio - 1:+.0%})"
-        )
+        return f"{name}: {milliseconds(old)} → {milliseconds(new)} ms ({new / old - 1:+.0%})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,12 +105,11 @@ def compare(before: Results, now: Results) -> Comparison:
         was, is_now = before.environment.get(name), now.environment.get(name)
         if was != is_now:
             notes.append(f"Measured on another machine or setting: {name} was {was}, is {is_now}.")
-    old_packages = before.environment.get("packages") or {}
-    packages = now.environment.get("packages") or {}
+    were, are = (each.environment.get("packages") or {} for each in (before, now))
     moved = [
-        f"{name} {old_packages.get(name, 'none')} → {packages.get(name, 'none')}"
-        for name in dict.fromkeys((*old_packages, *packages))
-        if old_packages.get(name) != packages.get(name)
+        f"{name} {were.get(name, 'none')} → {are.get(name, 'none')}"
+        for name in dict.fromkeys((*were, *are))
+        if were.get(name) != are.get(name)
     ]
     if moved:
         notes.append(f"Other versions: {', '.join(moved)}.")

@@ -12,7 +12,7 @@ import base64
 import gzip
 import json
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from importlib import resources
 from itertools import pairwise
@@ -155,7 +155,7 @@ def payload(results: Results, comparison: Comparison | None = None) -> dict[str,
             *([analyses_card(studies)] if studies else []),
             parity_card(shown),
         ],
-        "environment": _environment(results),
+        "environment": list(_environment(results)),
         "method": method_lines(results),
         "absent": [f"{each.engine}: {each.reason}" for each in results.absent],
         "again": reproduce(results) if results.command else "",
@@ -202,14 +202,8 @@ def export_command(results: Results, row: Row) -> str | None:
 
     The model and what its shapes do not tell are taken from the command of the results.
     """
-    target: str | None = next(
-        (
-            kind.target
-            for kind in KINDS.values()
-            if (kind.engine, kind.provider) == (row.engine, row.provider or "cpu")
-        ),
-        None,
-    )
+    targets = {(kind.engine, kind.provider): kind.target for kind in KINDS.values()}
+    target: str | None = targets.get((row.engine, row.provider or "cpu"))
     source = next((model.source for model in results.models if model.name == row.model), "")
     try:
         given = shlex.split(results.command)
@@ -244,27 +238,27 @@ def _given(words: Sequence[str], option: str) -> list[str]:
     return after + [word.split("=", 1)[1] for word in words if word.startswith(f"{option}=")]
 
 
-def _environment(results: Results) -> list[tuple[str, str]]:
+def _environment(results: Results) -> Iterator[tuple[str, str]]:
     """The machine and the versions as names and values."""
-    facts: list[tuple[str, str]] = []
     for name, value in results.environment.items():
         if name == "packages" and isinstance(value, dict):
-            facts += [(str(package), str(version)) for package, version in value.items()]
+            yield from ((str(package), str(version)) for package, version in value.items())
         elif name == "memory_bytes" and isinstance(value, int):
-            facts.append(("memory", f"{value / 2**30:.1f} GiB"))
+            yield "memory", f"{value / 2**30:.1f} GiB"
         else:
-            facts.append((name, _plain(value)))
-    return facts
+            yield name, _plain(value)
 
 
 def _plain(value: Any) -> str:
-    if value is None:
-        return "none"
-    if isinstance(value, dict):
-        return ", ".join(f"{key} {item}" for key, item in value.items())
-    if isinstance(value, list):
-        return "; ".join(_plain(item) for item in value)
-    return str(value)
+    match value:
+        case None:
+            return "none"
+        case dict():
+            return ", ".join(f"{key} {item}" for key, item in value.items())
+        case list():
+            return "; ".join(map(_plain, value))
+        case _:
+            return str(value)
 
 
 def _card(
@@ -331,8 +325,7 @@ def comparison_card(comparison: Comparison) -> Card:
 def _change(change: Change) -> tuple[Cell, ...]:
     moved: Cell = "–"
     if change.ratio is not None:
-        sign = f"{change.ratio - 1:+.0%}"
-        kind = "good" if change.ratio < 1 else "bad"
+        sign, kind = f"{change.ratio - 1:+.0%}", "good" if change.ratio < 1 else "bad"
         moved = (sign, kind) if change.beyond_spread else (f"≈ {sign}", "quiet")
     both = (change.before, change.now)
     latencies = ["–" if r.median_ms is None else milliseconds(r.median_ms) for r in both]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from itertools import product
+from itertools import product, zip_longest
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import cast, get_args
+from typing import Any, cast, get_args
 
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
@@ -67,10 +67,8 @@ class Sweep:
     def runtimes(self) -> tuple[EngineKind, ...]:
         """Those of the engines that run exported graphs."""
         kinds = [KINDS[name] for name in self.engines if KINDS[name].target is not None]
-        return tuple(
-            replace(kind, target=self.cpu_target) if kind.target == "ort-cpu" else kind
-            for kind in kinds
-        )
+        cpu = self.cpu_target
+        return tuple(replace(k, target=cpu) if k.target == "ort-cpu" else k for k in kinds)
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for `tune`: the sweep itself is the measurement."""
@@ -183,38 +181,43 @@ def _sources(
         engine = engine_options(model, sweep, runtime.engine)
     linears = {each.node: each.reason for each in planned.precision.linears}
     return refused + [
-        GraphSource(
-            k=k,
-            lowering=_joined(names),
-            loader=_loader(
-                *(runtime, sweep, model, folder / graph.file),
-                *(selected_values(lowered[graph.file].values), None, engine),
-            ),
-            provider=runtime.provider,
-            precision=precision,
-            engine=runtime.engine,
-            k_by_layer={layer.name: layer.work.k for layer in graph.layers},
+        _source(
+            *(runtime, sweep, model, folder / graph.file, k, _joined(names)),
+            selected=selected_values(lowered[graph.file].values),
             integers=integer_linears(folder / graph.file, _integers(linears)),
+            engine=engine,
+            precision=precision,
+            k_by_layer={layer.name: layer.work.k for layer in graph.layers},
         )
         for (k, names), graph in graphs.items()
     ]
 
 
-def _loader(
+def _source(
     runtime: EngineKind,
     sweep: Sweep,
     model: Model,
     file: Path,
+    k: int,
+    lowering: str,
+    *,
     selected: Mapping[str, str],
-    k: int | None,
+    given_k: int | None = None,
     engine: EngineOptions | None = None,
-) -> Loader:
-    """What opens a graph's `file` in a runtime; `k` where it is an input of the graph."""
+    **graph: Any,
+) -> GraphSource:
+    """A graph's `file` in a runtime; `given_k` where k is an input of the graph."""
+    loader: Loader
     if runtime.compiles:
-        return EngineLoader(file.parent, runtime.engine, file.name, k, engine)
-    specs = {name: layer.spec for name, layer in model.layers.items()}
-    experts = {name: spec.experts for name, spec in specs.items() if spec.chooses_sets}
-    return OnnxLoader(file, selected, experts, k, sweep.threads, PROVIDERS[runtime.provider])
+        loader = EngineLoader(file.parent, runtime.engine, file.name, given_k, engine)
+    else:
+        specs = {name: layer.spec for name, layer in model.layers.items()}
+        experts = {name: spec.experts for name, spec in specs.items() if spec.chooses_sets}
+        provider = PROVIDERS[runtime.provider]
+        loader = OnnxLoader(file, selected, experts, given_k, sweep.threads, provider)
+    return GraphSource(
+        k, lowering, loader, provider=runtime.provider, engine=runtime.engine, **graph
+    )
 
 
 def engine_options(model: Model, sweep: Sweep, backend: str) -> EngineOptions:
@@ -271,24 +274,23 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
     ks = [_largest(_whole(export_job(model, ExportOptions(k=k)))) for k in asked]
     ks = ks or [_largest(baked)]
     linears = _integers(record.numbers.get("linears", {}))
+    floating = frozenset(layer.name for layer in record.layers if layer.precision != "int8")
     graphs = []
     for graph in record.graphs:
         file = bundle.graph_file(graph.file)
         integers = integer_linears(file, linears)
-        for k, runtime in product(ks, sweep.runtimes):
-            given = k if takes_k else None
-            source = GraphSource(
-                k=k,
-                lowering=_joined(graph.lowerings.values()),
-                loader=_loader(runtime, sweep, model, file, graph.selected, given),
-                provider=runtime.provider,
+        graphs += [
+            _source(
+                *(runtime, sweep, model, file, k, _joined(graph.lowerings.values())),
+                selected=graph.selected,
+                given_k=k if takes_k else None,
                 precision=record.precision,
-                engine=runtime.engine,
                 k_by_layer=baked,
-                floating=frozenset(m.name for m in record.layers if m.precision != "int8"),
+                floating=floating,
                 integers=integers,
             )
-            graphs.append(source)
+            for k, runtime in product(ks, sweep.runtimes)
+        ]
     return Candidate(
         name=bundle.path.name,
         model=model,
@@ -310,11 +312,12 @@ def check_exported(listed: Sequence[Model | Bundle], sweep: Sweep) -> None:
         "--precision": sweep.precisions != ("fp32",),
         "--target": sweep.cpu_target != "onnx",
     }
-    for option in (option for option, given in idle.items() if given):
-        raise UsageError(
-            f"{option}: the bundles that were named are measured as they are",
-            hint=f"leave {option} out, or name a model without its bundle",
-        )
+    for option, given in idle.items():
+        if given:
+            raise UsageError(
+                f"{option}: the bundles that were named are measured as they are",
+                hint=f"leave {option} out, or name a model without its bundle",
+            )
 
 
 @contextmanager
@@ -351,19 +354,15 @@ def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path])
     """
     names = [candidate.name for candidate in candidates]
     folders = [place.absolute().parts[-2::-1] for place in places]  # from the last one upwards
-    for depth in range(max(map(len, folders), default=0) + 1):
+    for above in zip_longest(*folders):  # at each depth the folder of every place
         repeated = {name for name in names if names.count(name) > 1}
-        if not repeated:
-            break
         names = [
-            f"{above[depth]}/{name}" if name in repeated and depth < len(above) else name
-            for name, above in zip(names, folders, strict=True)
+            f"{folder}/{name}" if name in repeated and folder is not None else name
+            for name, folder in zip(names, above, strict=True)
         ]
-    else:
-        names = [candidate.name for candidate in candidates]
-    return [
-        replace(candidate, name=name) for candidate, name in zip(candidates, names, strict=True)
-    ]
+    if len(set(names)) < len(names):
+        return list(candidates)
+    return [replace(one, name=name) for one, name in zip(candidates, names, strict=True)]
 
 
 def _source_of(bundle: Bundle) -> Model:
@@ -391,14 +390,12 @@ def _source_of(bundle: Bundle) -> Model:
 
 def parse_precisions(text: str) -> tuple[Precision, ...]:
     """Returns the precisions of a list; UsageError for a name that is none."""
-    names = [part.strip() for part in text.split(",") if part.strip()]
-    unknown = [name for name in names if name not in get_args(Precision)]
+    names, known = [part.strip() for part in text.split(",") if part.strip()], get_args(Precision)
+    unknown = [name for name in names if name not in known]
     if unknown or not names:
-        raise UsageError(
-            f"--precision {text}: there is no such precision",
-            hint=near_miss(next(iter(unknown), ""), get_args(Precision)),
-        )
-    return tuple(dict.fromkeys(cast(Precision, name) for name in names))
+        hint = near_miss("".join(unknown[:1]), known)
+        raise UsageError(f"--precision {text}: there is no such precision", hint=hint)
+    return tuple(cast(Precision, name) for name in dict.fromkeys(names))
 
 
 def parse_ks(k: Sequence[int | float | str]) -> tuple[KOption, ...]:

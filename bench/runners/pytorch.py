@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ...calibration.feeds import Array
 from ...common.user_code import names_code
@@ -35,8 +35,7 @@ class PyTorch(Runner):
     @torch.inference_mode()
     def infer(self, x: Array) -> Array:
         """Maps inputs [b, …] to outputs [b, …]."""
-        output: Tensor = self.module(torch.from_numpy(x))
-        result: Array = output.numpy()
+        result: Array = self.module(torch.from_numpy(x)).numpy()
         return result
 
     def bound(self, x: Array) -> Callable[[], object]:
@@ -74,8 +73,7 @@ class PyTorchOnGpu(Runner):
     def infer(self, x: Array) -> Array:
         """Maps inputs [b, …] to outputs [b, …]; waits until they are here."""
         with torch.cuda.stream(self._stream):
-            output: Tensor = self.module(torch.from_numpy(x).to(CUDA))
-            result: Array = output.cpu().numpy()
+            result: Array = self.module(torch.from_numpy(x).to(CUDA)).cpu().numpy()
         return result
 
     @torch.inference_mode()
