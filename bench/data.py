@@ -128,10 +128,7 @@ MEANS: dict[Pixels, tuple[Sequence[float], Sequence[float]]] = {
 }
 
 IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"})
-
-CROP = 0.875
-"""The share of the shorter side that the middle of an image takes: 224 of 256."""
-
+CROP = 0.875  # the share of the shorter side that the middle of an image takes: 224 of 256
 BATCH = 32
 
 

@@ -27,11 +27,8 @@ from .results import PYTORCH_COMPILE, PYTORCH_EAGER
 from .runners.base import Runner
 from .runners.pytorch import PyTorch, outputs_of, untouched, with_algorithm_1
 
-SAVE_S = 10.0
-"""How often the sums so far are kept for a run that goes on after a kill."""
-
-UNTOUCHED = (PYTORCH_EAGER, PYTORCH_COMPILE)
-"""Engines that run the model as it was trained."""
+SAVE_S = 10.0  # how often the sums so far are kept for a run that goes on after a kill
+UNTOUCHED = (PYTORCH_EAGER, PYTORCH_COMPILE)  # engines that run the model as it was trained
 
 OUTPUT_BYTES = 256 << 20
 """Outputs of one batch may take this much; token models give a vocabulary per token."""

@@ -18,8 +18,7 @@ from ..errors import FeedError, ParityError
 from ..exporter.parity import jaccard
 from .results import Accuracy, Interval, Parity, Perplexity, RoutingAgreement
 
-Z = 1.959963984540054
-"""The normal quantile of 97.5%."""
+Z = 1.959963984540054  # the normal quantile of 97.5%
 
 
 def wilson(right: int, seen: int) -> Interval:

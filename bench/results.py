@@ -13,10 +13,7 @@ from ..common.writing import write_text
 from ..errors import ResultsError
 
 SCHEMA = 1
-
-DISTURBED = 0.1
-"""From this share of waiting for a core on, times are those of a shared machine."""
-
+DISTURBED = 0.1  # from this share of waiting for a core on, times are those of a shared machine
 PYTORCH_EAGER = "pytorch-eager"
 PYTORCH_EAGER_CUDA = f"{PYTORCH_EAGER}-cuda"
 PYTORCH_COMPILE = "pytorch-compile"

@@ -50,20 +50,11 @@ from .runners.pytorch import CUDA, PyTorch, loaders, outputs_of, untouched, with
 CALIBRATION_INPUTS = 256
 """INT8 takes its ranges from this many of the benchmark's inputs; their labels play no part."""
 
-TRIAL_CALLS = 3
-"""Calls of which the fastest stands for the others: the first one allocates."""
-
-UNKNOWN_SAMPLES = 1000
-"""Taken for an estimate where a feed does not tell how many samples it has."""
-
-COMPILE_S = 30.0
-"""What compiling a small network for one batch size takes."""
-
-MACHINE_PROBES = 3
-"""Cases of each group that measure the machine's own rates (`limits`)."""
-
-PROCESS_S = 4.0
-"""What starting a process and loading a runtime takes."""
+TRIAL_CALLS = 3  # calls of which the fastest stands for the others: the first one allocates
+UNKNOWN_SAMPLES = 1000  # taken for an estimate where a feed does not tell how many samples it has
+COMPILE_S = 30.0  # what compiling a small network for one batch size takes
+MACHINE_PROBES = 3  # cases of each group that measure the machine's own rates (`limits`)
+PROCESS_S = 4.0  # what starting a process and loading a runtime takes
 
 
 def bench(

@@ -37,7 +37,6 @@ from .metrics import one_per_sample
 from .report.figures import COLOURS, INK, REFERENCE, drawn
 
 BATCH = 64
-
 SCHEMA = 1
 
 JSON_FILE, FIGURE_FILE = "specialise.json", "specialise.png"

@@ -26,8 +26,7 @@ from ..plan import Case, TimingGroup
 from ..results import Part
 from ..runners.base import Loader, Runner
 
-PREPARATIONS = 100
-"""How often a call is prepared to learn what that takes: some microseconds each."""
+PREPARATIONS = 100  # how often a call is prepared to learn what that takes: some microseconds each
 
 
 class TimedRunner(timing.TimedCall):

@@ -27,10 +27,7 @@ CALLS = 3
 TIMEOUT_S = 900.0
 MB = 1e6
 AT_ONCE = 4
-
-ROOM = 4
-"""A process may take this many times the weights, beside what a runtime takes by itself."""
-
+ROOM = 4  # a process may take this many times the weights, beside what a runtime takes by itself
 RUNTIME_BYTES = 500 << 20
 
 

@@ -48,11 +48,8 @@ COUNTED_NAMESPACES = ("aten", "prims", "onnx_symbolic")
 UNCOUNTED = re.compile(r"rnn|fft|cdist|linalg|attention|transformer|quantiz|sparse|mv$|dot$")
 """Operators of PyTorch that multiply and whose multiply-adds its counter does not know."""
 
-STREAM_BYTES = 1 << 30
-"""Larger than any cache."""
-
-SMALLEST_STREAM_BYTES = 1 << 20
-"""Of less, the sum that measures the bandwidth is mostly the call."""
+STREAM_BYTES = 1 << 30  # larger than any cache
+SMALLEST_STREAM_BYTES = 1 << 20  # of less, the sum that measures the bandwidth is mostly the call
 
 SQUARE = 1024
 """Rows of the matrices whose product is timed: 20 ms on a core, at the rate of larger ones."""

@@ -20,9 +20,7 @@ COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
 REFERENCE = "#5b6472"
 INK = "#1d2430"
-FAR_APART = 6
-"""Latencies that differ by more are drawn by factors, as on the page."""
-
+FAR_APART = 6  # latencies that differ by more are drawn by factors, as on the page
 STYLE = Path(__file__).parent / "assets" / "figures.mplstyle"
 
 

@@ -9,15 +9,10 @@ from ...common import timing
 from ...common.timing import Latency
 from ..results import PYTORCH_EAGER, Interval, Results, Row
 
-KEPT = 0.99
-"""The summary's bar: the share of the untouched model's accuracy that a row must keep."""
-
-UNTOUCHED = "PyTorch, untouched"
-"""What tables and charts call the reference."""
-
+KEPT = 0.99  # the summary's bar: the share of the untouched model's accuracy that a row must keep
+UNTOUCHED = "PyTorch, untouched"  # what tables and charts call the reference
 LIMIT = "limit of the machine"
-GPU_MS = "GPU ms"
-"""The heading of the times by CUDA events, in every table that has them."""
+GPU_MS = "GPU ms"  # the heading of the times by CUDA events, in every table that has them
 
 NAMES = {
     "pytorch-eager": "PyTorch",

@@ -27,7 +27,6 @@ from ..results import (
 from ..results import TENSORRT_RTX as RTX
 
 COMPILERS = ("c++", "g++", "clang++")
-
 ORT_TENSORRT = "run on ONNX Runtime's TensorRT"
 
 Missing = Callable[[], str | None]

@@ -18,8 +18,7 @@ from ...calibration.feeds import Array
 from ...exporter.session import CPU, Session, SessionOptions
 from .base import Loader, Runner
 
-INT64 = 7
-"""The element type of chosen experts: onnx.TensorProto.INT64."""
+INT64 = 7  # the element type of chosen experts: onnx.TensorProto.INT64
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,7 @@ from ..plan import Candidate, Case
 from ..results import PYTORCH_ALGORITHM_2, PYTORCH_COMPILE
 from .base import Loader, Runner, in_batches
 
-CUDA = "cuda"
-"""The provider of rows on an NVIDIA GPU, as PyTorch calls the device."""
+CUDA = "cuda"  # the provider of rows on an NVIDIA GPU, as PyTorch calls the device
 
 
 class PyTorch(Runner):
