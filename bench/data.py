@@ -31,10 +31,7 @@ from ..exporter.model import Model, TensorSpec
 
 @dataclass(frozen=True, slots=True)
 class LabelledData:
-    """Inputs [samples, ...] and, where they are known, class labels [samples].
-
-    Without labels it serves for latency, routing and parity, not for accuracy.
-    """
+    """Inputs [samples, ...] and class labels [samples], without which accuracy is not known."""
 
     inputs: Array
     labels: Labels | None
@@ -97,11 +94,7 @@ def fingerprint(*arrays: Array | None) -> str:
 
 
 def load_groups(path: Path, name: str, samples: int) -> Array:
-    """Returns the array `name` of an `.npz` file: the subgroup [samples] of each input.
-
-    Subgroups are whole numbers, true and false, or texts. Raises FeedError, naming file and array,
-    for what cannot be used.
-    """
+    """Returns the array `name` of an `.npz`, the subgroup [samples] of each input, or FeedError."""
     names = npz_names(path)
     if name not in names:
         raise FeedError(
@@ -162,10 +155,7 @@ RANDOM_INPUTS = 16
 def labelled(
     data: str | Path | Labelled | Array | None, model: Model, batch: int, pixels: str | None = None
 ) -> Labelled:
-    """Returns the data of a benchmark over batches up to `batch`: random ones for None.
-
-    Raises what `open_labelled` raises.
-    """
+    """Returns the data of a benchmark, random ones for None; raises what `open_labelled` does."""
     if isinstance(data, str | Path):
         return open_labelled(str(data), model.input, pixels)
     if pixels is not None:

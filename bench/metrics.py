@@ -22,10 +22,7 @@ Z = 1.959963984540054  # the normal quantile of 97.5%
 
 
 def wilson(right: int, seen: int) -> Interval:
-    """Returns Wilson's score interval of a share: `right` of `seen`.
-
-    It stays within 0..1 and has a width even at 0 and 1 (Wilson 1927).
-    """
+    """Returns Wilson's score interval (1927) of `right` of `seen`: with a width even at 0 and 1."""
     share = right / seen
     scale = 1 + Z**2 / seen
     middle = (share + Z**2 / (2 * seen)) / scale
@@ -85,10 +82,7 @@ class TopKCounts(Sums):
 
     @classmethod
     def of(cls, outputs: Array, labels: Labels, untouched: Array | None = None) -> Self:
-        """Counts over class scores [b, classes] and labels [b], beside the untouched scores.
-
-        Raises FeedError for outputs that are not class scores.
-        """
+        """Counts over class scores [b, classes], else FeedError, and labels [b]."""
         outputs = one_per_sample(outputs)
         if outputs.ndim != 2:
             raise FeedError(
@@ -139,10 +133,7 @@ class RoutingOverlap(Sums):
 
     @classmethod
     def of(cls, chosen: Mapping[str, Array], reference: Mapping[str, Array]) -> Self:
-        """Compares the experts chosen per layer, each [b, k], with the reference's.
-
-        Raises ParityError when the layers are not the same or the sets are of different size.
-        """
+        """Compares the experts [b, k] chosen by layer; ParityError for other layers or sizes."""
         if chosen.keys() != reference.keys():
             raise ParityError(
                 f"routing of layers {sorted(chosen)} cannot be compared with {sorted(reference)}"
@@ -274,10 +265,7 @@ class NegativeLogLikelihood(Sums):
         )
 
     def _interval(self, mean: float, squares: float, cross: float) -> Interval | None:
-        """The 95% interval of exp(Σ x / Σ tokens) over sequences; None for fewer than two.
-
-        `squares` and `cross` are Σ x² and Σ x · tokens.
-        """
+        """The 95% interval of exp(Σ x / Σ tokens) over sequences, by Σ x² and Σ x · tokens."""
         if self.sequences < 2:
             return None
         # The variance of a ratio of two sums over sequences.

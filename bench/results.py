@@ -98,10 +98,7 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one batch asks of a machine: arithmetic operations, and bytes to move once.
-
-    A multiply-add is two operations. Those in INT8 are `int8_operations`, all others `operations`.
-    """
+    """What one batch asks of a machine: operations (a multiply-add is two), bytes to move once."""
 
     operations: float
     int8_operations: float
@@ -318,10 +315,7 @@ def read(path: Path) -> Results:
 
 
 def from_json(text: str, *, name: str = "results.json") -> Results:
-    """Returns the results in a text; keys it does not know are passed over.
-
-    Raises ResultsError that names the file and the field that is missing or of the wrong type.
-    """
+    """Returns the results in a text; ResultsError names the field that is missing or wrong."""
     body = parse(text, name, finite=True)
     schema = from_data(_Header, body, name).schema
     if schema != SCHEMA:

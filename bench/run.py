@@ -420,10 +420,7 @@ def expected_time(
     samples: int | None,
     settings: Settings,
 ) -> str:
-    """Returns how long a benchmark takes, in words, if all engines are as fast as PyTorch.
-
-    A few calls of the untouched models tell.
-    """
+    """Returns how long it takes if all engines are as fast as PyTorch, by a few calls of that."""
     known = UNKNOWN_SAMPLES if samples is None else samples
     batches = math.ceil(min(known, settings.samples or known) / settings.evaluation_batch)
     workers = worker_count(max(candidate.weights_bytes for candidate in candidates))

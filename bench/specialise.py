@@ -69,10 +69,7 @@ class ExpertEffect:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A subgroup of the inputs and, by level, its mean coefficients ā [n]: what Eq. 5 takes.
-
-    A Soft MoE layer has no coefficients of that kind; its groups have none.
-    """
+    """A subgroup of the inputs and, by level if there are any, its mean coefficients ā [n]."""
 
     group: int | bool | str
     samples: int
@@ -296,10 +293,7 @@ def to_json(found: Specialisation) -> str:
 
 
 def write(found: Specialisation, directory: Path) -> tuple[Path, ...]:
-    """Writes `specialise.json` and `specialise.png`, each whole; returns their paths.
-
-    Raises OutputError where that cannot be.
-    """
+    """Writes `specialise.json` and `specialise.png`, each whole, or OutputError; returns paths."""
     paths = (directory / JSON_FILE, directory / FIGURE_FILE)
     write_text(to_json(found), paths[0])
     with whole_file(paths[1]) as partial:

@@ -149,7 +149,7 @@ class Scheduled:
         return waited / (ran + waited) if ran + waited > 0 else None
 
 
-WARMUP = 2
+WARMUP = 2  # calls that are left out: the first ones allocate
 PASSES = 3
 
 
@@ -168,10 +168,7 @@ class Event:
 
 
 def parts_of(loader: Loader, batches: Sequence[Array], layers: Sequence[str]) -> tuple[Part, ...]:
-    """Returns the parts of a graph, as medians over calls with these batches in turn.
-
-    `layers` are the names of its MoE layers. The first calls are left out: they allocate.
-    """
+    """Returns the parts of a graph with these MoE layers, as medians over calls with batches."""
     events = loader.profile(batches, WARMUP + PASSES * len(batches))
     return parts_of_profile(events, layers, skip=WARMUP)
 

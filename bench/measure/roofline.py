@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import onnx
 import torch
-from onnx import helper, numpy_helper
+from onnx import numpy_helper
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -80,10 +80,7 @@ NO_PRODUCTS = Products()
 
 @dataclass(frozen=True)
 class ModelWork:
-    """What one input of a model asks for: the backbone's multiply-adds, and each layer's tokens.
-
-    `backbone_numbers` are those of its weights that are read.
-    """
+    """What one input asks for: the backbone's multiply-adds and weights, each layer's tokens."""
 
     model: Model
     backbone_macs: float
@@ -270,10 +267,7 @@ def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, .
 
 
 def products_of(linears: Iterable[IntegerLinear], sizes: Mapping[str, int]) -> Products:
-    """Returns what the linear layers of a backbone ask for, for one input of the named `sizes`.
-
-    Raises `TraceError` where the graph does not tell how many rows one multiplies.
-    """
+    """Returns what linear layers ask for, for an input of named `sizes`; TraceError if untold."""
     macs = numbers = 0
     for linear in linears:
         rows = [
@@ -336,21 +330,16 @@ class Limits:
             square=SQUARE,
             integer=any(c.precision == "int8" for c in cases),
         )
+        self.benchmarks = self._machine.calls
         axes = zip(candidate.model.input.shape, (1, *x.shape[1:]), strict=False)
         self._sizes = {name: size for name, size in axes if isinstance(name, str)}
-        self._work: ModelWork | None = None
-        self._reason = ""
+        self._work: ModelWork | str  # or why it is not known
         try:
             self._work = work_of(candidate.model, x)
         except TraceError as error:
-            self._reason = error.message
+            self._work = error.message
         except Exception as error:  # noqa: BLE001  a stranger's network: the row says what failed
-            self._reason = f"the backbone's work: {timing.in_one_line(error)}"
-
-    @property
-    def benchmarks(self) -> Mapping[str, timing.Call]:
-        """Those of the machine, by their names."""
-        return self._machine.calls
+            self._work = f"the backbone's work: {timing.in_one_line(error)}"
 
     def rates(self, measured: timing.Measured) -> Rates | str:
         """Returns the rates that the benchmarks found, or why there are none."""
@@ -365,10 +354,19 @@ class Limits:
         A GPU's row has no limit. 16-bit numbers are counted with two bytes and multiplied at the
         rate of FP32: so ONNX Runtime does on a CPU.
         """
-        if self._work is None:
-            return Limit(reason=self._reason)
+        if isinstance(self._work, str):
+            return Limit(reason=self._work)
+        layers = self._work.model.layers
+        ks = {name: min(case.k, layer.spec.experts) for name, layer in layers.items()}
+        floating = frozenset() if graph is None else graph.floating
         try:
-            parts = self._parts(self._work, case, graph, batch)
+            parts = self._work.parts(
+                ks if graph is None else ks | dict(graph.k_by_layer),
+                batch,
+                int8=layers.keys() - floating if case.precision == "int8" else (),
+                int8_backbone=products_of(() if graph is None else graph.integers, self._sizes),
+                number_bytes=NUMBER_BYTES.get(case.precision, FP32_BYTES),
+            )
         except TraceError as error:
             return Limit(reason=error.message)
         work = Work(
@@ -376,30 +374,10 @@ class Limits:
             int8_operations=2 * sum(part.macs for part in parts if part.integer),
             bytes=sum(part.bytes for part in parts),
         )
-        if case.provider != "cpu":
-            return Limit(work, reason=NO_GPU_RATES)
-        if isinstance(rates, str):
-            return Limit(work, reason=rates)
-        return Limit(work, limit_ms(parts, rates))
-
-    def _parts(
-        self, work: ModelWork, case: Case, graph: GraphSource | None, batch: int
-    ) -> tuple[Part, ...]:
-        layers = work.model.layers
-        ks = {name: min(case.k, layer.spec.experts) for name, layer in layers.items()}
-        floating: frozenset[str] = frozenset()
-        int8_backbone = NO_PRODUCTS
-        if graph is not None:
-            ks |= graph.k_by_layer
-            floating = graph.floating
-            int8_backbone = products_of(graph.integers, self._sizes)
-        return work.parts(
-            ks,
-            batch,
-            int8=layers.keys() - floating if case.precision == "int8" else (),
-            int8_backbone=int8_backbone,
-            number_bytes=NUMBER_BYTES.get(case.precision, FP32_BYTES),
-        )
+        known = rates if case.provider == "cpu" else NO_GPU_RATES
+        if isinstance(known, str):
+            return Limit(work, reason=known)
+        return Limit(work, limit_ms(parts, known))
 
 
 class Microbenchmark(timing.TimedCall):
@@ -469,16 +447,14 @@ def _product(
     integer = dtype is np.int8
     weight = random.integers(-63, 64, (size, size)).astype(dtype)
     x = random.integers(0, 127, (size, size)).astype(np.uint8 if integer else np.float32)
-    element = onnx.TensorProto.UINT8 if integer else onnx.TensorProto.FLOAT
-    result = onnx.TensorProto.INT32 if integer else onnx.TensorProto.FLOAT
-    graph = helper.make_graph(
-        [helper.make_node("MatMulInteger" if integer else "MatMul", ["x", "w"], ["y"])],
-        "product",
-        [helper.make_tensor_value_info("x", element, [size, size])],
-        [helper.make_tensor_value_info("y", result, [size, size])],
-        [numpy_helper.from_array(weight, "w")],
+    taken, given, op = (
+        ("uint8", "int32", "MatMulInteger") if integer else ("float", "float", "MatMul")
     )
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+    model = onnx.parser.parse_model(
+        f'<ir_version: 10, opset_import: ["" : 20]> product ({taken}[{size}, {size}] x) '
+        f"=> ({given}[{size}, {size}] y) {{ y = {op}(x, w) }}"
+    )
+    model.graph.initializer.append(numpy_helper.from_array(weight, "w"))
     options = ort.SessionOptions()
     options.intra_op_num_threads = threads
     session = ort.InferenceSession(

@@ -83,10 +83,7 @@ def write_all(
 def write_views(
     results: Results, page: Path, comparison: Comparison | None = None
 ) -> tuple[Path, ...]:
-    """Writes the page, and beside it the rows as Markdown and CSV and the figures.
-
-    Raises UsageError for a page that one of the others would take the place of.
-    """
+    """Writes the page (.html, else UsageError), and Markdown, CSV and figures beside it."""
     check_file(page)
     if page.suffix not in (".html", ".htm"):
         raise UsageError(
@@ -103,10 +100,7 @@ def write_views(
 
 
 def html(results: Results, comparison: Comparison | None = None) -> str:
-    """Returns the page: the answer, charts, every row, environment and method.
-
-    With a `comparison` it also says what changed since an earlier file.
-    """
+    """Returns the page: the answer, charts, rows, environment, method, and what has changed."""
     shown = sections(results)
     names = [model.name for model in results.models]
     parts = {

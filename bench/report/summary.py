@@ -177,10 +177,7 @@ def short_name(row: Row) -> str:
 
 
 def sections(results: Results) -> tuple[Section, ...]:
-    """Returns a section for each model and batch size, models in order, batches ascending.
-
-    Rows that failed are in no line.
-    """
+    """Returns a section for each model and batch size; rows that failed are in no line."""
     names = list(dict.fromkeys(line_name(r) for r in results.rows if not r.is_reference))
     found = []
     for model in dict.fromkeys(row.model for row in results.rows):
@@ -237,10 +234,7 @@ def summary(section: Section) -> str:
 
 
 def caveat(section: Section) -> str:
-    """Returns a second sentence: what the summary's k adds to the export, or what fewer would do.
-
-    Empty where there is no row to say it of.
-    """
+    """Returns what the summary's k adds to the export, or what fewer would do; empty if unknown."""
     row = headline(section)
     if row is None:
         return ""
@@ -263,10 +257,7 @@ def caveat(section: Section) -> str:
 
 
 def claim(section: Section, row: Row) -> str:
-    """Returns what a row is, keeps and gains, as part of a sentence.
-
-    `k = 16 of 128 in INT8: 99.2% of the accuracy at 21 times the speed of PyTorch`.
-    """
+    """Returns `k = 16 of 128 in INT8: 99.2% of the accuracy at 21 times the speed of PyTorch`."""
     all_of_them = " (all experts)" if row.k == row.experts else ""
     engine = f", {line_name(row)}" if row.engine.startswith("pytorch") else ""
     told = f"k = {row.k} of {row.experts}{all_of_them} in {row.precision.upper()}{engine}"

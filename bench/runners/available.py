@@ -142,10 +142,7 @@ class Selection:
 
 
 def parse_engines(text: str) -> tuple[str, ...]:
-    """Returns engine names from a list; `all` stands for every one.
-
-    Raises UsageError for a name that is not one.
-    """
+    """Returns engine names from a list, `all` for every one; UsageError for what is no name."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     for part in (each for each in parts if each not in (*KINDS, ALL)):
         hint = near_miss(part, (*KINDS, ALL))

@@ -146,10 +146,7 @@ def _sources(
     precision: Precision,
     folder: Path,
 ) -> list[GraphSource]:
-    """Exports the graphs of a sweep for one runtime; a lowering twice the same is one graph.
-
-    One that cannot serve a layer in this precision is refused by itself.
-    """
+    """Exports graphs for a runtime, equal ones once; each that cannot be is refused by itself."""
     assert runtime.target is not None
     int8 = precision == "int8"
     options = ExportOptions(
@@ -221,10 +218,7 @@ def _source(
 
 
 def engine_options(model: Model, sweep: Sweep, backend: str) -> EngineOptions:
-    """Returns how a sweep compiles: a profile for each batch size, of exactly the inputs' shape.
-
-    Finished engines are kept where those of `export` are.
-    """
+    """Returns how a sweep compiles: a profile for each batch size, of exactly the inputs' shape."""
     sizes: dict[str, AxisRange] = {}
     if sweep.shape is not None and len(sweep.shape) == len(model.input.shape) - 1:
         named = zip(model.input.shape[1:], sweep.shape, strict=True)

@@ -63,10 +63,7 @@ class EngineLoader(Loader):
     options: EngineOptions | None = None
 
     def __call__(self) -> EngineRunner:
-        """Opens the engine; `EngineError` where there is none, or it cannot be compiled or run.
-
-        A k outside its profiles is a `UsageError` before it is loaded.
-        """
+        """Opens the engine or raises EngineError; a k outside its profiles is a UsageError."""
         if self.options is not None:
             self.build(self.options)
         opened = Bundle.open(self.bundle)
