@@ -76,9 +76,11 @@ class ExportJob:
         works = {}
         for node in traced.graph:
             if node.domain == DOMAIN:
-                x = node.inputs[0]
+                x, *routed = node.inputs
                 size = x.shape[-2] if x is not None and x.shape is not None else None
                 tokens = size if isinstance(size, int) else self.options.tokens.opt
+                if routed and isinstance(size, int):  # the tokens of the whole batch
+                    tokens = max(1, size // self.options.batch.opt)
                 layer = node.attributes.get_string("layer")
                 works[layer] = self.work(layer, tokens)
         return works

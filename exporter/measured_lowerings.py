@@ -116,7 +116,7 @@ def _groups(job: ExportJob, traced: ir.Model, precision: PrecisionPlan) -> list[
     }
     alike: dict[object, list[str]] = {}
     for name, work in works.items():
-        (x,) = nodes[name].inputs
+        x = nodes[name].inputs[0]
         assert x is not None and x.shape is not None
         layer = precision.layers[name]
         key = (
@@ -188,7 +188,7 @@ def _write(
         )
     with WeightsWriter(folder, sources=job.model.source.mapped) as writer:
         tensors = write_layer(writer, name, layer, compute)
-    traced = _alone(group.node, job.options.opset)
+    traced = _alone(group.node, job.options.opset, work)
     paths = {}
     for each in candidates:
         copied = each.copied_bytes(work)
@@ -209,23 +209,44 @@ def _write(
     return paths
 
 
-def _alone(node: ir.Node, opset: int) -> ir.Model:
-    """A traced layer as a graph of its own: FP32 tokens in and out, whatever is between."""
-    (x,), (y,) = node.inputs, node.outputs
+def _router(tokens: ir.Value, work: AnyWork) -> tuple[list[ir.Node], list[ir.Value]]:
+    """Nodes that choose k experts for each token, by a random product, and what they choose."""
+    scores = np.random.default_rng(SEED).standard_normal((work.spec.dim, work.spec.experts))
+    weight = ir.node("Constant", [], {"value": ir.tensor(scores.astype(np.float32))})
+    count = ir.node("Constant", [], {"value_ints": [work.k]})
+    logits = ir.node("MatMul", [tokens, *weight.outputs])
+    best = ir.node("TopK", [*logits.outputs, *count.outputs], {"axis": -1}, num_outputs=2)
+    values, index = best.outputs
+    shares = ir.node("Softmax", [values], {"axis": -1})
+    rows = tokens.shape[0] if tokens.shape is not None else None
+    for value, dtype in ((index, ir.DataType.INT64), (shares.outputs[0], ir.DataType.FLOAT)):
+        value.shape, value.type = ir.Shape([rows, work.k]), ir.TensorType(dtype)
+    index.name, shares.outputs[0].name = "index", "weights"
+    return [weight, count, logits, best, shares], [index, *shares.outputs]
+
+
+def _alone(node: ir.Node, opset: int, work: AnyWork) -> ir.Model:
+    """A traced layer as a graph of its own: FP32 tokens in and out, whatever is between.
+
+    For a layer that is told its experts there is a router besides, the same for all candidates.
+    """
+    (x, *routed), (y,) = node.inputs, node.outputs
     assert x is not None
     single = ir.TensorType(ir.DataType.FLOAT)
     tokens = ir.Value(name="input", shape=x.shape, type=single)
     given = ir.node("Cast", [tokens], {"to": x.dtype or ir.DataType.FLOAT})
     (inner,) = given.outputs
     inner.name, inner.shape, inner.type = "tokens", x.shape, x.type
-    layer = ir.Node(node.domain, node.op_type, [inner], node.attributes.values())
+    router, chosen = _router(tokens, work) if routed else ([], [])
+    layer = ir.Node(node.domain, node.op_type, [inner, *chosen], node.attributes.values())
     (found,) = layer.outputs
     found.name, found.shape, found.type = "outputs", y.shape, y.type
     taken = ir.node("Cast", [found], {"to": ir.DataType.FLOAT})
     (output,) = taken.outputs
     output.name, output.shape, output.type = "output", y.shape, single
     imports = {"": opset, DOMAIN: 1}
-    graph = ir.Graph([tokens], [output], nodes=[given, layer, taken], opset_imports=imports)
+    nodes = [given, *router, layer, taken]
+    graph = ir.Graph([tokens], [output], nodes=nodes, opset_imports=imports)
     return ir.Model(graph, ir_version=IR_VERSION)
 
 
@@ -237,7 +258,7 @@ def _timed(
     left_out: dict[str, str],
 ) -> dict[str, Latency]:
     """Returns the latencies of the graphs that run; those that do not go into `left_out`."""
-    batches = _tokens(group.work)
+    batches = _tokens(group.work, rank=2 if len(group.node.inputs) > 1 else 3)
     k = group.work.k if group.k is None else None
     cases: dict[str, Call] = {}
     for name, path in paths.items():
@@ -258,12 +279,13 @@ def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index:
     session(batches[index], k)
 
 
-def _tokens(work: AnyWork) -> list[np.ndarray]:
-    """Batches [b, m, d] to take in turn, whose routing differs from input to input."""
+def _tokens(work: AnyWork, rank: int) -> list[np.ndarray]:
+    """Batches [b, m, d] or [t, d] to take in turn, whose routing differs from input to input."""
     random = np.random.default_rng(SEED)
     shape = (work.batch, work.tokens, work.spec.dim)
     batches = []
     for _ in range(PROTOCOL.inputs):
         own = random.standard_normal((work.batch, 1, work.spec.dim), np.float32)
-        batches.append(own + random.standard_normal(shape, np.float32))
+        x = own + random.standard_normal(shape, np.float32)
+        batches.append(x if rank == len(shape) else x.reshape(-1, work.spec.dim))
     return batches

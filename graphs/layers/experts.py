@@ -48,6 +48,7 @@ class ExpertsSpec:
     chooses_sets: ClassVar[bool] = False
     routes_tokens: ClassVar[bool] = True
     dynamic_int8: ClassVar[bool] = True
+    typical_tokens: ClassVar[tuple[int, ...]] = (1, 512)  # a step of decoding, a prompt
     rewritable: ClassVar[bool] = False
     quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
     slots: ClassVar[int] = 1

@@ -137,6 +137,7 @@ class MuMoESpec:
     chooses_sets: ClassVar[bool] = False
     routes_tokens: ClassVar[bool] = True
     dynamic_int8: ClassVar[bool] = False
+    typical_tokens: ClassVar[tuple[int, ...]] = ()
     rewritable: ClassVar[bool] = True
     quantized_parts: ClassVar[frozenset[str]] = frozenset({"input mode", "core", "output mode"})
 

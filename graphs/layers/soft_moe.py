@@ -54,6 +54,7 @@ class SoftMoESpec:
     chooses_sets: ClassVar[bool] = True
     routes_tokens: ClassVar[bool] = False
     dynamic_int8: ClassVar[bool] = False
+    typical_tokens: ClassVar[tuple[int, ...]] = ()
     rewritable: ClassVar[bool] = False
     quantized_parts: ClassVar[frozenset[str]] = frozenset({"experts"})
 

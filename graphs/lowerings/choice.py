@@ -59,17 +59,24 @@ def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> Lowe
     """Returns the exact lowering that is never much slower than the fastest, by prediction.
 
     What counts is the worst ratio to the fastest lowering over all `batches` and the work's own,
-    and where that is the same for two, the time at the work's own. Raises `LoweringError` when no
-    lowering serves the target.
+    and where that is the same for two, the time at the work's own. A layer that takes tokens as
+    they come is judged at one token and at a prompt instead (`MoESpec.typical_tokens`). Raises
+    `LoweringError` when no lowering serves the target.
     """
     machine = machine_for(target, work.precision)
-    sizes = sorted({work.batch, *batches})
+    by_token = bool(batches) and bool(work.spec.typical_tokens)
+    if by_token:
+        sizes = sorted({work.choosers, *work.spec.typical_tokens})
+        works = [replace(work, batch=1, tokens=size) for size in sizes]
+    else:
+        sizes = sorted({work.batch, *batches})
+        works = [replace(work, batch=size) for size in sizes]
     times = {
-        record: [record.predict_us(replace(work, batch=size), machine) for size in sizes]
+        record: [record.predict_us(each, machine) for each in works]
         for record in able(work, target)
     }
     fastest = [min(column) for column in zip(*times.values(), strict=True)]
-    own = sizes.index(work.batch)
+    own = sizes.index(work.choosers if by_token else work.batch)
 
     def order(record: AnyLowering) -> tuple[float, float]:
         ratios = (us / least for us, least in zip(times[record], fastest, strict=True))
@@ -78,8 +85,8 @@ def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> Lowe
     ranked = sorted(times, key=order)
     best, others = ranked[0], ranked[1:]
     reason = (
-        f"predicted {_milliseconds(times[best])} for k = {work.k} of {work.spec.experts} at batch "
-        f"{' and '.join(map(str, sizes))}"
+        f"predicted {_milliseconds(times[best])} for k = {work.k} of {work.spec.experts} at "
+        f"{_sizes(sizes, by_token=by_token)}"
     )
     ratio = order(best)[0]
     if len(sizes) > 1 and others:
@@ -91,11 +98,20 @@ def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> Lowe
         slower = times[best][column] / fastest[column]
         if slower >= MUCH_SLOWER:
             better = next(each for each in others if times[each][column] == fastest[column])
+            alone = "" if by_token else f"--batch {size} takes it, "
             reason += (
-                f"; at batch {size} {better.name} is {slower:.2g} times as fast: --batch {size} "
-                f"takes it, --lowering auto,{better.name} writes both"
+                f"; at {_sizes([size], by_token=by_token)} {better.name} is {slower:.2g} times as "
+                f"fast: {alone}--lowering auto,{better.name} writes both"
             )
     return LoweringChoice(best, reason, times[best][own])
+
+
+def _sizes(sizes: Sequence[int], *, by_token: bool) -> str:
+    """`batch 1 and 16`, `1 and 512 tokens`."""
+    listed = " and ".join(map(str, sizes))
+    if by_token:
+        return f"{listed} token{'s' if sizes[-1] > 1 else ''}"
+    return f"batch {listed}"
 
 
 def _milliseconds(times_us: Sequence[float]) -> str:

@@ -158,6 +158,21 @@ def test_int4_makes_the_weights_a_seventh(tmp_path: Path) -> None:
     assert sizes["int4"] < sizes["fp32"] / 4  # the linear layers around keep FP32
 
 
+def test_auto_looks_at_one_token_and_at_a_prompt(tmp_path: Path) -> None:
+    bundle = exported(tmp_path, lowering="auto")
+    for layer in bundle.manifest.layers:
+        assert "at 1 and 196 and 512 tokens" in layer.reason, layer.reason
+
+
+def test_tune_gives_the_layers_experts_that_were_chosen(tmp_path: Path) -> None:
+    bundle = exported(tmp_path, lowering="tune")
+    assert bundle.manifest.tuning is not None
+    (group,) = bundle.manifest.tuning["measured"]
+    timed = {each["lowering"] for each in group["candidates"]}
+    assert timed == {"dense", "grouped", "conditional", "fused"}
+    assert not group["left_out"] and len(group["layers"]) == 2
+
+
 def test_int8_of_engines_still_needs_real_inputs(tmp_path: Path) -> None:
     with pytest.raises(MoexportError, match="ranges come from real inputs"):
         exported(tmp_path, "int8", "tensorrt", "dense")
