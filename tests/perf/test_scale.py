@@ -25,9 +25,9 @@ def test_steps_are_those_that_an_export_says(capsys: pytest.CaptureFixture[str])
 
 def test_a_step_that_says_how_far_it_is_stays_one() -> None:
     def said() -> Iterator[str]:
-        yield "moexport: checking\n"
+        yield "moexport: checking against PyTorch\n"
         time.sleep(0.05)
-        yield "moexport: checking: 8 inputs in 0.1 s\n"
+        yield "moexport: checking against PyTorch: 8 inputs in 0.1 s\n"
 
     steps = seconds_by_step(said())
     assert list(steps) == [START, "checking"]
