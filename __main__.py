@@ -99,27 +99,18 @@ def _run(console: Console) -> None:
         from .common.writing import FULL  # only now: --help takes no longer than it must
 
         if isinstance(error, OSError) and error.errno in FULL:
-            console.error(
-                f"{error.filename or 'a file'}: cannot be written: {error.strerror}",
-                "free some space beside -o and for temporary files, whose folder TMPDIR names",
-            )
-            sys.exit(1)
-        if isinstance(error, OSError) and error.errno in UNREADABLE:
+            message = f"{error.filename or 'a file'}: cannot be written: {error.strerror}"
+            hint = "free some space beside -o and for temporary files, whose folder TMPDIR names"
+        elif isinstance(error, OSError) and error.errno in UNREADABLE:
             message = f"{error.filename}: {error.strerror}"
-            console.error(message, "check the path and its permissions")
-            sys.exit(1)
-        out_of_memory = next(filter(_of_memory, _chain(error)), None)
-        if out_of_memory is not None:
-            what = f"{type(out_of_memory).__name__}: {out_of_memory}".removesuffix(": ")
-            console.error(
-                f"the machine's memory ran out ({what})",
-                "close other programs, raise the limit (ulimit -v), or take a machine with more",
-            )
-            sys.exit(1)
-        console.error(
-            f"{type(error).__name__}: {error}",
-            "this is a defect of moexport: --verbose shows where; please report it",
-        )
+            hint = "check the path and its permissions"
+        elif _of_memory(error):
+            message = f"the machine's memory ran out ({type(error).__name__}: {error})"
+            hint = "close other programs, raise the limit (ulimit -v), or take a machine with more"
+        else:
+            message = f"{type(error).__name__}: {error}"
+            hint = "this is a defect of moexport: --verbose shows where; please report it"
+        console.error(message, hint)
         sys.exit(1)
     if status == INTERRUPTED:  # what the parser makes of an interrupt
         raise KeyboardInterrupt

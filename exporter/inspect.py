@@ -161,27 +161,16 @@ class _NoProducts(TorchFunctionMode):
 def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
     specs = {name: layer.spec for name, layer in model.layers.items()}
     smallest = min(spec.experts for spec in specs.values())
-    rows = []
-    for share in SHARES:
-        if share > smallest:
-            break
+    reports: list[CostReport] = []
+    for share in (each for each in SHARES if each <= smallest):
         kept = {name: max(1, spec.experts // share) for name, spec in specs.items()}
-        macs = sum(
-            sum(spec.macs(tokens[name], kept[name]).values()) for name, spec in specs.items()
-        )
+        macs = sum(sum(spec.macs(tokens[n], kept[n]).values()) for n, spec in specs.items())
         nbytes = sum(spec.bytes_read(kept[name]) for name, spec in specs.items())
-        rows.append((share, kept, macs, nbytes))
-    _, _, all_macs, all_bytes = rows[0]
-    return tuple(
-        CostReport(
-            k=_k_label(share, kept),
-            macs=macs,
-            expert_bytes=nbytes,
-            macs_share=macs / all_macs,
-            bytes_share=nbytes / all_bytes,
-        )
-        for share, kept, macs, nbytes in rows
-    )
+        all_macs = reports[0].macs if reports else macs
+        all_bytes = reports[0].expert_bytes if reports else nbytes
+        label = _k_label(share, kept)
+        reports.append(CostReport(label, macs, nbytes, macs / all_macs, nbytes / all_bytes))
+    return tuple(reports)
 
 
 def _k_label(share: int, kept: dict[str, int]) -> str:

@@ -15,7 +15,7 @@ from torch import nn
 from ..common.files import Reading, Watched, hash_files
 from ..common.user_code import names_code
 from ..errors import CheckpointError, UsageError
-from ..graphs.layers.base import LayerEdits, MoELayer, MoESpec, Rewrite, moe_layers, sharing_weights
+from ..graphs.layers.base import LayerEdits, MoELayer, MoESpec, moe_layers, sharing_weights
 from .edits import NO_EDITS, Ablation, Edits, LayerRewrite
 
 Dimension = int | str
@@ -164,61 +164,52 @@ def edited(model: Model, edits: Edits) -> Model:
     """
     if not edits:
         return model
-    by_layer = _by_layer(edits, {name: layer.spec for name, layer in model.layers.items()})
+    specs = {name: layer.spec for name, layer in model.layers.items()}
+    by_layer: dict[str, LayerEdits] = {}
+    asked: list[Ablation | LayerRewrite] = [*edits.ablations, *edits.rewrites]
+    for each in asked:
+        if each.layer not in specs:
+            option = f"--ablate {each.text}" if isinstance(each, Ablation) else "--rewrite"
+            raise UsageError(
+                f"{option}: the model has no MoE layer {each.layer}",
+                hint=f"its MoE layers: {', '.join(specs)}",
+            )
+        spec, before = specs[each.layer], by_layer.get(each.layer, LayerEdits())
+        if isinstance(each, Ablation):
+            after = replace(before, ablated=before.ablated | {_place(each, spec)})
+        else:
+            _check_rewrite(each, spec)
+            after = replace(before, rewrites=(*before.rewrites, each.rewrite))
+        by_layer[each.layer] = after
     module = sharing_weights(model.module)
     layers = moe_layers(module)
-    for name, each in by_layer.items():
-        layers[name].edits = each
+    for name, found in by_layer.items():
+        layers[name].edits = found
     untouched = model.original if model.original is not None else model.module
     return replace(model, module=module, original=untouched, edits=edits)
 
 
-def _by_layer(edits: Edits, specs: Mapping[str, MoESpec]) -> dict[str, LayerEdits]:
-    ablated: dict[str, set[tuple[int, int]]] = {}
-    for ablation in edits.ablations:
-        spec = _spec(ablation.layer, specs, f"--ablate {ablation.text}")
-        ablated.setdefault(ablation.layer, set()).add(_place(ablation, spec))
-    rewrites: dict[str, list[Rewrite]] = {}
-    for each in edits.rewrites:
-        _check_rewrite(each, _spec(each.layer, specs, "--rewrite"))
-        rewrites.setdefault(each.layer, []).append(each.rewrite)
-    return {
-        name: LayerEdits(frozenset(ablated.get(name, ())), tuple(rewrites.get(name, ())))
-        for name in (*ablated, *rewrites)
-    }
-
-
-def _spec(layer: str, specs: Mapping[str, MoESpec], option: str) -> MoESpec:
-    if layer not in specs:
-        raise UsageError(
-            f"{option}: the model has no MoE layer {layer}",
-            hint=f"its MoE layers: {', '.join(specs)}",
-        )
-    return specs[layer]
-
-
 def _place(ablation: Ablation, spec: MoESpec) -> tuple[int, int]:
     """The level, from 0, and the expert of it."""
-    count = len(spec.levels)
+    count, what = len(spec.levels), f"--ablate {ablation.text}: layer {spec.name}"
     sizes = ", ".join(f"{level} has {n}" for level, n in enumerate(spec.levels, start=1))
     if ablation.level is None and count > 1:
         raise UsageError(
-            f"--ablate {ablation.text}: layer {spec.name} has {count} levels of experts",
+            f"{what} has {count} levels of experts",
             hint=f"say which: {spec.name}:1.{ablation.expert} is expert {ablation.expert} of level "
             f"1 (experts by level: {sizes})",
         )
     level = 1 if ablation.level is None else ablation.level
     if not 1 <= level <= count:
         raise UsageError(
-            f"--ablate {ablation.text}: layer {spec.name} has no level {level}",
+            f"{what} has no level {level}",
             hint=f"levels are counted from 1 (experts by level: {sizes})",
         )
     n = spec.levels[level - 1]
     if not 0 <= ablation.expert < n:
         of_level = f" in level {level}" if count > 1 else ""
         raise UsageError(
-            f"--ablate {ablation.text}: layer {spec.name} has {n} experts{of_level}",
-            hint=f"they are counted from 0: use 0 to {n - 1}",
+            f"{what} has {n} experts{of_level}", hint=f"they are counted from 0: use 0 to {n - 1}"
         )
     return level - 1, ablation.expert
 
@@ -235,15 +226,11 @@ def _check_rewrite(each: LayerRewrite, spec: MoESpec) -> None:
             f"{what}: the layer has {spec.out} outputs",
             hint=f"they are counted from 0: use 0 to {spec.out - 1}",
         )
-    given = [len(vector) for vector in each.rewrite.coefficients]
-    if given != list(spec.levels):
+    given = tuple(len(vector) for vector in each.rewrite.coefficients)
+    if given != tuple(spec.levels):
+        given_text, wanted = (" and ".join(map(str, sizes)) for sizes in (given, spec.levels))
         raise UsageError(
-            f"{what}: {_lengths(given)} coefficients, and the layer has {_lengths(spec.levels)} "
-            "experts",
+            f"{what}: {given_text} coefficients, and the layer has {wanted} experts",
             hint="give one list per level, with the mean coefficient of every expert; "
             "`moexport specialise` writes them",
         )
-
-
-def _lengths(sizes: list[int] | tuple[int, ...]) -> str:
-    return " and ".join(map(str, sizes))

@@ -404,9 +404,9 @@ def parse_k(k: int | float | str | Sequence[int]) -> KOption:
 
 def _meant(text: str) -> str:
     """What else somebody may have meant who wrote no k."""
-    words = {"all": "n", "max": "n", "full": "n", "half": "n/2", "quarter": "n/4"}
-    words |= {"dynamic": "input", "runtime": "input", "variable": "input"}
-    meant = words.get(text.lower()) or next((k for k in ("n", "input") if text.lower() == k), None)
+    words = {"all": "n", "max": "n", "full": "n", "half": "n/2", "quarter": "n/4", "n": "n"}
+    words |= dict.fromkeys(("dynamic", "runtime", "variable", "input"), "input")
+    meant = words.get(text.lower())
     if re.fullmatch(r"\d+(\.\d+)?%", text):
         meant = f"{float(text[:-1]) / 100:g}"
     return f"did you mean {meant}? " if meant else ""
@@ -429,15 +429,12 @@ def resolve_k(k: KOption, specs: Mapping[str, MoESpec]) -> dict[str, int | None]
     names = list(specs)
     if k == "input":
         return dict.fromkeys(names)
-    if isinstance(k, tuple):
-        if len(k) != len(names):
-            raise UsageError(
-                f"--k {','.join(map(str, k))}: {len(k)} values for {len(names)} MoE layers",
-                hint=f"give one k for all, or one each for: {', '.join(names)}",
-            )
-        asked: list[int | Fraction | str] = list(k)
-    else:
-        asked = [k] * len(names)
+    asked: Sequence[int | Fraction | str] = k if isinstance(k, tuple) else [k] * len(names)
+    if len(asked) != len(names):
+        raise UsageError(
+            f"--k {','.join(map(str, asked))}: {len(asked)} values for {len(names)} MoE layers",
+            hint=f"give one k for all, or one each for: {', '.join(names)}",
+        )
     return {name: _of_layer(value, specs[name]) for name, value in zip(names, asked, strict=True)}
 
 

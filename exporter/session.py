@@ -143,7 +143,7 @@ class Session:
         call = self.bound(x, k, wanted)
         try:
             return dict(zip(wanted, call(), strict=True))
-        except (_STATE.Fail, *_LOAD_ERRORS) as error:
+        except _ERRORS as error:
             batch = len(x if isinstance(x, np.ndarray) else x[self.input_name])
             raise _failed(self.path, self.options.provider, batch, error) from error
 
@@ -237,10 +237,11 @@ def check_provider(provider: str) -> None:
 
 
 def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
+    on_cpu = options.provider == CPU
     settings = ort.SessionOptions()
     # Errors are raised, and warnings about folding are noise; only why a GPU's libraries cannot be
     # loaded is told by the log alone.
-    settings.log_severity_level = 4 if options.provider == CPU else 3
+    settings.log_severity_level = 4 if on_cpu else 3
     # Graphs in Q/DQ form are TensorRT's. ONNX Runtime runs them as written, but what it fuses them
     # to is wrong for stacked weights and saturates in 16 bits on CPUs without VNNI.
     settings.add_session_config_entry("session.disable_quant_qdq", "1")
@@ -253,26 +254,23 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
         settings.enable_profiling = True
         settings.profile_file_prefix = str(options.profile)
     check_provider(options.provider)
-    if options.provider != CPU:
+    if not on_cpu:
         with contextlib.redirect_stdout(io.StringIO()):  # it prints what it does not find
             ort.preload_dlls()  # CUDA and cuDNN as pip installs them, which no loader knows of
-    fallbacks = {CPU: [], CUDA: [CPU], TENSORRT: [CUDA, CPU]}
-    named = [options.provider, *fallbacks.get(options.provider, [CPU])]
+    fallbacks = {CPU: [], TENSORRT: [CUDA, CPU]}.get(options.provider, [CPU])
     providers = [
         (name, provider_options(path) if name == TENSORRT else PROVIDER_OPTIONS.get(name, {}))
-        for name in named
+        for name in (options.provider, *fallbacks)
     ]
     try:
-        model = _changed(path, options)
-        if model is not None:
-            settings.add_session_config_entry(
-                "session.model_external_initializers_file_folder_path", str(path.parent)
-            )
-        content = str(path) if model is None else bytes(model.SerializeToString())
+        content: str | bytes = str(path)
+        if (model := _changed(path, options)) is not None:
+            folder = "session.model_external_initializers_file_folder_path"
+            settings.add_session_config_entry(folder, str(path.parent))
+            content = model.SerializeToString()
         session = ort.InferenceSession(content, settings, providers, enable_fallback=0)
-        return _on(session, options.provider)
-    except (DecodeError, _STATE.Fail, *_LOAD_ERRORS) as error:
-        if options.provider != CPU:
+    except (DecodeError, *_ERRORS) as error:
+        if not on_cpu:
             raise EngineError(
                 f"{options.provider} cannot load {path.name}: {_words(error)}",
                 hint="another --lowering, or --provider cpu, may run it",
@@ -281,6 +279,15 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
             f"ONNX Runtime cannot load {path.name}: {_words(error)}",
             hint="`moexport verify` tells whether the bundle is damaged",
         ) from error
+    started = session.get_providers()[0]
+    if started != options.provider:  # one that does not start is left out silently
+        raise EngineError(
+            f"ONNX Runtime cannot start {options.provider} here and would run on {started} instead",
+            hint="it needs CUDA and cuDNN (pip install 'onnxruntime-gpu[cuda,cudnn]')"
+            + (" and the TensorRT that it was built with" if options.provider == TENSORRT else "")
+            + "; `moexport doctor` says what is here",
+        )
+    return session
 
 
 def _failed(path: Path, provider: str, batch: int, error: Exception) -> EngineError:
@@ -303,28 +310,11 @@ def _words(error: Exception) -> str:
     return re.sub(r"^\d+ : \w+ : |/onnxruntime_src/\S+ (.*\) )?", "", last)
 
 
-def _on(session: ort.InferenceSession, provider: str) -> ort.InferenceSession:
-    """The session, if the provider serves it: one that does not start is left out silently."""
-    found = session.get_providers()
-    if found[0] != provider:
-        raise EngineError(
-            f"ONNX Runtime cannot start {provider} here and would run on {found[0]} instead",
-            hint="it needs CUDA and cuDNN (pip install 'onnxruntime-gpu[cuda,cudnn]')"
-            + (" and the TensorRT that it was built with" if provider == TENSORRT else "")
-            + "; `moexport doctor` says what is here",
-        )
-    return session
-
-
 _STATE = ort.capi.onnxruntime_pybind11_state
 
-_LOAD_ERRORS = (
-    _STATE.InvalidGraph,
-    _STATE.InvalidProtobuf,
-    _STATE.InvalidArgument,
-    _STATE.NoSuchFile,
-    _STATE.NotImplemented,
-    _STATE.RuntimeException,
+_ERRORS = (
+    *(_STATE.Fail, _STATE.InvalidGraph, _STATE.InvalidProtobuf, _STATE.InvalidArgument),
+    *(_STATE.NoSuchFile, _STATE.NotImplemented, _STATE.RuntimeException),
 )
 
 

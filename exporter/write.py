@@ -8,6 +8,7 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 
@@ -70,33 +71,31 @@ def _lower(
         for layer in graph.layers
     }
     lowered = lower(traced, requests)
-    model = lowered.model
+    model, precision = lowered.model, options.precision
     model.producer_name, model.producer_version = "moexport", metadata.version("moexport")
-    model.metadata_props[METADATA] = json.dumps(
-        {
-            "family": job.model.family,
-            "precision": options.precision.name,
-            "floats": options.precision.float_name(options.target),
-            "layers": {
-                layer.name: {
-                    "n": layer.work.spec.experts,
-                    "k": layer.k if layer.k is not None else K_INPUT,
-                    "lowering": layer.choice.lowering.name,
-                }
-                for layer in graph.layers
-            },
-            "renormalize": options.renormalize,
-        }
-        | ({"edits": job.model.edits.texts()} if job.model.edits else {})
-        | ({"defaults": defaults} if (defaults := _defaults(job.model)) else {})
-    )
-    # The same for people: a viewer shows it beside the graph.
-    layers = {
-        each.name: f"k = {each.k or K_INPUT} of {each.work.spec.experts} experts"
-        for each in graph.layers
+    facts: dict[str, Any] = {
+        "family": job.model.family,
+        "precision": precision.name,
+        "floats": precision.float_name(options.target),
+        "layers": {
+            layer.name: {
+                "n": layer.work.spec.experts,
+                "k": layer.k if layer.k is not None else K_INPUT,
+                "lowering": layer.choice.lowering.name,
+            }
+            for layer in graph.layers
+        },
+        "renormalize": options.renormalize,
     }
-    about = f"{job.model.family} for {options.target} in {options.precision.name}"
+    if job.model.edits:
+        facts["edits"] = job.model.edits.texts()
+    if defaults := _defaults(job.model):
+        facts["defaults"] = defaults
+    model.metadata_props[METADATA] = json.dumps(facts)
+    # The same for people: a viewer shows it beside the graph.
+    about = f"{job.model.family} for {options.target} in {precision.name}"
     model.doc_string = f"{about}, exported by moexport {model.producer_version}"
+    layers = {n: f"k = {each['k']} of {each['n']} experts" for n, each in facts["layers"].items()}
     model.graph.doc_string = "\n".join(f"{name}: {what}" for name, what in layers.items())
     model.metadata_props.update({f"moexport.{name}": what for name, what in layers.items()})
     return lowered
@@ -143,6 +142,7 @@ def manifest_of(
     elif options.data is None:
         notes.append("parity was checked on random inputs: give real ones with --data")
     parity = parities.get(main.file)
+    k_port = [PortRecord(K_INPUT, "int64", [1])] if options.k == "input" else []
     return Manifest(
         moexport=metadata.version("moexport"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -165,7 +165,7 @@ def manifest_of(
         opset=options.opset,
         batch=str(options.batch),
         tokens=str(options.tokens),
-        inputs=_inputs(job),
+        inputs=[*(_port(spec, job) for spec in model.inputs), *k_port],
         outputs=[_port(spec, job) for spec in model.outputs],
         parity=None if parity is None else parity.as_json(),
         files={
@@ -196,13 +196,6 @@ def _layer_record(layer: LayerPlan, found: LayerPrecision, lowered: Lowered) -> 
         precision=found.precision,
         precision_reason=found.reason,
     )
-
-
-def _inputs(job: ExportJob) -> list[PortRecord]:
-    ports = [_port(spec, job) for spec in job.model.inputs]
-    if job.options.k == "input":
-        ports.append(PortRecord(K_INPUT, "int64", [1]))
-    return ports
 
 
 def _port(spec: TensorSpec, job: ExportJob) -> PortRecord:

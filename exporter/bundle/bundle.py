@@ -62,11 +62,14 @@ class Bundle:
 
         Raises `BundleError` where the graph or its weights are not as they were written.
         """
-        name = self.graph(graph).file
-        self._whole([name])
+        file = self.path / self.graph(graph).file
+        self._whole([file.name])
         if self.check:
-            self._whole(self._weights(name))
-        return self.path / name
+            try:
+                self._whole(sorted(external_files(onnx.load(file, load_external_data=False))))
+            except DecodeError as error:
+                raise BundleError(f"{file}: not an ONNX graph ({error})") from error
+        return file
 
     def engine(
         self, backend: str, graph: str | None = None, *, trust: bool = False, eager: bool = False
@@ -122,9 +125,3 @@ class Bundle:
                     hint="copy the bundle again from where it is whole; `moexport verify` checks "
                     "all of it, and `run --no-check` runs it as it is",
                 )
-
-    def _weights(self, graph: str) -> list[str]:
-        try:
-            return sorted(external_files(onnx.load(self.path / graph, load_external_data=False)))
-        except DecodeError as error:
-            raise BundleError(f"{self.path / graph}: not an ONNX graph ({error})") from error

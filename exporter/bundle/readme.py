@@ -35,14 +35,8 @@ def readme(manifest: Manifest) -> str:
     each_k = {f"{each.k or K_INPUT} of {each.experts}" for each in manifest.layers}
     chosen = f"k = {each_k.pop()}" if len(each_k) == 1 else "k of n"
     layers = [
-        (
-            each.name,
-            each.kind,
-            f"{each.k or K_INPUT} of {each.experts}",
-            each.lowering,
-            each.precision,
-        )
-        for each in manifest.layers
+        (e.name, e.kind, f"{e.k or K_INPUT} of {e.experts}", e.lowering, e.precision)
+        for e in manifest.layers
     ]
     files = [
         (f"`{name}`", f"{record.bytes:,}", CONTENTS.get(name) or _content(manifest, name))
@@ -99,16 +93,17 @@ def _program(manifest: Manifest) -> str:
         k = max(1, min(layer.experts for layer in manifest.layers) // 4)
         feed += f', "{K_INPUT}": np.array([{k}], "int64")'
     provider = "CPU" if manifest.target in ("onnx", "ort-cpu") else "CUDA"
-    lines = [
-        "import numpy as np, onnxruntime",
-        "options = onnxruntime.SessionOptions()",
+    options, given = "", "providers="
+    if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):
         # What it fuses QuantizeLinear and DequantizeLinear to is wrong for experts in one tensor.
-        'options.add_session_config_entry("session.disable_quant_qdq", "1")',
-        f'session = onnxruntime.InferenceSession("{manifest.graphs[0].file}", options, '
-        f'["{provider}ExecutionProvider"])',
-        f'(y,) = session.run(["{manifest.outputs[0].name}"], {{{feed}}})',
-    ]
-    if not (manifest.precision == "int8" and manifest.target.startswith("tensorrt")):
-        del lines[1:3]
-        lines[1] = lines[1].replace("options, [", "providers=[")
-    return "\n".join(("```python", *lines, "```"))
+        options = (
+            "options = onnxruntime.SessionOptions()\n"
+            'options.add_session_config_entry("session.disable_quant_qdq", "1")\n'
+        )
+        given = "options, "
+    where, output = f'{given}["{provider}ExecutionProvider"]', manifest.outputs[0].name
+    return (
+        f"```python\nimport numpy as np, onnxruntime\n{options}"
+        f'session = onnxruntime.InferenceSession("{manifest.graphs[0].file}", {where})\n'
+        f'(y,) = session.run(["{output}"], {{{feed}}})\n```'
+    )
