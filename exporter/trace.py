@@ -128,8 +128,14 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
             else:
                 graph = _program(backbone, model, sizes, fixed, opset=opset)
         except torch.onnx.errors.OnnxExporterError as error:
+            cause = error.__cause__ or error
+            if isinstance(cause, MemoryError):  # that says nothing of the network
+                raise MemoryError(
+                    str(cause)
+                ) from None  # anew: chained to itself, it would have no end
+            said = str(cause).strip().splitlines() or [type(cause).__name__]
             raise TraceError(
-                f"PyTorch cannot trace this {model.family} model: {_first_line(error)}",
+                f"PyTorch cannot trace this {model.family} model: {said[0]}",
                 hint="the network's forward must not depend on the values of its inputs; "
                 "--verbose shows PyTorch's own report",
             ) from error
@@ -219,8 +225,3 @@ def _quiet() -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-def _first_line(error: BaseException) -> str:
-    cause = error.__cause__ or error
-    return str(cause).strip().splitlines()[0]
