@@ -130,9 +130,8 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
         except torch.onnx.errors.OnnxExporterError as error:
             cause = error.__cause__ or error
             if isinstance(cause, MemoryError):  # that says nothing of the network
-                raise MemoryError(
-                    str(cause)
-                ) from None  # anew: chained to itself, it would have no end
+                # Anew: chained to itself, it would have no end.
+                raise MemoryError(str(cause)) from None  # noqa: TRY004
             said = str(cause).strip().splitlines() or [type(cause).__name__]
             raise TraceError(
                 f"PyTorch cannot trace this {model.family} model: {said[0]}",
