@@ -203,6 +203,7 @@ def _write(
             job.options.renormalize,
             compute,
             job.options.target,
+            work.batch,
         )
         paths[each.name] = folder / f"{each.name}.onnx"
         ir.save(lower(traced, {name: choice}).model, paths[each.name])

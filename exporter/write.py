@@ -67,6 +67,7 @@ def _lower(
             renormalize=options.renormalize,
             compute=plan.precision.layers[layer.name].compute,
             target=options.target,
+            batch=layer.work.batch,
         )
         for layer in graph.layers
     }

@@ -50,6 +50,7 @@ class LoweringRequest:
     renormalize: bool = False
     compute: ComputeTypes = FP32
     target: Target = "onnx"
+    batch: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +138,7 @@ def _replace(
         renormalize=choice.renormalize,
         compute=choice.compute,
         target=choice.target,
+        batch=choice.batch,
         x_type=x.dtype or ir.DataType.FLOAT,
         y_type=old.dtype or ir.DataType.FLOAT,
         routed=routed,

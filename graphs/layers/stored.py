@@ -46,7 +46,8 @@ class LayerOf(Generic[S]):
 
     `k` is Algorithm 1's k: a number, or the graph input (int64, shape [1]) that carries it.
     `tokens` is m, or None where the token axis is dynamic. `x_type` and `y_type` are the float
-    types of the tokens in and out. `routed` are the inputs beside the tokens: of a kind whose
+    types of the tokens in and out. `batch` is the usual number of inputs: a choice of speed alone,
+    since every graph takes any. `routed` are the inputs beside the tokens: of a kind whose
     choice is made around the layer, what was chosen and with what weights.
     """
 
@@ -59,6 +60,7 @@ class LayerOf(Generic[S]):
     x_type: ir.DataType = ir.DataType.FLOAT
     y_type: ir.DataType = ir.DataType.FLOAT
     target: Target = "onnx"
+    batch: int = 1
     routed: tuple[ir.Value, ...] = ()
 
     @property

@@ -13,7 +13,17 @@ from ...errors import LoweringError
 from ..layers.base import Kind
 from ..layers.experts import ExpertsSpec
 from ..layers.mumoe import MuMoESpec
-from . import conditional, dense, factorised, fused, gather, gathered, grouped, unfactorised
+from . import (
+    block_grouped,
+    conditional,
+    dense,
+    factorised,
+    fused,
+    gather,
+    gathered,
+    grouped,
+    unfactorised,
+)
 from .base import AnyLowering, Lowering, LoweringOf
 from .token_routed import conditional as routed_conditional
 from .token_routed import dense as routed_dense
@@ -25,6 +35,7 @@ _SOFT_MOE = (
     gather.LOWERING,
     grouped.LOWERING,
     conditional.LOWERING,
+    block_grouped.LOWERING,
     fused.LOWERING,
 )
 

@@ -1,0 +1,242 @@
+"""`block-grouped`: rows sorted by expert and padded to tiles, one weight gathered for each tile.
+
+Every shape follows from the inputs' alone, and there is no sort, no NonZero and no If, which
+TensorRT lacks or has to wait for: a row's place is counted. An item is what chose an expert (an
+input, a token), with so many rows of its own. Experts lie one after the other, each from the
+beginning of a tile, so that one matrix serves a tile of T rows. There are at most a + ⌊(r − a)/T⌋
+tiles for r rows, of which a = min(items, n) experts can get any: each of those fills all of its
+tiles but the last. With one input that is a tile for each chosen expert, as `gather` has it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..choices import Precision
+from ..layers.stored import Layer
+from ..precision.types import FLOAT_TYPES
+from ..routing import combine_outputs, route, selected_slots
+from ..targets import ENGINES
+from . import dense
+from .base import Lowering
+from .cost import (
+    Machine,
+    Work,
+    around_experts_us,
+    between_us,
+    expert_bytes,
+    machine_for,
+    stream_us,
+)
+from .experts import batched_experts, expert_rows, stacked_weights
+
+TILES = (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
+"""Rows of a tile: what a matrix unit multiplies at once, and multiples of it."""
+
+
+def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+    """Adds the layer with weights gathered to [t, d, h]; with k = n nothing is to gather."""
+    if not layer.selects:
+        return dense.build(b, layer, x)
+    routed = route(b, layer, x)
+    assert routed.selected is not None
+    slots = selected_slots(b, layer, routed)
+    spec = layer.spec
+    p, d, o = spec.slots, spec.dim, spec.out
+    rows = expert_rows(b, layer, slots.rows)
+    tiles = into_tiles(
+        b,
+        b.op("Reshape", rows, b.ints(-1, d), name="tiles/rows_in_order"),
+        b.op("Reshape", routed.selected, b.ints(-1), name="tiles/expert_of_pair"),
+        experts=spec.experts,
+        tile=_tile_for(layer),
+        width=d,
+        rows_per_item=p,
+    )
+    weights = {
+        name: b.op("Gather", stacked, tiles.expert, axis=0, name=f"experts/{name}_of_tile")
+        for name, stacked in stacked_weights(b, layer).items()
+    }
+    outputs = from_tiles(b, tiles, batched_experts(b, layer, tiles.rows, weights), o)
+    shape = b.op("Shape", slots.rows, start=0, end=2, name="combine/rows")
+    shape = b.op("Concat", shape, b.ints(o), axis=0, name="combine/outputs_shape")
+    outputs = b.op("Reshape", outputs, shape, name="combine/outputs")
+    return combine_outputs(b, layer, slots, outputs)
+
+
+def _tile_for(layer: Layer) -> int:
+    """The tile that is predicted to be fastest at the layer's usual batch."""
+    compute, spec = layer.compute, layer.spec
+    names: dict[ir.DataType, Precision] = {dtype: name for name, dtype in FLOAT_TYPES.items()}
+    precision = "int8" if compute.quantized is not None else names[compute.inner]
+    k = layer.k if isinstance(layer.k, int) else max(1, spec.experts // 4)
+    work = Work(spec, k, layer.batch, layer.tokens or 1, precision)
+    return best_tile(work, machine_for(layer.target, precision))
+
+
+@dataclass(frozen=True, slots=True)
+class Tiles:
+    """Rows in tiles: `rows` [t, T, d], the expert of each tile [t], and where each row lies, [r].
+
+    Places that no row took hold a copy of the first row, and tiles that no expert needed are the
+    last expert's: what comes of them is never read.
+    """
+
+    rows: ir.Value
+    expert: ir.Value
+    place: ir.Value
+
+
+def tiles_at_most(items: int, rows_per_item: int, experts: int, tile: int) -> int:
+    """Returns how many tiles there are for so many items."""
+    active = min(items, experts)
+    return active + (items * rows_per_item - active) // tile
+
+
+def into_tiles(
+    b: Builder,
+    rows: ir.Value,
+    expert_of_item: ir.Value,
+    *,
+    experts: int,
+    tile: int,
+    width: int,
+    rows_per_item: int = 1,
+) -> Tiles:
+    """Adds the tiles of rows [r, d], `rows_per_item` for each item of `expert_of_item` [r / p].
+
+    `width` is d.
+    """
+    n, p = experts, rows_per_item
+    column = b.op("Unsqueeze", expert_of_item, b.ints(1), name="tiles/expert_of_item")
+    numbers = b.constant(np.arange(n, dtype=np.int64)[None, :])
+    same = b.op("Equal", column, numbers, name="tiles/one_hot")
+    one_hot = b.op("Cast", same, to=ir.DataType.INT64.value, name="tiles/one_hot_int")  # [r/p, n]
+    counts = b.op("ReduceSum", one_hot, b.ints(0), keepdims=1, name="tiles/items")  # [1, n]
+    running = b.op("CumSum", one_hot, b.integer(0), name="tiles/items_up_to")
+    # How many items of an expert came before: its running count without itself.
+    before = b.op("Sub", running, one_hot, name="tiles/items_before")
+    if p > 1:
+        counts = b.op("Mul", counts, b.integer(p), name="tiles/rows")
+        before = b.op("Mul", before, b.integer(p), name="tiles/rows_before")
+    padded = b.op("Add", counts, b.integer(tile - 1), name="tiles/rows_padded")
+    needed = b.op("Div", padded, b.integer(tile), name="tiles/needed")
+    ends = b.op("CumSum", needed, b.integer(1), name="tiles/ends")  # [1, n]
+    first = b.op("Sub", ends, needed, name="tiles/first")
+    first = b.op("Mul", first, b.integer(tile), name="tiles/first_row")
+    places = b.op("Add", before, first, name="tiles/places")
+    places = b.op("Mul", places, one_hot, name="tiles/own_places")
+    place = b.op("ReduceSum", places, b.ints(1), keepdims=int(p > 1), name="tiles/place_of_item")
+    if p > 1:
+        steps = b.constant(np.arange(p, dtype=np.int64)[None, :])
+        place = b.op("Add", place, steps, name="tiles/places_of_item")
+        place = b.op("Reshape", place, b.ints(-1), name="tiles/place")
+    count = _count(b, expert_of_item, rows, n, tile)
+    gathered = _gathered(b, rows, place, count, tile)
+    shaped = b.op("Reshape", gathered, b.ints(-1, tile, width), name="tiles/tiles")
+    return Tiles(shaped, _expert_of_tile(b, ends, count, n), place)
+
+
+def from_tiles(b: Builder, tiles: Tiles, outputs: ir.Value, width: int) -> ir.Value:
+    """Adds the rows [r, o] in their own order, for outputs [t, T, o] of their tiles."""
+    flat = b.op("Reshape", outputs, b.ints(-1, width), name="tiles/outputs")
+    return b.op("Gather", flat, tiles.place, axis=0, name="tiles/outputs_of_rows")
+
+
+def _count(b: Builder, items: ir.Value, rows: ir.Value, n: int, tile: int) -> ir.Value:
+    """How many tiles there are, [1]: from shapes alone."""
+    length = b.op("Shape", items, start=0, end=1, name="tiles/item_count")
+    active = b.op("Min", length, b.ints(n), name="tiles/active_at_most")
+    total = b.op("Shape", rows, start=0, end=1, name="tiles/row_count")
+    further = b.op("Sub", total, active, name="tiles/further_rows")
+    further = b.op("Div", further, b.ints(tile), name="tiles/further_tiles")
+    return b.op("Add", active, further, name="tiles/count")
+
+
+def _gathered(b: Builder, rows: ir.Value, place: ir.Value, count: ir.Value, tile: int) -> ir.Value:
+    """The rows at their places, [t·T, d]."""
+    size = b.op("Mul", count, b.ints(tile), name="tiles/size")
+    nobody = b.op("Expand", b.ints(0), size, name="tiles/nobody")
+    shape = b.op("Shape", place, name="tiles/place_count")
+    order = _counted(b, shape, "tiles/order")
+    source = b.op("ScatterElements", nobody, place, order, axis=0, name="tiles/source")
+    return b.op("Gather", rows, source, axis=0, name="tiles/sorted")
+
+
+def _expert_of_tile(b: Builder, ends: ir.Value, count: ir.Value, n: int) -> ir.Value:
+    """The expert of each tile, [t]: as many experts end at or before it as come before its own."""
+    index = _counted(b, count, "tiles/index")
+    column = b.op("Unsqueeze", index, b.ints(1), name="tiles/index_column")
+    ended = b.op("GreaterOrEqual", column, ends, name="tiles/ended")
+    counted = b.op("Cast", ended, to=ir.DataType.INT64.value, name="tiles/ended_int")
+    expert = b.op("ReduceSum", counted, b.ints(1), keepdims=0, name="tiles/expert_or_none")
+    return b.op("Min", expert, b.integer(n - 1), name="tiles/expert")
+
+
+def _counted(b: Builder, length: ir.Value, name: str) -> ir.Value:
+    """0, 1, 2 … for a length [1]."""
+    scalar = b.op("Squeeze", length, b.ints(0), name=f"{name}_length")
+    return b.op("Range", b.integer(0), scalar, b.integer(1), name=name)
+
+
+SORTING_NODES = 28
+"""Small operators that count the rows' places; a builder may fuse them."""
+
+
+def _tiles(work: Work, tile: int) -> int:
+    return tiles_at_most(work.selections, work.spec.slots, work.spec.experts, tile)
+
+
+def best_tile(work: Work, machine: Machine) -> int:
+    """Returns the tile with the lowest predicted time, the smaller of equals.
+
+    A larger one gathers fewer matrices and pads more rows.
+    """
+    return min(TILES, key=lambda tile: (_experts_us(work, machine, tile), tile))
+
+
+def _experts_us(work: Work, machine: Machine, tile: int) -> float:
+    """Copies a matrix for each tile, which is then read again, and computes all of its rows."""
+    tiles = _tiles(work, tile)
+    copied, layer = expert_bytes(work, tiles), expert_bytes(work, work.spec.experts)
+    rows = tiles * tile
+    return (
+        stream_us(work, copied, layer, machine.bytes_per_us, machine)
+        + stream_us(work, copied, copied, machine.copy_bytes_per_us, machine)
+        + rows * work.spec.parameters_per_expert / machine.macs_per_us
+        + between_us(work, rows / work.spec.slots, machine)
+    )
+
+
+def copied_bytes(work: Work) -> float:
+    """Every tile copies the expert that it is for."""
+    if work.k == work.spec.experts:
+        return 0.0
+    return expert_bytes(work, _tiles(work, best_tile(work, machine_for("tensorrt"))))
+
+
+def predict_us(work: Work, machine: Machine) -> float:
+    """The copies of the tiles' weights, the tiles' rows, and the counting of places."""
+    if work.k == work.spec.experts:
+        return dense.predict_us(work, machine)  # nothing is to gather: it is the same graph
+    counted = work.selections * work.spec.experts
+    return (
+        _experts_us(work, machine, best_tile(work, machine))
+        + counted * machine.sort_us
+        + SORTING_NODES * machine.node_us
+        + around_experts_us(work, machine)
+    )
+
+
+LOWERING = Lowering(
+    name="block-grouped",
+    summary="sorts rows by expert into padded tiles; gathers one weight per tile, batched MatMuls",
+    targets=ENGINES,
+    build=build,
+    predict_us=predict_us,
+    copied_bytes=copied_bytes,
+)
