@@ -32,6 +32,9 @@ from moexport.bench.paper import multilinear as tables_6_8
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
 from moexport.docs import results_schema
+from moexport.graphs.layers.soft_moe import SoftMoESpec
+from moexport.graphs.lowerings import LOWERINGS as LOWERINGS_OF_LAYERS
+from moexport.graphs.lowerings.cost import GPUS, Work
 from moexport.perf import auto, calibration, models, mumoe, scale, startup
 from moexport.perf.__main__ import BENCHMARKS
 from moexport.perf.measure import kept, measured_on
@@ -41,6 +44,12 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "perf" / "results"
 LAYER = "blocks.2.mlp/"
 LOWERINGS = ("dense", "gather", "grouped", "conditional", "fused")
+ENGINES_OWN = "block-grouped"
+"""For engines alone, so that its ops are those of a graph for TensorRT."""
+
+GPU_LAYERS = ((8, 1, 7680), (8, 25, 3072), (32, 8, 3072), (128, 1, 384))
+GPU_BATCHES = (1, 8, 32, 128, 512)
+GPU_TOKENS = 197
 CASE = ROOT / "tests" / "data" / "soft_moe_vit" / "weights.pt"
 
 
@@ -118,9 +127,44 @@ def listed_ops() -> dict[str, str]:
             verify=False,
         )
         ops = {name: layer_ops(bundle, name) for name in LOWERINGS}
+        engine = moexport.export(
+            model,
+            Path(folder) / "engine",
+            k=2,
+            target="tensorrt",
+            lowering=ENGINES_OWN,
+            verify=False,
+            engine=False,
+        )
+        own = layer_ops(engine, ENGINES_OWN)
     columns = zip(*ops.values(), strict=False)
     route = [column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, columns)]
-    return {"route": shown(route)} | {name: shown(ops[name][len(route) :]) for name in LOWERINGS}
+    ops[ENGINES_OWN] = own
+    return {"route": shown(route)} | {name: shown(ops[name][len(route) :]) for name in ops}
+
+
+def gpu_table() -> str:
+    """Returns the fastest lowering by prediction on three cards, and block-grouped beside it."""
+    heads = ("layer (n, p, d, h), k = n/4", "card", *(f"batch {b}" for b in GPU_BATCHES))
+    lines = []
+    for experts, slots, hidden in GPU_LAYERS:
+        spec = SoftMoESpec("layer", experts, slots, 768, hidden, 768)
+        for card, machines in GPUS.items():
+            cells = []
+            for batch in GPU_BATCHES:
+                work = Work(spec, experts // 4, batch, GPU_TOKENS, "fp16")
+                times = {
+                    name: record.predict_us(work, machines["fp16"]) / 1e3
+                    for name, record in LOWERINGS_OF_LAYERS.items()
+                    if "tensorrt" in record.targets
+                }
+                best = min(times, key=lambda name: times[name])
+                cell = f"{best} {times[best]:.2g}"
+                if best != ENGINES_OWN:
+                    cell += f" ({times[ENGINES_OWN]:.2g})"
+                cells.append(cell)
+            lines.append((f"{experts}, {slots}, 768, {hidden}", card, *cells))
+    return markdown(heads, lines) + "\n"
 
 
 def shown(ops: Sequence[str]) -> str:
@@ -175,6 +219,7 @@ def refresh_lowerings() -> None:
         listing = re.compile(rf"(^### {section}\n\n```text\n).*?(^```$)", re.MULTILINE | re.DOTALL)
         text = listing.sub(lambda m, ops=ops: m[1] + ops + m[2], text)  # type: ignore[misc]
     page.write_text(text, encoding="utf-8")
+    replace_marked(page, "gpu", gpu_table())
 
 
 def refresh_schema() -> None:

@@ -94,18 +94,6 @@ class Machine:
     integer_passes: int = 0
 
 
-def _scaled(machine: Machine, factor: float) -> Machine:
-    """A machine that streams and multiplies numbers so many times faster."""
-    return replace(
-        machine,
-        bytes_per_us=factor * machine.bytes_per_us,
-        stacked_bytes_per_us=factor * machine.stacked_bytes_per_us,
-        copy_bytes_per_us=factor * machine.copy_bytes_per_us,
-        macs_per_us=factor * machine.macs_per_us,
-        batched_macs_per_us=factor * machine.batched_macs_per_us,
-    )
-
-
 SIZES: Mapping[Precision, float] = MappingProxyType({"int8": 1 / 4, "int4": 4.5 / 32})
 """What weights take of their FP32 bytes on a CPU; a block of INT4 has a scale."""
 
@@ -132,16 +120,47 @@ CPU = Machine(
 """What `python -m perf fit` found on two cores with AVX-512; they choose as well on two with AVX2.
 `sort_us` was measured apart; `lone_macs` is a constant of the runtime."""
 
-GPU = Machine(
-    bytes_per_us=1.5e6,
-    stacked_bytes_per_us=1.5e6,
-    copy_bytes_per_us=0.5e6,
-    macs_per_us=10e6,
-    batched_macs_per_us=10e6,
-    node_us=4.0,
-    branch_us=30.0,
+
+def _card(
+    gigabytes_per_s: float, fp32_tflops: float, fp16_tflops: float, int8_tops: float
+) -> Mapping[Precision, Machine]:
+    """A GPU by its data sheet, dense products; what a Gather wrote is read again at once."""
+
+    def machine(width: int, tflops: float, copied_width: float) -> Machine:
+        counted = gigabytes_per_s * 1e3 * 4 / width  # of bytes that are counted as FP32
+        return Machine(
+            bytes_per_us=counted,
+            stacked_bytes_per_us=counted,
+            copy_bytes_per_us=gigabytes_per_s * 1e3 * 4 / copied_width / 2,
+            macs_per_us=tflops * 0.5e6,
+            batched_macs_per_us=tflops * 0.5e6,
+            node_us=4.0,
+            branch_us=30.0,
+        )
+
+    half = machine(2, fp16_tflops, 2)
+    return MappingProxyType(
+        {
+            "fp32": machine(4, fp32_tflops, 4),
+            "fp16": half,
+            "bf16": half,
+            # A constant stack is dequantised to FP16 before a Gather: all of it is written, too.
+            "int8": machine(1, int8_tops, 8),
+            # Unpacked to FP16 as they are read.
+            "int4": machine(4.5 / 8, fp16_tflops, 2),
+        }
+    )
+
+
+GPUS: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
+    {
+        "L4": _card(300, 30.3, 121, 242),
+        "RTX 4090": _card(1008, 82.6, 165, 661),
+        "H200": _card(4800, 67, 989, 1979),
+    }
 )
-"""An estimate from data sheets of mid-range cards: not measured."""
+"""Three cards by NVIDIA's data sheets, and guesses of what a node and a branch cost: nothing of it
+was measured. `auto` takes a GPU to be an RTX 4090."""
 
 CPU_INT8 = Machine(
     bytes_per_us=94e3,
@@ -177,16 +196,7 @@ MACHINES: Mapping[MachineKind, Mapping[Precision, Machine]] = MappingProxyType(
     {
         # 16-bit floats are computed in FP32 there.
         "cpu": {"fp32": CPU, "fp16": CPU, "bf16": CPU, "int8": CPU_INT8, "int4": CPU_INT4},
-        # By their data sheets: twice as many numbers of half the size. The stack of weights is
-        # dequantised before a Gather, as far as anyone knows.
-        "gpu": {
-            "fp32": GPU,
-            "fp16": _scaled(GPU, 2),
-            "bf16": _scaled(GPU, 2),
-            "int8": replace(_scaled(GPU, 4), copy_bytes_per_us=GPU.copy_bytes_per_us / 4),
-            # Weights are unpacked to floats as they are read.
-            "int4": replace(_scaled(GPU, 2), bytes_per_us=7 * GPU.bytes_per_us),
-        },
+        "gpu": GPUS["RTX 4090"],
     }
 )
 """The rates by what computes the experts: a byte of their weights is counted as four, and weights

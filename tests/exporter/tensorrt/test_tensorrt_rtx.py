@@ -8,11 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moexport.exporter.tensorrt.backends import RTX_CARDS
 from moexport.tests.command import run
 from moexport.tests.exporter.tensorrt.engines import build, export, needs_rtx, refused
 from moexport.tests.recorded import DATA, read_case
 
-ABLE = ("dense", "gather", "conditional")
+ABLE = ("dense", "gather", "conditional", "block-grouped")
 
 PROFILES: Mapping[str, str] = {
     "soft_moe_vit": "batch=1:4:16",
@@ -33,14 +34,15 @@ def test_a_vit_compiles_and_its_experts_compute_in_the_precision_asked_for(
     bundle = export(
         "soft_moe_vit",
         tmp_path,
-        *("--k", k, "--lowering", "gather,conditional", "--precision", precision),
+        *("--k", k, "--lowering", "gather,conditional,block-grouped", "--precision", precision),
         *(("--data", str(tmp_path / "x.npz")) if precision == "int8" else ()),
     )
     profile = PROFILES["soft_moe_vit"] + (",k=1:2:6" if k == "input" else "")
-    gather, conditional = build(bundle, "--profile", profile)
+    gather, conditional, grouped = build(bundle, "--profile", profile)
     assert gather["file"] == "engine-tensorrt-rtx.plan"
     assert conditional["file"] == "engine-tensorrt-rtx-conditional.plan"
-    for record in (gather, conditional):
+    assert grouped["file"] == "engine-tensorrt-rtx-block-grouped.plan"
+    for record in (gather, conditional, grouped):
         assert record["settings"]["compute_capabilities"] == ["SM89"]
         assert record["settings"]["tf32"] is False
         assert record["profiles"][0].get("k") == ([1, 2, 6] if k == "input" else None)
@@ -62,6 +64,9 @@ def test_a_vit_compiles_and_its_experts_compute_in_the_precision_asked_for(
         ("soft_moe_conv", "conditional", "2"),
         ("soft_moe_lucidrains_geglu_ln", "gather", "2"),
         ("soft_moe_mnist_normalized", "dense", "2"),
+        ("soft_moe_fkodom", "block-grouped", "2"),
+        ("soft_moe_conv", "block-grouped", "2"),
+        ("soft_moe_lucidrains_geglu_ln", "block-grouped", "input"),
     ],
 )
 def test_the_other_families_and_lowerings_compile(
@@ -70,6 +75,26 @@ def test_the_other_families_and_lowerings_compile(
     bundle = export(name, tmp_path, "--k", k, "--lowering", lowering)
     (record,) = build(bundle, "--profile", PROFILES[name])
     assert set(record["precision"]) == {"fp32"}
+
+
+@needs_rtx
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8"])
+@pytest.mark.parametrize("card", list(RTX_CARDS))
+def test_block_grouped_compiles_for_every_card(precision: str, card: str, tmp_path: Path) -> None:
+    if card == "7.5" and precision in ("fp32", "bf16"):
+        pytest.skip("Turing cards take FP16 graphs only")
+    np.savez(tmp_path / "x.npz", input=read_case("soft_moe_vit").x)
+    bundle = export(
+        "soft_moe_vit",
+        tmp_path,
+        *("--k", "2", "--lowering", "block-grouped", "--precision", precision),
+        *(("--data", str(tmp_path / "x.npz")) if precision == "int8" else ()),
+    )
+    options = ("--compute-capability", card, "--profile", "batch=1:16:64", "--json")
+    outcome = run("build", bundle, *options)
+    assert outcome.code == 0, outcome.err
+    (record,) = json.loads(outcome.out)
+    assert precision in record["precision"]
 
 
 @needs_rtx
