@@ -126,7 +126,7 @@ def _card(
 ) -> Mapping[Precision, Machine]:
     """A GPU by its data sheet, dense products; what a Gather wrote is read again at once."""
 
-    def machine(width: int, tflops: float, copied_width: float) -> Machine:
+    def machine(width: float, tflops: float, copied_width: float) -> Machine:
         counted = gigabytes_per_s * 1e3 * 4 / width  # of bytes that are counted as FP32
         return Machine(
             bytes_per_us=counted,

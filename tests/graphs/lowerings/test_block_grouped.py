@@ -10,7 +10,7 @@ import onnx_ir as ir
 import pytest
 from moexport.common.onnx_runtime import ort
 from moexport.graphs.builder import Builder
-from moexport.graphs.layers.soft_moe import SoftMoESpec
+from moexport.graphs.layers.soft_moe import ExpertKind, SoftMoESpec
 from moexport.graphs.lowerings import LOWERINGS
 from moexport.graphs.lowerings.block_grouped import (
     TILES,
@@ -91,7 +91,7 @@ def test_there_are_as_many_tiles_as_the_worst_inputs_need(
 @pytest.mark.parametrize("batch", [1, 2, 9, 40])
 @pytest.mark.parametrize("expert", ["mlp", "geglu"])
 def test_a_layer_computes_the_formulas_at_batches_that_fill_several_tiles(
-    expert: str, batch: int
+    expert: ExpertKind, batch: int
 ) -> None:
     layer = tiny_layer(expert=expert, slots=3)
     x = tokens(batch, 6)
