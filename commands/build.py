@@ -72,6 +72,15 @@ class BuildFlags:
             metavar="auto|BYTES", help="Weights in host memory, so much of them on the GPU."
         ),
     ] = None
+    bind_weights: Annotated[
+        bool,
+        typer.Option(
+            "--bind-weights", help="Experts' weights are inputs, bound from the bundle's file."
+        ),
+    ] = False
+    expose_routing: Annotated[
+        bool, typer.Option("--expose-routing", help="The chosen experts are outputs of the engine.")
+    ] = False
     tf32: Annotated[
         bool, typer.Option("--tf32", help="FP32 products in TF32: faster, 10 bits of mantissa.")
     ] = False
@@ -103,6 +112,8 @@ class BuildFlags:
             hardware_compatible=self.hardware_compatible,  # type: ignore[arg-type]  # backend checks
             strip_plan=self.strip_plan,
             weight_streaming=self.weight_streaming,
+            bind_weights=self.bind_weights,
+            expose_routing=self.expose_routing,
             tf32=self.tf32,
             cache=cache,
         )

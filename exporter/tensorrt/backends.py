@@ -191,7 +191,16 @@ class Backend:
 
 
 _COMMON = frozenset(
-    {"profiles", "workspace", "optimization_level", "tf32", "strip_plan", "weight_streaming"}
+    {
+        "profiles",
+        "workspace",
+        "optimization_level",
+        "tf32",
+        "strip_plan",
+        "weight_streaming",
+        "bind_weights",
+        "expose_routing",
+    }
 )
 
 TENSORRT = Backend(

@@ -59,8 +59,9 @@ def build_engine(
     cards: Sequence[str],
     output: Path,
     progress: Progress,
+    model: Path | None = None,
 ) -> Built:
-    """Compiles `graph` into the file `output` and returns what was read back.
+    """Compiles `graph`, or `model` with its weights, into `output`; returns what was read back.
 
     Raises `EngineError` when it cannot be compiled; the file is not there then. An interrupt
     cancels the build and leaves nothing behind either.
@@ -68,6 +69,7 @@ def build_engine(
     request = {
         "flavour": backend.name,
         "graph": str(graph.absolute()),
+        "model": None if model is None else str(model.absolute()),
         "output": str(output.absolute()),
         "profiles": [each.as_json() for each in profiles],
         "cards": list(cards),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, Por
 from ..inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
 from .backends import BACKENDS, Backend, backend_named, first_gpu
+from .bindings import BoundWeight, rewritten
 from .build import Built, build_engine
 from .cache import default_cache
 from .onnx_support import check_graph
@@ -261,20 +263,28 @@ def _make(
 ) -> Made:
     path = output / plan.file
     folder = plan.options.cache
+    model, bound = _rewritten(plan, graph, manifest)
     kept = cache.take(folder, key, path) if folder is not None and not rebuild else None
     if kept is not None:
         progress.step(f"took {plan.file} from the cache")
         built = Built(path, **kept["built"])
     else:
-        built = build_engine(
-            graph, plan.backend, plan.profiles, plan.options, plan.cards, path, progress
-        )
+        with tempfile.TemporaryDirectory() as place:
+            changed = None
+            if model is not None:
+                changed = Path(place) / graph.name
+                changed.write_bytes(model)
+            built = build_engine(
+                *(graph, plan.backend, plan.profiles, plan.options, plan.cards, path, progress),
+                changed,
+            )
     try:
         kernels = check_precision(manifest, plan.graph, built)
     except EngineError:
         path.unlink()
         raise
     record = _record(plan, key, built, kernels, own_signature(sha256(path)))
+    record = replace(record, bound=[each.as_json() for each in bound])
     listing = output / record.layers
     listing.write_text(
         json.dumps({"layers": built.layers, "inspector": built.inspector}, indent=1) + "\n",
@@ -285,6 +295,24 @@ def _make(
         facts = {name: value for name, value in asdict(built).items() if name != "path"}
         cache.keep(folder, key, path, {"sha256": files[path.name].sha256, "built": facts})
     return Made(record, files, "cache" if kept is not None else None)
+
+
+def _rewritten(
+    plan: EnginePlan, graph: Path, manifest: Manifest
+) -> tuple[bytes | None, list[BoundWeight]]:
+    """The graph as the options want it, None where it stays as it is; and the bound weights."""
+    options = plan.options
+    if not options.bind_weights and not options.expose_routing:
+        return None, []
+    names = [layer.name for layer in manifest.layers]
+    outputs = list(plan.graph.selected.values()) if options.expose_routing else []
+    if options.expose_routing and not outputs:
+        raise EngineError(
+            f"{graph.name}: its layers keep every expert, so there is no routing to expose",
+            hint="leave --expose-routing out, or export with a k below n",
+        )
+    model, bound = rewritten(graph, names, bind=options.bind_weights, outputs=outputs)
+    return model.SerializeToString(), bound
 
 
 EXPERTS = "experts"

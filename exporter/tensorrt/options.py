@@ -40,8 +40,9 @@ class EngineOptions:
     `workspace` is the scratch memory in bytes that a kernel may take on the GPU. `timing_cache`
     is a file shared by builds. With `weight_streaming` the weights lie in the machine's memory, and
     so many bytes of them on the GPU: a size such as `2GiB`, or `auto` for as much as fits (NVIDIA's
-    page "Weight Streaming", TensorRT 11.4.1 and TensorRT-RTX 1.7). `cache` is where finished
-    engines are kept for the next time, None for nowhere.
+    page "Weight Streaming", TensorRT 11.4.1 and TensorRT-RTX 1.7). `bind_weights` makes experts'
+    weights inputs of the engine, `expose_routing` the chosen experts its outputs. `cache` is where
+    finished engines are kept for the next time, None for nowhere.
     """
 
     profiles: tuple[Mapping[str, AxisRange], ...] = ()
@@ -53,6 +54,8 @@ class EngineOptions:
     hardware_compatible: HardwareLevel | None = None
     strip_plan: bool = False
     weight_streaming: str | None = None
+    bind_weights: bool = False
+    expose_routing: bool = False
     tf32: bool = False
     cache: Path | None = None
 

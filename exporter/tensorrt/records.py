@@ -24,8 +24,8 @@ class EngineRecord:
     is for that GPU alone. `key` stands for graph, weights, options, version and device: engines
     with the same key are the same. `peak_memory_bytes` is what the build took of the machine's
     memory. `kernels` has, by MoE layer, the types that the engine's own layers of its experts read
-    and write, where there was a GPU to inspect it on. By `signature` the user who built it, on that
-    machine, knows it as their own.
+    and write, where there was a GPU to inspect it on; `bound` the weights that are its inputs. By
+    `signature` the user who built it, on that machine, knows it as their own.
     """
 
     file: str
@@ -44,6 +44,7 @@ class EngineRecord:
     peak_memory_bytes: int
     signature: str = ""
     kernels: dict[str, list[str]] = field(default_factory=dict)
+    bound: list[dict[str, Any]] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """The record as it stands in a manifest."""

@@ -102,7 +102,7 @@ def compile_engine(
     `on_step` is told how far it is, in per mille, and says whether to go on.
     """
     trt = importlib.import_module(BACKENDS[request["flavour"]].module)
-    network = loaders.network_from_onnx_path(request["graph"], strongly_typed=True)
+    network = _network(loaders, trt, request)
     read_back: dict[str, Any] = {}
     if "timing_cache" in request["options"]:
         check_timing_cache(network[0], Path(request["options"]["timing_cache"]))
@@ -129,6 +129,18 @@ def compile_engine(
             "inspector": inspect_plan(trt, plan) if request["gpu"] else None,
         },
     )
+
+
+def _network(loaders: ModuleType, trt: Any, request: Mapping[str, Any]) -> Any:
+    """The parsed graph; of one that was rewritten, with the weights file beside the original."""
+    if not request["model"]:
+        return loaders.network_from_onnx_path(request["graph"], strongly_typed=True)
+    builder, network = loaders.create_network(strongly_typed=True)
+    parser = trt.OnnxParser(network, loaders.get_trt_logger())
+    if not parser.parse(Path(request["model"]).read_bytes(), request["graph"]):
+        said = [parser.get_error(index).desc() for index in range(parser.num_errors)]
+        raise RuntimeError(f"Failed to parse ONNX: {'; '.join(said)}")
+    return builder, network, parser
 
 
 def config_arguments(trt: Any, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -47,6 +47,8 @@ BUILDING = {
     "hardware_compatible": ("--hardware-compatible", "ampere-plus"),
     "strip_plan": ("--strip-plan",),
     "weight_streaming": ("--weight-streaming", "auto"),
+    "bind_weights": ("--bind-weights",),
+    "expose_routing": ("--expose-routing",),
     "tf32": ("--tf32",),
     "engine_cache": ("--engine-cache", "off"),
 }
