@@ -468,6 +468,7 @@ def run(
     engine: Engine = "onnxruntime",
     provider: Provider = "cpu",
     trust_engine: bool = False,
+    host_weights: bool = False,
     batch_size: int | None = None,
     check: bool = True,
     force: bool = False,
@@ -485,6 +486,7 @@ def run(
         engine: who runs it: onnxruntime, tensorrt or tensorrt-rtx ("onnxruntime").
         provider: where ONNX Runtime runs it: cpu, cuda or tensorrt ("cpu").
         trust_engine: load an engine that was built elsewhere; a plan is code (False).
+        host_weights: leave an engine's bound experts in the machine's memory (False).
         batch_size: inputs that run at once (None: the largest batch of the export).
         check: compare the files that are opened with the manifest's hashes (True).
         force: replace outputs that are there (False).
@@ -496,7 +498,9 @@ def run(
     """
     from .exporter.bundle.run import RunOptions, run_file
 
-    options = RunOptions(graph, engine, provider, threads, trust_engine, batch_size, check)
+    options = RunOptions(
+        *(graph, engine, provider, threads, trust_engine, batch_size, check, host_weights)
+    )
     places = (_folder(bundle), Path(inputs), Path(outputs))
     return run_file(*places, options, k=k, force=force, progress=progress)
 

@@ -209,7 +209,7 @@ BOUNDS = CallOptions(
 
 RUNNER = CallOptions(
     api.run,
-    "k graph batch_size threads engine provider trust_engine",
+    "k graph batch_size threads engine provider trust_engine host_weights",
     headings={"threads": "Runtime"},
     more={"batch_size": {"min": 1}, "threads": {"min": 1}},
 )

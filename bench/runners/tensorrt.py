@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+import numpy as np
 
 from ...calibration.feeds import Array
 from ...exporter.bundle.bundle import Bundle
@@ -13,19 +15,36 @@ from ...exporter.tensorrt.options import EngineOptions
 from ...exporter.tensorrt.profiles import check_k
 from ...exporter.tensorrt.records import engines_of
 from ...exporter.tensorrt.session import EngineSession
+from ...graphs.names import SELECTED
 from .base import Loader, Runner, in_batches
 
 
 @dataclass(frozen=True)
 class EngineRunner(Runner):
-    """An engine, opened; it does not show what its layers choose."""
+    """An engine, opened; `selected_values` names outputs that hold what a layer chose."""
 
     session: EngineSession
     k: int | None
+    selected_values: Mapping[str, str] = field(default_factory=dict)
 
     def infer(self, x: Array) -> Array:
         """Maps inputs [b, …] to outputs [b, …], in batches of sizes that its profiles take."""
         return self._in_batches(lambda part: self.session(part, self.k), x)
+
+    def selected(self, x: Array) -> dict[str, Array] | None:
+        """Returns the chosen experts [b, k], ascending, of each layer whose choice is an output."""
+        if not self.selected_values:
+            return None
+        parts: dict[str, list[Array]] = {layer: [] for layer in self.selected_values}
+
+        def looked_at(part: Array) -> Array:
+            values = self.session.run(part, self.k, list(self.selected_values.values()))
+            for layer, name in self.selected_values.items():
+                parts[layer].append(np.sort(values[name], axis=1))
+            return part
+
+        self._in_batches(looked_at, x)
+        return {layer: np.concatenate(found) for layer, found in parts.items()}
 
     def device_ms(self, x: Array) -> float:
         """Returns the GPU's time for inputs [b, …], in the same batches; copies are not in it."""
@@ -68,12 +87,21 @@ class EngineLoader(Loader):
             self.build(self.options)
         opened = Bundle.open(self.bundle)
         check_k(opened.engine_record(self.backend, self.graph).ranges, self.k)
-        return EngineRunner(opened.engine(self.backend, self.graph, eager=True), self.k)
+        session = opened.engine(self.backend, self.graph, eager=True)
+        named = opened.graph(self.graph).selected
+        shown = {
+            layer: value
+            for layer, value in named.items()
+            if value in session.output_names and value.endswith(f"/{SELECTED}")
+        }
+        return EngineRunner(session, self.k, shown)
 
     def build(self, options: EngineOptions) -> None:
         """Puts the engine into the bundle, unless it is there."""
         manifest = Bundle.open(self.bundle).manifest
         there = {(each.flavour, each.graph) for each in engines_of(manifest)}
         if (self.backend, self.graph) not in there:
-            plans = plan_engines(manifest, self.backend, options, graph=self.graph)
+            graph = next(each for each in manifest.graphs if each.file == self.graph)
+            asked = replace(options, expose_routing=bool(graph.selected))
+            plans = plan_engines(manifest, self.backend, asked, graph=self.graph)
             add_engines(self.bundle, manifest, plans)

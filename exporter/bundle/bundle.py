@@ -72,16 +72,29 @@ class Bundle:
         return file
 
     def engine(
-        self, backend: str, graph: str | None = None, *, trust: bool = False, eager: bool = False
+        self,
+        backend: str,
+        graph: str | None = None,
+        *,
+        trust: bool = False,
+        eager: bool = False,
+        host_weights: bool = False,
+        experts: Path | None = None,
     ) -> EngineSession:
-        """Returns an engine of the bundle, ready to run on the GPU; `eager` as in `EngineSession`.
+        """Returns an engine of the bundle, ready to run on the GPU; the rest as `EngineSession`.
 
         Raises what `engine_record` and loading it raise.
         """
         from ..tensorrt.session import EngineSession  # loaded where it runs
 
         record = self.engine_record(backend, graph)
-        return EngineSession(self.path / record.file, trust=trust, eager=eager)
+        return EngineSession(
+            self.path / record.file,
+            trust=trust,
+            eager=eager,
+            host_weights=host_weights,
+            experts=experts,
+        )
 
     def engine_record(self, backend: str, graph: str | None = None) -> EngineRecord:
         """Returns what the manifest says of an engine; nothing is loaded.

@@ -30,7 +30,8 @@ class RunOptions:
     was built, which `trust_engine` loads though no manifest vouches for it. `graph` is a file or
     lowering of several. `batch_size` inputs run at once: without, as many as the bundle was
     exported for at the most, and for an engine all of them. `check` compares files with the
-    manifest's hashes first.
+    manifest's hashes first. `host_weights` leaves experts that an engine takes as inputs in the
+    machine's memory.
     """
 
     graph: str | None = None
@@ -40,13 +41,15 @@ class RunOptions:
     trust_engine: bool = False
     batch_size: int | None = None
     check: bool = True
+    host_weights: bool = False
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for options that the chosen runner does not have."""
         if self.engine == ONNXRUNTIME:
-            if self.trust_engine:
+            if self.trust_engine or self.host_weights:
+                option = "--trust-engine" if self.trust_engine else "--host-weights"
                 raise UsageError(
-                    "--trust-engine: no engine is loaded with --engine onnxruntime",
+                    f"{option}: no engine is loaded with --engine onnxruntime",
                     hint="name one: --engine tensorrt-rtx",
                 )
         elif self.provider != "cpu" or self.threads is not None:
@@ -130,7 +133,12 @@ def _opened(bundle: Bundle, options: RunOptions, x: np.ndarray, k: int | None) -
     found = bundle.engine_record(options.engine, options.graph)
     check_array(x, port)
     found.check_fits(x.shape, k)
-    return bundle.engine(options.engine, options.graph, trust=options.trust_engine)
+    return bundle.engine(
+        options.engine,
+        options.graph,
+        trust=options.trust_engine,
+        host_weights=options.host_weights,
+    )
 
 
 def _sizes(record: Manifest, options: RunOptions, total: int | None) -> AxisRange:

@@ -146,14 +146,19 @@ def engine_parity(
     expected: Reference,
     tolerance: Tolerance | None = None,
 ) -> Parity:
-    """Runs an engine on the reference's inputs, but for ties, and returns how far it is off.
+    """Runs an engine on the reference's inputs and returns how far it is off.
 
-    An engine has no inner values to look at, so its routing is not compared. Raises `FeedError` or
-    `UsageError` where the profiles do not contain the inputs.
+    What its layers chose is compared where it was built with `--expose-routing`; where not, inputs
+    with a tie are left out. Raises `FeedError` or `UsageError` where the profiles do not contain
+    the inputs.
     """
     bounds = tolerance or recorded(manifest.parity)
     clear, batch, k = _runs(manifest, record, expected, bounds.tie)
-    return compare(session, clear, {}, batch=batch, tolerance=bounds, k=k)
+    graph = next((each for each in manifest.graphs if each.file == record.graph), None)
+    named = {} if graph is None else graph.selected
+    shown = {choice: value for choice, value in named.items() if value in session.output_names}
+    compared = expected if shown else clear
+    return compare(session, compared, shown, batch=batch, tolerance=bounds, k=k)
 
 
 def _runs(
@@ -325,6 +330,7 @@ def _engine_check(
         yield Check(name, False, error.message)
     else:
         left = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
-        where = f"in {parity.samples}{left} inputs; an engine does not show its routing"
+        where = f"in {parity.samples}{left} inputs; built without --expose-routing"
         detail = differences(parity.max_abs, parity.max_rel, parity.cosine)
-        yield Check(name, parity.passed, f"{detail} {where}")
+        exposed = record.options.get("expose_routing")
+        yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {where}")

@@ -8,13 +8,20 @@ alone (TensorRT-RTX 1.7.1 refuses a Gather of it), as an input it may be gathere
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import ctypes
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from ...common.files import known_sha256
 from ...errors import EngineError
-from ...graphs.names import part_of
+from ...graphs.names import SELECTED, part_of
+from ..bundle.manifest import Manifest
+from . import cuda
 
 if TYPE_CHECKING:
     import onnx
@@ -49,9 +56,9 @@ def rewritten(
 
     model = onnx.load(path, load_external_data=False)
     for name in outputs:
-        model.graph.output.append(
-            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.INT64, None)
-        )
+        sets = name.endswith(f"/{SELECTED}")
+        kind = onnx.TensorProto.INT64 if sets else onnx.TensorProto.FLOAT  # muMoE: coefficients
+        model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
     if not bind:
         return model, []
     found = list(_gathered(model.graph, layers))
@@ -114,6 +121,74 @@ def _bound(tensor: onnx.TensorProto) -> BoundWeight:
     return BoundWeight(tensor.name, file, offset, nbytes, list(tensor.dims))
 
 
-def bound_of(records: Sequence[Mapping[str, Any]]) -> list[BoundWeight]:
-    """Reads what `as_json` wrote."""
-    return [BoundWeight(**each) for each in records]
+class PlacedWeight:
+    """A weight where an engine reads it; given back when nothing holds it any more.
+
+    That is the GPU's memory, or on the `host` pinned memory that the GPU reads over its bus, for
+    models larger than the card.
+    """
+
+    def __init__(self, content: np.ndarray, *, host: bool) -> None:
+        if host:
+            flags = cuda.runtime().cudaHostAllocMapped
+            pinned = int(cuda.call("cudaHostAlloc", content.nbytes, flags))
+            ctypes.memmove(pinned, content.ctypes.data, content.nbytes)
+            self.address = int(cuda.call("cudaHostGetDevicePointer", pinned, 0))
+            weakref.finalize(self, cuda.call, "cudaFreeHost", pinned).atexit = False
+            return
+        kind = cuda.runtime().cudaMemcpyKind.cudaMemcpyDefault
+        self.address = int(cuda.call("cudaMalloc", content.nbytes))
+        weakref.finalize(self, cuda.call, "cudaFree", self.address).atexit = False
+        cuda.call("cudaMemcpy", self.address, content.ctypes.data, content.nbytes, kind)
+
+
+_PLACED: weakref.WeakValueDictionary[Any, PlacedWeight] = weakref.WeakValueDictionary()
+"""What lies somewhere already: the engines of a bundle that one process opens share it."""
+
+
+def placed(folder: Path, bound: BoundWeight, *, host: bool) -> PlacedWeight:
+    """Returns a weight of a bundle's file, read into place unless another engine has it there."""
+    told = (folder / bound.file).stat()
+    device = int(cuda.call("cudaGetDevice"))
+    identity = (told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns)
+    key = (identity, bound.offset, bound.nbytes, host, device)
+    found = _PLACED.get(key)
+    if found is None:
+        found = _PLACED[key] = PlacedWeight(mapped(folder, bound), host=host)
+    return found
+
+
+def mapped(folder: Path, bound: BoundWeight) -> np.ndarray:
+    """Returns a weight's bytes as they lie in the mapped file."""
+    return np.memmap(folder / bound.file, np.uint8, "r", bound.offset, (bound.nbytes,))
+
+
+def checked(folder: Path, bound: Sequence[BoundWeight]) -> None:
+    """Raises `EngineError` for a weights file that is not the one of the bundle's manifest."""
+    files = Manifest.read(folder).files
+    for name in {each.file for each in bound}:
+        path, known = folder / name, files.get(name)
+        if not path.is_file() or known is None or known_sha256(path) != known.sha256:
+            raise EngineError(
+                f"{path}: the engine's experts are in this file, and it is missing or has changed",
+                hint="keep the bundle together; export it again where the file is damaged",
+            )
+
+
+def experts_of(folder: Path, graph: str, wanted: Sequence[BoundWeight]) -> list[BoundWeight]:
+    """Returns the same weights of another bundle, to take the place of the engine's own.
+
+    Raises `EngineError` where it has no such graph, or one of other experts.
+    """
+    if not (folder / graph).is_file():
+        raise EngineError(f"{folder}: holds no {graph}", hint="export it as the engine's bundle")
+    layers = [layer.name for layer in Manifest.read(folder).layers]
+    found = {each.name: each for each in rewritten(folder / graph, layers, bind=True)[1]}
+    for each in wanted:
+        other = found.get(each.name)
+        if other is None or (other.shape, other.nbytes) != (each.shape, each.nbytes):
+            raise EngineError(
+                f"{folder}: its {each.name} is not of the engine's size and type",
+                hint="export it with the same options, from a checkpoint of the same shapes",
+            )
+    return [found[each.name] for each in wanted]

@@ -23,6 +23,7 @@ from ...graphs.names import K_INPUT
 from ..inputs import AxisRange
 from . import cuda
 from .backends import first_gpu
+from .bindings import BoundWeight, PlacedWeight, checked, experts_of, placed
 from .cache import engine_key, keep_kernels, read_kernels
 from .plan_file import Plan, find_plan, load_engine
 from .profiles import Profile, check_given, choose
@@ -75,12 +76,21 @@ class EngineSession:
     """An engine on the GPU, with the calls of `exporter.session.Session`.
 
     `capture` records repeated work as CUDA graphs. `eager` compiles for each shape before its first
-    answer (TensorRT-RTX), which takes seconds and makes all answers equally fast. Raises what
-    `find_plan` and `load_engine` raise. One thread at a time may call it.
+    answer (TensorRT-RTX), which takes seconds and makes all answers equally fast. Of an engine that
+    takes its experts' weights as inputs, `host_weights` leaves them in the machine's memory, and
+    `experts` is another bundle whose experts take the place of its own. Raises what `find_plan` and
+    `load_engine` raise. One thread at a time may call it.
     """
 
     def __init__(
-        self, path: Path, *, trust: bool = False, capture: bool = True, eager: bool = False
+        self,
+        path: Path,
+        *,
+        trust: bool = False,
+        capture: bool = True,
+        eager: bool = False,
+        host_weights: bool = False,
+        experts: Path | None = None,
     ) -> None:
         plan = find_plan(path, trust=trust)
         self.path = path
@@ -100,6 +110,7 @@ class EngineSession:
         self._device = int(cuda.call("cudaGetDevice"))
         self._stream = cuda.Stream()
         try:
+            self._loaded.bind_weights(experts, host=host_weights)
             self._allocate()
         except BaseException:
             self.close()
@@ -284,7 +295,17 @@ class LoadedEngine:
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
         self.output_names = [name for name in names if self._is_output(name)]
         self.takes_k = K_INPUT in names
-        (self.input_name,) = (n for n in names if n not in (*self.output_names, K_INPUT))
+        self._bound = [] if plan.record is None else [BoundWeight(**b) for b in plan.record.bound]
+        self._graph = "" if plan.record is None else plan.record.graph
+        self._placed: list[PlacedWeight] = []
+        given = {*self.output_names, K_INPUT, *(each.name for each in self._bound)}
+        inputs = [name for name in names if name not in given]
+        if len(inputs) != 1:
+            raise EngineError(
+                f"{self.path}: takes {', '.join(inputs) or 'no inputs'}; one is expected, beside k",
+                hint="keep the engine in its bundle, whose manifest says what its inputs are",
+            )
+        (self.input_name,) = inputs
         self.profiles = plan.record.ranges if plan.record else self._read_profiles()
         self._profile = 0
         self._check_k()
@@ -336,6 +357,22 @@ class LoadedEngine:
                 f"{self.path}: takes k on the GPU, where it decides no size",
                 hint="build an engine from a graph that `moexport export --k input` wrote",
             )
+
+    def bind_weights(self, experts: Path | None, *, host: bool) -> None:
+        """Binds the weights that are inputs, of the engine's bundle or of another one's experts."""
+        folder, bound = self.path.parent, self._bound
+        if (experts is not None or host) and not bound:
+            raise EngineError(
+                f"{self.path}: its experts' weights are in the plan, and cannot lie elsewhere",
+                hint="build the engine with --bind-weights",
+            )
+        if experts is not None:
+            folder, bound = experts, experts_of(experts, self._graph, bound)
+        if bound:
+            checked(folder, bound)
+        for each in bound:
+            self._placed.append(placed(folder, each, host=host))
+            self.bind(each.name, self._placed[-1].address)
 
     def use(
         self, index: int, shape: tuple[int, ...], k: int | None, stream: int
@@ -392,6 +429,7 @@ class LoadedEngine:
         """Gives back what the engine holds: the context before the engine, the runtime last."""
         if self._kernels is not None:
             self._kernels()
+        self._placed.clear()
         self._context = None
         self._engine = None
         self._runtime = None

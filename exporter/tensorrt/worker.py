@@ -115,6 +115,7 @@ def compile_engine(
         lambda builder, network, config: _finish_config(trt, request, config, read_back),
     )
     layers = network_layers(network[1])
+    read_back["outputs"] = [network[1].get_output(i).name for i in range(network[1].num_outputs)]
     read_back["capturable"] = not any(layer.type.name in UNCAPTURABLE for layer in network[1])
     plan = loaders.engine_bytes_from_network(
         network, config, save_timing_cache=request["options"].get("timing_cache")

@@ -120,6 +120,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "threads": ((*RUN, "--engine", "tensorrt-rtx", "--threads", "2"),),
         "provider": ((*RUN, "--engine", "tensorrt-rtx", "--provider", "cuda"),),
         "trust_engine": ((*RUN, "--trust-engine"),),
+        "host_weights": ((*RUN, "--host-weights"),),
     },
     "bench": {name: ((*PAPER, *words),) for name, words in (READING | MEASURED).items()}
     | {name: ((*PAPER, *words), (*BUNDLES, *words)) for name, words in READING.items()}
