@@ -340,7 +340,8 @@ EXPLANATIONS = (
     Explanation(
         r"FP32 GEMM is not supported|check_turing_op_compatibility",
         "compute capability 7.5 does not compile this graph",
-        "leave 7.5 out of --compute-capability, or export with --precision fp16",
+        "leave 7.5 out of --compute-capability: a router computes in FP32 at every precision, "
+        "which TensorRT-RTX has no products of on those cards; ONNX Runtime runs the graph there",
     ),
     Explanation(
         r"libnvinfer_lean|lean runtime",
