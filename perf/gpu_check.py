@@ -51,7 +51,7 @@ from moexport.graphs.targets import Precision, Target
 
 from .scale import vit_checkpoint
 
-LOWERINGS = ("dense", "gather", "conditional")
+LOWERINGS = ("dense", "gather", "conditional", "block-grouped")
 PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8")
 PROVIDER_TARGETS: Mapping[str, Target] = {
     "onnxruntime-cuda": "ort-cuda",

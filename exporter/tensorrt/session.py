@@ -127,6 +127,11 @@ class EngineSession:
         """Whether the last work was a recording; None where the runtime records by itself."""
         return None if self._loaded.records_itself else self._captured is not None
 
+    @property
+    def bound_addresses(self) -> dict[str, int]:
+        """Where the weights lie that are inputs, by name: the same for all engines of a bundle."""
+        return self._loaded.bound_addresses
+
     def __call__(self, x: Any, k: int | None = None) -> Any:
         """Returns the engine's first output for a batch x, as `run` does."""
         return self.run(x, k, self.output_names[:1])[self.output_names[0]]
@@ -298,6 +303,7 @@ class LoadedEngine:
         self._bound = [] if plan.record is None else [BoundWeight(**b) for b in plan.record.bound]
         self._graph = "" if plan.record is None else plan.record.graph
         self._placed: list[PlacedWeight] = []
+        self.bound_addresses: dict[str, int] = {}
         given = {*self.output_names, K_INPUT, *(each.name for each in self._bound)}
         inputs = [name for name in names if name not in given]
         if len(inputs) != 1:
@@ -372,6 +378,7 @@ class LoadedEngine:
             checked(folder, bound)
         for each in bound:
             self._placed.append(placed(folder, each, host=host))
+            self.bound_addresses[each.name] = self._placed[-1].address
             self.bind(each.name, self._placed[-1].address)
 
     def use(

@@ -5,6 +5,7 @@ What needs a GPU is typed all the same: it must fail for want of one, and for no
 
 from __future__ import annotations
 
+import ast
 import json
 import re
 import shlex
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moexport.common.text import markdown
 from moexport.errors import MoexportError
 from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.tests.command import Outcome, run
@@ -73,6 +75,23 @@ def test_trtexec_has_the_options_of_the_recipe(version: str) -> None:
     ends = [word.partition("=") for words in typed for word in words if "Shapes=" in word]
     for name, _, shapes in ends:
         assert re.fullmatch(r"input:\d+(x\d+)+,k:\d+", shapes), name
+
+
+def listed_checks() -> str:
+    """The named checks of a GPU as a table: what each would show."""
+    source = (ROOT / "tests" / "exporter" / "tensorrt" / "test_gpu.py").read_text(encoding="utf-8")
+    checks = [
+        (f"`{each.name.removeprefix('test_')}`", ast.get_docstring(each) or "")
+        for each in ast.parse(source).body
+        if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")
+    ]
+    return markdown(("check", "what it shows"), checks) + "\n"
+
+
+def test_the_page_lists_every_check_of_a_gpu_and_says_that_none_was_run() -> None:
+    page = (ROOT / "docs" / "servers.md").read_text(encoding="utf-8")
+    assert f"<!-- checks -->\n{listed_checks()}<!-- /checks -->" in page
+    assert "none of these was run yet" in page
 
 
 def outcomes(block: Block) -> list[Outcome]:

@@ -1,7 +1,13 @@
-"""What needs an NVIDIA GPU: engines that run. Skipped without one; `make gpu-check` runs them."""
+"""What needs an NVIDIA GPU: engines that run. Skipped without one; `make gpu-check` runs them.
+
+Each check's docstring says what it shows: `docs/servers.md` lists them, and a test compares.
+"""
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,11 +17,20 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import EngineError, FeedError, UsageError
-from moexport.exporter.parity import GPU_RTOL
+from moexport.exporter.bundle.verify import engine_parity
+from moexport.exporter.parity import GPU_RTOL, PARITY_FILE, TOLERANCES, Reference, on_gpu
 from moexport.exporter.session import PROVIDERS, SessionOptions
-from moexport.exporter.tensorrt.backends import BACKENDS, TENSORRT, Backend, first_gpu
+from moexport.exporter.tensorrt import cache, cuda
+from moexport.exporter.tensorrt.backends import (
+    BACKENDS,
+    TENSORRT,
+    TENSORRT_RTX,
+    Backend,
+    first_gpu,
+)
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import parse_profile
+from moexport.exporter.tensorrt.records import engines_of
 from moexport.exporter.tensorrt.session import EngineSession
 from moexport.tests.recorded import RecordedCase, read_case
 
@@ -25,8 +40,8 @@ pytestmark = [
 ]
 
 
-@pytest.fixture(params=BACKENDS.values(), ids=list(BACKENDS))
-def backend_named(request: pytest.FixtureRequest) -> Backend:
+@pytest.fixture(params=BACKENDS.values(), ids=list(BACKENDS), name="backend")
+def installed_backend(request: pytest.FixtureRequest) -> Backend:
     chosen: Backend = request.param
     if not chosen.installed():
         pytest.skip(f"{chosen.title} is not installed: {chosen.install}")
@@ -41,21 +56,35 @@ def case() -> RecordedCase:
     return read_case("soft_moe_vit")
 
 
-def opened(backend: Backend, case: RecordedCase, place: Path, **options: Any) -> EngineSession:
-    """An engine with a profile for one input and one for more, and k from 1 to 8."""
-    bundle = moexport.export(
+def built(
+    backend: Backend,
+    case: RecordedCase,
+    place: Path,
+    *,
+    lowering: str = "gather",
+    precision: Any = "fp32",
+    **options: Any,
+) -> moexport.Bundle:
+    """A bundle whose engine has a profile for one input and one for more, and k from 1 to 8."""
+    return moexport.export(
         moexport.load(case.weights, config=case.config),
         place,
         k="input",
         target=backend.name,  # type: ignore[arg-type]  # both are targets
-        lowering="gather",
+        lowering=lowering,
+        precision=precision,
+        data=case.x,
         engine=EngineOptions(
             profiles=(parse_profile("batch=1,k=1:2:8"), parse_profile("batch=2:4:16,k=1:2:8")),
             compute_capabilities=("current",) if backend.builds_without_gpu else (),
             **options,
         ),
     )
-    found = bundle.engine(backend.name)
+
+
+def opened(backend: Backend, case: RecordedCase, place: Path, **options: Any) -> EngineSession:
+    """The engine of `built`, on the GPU."""
+    found = built(backend, case, place, **options).engine(backend.name)
     assert isinstance(found, EngineSession)
     return found
 
@@ -73,6 +102,7 @@ def assert_close(y: np.ndarray, expected: np.ndarray) -> None:
 def test_an_engine_computes_every_k_as_the_published_code_does(
     session: EngineSession, case: RecordedCase
 ) -> None:
+    """Outputs at every k within 1e-3 of the published code: run directly, recorded and replayed."""
     for _ in range(4):  # directly, recorded, replayed
         for k in case.ks:
             assert_close(session(case.x, k), case.y(k))
@@ -81,6 +111,7 @@ def test_an_engine_computes_every_k_as_the_published_code_does(
 
 
 def test_torch_tensors_go_in_and_come_out(session: EngineSession, case: RecordedCase) -> None:
+    """Tensors on the CPU and on the GPU go in and come out where they lie."""
     k = case.ks[0]
     y = session(torch.from_numpy(case.x), k)
     assert isinstance(y, torch.Tensor)
@@ -94,6 +125,7 @@ def test_torch_tensors_go_in_and_come_out(session: EngineSession, case: Recorded
 
 
 def test_work_that_comes_back_is_recorded_once(session: EngineSession, case: RecordedCase) -> None:
+    """TensorRT's work is recorded as a CUDA graph at its second run, and replayed from then."""
     if session.recorded is None:
         pytest.skip("its runtime records by itself")
     recorded = [session(case.x, 2) is not None and session.recorded for _ in range(3)]
@@ -105,6 +137,7 @@ def test_work_that_comes_back_is_recorded_once(session: EngineSession, case: Rec
 def test_an_engine_without_weights_takes_the_bundles(
     backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
+    """A plan without weights (`--strip-plan`, `REFIT_IDENTICAL`) gives the same outputs."""
     with opened(backend, case, tmp_path / "whole") as whole:
         size = whole.path.stat().st_size
     with opened(backend, case, tmp_path / "stripped", strip_plan=True) as stripped:
@@ -113,6 +146,7 @@ def test_an_engine_without_weights_takes_the_bundles(
 
 
 def test_kernel_timings_are_kept_for_the_next_build(case: RecordedCase, tmp_path: Path) -> None:
+    """The timing cache of one build serves the next."""
     if not TENSORRT.installed():
         pytest.skip(f"{TENSORRT.title} is not installed: {TENSORRT.install}")
     timings = tmp_path / "kernels.cache"
@@ -124,6 +158,7 @@ def test_kernel_timings_are_kept_for_the_next_build(case: RecordedCase, tmp_path
 
 
 def test_what_is_outside_the_profile_is_refused(session: EngineSession, case: RecordedCase) -> None:
+    """Shapes and k outside the profiles are refused before the GPU sees them."""
     with pytest.raises(FeedError, match="outside the engine's profile"):
         session(np.repeat(case.x, 20, axis=0), 2)
     with pytest.raises(UsageError, match="k = 9: outside"):
@@ -131,11 +166,13 @@ def test_what_is_outside_the_profile_is_refused(session: EngineSession, case: Re
 
 
 def test_the_gpu_time_is_told(session: EngineSession, case: RecordedCase) -> None:
+    """The GPU's own time of a run is told."""
     assert 0 < session.gpu_ms(case.x[:1], 2) < 1000
 
 
 @pytest.mark.parametrize("provider", ["cuda", "tensorrt"])
 def test_onnx_runtime_on_a_gpu(provider: str, case: RecordedCase, tmp_path: Path) -> None:
+    """ONNX Runtime's CUDA and TensorRT providers compute the same, in FP32 without TF32."""
     model = moexport.load(case.weights, config=case.config)
     bundle = moexport.export(model, tmp_path / "out", k=2, lowering="gather")
     try:
@@ -143,3 +180,173 @@ def test_onnx_runtime_on_a_gpu(provider: str, case: RecordedCase, tmp_path: Path
     except EngineError as error:
         pytest.skip(error.message)
     assert_close(session(case.x), case.y(2))
+
+
+def test_the_driver_and_the_binding_go_together() -> None:
+    """cuda-bindings is of a CUDA that this driver serves, so that an engine can run at all."""
+    assert cuda.driver_problem() is None
+    cuda.check_device()
+
+
+def test_tf32_is_off_unless_asked_for(backend: Backend, case: RecordedCase, tmp_path: Path) -> None:
+    """FP32 stays within 1e-3; with `--tf32` it may be as far off as FP16, and no further."""
+    k = case.ks[0]
+    with opened(backend, case, tmp_path / "fp32") as session:
+        assert_close(session(case.x, k), case.y(k))
+    with opened(backend, case, tmp_path / "tf32", tf32=True) as session:
+        off = np.abs(session(case.x, k) - case.y(k)).max()
+    bounds = on_gpu(TOLERANCES["fp32"], "fp32", tf32=True)
+    assert off <= bounds.rtol * np.abs(case.y(k)).max()
+
+
+def test_kernels_are_kept_for_the_next_start(
+    case: RecordedCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TensorRT-RTX writes its compiled kernels at the end, and its next start takes them."""
+    if not TENSORRT_RTX.installed():
+        pytest.skip(f"{TENSORRT_RTX.title} is not installed: {TENSORRT_RTX.install}")
+    monkeypatch.setenv(cache.PLACE, str(tmp_path / "engines"))
+    bundle = built(TENSORRT_RTX, case, tmp_path / "out")
+    seconds = []
+    for _ in range(2):
+        begun = time.perf_counter()
+        with bundle.engine(TENSORRT_RTX.name, eager=True) as session:
+            session(case.x, case.ks[0])
+        seconds.append(time.perf_counter() - begun)
+        assert list((tmp_path / "engines").glob("*.kernels"))
+    assert seconds[1] < seconds[0]
+
+
+def test_control_flow_is_not_recorded(backend: Backend, case: RecordedCase, tmp_path: Path) -> None:
+    """`conditional` runs without a CUDA graph where the context says that it cannot be recorded."""
+    with opened(backend, case, tmp_path / "out", lowering="conditional") as session:
+        for _ in range(3):
+            assert_close(session(case.x, case.ks[0]), case.y(case.ks[0]))
+
+
+def test_weights_stream_from_the_machines_memory(
+    backend: Backend, case: RecordedCase, tmp_path: Path
+) -> None:
+    """With `--weight-streaming` and room for few weights on the GPU the outputs stay the same."""
+    with opened(backend, case, tmp_path / "out", weight_streaming="64KiB") as session:
+        assert_close(session(case.x, case.ks[0]), case.y(case.ks[0]))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16", "bf16", "int8"])
+def test_the_inspector_names_the_experts(
+    precision: str, backend: Backend, case: RecordedCase, tmp_path: Path
+) -> None:
+    """The engine's own layers name every layer's experts, and compute them in the precision."""
+    bundle = built(backend, case, tmp_path / "out", precision=precision)
+    (record,) = engines_of(bundle.manifest)
+    layers = [layer.name for layer in bundle.manifest.layers]
+    assert sorted(record.kernels) == sorted(layers)
+    assert all(precision in types for types in record.kernels.values())
+
+
+def test_onnx_runtime_keeps_one_engine_for_every_k(
+    case: RecordedCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """ONNX Runtime's TensorRT provider builds once for all k, and not again in the next session."""
+    monkeypatch.setenv(cache.PLACE, str(tmp_path / "engines"))
+    model = moexport.load(case.weights, config=case.config)
+    bundle = moexport.export(model, tmp_path / "out", k="input", lowering="gather")
+    counts = []
+    for _ in range(2):
+        try:
+            session = bundle.session(options=SessionOptions(PROVIDERS["tensorrt"]))
+        except (EngineError, UsageError) as error:
+            pytest.skip(error.message)
+        for k in case.ks:
+            assert_close(session(case.x, k), case.y(k))
+        counts.append(len(list((tmp_path / "engines").rglob("*.engine"))))
+    assert counts[0] == counts[1] > 0
+
+
+def test_an_engine_runs_without_pytorch(
+    backend: Backend, case: RecordedCase, tmp_path: Path
+) -> None:
+    """numpy, TensorRT and cuda-bindings are all that running an engine takes."""
+    bundle = built(backend, case, tmp_path / "out")
+    (record,) = engines_of(bundle.manifest)
+    code = (
+        "import sys\n"
+        "for name in ('torch', 'onnx', 'onnxruntime', 'polygraphy'): sys.modules[name] = None\n"
+        "import numpy as np\nfrom pathlib import Path\n"
+        "from moexport.exporter.tensorrt.session import EngineSession\n"
+        "with EngineSession(Path(sys.argv[1])) as session:\n"
+        "    np.save(sys.argv[3], session(np.load(sys.argv[2]), int(sys.argv[4])))\n"
+    )
+    np.save(tmp_path / "x.npy", case.x)
+    names = (bundle.path / record.file, tmp_path / "x.npy", tmp_path / "y.npy", str(case.ks[0]))
+    subprocess.run([sys.executable, "-c", code, *names], check=True)
+    assert_close(np.load(tmp_path / "y.npy"), case.y(case.ks[0]))
+
+
+@pytest.mark.parametrize("lowering", ["dense", "conditional", "block-grouped"])
+def test_every_lowering_computes_the_same(
+    lowering: str, backend: Backend, case: RecordedCase, tmp_path: Path
+) -> None:
+    """`dense`, `conditional` and `block-grouped` give what `gather` gives, at every k and batch."""
+    with opened(backend, case, tmp_path / "out", lowering=lowering) as session:
+        for k in case.ks:
+            assert_close(session(case.x, k), case.y(k))
+            assert_close(session(case.x[:1], k), case.y(k)[:1])
+
+
+@pytest.mark.parametrize("precision", ["fp16", "int8"])
+@pytest.mark.parametrize("lowering", ["gather", "block-grouped"])
+def test_bound_experts_give_the_same_from_either_memory(
+    lowering: str, precision: str, backend: Backend, case: RecordedCase, tmp_path: Path
+) -> None:
+    """With `--bind-weights` outputs are as without, the experts on the GPU or on the host."""
+    asked: dict[str, Any] = {"lowering": lowering, "precision": precision}
+    with opened(backend, case, tmp_path / "whole", **asked) as whole:
+        expected = whole(case.x, case.ks[0])
+    bundle = built(backend, case, tmp_path / "bound", bind_weights=True, **asked)
+    for host in (False, True):
+        with bundle.engine(backend.name, host_weights=host) as session:
+            found = session(case.x, case.ks[0])
+        bounds = TOLERANCES["fp16"]
+        assert np.abs(found - expected).max() <= bounds.rtol * np.abs(expected).max()
+
+
+def test_engines_of_a_bundle_share_their_experts(
+    backend: Backend, case: RecordedCase, tmp_path: Path
+) -> None:
+    """Two engines of one bundle bind the same addresses: the experts are on the GPU once."""
+    options: dict[str, Any] = {"lowering": "gather,block-grouped", "bind_weights": True}
+    bundle = built(backend, case, tmp_path / "out", **options)
+    names = [graph.file for graph in bundle.manifest.graphs]
+    with bundle.engine(backend.name, names[0]) as one, bundle.engine(backend.name, names[1]) as two:
+        assert one.bound_addresses == two.bound_addresses != {}
+
+
+def test_experts_are_exchanged_without_a_build(
+    backend: Backend, case: RecordedCase, tmp_path: Path
+) -> None:
+    """An engine with the experts of another bundle computes what that bundle computes."""
+    bundle = built(backend, case, tmp_path / "out", bind_weights=True)
+    model = moexport.load(case.weights, config=case.config)
+    layer = model.layers[next(iter(model.layers))]
+    with torch.no_grad():
+        for name, parameter in layer.named_parameters():
+            if name.startswith("w1"):
+                parameter.mul_(1.5)
+    options: dict[str, Any] = {"k": "input", "target": backend.name, "lowering": "gather"}
+    other = moexport.export(model, tmp_path / "other", engine=False, **options)
+    expected = other.session()(case.x, case.ks[0])
+    with bundle.engine(backend.name, experts=other.path) as session:
+        assert_close(session(case.x, case.ks[0]), expected)
+
+
+def test_what_layers_choose_is_compared_on_the_device(
+    backend: Backend, case: RecordedCase, tmp_path: Path
+) -> None:
+    """With `--expose-routing` every layer chooses the experts that PyTorch chooses, ties apart."""
+    bundle = built(backend, case, tmp_path / "out", expose_routing=True)
+    (record,) = engines_of(bundle.manifest)
+    expected = Reference.load(bundle.path / PARITY_FILE)
+    with bundle.engine(backend.name) as session:
+        parity = engine_parity(session, bundle.manifest, record, expected)
+    assert parity.choices is not None and parity.agreeing == parity.choices
