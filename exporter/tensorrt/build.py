@@ -344,6 +344,11 @@ EXPLANATIONS = (
         "which TensorRT-RTX has no products of on those cards; ONNX Runtime runs the graph there",
     ),
     Explanation(
+        r"HW-specific datatypes",
+        "a card that was named does not have a type of the graph",
+        "leave 7.5 out of --compute-capability, or export in another --precision",
+    ),
+    Explanation(
         r"libnvinfer_lean|lean runtime",
         "the lean runtime, which version-compatible engines need, is not installed",
         "install it beside TensorRT, or leave --version-compatible out",

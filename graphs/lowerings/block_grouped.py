@@ -16,11 +16,10 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
-from ..choices import Precision
 from ..layers.stored import Layer
 from ..precision.types import FLOAT_TYPES
 from ..routing import combine_outputs, route, selected_slots
-from ..targets import ENGINES
+from ..targets import ENGINES, Precision
 from . import dense
 from .base import Lowering
 from .cost import (

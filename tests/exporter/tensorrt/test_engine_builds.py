@@ -256,7 +256,7 @@ def test_what_needs_a_gpu_to_build_says_so(
         (
             ("--compute-capability", "7.5"),
             "compute capability 7.5 does not compile this graph",
-            "--precision fp16",
+            "a router computes in FP32 at every precision",
         ),
     ],
 )
