@@ -170,7 +170,8 @@ def plan_text(plan: Plan) -> str:
         ]
         blocks.append(
             f"{folder / graph.file}\n{table(('MoE layer', 'k/n', 'lowering', 'reason'), rows)}\n"
-            f"MoE layers together: about {graph.predicted_us / 1e3:.3g} ms a batch (predicted)\n"
+            f"MoE layers together: about {graph.predicted_us / 1e3:.3g} ms a batch of "
+            f"{graph.layers[0].work.batch} (predicted)\n"
         )
     if plan.tuning is not None:
         blocks.append("\n".join(tuning_text(asdict(plan.tuning))))
@@ -183,6 +184,8 @@ def plan_json(plan: Plan) -> dict[str, Any]:
     layers = plan.precision.layers
     more: dict[str, Any] = {} if plan.tuning is None else {"tuning": asdict(plan.tuning)}
     more |= {"notes": plan.notes} if plan.notes else {}
+    batches = {each.file: list(each.batches) for each in plan.graphs if each.batches is not None}
+    more |= {"batches": batches} if batches else {}
     return {
         "output": str(plan.job.options.destination),
         "files": plan.files,

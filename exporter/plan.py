@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import onnx_ir as ir
 
 from ..calibration.table import CalibrationTable
 from ..common.console import Progress
-from ..graphs.lowerings.choice import LoweringChoice, check, choose
+from ..graphs.lowerings.choice import LoweringChoice, Span, batch_spans, check, choose
 from ..graphs.lowerings.cost import AnyWork
 from ..graphs.targets import ENGINES
 from .bundle.manifest import MAIN_GRAPH, Tuning
@@ -32,10 +32,15 @@ class LayerPlan:
 
 @dataclass(frozen=True, slots=True)
 class GraphPlan:
-    """One graph of the bundle: its file and its layers, in execution order."""
+    """One graph of the bundle: its file and its layers, in execution order.
+
+    `batches` are the first and the last size of the batch that it is for, where others are for the
+    rest.
+    """
 
     file: str
     layers: tuple[LayerPlan, ...]
+    batches: Span | None = None
 
     @property
     def predicted_us(self) -> float:
@@ -46,6 +51,11 @@ class GraphPlan:
     def lowerings(self) -> tuple[str, ...]:
         """The lowering of each layer, in execution order."""
         return tuple(layer.choice.lowering.name for layer in self.layers)
+
+    @property
+    def title(self) -> str:
+        """Its lowerings, each once: `gather+grouped`."""
+        return "+".join(sorted(set(self.lowerings)))
 
 
 @dataclass(frozen=True)
@@ -83,10 +93,24 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the precision."""
+        """What a user should know of the precision, and of graphs that are for some batches."""
         if self.precision.retention is not None:
-            return self.precision.retention.notes()
-        return self.job.options.precision.notes(self.job.options.target)
+            notes = self.precision.retention.notes()
+        else:
+            notes = self.job.options.precision.notes(self.job.options.target)
+        told = [
+            f"{graph.file} ({graph.title}) for batches of {_span_text(graph.batches)}"
+            for graph in self.graphs
+            if graph.batches is not None
+        ]
+        if not told:
+            return notes
+        return (
+            *notes,
+            f"no single graph is fast at every size of --batch {self.job.options.batch}: "
+            f"{', '.join(told)}; a session of the bundle, `run` and `bench` take the one for a "
+            "call's batch",
+        )
 
 
 def plan(
@@ -109,11 +133,44 @@ def plan(
     tuning = None
     if TUNE in job.options.lowerings:
         tuning = tune(job, traced, precision, progress)
-    graphs = tuple(
-        plan_graph(job, traced, name, f"model-{name}.onnx" if index else MAIN_GRAPH, tuning)
-        for index, name in enumerate(job.options.lowerings)
-    )
+    if job.options.lowerings == (AUTO,):
+        graphs = plan_auto(job, traced)
+    else:
+        graphs = tuple(
+            plan_graph(job, traced, name, f"model-{name}.onnx" if index else MAIN_GRAPH, tuning)
+            for index, name in enumerate(job.options.lowerings)
+        )
     return Plan(job, traced, table, precision, graphs, tuning)
+
+
+def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:
+    """Returns the graphs of `--lowering auto`: one, or several for parts of the range of batches.
+
+    The main one, first, is that for OPT.
+    """
+    batch, works = job.options.batch, job.works(traced)
+    spans: list[Span] = []
+    if job.options.target not in ENGINES and not batch.fixed:
+        spans = batch_spans([*works.values()], job.options.target, batch.min, batch.max)
+    if len(spans) < 2:
+        return (plan_graph(job, traced, AUTO, MAIN_GRAPH),)
+    spans.sort(key=lambda span: not span[0] <= batch.opt <= span[1])
+    graphs: list[GraphPlan] = []
+    for span in spans:
+        first, last = span
+        sized = replace(batch, min=first, opt=min(max(batch.opt, first), last), max=last)
+        part = replace(job, options=replace(job.options, batch=sized))
+        graph = plan_graph(part, traced, AUTO, MAIN_GRAPH)
+        taken = {each.file for each in graphs}
+        names = (MAIN_GRAPH, f"model-{graph.title}.onnx", f"model-batch-{first}.onnx")
+        file = next(name for name in names[1 if graphs else 0 :] if name not in taken)
+        graphs.append(replace(graph, file=file, batches=span))
+    return tuple(graphs)
+
+
+def _span_text(span: Span) -> str:
+    first, last = span
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def plan_graph(

@@ -114,6 +114,7 @@ def graph_record(graph: GraphPlan, lowered: Lowered, parity: Parity | None = Non
         lowerings={layer.name: layer.choice.lowering.name for layer in graph.layers},
         selected=selected_values(lowered.values),
         parity=None if parity is None else parity.as_json(),
+        batches=list(graph.batches or ()),
     )
 
 

@@ -63,3 +63,18 @@ def read_case(name: str) -> RecordedCase:
     with np.load(folder / "io.npz") as arrays:
         io = dict(arrays.items())
     return RecordedCase(name, folder, meta["family"], config, tuple(meta["ks"]), io)
+
+
+def many_experts(folder: Path, count: int = 64) -> Path:
+    """Writes a layer of so many experts, copies of the four of a recorded one; returns its file."""
+    import torch  # this module is read where there is none
+
+    state = torch.load(read_case("soft_moe_lucidrains").weights)
+    experts = {name: tensor for name, tensor in state.items() if name.startswith("experts.")}
+    for name, tensor in experts.items():
+        _, _, number, rest = name.split(".", 3)
+        for copy in range(int(number), count, 4):
+            state[f"experts.experts.{copy}.{rest}"] = tensor
+    state["slot_embeds"] = torch.randn(count, 1, 32, generator=torch.Generator().manual_seed(0))
+    torch.save(state, folder / "layer.pt")
+    return folder / "layer.pt"

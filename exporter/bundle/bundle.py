@@ -12,7 +12,7 @@ from google.protobuf.message import DecodeError
 
 from ...common.files import known_sha256
 from ...errors import BundleError, EngineError, UsageError
-from ..session import Session, SessionOptions
+from ..session import Session, SessionByBatch, SessionOptions
 from ..tensorrt.records import EngineRecord, engines_of
 from .manifest import Check, GraphRecord, Manifest, external_files
 from .verify import verify
@@ -53,9 +53,24 @@ class Bundle:
     def session(self, graph: str | None = None, options: SessionOptions | None = None) -> Session:
         """Returns a graph of the bundle, ready to run in ONNX Runtime.
 
-        Raises what `graph_file` raises.
+        Without a name, where the bundle holds graphs for several sizes of the batch, each call
+        takes the one for its own (`SessionByBatch`); to observe inner values or to profile, it is
+        the main graph. Raises what `graph_file` raises.
         """
-        return Session(self.graph_file(graph), options)
+        record, options = self.manifest, options or SessionOptions()
+        of_one_graph = options.observe is not None or options.profile is not None
+        if graph is not None or of_one_graph or not self.graph().batches:
+            return Session(self.graph_file(graph), options)
+        self.graph_file()  # what is damaged is said here, as it is of a bundle with one graph
+        return SessionByBatch(
+            self.path,
+            options,
+            graph_for=lambda size: record.graph_for(size).file,
+            opened=lambda file: Session(self.graph_file(file), options),
+            input_name=record.inputs[0].name,
+            output_names=[port.name for port in record.outputs],
+            takes_k=record.k == "input",
+        )
 
     def graph_file(self, graph: str | None = None) -> Path:
         """Returns the file of a graph that can be opened.

@@ -28,8 +28,8 @@ METADATA = "moexport"
 DIGEST = "sha256"
 """The key of the manifest's own hash."""
 
-OPTIONAL = ("levels", "limits", "implied", "below", "default")
-"""Keys of layers and ports that are left out where there is nothing to say."""
+OPTIONAL = ("levels", "limits", "implied", "below", "default", "batches")
+"""Keys of layers, graphs and ports that are left out where there is nothing to say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,12 +75,17 @@ class LayerRecord:
 
 @dataclass(frozen=True, slots=True)
 class GraphRecord:
-    """One ONNX file: its lowerings by layer and its own parity."""
+    """One ONNX file: its lowerings by layer and its own parity.
+
+    `batches` are the first and the last size of the batch that it is for, where other graphs of the
+    bundle are for the rest; every graph takes every size.
+    """
 
     file: str
     lowerings: dict[str, str]
     selected: dict[str, str]
     parity: dict[str, Any] | None
+    batches: list[int] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,7 +195,8 @@ class Manifest:
     def to_json(self) -> str:
         """The manifest as indented JSON, `schema` first and its own hash last."""
         content = asdict(self)
-        for record in (*content["layers"], *content["inputs"], *content["outputs"]):
+        listed = ("layers", "graphs", "inputs", "outputs")
+        for record in (record for key in listed for record in content[key]):
             for key in OPTIONAL:
                 if key in record and not record[key]:
                     del record[key]
@@ -220,6 +226,16 @@ class Manifest:
             raise BundleError(f"{what}: {problem}")
         return manifest
 
+    def graph_for(self, batch: int) -> GraphRecord:
+        """Returns the graph for a batch of some size: the main one, or the nearest of several."""
+
+        def distance(graph: GraphRecord) -> int:
+            first, last = graph.batches or (1, batch)
+            return max(first - batch, batch - last, 0)
+
+        main = self.graphs[0]
+        return min((g for g in self.graphs if g.batches), key=distance) if main.batches else main
+
     def _problems(self) -> Iterator[str]:
         """What no export writes, though its type is right."""
         for key in ("layers", "graphs", "inputs", "outputs"):
@@ -228,6 +244,10 @@ class Manifest:
         for name in (*self.files, *(graph.file for graph in self.graphs)):
             if not is_plain_name(name):
                 yield f"{name!r} is no name of a file in the bundle's folder"
+        for graph in self.graphs:
+            span = graph.batches
+            if span and not (len(span) == 2 and 1 <= span[0] <= span[1]):
+                yield f"{graph.file} cannot be for batches of {span}"
         for layer in self.layers:
             if layer.experts < 1 or not 1 <= (layer.k or 1) <= layer.experts:
                 yield f"layer {layer.name} has {layer.experts} experts and a k of {layer.k}"

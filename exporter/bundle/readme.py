@@ -68,8 +68,14 @@ def readme(manifest: Manifest) -> str:
 
 
 def _content(manifest: Manifest, name: str) -> str:
-    lowerings = [set(graph.lowerings.values()) for graph in manifest.graphs if graph.file == name]
-    return f"the graph: {', '.join(sorted(lowerings[0]))}" if lowerings else "an engine, or of one"
+    for graph in manifest.graphs:
+        if graph.file == name:
+            lowerings = ", ".join(sorted({*graph.lowerings.values()}))
+            if not graph.batches:
+                return f"the graph: {lowerings}"
+            first, last = graph.batches
+            return f"a graph: {lowerings}; for batches of {first} to {last}, any other runs too"
+    return "an engine, or of one"
 
 
 def _port(port: PortRecord) -> str:

@@ -166,7 +166,7 @@ class Trials:
         planned = plan(job, self.traced, self.table, floats=floats)
         with tempfile.TemporaryDirectory(prefix=".moexport-trial-") as folder:
             graph = planned.graphs[0]
-            lowered = write_graphs(planned, Path(folder))[graph.file]
+            lowered = write_graphs(replace(planned, graphs=(graph,)), Path(folder))[graph.file]
             yield Path(folder), graph_record(graph, lowered)
 
     def sensitivity(

@@ -52,6 +52,7 @@ def plan_engines(
 ) -> list[EnginePlan]:
     """Returns the engines of a bundle for a backend: one per graph, or that of `graph` alone.
 
+    Of graphs for several sizes of the batch the main one is taken: an engine has profiles for that.
     `ranges` are the sizes of axes that no profile names; without, those of the export. Raises
     `UsageError` and `MissingExtraError` before anything is read or built.
     """
@@ -61,7 +62,8 @@ def plan_engines(
     records = [
         each
         for each in manifest.graphs
-        if graph is None or graph in (each.file, *each.lowerings.values())
+        if (graph is None and (not each.batches or each is manifest.graphs[0]))
+        or graph in (each.file, *each.lowerings.values())
     ]
     if not records:
         known = ", ".join(each.file for each in manifest.graphs)

@@ -1,11 +1,14 @@
 """Which lowering a layer gets: the one asked for, or what prediction prefers, with the reason.
 
 One graph serves a range of batches, and a choice inside the graph does not pay (weights that a
-branch uses are not packed before the run): so `auto` takes what is never far from the fastest.
+branch uses are not packed before the run): so `auto` takes what is never far from the fastest, and
+where nothing is near it at all sizes, the range is divided among several graphs.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
@@ -63,7 +66,6 @@ def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> Lowe
     they come is judged at one token and at a prompt instead (`MoESpec.typical_tokens`). Raises
     `LoweringError` when no lowering serves the target.
     """
-    machine = machine_for(target, work.precision)
     by_token = bool(batches) and bool(work.spec.typical_tokens)
     if by_token:
         sizes = sorted({work.choosers, *work.spec.typical_tokens})
@@ -71,24 +73,16 @@ def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> Lowe
     else:
         sizes = sorted({work.batch, *batches})
         works = [replace(work, batch=size) for size in sizes]
-    times = {
-        record: [record.predict_us(each, machine) for each in works]
-        for record in able(work, target)
-    }
-    fastest = [min(column) for column in zip(*times.values(), strict=True)]
     own = sizes.index(work.choosers if by_token else work.batch)
-
-    def order(record: AnyLowering) -> tuple[float, float]:
-        ratios = (us / least for us, least in zip(times[record], fastest, strict=True))
-        return round(max(ratios), 2), times[record][own]
-
-    ranked = sorted(times, key=order)
+    found = _Predictions.of(works, target)
+    ranked = found.ranked(range(len(sizes)), own)
     best, others = ranked[0], ranked[1:]
+    times, fastest = found.times, found.fastest
     reason = (
         f"predicted {_milliseconds(times[best])} for k = {work.k} of {work.spec.experts} at "
         f"{_sizes(sizes, by_token=by_token)}"
     )
-    ratio = order(best)[0]
+    ratio = found.worst(best, range(len(sizes)))
     if len(sizes) > 1 and others:
         reason += f", at most {ratio:.3g} times the fastest" if ratio > 1 else ", always fastest"
     if others:
@@ -104,6 +98,103 @@ def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> Lowe
                 f"fast: {alone}--lowering auto,{better.name} writes both"
             )
     return LoweringChoice(best, reason, times[best][own])
+
+
+@dataclass(frozen=True)
+class _Predictions:
+    """What each lowering of a layer takes at some sizes, in microseconds, and the least."""
+
+    times: dict[AnyLowering, list[float]]
+    fastest: list[float]
+
+    @staticmethod
+    def of(works: Sequence[AnyWork], target: Target) -> _Predictions:
+        machine = machine_for(target, works[0].precision)
+        times = {
+            record: [record.predict_us(work, machine) for work in works]
+            for record in able(works[0], target)
+        }
+        return _Predictions(times, [min(column) for column in zip(*times.values(), strict=True)])
+
+    def worst(self, record: AnyLowering, columns: Collection[int]) -> float:
+        """A lowering's worst ratio to the fastest at some of the sizes."""
+        return round(max(self.times[record][c] / self.fastest[c] for c in columns), 2)
+
+    def ranked(self, columns: Collection[int], own: int) -> list[AnyLowering]:
+        """The lowerings by their worst ratio; those with the same by their time at one size."""
+        return sorted(
+            self.times, key=lambda each: (self.worst(each, columns), self.times[each][own])
+        )
+
+
+Span = tuple[int, int]
+"""The first and the last of the batch sizes that a graph is for."""
+
+MOST_GRAPHS = 3
+"""Each of them keeps packed weights of its own in memory once it is used."""
+
+STEP = 1.5
+"""Between MIN and MAX of a range, sizes that grow so fast are looked at."""
+
+
+def batch_spans(
+    works: Sequence[AnyWork], target: Target, smallest: int, largest: int
+) -> list[Span]:
+    """Returns the ranges of batches that want a graph each, for the layers of a model.
+
+    It is one where a single graph is less than `MUCH_SLOWER` at its ends than the fastest for them,
+    else as few as bring that about, and so divided that the worst ratio is the smallest. Where
+    layers take tokens as they come, the batch says little of their number: one graph.
+    """
+    if any(work.spec.typical_tokens for work in works):
+        return [(smallest, largest)]
+    sizes = _looked_at(smallest, largest, {work.batch for work in works})
+    layers = [
+        _Predictions.of([replace(work, batch=size) for size in sizes], target) for work in works
+    ]
+    columns = range(len(sizes))
+    ends = sorted({0, len(sizes) - 1, *(sizes.index(work.batch) for work in works)})
+    found = [columns]
+    if _regret(layers, ends) >= MUCH_SLOWER:
+        for count in range(2, min(MOST_GRAPHS, len(sizes)) + 1):
+            divided = [
+                [columns[a:b] for a, b in itertools.pairwise((0, *cuts, len(sizes)))]
+                for cuts in itertools.combinations(columns[1:], count - 1)
+            ]
+            found = min(divided, key=lambda parts: _regrets(layers, parts))
+            if _regrets(layers, found)[0] < MUCH_SLOWER:
+                break
+    # Between two sizes that were looked at, the first span goes to their geometric mean.
+    last = [math.isqrt(sizes[part[-1]] * sizes[part[-1] + 1]) for part in found[:-1]]
+    return list(zip([smallest, *(each + 1 for each in last)], [*last, largest], strict=True))
+
+
+def _looked_at(smallest: int, largest: int, between: Collection[int]) -> list[int]:
+    sizes = {smallest, largest, *between}
+    size = float(smallest)
+    while size < largest:
+        sizes.add(round(size))
+        size *= STEP
+    return sorted(sizes)
+
+
+def _regrets(layers: Sequence[_Predictions], parts: Sequence[range]) -> tuple[float, float]:
+    """The worst ratio of several graphs to the fastest for each size, and the sum of theirs."""
+    found = [_regret(layers, part) for part in parts]
+    return max(found), sum(found)
+
+
+def _regret(layers: Sequence[_Predictions], columns: Sequence[int]) -> float:
+    """The worst ratio of one graph to the fastest, its layers together, at some of the sizes.
+
+    Its lowerings are those that `choose` takes for the first and the last of them.
+    """
+    ends = (columns[0], columns[-1])
+    chosen = [layer.times[layer.ranked(ends, columns[0])[0]] for layer in layers]
+    return max(
+        sum(times[c] for times in chosen) / sum(layer.fastest[c] for layer in layers)
+        for c in columns
+    )
 
 
 def _sizes(sizes: Sequence[int], *, by_token: bool) -> str:

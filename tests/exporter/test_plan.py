@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from moexport.tests.command import run
-from moexport.tests.recorded import read_case
+from moexport.tests.recorded import many_experts, read_case
 
 LAYER = read_case("soft_moe_lucidrains").weights
 
@@ -39,23 +38,29 @@ def test_a_graph_is_chosen_for_all_batches_that_it_serves(
     assert said in layer["reason"]
 
 
-def test_where_an_end_would_be_much_faster_otherwise_it_is_said_and_can_be_had(
+def test_where_an_end_would_be_much_faster_otherwise_each_end_gets_its_graph(
     tmp_path: Path,
 ) -> None:
     """A layer of 64 experts: of one input two are gathered, of very many all are needed."""
-    state = torch.load(read_case("soft_moe_lucidrains").weights)
-    experts = {name: tensor for name, tensor in state.items() if name.startswith("experts.")}
-    for name, tensor in experts.items():
-        _, _, number, rest = name.split(".", 3)
-        for copy in range(int(number), 64, 4):
-            state[f"experts.experts.{copy}.{rest}"] = tensor
-    state["slot_embeds"] = torch.randn(64, 1, 32, generator=torch.Generator().manual_seed(0))
-    torch.save(state, tmp_path / "layer.pt")
-    asked = ("--batch", "1:1:65536", "--tokens", "1:4:1024")
-    (layer,) = planned(tmp_path / "layer.pt", *asked)["model.onnx"]
-    assert " times as fast: --batch " in layer["reason"]
-    advised = layer["reason"].rpartition("--lowering ")[2].removesuffix(" writes both")
-    graphs = planned(tmp_path / "layer.pt", *asked, "--lowering", advised)
+    layer, asked = many_experts(tmp_path), ("--batch", "1:1:65536", "--tokens", "1:4:1024")
+    (one,), (other,) = planned(layer, *asked).values()
+    assert one["lowering"] != other["lowering"]
+    assert " times as fast: --batch " not in one["reason"] + other["reason"]
+    (fixed,) = planned(layer, "--tokens", "1:4:1024", "--batch", "65536")["model.onnx"]
+    assert fixed["lowering"] == other["lowering"]
+
+
+def test_where_one_graph_is_asked_for_what_would_be_faster_is_said_and_can_be_had(
+    tmp_path: Path,
+) -> None:
+    """`auto` beside another lowering is one graph for all batches."""
+    layer, asked = many_experts(tmp_path), ("--batch", "1:1:65536", "--tokens", "1:4:1024")
+    (reason,) = (
+        each["reason"] for each in planned(layer, *asked, "--lowering", "auto,dense")["model.onnx"]
+    )
+    assert " times as fast: --batch " in reason
+    advised = reason.rpartition("--lowering ")[2].removesuffix(" writes both")
+    graphs = planned(layer, *asked, "--lowering", advised)
     assert advised.split(",") == ["auto", graphs[f"model-{advised[5:]}.onnx"][0]["lowering"]]
 
 
