@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ..common import timing
@@ -32,7 +32,8 @@ class GraphSource:
 
     `scope` says what a call's time holds, as in `results.Row`. `k_by_layer` is k where it is not
     the same in all layers. Of an INT8 graph the layers in `floating` compute in floats all the
-    same, and `integers` are the linear layers of the backbone that do not.
+    same, and `integers` are the linear layers of the backbone that do not. `batches` are the sizes
+    that it is timed at: those that it was made for where there are graphs for others, None for all.
     """
 
     k: int
@@ -45,6 +46,7 @@ class GraphSource:
     k_by_layer: Mapping[str, int] = field(default_factory=dict)
     floating: frozenset[str] = frozenset()
     integers: tuple[IntegerLinear, ...] = ()
+    batches: frozenset[int] | None = None
 
     def open(self) -> Runner:
         """Opens the graph."""
@@ -204,10 +206,17 @@ def plan(candidates: Sequence[Candidate], settings: Settings) -> tuple[TimingGro
                     hint=f"use 1 ≤ k ≤ {candidate.experts}",
                 )
     return tuple(
-        TimingGroup(tuple(candidate.cases), batch, settings.protocol)
+        TimingGroup(tuple(_timed(candidate, batch)), batch, settings.protocol)
         for candidate in candidates
         for batch in settings.batches
     )
+
+
+def _timed(candidate: Candidate, batch: int) -> Iterator[Case]:
+    """The cases that are timed at a batch size."""
+    for case, graph in candidate.cases.items():
+        if graph is None or graph.batches is None or batch in graph.batches:
+            yield case
 
 
 def describe(groups: Sequence[TimingGroup], takes: str = "") -> str:

@@ -104,9 +104,9 @@ def run_job(
     started = time.monotonic()
     claim(directory, force=force)
     groups = train(directory, progress)
-    asked = Sweep(ks=tuple(parse_k(k) for k in ks), threads=THREADS)
     checked, measured, reports = [], [], []
     for group in groups:
+        asked = Sweep(ks=tuple(parse_k(k) for k in ks), batches=group.batches, threads=THREADS)
         candidates = []
         for network in group.networks:
             bundles = [exported(network, one, directory, progress) for one in network.bundles]

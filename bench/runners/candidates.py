@@ -86,7 +86,7 @@ def exported(
     """Yields a model with a graph per k and lowering, exported to a folder that goes after.
 
     The graphs for one engine and precision share one weights file. `auto` stands for what the cost
-    model chooses for each of the batch sizes.
+    model chooses for each of the batch sizes, and is timed at that.
     """
     progress = progress or Silent()
     graphs: list[GraphSource] = []
@@ -111,7 +111,7 @@ def exported(
             name=name or _named(model.source.path),
             model=model,
             ks=tuple(sorted(set(map(_largest, ks)), reverse=True)),
-            graphs=tuple(graphs),
+            graphs=_told_apart(graphs),
             renormalize=sweep.renormalize,
             engines=sweep.engines,
         )
@@ -157,6 +157,7 @@ def _sources(
     )
     planned = export_plan(export_job(model, options, data=sweep.calibration if int8 else None))
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
+    batches: dict[tuple[int, tuple[str, ...]], set[int]] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
     for k, lowering, batch in product(ks, sweep.lowerings, sweep.batches):
         job = replace(planned.job, options=replace(options, batch=_exactly(batch)), k=k)
@@ -165,7 +166,10 @@ def _sources(
         except LoweringError as error:
             reasons[_largest(k), lowering] = error
         else:
-            graphs.setdefault((_largest(k), graph.lowerings), graph)
+            key = _largest(k), graph.lowerings
+            graphs.setdefault(key, graph)
+            # What `auto` chose for one batch is timed at that.
+            batches.setdefault(key, set()).update([batch] if lowering == AUTO else sweep.batches)
     refused = _refused(reasons, runtime, precision)
     if not graphs:
         return refused
@@ -185,6 +189,7 @@ def _sources(
             engine=engine,
             precision=precision,
             k_by_layer={layer.name: layer.work.k for layer in graph.layers},
+            batches=frozenset(batches[k, names]) if len(sweep.batches) > 1 else None,
         )
         for (k, names), graph in graphs.items()
     ]
@@ -239,6 +244,20 @@ def _exactly(size: int) -> AxisRange:
     return AxisRange(size, size, size)
 
 
+def _told_apart(sources: Sequence[GraphSource]) -> tuple[GraphSource, ...]:
+    """Graphs of the same lowerings, in other layers, are told apart by the batch they are for."""
+    found: list[GraphSource] = []
+    seen: set[tuple[object, ...]] = set()
+    for source in sources:
+        own = source
+        key = own.k, own.engine, own.provider, own.precision, own.scope
+        if (*key, own.lowering) in seen and own.batches:
+            own = replace(own, lowering=f"{own.lowering} (batch {min(own.batches)})")
+        seen.add((*key, own.lowering))
+        found.append(own)
+    return tuple(found)
+
+
 def _joined(lowerings: Iterable[str]) -> str:
     return "+".join(sorted(set(lowerings)))
 
@@ -271,6 +290,8 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
     floating = frozenset(layer.name for layer in record.layers if layer.precision != "int8")
     graphs = []
     for graph in record.graphs:
+        for_all = not graph.batches
+        sizes = frozenset(b for b in sweep.batches if for_all or record.graph_for(b) is graph)
         file = bundle.graph_file(graph.file)
         integers = integer_linears(file, linears)
         graphs += [
@@ -282,14 +303,17 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
                 k_by_layer=baked,
                 floating=floating,
                 integers=integers,
+                batches=sizes if len(sweep.batches) > 1 and not runtime.compiles else None,
             )
             for k, runtime in product(ks, sweep.runtimes)
+            # Of graphs for some sizes of the batch each is timed at its own; an engine is the main.
+            if (for_all or graph is record.graphs[0] if runtime.compiles else sizes)
         ]
     return Candidate(
         name=bundle.path.name,
         model=model,
         ks=tuple(ks),
-        graphs=tuple(graphs),
+        graphs=_told_apart(graphs),
         renormalize=record.renormalize,
         engines=sweep.engines,
     )

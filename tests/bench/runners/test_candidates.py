@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import moexport
 import pytest
-from moexport.bench.plan import GraphSource
-from moexport.bench.runners.candidates import Refused, Sweep, exported
+from moexport.bench.plan import Candidate, GraphSource, Settings, plan
+from moexport.bench.runners.candidates import Refused, Sweep, exported, from_bundle
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.errors import LoweringError
 from moexport.exporter.model import Model
-from moexport.tests.recorded import read_case
+from moexport.tests.recorded import many_experts, read_case
 
 ASKED = Sweep(ks=(2,), lowerings=("gather", "fused"), engines=("onnxruntime",))
 
@@ -44,3 +45,42 @@ def test_where_nothing_can_be_exported_that_is_said_at_once(model: Model) -> Non
     nothing = replace(ASKED, lowerings=("fused",), precisions=("fp16",))
     with pytest.raises(LoweringError, match="no FP16 kernel"), exported(model, nothing):
         pass
+
+
+@pytest.fixture(scope="module")
+def many(tmp_path_factory: pytest.TempPathFactory) -> Model:
+    """A layer whose fastest lowering is another for one input than for many."""
+    return moexport.load(many_experts(tmp_path_factory.mktemp("layer")))
+
+
+def timed(candidate: Candidate, batches: tuple[int, ...]) -> list[tuple[str | None, ...]]:
+    """The lowerings whose graphs are timed at each batch size."""
+    groups = plan((candidate,), Settings(batches=batches))
+    return [tuple(c.lowering for c in g.cases if c.engine == "onnxruntime") for g in groups]
+
+
+MANY = Sweep(ks=(8,), batches=(1, 512), engines=("onnxruntime",), cpu_target="onnx")
+
+
+def test_what_auto_chose_for_a_batch_is_timed_at_that_alone(many: Model) -> None:
+    with exported(many, MANY) as candidate:
+        one, large = timed(candidate, MANY.batches)
+        assert len(one) == len(large) == 1
+        assert one != large
+    named = replace(MANY, lowerings=("auto", *map(str, large)))
+    with exported(many, named) as candidate:
+        assert timed(candidate, MANY.batches) == [(*one, *large), large]
+    with exported(many, replace(MANY, batches=(1,))) as candidate:
+        assert timed(candidate, (1,)) == [one]
+
+
+def test_of_a_bundle_each_batch_is_timed_with_its_own_graph(many: Model, tmp_path: Path) -> None:
+    bundle = moexport.export(many, tmp_path / "out", k=8, batch="1:1:512", verify=False)
+    record = bundle.manifest
+    assert len(record.graphs) > 1
+    candidate = from_bundle(bundle, MANY, model=many)
+    own = [tuple(set(record.graph_for(size).lowerings.values())) for size in MANY.batches]
+    assert timed(candidate, MANY.batches) == own
+    assert own[0] != own[1]
+    alone = from_bundle(bundle, replace(MANY, batches=(512,)), model=many)
+    assert timed(alone, (512,)) == [own[1]]
