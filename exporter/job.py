@@ -30,6 +30,7 @@ from .quantization.calibrate import AGAIN, CalibrationJob, CalibrationOptions, r
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions, option_name
+from .token_routed.routers import with_k
 
 PEAK_SAMPLES = 64
 """Inputs whose largest values tell whether FP16 overflows, with `fp16.HEADROOM` to spare."""
@@ -113,6 +114,7 @@ def export_job(
     fixed = fixed_axes(loaded.input, options)
     loaded = edited(loaded, options.edits)
     k = resolve_k(options.k, _specs(loaded))
+    loaded = with_k(loaded, k)
     job = ExportJob(loaded, options, k, fixed, table)
     _check_layers(job)
     if table is not None:
