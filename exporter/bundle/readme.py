@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from ...common.files import sha256
 from ...common.text import markdown
 from ...graphs.names import K_INPUT
+from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, PortRecord
 
@@ -57,7 +58,8 @@ def readme(manifest: Manifest) -> str:
         "## Run it",
         _program(manifest),
         f"Input {_port(manifest.inputs[0])}, output {_port(manifest.outputs[0])}; named axes take "
-        "any size. `moexport run` and `moexport verify` do the same from a shell.",
+        "any size. `moexport run` and `moexport verify` do the same from a shell."
+        + (f" {CACHE}" if any(port.default == "empty" for port in manifest.inputs) else ""),
         "## Files",
         markdown(
             ("file", "bytes", "content"),
@@ -65,6 +67,13 @@ def readme(manifest: Manifest) -> str:
         ),
     )
     return "\n\n".join(parts) + "\n"
+
+
+CACHE = (
+    "A text goes on with what came before it: each output `present.…` is given to the next call as "
+    "the input `past_key_values.…`, together with the new tokens alone; `attention_mask` and "
+    "`position_ids` count all of them."
+)
 
 
 def _content(manifest: Manifest, name: str) -> str:
@@ -76,6 +85,13 @@ def _content(manifest: Manifest, name: str) -> str:
             first, last = graph.batches
             return f"a graph: {lowerings}; for batches of {first} to {last}, any other runs too"
     return "an engine, or of one"
+
+
+def _one(port: PortRecord) -> str:
+    """The sizes of a port for one input of one token, with nothing before it."""
+    return ", ".join(
+        str(size if isinstance(size, int) else 0 if size == PAST_AXIS else 1) for size in port.shape
+    )
 
 
 def _port(port: PortRecord) -> str:
@@ -92,12 +108,15 @@ def _parity(manifest: Manifest) -> str:
 
 def _program(manifest: Manifest) -> str:
     """The program that runs the main graph, on one input of zeros."""
-    port = manifest.inputs[0]
-    sizes = ", ".join(str(size if isinstance(size, int) else 1) for size in port.shape)
-    feed = f'"{port.name}": np.zeros(({sizes}), "{port.dtype}")'
-    if manifest.k == "input":
-        k = max(1, min(layer.experts for layer in manifest.layers) // 4)
-        feed += f', "{K_INPUT}": np.array([{k}], "int64")'
+    k = max(1, min(layer.experts for layer in manifest.layers) // 4)
+    feeds = [
+        f'"{K_INPUT}": np.array([{k}], "int64")'
+        if port.name == K_INPUT
+        else f'"{port.name}": np.{"ones" if port.default == "ones" else "zeros"}'
+        f'(({_one(port)}), "{port.dtype}")'
+        for port in manifest.inputs
+    ]
+    feed = ", ".join(feeds) if len(feeds) < 3 else "\n    " + ",\n    ".join(feeds) + ",\n"
     provider = "CPU" if manifest.target in ("onnx", "ort-cpu") else "CUDA"
     options, given = "", "providers="
     if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):

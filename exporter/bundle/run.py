@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
+from ...calibration.arrays import npz_array, npz_names
 from ...calibration.feeds import batches, count, rebatched
 from ...common.console import Progress, Silent
 from ...common.writing import check_file, whole_file
@@ -80,10 +81,11 @@ def run_file(
 ) -> Outputs:
     """Writes a bundle's output for the inputs of an `.npz` to another one; tells what it wrote.
 
-    Inputs are read, and outputs written, a batch at a time. Raises `UsageError` for a k outside
-    1 … n, a batch size outside the bundle's range and an output file of another kind or that is the
-    input; `OutputError` for one that exists, unless `force`; `FeedError` for inputs that do not
-    fit; and what an engine's profiles do not contain before it is loaded.
+    Inputs are read, and of several outputs the first is written, a batch at a time. Raises
+    `UsageError` for a k outside 1 … n, a batch size outside the bundle's range and an output file
+    of another kind or that is the input; `OutputError` for one that exists, unless `force`;
+    `FeedError` for inputs that do not fit; and what an engine's profiles do not contain before it
+    is loaded.
     """
     options, progress = options or RunOptions(), progress or Silent()
     _check_output(output_file, input_file, force=force)
@@ -98,12 +100,16 @@ def run_file(
     first = next(feed, None)
     if first is None:
         raise FeedError(f"{input_file}: holds no inputs")
+    others = _others(input_file, record.inputs[1:], total)
     session = _opened(bundle, options, first, k)
     progress.step(f"running {bundle_path.name}", total=total, unit="inputs")
     with whole_file(output_file) as partial, _Rows(partial, record.outputs[0].name, total) as rows:
+        done = 0
         for x in chain([first], feed):
-            rows.add(session(x, k))
+            beside = {name: array[done : done + len(x)] for name, array in others.items()}
+            rows.add(session({port.name: x, **beside} if beside else x, k))
             progress.advance(len(x))
+            done += len(x)
         if total is not None and rows.shape[0] != total:
             raise FeedError(f"{input_file}: changed while it was read")
     return Outputs(rows.shape, rows.not_finite)
@@ -156,6 +162,21 @@ def _sizes(record: Manifest, options: RunOptions, total: int | None) -> AxisRang
             hint=f"choose {known.min} to {known.max}, or export with another --batch",
         )
     return AxisRange(known.min, asked or known.max, known.max)
+
+
+def _others(path: Path, ports: Sequence[PortRecord], total: int | None) -> dict[str, np.ndarray]:
+    """The inputs beside the first that a file holds; those that it lacks have defaults."""
+    if path.suffix != ".npz":
+        return {}
+    names = set(npz_names(path))
+    found = {port.name: npz_array(path, port.name) for port in ports if port.name in names}
+    for name, array in found.items():
+        if total is not None and len(array) != total:
+            raise FeedError(
+                f"{path}: '{name}' holds {len(array)} inputs, and the first input {total}",
+                hint="each array has a row for each input",
+            )
+    return found
 
 
 def _stacking(path: Path, port: PortRecord) -> Iterator[np.ndarray]:

@@ -1,0 +1,235 @@
+"""Models of `transformers`: exported, and what they compute compared with the library."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import moexport
+import numpy as np
+import pytest
+import torch
+from moexport.errors import CheckpointError, FamilyError, MoexportError, UsageError
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.inputs import completed
+from moexport.exporter.model import Model
+from moexport.exporter.token_routed.experts import canonical, check_layer, experts_modules
+from moexport.tests.command import run
+from moexport.tests.exporter.token_routed.architectures import (
+    ARCHITECTURES,
+    Library,
+    check_chosen,
+    check_steps,
+    check_values,
+    save,
+    session_of,
+    transformers,
+    with_cache,
+    without_cache,
+)
+from safetensors.torch import load_file, save_file
+
+MIXTRAL = ARCHITECTURES["mixtral"]
+
+
+@pytest.mark.parametrize("name", ["gpt_oss", "nemotron_h", "muse_spark_text", "olmoe"])
+def test_an_architecture_gives_the_values_and_the_experts_of_the_library(
+    name: str, tmp_path: Path
+) -> None:
+    """Interleaved, transposed, biased and clamped; without a gate; with a norm after; gelu."""
+    architecture = ARCHITECTURES[name]
+    folder = save(architecture, tmp_path / "model")
+    compare = with_cache if architecture.cached else without_cache
+    compare(architecture, folder, tmp_path / "out")
+
+
+@pytest.fixture(scope="module")
+def mixtral(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(MIXTRAL, tmp_path_factory.mktemp("mixtral") / "model")
+
+
+@pytest.fixture(scope="module")
+def bundle(mixtral: Path) -> Bundle:
+    """Three experts in the first layer and one in the second, of two that were trained."""
+    model = moexport.load(mixtral)
+    return moexport.export(model, mixtral.parent / "out", k=[3, 1])
+
+
+def test_k_of_each_layer_is_what_its_router_chooses(mixtral: Path, bundle: Bundle) -> None:
+    assert [layer.k for layer in bundle.manifest.layers] == [3, 1]
+    library = Library(MIXTRAL, mixtral)
+    for layer, k in zip(library.model.model.layers, (3, 1), strict=True):
+        layer.mlp.gate.top_k = layer.mlp.top_k = k
+    check_steps(bundle, library)
+
+
+def test_one_k_is_the_model_whose_configuration_says_so(mixtral: Path, tmp_path: Path) -> None:
+    model = moexport.load(mixtral, config={"use_cache": False})
+    out = moexport.export(model, tmp_path / "out", k=0.5)
+    assert {layer.k for layer in out.manifest.layers} == {1}
+    library, session = Library(MIXTRAL, mixtral, num_experts_per_tok=1), session_of(out)
+    ids = np.arange(24).reshape(2, 12)
+    values = session.run(ids)
+    expected, _ = library(input_ids=torch.from_numpy(ids), use_cache=False)
+    check_values(values["logits"], expected)
+    check_chosen(values, out, library)
+    assert model.module.routers.trained == 2  # type: ignore[union-attr]  # as it was loaded
+    assert moexport.export(model, tmp_path / "trained").manifest.layers[0].k == 2
+
+
+def test_a_bundle_verifies_runs_and_tells_what_it_is(bundle: Bundle, tmp_path: Path) -> None:
+    assert all(check.passed for check in bundle.verify())
+    names = [port.name for port in bundle.manifest.inputs]
+    assert names[:4] == ["input_ids", "attention_mask", "position_ids", "past_key_values.0.key"]
+    assert [port.name for port in bundle.manifest.outputs][:2] == ["logits", "present.0.key"]
+    ids = np.arange(20).reshape(4, 5)
+    mask = np.ones_like(ids)
+    mask[0, :2] = 0
+    np.savez(tmp_path / "x.npz", input_ids=ids, attention_mask=mask)
+    files = ("-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
+    done = run("run", bundle.path, *files, "--batch-size", "3")
+    assert done.code == 0, done.err
+    y = np.load(tmp_path / "y.npz")["logits"]
+    expected = bundle.session()({"input_ids": ids, "attention_mask": mask})
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-6)
+    readme = (bundle.path / "README.md").read_text()
+    program = readme.partition("```python\n")[2].partition("```")[0]
+    place: dict[str, object] = {}
+    exec(program.replace('"model.onnx"', repr(str(bundle.path / "model.onnx"))), place)
+    assert place["y"].shape == (1, 1, 61)  # type: ignore[attr-defined]
+
+
+def test_what_is_left_out_of_the_inputs_has_its_default(bundle: Bundle) -> None:
+    session, ids = bundle.session(), np.arange(10).reshape(2, 5)
+    both = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
+    np.testing.assert_array_equal(session(ids), session(both))
+    with pytest.raises(MoexportError, match="'token_type_ids' is no input of the model"):
+        session({"input_ids": ids, "token_type_ids": ids})
+    with pytest.raises(MoexportError, match="'input_ids' is missing"):
+        session({"attention_mask": ids})
+
+
+def test_inspect_tells_the_layers_without_reading_weights(mixtral: Path) -> None:
+    told = run("inspect", mixtral, "--json")
+    assert told.code == 0, told.err
+    report = json.loads(told.out)
+    assert report["family"] == "mixtral"
+    assert [layer["experts"] for layer in report["layers"]] == [8, 8]
+    assert report["config"]["num_experts_per_tok"] == 2
+
+
+def test_int8_experts_need_no_data(mixtral: Path, tmp_path: Path) -> None:
+    model = moexport.load(mixtral, config={"use_cache": False})
+    out = moexport.export(model, tmp_path / "out", precision="int8", target="ort-cpu")
+    assert out.manifest.parity is not None
+    assert out.manifest.parity["routing_agreement"] > 0.98
+    assert out.manifest.parity["chosen_by"] == "tokens"
+
+
+def test_shards_in_bfloat16_are_the_same_model(mixtral: Path, tmp_path: Path) -> None:
+    class_ = transformers.MixtralForCausalLM
+    network = class_.from_pretrained(mixtral, dtype=torch.bfloat16)
+    network.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 1
+    model = moexport.load(tmp_path / "shards")
+    expected = network.float()
+    ids = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        y = model.original(*_tensors(model, ids))[0]  # type: ignore[misc]
+        torch.testing.assert_close(y, expected(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def _tensors(model: Model, ids: torch.Tensor) -> list[torch.Tensor]:
+    return [torch.from_numpy(x) for x in completed(ids.numpy(), model.inputs).values()]
+
+
+ACTIVATIONS = {
+    "silu": ("silu", 1.0),
+    "gelu": ("gelu", 1.0),
+    "gelu_pytorch_tanh": ("gelu-tanh", 1.0),
+    "relu": ("relu", 1.0),
+    "relu2": ("relu2", 1.0),
+    "quick_gelu": ("silu", 1.702),
+}
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation_is_recognised(name: str) -> None:
+    module = experts_of("MixtralForCausalLM", "mixtral", hidden_act=name)
+    layer = canonical("experts", module, 2)
+    assert (layer.spec.activation, layer.spec.alpha) == ACTIVATIONS[name]
+    check_layer(layer, module)
+
+
+def test_an_activation_that_is_unknown_is_refused() -> None:
+    module = experts_of("MixtralForCausalLM", "mixtral", hidden_act="tanh")
+    with pytest.raises(FamilyError, match="layer experts: what MixtralExperts computes between"):
+        canonical("experts", module, 2)
+
+
+def experts_of(class_: str, type_: str, **config: object) -> torch.nn.Module:
+    settings = {**ARCHITECTURES[type_].settings(second=False), **config}
+    built = getattr(transformers, class_)(transformers.AutoConfig.for_model(type_, **settings))
+    return next(iter(experts_modules(built.eval()).values()))
+
+
+def copied(folder: Path, to: Path) -> Path:
+    return Path(shutil.copytree(folder, to / "model"))
+
+
+def change_config(folder: Path, **values: object) -> None:
+    path = folder / "config.json"
+    config = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({k: v for k, v in config.items() if v is not None}))
+
+
+def test_a_folder_that_cannot_be_served_is_refused_with_a_reason(
+    mixtral: Path, tmp_path: Path
+) -> None:
+    llama = tmp_path / "llama"
+    config = transformers.LlamaConfig(
+        vocab_size=9, hidden_size=8, intermediate_size=8, num_hidden_layers=1, num_attention_heads=2
+    )
+    transformers.LlamaForCausalLM(config).save_pretrained(llama)
+    with pytest.raises(FamilyError, match="llama has no experts that go through the experts int"):
+        moexport.load(llama)
+    unknown = copied(mixtral, tmp_path)
+    change_config(unknown, model_type="unheard-of", auto_map={"AutoModel": "code.Model"})
+    with pytest.raises(FamilyError, match="cannot read its config.json") as caught:
+        moexport.load(unknown)
+    assert "never run" in str(caught.value.hint)
+
+
+def test_weights_that_are_not_whole_are_refused(mixtral: Path, tmp_path: Path) -> None:
+    folder = copied(mixtral, tmp_path)
+    file = folder / "model.safetensors"
+    weights = load_file(file)
+    weights.pop("lm_head.weight")
+    save_file(weights, file, metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match="1 weights are missing, the first is lm_head.weight"):
+        moexport.load(folder)
+    file.unlink()
+    with pytest.raises(CheckpointError, match="no weights in this folder"):
+        moexport.load(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "config.json").unlink()
+    with pytest.raises(CheckpointError, match="no weights in this folder"):
+        moexport.load(folder)
+
+
+@pytest.mark.parametrize(
+    ("k", "says"),
+    [(9, "layer model.layers.0.mlp.experts has 8 experts"), ("input", "--k input: the router")],
+)
+def test_a_k_that_cannot_be_is_refused(
+    k: int | str, says: str, mixtral: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(UsageError, match=says):
+        moexport.export(moexport.load(mixtral), tmp_path / "out", k=k)
+    assert not (tmp_path / "out").exists()
+
+
+def test_only_the_cache_can_be_said_of_a_configuration(mixtral: Path) -> None:
+    with pytest.raises(UsageError, match="--set num_heads: what a model of transformers is"):
+        moexport.load(mixtral, config={"num_heads": 4})
