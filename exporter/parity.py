@@ -7,6 +7,7 @@ It is kept in the bundle, so that a bundle can be verified where its checkpoint 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -290,7 +291,12 @@ class Comparison:
                 found = values[value]
                 shape = expected.selected[name].shape
                 if len(shape) > found.ndim:  # of tokens, which the layer sees one after the other
-                    found = found.reshape(len(x), *shape[1:])
+                    wanted = (len(x), *shape[1:])
+                    if found.size != math.prod(wanted):
+                        raise ParityError(
+                            f"layer {name}: the graph chose {found.shape}, the reference {wanted}"
+                        )
+                    found = found.reshape(wanted)
                 chosen[name].append(found)
         return (
             {name: np.concatenate(parts) for name, parts in outputs.items()},

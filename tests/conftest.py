@@ -55,7 +55,7 @@ def translations_read_once() -> Iterator[None]:
 def traced_once() -> Iterator[None]:
     """A checkpoint is traced once for the exports of all tests.
 
-    A trace knows no k, lowering, precision or target.
+    A trace knows no lowering, precision or target, and k where the configuration says it alone.
     """
     traces: dict[str, ir.Model] = {}
 

@@ -215,10 +215,15 @@ def _kind(folder: Path, name: str) -> _Kind:
     )
 
 
+def _attention(class_: Any) -> str:
+    """PyTorch's own attention, where an architecture has no parts that it lacks."""
+    return "sdpa" if class_._supports_sdpa else "eager"
+
+
 def _builder(class_: Any) -> Any:
     def build(config: Any) -> nn.Module:
         with torch.device("meta"):
-            model = class_._from_config(config, attn_implementation="sdpa")
+            model = class_._from_config(config, attn_implementation=_attention(class_))
         assert isinstance(model, nn.Module)
         return model.eval()
 
@@ -307,7 +312,7 @@ def _weights(folder: Path, class_: Any, config: Any) -> nn.Module:
             use_safetensors=True,
             local_files_only=True,
             trust_remote_code=False,
-            attn_implementation="sdpa",
+            attn_implementation=_attention(class_),
             output_loading_info=True,
         )
     except (OSError, ValueError, RuntimeError, KeyError) as error:
