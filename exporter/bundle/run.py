@@ -10,8 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...calibration.arrays import npz_array, npz_names
-from ...calibration.feeds import batches, count, rebatched
+from ...calibration.feeds import batches, count, npz_array, npz_names, rebatched
 from ...common.console import Progress, Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
