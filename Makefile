@@ -11,7 +11,7 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe test lint docs bench fuzz gpu-check clean
+.PHONY: demo demo-mumoe test lint conformance docs bench fuzz gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
@@ -43,6 +43,11 @@ lint: $(VENV)/ready
 	# What Windows does not have is used behind a check of sys.platform alone.
 	MYPYPATH=$(VENV)/src $(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32 \
 		--no-warn-unreachable --exclude /tests/ -p moexport
+
+# Every architecture with token-routed experts that docs/token-routed.md lists, two models of each.
+conformance: $(VENV)/ready
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal \
+		tests/exporter/token_routed/all_architectures.py
 
 # The pages as a site that needs no network to be read: site/index.html.
 docs: $(VENV)/ready
