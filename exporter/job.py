@@ -111,6 +111,12 @@ def export_job(
         table, where = CalibrationTable.read(table), str(table)
     loaded = model if isinstance(model, Model) else model()
     _check_used(loaded, options)
+    if len(loaded.inputs) > 1 and options.target in BACKENDS:
+        raise UsageError(
+            f"--target {options.target}: engines are built of graphs with one input, and this model "
+            f"has {len(loaded.inputs)}",
+            hint="use --target ort-cuda for a GPU, or ort-cpu",
+        )
     fixed = fixed_axes(loaded.input, options)
     loaded = edited(loaded, options.edits)
     k = resolve_k(options.k, _specs(loaded))

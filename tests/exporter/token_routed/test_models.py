@@ -232,6 +232,11 @@ def test_a_k_that_cannot_be_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+def test_targets_of_engines_are_refused_for_several_inputs(mixtral: Path, tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="engines are built of graphs with one input"):
+        moexport.export(moexport.load(mixtral), tmp_path / "out", target="tensorrt", engine=False)
+
+
 def test_only_the_cache_can_be_said_of_a_configuration(mixtral: Path) -> None:
     with pytest.raises(UsageError, match="--set num_heads: what a model of transformers is"):
         moexport.load(mixtral, config={"num_heads": 4})
