@@ -113,8 +113,8 @@ def export_job(
     _check_used(loaded, options)
     if len(loaded.inputs) > 1 and options.target in BACKENDS:
         raise UsageError(
-            f"--target {options.target}: engines are built of graphs with one input, and this model "
-            f"has {len(loaded.inputs)}",
+            f"--target {options.target}: engines are built of graphs with one input, and this "
+            f"model has {len(loaded.inputs)}",
             hint="use --target ort-cuda for a GPU, or ort-cpu",
         )
     fixed = fixed_axes(loaded.input, options)
