@@ -11,13 +11,12 @@ import re
 import signal
 import sys
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from .common.console import Console
 from .common.text import likest
-from .errors import MoexportError
+from .errors import MoexportError, tells_of_memory
 
 if TYPE_CHECKING:
     from typer.exceptions import TyperException
@@ -26,13 +25,6 @@ INTERRUPTED = 130
 
 UNREADABLE = (errno.ENAMETOOLONG, errno.EACCES, errno.EPERM, errno.ELOOP, errno.EIO)
 """The system's errors about a path that a user gave, wherever it is first looked at."""
-
-NO_MEMORY = re.compile(
-    r"failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
-    r"|(error return|NULL) without (exception set|setting an exception)"
-)
-"""How the system's loader, C++ and PyTorch say that there is no memory."""
-
 
 RESERVE_BYTES = 32 << 20
 """Address space that is given back when memory ran out, so that it can be said."""
@@ -82,6 +74,7 @@ def _run(console: Console) -> None:
         _say_usage(console, error)
         sys.exit(2)
     except MoexportError as error:
+        reserve.clear()
         if console.verbose:
             traceback.print_exc()
         console.error(error.message, error.hint)
@@ -94,8 +87,10 @@ def _run(console: Console) -> None:
         if console.verbose:
             raise
         reserve.clear()
-        for each in _chain(error):
+        errors = _chain(error)
+        for each in errors:
             traceback.clear_frames(each.__traceback__)
+        memory = next(filter(tells_of_memory, errors), None)
         from .common.writing import FULL  # only now: --help takes no longer than it must
 
         if isinstance(error, OSError) and error.errno in FULL:
@@ -104,11 +99,11 @@ def _run(console: Console) -> None:
         elif isinstance(error, OSError) and error.errno in UNREADABLE:
             message = f"{error.filename}: {error.strerror}"
             hint = "check the path and its permissions"
-        elif _of_memory(error):
-            message = f"the machine's memory ran out ({type(error).__name__}: {error})"
+        elif memory is not None:
+            message = f"the machine's memory ran out ({_named(memory)})"
             hint = "close other programs, raise the limit (ulimit -v), or take a machine with more"
         else:
-            message = f"{type(error).__name__}: {error}"
+            message = _named(error)
             hint = "this is a defect of moexport: --verbose shows where; please report it"
         console.error(message, hint)
         sys.exit(1)
@@ -116,23 +111,18 @@ def _run(console: Console) -> None:
         raise KeyboardInterrupt
 
 
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
+def _chain(error: BaseException) -> list[BaseException]:
     """An error and what it came from, the latest first."""
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
+    errors: list[BaseException] = []
+    each: BaseException | None = error
+    while each is not None and each not in errors:  # a chain may be a circle
+        errors.append(each)
+        each = each.__cause__ or each.__context__
+    return errors
 
 
-def _of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory.
-
-    Extensions tell of it in words of their own, or in none: a failed allocation that goes
-    unnoticed ends in CPython's `SystemError`.
-    """
-    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
-        return True
-    words = ImportError | RuntimeError | SystemError
-    return isinstance(error, words) and NO_MEMORY.search(str(error)) is not None
+def _named(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def _say_usage(console: Console, error: TyperException) -> None:

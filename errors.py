@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import re
 from typing import ClassVar
 
 
@@ -98,3 +100,22 @@ class OutputError(MoexportError):
 
 class MissingExtraError(MoexportError):
     """An optional package that this step needs is not installed."""
+
+
+NO_MEMORY = re.compile(
+    r"failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
+    r"|(error return|NULL) without (exception set|setting an exception)"
+)
+"""How the system's loader, C++ and PyTorch say that there is no memory."""
+
+
+def tells_of_memory(error: BaseException) -> bool:
+    """Whether an error says that there was no memory.
+
+    Extensions tell of it in words of their own, or in none: a failed allocation that goes
+    unnoticed ends in CPython's `SystemError`.
+    """
+    if isinstance(error, MemoryError) or getattr(error, "errno", None) == errno.ENOMEM:
+        return True
+    words = ImportError | RuntimeError | SystemError
+    return isinstance(error, words) and NO_MEMORY.search(str(error)) is not None

@@ -22,7 +22,7 @@ from onnxscript import opset20 as op
 from onnxscript.function_libs.torch_lib.ops import nn as torchlib
 from torch import Tensor, nn
 
-from ..errors import TraceError
+from ..errors import TraceError, tells_of_memory
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
@@ -129,9 +129,9 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
                 graph = _program(backbone, model, sizes, fixed, opset=opset)
         except torch.onnx.errors.OnnxExporterError as error:
             cause = error.__cause__ or error
-            if isinstance(cause, MemoryError):  # that says nothing of the network
+            if tells_of_memory(cause):  # that says nothing of the network
                 # Anew: chained to itself, it would have no end.
-                raise MemoryError(str(cause)) from None  # noqa: TRY004
+                raise MemoryError(str(cause)) from None
             said = str(cause).strip().splitlines() or [type(cause).__name__]
             raise TraceError(
                 f"PyTorch cannot trace this {model.family} model: {said[0]}",
