@@ -11,7 +11,6 @@ from ..builder import Builder
 from ..precision.types import FP32, ComputeTypes
 from ..targets import Target
 from .base import MoESpec
-from .experts import ExpertsSpec
 from .mumoe import MuMoESpec
 from .soft_moe import SoftMoESpec
 
@@ -81,7 +80,6 @@ class LayerOf(Generic[S]):
 
 Layer = LayerOf[SoftMoESpec]
 MuMoELayer = LayerOf[MuMoESpec]
-ExpertsLayer = LayerOf[ExpertsSpec]
 
 
 def _singular(name: str, index: int) -> str:

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any, Generic
 
-from ..layers.experts import ExpertsSpec
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import S
 from ..targets import TARGETS, MachineKind, Precision, Target
@@ -51,7 +50,6 @@ class WorkOf(Generic[S]):
 
 
 Work = WorkOf[SoftMoESpec]
-ExpertsWork = WorkOf[ExpertsSpec]
 AnyWork = WorkOf[Any]
 
 

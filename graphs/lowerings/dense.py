@@ -8,7 +8,7 @@ from ..builder import Builder
 from ..layers.stored import Layer
 from ..routing import combine_outputs, masked_slots, route
 from ..targets import EVERY_TARGET
-from .base import Lowering
+from .base import Lowering, no_int4
 from .cost import (
     Machine,
     Work,
@@ -64,4 +64,5 @@ LOWERING = Lowering(
     targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,
+    no_kernel=no_int4,
 )

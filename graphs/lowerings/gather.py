@@ -9,7 +9,7 @@ from ..layers.stored import Layer
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import EVERY_TARGET
 from . import dense
-from .base import Lowering
+from .base import Lowering, no_int4
 from .cost import (
     Machine,
     Work,
@@ -79,5 +79,6 @@ LOWERING = Lowering(
     targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,
+    no_kernel=no_int4,
     copied_bytes=copied_bytes,
 )

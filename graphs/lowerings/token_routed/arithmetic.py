@@ -9,11 +9,14 @@ import numpy as np
 import onnx_ir as ir
 
 from ...builder import Builder
-from ...layers.stored import ExpertsLayer
+from ...layers.experts import ExpertsSpec
+from ...layers.stored import LayerOf
 from ...names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, MICROSOFT, OUTPUT
 from ...precision.products import Linear, operand, product, scaled_rows
 from ...targets import MICROSOFT_OPS
 from ..experts import stacked_linear
+
+ExpertsLayer = LayerOf[ExpertsSpec]
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,11 +6,11 @@ import onnx_ir as ir
 
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
-from ...layers.stored import ExpertsLayer
 from ...targets import EVERY_TARGET
 from ..base import LoweringOf
-from ..cost import ExpertsWork, Machine, packing_us
+from ..cost import Machine, packing_us
 from .arithmetic import (
+    ExpertsLayer,
     Rows,
     activate,
     by_expert,
@@ -24,7 +24,7 @@ from .arithmetic import (
     token_rows,
     weighted_sum,
 )
-from .cost import combine_us, one_by_one_us
+from .cost import ExpertsWork, combine_us, one_by_one_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:

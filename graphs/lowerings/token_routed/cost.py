@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from ...layers.experts import ExpertActivation
-from ..cost import ExpertsWork, Machine, expert_bytes, expert_macs, stream_us
+from ...layers.experts import ExpertActivation, ExpertsSpec
+from ..cost import Machine, WorkOf, expert_bytes, expert_macs, stream_us
+
+ExpertsWork = WorkOf[ExpertsSpec]
 
 PASSES: Mapping[ExpertActivation, int] = MappingProxyType(
     {"silu": 4, "gelu": 4, "gelu-tanh": 6, "relu": 1, "relu2": 2}

@@ -6,11 +6,11 @@ import onnx_ir as ir
 
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
-from ...layers.stored import ExpertsLayer
 from ...targets import EVERY_TARGET
 from ..base import LoweringOf, no_int4
-from ..cost import ExpertsWork, Machine, expert_macs, stacked_us
+from ..cost import Machine, expert_macs, stacked_us
 from .arithmetic import (
+    ExpertsLayer,
     activate,
     by_expert,
     finished,
@@ -22,7 +22,7 @@ from .arithmetic import (
     token_rows,
     weighted_sum,
 )
-from .cost import between_us, combine_us
+from .cost import ExpertsWork, between_us, combine_us
 
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:

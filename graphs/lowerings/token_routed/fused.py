@@ -12,15 +12,14 @@ import onnx_ir as ir
 
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
-from ...layers.stored import ExpertsLayer
 from ...names import MICROSOFT
 from ...precision.products import INT8_ROWS
 from ...targets import CPU_PROVIDER, CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Precision, Target
 from ..base import LoweringOf
-from ..cost import PACKED_ROWS, ExpertsWork, Machine, expert_macs, stacked_us
+from ..cost import PACKED_ROWS, Machine, expert_macs, stacked_us
 from ..fused import EXPONENTIAL, NEVER
-from .arithmetic import normalised, output, routed, token_rows, weighted_sum
-from .cost import combine_us
+from .arithmetic import ExpertsLayer, normalised, output, routed, token_rows, weighted_sum
+from .cost import ExpertsWork, combine_us
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu-tanh": "gelu", "relu": "relu"}
 """What the op calls an expert's activation; its GELU is the tanh form. It has no other with a gate

@@ -14,11 +14,11 @@ import onnx_ir as ir
 
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
-from ...layers.stored import ExpertsLayer
 from ...targets import DATA_SIZES
 from ..base import LoweringOf
-from ..cost import ExpertsWork, Machine
+from ..cost import Machine
 from .arithmetic import (
+    ExpertsLayer,
     Rows,
     activate,
     finished,
@@ -32,7 +32,7 @@ from .arithmetic import (
     token_rows,
     weighted_sum,
 )
-from .cost import combine_us, one_by_one_us
+from .cost import ExpertsWork, combine_us, one_by_one_us
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,161 @@
+"""`--precision int4`: Soft MoE experts with weights in blocks, and what it does not serve."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from moexport.errors import MoexportError
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.export import export
+from moexport.exporter.job import export_job
+from moexport.exporter.model import Model, Source, TensorSpec
+from moexport.exporter.options import ExportOptions, PrecisionOptions
+from moexport.graphs.layers.soft_moe import ExpertKind, SoftMoE, SoftMoESpec, SoftMoEWeights
+from moexport.graphs.precision.weights import in_blocks, pack
+from moexport.graphs.targets import Target
+from moexport.tests.command import run
+from moexport.tests.recorded import read_case
+from torch import Tensor, nn
+
+D, H, N = 64, 96, 6
+
+
+class Residual(nn.Module):
+    def __init__(self, layer: SoftMoE) -> None:
+        super().__init__()
+        self.moe = layer
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + self.moe(x)
+        return y
+
+
+def soft_moe(expert: ExpertKind, hidden: int = H) -> SoftMoE:
+    hidden = 0 if expert == "linear" else hidden
+    spec = SoftMoESpec("moe", N, 1, D, hidden, D, expert=expert, norm="l2", norm_eps=1e-6)
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    second = None if expert == "linear" else normal(N, hidden, D) / hidden**0.5
+    weights = SoftMoEWeights(
+        phi=3 * normal(D, N, 1),
+        w1=normal(N, D, spec.inner) / D**0.5,
+        b1=normal(N, spec.inner) / 4,
+        w2=second,
+        b2=None if second is None else normal(N, D) / 4,
+    )
+    return SoftMoE(spec, weights)
+
+
+def exported(
+    folder: Path,
+    target: Target,
+    lowering: str,
+    expert: ExpertKind = "mlp",
+    *,
+    hidden: int = H,
+    opset: int = 21,
+) -> Bundle:
+    network = Residual(soft_moe(expert, hidden)).eval()
+    torch.save(network.state_dict(), folder / "w.pt")
+    axes = ("batch", "tokens", D)
+    model = Model(
+        network,
+        "test",
+        {},
+        Source("w.pt", (folder / "w.pt",)),
+        (TensorSpec("x", "float32", axes),),
+        (TensorSpec("y", "float32", axes),),
+    )
+    options = ExportOptions(
+        target=target,
+        k=3,
+        lowerings=(lowering,),
+        opset=opset,
+        precision=PrecisionOptions("int4"),
+        destination=folder / "out",
+    )
+    return export(export_job(model, options))
+
+
+@pytest.mark.parametrize("expert", ["mlp", "geglu", "linear"])
+@pytest.mark.parametrize("lowering", ["grouped", "conditional"])
+@pytest.mark.parametrize("target", ["onnx", "ort-cpu"])
+def test_soft_moe_experts_hold_against_pytorch(
+    target: Target, lowering: str, expert: ExpertKind, tmp_path: Path
+) -> None:
+    bundle = exported(tmp_path, target, lowering, expert)
+    (graph,) = bundle.manifest.graphs
+    assert graph.parity is not None and graph.parity["passed"]
+    (layer,) = bundle.manifest.layers
+    assert layer.precision == "int4"
+    model = onnx.load(bundle.path / graph.file, load_external_data=False)
+    ops = {node.op_type for node in every_node(model.graph)}
+    assert ("MatMulNBits" in ops) == (target == "ort-cpu")
+
+
+def every_node(graph: onnx.GraphProto) -> list[onnx.NodeProto]:
+    inner = [
+        node
+        for each in graph.node
+        for attribute in each.attribute
+        if attribute.HasField("g")
+        for node in every_node(attribute.g)
+    ]
+    return [*graph.node, *inner]
+
+
+@pytest.mark.parametrize("lowering", ["dense", "gather", "fused"])
+def test_a_lowering_that_needs_all_matrices_at_once_is_refused(
+    lowering: str, tmp_path: Path
+) -> None:
+    with pytest.raises(MoexportError, match="cannot serve it"):
+        exported(tmp_path, "ort-cpu", lowering)
+
+
+def test_rows_that_are_no_whole_blocks_stay_in_fp32_and_it_is_said(tmp_path: Path) -> None:
+    bundle = exported(tmp_path, "ort-cpu", "grouped", hidden=40)
+    (layer,) = bundle.manifest.layers
+    assert layer.precision == "fp32"
+    assert "experts.w2 has 40 rows, which are no whole blocks of 32" in layer.precision_reason
+
+
+def test_mumoe_layers_are_refused_with_the_reason(tmp_path: Path) -> None:
+    case = read_case("mumoe_gpt2_cp")
+    options = ("--precision", "int4", "--target", "ort-cpu", "--set", "rest=default")
+    outcome = run("export", case.weights, "-o", tmp_path / "out", *options)
+    assert outcome.code != 0 and "--precision int4 does not serve this layer" in outcome.error
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("target", ["ort-cuda", "tensorrt", "tensorrt-rtx"])
+def test_targets_without_it_are_refused(target: Target, tmp_path: Path) -> None:
+    with pytest.raises(MoexportError, match="ONNX Runtime's CPU provider"):
+        exported(tmp_path, target, "auto")
+
+
+def test_the_largest_number_of_a_block_is_kept_exactly() -> None:
+    matrix = np.random.default_rng(0).standard_normal((64, 5)).astype(np.float32)
+    integers, scale = in_blocks(matrix, 32)
+    back = (integers * scale.repeat(32, axis=0)).reshape(2, 32, 5)
+    blocks = matrix.reshape(2, 32, 5)
+    place = np.abs(blocks).argmax(axis=1, keepdims=True)
+    kept = np.take_along_axis(back, place, axis=1)
+    assert np.allclose(kept, np.take_along_axis(blocks, place, axis=1), rtol=1e-6)
+    assert np.abs(back - blocks).max() <= np.abs(scale).max() * 1.001
+
+
+def test_a_block_of_zeros_stays_zeros() -> None:
+    integers, scale = in_blocks(np.zeros((32, 3), np.float32), 32)
+    assert not integers.any() and (scale != 0).all()
+
+
+def test_two_numbers_share_a_byte_the_first_in_the_lower_half() -> None:
+    packed = pack(np.array([[-8, 7], [1, -1]], np.int8))
+    assert packed.tolist() == [0x78, 0xF1]
