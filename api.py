@@ -264,7 +264,8 @@ def export(
         tokens: the same for the tokens m of an input, where that axis is dynamic ("1:196:1024").
         opset: the ONNX opset, 20 to 23 (20).
         renormalize: divide C by its sum over the kept experts (False).
-        precision: what the graph computes in: fp32, fp16, bf16 or int8, which needs data or a
+        precision: what the graph computes in: fp32, fp16, bf16, int4 (weights alone), fp8 (for
+            engines) or int8; int8 and fp8 need data or a
             calibration ("fp32").
         quantize: what is INT8: experts, or all linear layers ("experts").
         rest: the float type of what is not INT8: fp32, fp16 or bf16 (None: fp32; for TensorRT

@@ -202,7 +202,7 @@ def sweep(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Results:
     if first is not None:
         data = labelled(asked.data, first, max(asked.batch), asked.pixels)
         lists = replace(lists, shape=data.head(1).inputs.shape[1:])
-        if "int8" in lists.precisions:
+        if {"int8", "fp8"} & {*lists.precisions}:
             lists = replace(lists, calibration=data.head(CALIBRATION_INPUTS).inputs)
     with candidates_of(listed, lists, watcher) as candidates:
         data = data or labelled(asked.data, candidates[0].model, max(asked.batch), asked.pixels)

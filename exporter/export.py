@@ -148,7 +148,7 @@ def way_out(parity: Parity, options: ExportOptions) -> str:
     match options.precision.name:
         case "fp32":
             return "choose another --lowering"
-        case "int8":
+        case "int8" | "fp8":
             return (
                 "no --rtol allows for other experts: try another --method or --precision, or "
                 "--min-retention, which keeps the layers that INT8 harms most in floats"

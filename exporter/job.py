@@ -125,17 +125,18 @@ def export_job(
     _check_layers(job)
     if table is not None:
         check_table(job, table, where)
-    elif options.precision.name == "int8" and not _needs_ranges(loaded, options):
+    elif options.precision.ranged and not _needs_ranges(loaded, options):
         pass  # each row's scale is found while the graph runs
-    elif options.data is None and options.precision.name == "int8":
+    elif options.data is None and options.precision.ranged:
         raise UsageError(
-            "--precision int8: ranges come from real inputs, and there are none",
+            f"--precision {options.precision.name}: ranges come from real inputs, and there are "
+            "none",
             hint="give a feed with --data, or a table with --calibration",
         )
     elif options.data is not None and options.precision.name in CALIBRATED:
         asked = CalibrationOptions(
             method=options.method or DEFAULT_METHOD,
-            samples=None if options.precision.name == "int8" else PEAK_SAMPLES,
+            samples=None if options.precision.ranged else PEAK_SAMPLES,
             renormalize=options.renormalize,
         )
         ranges = CalibrationJob(loaded, options.data, _observed(k, _specs(loaded)), asked)
@@ -216,7 +217,7 @@ def _check_layers(job: ExportJob) -> None:
         for asked in options.lowerings:
             if asked not in CHOOSERS:
                 check(asked, work, options.target)
-        quantised = precision.name == "int8" and name not in precision.floating
+        quantised = precision.ranged and name not in precision.floating
         if precision.name == "int4" and not any(
             part.name.startswith("experts.") for part in layer.stored()
         ):

@@ -14,6 +14,7 @@ from ..common.text import near_miss
 from ..errors import FeedError, LoweringError, UsageError
 from ..graphs.lowerings import check_name
 from ..graphs.precision.types import (
+    EIGHT_BIT_FLOATS,
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
     PRECISIONS,
@@ -46,7 +47,7 @@ FLOATS: tuple[FloatName, ...] = get_args(FloatName)
 
 WEIGHT_BITS = (7, 8)
 
-CALIBRATED = ("int8", "fp16")
+CALIBRATED = ("int8", "fp8", "fp16")
 """Precisions for which ranges are found: to quantise, and to see what overflows."""
 
 
@@ -96,19 +97,25 @@ class PrecisionOptions:
             "--min-retention": share is not None,
         }
         for option, given in asked.items():
-            of_both = option == "--quantize" and self.name == "int4"
+            both = {"--quantize": "int4", "--rest": "fp8"}
+            of_both = self.name == both.get(option)
             if given and self.name != "int8" and not of_both:
                 yield _not_int8(option, self.name)
 
     @property
     def integers(self) -> bool:
         """Whether weights become integers, with floats around them."""
-        return self.name in ("int8", "int4")
+        return self.name in ("int8", "int4", "fp8")
+
+    @property
+    def ranged(self) -> bool:
+        """Whether both factors of a product are of eight bits, so that ranges are needed."""
+        return self.name in ("int8", "fp8")
 
     def float_name(self, target: Target) -> FloatName:
         """The float type of everything that is not quantised."""
         match self.name:
-            case "int8" | "int4":
+            case "int8" | "int4" | "fp8":
                 return self.rest or TARGETS[target].rest
             case _:
                 return self.name
@@ -119,6 +126,8 @@ class PrecisionOptions:
 
     def weight_quantization(self, target: Target) -> WeightQuantization:
         """The integers of weights for a target."""
+        if self.name == "fp8":
+            return EIGHT_BIT_FLOATS
         if target in ENGINES:
             return EIGHT_BITS
         return EIGHT_BITS_UNSIGNED if self.weight_bits == WEIGHT_BITS[1] else SEVEN_BITS
@@ -315,7 +324,7 @@ class ExportOptions:
 
     def _mistakes_of_inputs(self) -> Iterator[Mistake]:
         precision, table = self.precision, self.calibration
-        if self.method is not None and precision.name != "int8":
+        if self.method is not None and not precision.ranged:
             yield _not_int8("--method", precision.name)
         if self.method is not None and table is not None:
             where = table if isinstance(table, Path) else "that was given"

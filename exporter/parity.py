@@ -73,6 +73,7 @@ TOLERANCES: Mapping[Precision, Tolerance] = MappingProxyType(
         "fp16": Tolerance(atol=0.0, rtol=1e-2, routing=0.98, tie=1e-3, coefficient=1e-2),
         "bf16": Tolerance(atol=0.0, rtol=5e-2, routing=0.98, tie=8e-3, coefficient=5e-2),
         "int8": Tolerance(atol=0.0, rtol=1e-1, routing=0.98, tie=1e-2, coefficient=5e-2),
+        "fp8": Tolerance(atol=0.0, rtol=2e-1, routing=0.95, tie=2e-2, coefficient=5e-2),
         "int4": Tolerance(atol=0.0, rtol=3e-1, routing=0.9, tie=5e-2),
     }
 )

@@ -10,9 +10,10 @@ from typing import Literal
 Target = Literal["onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"]
 """Who runs the graph. `onnx` means standard ONNX ops alone, so that any runtime can."""
 
-Precision = Literal["fp32", "fp16", "bf16", "int8", "int4"]
+Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
 """What a graph computes in. INT8 is for matrix products; the rest is a float then, too. INT4 is
-what weights are stored in, a scale for every 32 of them; what they multiply is a float."""
+what weights are stored in, a scale for every 32 of them; what they multiply is a float. FP8 is
+TensorRT's E4M3, scaled as INT8 is."""
 
 FloatName = Literal["fp32", "fp16", "bf16"]
 """The float types among them."""
@@ -69,12 +70,20 @@ _NO_INT4: Mapping[Precision, tuple[str, str]] = {
     )
 }
 
+_NO_FP8: Mapping[Precision, tuple[str, str]] = {
+    "fp8": (
+        "floats of eight bits are for TensorRT on Ada cards and newer",
+        "use --target tensorrt or tensorrt-rtx, or --precision int8 here",
+    )
+}
+
 _RECORDS = (
     TargetRecord(
         "onnx",
         "cpu",
         "standard",
         provider=CPU_PROVIDER,
+        refused=_NO_FP8,
         notes={
             "fp16": _CPU_FP16,
             "bf16": "ONNX Runtime's CPU provider has no BF16 kernels: `run` emulates them",
@@ -90,10 +99,11 @@ _RECORDS = (
         standard_ops=False,
         cpu_forms=True,
         refused={
+            **_NO_FP8,
             "bf16": (
                 "ONNX Runtime's CPU provider has no BF16 kernels",
                 "int8 is what is fast there; bf16 is for tensorrt and tensorrt-rtx",
-            )
+            ),
         },
         notes={"fp16": _CPU_FP16},
     ),
@@ -105,6 +115,7 @@ _RECORDS = (
         standard_ops=False,
         refused={
             **_NO_INT4,
+            **_NO_FP8,
             "int8": (
                 "ONNX Runtime's CUDA provider computes quantised graphs in floats, slower than "
                 "without",
@@ -120,7 +131,6 @@ _RECORDS = (
         backend="tensorrt",
         rest="fp16",
         data_sizes=False,
-        refused=_NO_INT4,
     ),
     TargetRecord(
         "tensorrt-rtx",
@@ -129,7 +139,6 @@ _RECORDS = (
         backend="tensorrt-rtx",
         rest="fp16",
         data_sizes=False,
-        refused=_NO_INT4,
     ),
 )
 

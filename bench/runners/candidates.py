@@ -148,11 +148,13 @@ def _sources(
 ) -> list[GraphSource]:
     """Exports graphs for a runtime, equal ones once; each that cannot be is refused by itself."""
     assert runtime.target is not None
-    int8 = precision == "int8"
+    int8 = precision in ("int8", "fp8")
     options = ExportOptions(
         target=runtime.target,
         renormalize=sweep.renormalize,
-        precision=PrecisionOptions(precision, scope=sweep.scope if int8 else "experts"),
+        precision=PrecisionOptions(
+            precision, scope=sweep.scope if precision == "int8" else "experts"
+        ),
         verify=False,
     )
     planned = export_plan(export_job(model, options, data=sweep.calibration if int8 else None))

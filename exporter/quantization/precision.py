@@ -7,7 +7,7 @@ beyond a 16-bit float's range or below it, and values that were observed to come
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import onnx_ir as ir
@@ -29,13 +29,14 @@ from ...graphs.precision.types import (
     FP32,
     HALF_TYPES,
     INT4_BLOCK,
+    INT8_LEVELS,
     BlockedWeights,
     ComputeTypes,
     QuantizedProducts,
     Scale,
 )
 from ...graphs.precision.weights import CONVERTED, activation_scale
-from ...graphs.targets import FloatName, Precision, QuantFormat
+from ...graphs.targets import ENGINES, FloatName, Precision, QuantFormat
 from ..job import ExportJob
 from ..options import ExportOptions
 
@@ -166,7 +167,7 @@ def apply_precision(
     if asked.name == "int4" and BACKBONE in quantised:
         products = list(backbone_linears(traced.graph))
         linears = block_backbone(traced, products, asked.quant_format(target))
-    if asked.name == "int8" and BACKBONE in quantised:
+    if asked.ranged and BACKBONE in quantised:
         linears = quantize_backbone(
             traced,
             list(backbone_linears(traced.graph)),
@@ -200,7 +201,7 @@ def _layer(
         inner, float_name = ir.DataType.FLOAT, "fp32"
     if asked.name == "int4":
         return _in_blocks(layer, options, left_out)
-    if asked.name != "int8":
+    if not asked.ranged:
         reason = f"{problem}: kept in FP32" if problem else "asked for"
         return LayerPrecision(
             float_name, reason, ComputeTypes(inner) if inner != FP32.inner else FP32
@@ -211,34 +212,41 @@ def _layer(
     form = asked.quant_format(target)
     dynamic = layer.spec.dynamic_int8 and form != "qdq"
 
+    weights = asked.weight_quantization(target)
+    levels = weights.levels if weights.floats else INT8_LEVELS
+
     def scale(operand: str) -> Scale:
         if dynamic:
             return DYNAMIC_ROW
         assert table is not None, "a job without ranges is refused (`export_job`)"
-        return activation_scale(table.range(range_key(name, operand)), inner, qdq=form == "qdq")
+        seen = table.range(range_key(name, operand))
+        return activation_scale(seen, inner, qdq=form == "qdq", levels=levels)
 
     scales = {
         part.name: scale(operand)
         for part in layer.stored()
         if (operand := operand_of(part.name)) is not None
     }
-    weights = asked.weight_quantization(target)
     quantised = QuantizedProducts(form, weights, scales, dynamic)
     around = f"{around} around it" if around else ""
-    return LayerPrecision("int8", f"asked for{around}", ComputeTypes(inner, quantised))
+    return LayerPrecision(asked.name, f"asked for{around}", ComputeTypes(inner, quantised))
 
 
 def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) -> LayerPrecision:
     """A layer's experts with weights of four bits, unless their rows are not whole blocks."""
+    target = options.target
+    # An engine computes in its usual float; ONNX Runtime's CPU kernels in FP32.
+    floats = options.precision.float_name(target) if target in ENGINES else "fp32"
+    compute = ComputeTypes(FLOAT_TYPES[floats])
     if left_out is not None:
-        return LayerPrecision("fp32", left_out, FP32)
+        return LayerPrecision(floats, left_out, compute)
     shapes = {p.name: p.shape for p in layer.stored() if operand_of(p.name) is not None}
-    blocked = BlockedWeights(options.precision.quant_format(options.target), frozenset(shapes))
+    blocked = BlockedWeights(options.precision.quant_format(target), frozenset(shapes))
     for name, shape in shapes.items():
         if shape[-2] % blocked.block:
             width = f"{name} has {shape[-2]} rows, which are no whole blocks of {blocked.block}"
-            return LayerPrecision("fp32", f"{width}: kept in FP32", FP32)
-    return LayerPrecision("int4", "asked for", ComputeTypes(blocked=blocked))
+            return LayerPrecision(floats, f"{width}: kept in {floats.upper()}", compute)
+    return LayerPrecision("int4", "asked for", replace(compute, blocked=blocked))
 
 
 def _overflow(
@@ -314,7 +322,7 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, A
             "activations": asked.float_name(target),
             "linears": {linear.node: linear.reason for linear in plan.linears},
         }
-    if asked.name == "int8":
+    if asked.ranged:
         weights, form = asked.weight_quantization(target), asked.quant_format(target)
         record |= {
             "form": form,

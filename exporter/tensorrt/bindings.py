@@ -67,6 +67,17 @@ def rewritten(
             f"{path.name}: no expert's weights are gathered, so none can be bound",
             hint="export with --lowering gather or block-grouped, and a k below n",
         )
+    packed: dict[int, str] = {
+        onnx.TensorProto.FLOAT8E4M3FN: "FP8",
+        onnx.TensorProto.INT4: "INT4",
+    }
+    for tensor in found:
+        if tensor.data_type in packed:
+            raise EngineError(
+                f"{path.name}: {tensor.name} is {packed[tensor.data_type]}, which TensorRT gathers "
+                "neither as a constant nor as an input",
+                hint="leave --bind-weights out, or export with --precision int8 or fp16",
+            )
     _dequantize_last(model.graph, {tensor.name for tensor in found})
     for tensor in found:
         model.graph.initializer.remove(tensor)

@@ -346,7 +346,8 @@ EXPLANATIONS = (
     Explanation(
         r"HW-specific datatypes",
         "a card that was named does not have a type of the graph",
-        "leave 7.5 out of --compute-capability, or export in another --precision",
+        "leave that card out of --compute-capability (BF16 needs 8.0, FP8 8.9 or newer), or export "
+        "in another --precision",
     ),
     Explanation(
         r"libnvinfer_lean|lean runtime",

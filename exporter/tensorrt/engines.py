@@ -29,6 +29,9 @@ from .records import EngineRecord, Made, add_to_bundle, engines_of, staging, wit
 DEFAULT_CARDS = ("8.0", "8.6", "8.9", "12.0")
 """TensorRT-RTX's own choice where none is named; named, so that the record says which."""
 
+FP8_CARDS = ("8.9", "12.0")
+"""Those of them that multiply floats of eight bits: Ada and newer."""
+
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
@@ -80,7 +83,8 @@ def plan_engines(
             f"--profile: two are the same ({again})",
             hint="give each once: every profile makes the engine larger",
         )
-    cards = (options.compute_capabilities or DEFAULT_CARDS) if chosen.cards else ()
+    usual = FP8_CARDS if manifest.precision == "fp8" else DEFAULT_CARDS
+    cards = (options.compute_capabilities or usual) if chosen.cards else ()
     return [
         EnginePlan(each, engine_file(chosen, each), chosen, profiles, cards, options)
         for each in records

@@ -44,7 +44,12 @@ REFUSED_BY: Mapping[str, Mapping[str, str]] = MappingProxyType(
 )
 """Ops that an importer lists and the backend does not compile, with the reason."""
 
-QUANTIZED = (onnx.TensorProto.INT8,)
+QUANTIZED: Mapping[int, str] = {
+    onnx.TensorProto.INT8: "INT8",
+    onnx.TensorProto.INT4: "INT4",
+    onnx.TensorProto.FLOAT8E4M3FN: "FP8",
+}
+"""Types whose constants may feed DequantizeLinear alone."""
 STANDARD_DOMAINS = ("", "ai.onnx")
 
 
@@ -130,9 +135,10 @@ def _reason(
         k = constants.get(node.input[1])
         if k is not None and _values(k).max(initial=0) > MAX_K:
             return f"TopK takes a k of at most {MAX_K}"
-    quantized = [name for name in node.input if name in constants and _is_int8(constants[name])]
-    if quantized:
-        return f"its input {quantized[0]} is an INT8 constant, which may only feed DequantizeLinear"
+    for name in node.input:
+        kind = QUANTIZED.get(constants[name].data_type) if name in constants else None
+        if kind is not None:
+            return f"its input {name} is an {kind} constant, which may only feed DequantizeLinear"
     return None
 
 
@@ -158,10 +164,6 @@ def _quantization(node: onnx.NodeProto, constants: Mapping[str, onnx.TensorProto
     if not zero.external_data and _values(zero).any():
         return "its zero point is not 0; quantisation must be symmetric"
     return None
-
-
-def _is_int8(tensor: onnx.TensorProto) -> bool:
-    return tensor.data_type in QUANTIZED
 
 
 def _values(tensor: onnx.TensorProto) -> np.ndarray:

@@ -283,6 +283,7 @@ PRECISIONS = {
     "BF16": "bf16",
     "INT8": "int8",
     "FP8": "fp8",
+    "INT4": "int4",
     "INT32": "int32",
     "INT64": "int64",
 }
@@ -295,10 +296,15 @@ def network_layers(network: Any) -> list[dict[str, str]]:
     fuse layers, and may not change their types. A product of dequantised values is an INT8 one;
     whether its kernel multiplies integers where a Gather lies between, a GPU's inspector tells.
     """
-    dequantized = {layer.get_output(0).name for layer in network if layer.type.name == "DEQUANTIZE"}
+    stored = {}  # by tensor, the type that it was dequantised from
+    for layer in network:
+        if layer.type.name == "DEQUANTIZE":
+            name = layer.get_input(0).dtype.name
+            stored[layer.get_output(0).name] = PRECISIONS.get(name, name.lower())
     for layer in network:  # layers that only move what was dequantised come after it
-        if layer.type.name in MOVING and layer.get_input(0).name in dequantized:
-            dequantized.update(layer.get_output(i).name for i in range(layer.num_outputs))
+        if layer.type.name in MOVING and layer.get_input(0).name in stored:
+            moved = stored[layer.get_input(0).name]
+            stored.update({layer.get_output(i).name: moved for i in range(layer.num_outputs)})
     found = []
     for layer in network:
         if layer.type.name not in COMPUTING:
@@ -306,12 +312,14 @@ def network_layers(network: Any) -> list[dict[str, str]]:
         inputs = [layer.get_input(i) for i in range(layer.num_inputs)]
         inputs = [each for each in inputs if each is not None]
         kinds = {PRECISIONS.get(each.dtype.name, each.dtype.name.lower()) for each in inputs[:2]}
-        int8 = all(each.name in dequantized for each in inputs[:2])
+        both = {stored.get(each.name) for each in inputs[:2]}
+        # Weights of four bits meet floats; of eight, the factors are of one kind.
+        own = "int4" if "int4" in both else both.pop() if len(both) == 1 else None
         found.append(
             {
                 "name": layer.name,
                 "kind": layer.type.name.lower(),
-                "precision": "int8" if int8 else "+".join(sorted(kinds)),
+                "precision": own or "+".join(sorted(kinds)),
             }
         )
     return found

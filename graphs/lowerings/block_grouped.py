@@ -21,7 +21,7 @@ from ..precision.types import FLOAT_TYPES
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import ENGINES, Precision
 from . import dense
-from .base import Lowering
+from .base import Lowering, no_int4
 from .cost import (
     Machine,
     Work,
@@ -71,7 +71,7 @@ def _tile_for(layer: Layer) -> int:
     """The tile that is predicted to be fastest at the layer's usual batch."""
     compute, spec = layer.compute, layer.spec
     names: dict[ir.DataType, Precision] = {dtype: name for name, dtype in FLOAT_TYPES.items()}
-    precision = "int8" if compute.quantized is not None else names[compute.inner]
+    precision = "int8" if compute.quantized is not None else names[compute.inner]  # fp8 costs it
     k = layer.k if isinstance(layer.k, int) else max(1, spec.experts // 4)
     work = Work(spec, k, layer.batch, layer.tokens or 1, precision)
     return best_tile(work, machine_for(layer.target, precision))
@@ -238,4 +238,5 @@ LOWERING = Lowering(
     build=build,
     predict_us=predict_us,
     copied_bytes=copied_bytes,
+    no_kernel=no_int4,
 )

@@ -146,6 +146,7 @@ def _card(
             "int8": machine(1, int8_tops, 8),
             # Unpacked to FP16 as they are read.
             "int4": machine(4.5 / 8, fp16_tflops, 2),
+            "fp8": machine(1, int8_tops, 8),
         }
     )
 
@@ -193,7 +194,14 @@ bytes that it reads, and many rows take longer than with FP32 weights."""
 MACHINES: Mapping[MachineKind, Mapping[Precision, Machine]] = MappingProxyType(
     {
         # 16-bit floats are computed in FP32 there.
-        "cpu": {"fp32": CPU, "fp16": CPU, "bf16": CPU, "int8": CPU_INT8, "int4": CPU_INT4},
+        "cpu": {
+            "fp32": CPU,
+            "fp16": CPU,
+            "bf16": CPU,
+            "int8": CPU_INT8,
+            "int4": CPU_INT4,
+            "fp8": CPU,
+        },
         "gpu": GPUS["RTX 4090"],
     }
 )

@@ -81,4 +81,5 @@ LOWERING = Lowering(
     predict_us=predict_us,
     no_kernel=no_int4,
     copied_bytes=copied_bytes,
+    no_kernel=no_int4,
 )

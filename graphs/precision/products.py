@@ -203,7 +203,7 @@ def _scale(
 ) -> tuple[ir.Value, ir.Value]:
     """The step and the zero point of what meets a weight, as constants."""
     scale = quantized.inputs[key]
-    kind = np.int8 if quantized.format == "qdq" else np.uint8
+    kind = quantized.weights.dtype.numpy() if quantized.format == "qdq" else np.dtype(np.uint8)
     return (
         b.number(scale.scale, compute.inner),
         b.constant(np.array(scale.zero_point, dtype=kind)),

@@ -85,10 +85,13 @@ class WeightQuantization:
 
     levels: int
     zero_point: int
+    floats: bool = False
 
     @property
     def dtype(self) -> ir.DataType:
         """The type that holds them."""
+        if self.floats:
+            return ir.DataType.FLOAT8E4M3FN
         return ir.DataType.UINT8 if self.zero_point else ir.DataType.INT8
 
 
@@ -100,6 +103,9 @@ EIGHT_BITS_UNSIGNED = WeightQuantization(127, 128)
 
 EIGHT_BITS = WeightQuantization(127, 0)
 """TensorRT's: symmetric, both operands signed."""
+
+EIGHT_BIT_FLOATS = WeightQuantization(448, 0, floats=True)
+"""E4M3, four bits of exponent and three of mantissa, whose largest number is 448."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ import onnx_ir as ir
 
 from ..layers.base import StoredPart
 from .types import (
+    INT8_LEVELS,
     BlockedWeights,
     ComputeTypes,
     QuantizedProducts,
@@ -76,7 +77,7 @@ def _integers(
 def quantize(
     matrix: np.ndarray, weights: WeightQuantization, scale_type: ir.DataType = ir.DataType.FLOAT
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Returns a matrix [in, out] as integers with a scale [out] per column, float32.
+    """Returns a matrix [in, out] as integers, or FP8, with a scale [out] per column, float32.
 
     The scales are numbers that `scale_type` holds, so that a graph that stores them so loses
     nothing more.
@@ -84,6 +85,10 @@ def quantize(
     largest = np.abs(matrix).max(axis=0, initial=0.0)
     scale = rounded_to(largest / weights.levels, scale_type)
     scale = np.where(scale > 0, scale, np.float32(TINY))
+    if weights.floats:
+        limit = float(weights.levels)
+        floats = np.clip(matrix / scale, -limit, limit)
+        return floats.astype(ml_dtypes.float8_e4m3fn), scale
     integers = (
         np.clip(np.rint(matrix / scale), -weights.levels, weights.levels) + weights.zero_point
     )
@@ -135,14 +140,16 @@ def pack(integers: np.ndarray) -> np.ndarray:
     return flat[::2] | (flat[1::2] << 4)
 
 
-def activation_scale(seen: Range, dtype: ir.DataType, *, qdq: bool) -> Scale:
+def activation_scale(
+    seen: Range, dtype: ir.DataType, *, qdq: bool, levels: int = INT8_LEVELS
+) -> Scale:
     """Returns the scale of an activation: signed and symmetric in Q/DQ form, else unsigned.
 
     In Q/DQ form it is a number that the float type `dtype` holds.
     """
     if not qdq:
         return seen.affine()
-    step = float(rounded_to(np.array(seen.symmetric().scale), dtype))
+    step = float(rounded_to(np.array(seen.symmetric(levels).scale), dtype))
     return Scale(step or TINY, 0)
 
 

@@ -262,6 +262,8 @@ def computes_in(precision: Precision, layer: Experts, target: Target) -> Compute
             return ComputeTypes(blocked=BlockedWeights(form, keys))
         case "fp32" | "fp16" | "bf16":
             return ComputeTypes(FLOAT_TYPES[precision])
+        case "fp8":
+            raise AssertionError("FP8 needs calibration")
 
 
 def rounded(layer: Experts, precision: Precision) -> Experts:
