@@ -350,3 +350,33 @@ def test_what_layers_choose_is_compared_on_the_device(
     with bundle.engine(backend.name) as session:
         parity = engine_parity(session, bundle.manifest, record, expected)
     assert parity.choices is not None and parity.agreeing == parity.choices
+
+
+@pytest.mark.parametrize(
+    ("precision", "lowering"),
+    [("fp8", "gather"), ("fp8", "block-grouped"), ("int4", "conditional")],
+)
+def test_eight_bit_floats_and_four_bit_weights_stay_in_their_bounds(
+    precision: Any, lowering: str, backend: Backend, tmp_path: Path
+) -> None:
+    """FP8 factors and INT4 weights give outputs as far off as their precision allows."""
+    gpu = first_gpu()
+    if precision == "fp8" and gpu is not None and float(gpu.compute_capability) < 8.9:
+        pytest.skip(f"{gpu.name} has no units for FP8")
+    case = read_case("soft_moe_conv")
+    bundle = moexport.export(
+        moexport.load(case.weights, config=case.config),
+        tmp_path / "out",
+        k=2,
+        target=backend.name,  # type: ignore[arg-type]  # both are targets
+        lowering=lowering,
+        precision=precision,
+        opset=21,
+        data=case.x if precision == "fp8" else None,
+        engine=EngineOptions(
+            compute_capabilities=("current",) if backend.builds_without_gpu else (),
+        ),
+    )
+    with bundle.engine(backend.name) as session:
+        off = np.abs(session(case.x) - case.y(2)).max()
+    assert off <= TOLERANCES[precision].rtol * np.abs(case.y(2)).max()

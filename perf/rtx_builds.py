@@ -1,0 +1,99 @@
+"""Every family, lowering and precision that claims TensorRT-RTX, compiled: which do, how large.
+
+`python -m perf.rtx_builds -o FILE` needs no GPU; the table of docs/edge.md is made of its results.
+The models are the recorded cases of the tests, so that sizes say what an engine takes beside its
+weights.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import get_args
+
+import moexport
+from moexport.common.writing import write_text
+from moexport.errors import MoexportError
+from moexport.exporter.tensorrt.options import EngineOptions
+from moexport.exporter.tensorrt.records import engines_of
+from moexport.graphs.lowerings import lowerings_of
+from moexport.graphs.targets import Precision
+from moexport.tests.recorded import DATA, RecordedCase, read_case
+
+OPSETS = {"int4": 21}
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """One engine: compiled in so many seconds to so many bytes, or why it was refused."""
+
+    case: str
+    lowering: str
+    precision: Precision
+    seconds: float | None = None
+    nbytes: int | None = None
+    refused: str | None = None
+
+
+def cases() -> Iterator[RecordedCase]:
+    """The recorded cases: a published code each."""
+    for folder in sorted(DATA.iterdir()):
+        if (folder / "weights.pt").is_file():
+            yield read_case(folder.name)
+
+
+def builds(case: RecordedCase, place: Path) -> Iterator[Build]:
+    """Yields every lowering and precision of a case, compiled or refused."""
+    model = moexport.load(case.weights, config=case.config)
+    specs = [layer.spec for layer in model.layers.values()]
+    for lowering, record in lowerings_of(specs[0].kind).items():
+        if "tensorrt-rtx" not in record.targets or any(map(record.unable, specs)):
+            continue
+        for precision in get_args(Precision):
+            one = Build(case.name, lowering, precision)
+            if record.no_kernel(precision, "tensorrt-rtx") is None:
+                yield _built(model, case, one, place)
+
+
+def _built(model: moexport.Model, case: RecordedCase, one: Build, place: Path) -> Build:
+    try:
+        bundle = moexport.export(
+            model,
+            place / "out",
+            k=min(case.ks),
+            target="tensorrt-rtx",
+            lowering=one.lowering,
+            precision=one.precision,
+            opset=OPSETS.get(one.precision, 20),
+            data=case.x if one.precision in ("int8", "fp8") else None,
+            verify=False,
+            force=True,
+            engine=EngineOptions(),
+        )
+    except MoexportError as error:
+        return Build(one.case, one.lowering, one.precision, refused=error.message)
+    (record,) = engines_of(bundle.manifest)
+    size = (bundle.path / record.file).stat().st_size
+    return Build(one.case, one.lowering, one.precision, record.seconds, size)
+
+
+def main() -> None:
+    """Writes the results after each case."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("-o", "--output", type=Path, default=Path("rtx-builds.json"))
+    output = parser.parse_args().output
+    found: list[Build] = []
+    for case in cases():
+        with tempfile.TemporaryDirectory() as place:
+            found += builds(case, Path(place))
+        compiled = [each for each in found if each.refused is None]
+        print(f"{case.name}: {len(compiled)} of {len(found)} so far", flush=True)
+        write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n", output)
+
+
+if __name__ == "__main__":
+    main()
