@@ -95,6 +95,11 @@ class EngineOptions:
                 f"--hardware-compatible {self.hardware_compatible}: there is no such level",
                 hint=near_miss(str(self.hardware_compatible), HARDWARE_LEVELS),
             )
+        if self.strip_plan and self.bind_weights:
+            raise UsageError(
+                "--strip-plan and --bind-weights exclude each other: what is bound is in no plan",
+                hint="leave --strip-plan out",
+            )
         self._check_timing_cache()
         self._check_cards(backend)
         self._check_gpu(backend)

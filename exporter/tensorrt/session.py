@@ -291,6 +291,7 @@ class LoadedEngine:
         told = {} if plan.record is None else plan.record.settings
         self._told_capturable = told.get("capturable")
         self._kernels: Callable[[], Any] | None = None
+        self._runtime_cache: Any = None
         self._context = self._create(graphs, eager)
         if self._context is None:
             raise EngineError(
@@ -298,7 +299,9 @@ class LoadedEngine:
                 hint="build with a smaller MAX in --profile, or free some of the GPU's memory",
             )
         names = [self._engine.get_tensor_name(i) for i in range(self._engine.num_io_tensors)]
-        self.output_names = [name for name in names if self._is_output(name)]
+        # What layers choose, `LAYER/selected`, comes after the network's own outputs.
+        own_first = sorted(names, key=lambda name: "/" in name)
+        self.output_names = [name for name in own_first if self._is_output(name)]
         self.takes_k = K_INPUT in names
         self._bound = [] if plan.record is None else [BoundWeight(**b) for b in plan.record.bound]
         self._graph = "" if plan.record is None else plan.record.graph
@@ -343,6 +346,7 @@ class LoadedEngine:
             runtime_cache.deserialize(before)
         # Also at the end of a process that never closes its engine.
         self._kernels = weakref.finalize(self, _keep_kernels, name, runtime_cache, before)
+        self._runtime_cache = runtime_cache  # which has to outlive the context
         return runtime_cache
 
     def capturable(self, stream: int) -> bool:
@@ -436,8 +440,9 @@ class LoadedEngine:
         """Gives back what the engine holds: the context before the engine, the runtime last."""
         if self._kernels is not None:
             self._kernels()
-        self._placed.clear()
         self._context = None
+        self._runtime_cache = None
+        self._placed.clear()
         self._engine = None
         self._runtime = None
 

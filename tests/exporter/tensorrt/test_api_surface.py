@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from moexport.errors import EngineError, MissingExtraError
-from moexport.exporter.tensorrt import backends, cuda
+from moexport.exporter.tensorrt import backends, bindings, cuda
 from moexport.exporter.tensorrt import plan_file as loading
 from moexport.exporter.tensorrt import session as context
 from moexport.exporter.tensorrt import worker as compiling
@@ -239,7 +239,7 @@ def test_polygraphy_takes_the_arguments_that_are_given(tmp_path: Path) -> None:
 CUDA_CALLS = sorted(
     {
         str(node.args[0].value)
-        for module in (cuda, context, backends)
+        for module in (cuda, context, backends, bindings)
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Call)
         and _last_name(node.func) == "call"
@@ -259,6 +259,13 @@ def test_our_cuda_calls_are_found() -> None:
 def test_the_cuda_binding_has_every_call(name: str) -> None:
     runtime = pytest.importorskip("cuda.bindings.runtime")
     assert callable(getattr(runtime, name))
+
+
+def test_the_cuda_binding_has_what_placed_weights_take() -> None:
+    runtime = pytest.importorskip("cuda.bindings.runtime")
+    assert int(runtime.cudaHostAllocMapped) == 2
+    for name in ("cudaFree", "cudaFreeHost", "cudaHostGetDevicePointer", "cudaMemcpy"):
+        assert callable(getattr(runtime, name))
 
 
 @pytest.mark.skipif(first_gpu() is not None, reason="calls CUDA as it is without a GPU")
