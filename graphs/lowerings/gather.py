@@ -79,7 +79,6 @@ LOWERING = Lowering(
     targets=EVERY_TARGET,
     build=build,
     predict_us=predict_us,
-    no_kernel=no_int4,
     copied_bytes=copied_bytes,
     no_kernel=no_int4,
 )
