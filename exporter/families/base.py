@@ -241,12 +241,13 @@ def settle(
 
     `read` was read from shapes and may not be contradicted. `required` maps what shapes cannot tell
     and what changes the output to the question; the published default is taken where the user says
-    so (`rest=default`), or gives the whole `call` of a model with these shapes. `free` maps what
-    cannot change a result to its default. Raises FamilyError for an unknown, contradicting or
+    so (`rest=default`, which every family accepts), or gives the whole `call` of a model with these
+    shapes. `free` maps what cannot change a result to its default. Raises FamilyError for an unknown, contradicting or
     missing key.
     """
     required, free = required or {}, free or {}
-    check_options(family, given, (*read, *required, *free, *((REST,) if call else ())))
+    check_options(family, given, (*read, *required, *free, REST))
+    rest = _rest(family, given)
     for key, value in read.items():
         if key in given and not _same(given[key], value):
             raise FamilyError(
@@ -255,16 +256,16 @@ def settle(
                 hint=f"leave {key} out, or check that this is the right checkpoint",
             )
     told = {key: given[key] for key in required if key in given}
-    if call is not None and (_rest(family, given) or _is_call(given, read, call)):
+    if call is not None and (rest or _is_call(given, read, call)):
         told = {key: each.value for key, each in required.items() if each.fits} | told
     missing = [key for key in required if key not in told]
     if missing:
         options = " ".join(f"--set {key}={_shown(required[key].value)}" for key in missing)
-        rest = f"; --set {REST}=default says that all of it is the published default"
+        default = f"; --set {REST}=default takes the published default for all of it"
         raise FamilyError(
             f"{family}: shapes cannot tell "
             + "; ".join(f"{key} ({required[key].why})" for key in missing),
-            hint=f"say it, with your model's values: {options}{rest if call else ''}",
+            hint=f"add your model's values: {options}{default if call else ''}",
         )
     return {**read, **told, **{key: given.get(key, default) for key, default in free.items()}}
 
@@ -272,8 +273,8 @@ def settle(
 def _rest(family: str, given: Config) -> bool:
     if given.get(REST, "default") != "default":
         raise FamilyError(
-            f"{family}: {REST}={_shown(given[REST])} says nothing",
-            hint=f"--set {REST}=default: what was left out is the published default",
+            f"{family}: {REST}={_shown(given[REST])} is not a choice",
+            hint=f"--set {REST}=default takes the published default for what was left out",
         )
     return REST in given
 

@@ -164,7 +164,7 @@ def layer_family(
     return Family(
         name=layer.family,
         summary=summary,
-        options=(*options, *(required or ()), *(free or ()), *((REST,) if call else ()), LAYER),
+        options=(*options, *(required or ()), *(free or ()), REST, LAYER),
         detect=lambda tensors: bool(find_layers(tensors, layer)),
         build=build,
         layer=layer,

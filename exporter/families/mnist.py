@@ -18,6 +18,7 @@ from ...errors import CheckpointError
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from ..model import TensorSpec
 from .base import (
+    REST,
     Built,
     Config,
     Family,
@@ -140,7 +141,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
 
 FAMILY = Family(
     name=NAME,
-    options=("num_experts", "num_slots", "patch", "hidden", "expert_out_dim", "normalize"),
+    options=("num_experts", "num_slots", "patch", "hidden", "expert_out_dim", "normalize", REST),
     summary="patches of one image, a Soft MoE layer, a linear head (Beyond parameter count, MNIST)",
     detect=lambda tensors: DECODER in tensors and "phi" in tensors and _match(tensors),
     build=_build,

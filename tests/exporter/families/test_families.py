@@ -24,7 +24,7 @@ from moexport.tests.exporter.families.states import (
     vit_state,
     vmoe_state,
 )
-from moexport.tests.recorded import read_case
+from moexport.tests.recorded import MUMOE, SOFT_MOE, read_case
 
 
 def saved(tmp_path: Path, state: Mapping[str, Any], name: str = "w.pt") -> Path:
@@ -256,6 +256,16 @@ def test_prefixes_and_half_precision_load_to_the_same_model(tmp_path: Path) -> N
     x = torch.randn(2, 3, 12, 12)
     assert torch.equal(plain.module(x), other.module(x))
     assert any("float16" in note for note in plain.notes)
+
+
+@pytest.mark.parametrize("case", [*SOFT_MOE, *MUMOE])
+def test_every_family_accepts_the_published_defaults_for_the_rest(case: str) -> None:
+    recorded = read_case(case)
+    asked = {key: value for key, value in recorded.config.items() if key != "rest"}
+    config = load(recorded.weights, config=recorded.config, values=False).config
+    assert load(recorded.weights, config={**asked, "rest": "default"}, values=False).config == config
+    with pytest.raises(FamilyError, match="rest=other is not a choice"):
+        load(recorded.weights, config={**asked, "rest": "other"}, values=False)
 
 
 ODD_VALUES = ["abc", "", "[]", "{}", "-1", "0", "1e400", "1,2,3", "1,[2]", "[null]"]
