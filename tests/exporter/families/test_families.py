@@ -263,7 +263,9 @@ def test_every_family_accepts_the_published_defaults_for_the_rest(case: str) -> 
     recorded = read_case(case)
     asked = {key: value for key, value in recorded.config.items() if key != "rest"}
     config = load(recorded.weights, config=recorded.config, values=False).config
-    assert load(recorded.weights, config={**asked, "rest": "default"}, values=False).config == config
+    assert (
+        load(recorded.weights, config={**asked, "rest": "default"}, values=False).config == config
+    )
     with pytest.raises(FamilyError, match="rest=other is not a choice"):
         load(recorded.weights, config={**asked, "rest": "other"}, values=False)
 
