@@ -1,6 +1,7 @@
 """Writes into the documents what was measured or exported: run from a checkout.
 
-python docs/refresh.py demo DIR     the README's table and figure, from `moexport demo -o DIR`
+python docs/refresh.py demo DIR     the README's table and figure and the site's report, from
+                                    `moexport demo -o DIR`
 python docs/refresh.py mumoe DIR    the table of docs/mumoe.md, from `moexport demo --family mumoe`
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
@@ -31,7 +32,7 @@ from moexport.bench.paper import mnist
 from moexport.bench.paper import multilinear as tables_6_8
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
-from moexport.docs import results_schema
+from moexport.docs import results_schema, site_hooks
 from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import LOWERINGS as LOWERINGS_OF_LAYERS
 from moexport.graphs.lowerings.cost import GPUS, Work
@@ -198,12 +199,13 @@ def _saved(candidate: tuple[int, int]) -> int:
 
 
 def refresh_demo(directory: Path) -> None:
-    """Puts a demo's table and figure into the README."""
+    """Puts a demo's table and figure into the README, and keeps its results for the site."""
     report = directory / "report"
     table = demo_table(read(report / "results.json"))
     page = ROOT / "README.md"
     replace_marked(page, "demo-table", table)
     shutil.copy(report / "latency_accuracy.png", ROOT / "docs" / "images" / "demo.png")
+    shutil.copy(report / "results.json", site_hooks.DEMO)
 
 
 def refresh_mumoe(directory: Path) -> None:

@@ -8,6 +8,7 @@ import io
 import os
 import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -16,12 +17,33 @@ OUTSIDE = re.compile(r"\[([^\]]*)\]\(\.\./[^)]*\)")
 """A link to a file of the sources that is no page."""
 
 
+DEMO = Path(__file__).parents[1] / "perf" / "results" / "demo.json"
+"""The results of a `moexport demo`, those of the README's table."""
+
+REPORT = "demo-report.html"
+
+
+def on_files(files: Any, *, config: Any) -> Any:
+    """Returns the site's files with the report of the demo, as `moexport report` writes it."""
+    from mkdocs.structure.files import File
+    from moexport.bench.report.page import html
+    from moexport.bench.results import read
+
+    files.append(File.generated(config, REPORT, content=html(read(DEMO))))
+    return files
+
+
 def on_page_markdown(markdown: str, *, page: Any, **_: object) -> str:
     """Returns a page with its generated part, and with the text alone of links to sources."""
     made = GENERATED.get(page.file.src_uri)
     if made is not None:
         markdown = markdown.replace(MARK, "\n".join(made()))
     return OUTSIDE.sub(r"\1", markdown)
+
+
+def report() -> Iterator[str]:
+    """Yields where the site has a report to try."""
+    yield f"**[Open the demo's report]({REPORT})** and move the threshold: it is the page itself."
 
 
 def commands() -> Iterator[str]:
@@ -103,4 +125,6 @@ GENERATED: dict[str, Callable[[], Iterator[str]]] = {
     "reference-cli.md": commands,
     "reference-python.md": calls,
     "errors.md": errors,
+    "bench.md": report,
+    "index.md": report,
 }

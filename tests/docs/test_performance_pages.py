@@ -6,7 +6,9 @@ from collections.abc import Callable
 from functools import partial
 
 import pytest
-from moexport.docs.refresh import RESULTS, ROOT, one_run_tables, performance_tables
+from moexport.bench.results import read
+from moexport.docs.refresh import RESULTS, ROOT, demo_table, one_run_tables, performance_tables
+from moexport.docs.site_hooks import DEMO
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "performance.md": performance_tables,
@@ -22,3 +24,8 @@ def test_the_tables_of_a_page_are_those_of_the_kept_results(page: str) -> None:
         assert shown == content, (
             f"docs/{page}, {name}: `python docs/refresh.py performance` brings it up to date"
         )
+
+
+def test_the_table_of_the_readme_is_that_of_the_kept_demo() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"<!-- demo-table -->\n{demo_table(read(DEMO))}<!-- /demo-table -->" in text

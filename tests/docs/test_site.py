@@ -15,6 +15,7 @@ import typer
 from moexport import __all__ as calls
 from moexport import errors
 from moexport.cli import app
+from moexport.tests.bench.report.browser import browser, missing
 from moexport.tests.docs.documents import ROOT
 
 EXTERNAL = re.compile(
@@ -58,3 +59,33 @@ def test_the_references_list_every_command_call_and_error(site: Path) -> None:
     kinds = {name for name, kind in inspect.getmembers(errors, inspect.isclass)} - {"MoexportError"}
     listed = text("errors.html")
     assert all(f"<code>{name}</code>" in listed for name in kinds if name.endswith("Error"))
+
+
+def test_the_site_has_a_report_to_try(site: Path) -> None:
+    report = site / "demo-report.html"
+    assert report.stat().st_size < 1_000_000
+    assert "digits, n = 128" in report.read_text(encoding="utf-8")
+    for page in ("index.html", "bench.html"):
+        linked = re.findall(r'<a href="demo-report.html">', (site / page).read_text("utf-8"))
+        assert linked, page
+
+
+SEARCH = """
+document.querySelector("#__search").click()
+const query = document.querySelector("[data-md-component=search-query]")
+query.focus()
+query.value = arguments[0]
+query.dispatchEvent(new Event("input", { bubbles: true }))
+query.dispatchEvent(new KeyboardEvent("keyup", { bubbles: true }))
+"""
+FOUND = "return Array.from(document.querySelectorAll('.md-search-result__link'), a => a.href)"
+
+
+@pytest.mark.skipif(missing() is not None, reason=f"Chromium: {missing()}")
+def test_pages_that_were_opened_from_a_folder_can_be_searched(site: Path, tmp_path: Path) -> None:
+    with browser(tmp_path) as window:
+        window.open(site / "index.html")
+        window.run(SEARCH, "renormalize")
+        window.wait(f"{FOUND}.length")
+        found = window.run(FOUND)
+        assert any("lowerings.html" in link for link in found), (found, window.console())
