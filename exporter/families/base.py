@@ -242,8 +242,8 @@ def settle(
     `read` was read from shapes and may not be contradicted. `required` maps what shapes cannot tell
     and what changes the output to the question; the published default is taken where the user says
     so (`rest=default`, which every family accepts), or gives the whole `call` of a model with these
-    shapes. `free` maps what cannot change a result to its default. Raises FamilyError for an unknown, contradicting or
-    missing key.
+    shapes. `free` maps what cannot change a result to its default. Raises FamilyError for an
+    unknown, contradicting or missing key.
     """
     required, free = required or {}, free or {}
     check_options(family, given, (*read, *required, *free, REST))
