@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
@@ -24,7 +25,7 @@ from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
 from moexport.graphs.lowerings import LOWERINGS
-from moexport.graphs.lowerings.choice import able, choose
+from moexport.graphs.lowerings.choice import able, batch_spans, choose
 from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.targets import Precision
 
@@ -176,9 +177,13 @@ def chosen(cell: Cell, batches: tuple[int, ...] = ()) -> str:
     return choose(work, cell.target, batches).lowering.name
 
 
-def ratios(cells: Iterable[Cell], batches: tuple[int, ...] = ()) -> list[tuple[float, Cell]]:
-    """Returns each cell's ratio of what `auto` takes to the best."""
-    return [(cell.ratio(chosen(cell, batches)), cell) for cell in cells]
+SPAN = (BATCHES[0], BATCHES[-1])
+
+
+def chosen_by_batch(cell: Cell) -> str:
+    """Returns what `auto` takes for a cell's batch where it writes graphs for the whole range."""
+    spans = batch_spans([replace(cell.work, batch=SPAN[0])], cell.target, *SPAN)
+    return chosen(cell, next(span for span in spans if span[0] <= cell.batch <= span[1]))
 
 
 def least_ratios(cells: Sequence[Cell]) -> list[float]:
@@ -280,25 +285,35 @@ def _called(infer: Callable[[np.ndarray], object], x: np.ndarray, index: int) ->
     return infer(x)
 
 
+Choice = Callable[[Cell], str]
+"""A lowering for a cell."""
+
+CHOICES: Mapping[str, Choice] = MappingProxyType(
+    {
+        "a batch": chosen,
+        "1:1:32, graphs by batch": chosen_by_batch,
+        "1:1:32, one graph": partial(chosen, batches=SPAN),
+    }
+)
+"""What `auto` takes where it is asked for the cell's own batch, or for a range: with the graphs
+that it writes, and where it is to be one."""
+
+
 def table(file: Path) -> str:
-    """Returns the ratio of the choice to the best as Markdown: the median, the worst and where."""
+    """Returns the ratio of the choice to the best as Markdown: of all cells, and of quiet ones."""
     rows = []
     for title, layers in (("fitted to", FITTED), ("held out", HELD_OUT)):
         for precision in ("fp32", "int8"):
             cells = [cell for cell in read_cells(file, layers) if cell.precision == precision]
-            if not cells:
-                continue
-            for asked, found in (
-                ("one batch", ratios(cells)),
-                (
-                    "one batch, undisturbed",
-                    ratios(cell for cell in cells if cell.tells(chosen(cell))),
-                ),
-                (f"1:1:{BATCHES[-1]}", ratios(cells, (BATCHES[0], BATCHES[-1]))),
-            ):
-                if found:
-                    rows.append((title, precision, asked, *_summary(found)))
-    header = ("layers", "precision", "`--batch`", "cells", "median", "95%", "worst", "where")
+            for asked, choice in CHOICES.items() if cells else ():
+                found = [(cell.ratio(choice(cell)), cell) for cell in cells]
+                quiet = [(ratio, cell) for ratio, cell in found if cell.tells(choice(cell))]
+                rows.append((title, precision, asked, *_summary(found), *_summary(quiet)))
+    counts = ("cells", "median", "95%", "worst")
+    header = (
+        *("layers", "precision", "`--batch`", *counts, "where"),
+        *("undisturbed", *counts[1:], "where"),
+    )
     every = read_cells(file)
     least = least_ratios(every)
     one_graph = f"{np.median(least):.2f} times the best, {max(least):.2f} at the worst"
@@ -316,12 +331,10 @@ def table(file: Path) -> str:
 
 def _summary(ratios: Sequence[tuple[float, Cell]]) -> tuple[str, ...]:
     """How many, the median, 95%, the worst, and where that is."""
+    if not ratios:
+        return ("0", *4 * ("–",))
     found = [ratio for ratio, _ in ratios]
     worst, where = max(ratios, key=lambda each: each[0])
-    return (
-        *(str(len(found)), f"{np.median(found):.2f}", f"{np.quantile(found, 0.95):.2f}"),
-        *(
-            f"{worst:.2f}",
-            f"{named(where.layer)}, {where.target}, k = {where.k}, batch {where.batch}",
-        ),
-    )
+    middle, high = np.median(found), np.quantile(found, 0.95)
+    place = f"{named(where.layer)}, {where.target}, k = {where.k}, batch {where.batch}"
+    return str(len(found)), f"{middle:.2f}", f"{high:.2f}", f"{worst:.2f}", place

@@ -130,6 +130,12 @@ class _Predictions:
 Span = tuple[int, int]
 """The first and the last of the batch sizes that a graph is for."""
 
+DIVIDED = 1.25
+"""Where a single graph is so many times slower than the fastest for a size, several are written."""
+
+CALL_US = 10.0
+"""What a call takes beside its layers, at least: for less than a part of it no graph is written."""
+
 MOST_GRAPHS = 3
 """Each of them keeps packed weights of its own in memory once it is used."""
 
@@ -142,8 +148,8 @@ def batch_spans(
 ) -> list[Span]:
     """Returns the ranges of batches that want a graph each, for the layers of a model.
 
-    It is one where a single graph is less than `MUCH_SLOWER` at its ends than the fastest for them,
-    else as few as bring that about, and so divided that the worst ratio is the smallest. Where
+    It is one where a single graph takes less than `DIVIDED` times as long as the fastest at the
+    ends, else as few as bring that about, so divided that the worst ratio is the smallest. Where
     layers take tokens as they come, the batch says little of their number: one graph.
     """
     if any(work.spec.typical_tokens for work in works):
@@ -155,14 +161,14 @@ def batch_spans(
     columns = range(len(sizes))
     ends = sorted({0, len(sizes) - 1, *(sizes.index(work.batch) for work in works)})
     found = [columns]
-    if _regret(layers, ends) >= MUCH_SLOWER:
+    if _regret(layers, ends) >= DIVIDED:
         for count in range(2, min(MOST_GRAPHS, len(sizes)) + 1):
             divided = [
                 [columns[a:b] for a, b in itertools.pairwise((0, *cuts, len(sizes)))]
                 for cuts in itertools.combinations(columns[1:], count - 1)
             ]
             found = min(divided, key=lambda parts: _regrets(layers, parts))
-            if _regrets(layers, found)[0] < MUCH_SLOWER:
+            if _regrets(layers, found)[0] < DIVIDED:
                 break
     # Between two sizes that were looked at, the first span goes to their geometric mean.
     last = [math.isqrt(sizes[part[-1]] * sizes[part[-1] + 1]) for part in found[:-1]]
@@ -192,7 +198,8 @@ def _regret(layers: Sequence[_Predictions], columns: Sequence[int]) -> float:
     ends = (columns[0], columns[-1])
     chosen = [layer.times[layer.ranked(ends, columns[0])[0]] for layer in layers]
     return max(
-        sum(times[c] for times in chosen) / sum(layer.fastest[c] for layer in layers)
+        (CALL_US + sum(times[c] for times in chosen))
+        / (CALL_US + sum(layer.fastest[c] for layer in layers))
         for c in columns
     )
 

@@ -11,7 +11,15 @@ import pytest
 from moexport.errors import LoweringError
 from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import LOWERINGS, NAMES, check_name
-from moexport.graphs.lowerings.choice import MUCH_SLOWER, able, check, choose
+from moexport.graphs.lowerings.choice import (
+    CALL_US,
+    DIVIDED,
+    MUCH_SLOWER,
+    able,
+    batch_spans,
+    check,
+    choose,
+)
 from moexport.graphs.lowerings.cost import CPU, Work, machine_for
 from moexport.graphs.targets import Target
 
@@ -112,6 +120,41 @@ def test_where_another_lowering_is_much_faster_at_an_end_it_is_said_how_to_get_i
         best = next(name for name, each in at.items() if each[place] == 1.0)
         said = f"--batch {size} takes it, --lowering auto,{best} writes both"
         assert (said in choice.reason) == (at[choice.lowering.name][place] >= MUCH_SLOWER)
+
+
+def test_a_range_is_divided_where_no_lowering_is_near_the_fastest_for_all_of_it() -> None:
+    divided = 0
+    for n, d, h in itertools.product((4, 16, 64, 512), (32, 192, 768), (64, 384)):
+        spec = SoftMoESpec("layer", n, 1, d, h, d)
+        for kept in {1, max(1, n // 16), max(1, n // 4), n}:
+            layer = work(spec, kept)
+            for first, last in ((1, 32), (3, 4096)):
+                spans = batch_spans([replace(layer, batch=first)], "onnx", first, last)
+                starts, ends = zip(*spans, strict=True)
+                assert (starts[0], ends[-1]) == (first, last)
+                assert [end + 1 for end in ends[:-1]] == list(starts[1:])
+                assert all(start <= end for start, end in spans)
+                names = {choose(replace(layer, batch=a), "onnx", (a, b)).lowering for a, b in spans}
+                assert len(names) > 1 or len(spans) == 1
+                one = max(
+                    (CALL_US + choose(layer, "onnx", (first, last)).lowering.predict_us(at, CPU))
+                    / (CALL_US + choose(at, "onnx").predicted_us)
+                    for size in (first, last)
+                    for at in (replace(layer, batch=size),)
+                )
+                assert one < DIVIDED or len(spans) > 1 or first > 1
+                divided += len(spans) > 1
+    assert divided
+
+
+def test_a_batch_of_one_size_is_not_divided_and_layers_are_judged_together() -> None:
+    small, large = SoftMoESpec("small", 64, 1, 32, 64, 32), replace(LARGE, name="much larger")
+    assert batch_spans([work(small, 2)], "onnx", 8, 8) == [(8, 8)]
+    assert len(batch_spans([work(SMALL, 32)], "onnx", 1, 4096)) == 1
+    alone = batch_spans([work(small, 16)], "onnx", 1, 4096)
+    assert len(alone) > 1
+    # What a small layer could win is nothing beside a layer that takes the time.
+    assert batch_spans([work(small, 16), work(large, 2)], "onnx", 1, 32) == [(1, 32)]
 
 
 def test_a_lowering_that_is_not_exact_is_never_chosen_but_may_be_asked_for() -> None:

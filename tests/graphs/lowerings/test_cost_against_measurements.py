@@ -6,10 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import moexport
+import numpy as np
 import pytest
 from _pytest.mark import ParameterSet
 from moexport.bench.results import read
 from moexport.graphs.targets import Precision
+from moexport.perf import auto
 from moexport.perf.layers import BATCHES, HELD_OUT, SHAPES, Layer
 from moexport.perf.tables import AUTO_SLACK, Cell, cells
 
@@ -18,6 +20,7 @@ FILES = ("layers-cpu", "layers-vnni-cpu", "one-run/layers-cpu")
 MACHINES = {name: read(FOLDER / f"{name}.json") for name in FILES}
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
 HELD_OUT_SLACK = 0.10
+MEDIAN, HIGH, LEAST_CELLS = 1.02, 1.3, 60
 
 
 def name_of(cell: Cell) -> str:
@@ -55,3 +58,17 @@ def test_the_measured_grid_is_whole(machine: str) -> None:
             for batch in BATCHES
             for k in (layer.ks if precision == "fp32" else layer.integer_ks)
         }
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("choice", [auto.chosen, auto.chosen_by_batch])
+def test_on_small_layers_that_no_constant_has_seen_auto_is_near_the_best(
+    precision: Precision, choice: auto.Choice
+) -> None:
+    """Where neither time was disturbed: single cells may be, in all of their rounds."""
+    cells = auto.read_cells(FOLDER / "auto-cpu.json", auto.HELD_OUT)
+    chosen = [(cell, choice(cell)) for cell in cells if cell.precision == precision]
+    found = [cell.ratio(name) for cell, name in chosen if cell.tells(name)]
+    assert len(found) >= LEAST_CELLS
+    assert np.median(found) <= MEDIAN
+    assert np.quantile(found, 0.95) <= HIGH
