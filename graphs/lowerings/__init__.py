@@ -25,6 +25,7 @@ from . import (
     unfactorised,
 )
 from .base import AnyLowering, Lowering, LoweringOf
+from .token_routed import block_grouped as routed_block_grouped
 from .token_routed import conditional as routed_conditional
 from .token_routed import dense as routed_dense
 from .token_routed import fused as routed_fused
@@ -45,6 +46,7 @@ _EXPERTS = (
     routed_dense.LOWERING,
     routed_grouped.LOWERING,
     routed_conditional.LOWERING,
+    routed_block_grouped.LOWERING,
     routed_fused.LOWERING,
 )
 

@@ -167,6 +167,40 @@ def normalised(b: Builder, layer: ExpertsLayer, outputs: ir.Value) -> ir.Value:
     return b.op("Div", wide, root, name="experts/normalised")
 
 
+def pair_rows(
+    b: Builder, layer: ExpertsLayer, x: ir.Value, index: ir.Value, weights: ir.Value
+) -> ir.Value:
+    """Adds each token once for each expert that it chose, [t·k, d], weighted where the input is."""
+    spec = layer.spec
+    tokens = b.op("Unsqueeze", token_rows(b, layer, x), b.ints(1), name="dispatch/token")
+    if spec.weights_on == "input":
+        narrow = b.cast(weights, ir.DataType.FLOAT, layer.compute.inner, "dispatch/weights_narrow")
+        columns = b.op("Unsqueeze", narrow, b.ints(2), name="dispatch/weights")
+        pairs = b.op("Mul", tokens, columns, name="dispatch/weighted")
+    else:
+        shape = b.op("Concat", _sizes(b, index), b.ints(spec.dim), axis=0, name="dispatch/shape")
+        pairs = b.op("Expand", tokens, shape, name="dispatch/pairs")  # [t, k, d]
+    return b.op("Reshape", pairs, b.ints(-1, spec.dim), name="dispatch/rows")
+
+
+def _sizes(b: Builder, index: ir.Value) -> ir.Value:
+    """The shape [t, k] of an index."""
+    return b.op("Shape", index, name="combine/sizes")
+
+
+def by_token(
+    b: Builder, layer: ExpertsLayer, outputs: ir.Value, index: ir.Value, weights: ir.Value
+) -> ir.Value:
+    """Adds y [t, o] for the experts' outputs [t·k, o], in the order of the pairs."""
+    outputs = normalised(b, layer, outputs)
+    shape = b.op("Concat", _sizes(b, index), b.ints(layer.spec.out), axis=0, name="combine/shape")
+    shaped = b.op("Reshape", outputs, shape, name="combine/outputs")
+    if layer.spec.weights_on == "output":
+        return weighted_sum(b, layer, shaped, weights)
+    summed = b.op("ReduceSum", shaped, b.ints(1), keepdims=0, name="combine/sums")
+    return output(b, layer, summed)
+
+
 def weighted_sum(b: Builder, layer: ExpertsLayer, outputs: ir.Value, weights: ir.Value) -> ir.Value:
     """Adds y [t, o] for outputs [t, j, o] and weights [t, j]."""
     rows = b.op("Unsqueeze", weights, b.ints(1), name="combine/weights")

@@ -18,7 +18,7 @@ from ...targets import CPU_PROVIDER, CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Prec
 from ..base import LoweringOf
 from ..cost import PACKED_ROWS, Machine, expert_macs, stacked_us
 from ..fused import EXPONENTIAL, NEVER
-from .arithmetic import ExpertsLayer, normalised, output, routed, token_rows, weighted_sum
+from .arithmetic import ExpertsLayer, by_token, pair_rows, routed
 from .cost import ExpertsWork, combine_us
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu-tanh": "gelu", "relu": "relu"}
@@ -28,26 +28,10 @@ than SiLU."""
 
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer around one fused node."""
-    spec, inner = layer.spec, layer.compute.inner
     index, weights = routed(b, layer)
-    tokens = b.op("Unsqueeze", token_rows(b, layer, x), b.ints(1), name="dispatch/token")
-    if spec.weights_on == "input":
-        narrow = b.cast(weights, ir.DataType.FLOAT, inner, "dispatch/weights_narrow")
-        columns = b.op("Unsqueeze", narrow, b.ints(2), name="dispatch/weights")
-        tokens = b.op("Mul", tokens, columns, name="dispatch/weighted")
-    else:
-        sizes = b.op("Shape", index, name="dispatch/sizes")
-        shape = b.op("Concat", sizes, b.ints(spec.dim), axis=0, name="dispatch/shape")
-        tokens = b.op("Expand", tokens, shape, name="dispatch/pairs")  # [t, k, d]
-    rows = b.op("Reshape", tokens, b.ints(-1, spec.dim), name="dispatch/rows")
-    outputs = normalised(b, layer, _node(b, layer, rows, _logits(b, layer, index)))
-    sizes = b.op("Shape", index, name="combine/sizes")
-    shape = b.op("Concat", sizes, b.ints(spec.out), axis=0, name="combine/shape")
-    by_token = b.op("Reshape", outputs, shape, name="combine/outputs")
-    if spec.weights_on == "output":
-        return weighted_sum(b, layer, by_token, weights)
-    summed = b.op("ReduceSum", by_token, b.ints(1), keepdims=0, name="combine/sums")
-    return output(b, layer, summed)
+    rows = pair_rows(b, layer, x, index, weights)
+    outputs = _node(b, layer, rows, _logits(b, layer, index))
+    return by_token(b, layer, outputs, index, weights)
 
 
 def _logits(b: Builder, layer: ExpertsLayer, index: ir.Value) -> ir.Value:

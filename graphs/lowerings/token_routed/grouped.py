@@ -21,16 +21,14 @@ from .arithmetic import (
     ExpertsLayer,
     Rows,
     activate,
+    by_token,
     finished,
     first_rows,
     joined,
-    normalised,
-    output,
     products,
     routed,
     second_rows,
     token_rows,
-    weighted_sum,
 )
 from .cost import ExpertsWork, combine_us, one_by_one_us
 
@@ -59,13 +57,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         rows = _token_rows(b, layer, x, pairs)
     outputs = _through_experts(b, layer, rows, pairs)
     outputs = b.op("Gather", outputs, _inverse(b, pairs.order), axis=0, name="group/unsorted")
-    outputs = normalised(b, layer, outputs)
-    shape = b.op("Concat", _sizes(b, index), b.ints(layer.spec.out), axis=0, name="combine/shape")
-    by_token = b.op("Reshape", outputs, shape, name="combine/outputs")  # [t, k, o]
-    if layer.spec.weights_on == "output":
-        return weighted_sum(b, layer, by_token, weights)
-    summed = b.op("ReduceSum", by_token, b.ints(1), keepdims=0, name="combine/sums")
-    return output(b, layer, summed)
+    return by_token(b, layer, outputs, index, weights)
 
 
 def _sorted_pairs(b: Builder, layer: ExpertsLayer, index: ir.Value) -> _Pairs:
@@ -133,12 +125,6 @@ def _chosen(b: Builder, index: ir.Value) -> ir.Value:
         return b.integer(k)
     width = b.op("Shape", index, start=1, end=2, name="group/k")
     return b.op("Squeeze", width, name="group/k_scalar")
-
-
-def _sizes(b: Builder, index: ir.Value) -> ir.Value:
-    """The shape [t, k] for a Reshape."""
-    k = None if index.shape is None else index.shape[1]
-    return b.ints(-1, k) if isinstance(k, int) else b.op("Shape", index, name="combine/sizes")
 
 
 def _inverse(b: Builder, order: ir.Value) -> ir.Value:

@@ -9,6 +9,12 @@ import onnx_ir as ir
 import pytest
 from moexport.graphs.layers.experts import ExpertsSpec
 from moexport.graphs.lowerings import EXPERTS_LOWERINGS
+from moexport.graphs.precision.types import (
+    EIGHT_BITS,
+    ComputeTypes,
+    QuantizedProducts,
+    Scale,
+)
 from moexport.graphs.targets import Precision, Target
 from moexport.tests.graphs.experts_layers import (
     PLAIN,
@@ -24,10 +30,13 @@ from moexport.tests.graphs.experts_layers import (
     session,
 )
 
+TARGETS_HERE: tuple[Target, ...] = ("onnx", "ort-cpu", "tensorrt")
+"""TensorRT's graphs hold standard ops, which ONNX Runtime runs too."""
+
 CASES = [
     (name, target)
     for name, record in EXPERTS_LOWERINGS.items()
-    for target in ("onnx", "ort-cpu")
+    for target in TARGETS_HERE
     if target in record.targets
 ]
 
@@ -36,7 +45,7 @@ def serving(spec: ExpertsSpec) -> list[tuple[str, Target]]:
     return [
         (name, target)
         for name, record in EXPERTS_LOWERINGS.items()
-        for target in ("onnx", "ort-cpu")
+        for target in TARGETS_HERE
         if target in record.targets and record.unable(spec) is None and record.inexact(spec) is None
     ]
 
@@ -64,7 +73,8 @@ def test_one_graph_serves_any_number_of_tokens_and_any_choice(
     x, _, weights = routed(PLAIN, 5)
     to_two = np.tile(np.array([4, 1]), (5, 1))  # four experts get nothing
     assert error(run(graph, x, to_two, weights), formula(layer, x, to_two, weights)) < 1e-5
-    assert run(graph, *routed(PLAIN, 0)).shape == (0, PLAIN.out)
+    if target != "tensorrt":  # an engine has at least one
+        assert run(graph, *routed(PLAIN, 0)).shape == (0, PLAIN.out)
 
 
 @pytest.mark.parametrize(("lowering", "target"), CASES)
@@ -119,8 +129,10 @@ def test_every_precision(option: str, biases: bool, precision: Precision) -> Non
     expected = formula(exact, *inputs)
     for lowering, target in serving(layer.spec):
         record = EXPERTS_LOWERINGS[lowering]
-        if record.no_kernel(precision, target) is not None:
-            continue
+        if record.no_kernel(precision, target) is not None or (
+            target == "tensorrt" and precision != "fp16"
+        ):
+            continue  # engines take INT8 with ranges alone, and no INT4
         compute = computes_in(precision, layer, target)
         graph = lowered(
             layer, lowering, target=target, compute=compute, width=layer.spec.k, opset=21
@@ -133,6 +145,18 @@ def test_every_precision(option: str, biases: bool, precision: Precision) -> Non
 def test_what_integers_lose_of_random_weights(precision: Precision, most: float) -> None:
     layer, inputs = experts(SIZES), routed(SIZES, 9)
     assert error(formula(rounded(layer, precision), *inputs), formula(layer, *inputs)) < most
+
+
+@pytest.mark.parametrize("lowering", ["dense", "conditional", "block-grouped"])
+@pytest.mark.parametrize("option", list(OPTIONS))
+def test_int8_of_engines_has_scales_that_a_calibration_found(option: str, lowering: str) -> None:
+    layer = experts(OPTIONS[option], biases=True)
+    inputs = routed(layer.spec, 7)
+    peak = 14.0 if option == "ungated" else 5.0  # of what relu² gives
+    steps = {"experts.w1": Scale(3.5 / 127, 0), "experts.w2": Scale(peak / 127, 0)}
+    compute = ComputeTypes(quantized=QuantizedProducts("qdq", EIGHT_BITS, steps))
+    made = lowered(layer, lowering, target="tensorrt", compute=compute, width=2, opset=21)
+    assert error(run(made, *inputs), formula(layer, *inputs)) < 6e-2
 
 
 def test_a_row_of_int8_does_not_depend_on_the_others() -> None:

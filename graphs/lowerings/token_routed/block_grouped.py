@@ -1,0 +1,129 @@
+"""`block-grouped`: pairs of a token and an expert in padded tiles, one matrix gathered for each.
+
+Every shape follows from the inputs' alone, as engines need it (`graphs.lowerings.block_grouped`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import onnx_ir as ir
+
+from ...builder import Builder
+from ...layers.experts import ExpertsSpec
+from ...precision.products import product
+from ...precision.types import FLOAT_TYPES
+from ...targets import ENGINES, Precision
+from ..base import LoweringOf
+from ..block_grouped import SORTING_NODES, TILES, from_tiles, into_tiles, tiles_at_most
+from ..cost import Machine, expert_bytes, machine_for, stream_us
+from ..experts import stacked_linear
+from .arithmetic import (
+    ExpertsLayer,
+    activate,
+    by_token,
+    finished,
+    first_rows,
+    pair_rows,
+    routed,
+    second_rows,
+)
+from .cost import ExpertsWork, between_us, combine_us
+
+
+def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
+    """Adds the layer with weights gathered to [tiles, d, inner] and [tiles, h, o]."""
+    index, weights = routed(b, layer)
+    tiles = into_tiles(
+        b,
+        pair_rows(b, layer, x, index, weights),
+        b.op("Reshape", index, b.ints(-1), name="tiles/expert_of_pair"),
+        experts=layer.spec.experts,
+        tile=_tile_for(layer),
+        width=layer.spec.dim,
+    )
+    rows = first_rows(b, layer, tiles.rows)
+    raw = _products(b, layer, "1", rows.values, tiles.expert, "experts/products")
+    first = finished(b, layer, "1", raw, rows.scale, None, "experts/products")
+    between = second_rows(b, layer, activate(b, layer, first, "experts"), "experts")
+    raw = _products(b, layer, "2", between.values, tiles.expert, "experts/outputs")
+    outputs = finished(b, layer, "2", raw, between.scale, None, "experts/outputs")
+    return by_token(b, layer, from_tiles(b, tiles, outputs, layer.spec.out), index, weights)
+
+
+def _products(
+    b: Builder, layer: ExpertsLayer, which: str, rows: ir.Value, expert: ir.Value, name: str
+) -> ir.Value:
+    """Adds each tile's product [tiles, T, ·] with the matrix of its expert [tiles]."""
+    linear = stacked_linear(b, layer, which)
+
+    def gathered(value: ir.Value | None, what: str) -> ir.Value | None:
+        if value is None:
+            return None
+        return b.op("Gather", value, expert, axis=0, name=f"experts/{what}{which}_of_tile")
+
+    weight = gathered(linear.weight, "w")
+    assert weight is not None
+    scale, bias = gathered(linear.scale, "scale"), gathered(linear.bias, "b")
+    return product(
+        b, layer.compute, rows, replace(linear, weight=weight, scale=scale, bias=bias), name
+    )
+
+
+def _tile_for(layer: ExpertsLayer) -> int:
+    """The tile that is predicted to be fastest for a prompt: one token fills none anyway."""
+    compute, spec = layer.compute, layer.spec
+    names: dict[ir.DataType, Precision] = {dtype: name for name, dtype in FLOAT_TYPES.items()}
+    precision = "int8" if compute.quantized is not None else names[compute.inner]
+    work = ExpertsWork(spec, spec.k, 1, spec.typical_tokens[-1], precision)
+    return best_tile(work, machine_for(layer.target, precision))
+
+
+def best_tile(work: ExpertsWork, machine: Machine) -> int:
+    """Returns the tile with the lowest predicted time, the smaller of equals."""
+    return min(TILES, key=lambda tile: (_experts_us(work, machine, tile), tile))
+
+
+def _experts_us(work: ExpertsWork, machine: Machine, tile: int) -> float:
+    """Copies a matrix for each tile, which is then read again, and computes all of its rows."""
+    tiles = tiles_at_most(work.selections, 1, work.spec.experts, tile)
+    copied, layer = expert_bytes(work, tiles), expert_bytes(work, work.spec.experts)
+    rows = tiles * tile
+    return (
+        stream_us(work, copied, layer, machine.bytes_per_us, machine)
+        + stream_us(work, copied, copied, machine.copy_bytes_per_us, machine)
+        + rows * work.spec.parameters_per_expert / machine.macs_per_us
+        + between_us(work, rows, machine)
+    )
+
+
+def _prompt(work: ExpertsWork) -> ExpertsWork:
+    """The work that the tile is chosen for."""
+    return replace(work, batch=1, tokens=work.spec.typical_tokens[-1])
+
+
+def copied_bytes(work: ExpertsWork) -> float:
+    """Every tile copies the expert that it is for."""
+    tile = best_tile(_prompt(work), machine_for("tensorrt"))
+    return expert_bytes(work, tiles_at_most(work.selections, 1, work.spec.experts, tile))
+
+
+def predict_us(work: ExpertsWork, machine: Machine) -> float:
+    """The copies of the tiles' weights, the tiles' rows, and the counting of places."""
+    return (
+        _experts_us(work, machine, best_tile(_prompt(work), machine))
+        + work.selections * work.spec.experts * machine.sort_us
+        + combine_us(work, work.selections, machine)
+        + SORTING_NODES * machine.node_us
+    )
+
+
+LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
+    name="block-grouped",
+    summary="pairs sorted by expert into padded tiles; one weight gathered per tile, batched",
+    targets=ENGINES,
+    build=build,
+    predict_us=predict_us,
+    copied_bytes=copied_bytes,
+    kind="experts",
+)
