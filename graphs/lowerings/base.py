@@ -12,7 +12,7 @@ from ..builder import Builder
 from ..layers.base import Kind
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import LayerOf, S
-from ..targets import Precision, Target
+from ..targets import ENGINES, Precision, Target
 from .cost import Machine, WorkOf
 
 
@@ -29,8 +29,9 @@ def has_all_precisions(precision: Precision, target: Target) -> str | None:
 
 
 def no_int4(precision: Precision, target: Target) -> str | None:
-    """The `no_kernel` of a lowering that needs weights of four bits one matrix at a time."""
-    del target
+    """The `no_kernel` of a lowering of all matrices at once, which engines alone have in INT4."""
+    if target in ENGINES:
+        return None
     return "INT4 weights are multiplied one matrix at a time" if precision == "int4" else None
 
 

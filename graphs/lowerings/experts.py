@@ -47,7 +47,7 @@ def stacked_weights(b: Builder, layer: Layer) -> dict[str, ir.Value]:
         w, bias = f"w{which}", f"b{which}"
         if layer.tensors.has(f"experts.{w}"):
             weights[w] = _stacked_weight(b, layer, w)
-        if layer.tensors.has(f"experts.{w}.scale"):
+        if layer.tensors.has(f"experts.{w}.scale") and layer.compute.blocked is None:
             weights[f"{w}.scale"] = _stacked_scale(b, layer, w)
         if layer.tensors.has(f"experts.{bias}"):
             stacked = layer.stacked(b, f"experts.{bias}")
@@ -67,6 +67,12 @@ def _stacked_weight(b: Builder, layer: LayerOf[Any], key: str) -> ir.Value:
     scales have two. The constant may feed nothing but that node, so a Gather comes after it.
     """
     weight = layer.stacked(b, f"experts.{key}")
+    blocked = layer.compute.blocked
+    if blocked is not None and f"experts.{key}" in blocked.weights:
+        scale = layer.stacked(b, f"experts.{key}.scale")
+        name = f"experts/{key}_floats"
+        size = blocked.block
+        return b.op("DequantizeLinear", weight, scale, axis=1, block_size=size, name=name)
     quantized = layer.compute.quantized
     if quantized is None or quantized.format != "qdq":
         return weight
@@ -90,7 +96,7 @@ def stacked_linear(b: Builder, layer: LayerOf[Any], which: str, *, biased: bool 
     """The first or second matmul of all experts at once."""
     w, bias = f"w{which}", f"experts.b{which}"
     scale, rows = None, None
-    if layer.tensors.has(f"experts.{w}.scale"):
+    if layer.tensors.has(f"experts.{w}.scale") and layer.compute.blocked is None:
         scale = _stacked_scale(b, layer, w)
     if biased and layer.tensors.has(bias):
         rows = b.op("Unsqueeze", layer.stacked(b, bias), b.ints(1), name=f"experts/b{which}_rows")

@@ -74,7 +74,8 @@ def product(
 ) -> ir.Value:
     """Adds rows·w + b for rows that `operand` prepared: [..., r, in] to [..., r, out]."""
     quantized, blocked = compute.quantized, compute.blocked
-    if blocked is not None and linear.key in blocked.weights:
+    # What is stacked comes as floats already.
+    if blocked is not None and linear.key in blocked.weights and linear.rows != "stacked":
         return _blocked(b, blocked, rows, linear, name)
     if quantized is None:
         return _floats(b, rows, linear, name)

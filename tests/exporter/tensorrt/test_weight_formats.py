@@ -46,7 +46,10 @@ FORMATS = [
     ("fp8", "gather"),
     ("fp8", "conditional"),
     ("fp8", "block-grouped"),
+    ("int4", "dense"),
+    ("int4", "gather"),
     ("int4", "conditional"),
+    ("int4", "block-grouped"),
 ]
 
 
@@ -115,14 +118,6 @@ def test_fp8_weights_cannot_be_bound(tmp_path: Path) -> None:
     outcome = run("build", bundle, "--profile", PROFILE, "--bind-weights")
     assert outcome.code == 1
     assert "is FP8, which TensorRT gathers neither as a constant nor as an input" in outcome.error
-
-
-@pytest.mark.parametrize("lowering", ["dense", "gather", "block-grouped"])
-def test_int4_takes_one_matrix_at_a_time(lowering: str, tmp_path: Path) -> None:
-    outcome = exported(tmp_path, "int4", lowering, "--opset", "21")
-    assert outcome.code == 1
-    assert "INT4 weights are multiplied one matrix at a time" in outcome.error
-    assert outcome.hint.endswith("choose auto or one of: conditional")
 
 
 @pytest.mark.parametrize("target", ["onnx", "ort-cpu"])
