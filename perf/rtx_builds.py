@@ -85,14 +85,17 @@ def main() -> None:
     """Writes the results after each case."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("-o", "--output", type=Path, default=Path("rtx-builds.json"))
-    output = parser.parse_args().output
+    parser.add_argument("cases", nargs="*", help="recorded cases [default: all]")
+    asked = parser.parse_args()
     found: list[Build] = []
     for case in cases():
+        if asked.cases and case.name not in asked.cases:
+            continue
         with tempfile.TemporaryDirectory() as place:
             found += builds(case, Path(place))
         compiled = [each for each in found if each.refused is None]
         print(f"{case.name}: {len(compiled)} of {len(found)} so far", flush=True)
-        write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n", output)
+        write_text(json.dumps([asdict(each) for each in found], indent=1) + "\n", asked.output)
 
 
 if __name__ == "__main__":
