@@ -410,11 +410,12 @@ function throughput(chosen) {
   const end = apart(0) > apart(-1) ? 0 : -1;
   for (const trace of traces) {
     const last = (trace.y.length + end) % trace.y.length;
-    trace.texttemplate = trace.y.map((_, i) => i === last ? trace.name : "");
-    trace.textposition = end ? "top left" : "top right";
+    trace.texttemplate = trace.y.map((_, i) => i === last ? `\u2002${trace.name}\u2002` : "");
+    const rises = trace.y.at(-1) > trace.y[0];  // the name is beside its line, not on it
+    trace.textposition = end ? (rises ? "top left" : "bottom left") : (rises ? "bottom right" : "top right");
   }
   traces.push(ring(chosen.batch, rate(chosen)));
-  const logs = traces.flatMap(trace => trace.y).map(Math.log10), y = [Math.min(...logs) - 0.2, Math.max(...logs) + 0.3];
+  const logs = traces.flatMap(trace => trace.y).map(Math.log10), y = [Math.min(...logs) - 0.4, Math.max(...logs) + 0.3];
   const ends = [batches[0], batches.at(-1)].map(Math.log10), pad = 0.06 * (ends[1] - ends[0]);
   draw("throughput", traces, {
     xaxis: axis({ type: "log", range: [ends[0] - pad, ends[1] + pad], tickvals: batches,
@@ -429,7 +430,9 @@ function percentiles(chosen) {
   const names = ["min", "median", "p90", "p95", "p99", "max"];
   const stems = (latency, name, color) => ({ x: names, y: names.map(each => latency[each]), name,
     mode: "lines+markers+text", line: { color, width: 1.5, dash: "dot" }, marker: { color, size: 8 },
-    text: names.map(each => shown(latency[each])), textposition: "top center", textfont: { size: 11 },
+    text: names.map(each => shown(latency[each])),
+    // Times grow to the right: below a point to its right, and above the last one to its left, is no line.
+    textposition: names.map(each => each === "max" ? "top left" : "bottom right"), textfont: { size: 11 },
     cliponaxis: false, hovertemplate: `${name}, %{x}: %{text} ms<extra></extra>` });
   const traces = [stems(chosen.latency_ms, "latency", tint(chosen))];
   if (chosen.device_ms) traces.push(stems(chosen.device_ms, data.gpu ?? "GPU", colour("--soft")));
