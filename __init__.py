@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Bundle",
     "EngineOptions",
+    "Experts",
     "Model",
     "MuMoE",
     "Session",
@@ -60,6 +61,7 @@ _ELSEWHERE = {
     "adapts": ".exporter.checkpoints.adapters",
     "Bundle": ".exporter.bundle.bundle",
     "EngineOptions": ".exporter.tensorrt.options",
+    "Experts": ".exporter.checkpoints.adapters",
     "Model": ".exporter.model",
     "MuMoE": ".exporter.checkpoints.adapters",
     "Session": ".exporter.session",

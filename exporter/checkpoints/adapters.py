@@ -1,10 +1,10 @@
 """Adapters: a user's functions that say what their own layers are, and the proof that they are.
 
-`@adapts(MySoftMoE)` or `--adapter package.module:adapt` names one. It returns a `moexport.SoftMoE`
-or a `moexport.MuMoE`, which hold the user's tensors as they are, check their shapes and build the
-layer of `graphs.layers` that computes with them. That is compared with the layer's own forward on
-inputs that it really saw; where they differ, the few options that can be meant otherwise
-(`variants`) are tried, and the error names those that match.
+`@adapts(MySoftMoE)` or `--adapter package.module:adapt` names one. It returns a `moexport.SoftMoE`,
+a `moexport.MuMoE` or a `moexport.Experts`, which hold the user's tensors as they are, check their
+shapes and build the layer of `graphs.layers` that computes with them. That is compared with the
+layer's own forward on inputs that it really saw; where they differ, the few options that can be
+meant otherwise (`variants`) are tried, and the error names those that match.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from ...common.user_code import callable_named
 from ...errors import CheckpointError, MoexportError, ParityError, UsageError
-from ...graphs.layers import mumoe, soft_moe
+from ...graphs.layers import experts, mumoe, soft_moe
+from ...graphs.layers.experts import ExpertActivation, ExpertsSpec, ExpertsWeights, Gate, WeightsOn
 from ...graphs.layers.mumoe import NORM_EPS, GateActivation, MuMoESpec, MuMoEWeights
 from ...graphs.layers.soft_moe import (
     Activation,
@@ -543,9 +544,75 @@ def _choice(what: str, value: object, choices: Any) -> None:
         raise UsageError(f"{what}={value!r} is not one of {listed}")
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experts:
+    """Token-routed experts alone: tokens (t, d), index (t, k) and weights (t, k) to (t, o).
+
+    What routes is the network around the layer, which calls it as `layer(tokens, index, weights)`
+    and stays in the graph as it is: y = Σ over the k of weight · expert(token).
+
+    `w1` is [n, d, h] and `w2` [n, h, o], inputs first, or n matrices each; `b1` [n, h] and `b2`
+    [n, o] may be left out. With a `gate`, `concatenated` or `interleaved`, `w1` is [n, d, 2h]: the
+    gate, which the activation is of, and what it multiplies, in halves or in turn. `activation` is
+    `silu`, `gelu`, `gelu-tanh`, `relu` or `relu2`; `weights_on` says whether a weight multiplies
+    what an expert returns (`output`) or what it is given (`input`).
+
+    Raises UsageError, naming the argument and what was expected.
+    """
+
+    w1: Tensor | Sequence[Tensor]
+    w2: Tensor | Sequence[Tensor]
+    b1: Tensor | None = None
+    b2: Tensor | None = None
+    gate: Gate = "none"
+    activation: ExpertActivation = "relu"
+    weights_on: WeightsOn = "output"
+
+    def build(self, name: str) -> experts.Experts:
+        """Returns the layer that computes this; its k is told by how it is called."""
+        _choice("gate", self.gate, Gate)
+        _choice("activation", self.activation, ExpertActivation)
+        _choice("weights_on", self.weights_on, WeightsOn)
+        w1, w2 = self._matrices("w1", self.w1), self._matrices("w2", self.w2)
+        n, d, inner = len(w1), *w1[0].shape
+        hidden, out = w2[0].shape
+        if len(w2) != n or inner != (hidden if self.gate == "none" else 2 * hidden):
+            raise UsageError(
+                f"w1 is {n} × {list(w1[0].shape)} and w2 {len(w2)} × {list(w2[0].shape)} with gate "
+                f"{self.gate!r}",
+                hint="w1 is [n, d, h], with a gate [n, d, 2h], and w2 [n, h, o]",
+            )
+        for what, bias, width in (("b1", self.b1, inner), ("b2", self.b2, out)):
+            if bias is not None and tuple(bias.shape) != (n, width):
+                raise UsageError(f"{what} is {list(bias.shape)}, not [{n}, {width}]")
+        spec = ExpertsSpec(
+            *(name, n, n, d, hidden, out),
+            activation=self.activation,
+            gate=self.gate,
+            weights_on=self.weights_on,
+        )
+        return experts.Experts(spec, ExpertsWeights(w1, w2, self.b1, self.b2)).eval()
+
+    def variants(self) -> Iterator[tuple[dict[str, str], Experts]]:
+        """Yields the same weights with every combination of the options, and what changed."""
+        gates = ("none",) if self.gate == "none" else ("concatenated", "interleaved")
+        for gate, form, on in product(gates, get_args(ExpertActivation), get_args(WeightsOn)):
+            options = {"gate": gate, "activation": form, "weights_on": on}
+            changed = {key: repr(new) for key, new in options.items() if new != getattr(self, key)}
+            yield changed, replace(self, **options)
+
+    def _matrices(self, what: str, given: Tensor | Sequence[Tensor]) -> soft_moe.Matrices:
+        if isinstance(given, Tensor):
+            return _tensor(what, given, (3,), "[n, in, out]")
+        matrices = [_tensor(what, each, (2,), "[in, out] for each expert") for each in given]
+        if not matrices or len({each.shape for each in matrices}) > 1:
+            raise UsageError(f"{what}: {len(matrices)} matrices that are not of one shape")
+        return tuple(matrices)
+
+
 # --- functions that say it ----------------------------------------------------------------------
 
-Described = SoftMoE | MuMoE
+Described = SoftMoE | MuMoE | Experts
 
 Adapter = Callable[[Any], Described]
 
@@ -573,8 +640,9 @@ _registered: dict[type, Adapter] = {}
 def adapts(*classes: type[nn.Module]) -> Callable[[A], A]:
     """Decorates a function that takes a layer of these classes and says what it computes.
 
-    It returns a `moexport.SoftMoE` or a `moexport.MuMoE` and serves for subclasses, too, that have
-    no adapter of their own. Raises UsageError for a class that has another adapter already.
+    It returns a `moexport.SoftMoE`, a `moexport.MuMoE` or a `moexport.Experts` and serves for
+    subclasses, too, that have no adapter of their own. Raises UsageError for a class that has
+    another adapter already.
     """
     for each in classes:
         if not _is_layer_class(each):
@@ -642,7 +710,8 @@ def describe(adapter: Adapter, layer: nn.Module, where: str) -> Described:
     if not isinstance(described, Described):
         raise UsageError(
             f"{what}: returned a {type(described).__name__}",
-            hint=f"an adapter returns a moexport.SoftMoE or a moexport.MuMoE ({PAGE})",
+            hint="an adapter returns a moexport.SoftMoE, a moexport.MuMoE or a moexport.Experts "
+            f"({PAGE})",
         )
     return described
 

@@ -21,6 +21,7 @@ from ...calibration.feeds import samples
 from ...common.user_code import callable_named
 from ...errors import CheckpointError, FamilyError, MoexportError, ParityError, UsageError
 from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
+from ...graphs.layers.experts import Experts as ExpertsLayer
 from ..families import FAMILIES, LAYOUTS
 from ..families.base import find_layers
 from ..families.layer_only import PixelBackbone, TokenBackbone, VectorBackbone
@@ -30,6 +31,7 @@ from .adapters import (
     TOLERANCE,
     Adapter,
     Described,
+    Experts,
     adapter_name,
     adapter_of,
     adapters_for,
@@ -42,6 +44,9 @@ from .state_dict import Checkpoint, read_checkpoint
 INPUT_SHAPE = "input_shape"
 
 EXAMPLE_INPUT = "example_input"
+
+ROUTED_INPUTS = 3
+"""What token-routed experts are called with: tokens, index and weights."""
 
 RANDOM_INPUTS = 2
 
@@ -86,7 +91,7 @@ def load_factory(
     places = {layer.path: layer for layer in found}
     found = tuple(places[path] for path in own.layers)  # in the order in which they are called
     for place in found:
-        _check_adapter(place, *own.layers[place.path], source)
+        _check_adapter(place, own, source)
     twin, layers, replaced = swapped(module, found, own)
     check_same(own, recorded_forward(twin, found, inputs, source), module, source)
     array, result = inputs.numpy(), own.result.numpy()
@@ -295,10 +300,14 @@ def _renamed(layer: MoELayer, name: str) -> MoELayer:
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What one forward pass showed: the input and output of each layer as called, the result."""
+    """What one forward pass showed: the input and output of each layer as called, the result.
+
+    `routed` are what layers of token-routed experts were given beside: index and weights.
+    """
 
     layers: Mapping[str, tuple[Tensor, Tensor]]
     result: Tensor
+    routed: Mapping[str, tuple[Tensor, Tensor]]
 
 
 def recorded_forward(
@@ -310,11 +319,22 @@ def recorded_forward(
     result is not one tensor.
     """
     seen: dict[str, tuple[Tensor, Tensor]] = {}
+    routed: dict[str, tuple[Tensor, Tensor]] = {}
+    of_experts = {layer.path for layer in found if isinstance(layer.described, Experts)}
 
     def record(
         path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
     ) -> None:
-        tokens = args[0] if len(args) == 1 and not kwargs else None
+        if path in of_experts and len(args) == ROUTED_INPUTS and not kwargs:
+            tokens, index, weights = args
+            routed[path] = index.detach(), weights.detach()
+        else:
+            tokens = args[0] if len(args) == 1 and not kwargs else None
+        if path in of_experts and path not in routed:
+            raise FamilyError(
+                f"{what}: {path or 'the layer'} is not called with tokens, index and weights",
+                hint="its forward must be y = layer(tokens, index, weights) at inference",
+            )
         if not isinstance(tokens, Tensor) or not isinstance(out, Tensor):
             raise FamilyError(
                 f"{what}: {path or 'the layer'} is called with more than its tokens, or "
@@ -348,15 +368,17 @@ def recorded_forward(
             f"{what}: its forward returned a {type(result).__name__}, not one tensor",
             hint="give a factory whose forward returns the logits alone",
         )
-    return Recorded(seen, result)
+    return Recorded(seen, result, routed)
 
 
-def _check_adapter(place: FoundLayer, x: Tensor, y: Tensor, source: str) -> None:
-    """Raises ParityError unless what an adapter says gives y for x, as the layer did."""
+def _check_adapter(place: FoundLayer, own: Recorded, source: str) -> None:
+    """Raises ParityError unless what an adapter says gives what the layer gave."""
     if place.described is None:
         return
-    spec, backbone = place.make("").spec, _backbone(place.path, x, y)
-    ranks = (3, 4) if spec.kind == "soft-moe" else (2, 3, 4)
+    (x, y), routed = own.layers[place.path], own.routed.get(place.path, ())
+    spec = place.make("").spec
+    backbone = None if routed else _backbone(place.path, x, y)
+    ranks = {"soft-moe": (3, 4), "experts": (2,)}.get(spec.kind, (2, 3, 4))
     if x.ndim not in ranks or x.shape[1 if backbone is PixelBackbone else -1] != spec.dim:
         raise UsageError(
             f"{source}: {place.at} is called on {list(x.shape)}, and what its adapter says takes "
@@ -365,7 +387,9 @@ def _check_adapter(place: FoundLayer, x: Tensor, y: Tensor, source: str) -> None
         )
 
     def run(layer: nn.Module, x: Tensor) -> Tensor:
-        result: Tensor = (backbone(layer) if backbone else layer)(x)
+        # Of a few rows, where options are tried, what was chosen for them.
+        beside = (each[: len(x)] for each in routed)
+        result: Tensor = (backbone(layer) if backbone else layer)(x, *beside)
         return result
 
     check_described(place.described, x, y, run, f"{source}: {place.at}")
@@ -398,7 +422,8 @@ def swapped(
     names, notes = [], []
     for place in found:
         path = place.path
-        backbone = _backbone(path, *own.layers[path])
+        routed = own.routed.get(path)
+        backbone = None if routed else _backbone(path, *own.layers[path])
         name = f"{path}.layer".removeprefix(".") if backbone else path
         try:
             ours: nn.Module = place.make(name)
@@ -408,6 +433,8 @@ def swapped(
                 hint=f"its parameters are not those of the published code: "
                 f"{EXAMPLE.format(name=type(module.get_submodule(path)).__name__)}",
             ) from error
+        if isinstance(ours, ExpertsLayer) and routed:  # k is what the router chose
+            ours.spec = replace(ours.spec, k=routed[0].shape[-1])
         ours = backbone(ours) if backbone else ours
         for each in (path, *place.aliases):
             if each:
