@@ -11,7 +11,11 @@ from moexport.bench.plan import Candidate, GraphSource, Settings, plan
 from moexport.bench.runners.candidates import Refused, Sweep, exported, from_bundle
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.errors import LoweringError
+from moexport.exporter.export import export_plan
+from moexport.exporter.inputs import AxisRange
+from moexport.exporter.job import export_job
 from moexport.exporter.model import Model
+from moexport.exporter.options import ExportOptions
 from moexport.tests.recorded import many_experts, read_case
 
 ASKED = Sweep(ks=(2,), lowerings=("gather", "fused"), engines=("onnxruntime",))
@@ -67,6 +71,11 @@ def test_what_auto_chose_for_a_batch_is_timed_at_that_alone(many: Model) -> None
         one, large = timed(candidate, MANY.batches)
         assert len(one) == len(large) == 1
         assert one != large
+    # It is what an export for that batch writes.
+    for size, names in zip(MANY.batches, (one, large), strict=True):
+        options = ExportOptions(k=8, batch=AxisRange(size, size, size))
+        (graph,) = export_plan(export_job(many, options)).graphs
+        assert names == (graph.title,)
     named = replace(MANY, lowerings=("auto", *map(str, large)))
     with exported(many, named) as candidate:
         assert timed(candidate, MANY.batches) == [(*one, *large), large]

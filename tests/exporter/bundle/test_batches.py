@@ -209,6 +209,19 @@ def test_in_python_too(layer: Path, tmp_path: Path) -> None:
     assert other.batches == [1, main.batches[0] - 1]
 
 
+def test_k_may_be_an_input_of_each(layer: Path, tmp_path: Path) -> None:
+    model = moexport.load(layer)
+    out, batch = tmp_path / "out", f"1:1:{LARGEST}"
+    bundle = moexport.export(model, out, k="input", batch=batch, tokens="1:4:16", verify=False)
+    session = bundle.session()
+    assert session.takes_k
+    for graph in bundle.manifest.graphs:
+        x = tokens(graph.batches[0])
+        for k in (3, 64):
+            assert np.array_equal(session(x, k), bundle.session(graph.file)(x, k))
+    assert used(session) == {graph.file for graph in bundle.manifest.graphs}
+
+
 def test_the_nearest_graph_is_that_with_the_smallest_distance(opened: Bundle) -> None:
     first = replace(opened.manifest.graphs[0], file="a", batches=[4, 8])
     second = GraphRecord("b", {}, {}, None, [20, 30])
