@@ -267,7 +267,7 @@ def export(
         precision: what the graph computes in: fp32, fp16, bf16, int4 (weights alone), fp8 (for
             engines) or int8; int8 and fp8 need data or a
             calibration ("fp32").
-        quantize: what is INT8: experts, or all linear layers ("experts").
+        quantize: what becomes integers: experts, or all linear layers ("experts").
         rest: the float type of what is not INT8: fp32, fp16 or bf16 (None: fp32; for TensorRT
             fp16).
         weight_bits: bits of INT8 weights on CPUs: 7, or 8, slower on those without VNNI (None: 7;
