@@ -184,12 +184,12 @@ CPU_INT4 = replace(
     CPU,
     bytes_per_us=90e3,
     stacked_bytes_per_us=90e3,
-    macs_per_us=110e3,
+    macs_per_us=150e3,
     pack_bytes_per_us=math.inf,
     cached=1.1,
 )
 """From single products of `MatMulNBits`, not fitted: unpacking keeps it from being as fast as the
-bytes that it reads, and many rows take longer than with FP32 weights."""
+bytes that it reads, and many rows take about as long as with FP32 weights."""
 
 MACHINES: Mapping[MachineKind, Mapping[Precision, Machine]] = MappingProxyType(
     {
