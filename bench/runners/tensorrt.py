@@ -102,6 +102,8 @@ class EngineLoader(Loader):
         there = {(each.flavour, each.graph) for each in engines_of(manifest)}
         if (self.backend, self.graph) not in there:
             graph = next(each for each in manifest.graphs if each.file == self.graph)
-            asked = replace(options, expose_routing=bool(graph.selected))
+            # Coefficients of every token, as muMoE layers have them, would slow down what is timed.
+            sets = any(value.endswith(f"/{SELECTED}") for value in graph.selected.values())
+            asked = replace(options, expose_routing=sets)
             plans = plan_engines(manifest, self.backend, asked, graph=self.graph)
             add_engines(self.bundle, manifest, plans)

@@ -87,24 +87,16 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 class DeviceBuffer:
-    """Memory on the GPU that grows when more is asked for; `address` is where it lies."""
+    """So many bytes on the GPU; `address` is where they lie."""
 
-    def __init__(self) -> None:
-        self.address = 0
-        self.size = 0
-
-    def reserve(self, size: int) -> int:
-        """Makes room for so many bytes and returns the address."""
-        if size > self.size:
-            self.free()
-            self.address, self.size = int(call("cudaMalloc", size)), size
-        return self.address
+    def __init__(self, size: int) -> None:
+        self.address = int(call("cudaMalloc", size))
 
     def free(self) -> None:
         """Gives the memory back."""
         if self.address:
             call("cudaFree", self.address)
-            self.address = self.size = 0
+            self.address = 0
 
 
 class Stream:

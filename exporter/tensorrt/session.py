@@ -9,7 +9,7 @@ with every call. Arrays of numpy need neither PyTorch nor ONNX Runtime.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -272,8 +272,8 @@ class EngineSession:
                 width = 2 if dtype == BF16 else np.dtype(dtype).itemsize
                 sizes[name] = max(sizes.get(name, 1), int(np.prod(shape, dtype=np.int64)) * width)
         for name, nbytes in sizes.items():
-            self._buffers[name] = cuda.DeviceBuffer()
-            self._loaded.bind(name, self._buffers[name].reserve(nbytes))
+            self._buffers[name] = cuda.DeviceBuffer(nbytes)
+            self._loaded.bind(name, self._buffers[name].address)
 
 
 class LoadedEngine:
@@ -318,7 +318,7 @@ class LoadedEngine:
         self.profiles = plan.record.ranges if plan.record else self._read_profiles()
         self._profile = 0
         self._check_k()
-        self._k = _aligned(K_TYPES[self.dtype(K_INPUT)]) if self.takes_k else None
+        self._k = _aligned(np.dtype(self.dtype(K_INPUT))) if self.takes_k else None
 
     def _create(self, graphs: bool, eager: bool) -> Any:
         if not self.records_itself:
@@ -472,12 +472,6 @@ class LoadedEngine:
                 k = AxisRange(*(int(each[0]) for each in values)) if len(values) == 3 else None
             found.append(Profile(self.input_name, low, opt, high, k))
         return found
-
-
-K_TYPES: Mapping[str, np.dtype[Any]] = {
-    "int64": np.dtype(np.int64),
-    "int32": np.dtype(np.int32),
-}
 
 
 def _aligned(dtype: np.dtype[Any]) -> np.ndarray:
