@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import moexport
 import numpy as np
 import onnx
 import pytest
@@ -116,6 +117,28 @@ def test_experts_of_another_bundle_take_the_place_where_they_fit(tmp_path: Path)
         experts_of(half, "model.onnx", bound)
     with pytest.raises(EngineError, match=r"holds no model-gather\.onnx"):
         experts_of(same, "model-gather.onnx", bound)
+
+
+def test_the_engines_graph_with_other_experts_computes_their_bundle(tmp_path: Path) -> None:
+    """What an exchange of experts does: one graph, the bound weights of another checkpoint."""
+    case = read_case(VIT)
+    model = moexport.load(case.weights, config=case.config)
+    asked: dict[str, Any] = {"target": "tensorrt-rtx", "lowering": "gather", "k": 2}
+    one = moexport.export(model, tmp_path / "one", engine=False, verify=False, **asked)
+    for layer in model.layers.values():
+        for name, parameter in layer.named_parameters():
+            if name.startswith("w1"):
+                parameter.data.mul_(1.5)
+    other = moexport.export(model, tmp_path / "other", engine=False, verify=False, **asked)
+    layers = [each.name for each in one.manifest.layers]
+    graph, bound = rewritten(one.path / "model.onnx", layers, bind=True)
+    taken = experts_of(other.path, "model.onnx", bound)
+    session, x = opened(graph, one.path), {"input": case.x}
+    (own,) = session.run(None, x | arrays(one.path, graph, bound))
+    (found,) = session.run(None, x | arrays(other.path, graph, taken))
+    assert np.array_equal(own, one.session()(case.x))
+    assert np.abs(found - other.session()(case.x)).max() <= 1e-5 * np.abs(found).max()
+    assert np.abs(found - own).max() > 1e-3 * np.abs(own).max()
 
 
 def test_a_weights_file_that_has_changed_is_not_bound(tmp_path: Path) -> None:
