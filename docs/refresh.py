@@ -7,8 +7,9 @@ python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from e
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
 python docs/refresh.py paper        the tables and figures of docs/paper.md, from perf/results
 python docs/refresh.py calibration  the tables of docs/calibration.md, from the same
-python docs/refresh.py performance  the tables of docs/performance.md, and those of docs/one-run.md
-                                    from those of a whole `make bench`
+python docs/refresh.py performance  the tables and charts of docs/performance.md, the tables of
+                                    docs/history.md, and those of docs/one-run.md from those of a
+                                    whole `make bench`
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from moexport.bench.paper import mnist
 from moexport.bench.paper import multilinear as tables_6_8
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
-from moexport.docs import results_schema, site_hooks
+from moexport.docs import performance_page, results_schema, site_hooks
 from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import LOWERINGS as LOWERINGS_OF_LAYERS
 from moexport.graphs.lowerings.cost import GPUS, Work
@@ -230,13 +231,15 @@ def refresh_schema() -> None:
 
 
 def refresh_performance() -> None:
-    """Puts the kept measurements into docs/performance.md, and a whole run into docs/one-run.md."""
+    """Puts what was measured into the pages on performance, and draws their charts."""
     for page, tables in (
         ("performance.md", performance_tables()),
+        ("history.md", history_tables()),
         ("one-run.md", one_run_tables(RESULTS / "one-run")),
     ):
         for name, content in tables.items():
             replace_marked(ROOT / "docs" / page, name, content)
+    performance_page.draw(RESULTS, ROOT / "docs" / "images")
 
 
 def performance_tables() -> dict[str, str]:
@@ -246,16 +249,26 @@ def performance_tables() -> dict[str, str]:
     where = textwrap.fill(f"Measured on {measured_on(scales)}.", 100)
     return {
         "machine": measured_by(results),
-        "targets": targets_table(results) + "\n",
-        "layers": layer_table(results) + "\n",
-        "integer-targets": integer_targets_table(results) + "\n",
-        "integers": integer_table(results) + "\n",
+        "layer-by-k": performance_page.layer_by_k(results) + "\n",
+        "layer-in-int8": performance_page.layer_in_int8(results) + "\n",
         "models": models.table(read(RESULTS / "models-cpu.json"), 1) + "\n",
-        "models-16": models.table(read(RESULTS / "models-b16-cpu.json"), 16) + "\n",
         "mumoe": mumoe.table(read(RESULTS / "mumoe-cpu.json")) + "\n",
         "scale": f"{where}\n\n{scale.table(scales)}\n",
         "startup": startup.table(kept(RESULTS / "startup-cpu.json")) + "\n",
         "auto": auto.table(RESULTS / "auto-cpu.json") + "\n",
+    }
+
+
+def history_tables() -> dict[str, str]:
+    """Returns what docs/history.md shows of the kept results, by its markers."""
+    results = read(RESULTS / "layers-cpu.json")
+    return {
+        "machine": measured_by(results),
+        "targets": targets_table(results) + "\n",
+        "layers": layer_table(results) + "\n",
+        "integer-targets": integer_targets_table(results) + "\n",
+        "integers": integer_table(results) + "\n",
+        "models-16": models.table(read(RESULTS / "models-b16-cpu.json"), 16) + "\n",
     }
 
 

@@ -7,11 +7,19 @@ from functools import partial
 
 import pytest
 from moexport.bench.results import read
-from moexport.docs.refresh import RESULTS, ROOT, demo_table, one_run_tables, performance_tables
+from moexport.docs.refresh import (
+    RESULTS,
+    ROOT,
+    demo_table,
+    history_tables,
+    one_run_tables,
+    performance_tables,
+)
 from moexport.docs.site_hooks import DEMO
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "performance.md": performance_tables,
+    "history.md": history_tables,
     "one-run.md": partial(one_run_tables, RESULTS / "one-run"),
 }
 
