@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         verify,
     )
     from .exporter.bundle.bundle import Bundle
-    from .exporter.checkpoints.adapters import MuMoE, SoftMoE, adapts
+    from .exporter.checkpoints.adapters import Experts, MuMoE, SoftMoE, adapts
     from .exporter.model import Model
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions

@@ -253,7 +253,8 @@ def random_arrays(
 ) -> dict[str, np.ndarray]:
     """Returns standard normal inputs [count, …], fewer where `count` would take too much memory.
 
-    Integer inputs are drawn evenly from the values that the model takes. A mask leaves out the end
+    Integer inputs are drawn evenly from the values that the model takes, or, where that is not
+    known, from those of its example. A mask leaves out the end
     of every second input, or with a cache its beginning.
     """
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits}
@@ -267,6 +268,8 @@ def random_arrays(
         shape = (fitting, *shapes[spec.name][1:])
         if spec.below is not None:
             arrays[spec.name] = random.integers(0, spec.below, shape)
+        elif spec is model.input and model.example is not None and spec.dtype.startswith("int"):
+            arrays[spec.name] = random.choice(model.example.ravel(), shape).astype(spec.dtype)
         elif spec.default == "ones":
             arrays[spec.name] = _gaps(shape, cached=" + " in str(spec.shape[-1]))
         elif spec.default != "positions":

@@ -30,6 +30,7 @@ from .quantization.calibrate import AGAIN, CalibrationJob, CalibrationOptions, r
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions, option_name
+from .token_routed.own_router import with_router_k
 from .token_routed.routers import with_k
 
 PEAK_SAMPLES = 64
@@ -120,7 +121,7 @@ def export_job(
     fixed = fixed_axes(loaded.input, options)
     loaded = edited(loaded, options.edits)
     k = resolve_k(options.k, _specs(loaded))
-    loaded = with_k(loaded, k)
+    loaded = with_router_k(with_k(loaded, k), k)
     job = ExportJob(loaded, options, k, fixed, table)
     _check_layers(job)
     if table is not None:

@@ -1,7 +1,7 @@
 """Adapters: a user's functions that say what their own layers are, and the proof that they are.
 
 `@adapts(MySoftMoE)` or `--adapter package.module:adapt` names one. It returns a `moexport.SoftMoE`,
-a `moexport.MuMoE` or a `moexport.Experts`, which hold the user's tensors as they are, check their
+a `moexport.MuMoE` or `moexport.Experts`, which hold the user's tensors as they are, check their
 shapes and build the layer of `graphs.layers` that computes with them. That is compared with the
 layer's own forward on inputs that it really saw; where they differ, the few options that can be
 meant otherwise (`variants`) are tried, and the error names those that match.
@@ -14,14 +14,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from math import inf, isnan
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, ClassVar, Literal, TypeVar, get_args
 
 import torch
 from torch import Tensor, nn
 
 from ...common.user_code import callable_named
 from ...errors import CheckpointError, MoexportError, ParityError, UsageError
-from ...graphs.layers import experts, mumoe, soft_moe
+from ...graphs.layers import experts as token_experts
+from ...graphs.layers import mumoe, soft_moe
 from ...graphs.layers.experts import ExpertActivation, ExpertsSpec, ExpertsWeights, Gate, WeightsOn
 from ...graphs.layers.mumoe import NORM_EPS, GateActivation, MuMoESpec, MuMoEWeights
 from ...graphs.layers.soft_moe import (
@@ -33,6 +34,7 @@ from ...graphs.layers.soft_moe import (
     SoftMoEWeights,
 )
 from ..families.mumoe import CORE, FACTORS, WHOLE, read_tensor, tensor_names
+from ..token_routed.own_router import Router
 
 # --- what a layer is, in a user's words ---------------------------------------------------------
 
@@ -77,6 +79,11 @@ class SoftMoE:
 
     Raises UsageError, naming the argument and what was expected.
     """
+
+    advice: ClassVar[str] = (
+        "phi is what the router multiplies with, normalised and scaled; slots average by a softmax "
+        "over the tokens, the output adds the experts' by one over all slots"
+    )
 
     phi: Tensor
     experts: Sequence[Expert] | nn.ModuleList | None = None
@@ -241,6 +248,11 @@ class MuMoE:
     Raises UsageError, naming the argument and what was expected.
     """
 
+    advice: ClassVar[str] = (
+        "each level's coefficients are activation(norm(x·gate)), and the tensor is multiplied with "
+        "all of them and x"
+    )
+
     gates: Sequence[nn.Linear | Tensor] | nn.ModuleList | nn.ParameterList
     weights: TensorForm
     second: TensorForm | None = None
@@ -351,10 +363,217 @@ class MuMoE:
         return scaled, means
 
 
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Experts:
+    """Experts that a router chooses: y_t = Σ_j weights[t, j] · expert_{index[t, j]}(x_t).
+
+    `router` is any code of the user's own: a method or function that takes what the layer is called
+    with and returns index [..., k], of whole numbers from 0 to n - 1, and weights [..., k], for the
+    tokens x [..., d]. It is traced as it is. A parameter `k` of it says that it can be asked for
+    another number of experts, which `--k` then does. Without a `router` the layer described is one
+    that is called with them: `experts(x, index, weights)`.
+
+    `experts` are n `(first, second)` pairs of `nn.Linear` or weights [out, in], which compute
+    second(act(first(x))); or `(gate, up, second)`: second(act(gate(x)) · up(x)). Instead of
+    `experts` the stacked `w1` [n, d, h], `b1` [n, h], `w2` [n, h, o] and `b2` [n, o], inputs first,
+    of which `w1` and `w2` may be lists of n matrices; with a `gate`, `w1` is [n, d, 2h], and its
+    columns `concatenated`, gate before up, or `interleaved`: gate, up, gate, …
+
+    `activation` is `silu`, which is z·sigmoid(alpha·z), `gelu`, `gelu-tanh`, `relu` or `relu2`,
+    max(z, 0)². With a gate, `limit` bounds the gate from above and up to -limit … limit before it,
+    and `up_offset` is added to up. `weights_on` says what the weights multiply: the experts'
+    `output` or their `input`.
+
+    Raises UsageError, naming the argument and what was expected.
+    """
+
+    advice: ClassVar[str] = (
+        "index has the number of each token's experts and weights what each is multiplied with; "
+        "what the layer adds besides (a shared expert, its input) belongs into a module around it"
+    )
+
+    router: Router | None = None
+    experts: Sequence[Expert] | nn.ModuleList | None = None
+    w1: Tensor | Sequence[Tensor] | None = None
+    b1: Tensor | None = None
+    w2: Tensor | Sequence[Tensor] | None = None
+    b2: Tensor | None = None
+    gate: Gate | None = None
+    activation: ExpertActivation = "silu"
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+    weights_on: WeightsOn = "output"
+
+    def build(self, name: str, k: int = 1) -> token_experts.Experts:
+        """Returns the experts alone, of which the router chooses k."""
+        _choice("activation", self.activation, ExpertActivation)
+        _choice("weights_on", self.weights_on, WeightsOn)
+        if self.gate is not None:
+            _choice("gate", self.gate, Gate)
+        if self.router is not None and not callable(self.router):
+            raise UsageError(
+                f"router is a {type(self.router).__name__}, not a function",
+                hint="router=layer.route, which returns index [..., k] and weights [..., k]",
+            )
+        gate, w1, b1, w2, b2 = self._parts()
+        if gate == "none" and (self.limit is not None or self.up_offset):
+            raise UsageError("limit and up_offset go with a gate", hint="leave them out")
+        if self.activation != "silu" and self.alpha != 1.0:
+            raise UsageError(
+                f"alpha={self.alpha:g} goes with activation='silu', and activation is "
+                f"{self.activation!r}",
+                hint="leave it out",
+            )
+        d, (hidden, out) = w1[0].shape[0], w2[0].shape
+        spec = ExpertsSpec(
+            name,
+            len(w1),
+            k,
+            d,
+            hidden,
+            out,
+            self.activation,
+            gate,
+            self.alpha,
+            self.limit,
+            self.up_offset,
+            weights_on=self.weights_on,
+        )
+        return token_experts.Experts(spec, ExpertsWeights(w1, w2, b1, b2)).eval()
+
+    def variants(self) -> Iterator[tuple[dict[str, str], Experts]]:
+        """Yields the same weights with every combination of the few options, and what changed."""
+        gated = self.build("").spec.gate != "none"
+        said = self.activation, self.alpha
+        forms = dict.fromkeys([said, *((each, 1.0) for each in get_args(ExpertActivation))])
+        for (activation, alpha), weights_on, exchanged in product(
+            forms, get_args(WeightsOn), (False, True) if gated else (False,)
+        ):
+            changed = {} if activation == said[0] else {"activation": repr(activation)}
+            if alpha != said[1] and not changed:
+                changed["alpha"] = f"{alpha:g}"
+            if weights_on != self.weights_on:
+                changed["weights_on"] = repr(weights_on)
+            other = self
+            if exchanged:
+                changed["gate and up"] = "exchanged"
+                other = self._exchanged()
+            yield changed, replace(other, activation=activation, alpha=alpha, weights_on=weights_on)
+
+    def tensors(self) -> Iterator[Tensor]:
+        """Yields the experts' weights as they were given."""
+        if self.experts is None:
+            for given in (self.w1, self.b1, self.w2, self.b2):
+                if given is not None:
+                    yield from (given,) if isinstance(given, Tensor) else given
+            return
+        for e, expert in enumerate(_several(self.experts)):
+            for weight, bias in _maps(f"experts[{e}]", expert):
+                yield weight
+                if bias is not None:
+                    yield bias
+
+    def _exchanged(self) -> Experts:
+        gate, w1, b1, w2, b2 = self._parts()
+
+        def other(columns: Tensor) -> Tensor:
+            if gate == "concatenated":
+                return torch.cat(columns.chunk(2, dim=-1)[::-1], dim=-1)
+            return torch.stack([columns[..., 1::2], columns[..., ::2]], dim=-1).flatten(-2)
+
+        first, second = (torch.stack(tuple(each)) for each in (w1, w2))
+        bias = None if b1 is None else other(b1)
+        return replace(self, experts=None, gate=gate, w1=other(first), b1=bias, w2=second, b2=b2)
+
+    def _parts(self) -> _Routed:
+        return self._stacked() if self.experts is None else self._listed()
+
+    def _stacked(self) -> _Routed:
+        """The experts from w1, b1, w2 and b2."""
+        if self.w1 is None or self.w2 is None:
+            raise UsageError(
+                "experts are given by w1 and w2",
+                hint="experts=[(first, second), …], or the stacked w1 [n, d, h] and w2 [n, h, o]",
+            )
+        gate: Gate = self.gate or "none"
+        w1 = _matrices("w1", self.w1, "[n, d, h], or with a gate [n, d, 2h]")
+        w2 = _matrices("w2", self.w2, "[n, h, o]")
+        n, (d, inner), (rows, out) = len(w1), w1[0].shape, w2[0].shape
+        hidden = inner if gate == "none" else inner // 2
+        if (len(w2), rows) != (n, hidden) or (gate != "none" and inner % 2):
+            wide = gate == "none" and (len(w2), rows) == (n, inner // 2)
+            raise UsageError(
+                f"w1 {[n, d, inner]} gives {hidden} numbers after its activation, and w2 "
+                f"{[len(w2), rows, out]} takes {rows}",
+                hint="gate='concatenated', or 'interleaved', if one half of them gates the other"
+                if wide
+                else "both are inputs first, [n, in, out]: is one transposed (.mT)?",
+            )
+        b1 = _optional("b1", self.b1, (n, inner), "as many columns as w1")
+        b2 = _optional("b2", self.b2, (n, out), "as many columns as w2")
+        return gate, w1, b1, w2, b2
+
+    def _listed(self) -> _Routed:
+        """The experts from a list of them; their matrices are views, one per expert."""
+        if not all(each is None for each in (self.w1, self.b1, self.w2, self.b2)):
+            raise UsageError(
+                "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
+            )
+        assert self.experts is not None
+        experts = [_maps(f"experts[{e}]", each) for e, each in enumerate(_several(self.experts))]
+        counts = {len(maps) for maps in experts}
+        if len(counts) != 1 or not counts <= {2, 3}:
+            raise UsageError(
+                "experts is not a list of pairs or of triples",
+                hint="experts=[(e.up, e.down) for e in layer.experts], or (gate, up, down)",
+            )
+        triples = counts == {3}
+        if triples and self.gate not in (None, "concatenated"):
+            raise UsageError(f"gate={self.gate!r} and experts of three maps", hint="leave gate out")
+        gate: Gate = "concatenated" if triples else self.gate or "none"
+        if triples:
+            experts = [[_below(gates, up), last] for gates, up, last in experts]
+        inner, d = experts[0][0][0].shape
+        out = experts[0][1][0].shape[0]
+        hidden = inner if gate == "none" else inner // 2
+        for e, maps in enumerate(experts):
+            what = f"experts[{e}]: its"
+            _shape(f"{what} first weight", maps[0][0], (inner, d), "[out, in], as of the others")
+            wanted = (out, hidden)
+            _shape(
+                f"{what} last weight", maps[1][0], wanted, "[out, in] with the first one's width in"
+            )
+        return (
+            gate,
+            tuple(maps[0][0].T for maps in experts),
+            _biases([maps[0] for maps in experts]),
+            tuple(maps[1][0].T for maps in experts),
+            _biases([maps[1] for maps in experts]),
+        )
+
+
+_Routed = tuple[Gate, soft_moe.Matrices, Tensor | None, soft_moe.Matrices, Tensor | None]
+"""How a gate lies in w1, w1, b1, w2 and b2."""
+
 _Experts = tuple[
     ExpertKind, soft_moe.Matrices, Tensor | None, soft_moe.Matrices | None, Tensor | None
 ]
 """The kind of expert, w1, b1, w2 and b2."""
+
+
+def _matrices(what: str, given: Tensor | Sequence[Tensor], expected: str) -> soft_moe.Matrices:
+    """Stacked matrices, or n of one shape."""
+    if isinstance(given, Tensor):
+        return _tensor(what, given, (3,), expected)
+    listed = [
+        _tensor(f"{what}[{e}]", each, (2,), f"a matrix of {expected}")
+        for e, each in enumerate(_several(given))
+    ]
+    if not listed or len({each.shape for each in listed}) > 1:
+        raise UsageError(f"{what} holds {len(listed)} matrices that are not of one shape")
+    return tuple(listed)
+
 
 _Map = tuple[Tensor, Tensor | None]
 """Weight [out, in] and bias [out]."""
@@ -405,8 +624,9 @@ def _below(value: _Map, gate: _Map) -> _Map:
     """Two maps of one input as one, the first one's outputs before the second's."""
     if value[0].shape != gate[0].shape:
         raise UsageError(
-            f"a GEGLU's value is {list(value[0].shape)} and its gate {list(gate[0].shape)}",
-            hint="(value, gate, second): the first two have one shape, [h, d]",
+            f"a gated expert's first two weights are {list(value[0].shape)} and "
+            f"{list(gate[0].shape)}",
+            hint="of three maps the first two have one shape, [h, d]",
         )
     biases = _biases([value, gate])
     return torch.cat([value[0], gate[0]]), None if biases is None else biases.flatten()
@@ -544,72 +764,6 @@ def _choice(what: str, value: object, choices: Any) -> None:
         raise UsageError(f"{what}={value!r} is not one of {listed}")
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Experts:
-    """Token-routed experts alone: tokens (t, d), index (t, k) and weights (t, k) to (t, o).
-
-    What routes is the network around the layer, which calls it as `layer(tokens, index, weights)`
-    and stays in the graph as it is: y = Σ over the k of weight · expert(token).
-
-    `w1` is [n, d, h] and `w2` [n, h, o], inputs first, or n matrices each; `b1` [n, h] and `b2`
-    [n, o] may be left out. With a `gate`, `concatenated` or `interleaved`, `w1` is [n, d, 2h]: the
-    gate, which the activation is of, and what it multiplies, in halves or in turn. `activation` is
-    `silu`, `gelu`, `gelu-tanh`, `relu` or `relu2`; `weights_on` says whether a weight multiplies
-    what an expert returns (`output`) or what it is given (`input`).
-
-    Raises UsageError, naming the argument and what was expected.
-    """
-
-    w1: Tensor | Sequence[Tensor]
-    w2: Tensor | Sequence[Tensor]
-    b1: Tensor | None = None
-    b2: Tensor | None = None
-    gate: Gate = "none"
-    activation: ExpertActivation = "relu"
-    weights_on: WeightsOn = "output"
-
-    def build(self, name: str) -> experts.Experts:
-        """Returns the layer that computes this; its k is told by how it is called."""
-        _choice("gate", self.gate, Gate)
-        _choice("activation", self.activation, ExpertActivation)
-        _choice("weights_on", self.weights_on, WeightsOn)
-        w1, w2 = self._matrices("w1", self.w1), self._matrices("w2", self.w2)
-        n, d, inner = len(w1), *w1[0].shape
-        hidden, out = w2[0].shape
-        if len(w2) != n or inner != (hidden if self.gate == "none" else 2 * hidden):
-            raise UsageError(
-                f"w1 is {n} × {list(w1[0].shape)} and w2 {len(w2)} × {list(w2[0].shape)} with gate "
-                f"{self.gate!r}",
-                hint="w1 is [n, d, h], with a gate [n, d, 2h], and w2 [n, h, o]",
-            )
-        for what, bias, width in (("b1", self.b1, inner), ("b2", self.b2, out)):
-            if bias is not None and tuple(bias.shape) != (n, width):
-                raise UsageError(f"{what} is {list(bias.shape)}, not [{n}, {width}]")
-        spec = ExpertsSpec(
-            *(name, n, n, d, hidden, out),
-            activation=self.activation,
-            gate=self.gate,
-            weights_on=self.weights_on,
-        )
-        return experts.Experts(spec, ExpertsWeights(w1, w2, self.b1, self.b2)).eval()
-
-    def variants(self) -> Iterator[tuple[dict[str, str], Experts]]:
-        """Yields the same weights with every combination of the options, and what changed."""
-        gates = ("none",) if self.gate == "none" else ("concatenated", "interleaved")
-        for gate, form, on in product(gates, get_args(ExpertActivation), get_args(WeightsOn)):
-            options = {"gate": gate, "activation": form, "weights_on": on}
-            changed = {key: repr(new) for key, new in options.items() if new != getattr(self, key)}
-            yield changed, replace(self, **options)
-
-    def _matrices(self, what: str, given: Tensor | Sequence[Tensor]) -> soft_moe.Matrices:
-        if isinstance(given, Tensor):
-            return _tensor(what, given, (3,), "[n, in, out]")
-        matrices = [_tensor(what, each, (2,), "[in, out] for each expert") for each in given]
-        if not matrices or len({each.shape for each in matrices}) > 1:
-            raise UsageError(f"{what}: {len(matrices)} matrices that are not of one shape")
-        return tuple(matrices)
-
-
 # --- functions that say it ----------------------------------------------------------------------
 
 Described = SoftMoE | MuMoE | Experts
@@ -640,7 +794,7 @@ _registered: dict[type, Adapter] = {}
 def adapts(*classes: type[nn.Module]) -> Callable[[A], A]:
     """Decorates a function that takes a layer of these classes and says what it computes.
 
-    It returns a `moexport.SoftMoE`, a `moexport.MuMoE` or a `moexport.Experts` and serves for
+    It returns a `moexport.SoftMoE`, a `moexport.MuMoE` or `moexport.Experts` and serves for
     subclasses, too, that have no adapter of their own. Raises UsageError for a class that has
     another adapter already.
     """
@@ -710,7 +864,7 @@ def describe(adapter: Adapter, layer: nn.Module, where: str) -> Described:
     if not isinstance(described, Described):
         raise UsageError(
             f"{what}: returned a {type(described).__name__}",
-            hint="an adapter returns a moexport.SoftMoE, a moexport.MuMoE or a moexport.Experts "
+            hint="an adapter returns a moexport.SoftMoE, a moexport.MuMoE or moexport.Experts "
             f"({PAGE})",
         )
     return described
@@ -727,11 +881,17 @@ def difference(expected: Tensor, actual: Tensor) -> float:
 
 
 def check_described(
-    described: Described, x: Tensor, y: Tensor, run: Callable[[nn.Module, Tensor], Tensor], at: str
+    described: Described,
+    x: Tensor,
+    y: Tensor,
+    run: Callable[[nn.Module, Tensor], Tensor],
+    at: str,
+    most: int = TRIED_INPUTS,
 ) -> None:
     """Raises ParityError unless what was described gives y, where the user's layer gave it, for x.
 
-    `run` calls a layer on x in the layout that the user's has. `at` begins the message.
+    `run` calls a layer on x, or the first `most` of it, in the layout that the user's has. `at`
+    begins the message.
     """
     with torch.no_grad():
         ours = run(described.build(""), x)
@@ -744,10 +904,10 @@ def check_described(
         off = difference(y, ours)
         if off <= CLOSE:
             return
-        tried = _tried(described, x[:TRIED_INPUTS], y[:TRIED_INPUTS], run)
+        tried = _tried(described, x[:most], y[:most], run)
     if off <= TOLERANCE and not _closer(tried):
         return
-    raise _mismatch(at, off, tried)
+    raise _mismatch(at, off, tried, described.advice)
 
 
 @dataclass(frozen=True, slots=True)
@@ -777,7 +937,7 @@ def _closer(tried: Sequence[_Trial]) -> list[_Trial]:
     return [trial for trial in tried if trial.off <= min(TOLERANCE, said / 10)]
 
 
-def _mismatch(at: str, off: float, tried: Sequence[_Trial]) -> ParityError:
+def _mismatch(at: str, off: float, tried: Sequence[_Trial], advice: str) -> ParityError:
     """What to say of a layer that is not what its adapter says: which options match, or none."""
     begins = f"{at} computes something else than its adapter says: off by {_share(off)} of max|y|"
     closer = _closer(tried)
@@ -807,9 +967,7 @@ def _mismatch(at: str, off: float, tried: Sequence[_Trial]) -> ParityError:
     listed = ", ".join(f"{_said(each.changed)}: {_share(each.off)}" for each in shown)
     return ParityError(
         f"{begins}; none of {len(tried)} combinations of options matches ({listed})",
-        hint="phi is what the router multiplies with, normalised and scaled; slots average by a "
-        "softmax over the tokens, the output adds the experts' by one over all slots; is a weight "
-        f"transposed? ({PAGE})",
+        hint=f"{advice}; is a weight transposed? ({PAGE})",
     )
 
 

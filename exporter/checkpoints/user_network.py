@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,11 +21,11 @@ from ...calibration.feeds import samples
 from ...common.user_code import callable_named
 from ...errors import CheckpointError, FamilyError, MoexportError, ParityError, UsageError
 from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
-from ...graphs.layers.experts import Experts as ExpertsLayer
 from ..families import FAMILIES, LAYOUTS
 from ..families.base import find_layers
 from ..families.layer_only import PixelBackbone, TokenBackbone, VectorBackbone
 from ..model import Model, Source, TensorSpec
+from ..token_routed.own_router import Routed, check_experts, routing
 from .adapters import (
     EXAMPLE,
     TOLERANCE,
@@ -44,9 +44,6 @@ from .state_dict import Checkpoint, read_checkpoint
 INPUT_SHAPE = "input_shape"
 
 EXAMPLE_INPUT = "example_input"
-
-ROUTED_INPUTS = 3
-"""What token-routed experts are called with: tokens, index and weights."""
 
 RANDOM_INPUTS = 2
 
@@ -91,7 +88,7 @@ def load_factory(
     places = {layer.path: layer for layer in found}
     found = tuple(places[path] for path in own.layers)  # in the order in which they are called
     for place in found:
-        _check_adapter(place, own, source)
+        _check_adapter(place, own.layers[place.path], source)
     twin, layers, replaced = swapped(module, found, own)
     check_same(own, recorded_forward(twin, found, inputs, source), module, source)
     array, result = inputs.numpy(), own.result.numpy()
@@ -209,6 +206,11 @@ class FoundLayer:
         """Its place in messages."""
         return f"the layer {self.path or '(the network itself)'}"
 
+    @property
+    def routed(self) -> Experts | None:
+        """What the adapter says of it, where that is experts that a router chooses."""
+        return self.described if isinstance(self.described, Experts) else None
+
 
 def find_in_module(
     module: nn.Module, adapters: Mapping[type, Adapter] | None = None
@@ -299,15 +301,21 @@ def _renamed(layer: MoELayer, name: str) -> MoELayer:
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """One call of a layer: its tokens x, what else it was given, and what it returned."""
+
+    x: Tensor
+    y: Tensor
+    further: tuple[Any, ...] = ()
+    named: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Recorded:
-    """What one forward pass showed: the input and output of each layer as called, the result.
+    """What one forward pass showed: the call of each layer by its path, and the result."""
 
-    `routed` are what layers of token-routed experts were given beside: index and weights.
-    """
-
-    layers: Mapping[str, tuple[Tensor, Tensor]]
+    layers: Mapping[str, Call]
     result: Tensor
-    routed: Mapping[str, tuple[Tensor, Tensor]]
 
 
 def recorded_forward(
@@ -316,32 +324,23 @@ def recorded_forward(
     """Runs the network once on `inputs` and returns what its MoE layers did.
 
     Raises FamilyError when a layer is called with more than its tokens, or never, or when the
-    result is not one tensor.
+    result is not one tensor. A router's layer may be called with more, which its router is given.
     """
-    seen: dict[str, tuple[Tensor, Tensor]] = {}
-    routed: dict[str, tuple[Tensor, Tensor]] = {}
-    of_experts = {layer.path for layer in found if isinstance(layer.described, Experts)}
+    seen: dict[str, Call] = {}
+    routed = {place.path for place in found if place.routed is not None}
 
     def record(
         path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
     ) -> None:
-        if path in of_experts and len(args) == ROUTED_INPUTS and not kwargs:
-            tokens, index, weights = args
-            routed[path] = index.detach(), weights.detach()
-        else:
-            tokens = args[0] if len(args) == 1 and not kwargs else None
-        if path in of_experts and path not in routed:
-            raise FamilyError(
-                f"{what}: {path or 'the layer'} is not called with tokens, index and weights",
-                hint="its forward must be y = layer(tokens, index, weights) at inference",
-            )
+        alone = (len(args) == 1 and not kwargs) or path in routed
+        tokens = args[0] if args and alone else None
         if not isinstance(tokens, Tensor) or not isinstance(out, Tensor):
             raise FamilyError(
                 f"{what}: {path or 'the layer'} is called with more than its tokens, or "
                 "returns more than a tensor",
                 hint="its forward must be y = layer(x) at inference",
             )
-        seen[path] = tokens.detach(), out.detach()
+        seen[path] = Call(tokens.detach(), out.detach(), args[1:], dict(kwargs))
 
     with ExitStack() as hooks, torch.no_grad():
         for path in (layer.path for layer in found):
@@ -368,17 +367,19 @@ def recorded_forward(
             f"{what}: its forward returned a {type(result).__name__}, not one tensor",
             hint="give a factory whose forward returns the logits alone",
         )
-    return Recorded(seen, result, routed)
+    return Recorded(seen, result)
 
 
-def _check_adapter(place: FoundLayer, own: Recorded, source: str) -> None:
-    """Raises ParityError unless what an adapter says gives what the layer gave."""
+def _check_adapter(place: FoundLayer, call: Call, source: str) -> None:
+    """Raises ParityError unless what an adapter says gives y for x, as the layer did."""
     if place.described is None:
         return
-    (x, y), routed = own.layers[place.path], own.routed.get(place.path, ())
-    spec = place.make("").spec
-    backbone = None if routed else _backbone(place.path, x, y)
-    ranks = {"soft-moe": (3, 4), "experts": (2,)}.get(spec.kind, (2, 3, 4))
+    if place.routed is not None:
+        _check_routed(place.routed, call, f"{source}: {place.at}")
+        return
+    x, y = call.x, call.y
+    spec, backbone = place.make("").spec, _backbone(place.path, x, y)
+    ranks = (3, 4) if spec.kind == "soft-moe" else (2, 3, 4)
     if x.ndim not in ranks or x.shape[1 if backbone is PixelBackbone else -1] != spec.dim:
         raise UsageError(
             f"{source}: {place.at} is called on {list(x.shape)}, and what its adapter says takes "
@@ -387,12 +388,86 @@ def _check_adapter(place: FoundLayer, own: Recorded, source: str) -> None:
         )
 
     def run(layer: nn.Module, x: Tensor) -> Tensor:
-        # Of a few rows, where options are tried, what was chosen for them.
-        beside = (each[: len(x)] for each in routed)
-        result: Tensor = (backbone(layer) if backbone else layer)(x, *beside)
+        result: Tensor = (backbone(layer) if backbone else layer)(x)
         return result
 
     check_described(place.described, x, y, run, f"{source}: {place.at}")
+
+
+TRIED_TOKENS = 256
+"""On which the other options are tried: each meets some experts only."""
+
+
+def _check_routed(described: Experts, call: Call, at: str) -> None:
+    """Raises ParityError unless the experts give y for x and what the router chose."""
+    d, n = (spec := described.build("").spec).dim, spec.experts
+    if call.x.ndim < 2 or call.x.shape[-1] != d:
+        raise UsageError(
+            f"{at} is called on {list(call.x.shape)}, and its experts take tokens (…, {d})",
+            hint="a first map is an nn.Linear or [h, d], w1 is [n, d, h]: d is a token's width",
+        )
+    index, weights = _routing(described, call, at)
+    try:
+        check_experts(index, n)
+    except UsageError as error:
+        raise UsageError(f"{at}: {error.message}", hint=error.hint) from error
+    index, weights = (each.reshape(-1, each.shape[-1]) for each in (index, weights))
+
+    def run(layer: nn.Module, rows: Tensor) -> Tensor:
+        result: Tensor = layer(rows, index[: len(rows)], weights[: len(rows)])
+        return result
+
+    if call.y.shape[:-1] != call.x.shape[:-1]:
+        raise ParityError(
+            f"{at} gives {list(call.y.shape)} for {list(call.x.shape)}",
+            hint="experts give a row for each token; what is done with them after belongs into a "
+            "module around",
+        )
+    x, y = (each.reshape(-1, each.shape[-1]) for each in (call.x, call.y))
+    check_described(described, x, y, run, at, TRIED_TOKENS)
+
+
+def _routing(described: Experts, call: Call, at: str) -> tuple[Tensor, Tensor]:
+    """What the router gives for what the layer was called with; a UsageError names the layer."""
+    try:
+        with torch.no_grad():
+            return routing(described.router, (call.x, *call.further), call.named, None)
+    except MoexportError as error:
+        raise UsageError(f"{at}: {error.message}", hint=error.hint) from error
+    except Exception as error:  # the user's code may fail in any way
+        raise UsageError(
+            f"{at}: its router failed: {type(error).__name__}: {error}",
+            hint="it is called with what the layer is called with; --verbose shows where it was "
+            "raised",
+        ) from error
+
+
+def _with_router(place: FoundLayer, layer: nn.Module, call: Call, name: str) -> Routed:
+    """Our experts with the user's router, whose code reads a copy of the user's layer.
+
+    The copy shares the parameters, and holds none of the experts' own: those are ours already.
+    """
+    assert place.adapter is not None
+    host = sharing_weights(layer)
+    described = describe(place.adapter, host, place.at)
+    assert isinstance(described, Experts)
+    k = _routing(described, call, place.at)[0].shape[-1]
+    experts = described.build(name, k)
+    if described.router is None:
+        return Routed(experts, None, None)
+    ranges = [_bytes_of(each) for each in described.tensors()]
+    for module in host.modules():
+        for parameter_name, parameter in module.named_parameters(recurse=False):
+            first, last = _bytes_of(parameter)
+            if any(first < end and start < last for start, end in ranges):
+                setattr(module, parameter_name, None)
+    return Routed(experts, described.router, host)
+
+
+def _bytes_of(tensor: Tensor) -> tuple[int, int]:
+    """Where a tensor's values begin and end in memory."""
+    first = tensor.data_ptr()
+    return first, first + tensor.numel() * tensor.element_size()
 
 
 def _backbone(path: str, x: Tensor, y: Tensor) -> Callable[[nn.Module], nn.Module] | None:
@@ -422,8 +497,15 @@ def swapped(
     names, notes = [], []
     for place in found:
         path = place.path
-        routed = own.routed.get(path)
-        backbone = None if routed else _backbone(path, *own.layers[path])
+        call = own.layers[path]
+        if place.routed is not None:
+            name = f"{path}.experts".removeprefix(".")
+            router = _with_router(place, module.get_submodule(path), call, name)
+            twin = _placed(twin, place, router)
+            names.append(name)
+            notes.append(f"{path or 'the network'} replaced as {place.title}")
+            continue
+        backbone = _backbone(path, call.x, call.y)
         name = f"{path}.layer".removeprefix(".") if backbone else path
         try:
             ours: nn.Module = place.make(name)
@@ -433,17 +515,21 @@ def swapped(
                 hint=f"its parameters are not those of the published code: "
                 f"{EXAMPLE.format(name=type(module.get_submodule(path)).__name__)}",
             ) from error
-        if isinstance(ours, ExpertsLayer) and routed:  # k is what the router chose
-            ours.spec = replace(ours.spec, k=routed[0].shape[-1])
         ours = backbone(ours) if backbone else ours
-        for each in (path, *place.aliases):
-            if each:
-                twin.set_submodule(each, ours.eval())
-            else:
-                twin = ours.eval()
+        twin = _placed(twin, place, ours)
         names.append(name)
         notes.append(f"{path or 'the network'} replaced as {place.title}")
     return twin, tuple(names), tuple(notes)
+
+
+def _placed(network: nn.Module, place: FoundLayer, ours: nn.Module) -> nn.Module:
+    """The network with ours at a layer's place, under each of its names."""
+    for each in (place.path, *place.aliases):
+        if each:
+            network.set_submodule(each, ours.eval())
+        else:
+            network = ours.eval()
+    return network
 
 
 def check_same(own: Recorded, ours: Recorded, module: nn.Module, what: str) -> None:
@@ -451,8 +537,8 @@ def check_same(own: Recorded, ours: Recorded, module: nn.Module, what: str) -> N
 
     `module` is the user's network, which `own` is of.
     """
-    for path, (_, y) in own.layers.items():
-        miss = _miss(y, ours.layers[path][1])
+    for path, call in own.layers.items():
+        miss = _miss(call.y, ours.layers[path].y)
         if miss is not None:
             raise ParityError(
                 f"{what}: the layer {path or '(the network itself)'} computes something else than "

@@ -1,1 +1,1 @@
-"""Models of `transformers` whose experts go through its experts interface."""
+"""Experts with routers: models of `transformers`, and routers of a user's own."""

@@ -15,7 +15,6 @@ from torch import nn
 
 from ...errors import UsageError
 from ...graphs.layers.base import sharing_weights
-from ...graphs.layers.experts import Experts
 from ..model import Model
 from .network import Network
 
@@ -80,7 +79,8 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
     network = model.module
     routers = getattr(network, "routers", None)
     if not isinstance(network, Network) or routers is None:
-        _check_trained(model, k)
+        if isinstance(network, Network):
+            _check_trained(model, k)
         return model
     assert isinstance(routers, Routers)
     if None in k.values():
@@ -124,16 +124,8 @@ def _within(path: str, layers: Mapping[str, Any]) -> str | None:
 
 def _check_trained(model: Model, k: Mapping[str, int | None]) -> None:
     for name, layer in model.layers.items():
-        if isinstance(layer, Experts) and k.get(name) != layer.spec.k:
-            every = layer.spec.k == layer.spec.experts
+        if k.get(name) != layer.spec.trained_k:
             raise UsageError(
-                f"--k: layer {name} is given "
-                + ("all its experts" if every else f"{layer.spec.k} experts a token")
-                + " by the network around it, which has no k that could be told",
-                hint="leave --k out"
-                + (
-                    ""
-                    if every
-                    else "; a k that the factory takes as an argument is given with --set"
-                ),
+                f"--k: nothing in the configuration of this {model.family} model is its k",
+                hint="leave --k out: the model is exported as it was trained",
             )
