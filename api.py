@@ -255,7 +255,8 @@ def export(
             checked.
         destination: the folder to write.
         k: experts kept of the n of each layer: a number (4), a share (0.25, n/4), all (n), a
-            number per layer (4,4,8), or input: the graph takes k as an input ("n").
+            number per layer (4,4,8), or input: the graph takes k as an input. Of token-routed
+            experts n and shares are of those that the router was trained to choose ("n").
         target: who runs the graph: onnx (standard ops alone), ort-cpu, ort-cuda, tensorrt or
             tensorrt-rtx ("onnx").
         lowering: how experts are computed: auto predicts the fastest, tune measures, or a name

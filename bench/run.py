@@ -28,8 +28,9 @@ from ..common.writing import check_folder, make_folder
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.inputs import check_array
-from ..exporter.model import Model
+from ..exporter.model import Model, check_one_input
 from ..exporter.options import parse_lowerings
+from ..graphs.names import K_INPUT
 from ..graphs.targets import Target
 from .analyses.experts import Wanted, parse_analyses, studied
 from .data import Labelled, LabelledData, fingerprint, labelled
@@ -166,6 +167,14 @@ def sweep(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Results:
     Raises `UsageError` and `FeedError`, before anything is measured, for what cannot be meant.
     """
     watcher = asked.progress or Silent()
+    for item in listed:
+        if isinstance(item, Model):
+            check_one_input(item, "bench")
+        elif len([port for port in item.manifest.inputs if port.name != K_INPUT]) > 1:
+            raise UsageError(
+                f"{item.path}: bench measures graphs with one input, and this one has several",
+                hint="`moexport verify` compares it with PyTorch",
+            )
     engines = parse_engines(asked.engine)
     selection = select(engines)
     for each in selection.absent:

@@ -30,7 +30,7 @@ from ..common.text import table
 from ..common.writing import whole_file, write_text
 from ..errors import FeedError, UsageError
 from ..exporter.inputs import check_array, with_axes
-from ..exporter.model import Model
+from ..exporter.model import Model, check_one_input
 from ..graphs.layers.base import NO_EDITS, LayerEdits, MoELayer, moe_layers, sharing_weights
 from .data import LabelledData, labelled, load_groups
 from .metrics import one_per_sample
@@ -131,6 +131,7 @@ def specialise(
     layer that is not there, FeedError for data without labels or a model that does not classify.
     """
     progress = progress or Silent()
+    check_one_input(model, "specialise")
     held = labelled(data, model, 1).head(sys.maxsize)
     x, labels = with_axes(held.inputs, model.input), held.labels
     check_array(x, model.input, f"{model.source.path}: ")

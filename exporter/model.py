@@ -141,6 +141,17 @@ class Model:
         return {name: layers[name] for name in self.order or layers}
 
 
+def check_one_input(model: Model, what: str) -> None:
+    """Raises `UsageError` for a model of several inputs where `what` was asked, which takes one."""
+    if len(model.inputs) > 1:
+        raise UsageError(
+            f"{what}: a model with one input is expected, and this {model.family} model has "
+            f"{len(model.inputs)}",
+            hint="models with token-routed experts are exported, verified and run: "
+            "docs/token-routed.md",
+        )
+
+
 def fingerprint(model: Model) -> str:
     """Returns the SHA-256 of a model's family, configuration, edits and every weight."""
     digest, reading = hashlib.sha256(), Reading(model.source.mapped)

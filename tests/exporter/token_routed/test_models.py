@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 
 import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.errors import CheckpointError, FamilyError, MoexportError, UsageError
+from moexport.errors import (
+    CheckpointError,
+    FamilyError,
+    MissingExtraError,
+    MoexportError,
+    UsageError,
+)
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.inputs import completed
 from moexport.exporter.model import Model
@@ -235,6 +242,28 @@ def test_a_k_that_cannot_be_is_refused(
 def test_targets_of_engines_are_refused_for_several_inputs(mixtral: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="engines are built of graphs with one input"):
         moexport.export(moexport.load(mixtral), tmp_path / "out", target="tensorrt", engine=False)
+
+
+def test_what_takes_models_of_one_input_says_so(mixtral: Path, bundle: Bundle) -> None:
+    model, ids = moexport.load(mixtral), np.zeros((2, 4), np.int64)
+    says = "a model with one input is expected, and this mixtral model has 7"
+    with pytest.raises(UsageError, match=says):
+        moexport.bench([model], data=ids)
+    with pytest.raises(UsageError, match="bench measures graphs with one input"):
+        moexport.bench([bundle], data=ids)
+    with pytest.raises(UsageError, match=says):
+        moexport.calibrate(model, ids)
+    with pytest.raises(UsageError, match=says):
+        moexport.specialise(model, mixtral / "none.npz")
+
+
+def test_without_the_library_the_user_is_told_the_extra(
+    mixtral: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(MissingExtraError, match="transformers, which models of this kind") as told:
+        moexport.load(mixtral)
+    assert "moexport[transformers]" in str(told.value.hint)
 
 
 def test_only_the_cache_can_be_said_of_a_configuration(mixtral: Path) -> None:
