@@ -13,6 +13,7 @@ import re
 import shutil
 import stat
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
@@ -134,6 +135,21 @@ def write_text(text: str, place: Path) -> None:
 def temporary_folder(target: Path) -> AbstractContextManager[Path]:
     """A new, empty folder beside `target`, which is gone when the block ends."""
     return _owned(target, "", Path.mkdir)
+
+
+def scratch_folder(name: str, within: Path | None = None) -> AbstractContextManager[Path]:
+    """A folder for a step's own files, which is gone when the block ends; nobody else may read it.
+
+    It lies in the system's folder for temporary files, or `within` another. What a killed process
+    left of the same step is removed first. OutputError tells of a folder that cannot be made.
+    """
+    place = within or Path(tempfile.gettempdir())
+
+    def make(path: Path) -> None:
+        with told(place):
+            path.mkdir(mode=0o700)
+
+    return _owned(place / f"moexport-{name}", "", make)
 
 
 def replace_folder(new: Path, target: Path) -> None:

@@ -7,7 +7,6 @@ sizes that the export is asked to be fast at. The candidates take turns (`timing
 from __future__ import annotations
 
 import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +20,7 @@ from ..common.console import Progress, Silent
 from ..common.environment import cpu_model
 from ..common.onnx_runtime import ort
 from ..common.timing import Call, Latency, Protocol, differs, measure
+from ..common.writing import scratch_folder
 from ..errors import LoweringError, MoexportError, UsageError
 from ..graphs.lower import LoweringRequest, lower
 from ..graphs.lowerings import lowerings_of
@@ -142,8 +142,8 @@ def _measured(
     latencies: dict[str, Latency] = {}
     left_out: dict[str, str] = {}
     if len(candidates) > 1:
-        with tempfile.TemporaryDirectory(prefix="moexport-tune-") as folder:
-            paths = _write(group, job, precision, candidates, Path(folder), left_out)
+        with scratch_folder("tune") as folder:
+            paths = _write(group, job, precision, candidates, folder, left_out)
             latencies = _timed(paths, group, session, progress, left_out)
         if not latencies:
             reasons = "; ".join(f"{lowering}: {reason}" for lowering, reason in left_out.items())

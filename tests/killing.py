@@ -139,6 +139,8 @@ def prepare(folder: Path) -> None:
     images = np.random.default_rng(0).random(size=(20, 1, 28, 28)).astype("f4")
     np.savez(folder / "y.npz", input=images, label=np.arange(20) % 10)
     (folder / "o").mkdir()
+    (folder / "t").mkdir()
+    tempfile.tempdir = str(folder / "t")
     finish(("export", *LAYER, "-o", folder / "b"))
     row = results.Row("pytorch-eager", 2, 2, 1, "digits")
     results.write(
@@ -241,6 +243,7 @@ def check_next(folder: Path, writer: Writer) -> None:
     assert place.exists()
     assert look(folder, writer) == "nothing"
     left = [path.name for path in (folder / "o").rglob("*") if ".partial" in path.name]
+    left += [path.name for path in (folder / "t").glob(".moexport*")]
     assert not left, f"left behind: {left}"
 
 
@@ -295,6 +298,7 @@ def main() -> None:
     for name in given.names or WRITERS:
         with tempfile.TemporaryDirectory(prefix="kill-") as where:
             tally = _kills(Path(where).resolve(), WRITERS[name], given)
+            tempfile.tempdir = None
         failed |= bool(tally.findings)
         what = f"{tally.kills} kills, left {dict(tally.left)}, pairs {dict(tally.pairs)}"
         print(f"{name}: {what}, {tally.findings}", flush=True)

@@ -7,13 +7,13 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from itertools import product, zip_longest
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, cast, get_args
 
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
 from ...common.text import near_miss
 from ...common.user_code import names_code
+from ...common.writing import scratch_folder
 from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.manifest import MANIFEST_FILE
@@ -91,9 +91,9 @@ def exported(
     progress = progress or Silent()
     graphs: list[GraphSource] = []
     ks = [_whole(export_job(model, ExportOptions(k=k))) for k in sweep.ks]
-    with TemporaryDirectory(prefix="moexport-bench-") as folder:
+    with scratch_folder("bench") as folder:
         for runtime, precision in product(sweep.runtimes, sweep.precisions):
-            place = Path(folder) / f"{runtime.name}-{precision}"
+            place = folder / f"{runtime.name}-{precision}"
             place.mkdir()
             progress.step(f"exporting {model.source.path} for {runtime.name} in {precision}")
             try:

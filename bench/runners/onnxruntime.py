@@ -9,12 +9,12 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any, ClassVar
 
 import numpy as np
 
 from ...calibration.feeds import Array
+from ...common.writing import scratch_folder
 from ...exporter.session import CPU, Session, SessionOptions
 from .base import Loader, Runner
 
@@ -82,8 +82,8 @@ class OnnxLoader(Loader):
 
     def profile(self, batches: Sequence[Array], calls: int) -> list[dict[str, Any]]:
         """Returns the runtime's timing of every node over `calls` calls, batches in turn."""
-        with TemporaryDirectory(prefix="moexport-profile-") as folder:
-            options = replace(self._options, profile=Path(folder) / "profile")
+        with scratch_folder("profile") as folder:
+            options = replace(self._options, profile=folder / "profile")
             session = Session(self.path, options)
             for index in range(calls):
                 session(batches[index % len(batches)], self.k)

@@ -6,7 +6,6 @@ the model answers in FP32.
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -28,6 +27,7 @@ from ...calibration.feeds import (
 )
 from ...calibration.table import CalibrationTable
 from ...common.console import Progress, Silent
+from ...common.writing import scratch_folder
 from ...errors import FeedError, ParityError, UsageError
 from ...graphs.layers.base import algorithm_1
 from ..bundle.manifest import GraphRecord
@@ -110,8 +110,8 @@ def floats_for_retention(
     floats = job.options.precision.float_name(job.options.target)
     left, ranked = quantised_parts(job), False
     kept: list[KeptPart] = []
-    with tempfile.TemporaryDirectory(prefix=".moexport-retention-") as folder:
-        outputs = reference_outputs(job, Path(folder), progress)
+    with scratch_folder("retention") as folder:
+        outputs = reference_outputs(job, folder, progress)
         while True:
             names = [part.name for part in kept]
             what = f"{', '.join(names)} in {floats}" if kept else "INT8"
@@ -164,10 +164,10 @@ class Trials:
         options = replace(self.job.options, lowerings=(AUTO if main == TUNE else main,))
         job = replace(self.job, options=options)
         planned = plan(job, self.traced, self.table, floats=floats)
-        with tempfile.TemporaryDirectory(prefix=".moexport-trial-") as folder:
+        with scratch_folder("trial") as folder:
             graph = planned.graphs[0]
-            lowered = write_graphs(replace(planned, graphs=(graph,)), Path(folder))[graph.file]
-            yield Path(folder), graph_record(graph, lowered)
+            lowered = write_graphs(replace(planned, graphs=(graph,)), folder)[graph.file]
+            yield folder, graph_record(graph, lowered)
 
     def sensitivity(
         self, x: np.ndarray, outputs: ReferenceOutputs | None = None

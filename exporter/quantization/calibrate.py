@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -17,7 +16,7 @@ from ...calibration.observers import Observations, ObservingGraph, observe, obse
 from ...calibration.table import METHODS, CalibrationTable, Origin, is_table
 from ...common.console import Progress, Silent
 from ...common.text import near_miss
-from ...common.writing import check_file, make_folder, told
+from ...common.writing import check_file, make_folder, scratch_folder
 from ...errors import CalibrationError, UsageError
 from ...graphs.layers.base import MoESpec
 from ...graphs.lower import LoweringRequest
@@ -159,10 +158,8 @@ def observe_model(
     progress.step("tracing")
     traced = trace(job.model)
     feed_hash = FeedHash()
-    with told(workspace or Path(tempfile.gettempdir())):
-        made = tempfile.TemporaryDirectory(prefix=".moexport-calibration-", dir=workspace)
-    with made as folder:
-        path = Path(folder) / GRAPH_FILE
+    with scratch_folder("calibration", workspace) as folder:
+        path = folder / GRAPH_FILE
         progress.step("writing the observing graph")
         graph = _write(job, traced, path)
         progress.step("observing", total=total, unit="inputs")

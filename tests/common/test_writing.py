@@ -16,6 +16,7 @@ from moexport.common.writing import (
     locked,
     remove_leftovers,
     replace_folder,
+    scratch_folder,
     temporary_folder,
     whole_file,
     write_text,
@@ -90,6 +91,23 @@ def test_what_a_killed_process_left_is_removed_by_the_next(how: str, tmp_path: P
     with getattr(writing, how)(target):
         assert not left.exists()
     assert names(tmp_path) == (["out.json"] if how == "whole_file" else [])
+
+
+def test_what_a_killed_step_left_of_its_scratch_files_is_removed_by_the_next(
+    tmp_path: Path,
+) -> None:
+    left = killed("temporary_folder", tmp_path / "moexport-tune")
+    with scratch_folder("tune", tmp_path) as folder:
+        assert not left.exists()
+        assert folder.stat().st_mode & 0o777 == 0o700
+        with scratch_folder("tune", tmp_path) as other:  # another process, at the same time
+            assert folder.exists() and other != folder
+    assert names(tmp_path) == []
+
+
+def test_a_scratch_folder_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+    with pytest.raises(OutputError, match="nowhere: cannot be written"):
+        scratch_folder("tune", tmp_path / "nowhere").__enter__()
 
 
 @pytest.mark.parametrize("how", ["whole_file", "temporary_folder"])
