@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.common.text import markdown
+from moexport.docs.refresh import rtx_table
 from moexport.errors import MoexportError
 from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.tests.command import Outcome, run
@@ -92,6 +93,11 @@ def test_the_page_lists_every_check_of_a_gpu_and_says_that_none_was_run() -> Non
     page = (ROOT / "docs" / "servers.md").read_text(encoding="utf-8")
     assert f"<!-- checks -->\n{listed_checks()}<!-- /checks -->" in page
     assert "none of these was run yet" in page
+
+
+def test_the_page_shows_what_was_compiled() -> None:
+    page = (ROOT / "docs" / "edge.md").read_text(encoding="utf-8")
+    assert f"<!-- rtx -->\n{rtx_table()}<!-- /rtx -->" in page
 
 
 def outcomes(block: Block) -> list[Outcome]:
