@@ -129,7 +129,7 @@ def inspect_bundle(bundle: Bundle | AnyPath) -> Manifest:
 def inspect_engine(plan_file: AnyPath, *, trust: bool = False) -> Mapping[str, Any]:
     """Returns what is known of an engine, by its `.plan` file.
 
-    With `trust` one that no manifest vouches for is loaded, too: a plan is code.
+    With `trust`, an unverified engine file is loaded too; it may execute code.
     """
     from .exporter.tensorrt.plan_file import engine_facts
 
@@ -439,7 +439,7 @@ def verify(
         bundle: a bundle, or its folder.
         atol: the absolute difference from PyTorch that is allowed (None: by precision).
         rtol: the difference allowed as a share of max|y| (None: by precision).
-        trust_engine: run engines that were built elsewhere; a plan is code (False).
+        trust_engine: run unverified engine files, built elsewhere; they may execute code (False).
         progress: is told of every check (None: nobody).
     """
     from .exporter.bundle.bundle import Bundle
@@ -487,7 +487,7 @@ def run(
         threads: of ONNX Runtime (None: its own choice).
         engine: who runs it: onnxruntime, tensorrt or tensorrt-rtx ("onnxruntime").
         provider: where ONNX Runtime runs it: cpu, cuda or tensorrt ("cpu").
-        trust_engine: load an engine that was built elsewhere; a plan is code (False).
+        trust_engine: load an unverified engine file, built elsewhere; it may execute code (False).
         host_weights: leave an engine's bound experts in the machine's memory (False).
         batch_size: inputs that run at once (None: the largest batch of the export).
         check: compare the files that are opened with the manifest's hashes (True).

@@ -59,7 +59,7 @@ Data = Annotated[str | None, FEED]
 
 TrustEngine = Annotated[
     bool,
-    typer.Option("--trust-engine", help="Load an engine that was built elsewhere: a plan is code."),
+    typer.Option("--trust-engine", help="Load an unverified engine file; it may execute code."),
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -86,7 +86,9 @@ class ModelFlags:
     ] = None
     config: Annotated[
         Path | None,
-        typer.Option(help="What shapes cannot tell: constructor arguments as JSON, YAML or TOML."),
+        typer.Option(
+            help="Settings that shapes do not tell: constructor arguments as JSON, YAML or TOML."
+        ),
     ] = None
     sets: Annotated[
         list[str] | None,
