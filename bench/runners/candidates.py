@@ -90,7 +90,7 @@ def exported(
     """
     progress = progress or Silent()
     graphs: list[GraphSource] = []
-    ks = [_whole(export_job(model, ExportOptions(k=k))) for k in sweep.ks]
+    ks = [_whole(_of_one_graph(model, k)) for k in sweep.ks]
     with scratch_folder("bench") as folder:
         for runtime, precision in product(sweep.runtimes, sweep.precisions):
             place = folder / f"{runtime.name}-{precision}"
@@ -115,6 +115,22 @@ def exported(
             renormalize=sweep.renormalize,
             engines=sweep.engines,
         )
+
+
+def _of_one_graph(model: Model, k: KOption) -> ExportJob:
+    """The job of a k; `UsageError` where it is of another model, whose router chooses otherwise.
+
+    A sweep traces its model once, and a router is part of what is traced.
+    """
+    job = export_job(model, ExportOptions(k=k))
+    if job.model is not model:
+        said = ",".join(map(str, k)) if isinstance(k, tuple) else k
+        raise UsageError(
+            f"--k {said}: the router of {model.source.path} is part of its graph, which bench "
+            "traces once, as it was trained",
+            hint="export a bundle for each k, and give bench the bundles",
+        )
+    return job
 
 
 @dataclass(frozen=True)
@@ -282,9 +298,14 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
     """
     record = bundle.manifest
     edits = Edits.from_records(record.edits, str(bundle.path / MANIFEST_FILE))
-    model = export_job(model or _source_of(bundle), ExportOptions(edits=edits)).model
     takes_k = record.k == "input"
     baked = {layer.name: layer.k for layer in record.layers if layer.k is not None}
+    loaded = model or _source_of(bundle)
+    routed = any(layer.kind == "experts" for layer in record.layers)
+    routed &= loaded.layers.keys() == baked.keys()
+    # Of experts that a router chooses another k is another model.
+    k: KOption = tuple(baked[name] for name in loaded.layers) if routed else "n"
+    model = export_job(loaded, ExportOptions(edits=edits, k=k)).model
     asked = sweep.ks if takes_k else ()
     ks = [_largest(_whole(export_job(model, ExportOptions(k=k)))) for k in asked]
     ks = ks or [_largest(baked)]

@@ -15,6 +15,8 @@ import moexport
 import numpy as np
 import pytest
 import torch
+from moexport.bench.results import ONNXRUNTIME
+from moexport.bench.runners.candidates import Sweep, exported, from_bundle
 from moexport.errors import ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.model import Model
@@ -169,3 +171,22 @@ def test_another_activation_than_the_mixtures_own_is_told(mixtures: ModuleType) 
     with pytest.raises(ParityError, match="activation='relu'"):
         config = {"mixture": "expert-choice"}
         moexport.load("mixtures:build", config=config, adapter=wrong)
+
+
+def test_bench_measures_a_k_of_a_router_by_its_bundle(mixtures: ModuleType, tmp_path: Path) -> None:
+    """A sweep traces a model once, with the router as it is: another k is not in that graph."""
+    model, ids = loaded("noisy-top-k"), words(mixtures, 4)
+    with (
+        pytest.raises(UsageError, match="--k 1: the router of mixtures:build is part of its graph"),
+        exported(model, Sweep(ks=(1,), engines=(ONNXRUNTIME,))),
+    ):
+        pass
+    bundle = moexport.export(model, tmp_path / "out", k=1, target="ort-cpu")
+    candidate = from_bundle(bundle, Sweep(ks=(), engines=(ONNXRUNTIME,)), model=model)
+    network = mixtures.build("noisy-top-k").eval()
+    network.mixture.trained_k = 1
+    (graph,) = candidate.graphs
+    with torch.no_grad(), graph.open() as runner:
+        wanted = network(ids)
+        assert torch.allclose(candidate.model.module(ids), wanted)
+        assert np.abs(runner.infer(ids.numpy()) - wanted.numpy()).max() <= 1e-5 * wanted.abs().max()
