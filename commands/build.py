@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 class BuildFlags:
     """How engines are built."""
 
-    HEADINGS: ClassVar = {"profiles": "Engines"}
+    HEADINGS: ClassVar = {"profiles": "Engines", "strip_plan": "Weights of engines"}
 
     profiles: Annotated[
         list[str] | None,
@@ -62,6 +62,15 @@ class BuildFlags:
             metavar="LEVEL", help="ampere-plus or same-compute-capability: runs there, too."
         ),
     ] = None
+    tf32: Annotated[
+        bool, typer.Option("--tf32", help="FP32 products in TF32: faster, 10 bits of mantissa.")
+    ] = False
+    engine_cache: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Where engines are kept for the next time; off for nowhere."
+        ),
+    ] = None
     strip_plan: Annotated[
         bool,
         typer.Option("--strip-plan", help="Leaves the weights out; loading takes the bundle's."),
@@ -81,15 +90,6 @@ class BuildFlags:
     expose_routing: Annotated[
         bool, typer.Option("--expose-routing", help="The chosen experts are outputs of the engine.")
     ] = False
-    tf32: Annotated[
-        bool, typer.Option("--tf32", help="FP32 products in TF32: faster, 10 bits of mantissa.")
-    ] = False
-    engine_cache: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Where engines are kept for the next time; off for nowhere."
-        ),
-    ] = None
 
     def options(self) -> EngineOptions:
         """Returns them parsed; `UsageError` for one that cannot be meant."""

@@ -440,8 +440,11 @@ def parse_precisions(text: str) -> tuple[Precision, ...]:
 
 
 def parse_ks(k: Sequence[int | float | str]) -> tuple[KOption, ...]:
-    """Returns the k of a sweep: at least one, and none left to the run, else UsageError."""
-    ks = tuple(map(parse_k, k))
+    """Returns the k of a sweep: at least one, and none left to the run, else UsageError.
+
+    A string is a list as the command line takes it: `n,0.5`.
+    """
+    ks = tuple(map(parse_k, k.split(",") if isinstance(k, str) else k))
     if not ks or "input" in ks:
         raise UsageError(
             "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",

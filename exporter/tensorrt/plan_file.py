@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -338,7 +338,8 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
     }
     if plan.record is not None:
         facts |= plan.record.as_json() | {"file": str(path), "read_from": "record"}
-        facts["layers"] = _listing(path.parent / plan.record.layers)
+        listed = _listing(path.parent / plan.record.layers)
+        facts["layers"] = [asdict(layer) for layer in listed]
     if first_gpu() is not None:
         try:
             facts |= {"inspector": _inspected(plan), "read_from": "engine"}
@@ -347,7 +348,7 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
     return facts
 
 
-def _listing(path: Path) -> list[dict[str, str]]:
+def _listing(path: Path) -> list[_Product]:
     """The products and convolutions that were written down beside the engine."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -359,8 +360,15 @@ def _listing(path: Path) -> list[dict[str, str]]:
 
 
 @dataclass(frozen=True, slots=True)
+class _Product:
+    name: str
+    kind: str
+    precision: str
+
+
+@dataclass(frozen=True, slots=True)
 class _Listing:
-    layers: list[dict[str, str]]
+    layers: list[_Product]
 
 
 def _inspected(plan: Plan) -> Any:

@@ -51,11 +51,7 @@ class _Kind:
 
 def architecture_of(folder: Path) -> str | None:
     """Returns the `model_type` that a folder's `config.json` names; None where there is none."""
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return None
-    found = content.get("model_type") if isinstance(content, dict) else None
+    found = _json(folder).get("model_type")
     return found if isinstance(found, str) else None
 
 
@@ -166,8 +162,8 @@ def _config(folder: Path) -> Any:
 def _json(folder: Path) -> Mapping[str, Any]:
     try:
         content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
+    except (OSError, ValueError, RecursionError):
+        return {}  # whoever reads it next says what is wrong
     return content if isinstance(content, dict) else {}
 
 

@@ -110,7 +110,7 @@ def test_the_help_of_a_command_with_many_options_has_sections() -> None:
     headings = [line for line in lines if re.fullmatch(r"[A-Z][A-Za-z ]+:", line)]
     assert [heading.rstrip(":") for heading in headings] == [
         *("Arguments", "Options", "Reading MODEL", "Graph", "Precision"),
-        *("Inputs and parity check", "Edits", "Engines"),
+        *("Inputs and parity check", "Edits", "Engines", "Weights of engines"),
     ]
     most = max(text.count("\n  -") for text in "\n".join(lines).split(":\n"))
     assert most <= 12

@@ -8,7 +8,7 @@ from pathlib import Path
 import moexport
 import pytest
 from moexport.bench.plan import Candidate, GraphSource, Settings, plan
-from moexport.bench.runners.candidates import Refused, Sweep, exported, from_bundle
+from moexport.bench.runners.candidates import Refused, Sweep, exported, from_bundle, parse_ks
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.errors import LoweringError
 from moexport.exporter.export import export_plan
@@ -25,6 +25,10 @@ ASKED = Sweep(ks=(2,), lowerings=("gather", "fused"), engines=("onnxruntime",))
 def model() -> Model:
     case = read_case("soft_moe_mnist_normalized")
     return moexport.load(case.weights, config=case.config)
+
+
+def test_k_in_python_may_be_the_list_that_the_command_line_takes() -> None:
+    assert parse_ks("n,0.5,4") == parse_ks(["n", 0.5, 4])
 
 
 def opened_by(source: GraphSource) -> type:
