@@ -159,15 +159,18 @@ class Reference:
 
     def _problems(self) -> Iterator[str]:
         """In what it is no record of one model's outputs."""
-        per_input = {"y": self.y, "dense": self.dense, **self.selected, **self.margin}
-        per_input |= {**self.inputs, **self.outputs}
+        groups = (self.selected, self.margin, self.inputs, self.outputs)
+        arrays = [("x", self.x), ("y", self.y), ("dense", self.dense)]
+        arrays += [each for group in groups for each in group.items()]
         if self.x.ndim == 0 or not self.x.size:
             yield "it holds no inputs"
-        for name, array in {"x": self.x, **per_input}.items():
+        for name, array in arrays:
             if array.dtype.kind not in "fiu":
                 yield f"'{name}' is {array.dtype.name}, not numbers"
             elif array.shape[:1] != self.x.shape[:1] or not array.size:
                 yield f"'{name}' is of shape {array.shape}, for inputs {self.x.shape}"
+        if any(array.dtype.kind == "u" for array in self.selected.values()):
+            yield "its choices are neither indices nor weights"
         if self.y.shape != self.dense.shape:
             yield f"outputs {self.y.shape} and {self.dense.shape} are of different shapes"
         if self.selected.keys() != self.margin.keys() or not self.kept:

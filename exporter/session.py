@@ -327,6 +327,7 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
             settings.add_session_config_entry(folder, str(path.parent))
             content = model.SerializeToString()
         session = ort.InferenceSession(content, settings, providers, enable_fallback=0)
+        _ = session.get_modelmeta().custom_metadata_map  # read here, where it may be no text
     except (DecodeError, *_ERRORS) as error:
         if not on_cpu:
             raise EngineError(
@@ -373,6 +374,7 @@ _STATE = ort.capi.onnxruntime_pybind11_state
 _ERRORS = (
     *(_STATE.Fail, _STATE.InvalidGraph, _STATE.InvalidProtobuf, _STATE.InvalidArgument),
     *(_STATE.NoSuchFile, _STATE.NotImplemented, _STATE.RuntimeException),
+    UnicodeDecodeError,  # of names in a damaged graph, in its messages too
 )
 
 

@@ -47,10 +47,13 @@ class Profile:
 
     @staticmethod
     def from_json(record: Mapping[str, Any]) -> Profile:
-        """Reads what `as_json` wrote."""
+        """Reads what `as_json` wrote; ValueError where that is no profile."""
         (name,) = (key for key in record if key != K_INPUT)
         low, opt, high = (tuple(int(size) for size in shape) for shape in record[name])
         k = record.get(K_INPUT)
+        sizes = [*zip(low, opt, high, strict=True), *([] if k is None else [k])]
+        if not all(0 <= a <= b <= c for a, b, c in sizes):
+            raise ValueError(f"{record[name]} is no range of shapes")
         return Profile(name, low, opt, high, None if k is None else AxisRange(*k))
 
     def __str__(self) -> str:

@@ -83,7 +83,7 @@ def engines_of(manifest: Manifest) -> list[EngineRecord]:
     for each in found:
         try:
             plain = all(map(is_plain_name, (each.file, each.graph, each.layers))) and each.ranges
-        except (TypeError, ValueError, KeyError, AttributeError) as error:
+        except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise BundleError(f"{what}: the profiles of {each.file}: {error}") from error
         if not plain:
             raise BundleError(f"{what}: {each.file!r} is no engine in the bundle's folder")
