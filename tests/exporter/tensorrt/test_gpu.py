@@ -110,8 +110,8 @@ def test_an_engine_computes_every_k_as_the_published_code_does(
         assert_close(session(case.x[:1], case.ks[0]), case.y(case.ks[0])[:1])
 
 
-def test_torch_tensors_go_in_and_come_out(session: EngineSession, case: RecordedCase) -> None:
-    """Tensors on the CPU and on the GPU go in and come out where they lie."""
+def test_torch_tensors_are_inputs_and_outputs(session: EngineSession, case: RecordedCase) -> None:
+    """Tensors on the CPU and on the GPU are inputs; the outputs are on the same device."""
     k = case.ks[0]
     y = session(torch.from_numpy(case.x), k)
     assert isinstance(y, torch.Tensor)
@@ -124,8 +124,8 @@ def test_torch_tensors_go_in_and_come_out(session: EngineSession, case: Recorded
         assert_close(session(part, k).cpu().numpy(), case.y(k)[1:])
 
 
-def test_work_that_comes_back_is_recorded_once(session: EngineSession, case: RecordedCase) -> None:
-    """TensorRT's work is recorded as a CUDA graph at its second run, and replayed from then."""
+def test_repeated_work_is_recorded_once(session: EngineSession, case: RecordedCase) -> None:
+    """A CUDA graph is recorded at the second run and replayed from then on."""
     if session.recorded is None:
         pytest.skip("its runtime records by itself")
     recorded = [session(case.x, 2) is not None and session.recorded for _ in range(3)]
@@ -145,8 +145,8 @@ def test_an_engine_without_weights_takes_the_bundles(
         assert_close(stripped(case.x, case.ks[0]), case.y(case.ks[0]))
 
 
-def test_kernel_timings_are_kept_for_the_next_build(case: RecordedCase, tmp_path: Path) -> None:
-    """The timing cache of one build serves the next."""
+def test_kernel_timings_are_reused_by_the_next_build(case: RecordedCase, tmp_path: Path) -> None:
+    """A build uses the timing cache of the one before."""
     if not TENSORRT.installed():
         pytest.skip(f"{TENSORRT.title} is not installed: {TENSORRT.install}")
     timings = tmp_path / "kernels.cache"
@@ -165,8 +165,8 @@ def test_what_is_outside_the_profile_is_refused(session: EngineSession, case: Re
         session(case.x, 9)
 
 
-def test_the_gpu_time_is_told(session: EngineSession, case: RecordedCase) -> None:
-    """The GPU's own time of a run is told."""
+def test_the_gpu_time_is_reported(session: EngineSession, case: RecordedCase) -> None:
+    """The GPU's own time of a run is reported."""
     assert 0 < session.gpu_ms(case.x[:1], 2) < 1000
 
 
@@ -183,13 +183,13 @@ def test_onnx_runtime_on_a_gpu(provider: str, case: RecordedCase, tmp_path: Path
 
 
 def test_the_driver_and_the_binding_go_together() -> None:
-    """cuda-bindings is of a CUDA that this driver serves, so that an engine can run at all."""
+    """cuda-bindings is of a CUDA version that this driver supports."""
     assert cuda.driver_problem() is None
     cuda.check_device()
 
 
 def test_tf32_is_off_unless_asked_for(backend: Backend, case: RecordedCase, tmp_path: Path) -> None:
-    """FP32 stays within 1e-3; with `--tf32` it may be as far off as FP16, and no further."""
+    """FP32 stays within 1e-3; with `--tf32`, within the bounds of FP16."""
     k = case.ks[0]
     with opened(backend, case, tmp_path / "fp32") as session:
         assert_close(session(case.x, k), case.y(k))
@@ -199,10 +199,10 @@ def test_tf32_is_off_unless_asked_for(backend: Backend, case: RecordedCase, tmp_
     assert off <= bounds.rtol * np.abs(case.y(k)).max()
 
 
-def test_kernels_are_kept_for_the_next_start(
+def test_kernels_are_cached_for_the_next_start(
     case: RecordedCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """TensorRT-RTX writes its compiled kernels at the end, and its next start takes them."""
+    """TensorRT-RTX writes its compiled kernels at the end, and reads them at the next start."""
     if not TENSORRT_RTX.installed():
         pytest.skip(f"{TENSORRT_RTX.title} is not installed: {TENSORRT_RTX.install}")
     monkeypatch.setenv(cache.PLACE, str(tmp_path / "engines"))
@@ -218,7 +218,7 @@ def test_kernels_are_kept_for_the_next_start(
 
 
 def test_control_flow_is_not_recorded(backend: Backend, case: RecordedCase, tmp_path: Path) -> None:
-    """`conditional` runs without a CUDA graph where the context says that it cannot be recorded."""
+    """`conditional` runs without a CUDA graph if the context cannot be captured."""
     with opened(backend, case, tmp_path / "out", lowering="conditional") as session:
         for _ in range(3):
             assert_close(session(case.x, case.ks[0]), case.y(case.ks[0]))
@@ -227,7 +227,7 @@ def test_control_flow_is_not_recorded(backend: Backend, case: RecordedCase, tmp_
 def test_weights_stream_from_the_machines_memory(
     backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
-    """With `--weight-streaming` and room for few weights on the GPU the outputs stay the same."""
+    """With `--weight-streaming` and a small budget on the GPU, the outputs stay the same."""
     with opened(backend, case, tmp_path / "out", weight_streaming="64KiB") as session:
         assert_close(session(case.x, case.ks[0]), case.y(case.ks[0]))
 
@@ -236,7 +236,7 @@ def test_weights_stream_from_the_machines_memory(
 def test_the_inspector_names_the_experts(
     precision: str, backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
-    """The engine's own layers name every layer's experts, and compute them in the precision."""
+    """The engine's layers name the experts of every MoE layer and compute them in its precision."""
     bundle = built(backend, case, tmp_path / "out", precision=precision)
     (record,) = engines_of(bundle.manifest)
     layers = [layer.name for layer in bundle.manifest.layers]
@@ -247,7 +247,7 @@ def test_the_inspector_names_the_experts(
 def test_onnx_runtime_keeps_one_engine_for_every_k(
     case: RecordedCase, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """ONNX Runtime's TensorRT provider builds once for all k, and not again in the next session."""
+    """ONNX Runtime's TensorRT provider builds one engine for all k, and reuses it later."""
     monkeypatch.setenv(cache.PLACE, str(tmp_path / "engines"))
     model = moexport.load(case.weights, config=case.config)
     bundle = moexport.export(model, tmp_path / "out", k="input", lowering="gather")
@@ -266,7 +266,7 @@ def test_onnx_runtime_keeps_one_engine_for_every_k(
 def test_an_engine_runs_without_pytorch(
     backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
-    """numpy, TensorRT and cuda-bindings are all that running an engine takes."""
+    """An engine runs with numpy, TensorRT and cuda-bindings alone."""
     bundle = built(backend, case, tmp_path / "out")
     (record,) = engines_of(bundle.manifest)
     code = (
@@ -287,7 +287,7 @@ def test_an_engine_runs_without_pytorch(
 def test_every_lowering_computes_the_same(
     lowering: str, backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
-    """`dense`, `conditional` and `block-grouped` give what `gather` gives, at every k and batch."""
+    """`dense`, `conditional` and `block-grouped` agree with `gather` at every k and batch."""
     with opened(backend, case, tmp_path / "out", lowering=lowering) as session:
         for k in case.ks:
             assert_close(session(case.x, k), case.y(k))
@@ -299,7 +299,7 @@ def test_every_lowering_computes_the_same(
 def test_bound_experts_give_the_same_from_either_memory(
     lowering: str, precision: str, backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
-    """With `--bind-weights` outputs are as without, the experts on the GPU or on the host."""
+    """`--bind-weights` does not change the outputs, with the experts on the GPU or on the host."""
     asked: dict[str, Any] = {"lowering": lowering, "precision": precision}
     with opened(backend, case, tmp_path / "whole", **asked) as whole:
         expected = whole(case.x, case.ks[0])
@@ -314,7 +314,7 @@ def test_bound_experts_give_the_same_from_either_memory(
 def test_engines_of_a_bundle_share_their_experts(
     backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
-    """Two engines of one bundle bind the same addresses: the experts are on the GPU once."""
+    """Two engines of one bundle bind the same addresses, so the GPU holds the experts once."""
     options: dict[str, Any] = {"lowering": "gather,block-grouped", "bind_weights": True}
     bundle = built(backend, case, tmp_path / "out", **options)
     names = [graph.file for graph in bundle.manifest.graphs]
@@ -322,10 +322,10 @@ def test_engines_of_a_bundle_share_their_experts(
         assert one.bound_addresses == two.bound_addresses != {}
 
 
-def test_experts_are_exchanged_without_a_build(
+def test_experts_are_swapped_without_a_build(
     backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
-    """An engine with the experts of another bundle computes what that bundle computes."""
+    """An engine with the experts of another bundle gives that bundle's outputs."""
     bundle = built(backend, case, tmp_path / "out", bind_weights=True)
     model = moexport.load(case.weights, config=case.config)
     layer = model.layers[next(iter(model.layers))]
@@ -343,7 +343,7 @@ def test_experts_are_exchanged_without_a_build(
 def test_what_layers_choose_is_compared_on_the_device(
     backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
-    """With `--expose-routing` every layer chooses the experts that PyTorch chooses, ties apart."""
+    """With `--expose-routing`, every layer selects the same experts as PyTorch, except for ties."""
     bundle = built(backend, case, tmp_path / "out", expose_routing=True)
     (record,) = engines_of(bundle.manifest)
     expected = Reference.load(bundle.path / PARITY_FILE)
@@ -359,7 +359,7 @@ def test_what_layers_choose_is_compared_on_the_device(
 def test_eight_bit_floats_and_four_bit_weights_stay_in_their_bounds(
     precision: Any, lowering: str, backend: Backend, tmp_path: Path
 ) -> None:
-    """FP8 factors and INT4 weights give outputs as far off as their precision allows."""
+    """FP8 and INT4 outputs stay within the bounds of their precision."""
     gpu = first_gpu()
     if precision == "fp8" and gpu is not None and float(gpu.compute_capability) < 8.9:
         pytest.skip(f"{gpu.name} has no units for FP8")
