@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import BundleError, UsageError
-from ..graphs.layers.base import Rewrite
+from ..graphs.rewrites import Rewrite
 
 ABLATE, REWRITE = "ablate", "rewrite"
 _EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")

@@ -5,27 +5,27 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from threading import Lock
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
-import onnx
-from google.protobuf.message import DecodeError
-from onnx import GraphProto, ModelProto, NodeProto, TensorProto, helper
 
-from ..common.onnx_runtime import ort
 from ..errors import BundleError, EngineError, UsageError
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
 from .bundle.manifest import METADATA, GraphFacts, PortRecord
 from .inputs import Inputs, check_array, completed
 from .tensorrt.backends import first_gpu
-from .tensorrt.ort_provider import provider_options
 from .tensorrt.profiles import check_given
+
+if TYPE_CHECKING:
+    from onnx import ModelProto
+
+    from ..common.onnx_runtime import ort
 
 CPU = CPU_PROVIDER
 
@@ -144,7 +144,7 @@ class Session:
         call = self.bound(x, k, wanted)
         try:
             return dict(zip(wanted, call(), strict=True))
-        except _ERRORS as error:
+        except _errors() as error:
             batch = len(x if isinstance(x, np.ndarray) else x[self.input_name])
             raise _failed(self.path, self.options.provider, batch, error) from error
 
@@ -166,6 +166,8 @@ class Session:
 
         k stays on the CPU, where the runtime reads it as a size.
         """
+        from ..common.onnx_runtime import ort
+
         binding = self._session.io_binding()
         for name, array in feeds.items():
             if name == K_INPUT:
@@ -280,6 +282,8 @@ def _fewest_experts(session: ort.InferenceSession) -> int | None:
 
 def check_provider(provider: str) -> None:
     """Raises `UsageError` or `EngineError` where this machine cannot run a provider."""
+    from ..common.onnx_runtime import ort
+
     available = ort.get_available_providers()
     if provider not in available:
         raise UsageError(
@@ -295,6 +299,11 @@ def check_provider(provider: str) -> None:
 
 
 def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
+    from google.protobuf.message import DecodeError
+
+    from ..common.onnx_runtime import ort
+    from .tensorrt.ort_provider import provider_options
+
     on_cpu = options.provider == CPU
     settings = ort.SessionOptions()
     # Errors are raised, and warnings about folding are noise; only why a GPU's libraries cannot be
@@ -328,7 +337,7 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
             content = model.SerializeToString()
         session = ort.InferenceSession(content, settings, providers, enable_fallback=0)
         _ = session.get_modelmeta().custom_metadata_map  # read here, where it may be no text
-    except (DecodeError, *_ERRORS) as error:
+    except (DecodeError, *_errors()) as error:
         if not on_cpu:
             raise EngineError(
                 f"{options.provider} cannot load {path.name}: {_words(error)}",
@@ -369,13 +378,17 @@ def _words(error: Exception) -> str:
     return re.sub(r"^\d+ : \w+ : |/onnxruntime_src/\S+ (.*\) )?", "", last)
 
 
-_STATE = ort.capi.onnxruntime_pybind11_state
+@cache
+def _errors() -> tuple[type[Exception], ...]:
+    """What ONNX Runtime raises."""
+    from ..common.onnx_runtime import ort
 
-_ERRORS = (
-    *(_STATE.Fail, _STATE.InvalidGraph, _STATE.InvalidProtobuf, _STATE.InvalidArgument),
-    *(_STATE.NoSuchFile, _STATE.NotImplemented, _STATE.RuntimeException),
-    UnicodeDecodeError,  # of names in a damaged graph, in its messages too
-)
+    state = ort.capi.onnxruntime_pybind11_state
+    return (
+        *(state.Fail, state.InvalidGraph, state.InvalidProtobuf, state.InvalidArgument),
+        *(state.NoSuchFile, state.NotImplemented, state.RuntimeException),
+        UnicodeDecodeError,  # of names in a damaged graph, in its messages too
+    )
 
 
 def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
@@ -386,6 +399,8 @@ def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
     """
     if options.provider != CPU and not options.observe:
         return None
+    import onnx
+
     model = onnx.load(path, load_external_data=False)
     facts = GraphFacts.of(model, path.name)
     emulated = ("bf16", "fp16") if options.rounded else ("bf16",)
@@ -393,74 +408,11 @@ def _changed(path: Path, options: SessionOptions) -> ModelProto | None:
     if not twin and not options.observe:
         return None
     if twin:
+        from .bundle.fp16_emulation import fp16_emulation
+
         model = fp16_emulation(model)
     known = {output.name for output in model.graph.output}
     for name, element_type in (options.observe or {}).items():
         if name not in known:
-            model.graph.output.append(helper.make_tensor_value_info(name, element_type, None))
+            model.graph.output.append(onnx.helper.make_tensor_value_info(name, element_type, None))
     return model
-
-
-HALF_TYPES = frozenset({TensorProto.FLOAT16, TensorProto.BFLOAT16})
-
-
-def fp16_emulation(model: ModelProto) -> ModelProto:
-    """Returns a graph with FP32 kernels that rounds like a 16-bit one.
-
-    Its weights stay where they are, and its inputs and outputs are FP32.
-    """
-    inferred = onnx.shape_inference.infer_shapes(model, strict_mode=False)
-    types = {
-        value.name: value.type.tensor_type.elem_type
-        for graph in _graphs(inferred.graph)
-        for value in (*graph.value_info, *graph.output, *graph.input)
-    }
-    stored = {tensor.name: tensor.data_type for tensor in inferred.graph.initializer}
-    halves = {name: kind for name, kind in (types | stored).items() if kind in HALF_TYPES}
-    for graph in _graphs(inferred.graph):
-        _round(graph, halves)
-    main = inferred.graph
-    for value in (*main.input, *main.output):
-        if value.name in halves:
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
-    weights = []
-    for tensor in main.initializer:
-        if tensor.data_type in HALF_TYPES:
-            name, tensor.name = tensor.name, f"{tensor.name}/stored"
-            weights.append(_cast(tensor.name, name, TensorProto.FLOAT))
-    nodes = [*weights, *main.node]
-    del main.node[:]
-    main.node.extend(nodes)
-    return inferred
-
-
-def _round(graph: GraphProto, halves: dict[str, int]) -> None:
-    """Lets every node of a graph that makes a 16-bit value make an FP32 one, rounded."""
-    nodes: list[NodeProto] = []
-    for node in graph.node:
-        made = [(index, name) for index, name in enumerate(node.output) if name in halves]
-        if node.op_type == "Cast" and made:
-            node.attribute[0].i = TensorProto.FLOAT
-        nodes.append(node)
-        for index, name in made:
-            node.output[index] = f"{name}/exact"
-            nodes.append(_cast(f"{name}/exact", f"{name}/rounded", halves[name]))
-            nodes.append(_cast(f"{name}/rounded", name, TensorProto.FLOAT))
-    del graph.node[:]
-    graph.node.extend(nodes)
-    del graph.value_info[:]  # they tell the types from before
-    for value in graph.output:
-        if value.name in halves:
-            value.type.tensor_type.elem_type = TensorProto.FLOAT
-
-
-def _cast(source: str, target: str, kind: int) -> NodeProto:
-    return helper.make_node("Cast", [source], [target], name=f"rounding/{target}", to=kind)
-
-
-def _graphs(graph: GraphProto) -> Iterator[GraphProto]:
-    yield graph
-    for node in graph.node:
-        for attribute in node.attribute:
-            if attribute.HasField("g"):
-                yield from _graphs(attribute.g)

@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator, PercentFormatter
 
 from ...common.text import table
 from ..report.figures import COLOURS, MARKERS, REFERENCE, drawn, log2_axis
 from .findings import BestSubsets, ExpertStudy
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 FRACTIONS = (2, 4, 8)
 """k = n/2, n/4 and n/8, as in the paper."""
@@ -276,6 +277,8 @@ def _shades(count: int) -> list[Any]:
 
 
 def _share_axis(axes: Axes, label: str) -> None:
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator([2.0**-p for p in range(8)]))
     axes.xaxis.set_minor_locator(NullLocator())
@@ -288,6 +291,8 @@ def _experts_axis(axes: Axes, studies: Sequence[ExpertStudy]) -> None:
 
 
 def _percent_axis(axes: Axes, label: str) -> None:
+    from matplotlib.ticker import PercentFormatter
+
     axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
     axes.set_ylim(bottom=0, top=max(1.03, axes.get_ylim()[1] if axes.get_ylim()[1] > 1.05 else 0))
     axes.set_ylabel(label)

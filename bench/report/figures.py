@@ -5,16 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
-
-from matplotlib import style
-from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator, PercentFormatter
+from typing import TYPE_CHECKING, Any
 
 from ..results import Results
 from .summary import UNTOUCHED, ErrorBar, Section, limit_lines, sections
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 COLOURS = ("#2563c9", "#c2571a", "#12825f", "#8a4fbf", "#a67c00", "#c23b6b")
 MARKERS = ("o", "s", "^", "D", "v", "P")
@@ -60,6 +57,10 @@ def drawn(
 
     `size` is in inches. Below stands one legend of what the axes name, `legend` names in a row.
     """
+    from matplotlib import style
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     with style.context(STYLE):
         figure = Figure(figsize=size, dpi=200, layout="constrained")
         FigureCanvasAgg(figure)
@@ -82,6 +83,8 @@ def drawn(
 
 
 def _latency(axes: Axes, section: Section) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
     axes.set_title(f"{section.model}: latency, batch {section.batch}")
     axes.set_ylabel("median latency, ms")
     reference = None if section.reference is None else section.reference.latency_ms
@@ -114,6 +117,8 @@ def _latency(axes: Axes, section: Section) -> None:
 
 def _quality(axes: Axes, section: Section) -> None:
     """What is kept of the accuracy, or the perplexity, beside the untouched model's."""
+    from matplotlib.ticker import PercentFormatter
+
     by_perplexity, reference = section.quality == "perplexity", section.reference
     if by_perplexity:
         axes.set_title(f"{section.model}: perplexity")
@@ -165,6 +170,8 @@ def _look(index: int) -> dict[str, Any]:
 
 def log2_axis(axes: Axes, ticks: Sequence[int], label: str) -> None:
     """A logarithmic axis with a tick for each value: k is halved from point to point."""
+    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())

@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import onnx
-from google.protobuf.message import DecodeError
-
 from ...common.files import known_sha256
 from ...errors import BundleError, EngineError, UsageError
 from ..session import Session, SessionByBatch, SessionOptions
 from ..tensorrt.records import EngineRecord, engines_of
 from .manifest import Check, GraphRecord, Manifest, external_files
-from .verify import verify
 
 if TYPE_CHECKING:
     from ..tensorrt.session import EngineSession
@@ -77,6 +73,9 @@ class Bundle:
 
         Raises `BundleError` where the graph or its weights are not as they were written.
         """
+        import onnx  # loaded where a graph is: an engine runs without it
+        from google.protobuf.message import DecodeError
+
         file = self.path / self.graph(graph).file
         self._whole([file.name])
         if self.check:
@@ -133,6 +132,8 @@ class Bundle:
         Without `atol` and `rtol` the bounds are the usual ones of the bundle's precision. Engines
         that were built elsewhere are run with `trust_engine` alone: a plan is code.
         """
+        from .verify import verify  # loaded where it runs
+
         return verify(self.path, self.manifest, atol=atol, rtol=rtol, trust_engine=trust_engine)
 
     def _whole(self, names: Iterable[str]) -> None:

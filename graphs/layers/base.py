@@ -19,21 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ..rewrites import Rewrite
+
 if TYPE_CHECKING:
     import onnx_ir as ir
-
-
-@dataclass(frozen=True, slots=True)
-class Rewrite:
-    """One output of a muMoE layer re-written: y_o += λ · Π_e(ā_eᵀ·a_e) (Eq. 5).
-
-    `coefficients` are the ā_e [n_e], one vector per level: the mean coefficients of a subgroup of
-    inputs. `strength` is λ.
-    """
-
-    output: int
-    coefficients: tuple[tuple[float, ...], ...]
-    strength: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,12 @@ import onnxruntime as ort
 import torch
 from moexport.exporter.families.mumoe import tensor_names
 from moexport.graphs.builder import Builder
-from moexport.graphs.layers.base import Rewrite
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights
 from moexport.graphs.layers.stored import MuMoELayer
 from moexport.graphs.lowerings import MUMOE_LOWERINGS
 from moexport.graphs.precision.types import FP32, ComputeTypes
 from moexport.graphs.precision.weights import converted
+from moexport.graphs.rewrites import Rewrite
 from moexport.tests.exporter.families.reference import Array, gelu, layer_norm, softmax
 
 

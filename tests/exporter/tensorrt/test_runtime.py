@@ -16,7 +16,8 @@ from moexport.exporter.tensorrt import cache, cuda
 from moexport.exporter.tensorrt.backends import Gpu, first_gpu
 from moexport.exporter.tensorrt.ort_provider import provider_options
 from moexport.exporter.tensorrt.session import BF16, _array, _tensor, _widened
-from moexport.tests.exporter.tensorrt.engines import export
+from moexport.tests.exporter.tensorrt.engines import build, export, needs_rtx
+from moexport.tests.recorded import read_case
 
 LAYER = "soft_moe_fkodom"
 
@@ -49,6 +50,40 @@ def test_an_engine_is_opened_with_numpy_tensorrt_and_cuda_alone(tmp_path: Path) 
         [sys.executable, "-c", ALONE, plan], capture_output=True, text=True, check=False
     )
     assert done.stdout.startswith("there is no NVIDIA GPU here"), done.stderr
+
+
+COMMAND = """
+import sys
+for name in ("torch", "onnx", "onnx_ir", "onnxscript", "onnxruntime", "polygraphy"):
+    sys.modules[name] = None
+import moexport
+from moexport.__main__ import main
+from moexport.errors import EngineError
+try:
+    moexport.Bundle.open("out").engine("tensorrt-rtx")
+except EngineError as error:
+    print(error.message)
+sys.argv[1:] = ["run", "out", "-i", "x.npz", "-o", "y.npz", "--engine", "tensorrt-rtx"]
+main()
+"""
+"""Loads a bundle's engine, in Python and as a command, without what makes and checks graphs."""
+
+
+@needs_rtx
+@needs_gpu_to_be_absent
+def test_a_command_loads_an_engine_with_numpy_tensorrt_and_cuda_alone(tmp_path: Path) -> None:
+    pytest.importorskip("cuda.bindings")
+    case = read_case(LAYER)
+    (record,) = build(export(LAYER, tmp_path), "--profile", "batch=1:2:8")
+    np.savez(tmp_path / "x.npz", input=case.x)
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert record["flavour"] == "tensorrt-rtx"
+    assert done.stdout.startswith("there is no NVIDIA GPU here"), done.stderr
+    assert done.returncode == 1
+    assert "error: there is no NVIDIA GPU here" in done.stderr
+    assert not (tmp_path / "y.npz").exists()
 
 
 def test_numpy_arrays_go_in_as_they_are_or_as_wide_as_the_engine_takes_them() -> None:

@@ -15,8 +15,9 @@ from moexport.exporter.tensorrt.backends import TENSORRT_RTX
 from moexport.exporter.tensorrt.build import build_engine
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
-from moexport.graphs.layers.base import LayerEdits, Rewrite
+from moexport.graphs.layers.base import LayerEdits
 from moexport.graphs.layers.mumoe import Form
+from moexport.graphs.rewrites import Rewrite
 from moexport.tests.command import run
 from moexport.tests.exporter.tensorrt.engines import build, export, needs_rtx
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of

@@ -9,10 +9,11 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 import torch
-from moexport.graphs.layers.base import LayerEdits, Rewrite, sharing_weights
+from moexport.graphs.layers.base import LayerEdits, sharing_weights
 from moexport.graphs.layers.mumoe import Form, MuMoE
 from moexport.graphs.layers.soft_moe import ExpertKind, SoftMoE, SoftMoEWeights
 from moexport.graphs.lowerings import LOWERINGS
+from moexport.graphs.rewrites import Rewrite
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import InMemory, formula, graph, random_layer, run
 from moexport.tests.graphs.soft_moe_layers import (

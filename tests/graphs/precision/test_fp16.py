@@ -10,7 +10,7 @@ import onnx
 import onnx_ir as ir
 import onnxruntime as ort
 import pytest
-from moexport.exporter.session import fp16_emulation
+from moexport.exporter.bundle.fp16_emulation import fp16_emulation
 from moexport.graphs.precision.fp16 import beyond, misfit
 from moexport.graphs.precision.types import ComputeTypes
 from moexport.tests.graphs.soft_moe_layers import (
