@@ -226,6 +226,7 @@ def export(
     tokens: str | int = "1:196:1024",
     opset: int = 20,
     renormalize: bool = False,
+    expose_routing: bool = False,
     precision: Precision = "fp32",
     quantize: Scope = "experts",
     rest: FloatName | None = None,
@@ -265,6 +266,8 @@ def export(
         tokens: the same for the tokens m of an input, where that axis is dynamic ("1:196:1024").
         opset: the ONNX opset, 20 to 23 (20).
         renormalize: divide C by its sum over the kept experts (False).
+        expose_routing: the chosen experts of every layer are outputs of the graphs and of their
+            engines; of a muMoE layer its coefficients (False).
         precision: what the graph computes in: fp32, fp16, bf16, int4 (weights alone), fp8 (for
             engines) or int8; int8 and fp8 need data or a
             calibration ("fp32").

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
@@ -87,9 +87,6 @@ class BuildFlags:
             "--bind-weights", help="Experts' weights are inputs, bound from the bundle's file."
         ),
     ] = False
-    expose_routing: Annotated[
-        bool, typer.Option("--expose-routing", help="The chosen experts are outputs of the engine.")
-    ] = False
 
     def options(self) -> EngineOptions:
         """Returns them parsed; `UsageError` for one that cannot be meant."""
@@ -113,7 +110,6 @@ class BuildFlags:
             strip_plan=self.strip_plan,
             weight_streaming=self.weight_streaming,
             bind_weights=self.bind_weights,
-            expose_routing=self.expose_routing,
             tf32=self.tf32,
             cache=cache,
         )
@@ -148,6 +144,9 @@ def build(
     bundle: BundleArgument,
     given: Annotated[dict[str, Any], ENGINES],
     flags: BuildFlags,
+    expose_routing: Annotated[
+        bool, typer.Option("--expose-routing", help="The chosen experts are outputs of the engine.")
+    ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be built and build nothing.")
     ] = False,
@@ -156,7 +155,8 @@ def build(
     verbosity: Verbosity,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs into it."""
-    plans = api.build_plan(bundle, **given, options=flags.options())
+    options = replace(flags.options(), expose_routing=expose_routing)
+    plans = api.build_plan(bundle, **given, options=options)
     if dry_run:
         shown = [engine_plan_json(each) for each in plans]
         show(json_text(shown) if as_json else engine_plans_text(plans))

@@ -124,6 +124,7 @@ def export_job(
     loaded = edited(loaded, options.edits)
     k = resolve_k(options.k, _specs(loaded))
     loaded = with_router_k(with_k(loaded, k), k)
+    _check_routing(options, k, _specs(loaded))
     job = ExportJob(loaded, options, k, fixed, table)
     _check_layers(job)
     if table is not None:
@@ -194,6 +195,18 @@ def _check_used(model: Model, options: ExportOptions) -> None:
         raise UsageError(
             "--quantize all: the model is MoE layers alone, without other linear layers",
             hint="leave --quantize out",
+        )
+
+
+def _check_routing(
+    options: ExportOptions, k: Mapping[str, int | None], specs: Mapping[str, MoESpec]
+) -> None:
+    """Raises `UsageError` for --expose-routing where no layer chooses."""
+    if options.expose_routing and all(k[name] == spec.experts for name, spec in specs.items()):
+        raise UsageError(
+            "--expose-routing: every layer computes all of its experts, so there is no routing "
+            "to expose",
+            hint="leave --expose-routing out, or choose a k below n",
         )
 
 

@@ -216,7 +216,8 @@ class ExportOptions:
     allows (`tolerance`), over so many inputs of `data` at the most (None: `VERIFY_SAMPLES`).
     `precision` says in what numbers the graph computes. INT8 takes its ranges from `calibration`, a
     table or its file, or finds them on `data` by `method`; FP16 looks in either for what would
-    overflow. `destination` is None where nothing is to be left behind.
+    overflow. With `expose_routing` what every layer chooses is an output of the graphs.
+    `destination` is None where nothing is to be left behind.
     """
 
     k: KOption = "n"
@@ -226,6 +227,7 @@ class ExportOptions:
     tokens: AxisRange = DEFAULT_TOKENS
     opset: int = 20
     renormalize: bool = False
+    expose_routing: bool = False
     atol: float | None = None
     rtol: float | None = None
     verify: bool = True

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -15,8 +15,9 @@ import onnx_ir as ir
 from ..common.console import Progress
 from ..common.environment import environment
 from ..common.files import sha256
+from ..graphs.builder import Builder
 from ..graphs.lower import Lowered, LoweringRequest, lower
-from ..graphs.names import K_INPUT
+from ..graphs.names import K_INPUT, SELECTED
 from ..graphs.precision.types import FLOAT_TYPES
 from .bundle.manifest import (
     METADATA,
@@ -72,6 +73,8 @@ def _lower(
         for layer in graph.layers
     }
     lowered = lower(traced, requests)
+    if options.expose_routing:
+        lowered = _exposed(lowered, graph)
     model, precision = lowered.model, options.precision
     model.producer_name, model.producer_version = "moexport", metadata.version("moexport")
     facts: dict[str, Any] = {
@@ -100,6 +103,50 @@ def _lower(
     model.graph.doc_string = "\n".join(f"{name}: {what}" for name, what in layers.items())
     model.metadata_props.update({f"moexport.{name}": what for name, what in layers.items()})
     return lowered
+
+
+def _exposed(lowered: Lowered, plan: GraphPlan) -> Lowered:
+    """Makes what every layer chooses a further output of its graph, and tells the outputs' names.
+
+    Soft MoE gives the experts of an input [b, k], token-routed layers those of its tokens
+    [b, m, k], and muMoE the coefficients of each level [b, m, n].
+    """
+    graph, values = lowered.model.graph, dict(lowered.values)
+    made = {value.name: value for node in graph for value in node.outputs}
+    made |= {value.name: value for value in graph.inputs}
+    first = graph.inputs[0].shape
+    for layer in plan.layers:
+        spec, found = layer.work.spec, values[layer.name]
+        shape, k = made[found.input].shape, K_INPUT if layer.k is None else layer.k
+        assert shape is not None and first is not None
+        choices: dict[str, str] = {}
+        for level, (choice, name) in enumerate(found.choices.items()):
+            value, dtype = made[name], ir.DataType.INT64
+            if spec.kind == "experts":
+                value = _by_input(graph, layer.name, value)
+                sizes = [first[0], "tokens", k]
+            elif spec.kind == "mumoe":
+                dtype, sizes = ir.DataType.FLOAT, [*shape[:2], spec.levels[level]]
+            else:
+                sizes = [shape[0], k]
+            value.type, value.shape = ir.TensorType(dtype), ir.Shape(sizes)
+            graph.outputs.append(value)
+            choices[choice] = str(value.name)
+        values[layer.name] = replace(found, choices=choices)
+    return replace(lowered, values=values)
+
+
+def _by_input(graph: ir.Graph, layer: str, chosen: ir.Value) -> ir.Value:
+    """Adds what was chosen for each token, [b·m, k], as [b, m, k]: a batch is the first axis."""
+    b = Builder(layer)
+    rows = b.op("Shape", graph.inputs[0], start=0, end=1, name=f"{SELECTED}/batch")
+    last = b.op("Shape", chosen, start=-1, name=f"{SELECTED}/k")
+    shape = b.op("Concat", rows, b.ints(-1), last, axis=0, name=f"{SELECTED}/shape")
+    result = b.op("Reshape", chosen, shape, name=SELECTED)
+    for initializer in b.initializers:
+        graph.register_initializer(initializer)
+    graph.extend(b.nodes)
+    return result
 
 
 def _defaults(model: Model) -> dict[str, str]:
@@ -168,7 +215,10 @@ def manifest_of(
         batch=str(options.batch),
         tokens=str(options.tokens),
         inputs=[*(_port(spec, job) for spec in model.inputs), *k_port],
-        outputs=[_port(spec, job) for spec in model.outputs],
+        outputs=[
+            *(_port(spec, job) for spec in model.outputs),
+            *map(_added_port, lowered[main.file].model.graph.outputs[len(model.outputs) :]),
+        ],
         parity=None if parity is None else parity.as_json(),
         files={
             path.name: FileRecord(sha256(path), path.stat().st_size)
@@ -208,3 +258,10 @@ def _port(spec: TensorSpec, job: ExportJob) -> PortRecord:
     if dtype == "float32":
         dtype = str(FLOAT_TYPES[job.options.precision.io].numpy())
     return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied, spec.below, spec.default)
+
+
+def _added_port(value: ir.Value) -> PortRecord:
+    """An output that the network does not have: what a layer chose."""
+    assert value.dtype is not None and value.shape is not None
+    sizes = [size if isinstance(size, int) else str(size) for size in value.shape]
+    return PortRecord(str(value.name), str(value.dtype.numpy()), sizes)

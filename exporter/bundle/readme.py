@@ -59,6 +59,7 @@ def readme(manifest: Manifest) -> str:
         _program(manifest),
         f"Input {_port(manifest.inputs[0])}, output {_port(manifest.outputs[0])}; named axes take "
         "any size. `moexport run` and `moexport verify` do the same from a shell."
+        + (f" {ROUTING}" if any("/" in port.name for port in manifest.outputs) else "")
         + (f" {CACHE}" if any(port.default == "empty" for port in manifest.inputs) else ""),
         "## Files",
         markdown(
@@ -68,6 +69,8 @@ def readme(manifest: Manifest) -> str:
     )
     return "\n\n".join(parts) + "\n"
 
+
+ROUTING = "The outputs whose names begin with a layer's tell which experts it chose."
 
 CACHE = (
     "A text goes on with what came before it: each output `present.…` is given to the next call as "

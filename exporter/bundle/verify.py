@@ -154,11 +154,16 @@ def engine_parity(
     """
     bounds = tolerance or recorded(manifest.parity)
     clear, batch, k = _runs(manifest, record, expected, bounds.tie)
-    graph = next((each for each in manifest.graphs if each.file == record.graph), None)
-    named = {} if graph is None else graph.selected
-    shown = {choice: value for choice, value in named.items() if value in session.output_names}
+    shown = _exposed(session, manifest, record)
     compared = expected if shown else clear
     return compare(session, compared, shown, batch=batch, tolerance=bounds, k=k)
+
+
+def _exposed(session: EngineSession, manifest: Manifest, record: EngineRecord) -> dict[str, str]:
+    """The engine's outputs that hold what its layers chose, by choice."""
+    graph = next((each for each in manifest.graphs if each.file == record.graph), None)
+    named = {} if graph is None else graph.selected
+    return {choice: value for choice, value in named.items() if value in session.output_names}
 
 
 def _runs(
@@ -324,6 +329,7 @@ def _engine_check(
     try:
         with EngineSession(directory / record.file, trust=trust) as session:
             parity = engine_parity(session, manifest, record, expected, bounds)
+            exposed = _exposed(session, manifest, record)
     except (ForeignEngineError, MissingExtraError, UntrustedEngineError) as error:
         yield Check(name, True, f"not run: {error.message}")
     except MoexportError as error:
@@ -332,5 +338,4 @@ def _engine_check(
         left = f" of {len(expected.x)}" if parity.samples < len(expected.x) else ""
         where = f"in {parity.samples}{left} inputs; built without --expose-routing"
         detail = differences(parity.max_abs, parity.max_rel, parity.cosine)
-        exposed = record.options.get("expose_routing")
         yield Check(name, parity.passed, describe(parity) if exposed else f"{detail} {where}")

@@ -55,7 +55,8 @@ def rewritten(
     import onnx
 
     model = onnx.load(path, load_external_data=False)
-    for name in outputs:
+    there = {output.name for output in model.graph.output}
+    for name in (each for each in outputs if each not in there):
         sets = name.endswith(f"/{SELECTED}")
         kind = onnx.TensorProto.INT64 if sets else onnx.TensorProto.FLOAT  # muMoE: coefficients
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))

@@ -178,6 +178,18 @@ def test_engines_with_bound_weights_compile_and_leave_the_weights_out(
 
 
 @needs_rtx
+@pytest.mark.parametrize("again", [(), ("--expose-routing",)])
+def test_an_engine_has_the_outputs_of_a_graph_that_shows_its_routing(
+    again: tuple[str, ...], tmp_path: Path
+) -> None:
+    bundle = export(VIT, tmp_path, "--k", "2", "--lowering", "gather", "--expose-routing")
+    built = run("build", bundle, "--compute-capability", "8.9", "--json", *again)
+    assert built.code == 0, built.err
+    names = Manifest.read(bundle).graphs[0].selected.values()
+    assert json.loads(built.out)[0]["settings"]["outputs"] == ["output", *names]
+
+
+@needs_rtx
 def test_a_graph_that_keeps_every_expert_has_no_routing_to_expose(tmp_path: Path) -> None:
     bundle = bundle_of(tmp_path, "fp32", "dense", k="n")
     outcome = run("build", bundle, "--compute-capability", "8.9", "--expose-routing")

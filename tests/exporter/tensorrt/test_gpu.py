@@ -63,6 +63,7 @@ def built(
     *,
     lowering: str = "gather",
     precision: Any = "fp32",
+    shown: bool = False,
     **options: Any,
 ) -> moexport.Bundle:
     """A bundle whose engine has a profile for one input and one for more, and k from 1 to 8."""
@@ -74,6 +75,7 @@ def built(
         lowering=lowering,
         precision=precision,
         data=case.x,
+        expose_routing=shown,
         engine=EngineOptions(
             profiles=(parse_profile("batch=1,k=1:2:8"), parse_profile("batch=2:4:16,k=1:2:8")),
             compute_capabilities=("current",) if backend.builds_without_gpu else (),
@@ -267,20 +269,16 @@ def test_an_engine_runs_without_pytorch(
     backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
     """An engine runs with numpy, TensorRT and cuda-bindings alone."""
-    bundle = built(backend, case, tmp_path / "out")
-    (record,) = engines_of(bundle.manifest)
+    bundle, k = built(backend, case, tmp_path / "out"), str(case.ks[0])
     code = (
         "import sys\n"
         "for name in ('torch', 'onnx', 'onnxruntime', 'polygraphy'): sys.modules[name] = None\n"
-        "import numpy as np\nfrom pathlib import Path\n"
-        "from moexport.exporter.tensorrt.session import EngineSession\n"
-        "with EngineSession(Path(sys.argv[1])) as session:\n"
-        "    np.save(sys.argv[3], session(np.load(sys.argv[2]), int(sys.argv[4])))\n"
+        "from moexport.__main__ import main\nmain()\n"
     )
-    np.save(tmp_path / "x.npy", case.x)
-    names = (bundle.path / record.file, tmp_path / "x.npy", tmp_path / "y.npy", str(case.ks[0]))
-    subprocess.run([sys.executable, "-c", code, *names], check=True)
-    assert_close(np.load(tmp_path / "y.npy"), case.y(case.ks[0]))
+    np.savez(tmp_path / "x.npz", input=case.x)
+    files = ("-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz", "--engine", backend.name)
+    subprocess.run([sys.executable, "-c", code, "run", bundle.path, *files, "--k", k], check=True)
+    assert_close(np.load(tmp_path / "y.npz")["output"], case.y(case.ks[0]))
 
 
 @pytest.mark.parametrize("lowering", ["dense", "conditional", "block-grouped"])
@@ -340,11 +338,13 @@ def test_experts_are_swapped_without_a_build(
         assert_close(session(case.x, case.ks[0]), expected)
 
 
+@pytest.mark.parametrize("of", ["graph", "engine"])
 def test_what_layers_choose_is_compared_on_the_device(
-    backend: Backend, case: RecordedCase, tmp_path: Path
+    of: str, backend: Backend, case: RecordedCase, tmp_path: Path
 ) -> None:
     """With `--expose-routing`, every layer selects the same experts as PyTorch, except for ties."""
-    bundle = built(backend, case, tmp_path / "out", expose_routing=True)
+    asked: dict[str, Any] = {"shown": True} if of == "graph" else {"expose_routing": True}
+    bundle = built(backend, case, tmp_path / "out", **asked)
     (record,) = engines_of(bundle.manifest)
     expected = Reference.load(bundle.path / PARITY_FILE)
     with bundle.engine(backend.name) as session:
