@@ -80,11 +80,13 @@ def test_trtexec_has_the_options_of_the_recipe(version: str) -> None:
 
 def listed_checks() -> str:
     """The named checks of a GPU as a table: what each would show."""
-    source = (ROOT / "tests" / "exporter" / "tensorrt" / "test_gpu.py").read_text(encoding="utf-8")
+    whole, part = "exporter/tensorrt/test_gpu.py", "bench/runners/test_on_gpu.py"
     checks = [
         (f"`{each.name.removeprefix('test_')}`", ast.get_docstring(each) or "")
-        for each in ast.parse(source).body
+        for file in (whole, part)
+        for each in ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")).body
         if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")
+        if file == whole or "pytest.mark.gpu" in map(ast.unparse, each.decorator_list)
     ]
     return markdown(("check", "what it shows"), checks) + "\n"
 

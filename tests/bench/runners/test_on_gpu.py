@@ -264,6 +264,7 @@ def test_tf32_is_off_within_a_benchmark_and_as_it_was_after() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(NO_GPU is not None, reason=f"{NO_GPU}: make gpu-check")
 def test_pytorch_on_the_gpu_is_measured_beside_the_cpu(model: Model, digits: Digits) -> None:
+    """PyTorch's own rows on the GPU have GPU times, and the CPU's outputs within 1e-3."""
     found = bench([Candidate("digits", model, ks=(2,), engines=ON_GPU)], digits.test, QUICK)
     cpu, gpu, selecting = found.rows
     assert [row.error for row in found.rows] == [None] * 3
@@ -285,6 +286,7 @@ def test_pytorch_on_the_gpu_is_measured_beside_the_cpu(model: Model, digits: Dig
     reason=f"{KINDS['pytorch-compile-cuda'].missing()}: make gpu-check",
 )
 def test_a_model_is_compiled_for_the_gpu(model: Model, digits: Digits) -> None:
+    """`torch.compile` on the GPU gives PyTorch's outputs, and GPU times."""
     case = Case("digits", "pytorch-compile", 4, 4, "cuda")
     candidate = Candidate("digits", model, engines=("pytorch-compile-cuda",))
     run = loaders(candidate, (2,))[case]()

@@ -352,6 +352,27 @@ def test_what_layers_choose_is_compared_on_the_device(
     assert parity.choices is not None and parity.agreeing == parity.choices
 
 
+def test_verify_runs_an_engine(backend: Backend, case: RecordedCase, tmp_path: Path) -> None:
+    """`verify` runs the engine, and passes its outputs and its experts."""
+    checks = built(backend, case, tmp_path / "out", shown=True).verify()
+    (found,) = (each for each in checks if each.name.startswith("parity of engine-"))
+    assert found.passed and "not run" not in found.detail
+    assert "same experts in" in found.detail
+
+
+def test_bench_times_an_engine_and_compares_its_experts(
+    backend: Backend, case: RecordedCase, tmp_path: Path
+) -> None:
+    """`bench` gives an engine's row GPU time, parity, and the experts that its layers select."""
+    bundle = built(backend, case, tmp_path / "out", shown=True)
+    options: dict[str, Any] = {"engine": backend.name, "memory": False, "round_s": 0.0}
+    results = moexport.bench(bundle, data=case.x, k=[2], **options)
+    (row,) = (each for each in results.rows if each.engine == backend.name)
+    assert row.error is None
+    assert row.device_ms is not None and row.parity is not None
+    assert row.routing is not None and row.routing.exact == 1.0
+
+
 @pytest.mark.parametrize(
     ("precision", "lowering"),
     [("fp8", "gather"), ("fp8", "block-grouped"), ("int4", "conditional")],
