@@ -130,7 +130,7 @@ class _Predictions:
 Span = tuple[int, int]
 """The first and the last of the batch sizes that a graph is for."""
 
-DIVIDED = 1.25
+DIVIDED = 1.15
 """Where a single graph is so many times slower than the fastest for a size, several are written."""
 
 CALL_US = 10.0
