@@ -291,7 +291,7 @@ def export(
             [b, ...], an .npz, a folder of .npy, or "package.module:iterable" (None: random ones are
             compared).
         ablate: experts that contribute nothing, LAYER:EXPERT counted from 0, or LAYER:3,5 (none).
-        rewrite: outputs of muMoE layers to re-write: a JSON file, or its entries (None).
+        rewrite: outputs of muMoE layers to rewrite: a JSON file, or its entries (None).
         verify: compare every graph with PyTorch; a miss is an error (True).
         engine: True compiles a TensorRT engine, `EngineOptions` says how, False writes graphs alone
             (None: where the target has engines and this machine can).
@@ -531,6 +531,7 @@ def bench(
     before: Results | None = None,
     analysis: str = "",
     max_subsets: int | None = None,
+    group_by: str | None = None,
     command: str = "",
     progress: Progress | None = None,
     **loading: Any,
@@ -564,6 +565,8 @@ def bench(
         analysis: a list as text of what to find out about the experts of classifiers: retention,
             random, subsets, shares, or all (""; nothing).
         max_subsets: the most sets of experts that are tried (None: the analysis's own bound).
+        group_by: the array of the .npz that names the subgroup of each input: how fairly they are
+            treated (None: not compared).
         command: what the results say they were made by ("").
         progress: is told of every step (None: nobody).
         **loading: `family`, `config` and `weights`, as `load` takes them.
@@ -683,21 +686,45 @@ def specialise(
     *,
     layer: str | None = None,
     group_by: str | Sequence[int | bool | str] | None = None,
+    rewrite_class: int | None = None,
+    rewrite_group: int | bool | str | None = None,
+    strength: float | None = None,
+    budget: float = 0.01,
     progress: Progress | None = None,
 ) -> Specialisation:
     """Removes each expert of a layer in turn; returns how the accuracy of every class changes.
+
+    With subgroups, also how fairly each class is told in them, and the rewriting that is wanted.
 
     Args:
         model: a loaded model.
         data: labelled inputs, or an .npz that holds `input` and `label`.
         layer: the layer whose experts are removed (None: the last MoE layer).
-        group_by: the subgroup of each input, or the name of an array of the .npz: a re-write takes
-            a subgroup's mean coefficients (None: the labels).
+        group_by: the subgroup of each input, or the name of an array of the .npz (None: mean
+            coefficients are those of the classes, and nothing is compared).
+        rewrite_class: the class whose output a rewriting changes (None: there is none).
+        rewrite_group: the subgroup that it helps (None).
+        strength: its |λ|; the sign follows from the wrong answers (None: that of the best max-min).
+        budget: the share of the accuracy that the search for it may cost (0.01).
         progress: is told of every step (None: nobody).
-    """
-    from .bench.specialise import specialise as run_it
 
-    return run_it(model, data, layer=layer, group_by=group_by, progress=progress)
+    Raises:
+        UsageError: there is no such layer, class or subgroup, or no wrong answer to rewrite.
+        FeedError: the data have no labels, or name one subgroup.
+    """
+    from .bench.specialise import Favour
+    from .bench.specialise import specialise as run_it
+    from .errors import UsageError
+
+    if (rewrite_class is None) != (rewrite_group is None):
+        raise UsageError(
+            "a rewriting needs both a class and a subgroup",
+            hint="give rewrite_class and rewrite_group, or neither",
+        )
+    favour = None
+    if rewrite_class is not None and rewrite_group is not None:
+        favour = Favour(rewrite_class, rewrite_group, strength, budget)
+    return run_it(model, data, layer=layer, group_by=group_by, favour=favour, progress=progress)
 
 
 def doctor(*, progress: Progress | None = None) -> Diagnosis:

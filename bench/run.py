@@ -8,6 +8,7 @@ piece that is complete is kept there, and a run that was killed goes on where it
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
@@ -33,7 +34,8 @@ from ..exporter.options import parse_lowerings
 from ..graphs.names import K_INPUT
 from ..graphs.targets import Target
 from .analyses.experts import Wanted, parse_analyses, studied
-from .data import Labelled, LabelledData, fingerprint, labelled
+from .analyses.subgroups import compared
+from .data import Labelled, LabelledData, fingerprint, labelled, load_groups
 from .evaluate import EvaluationState, evaluate
 from .journal import FILE, Journal
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
@@ -157,6 +159,7 @@ class BenchRequest:
     before: Results | None
     analysis: str
     max_subsets: int | None
+    group_by: str | None
     command: str
     progress: Progress | None
 
@@ -224,8 +227,30 @@ def sweep(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Results:
             progress=watcher,
             absent=selection.absent,
             before=asked.before,
-            analyses=studied(candidates, data, wanted, asked.samples, watcher) if wanted else {},
+            analyses=_analyses(candidates, data, wanted, asked, watcher),
         )
+
+
+def _analyses(
+    candidates: Sequence[Candidate],
+    data: Labelled,
+    wanted: Wanted | None,
+    asked: BenchRequest,
+    watcher: Progress,
+) -> dict[str, Any]:
+    """What was asked about experts and subgroups."""
+    found = studied(candidates, data, wanted, asked.samples, watcher) if wanted else {}
+    if asked.group_by is None:
+        return found
+    if not isinstance(asked.data, str | Path):
+        raise UsageError(
+            f"--group-by {asked.group_by}: names an array of a file, and the data are none",
+            hint="save inputs, labels and subgroups in an .npz",
+        )
+    held = data.head(sys.maxsize)
+    groups = load_groups(Path(asked.data), asked.group_by, len(held))
+    seen = held.head(len(held) if asked.samples is None else asked.samples)
+    return found | compared(candidates, seen, groups[: len(seen)], asked.group_by, watcher)
 
 
 @dataclass

@@ -4,45 +4,46 @@ For expert e, d_c = |ŷ_c − y_c| / y_c is the share of class c's accuracy that
 The distance of d to the one-hot vector of its largest entry is the expert's class polysemanticity
 (Eq. 4 of the muMoE paper): 0 for an expert without which one class is lost and no other changes.
 
-From top to bottom: what is found, how, its JSON and text, its figure.
+With subgroups named it says how fairly they are treated (`fairness`), and finds the rewriting that
+helps one of them. `report.specialisation` writes and draws what is found.
 """
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
-from matplotlib.axes import Axes
-from matplotlib.ticker import MaxNLocator, PercentFormatter
 from torch import nn
 
 from ..calibration.feeds import Array
 from ..common.console import Progress, Silent
-from ..common.text import table
-from ..common.writing import whole_file, write_text
 from ..errors import FeedError, UsageError
+from ..exporter.edits import read_edits
 from ..exporter.inputs import check_array, with_axes
-from ..exporter.model import Model, check_one_input
+from ..exporter.model import Model, check_one_input, edited
 from ..graphs.layers.base import NO_EDITS, LayerEdits, MoELayer, moe_layers, sharing_weights
 from .data import LabelledData, labelled, load_groups
+from .fairness import (
+    Fairness,
+    Rewriting,
+    Strength,
+    Subgroup,
+    best_strength,
+    check_groups,
+    fairness,
+    find_group,
+    sign_of,
+)
 from .metrics import one_per_sample
-from .report.figures import COLOURS, INK, REFERENCE, drawn
 
 BATCH = 64
-SCHEMA = 1
-
-JSON_FILE, FIGURE_FILE = "specialise.json", "specialise.png"
-
-SHOWN, DRAWN = 10, 40
-"""Experts in the text and in the figure, those that change most; the JSON holds all."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,14 +72,68 @@ class ExpertEffect:
 class Group:
     """A subgroup of the inputs and, by level if there are any, its mean coefficients ā [n]."""
 
-    group: int | bool | str
+    group: Subgroup
     samples: int
     coefficients: tuple[tuple[float, ...], ...]
 
 
+HEAVY = 0.5
+"""A coefficient of at least this makes its expert the one that does most of the work."""
+
+BINS = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How the coefficients of a level are spread, over all tokens (a vector is one token).
+
+    `shares` [n] says of each expert for which share of the tokens its coefficient is at least
+    `HEAVY`, `largest` [BINS] how many tokens have their largest coefficient in each tenth of 0 … 1.
+    """
+
+    level: int
+    tokens: int
+    shares: tuple[float, ...]
+    largest: tuple[int, ...]
+
+    @property
+    def heavy(self) -> int:
+        """How many experts have such a coefficient for some token."""
+        return sum(each > 0 for each in self.shares)
+
+
+@dataclass(frozen=True, slots=True)
+class Favour:
+    """The rewriting that is wanted: a class, the subgroup that it is for, and how strong.
+
+    `strength` is |λ|; None lets a search find the best that costs at most `budget` of the accuracy.
+    """
+
+    output: int
+    group: Subgroup
+    strength: float | None = None
+    budget: float = 0.01
+
+    def __post_init__(self) -> None:
+        """Raises UsageError for numbers that cannot be meant."""
+        if self.strength is not None and not 0 < abs(self.strength) < math.inf:
+            raise UsageError(
+                f"--strength {self.strength}: not a finite number other than 0",
+                hint="its sign does not matter: it follows from the wrong answers",
+            )
+        if not 0 <= self.budget < 1:
+            raise UsageError(
+                f"--budget {self.budget}: a share of the accuracy, from 0 to below 1",
+                hint="--budget 0.01 lets a search cost one in a hundred right answers",
+            )
+
+
 @dataclass(frozen=True, slots=True)
 class Specialisation:
-    """The result of `moexport specialise`. `accuracy` and `samples` are by class."""
+    """The result of `moexport specialise`. `accuracy` and `samples` are by class.
+
+    `fairness` is known where subgroups were named, `rewriting` where one was wanted.
+    """
 
     model: str
     family: str
@@ -89,6 +144,9 @@ class Specialisation:
     samples: tuple[int, ...]
     experts: tuple[ExpertEffect, ...]
     groups: tuple[Group, ...]
+    load: tuple[Load, ...] = ()
+    fairness: Fairness | None = None
+    rewriting: Rewriting | None = None
 
     @property
     def mean_polysemanticity(self) -> float | None:
@@ -120,15 +178,18 @@ def specialise(
     data: str | Path | LabelledData,
     *,
     layer: str | None = None,
-    group_by: str | Sequence[int | bool | str] | None = None,
+    group_by: str | Sequence[Subgroup] | None = None,
+    favour: Favour | None = None,
     progress: Progress | None = None,
 ) -> Specialisation:
     """Returns what each expert of a layer, by default the last, does for the accuracy by class.
 
     One pass over the data, and one per expert over the inputs that take it in; those that give it a
-    coefficient of zero cannot change. `group_by` are the subgroups whose mean coefficients are
-    taken, or the array of the file that holds them: by default the classes. Raises UsageError for a
-    layer that is not there, FeedError for data without labels or a model that does not classify.
+    coefficient of zero cannot change. `group_by` are the subgroups that are compared and whose mean
+    coefficients are taken, or the array of the file that holds them: by default the coefficients
+    are those of the classes, and nothing is compared. `favour` asks for a rewriting. Raises
+    UsageError for a layer, class or subgroup that is not there, FeedError for data without labels
+    or a model that does not classify.
     """
     progress = progress or Silent()
     check_one_input(model, "specialise")
@@ -136,6 +197,9 @@ def specialise(
     x, labels = with_axes(held.inputs, model.input), held.labels
     check_array(x, model.input, f"{model.source.path}: ")
     groups = _subgroups(data, group_by, len(x))
+    if groups is not None:
+        check_groups(groups, f"group_by={group_by!r}" if isinstance(group_by, str) else "group_by")
+    wanted = None if favour is None else _found(favour, groups)
     name = list(model.layers)[-1] if layer is None else layer
     if name not in model.layers:
         raise UsageError(
@@ -149,31 +213,98 @@ def specialise(
         )
     module = sharing_weights(model.module)
     watched = moe_layers(module)[name]
+    if wanted is not None:
+        _check_rewritable(watched, name)
     progress.step(f"accuracy by class of {model.source.path}", total=len(x))
-    right, means, takes_in, classes = [], [], [], 0
+    seen = _one_pass(module, watched, held, x, wanted, progress)
+    predicted, classes = seen.scores.argmax(axis=1), seen.scores.shape[1]
+    before = _by_class(labels, classes, predicted == labels)
+    effects = tuple(_effects(module, watched, x, labels, seen, progress))
+    by_group = _groups(seen.means, labels if groups is None else groups)
+    rewriting = None
+    if wanted is not None:
+        assert groups is not None  # `_found` has seen them
+        rewriting = _rewriting(model, name, wanted, x, labels, groups, seen, by_group)
+    return Specialisation(
+        model=model.source.path,
+        family=model.family,
+        layer=name,
+        kind=watched.spec.kind,
+        levels=watched.spec.levels,
+        accuracy=before,
+        samples=tuple(np.bincount(labels, minlength=classes).tolist()),
+        experts=effects,
+        groups=by_group,
+        load=seen.load,
+        fairness=None if groups is None else fairness(predicted, labels, groups, classes),
+        rewriting=rewriting,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Seen:
+    """What one pass over the inputs shows.
+
+    `scores` [s, classes]; by level `means`, the mean coefficients of each input [s, n], and
+    `taken`, who takes an expert in [s, n]: of a layer without coefficients everybody.
+    """
+
+    scores: Array
+    means: Sequence[Array]
+    taken: Sequence[Array]
+    load: tuple[Load, ...]
+
+
+def _one_pass(
+    module: nn.Module,
+    watched: MoELayer,
+    held: LabelledData,
+    x: Array,
+    wanted: Favour | None,
+    progress: Progress,
+) -> _Seen:
+    said: list[Array] = []
+    means, takes_in = [], []
+    loads = [_Loads(n) for n in watched.spec.levels] if watched.spec.rewritable else []
     for rows in held.batches(BATCH):
         with _coefficients(watched) as found:
             scores = _scores(module, x[rows])
-        classes = scores.shape[1]
-        held.check_classes(classes)
-        right.append(scores.argmax(axis=1) == labels[rows])
+        held.check_classes(scores.shape[1])
+        if wanted is not None and not said:
+            _check_head(wanted, watched, module, x[rows], scores)
+        said.append(scores)
         means.append([a.mean(axis=1, dtype=np.float64) for a in found])
         takes_in.append([(a != 0).any(axis=1) for a in found])
+        for load, a in zip(loads, found, strict=True):
+            load.add(a)
         progress.advance(len(scores))
-    base = np.concatenate(right)
-    # By level: who takes an expert in [s, n], of a layer without coefficients everybody.
-    taken = list(map(np.concatenate, zip(*takes_in, strict=True))) or [
-        np.ones((len(x), n), dtype=bool) for n in watched.spec.levels
-    ]
-    by_class = partial(_by_class, labels, classes)
+    return _Seen(
+        np.concatenate(said),
+        list(map(np.concatenate, zip(*means, strict=True))),
+        list(map(np.concatenate, zip(*takes_in, strict=True)))
+        or [np.ones((len(x), n), dtype=bool) for n in watched.spec.levels],
+        tuple(each.load(level) for level, each in enumerate(loads, start=1)),
+    )
+
+
+def _effects(
+    module: nn.Module,
+    watched: MoELayer,
+    x: Array,
+    labels: Array,
+    seen: _Seen,
+    progress: Progress,
+) -> Iterator[ExpertEffect]:
+    """What removing each expert does, one after the other."""
+    by_class = partial(_by_class, labels, seen.scores.shape[1])
+    base = seen.scores.argmax(axis=1) == labels
     before = by_class(base)
     places = [(level, e) for level, n in enumerate(watched.spec.levels) for e in range(n)]
-    work = sum(int(taken[level][:, e].sum()) for level, e in places)
-    progress.step(f"removing each of {len(places)} experts of {name}", total=work)
-    effects = []
+    work = sum(int(seen.taken[level][:, e].sum()) for level, e in places)
+    progress.step(f"removing each of {len(places)} experts of {watched.spec.name}", total=work)
     for level, expert in places:
         watched.edits = LayerEdits(frozenset({(level, expert)}))
-        inputs = np.flatnonzero(taken[level][:, expert])
+        inputs = np.flatnonzero(seen.taken[level][:, expert])
         right_now = base.copy()
         for part in np.split(inputs, range(BATCH, len(inputs), BATCH)):
             if part.size:
@@ -185,24 +316,119 @@ def specialise(
             for was, now in zip(before, after, strict=True)
         )
         moved = polysemanticity(before, change)
-        effects.append(ExpertEffect(level + 1, expert, len(inputs), after, change, moved))
+        yield ExpertEffect(level + 1, expert, len(inputs), after, change, moved)
     watched.edits = NO_EDITS
-    levels = list(map(np.concatenate, zip(*means, strict=True)))
-    return Specialisation(
-        model=model.source.path,
-        family=model.family,
-        layer=name,
-        kind=watched.spec.kind,
-        levels=watched.spec.levels,
-        accuracy=before,
-        samples=tuple(np.bincount(labels, minlength=classes).tolist()),
-        experts=tuple(effects),
-        groups=_groups(levels, labels if groups is None else groups),
+
+
+class _Loads:
+    """The sums from which a level's `Load` follows, a batch of coefficients [b, m, n] at a time."""
+
+    def __init__(self, experts: int) -> None:
+        self.heavy = np.zeros(experts, np.int64)
+        self.largest = np.zeros(BINS, np.int64)
+
+    def add(self, a: Array) -> None:
+        tokens = a.reshape(-1, a.shape[-1])
+        self.heavy += (tokens >= HEAVY).sum(axis=0)
+        # Rounding may leave a coefficient a little above 1.
+        self.largest += np.histogram(tokens.max(axis=1).clip(0, 1), BINS, (0, 1))[0]
+
+    def load(self, level: int) -> Load:
+        tokens = int(self.largest.sum())
+        shares = tuple((self.heavy / tokens).tolist())
+        return Load(level, tokens, shares, tuple(self.largest.tolist()))
+
+
+def _found(favour: Favour, groups: Array | None) -> Favour:
+    """The wanted rewriting with its subgroup as the data have it."""
+    if groups is None:
+        raise UsageError(
+            f"--rewrite-class {favour.output}: no subgroups are named that it could be for",
+            hint="name the array that holds them with --group-by",
+        )
+    return replace(favour, group=find_group(favour.group, groups))
+
+
+def _check_rewritable(layer: MoELayer, name: str) -> None:
+    if not layer.spec.rewritable:
+        raise UsageError(
+            f"--rewrite-class: layer {name} is a {layer.spec.kind} layer, without coefficients to "
+            "rewrite an output by",
+            hint="only muMoE layers can be rewritten",
+        )
+
+
+def _check_head(
+    wanted: Favour, layer: MoELayer, module: nn.Module, x: Array, scores: Array
+) -> None:
+    """Raises UsageError unless the layer gives the scores and one of them is the class's."""
+    classes = scores.shape[1]
+    if not 0 <= wanted.output < classes:
+        raise UsageError(
+            f"--rewrite-class {wanted.output}: the model has {classes} classes",
+            hint=f"they are counted from 0: use 0 to {classes - 1}",
+        )
+    given: list[torch.Tensor] = []
+    handle = layer.register_forward_hook(lambda *made: given.append(made[2]))
+    try:
+        _scores(module, x[:1])
+    finally:
+        handle.remove()
+    own = one_per_sample(given[-1].numpy())
+    if own.shape != scores[:1].shape or not np.allclose(own, scores[:1], rtol=1e-4, atol=1e-6):
+        raise UsageError(
+            f"--rewrite-class {wanted.output}: layer {layer.spec.name} does not give the class "
+            "scores themselves, so that its outputs are no classes",
+            hint="name the head with --layer; `export --rewrite` takes any output of any layer",
+        )
+
+
+def _rewriting(
+    model: Model,
+    layer: str,
+    wanted: Favour,
+    x: Array,
+    labels: Array,
+    groups: Array,
+    seen: _Seen,
+    by_group: Sequence[Group],
+) -> Rewriting:
+    """The rewriting that was wanted, with what the model says when it is edited so."""
+    output, group, scores = wanted.output, wanted.group, seen.scores
+    means = next(each.coefficients for each in by_group if each.group == group)
+    predicted = scores.argmax(axis=1)
+    sign = sign_of(predicted, labels, groups == group, output)
+    if wanted.strength is None:
+        alike = math.prod(a @ np.array(mean) for a, mean in zip(seen.means, means, strict=True))
+        places = (scores, np.asarray(alike), labels, groups, output, sign)
+        chosen = best_strength(*places, wanted.budget)
+    else:
+        chosen = Strength(sign * abs(wanted.strength), 1)
+    entry = {"layer": layer, "output": output, "coefficients": means, "lambda": chosen.value}
+    module = edited(model, read_edits(rewrite=[entry])).module
+    parts = np.split(x, range(BATCH, len(x), BATCH))
+    after = np.concatenate([_scores(module, part).argmax(axis=1) for part in parts])
+    classes = scores.shape[1]
+    targets = [group] * classes
+    was = fairness(predicted, labels, groups, classes, targets=targets)
+    now = fairness(after, labels, groups, classes, targets=targets)
+    return Rewriting(
+        layer=layer,
+        output=output,
+        group=group,
+        strength=chosen.value,
+        coefficients=means,
+        tried=chosen.tried,
+        budget=wanted.budget if wanted.strength is None else None,
+        accuracy_before=was.accuracy,
+        accuracy_after=now.accuracy,
+        before=was.classes[output],
+        after=now.classes[output],
     )
 
 
 def _subgroups(
-    data: str | Path | LabelledData, by: str | Sequence[int | bool | str] | None, samples: int
+    data: str | Path | LabelledData, by: str | Sequence[Subgroup] | None, samples: int
 ) -> Array | None:
     """The subgroup of each input; None where nobody names any."""
     if isinstance(by, str):
@@ -279,110 +505,3 @@ def _scores(module: nn.Module, x: Array) -> Array:
             hint="a layer or a language model does not classify its inputs",
         )
     return scores
-
-
-def to_json(found: Specialisation) -> str:
-    """Returns everything as indented JSON, each list of numbers on one line."""
-    content = asdict(found)
-    experts, groups = content.pop("experts"), content.pop("groups")
-    head = {"schema": SCHEMA, **content, "mean_polysemanticity": found.mean_polysemanticity}
-    fields = [f"  {json.dumps(key)}: {_line(value)}" for key, value in head.items()]
-    for key, records in (("experts", experts), ("groups", groups)):
-        lines = ",\n".join(f"    {_line(record)}" for record in records)
-        fields.append(f"  {json.dumps(key)}: [\n{lines}\n  ]")
-    return "{\n" + ",\n".join(fields) + "\n}\n"
-
-
-def write(found: Specialisation, directory: Path) -> tuple[Path, ...]:
-    """Writes `specialise.json` and `specialise.png`, each whole, or OutputError; returns paths."""
-    paths = (directory / JSON_FILE, directory / FIGURE_FILE)
-    write_text(to_json(found), paths[0])
-    with whole_file(paths[1]) as partial:
-        draw(found, partial)
-    return paths
-
-
-def text(found: Specialisation) -> str:
-    """Returns the experts whose removal changes most, and how many change nothing."""
-    changing = found.ranked
-    mean = found.mean_polysemanticity
-    lines = [
-        f"model       {found.model} ({found.family})",
-        f"layer       {found.layer}: {' × '.join(map(str, found.levels))} experts, all kept",
-        f"accuracy    {found.overall(found.accuracy):.1%} of {sum(found.samples)} inputs",
-        f"experts     {len(changing)} of {len(found.experts)} change the accuracy of a class when "
-        "removed",
-    ]
-    if mean is not None:
-        lines.append(f"polysemanticity {mean:.3f} on average over these (0: one class, all of it)")
-        heads = ("expert", "inputs", "accuracy", "class changed most", "before", "after")
-        rows = []
-        for each in changing[:SHOWN]:
-            changed = each.most_changed
-            shares = (found.overall(each.accuracy), found.accuracy[changed], each.accuracy[changed])
-            overall, before, after = (f"{share:.1%}" for share in shares)
-            cells = (found.expert_name(each), each.inputs, overall, changed, before, after)
-            rows.append((*cells, f"{each.polysemanticity:.3f}"))
-        lines += ["", table((*heads, "polysemanticity"), rows)]
-    if len(changing) > SHOWN:
-        lines.append(f"… and {len(changing) - SHOWN} more")
-    return "\n".join(lines)
-
-
-def _line(value: object) -> str:
-    return json.dumps(value, ensure_ascii=False, allow_nan=False)
-
-
-def draw(found: Specialisation, path: Path) -> None:
-    """Writes a PNG: a row per expert, its change of each class beside its polysemanticity."""
-    changing = found.ranked
-    shown = changing[:DRAWN]
-    title = (
-        f"{Path(found.model).stem}, layer {found.layer}: removing {len(changing)} of "
-        f"{len(found.experts)} experts changes a class ({sum(found.samples)} inputs)"
-    )
-    if len(shown) < len(changing):
-        title += f"; the {len(shown)} that change most"
-    size = (8.6, 1.9 + 0.21 * max(len(shown), 3))
-    with drawn([path], size, sharey=True, width_ratios=(1.9, 1)) as ((left, right),):
-        left.set_title("Change in accuracy, by class")
-        if shown:
-            _changes(left, found, shown)
-            _distances(right, found, shown)
-        else:
-            for axes in (left, right):
-                axes.set_axis_off()
-            left.text(0.5, 0.5, "no expert's removal changes a class", ha="center", color=INK)
-        left.figure.suptitle(title, fontsize=9.5, color=INK)
-
-
-def _changes(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> None:
-    """A cell per expert and class: red where accuracy is lost, blue where it is won."""
-    table = np.array([[np.nan if c is None else c for c in e.change] for e in shown])
-    largest = float(np.nanmax(np.abs(table)))
-    image = axes.imshow(
-        table, cmap="RdBu", vmin=-largest, vmax=largest, aspect="auto", interpolation="nearest"
-    )
-    axes.grid(visible=False)
-    axes.set_yticks(range(len(shown)), [found.expert_name(each) for each in shown], fontsize=7.5)
-    axes.xaxis.set_major_locator(MaxNLocator(20, integer=True))
-    axes.set_xlabel("class")
-    axes.set_ylabel("expert removed")
-    bar = axes.figure.colorbar(image, ax=axes, location="bottom", aspect=45, pad=0.02)
-    bar.ax.xaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
-    bar.outline.set_visible(False)
-
-
-def _distances(axes: Axes, found: Specialisation, shown: list[ExpertEffect]) -> None:
-    """A dot per expert, and the mean over all that change a class."""
-    values = [each.polysemanticity or 0.0 for each in shown]
-    axes.hlines(range(len(shown)), 0, values, color="#d5dbe4", linewidth=1)
-    axes.plot(values, range(len(shown)), "o", color=COLOURS[0], markersize=4)
-    mean = found.mean_polysemanticity
-    assert mean is not None
-    axes.set_title(f"Polysemanticity, mean {mean:.2f}")
-    axes.axvline(mean, color=REFERENCE, linestyle="--", linewidth=1.2)
-    axes.set_xlim(left=0)
-    axes.grid(visible=False)
-    axes.tick_params(axis="y", length=0, labelleft=False)
-    axes.set_xlabel("0: one class lost, no other changed")

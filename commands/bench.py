@@ -6,7 +6,7 @@ import shlex
 import sys
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 import typer
 
@@ -15,7 +15,6 @@ from ..common.console import show
 from ..errors import UsageError
 from .options import (
     AsJson,
-    ModelArgument,
     ModelFlags,
     Verbosity,
     json_text,
@@ -94,6 +93,12 @@ class BenchFlags:
     ] = ""
     max_subsets: Annotated[
         int | None, typer.Option(help="The most sets of experts to try all of.", min=1)
+    ] = None
+    group_by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARRAY", help="Subgroups to compare, an array of the .npz with labels."
+        ),
     ] = None
 
 
@@ -177,9 +182,61 @@ def _print_results(results: Results, text: str, output: Path, *, as_json: bool) 
     show(to_json(results) if as_json else f"{text}\n\nreport: {output / 'report.html'}")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FairnessFlags:
+    """Which subgroups are compared, and the rewriting that is to help one."""
+
+    HEADINGS: ClassVar = {"group_by": "Subgroups"}
+
+    group_by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ARRAY",
+            help="Subgroups to compare, an array of the data [default: none, and mean coefficients "
+            "by class].",
+        ),
+    ] = None
+    rewrite_class: Annotated[
+        int | None,
+        typer.Option(
+            metavar="CLASS", help="Re-write this class's output for a subgroup: rewrite.json."
+        ),
+    ] = None
+    rewrite_group: Annotated[
+        str | None, typer.Option(metavar="GROUP", help="The subgroup that the rewriting helps.")
+    ] = None
+    strength: Annotated[
+        float | None,
+        typer.Option(metavar="λ", help="Its size [default: that of the best max-min]."),
+    ] = None
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE", help="Accuracy that a search for it may cost [default: 0.01]."
+        ),
+    ] = None
+
+    def wanted(self) -> dict[str, Any]:
+        """Returns them as `moexport.specialise` takes them."""
+        if self.rewrite_class is None or self.rewrite_group is None:
+            why = "a rewriting needs --rewrite-class and --rewrite-group"
+            refuse_idle(self, why=why, but=("group_by",))
+        if self.strength is not None and self.budget is not None:
+            raise UsageError(
+                "--budget with --strength: nothing is searched for", hint="leave one of them out"
+            )
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in given.items() if value is not None}
+
+
 def specialise(
     *,
-    model: ModelArgument,
+    models: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="MODEL…", parser=typed_source, help="A checkpoint, or several to compare."
+        ),
+    ],
     data: Annotated[
         Path, typer.Option(metavar="X.NPZ", help="input and label: accuracy is taken by class.")
     ],
@@ -191,30 +248,41 @@ def specialise(
             metavar="NAME", help="The layer whose experts are removed [default: the last]."
         ),
     ] = None,
-    group_by: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ARRAY", help="Subgroups for mean coefficients [default: the labels]."
-        ),
-    ] = None,
+    flags: FairnessFlags,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
     """Say what each expert is for, by what its removal does.
 
-    How the accuracy of every class changes without it.
+    How the accuracy of every class changes without it, how fairly subgroups are treated, and how
+    several models compare.
     """
-    from ..bench.specialise import text, to_json, write
+    from ..bench.report.specialisation import (
+        several_json,
+        several_text,
+        text,
+        to_json,
+        write,
+        write_several,
+    )
     from ..common.writing import check_folder
 
     if output is not None:
         check_folder(output)
+    asked = flags.wanted()
+    found = []
     with verbosity.console() as console:
-        loaded = reading.loader(model, console, data)()
-        found = api.specialise(loaded, data, layer=layer, group_by=group_by, progress=console)
-    written = () if output is None else write(found, output)
-    show(to_json(found) if as_json else text(found), end="" if as_json else "\n")
-    if written and not as_json:
+        for model in models:
+            loaded = reading.loader(model, console, data)()
+            found.append(api.specialise(loaded, data, layer=layer, **asked, progress=console))
+    (first, *others) = found
+    if output is not None:
+        written = write_several(found, output) if others else write(first, output)
+    if as_json:
+        show(several_json(found) if others else to_json(first), end="")
+        return
+    show(several_text(found) if others else text(first))
+    if output is not None:
         show(f"\nwritten: {', '.join(map(str, written))}")
 
 

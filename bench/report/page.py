@@ -25,9 +25,11 @@ from ...errors import UsageError
 from ..analyses.findings import ExpertStudy, studies_in
 from ..analyses.report import figures as charts
 from ..analyses.report import titled
+from ..fairness import ModelFairness, compared_in
 from ..results import Results, Row, as_json, write
 from ..runners.available import KINDS
 from .compare import Change, Comparison
+from .fairness import FAIR_HEADS, compared_rows
 from .figures import figures
 from .summary import (
     GPU_MS,
@@ -137,7 +139,7 @@ def payload(results: Results, comparison: Comparison | None = None) -> dict[str,
     """Returns what the page's script draws: the results, and what is said of them in words."""
     shown = sections(results)
     found = {(section.model, section.batch): section for section in shown}
-    studies = studies_in(results.analyses)
+    studies, compared = studies_in(results.analyses), compared_in(results.analyses)
     return {
         "results": as_json(results),
         "rows": [_words(results, found[row.model, row.batch], row) for row in results.rows],
@@ -147,6 +149,7 @@ def payload(results: Results, comparison: Comparison | None = None) -> dict[str,
         "tables": [
             *([] if comparison is None else [comparison_card(comparison)]),
             *([analyses_card(studies)] if studies else []),
+            *([subgroups_card(compared)] if compared else []),
             parity_card(shown),
         ],
         "environment": list(_environment(results)),
@@ -337,3 +340,14 @@ def analyses_card(studies: Sequence[ExpertStudy]) -> Card:
             groups.setdefault(model, []).append(cells)
         tables.append((title, header[1:], groups))
     return _card("experts", "Which experts", tables, notes=[RANDOM_NOTE])
+
+
+def subgroups_card(found: Sequence[ModelFairness]) -> Card:
+    """Returns how fairly subgroups are treated, by model and class."""
+    groups: dict[str, list[Sequence[Cell]]] = {}
+    for each in found:
+        for output, row in compared_rows(each):
+            groups.setdefault(f"{each.model}, class {output}", []).append(row)
+    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS[1:]))
+    note = "Each class told from the others, in PyTorch; 95% intervals."
+    return _card("subgroups", "Subgroups", [("", heads, groups)], notes=[note])

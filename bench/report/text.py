@@ -11,8 +11,10 @@ from ...common.text import csv_cell, markdown, markdown_text, printable, table
 from ...common.timing import Latency
 from ..analyses.findings import studies_in
 from ..analyses.report import text as studies_text
+from ..fairness import compared_in
 from ..results import PYTORCH_EAGER, Results, Row
 from .compare import Comparison
+from .fairness import subgroups_text
 from .summary import (
     GPU_MS,
     NAMES,
@@ -42,7 +44,8 @@ def rows_table(results: Results) -> str:
         cells = [_cells(row, section.speedup(row), len(device)) for row in rows]
         blocks.append(f"{section.model}, batch {section.batch}\n{table(header, cells)}")
     found = studies_text(studies_in(results.analyses))
-    return "\n\n".join(each for each in (*blocks, _failures(results), found) if each)
+    fair = subgroups_text(compared_in(results.analyses))
+    return "\n\n".join(each for each in (*blocks, _failures(results), found, fair) if each)
 
 
 def _device_heading(results: Results) -> tuple[str, ...]:

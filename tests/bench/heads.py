@@ -1,8 +1,9 @@
-"""A muMoE classifier trained on scikit-learn's digits within a second or two."""
+"""muMoE classifiers trained on scikit-learn's digits within a second or two."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,7 +25,52 @@ def trained_head(folder: Path, levels: tuple[int, ...] = (12,)) -> tuple[Path, P
     `test.npz` holds `input`, `label` and the subgroups `odd`.
     """
     digits = load_digits()
-    x, labels = vectors(digits.train.inputs), torch.from_numpy(digits.train.labels)
+    assert digits.train.labels is not None and digits.test.labels is not None
+    state = _trained(vectors(digits.train.inputs), digits.train.labels, levels)
+    torch.save(state, folder / "head.pt")
+    np.savez(
+        folder / "test.npz",
+        input=vectors(digits.test.inputs).numpy(),
+        label=digits.test.labels,
+        odd=digits.test.labels % 2 == 1,
+    )
+    return folder / "head.pt", folder / "test.npz"
+
+
+RARE, CLASS = "mirrored 7", 7
+
+
+def unfair_head(folder: Path, experts: int = 12) -> tuple[Path, Path, Path]:
+    """Writes a head that has seen few mirrored sevens, and two files in which half are mirrored.
+
+    3% of the sevens are mirrored in training. `choose.npz` and `held.npz` hold `input`, `label` and
+    the subgroups `style`, `mirrored 7` or `usual`, of digits that were not trained on.
+    """
+    digits = load_digits(test_share=0.4)
+    train, test = digits.train, digits.test
+    assert train.labels is not None and test.labels is not None
+    images = train.inputs.copy()
+    sevens = np.flatnonzero(train.labels == CLASS)
+    rare = sevens[: round(0.03 * len(sevens))]
+    images[rare] = images[rare][..., ::-1]
+    torch.save(_trained(vectors(images), train.labels, (experts,)), folder / "unfair.pt")
+    paths = folder / "choose.npz", folder / "held.npz"
+    half = len(test) // 2
+    for path, rows in zip(paths, (slice(half), slice(half, None)), strict=True):
+        x, labels = test.inputs[rows], test.labels[rows]
+        others = np.ascontiguousarray(x[labels == CLASS][..., ::-1])
+        np.savez(
+            path,
+            input=vectors(np.concatenate([x, others])).numpy(),
+            label=np.r_[labels, np.full(len(others), CLASS)],
+            style=np.r_[np.full(len(x), "usual", dtype="U10"), np.full(len(others), RARE)],
+        )
+    return folder / "unfair.pt", *paths
+
+
+def _trained(x: torch.Tensor, targets: np.ndarray, levels: tuple[int, ...]) -> dict[str, Any]:
+    """A head's weights after 120 steps, under the keys of the published code."""
+    labels = torch.from_numpy(targets)
     spec = MuMoESpec("layer", (FactorisedSpec("cp", levels, DIM, CLASSES, (RANK,), bias=True),))
     random = torch.Generator().manual_seed(0)
     factors = [
@@ -51,12 +97,4 @@ def trained_head(folder: Path, levels: tuple[int, ...] = (12,)) -> tuple[Path, P
     (tensor,) = layer.tensors
     for index, factor in enumerate(tensor.parameters()):
         state[f"MuMoE.factors.{index}"] = factor
-    torch.save({key: value.detach() for key, value in state.items()}, folder / "head.pt")
-    assert digits.test.labels is not None
-    np.savez(
-        folder / "test.npz",
-        input=vectors(digits.test.inputs).numpy(),
-        label=digits.test.labels,
-        odd=digits.test.labels % 2 == 1,
-    )
-    return folder / "head.pt", folder / "test.npz"
+    return {key: value.detach() for key, value in state.items()}

@@ -120,6 +120,42 @@ def test_groups_have_the_mean_coefficients_of_their_inputs(head: tuple[Path, Pat
     assert same.groups == found.groups
 
 
+def test_the_load_counts_coefficients_of_each_token(head: tuple[Path, Path]) -> None:
+    checkpoint, data = head
+    model = moexport.load(checkpoint, config=said(checkpoint))
+    with np.load(data) as arrays:
+        x = arrays["input"][:, None]
+    (layer,) = mumoe_layers(model.module).values()
+    a = layer.coefficients(torch.from_numpy(x))[0][:, 0].numpy()
+    (load,) = moexport.specialise(model, data).load
+    assert (load.level, load.tokens) == (1, 360)
+    assert load.shares == pytest.approx((a >= 0.5).mean(axis=0))
+    assert sum(load.largest) == 360
+    assert sum(load.largest[5:]) == (a.max(axis=1) >= 0.5).sum()
+    assert load.heavy == (a >= 0.5).any(axis=0).sum() > 2
+
+
+def test_several_models_are_compared_by_their_numbers_of_experts(tmp_path: Path) -> None:
+    for name, experts in (("b", 12), ("a", 4)):
+        (tmp_path / name).mkdir()
+        checkpoint, data = trained_head(tmp_path / name, (experts,))
+        checkpoint.rename(tmp_path / f"{name}.pt")
+    both = (tmp_path / "b.pt", tmp_path / "a.pt")
+    outcome = run("specialise", *both, *ENTMAX, "--data", data, "-o", tmp_path / "out")
+    assert outcome.code == 0, outcome.err
+    first, second = outcome.out.splitlines()[1:3]
+    assert (first.split()[:2], second.split()[:2]) == (["a", "4"], ["b", "12"])
+    assert "experts whose removal changes a class" in outcome.out
+    written = json.loads((tmp_path / "out" / "polysemanticity.json").read_text())
+    alone = json.loads((tmp_path / "out" / "b" / "specialise.json").read_text())
+    assert written["models"][0] == alone
+    assert len(imread(tmp_path / "out" / "polysemanticity.png")) > 500
+    assert (tmp_path / "out" / "a" / "load.png").is_file()
+    again = run("specialise", both[0], both[0], *ENTMAX, "--data", data, "-o", tmp_path / "twice")
+    assert "two of the models have this name" in again.error
+    assert not (tmp_path / "twice").exists()
+
+
 def test_polysemanticity_is_the_distance_to_one_class_lost() -> None:
     assert polysemanticity((0.5, 0.9), (-0.5, 0.0)) == 0
     assert polysemanticity((1.0, 0.8, 1.0), (-0.5, 0.2, 0.0)) == pytest.approx(
@@ -137,6 +173,7 @@ def test_the_command_writes_json_and_a_figure(head: tuple[Path, Path], tmp_path:
     assert {path.name for path in (tmp_path / "experts").iterdir()} == {
         "specialise.json",
         "specialise.png",
+        "load.png",
     }
     written = json.loads((tmp_path / "experts" / "specialise.json").read_text())
     assert (written["schema"], written["kind"], written["levels"]) == (1, "mumoe", [12])

@@ -28,6 +28,7 @@ CALIBRATE = ("calibrate", LAYER, "--data", "x.npz", "-o", "t.json")
 BENCH = ("bench", LAYER, "-o", "out")
 BUNDLES = ("bench", "bundle", "-o", "out")
 PAPER = ("bench", "--paper", "mnist", "-o", "out")
+SPECIALISE = ("specialise", LAYER, "--data", "x.npz")
 RUN = ("run", "bundle", "-i", "x.npz", "-o", "y.npz")
 
 READING = {
@@ -68,6 +69,7 @@ MEASURED = {
     "fail_if_slower": ("--fail-if-slower", "5%"),
     "analysis": ("--analysis", "all"),
     "max_subsets": ("--max-subsets", "5"),
+    "group_by": ("--group-by", "a"),
 }
 
 IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
@@ -139,6 +141,10 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "family": (("specialise", "json:loads", "--data", "x.npz", *READING["family"]),),
         "weights": (("specialise", LAYER, "--data", "x.npz", *READING["weights"]),),
         "adapter": (("specialise", LAYER, "--data", "x.npz", *READING["adapter"]),),
+        "rewrite_class": ((*SPECIALISE, "--rewrite-class", "1"),),
+        "rewrite_group": ((*SPECIALISE, "--rewrite-group", "a"),),
+        "strength": ((*SPECIALISE, "--strength", "3"),),
+        "budget": ((*SPECIALISE, "--budget", "0.1"),),
     },
 }
 """Calls in which an option does nothing."""
@@ -155,7 +161,7 @@ ACTING = {
     "verify": {"bundle", "atol", "rtol", "trust_engine"},
     "run": {"bundle", "input_file", "graph", "batch_size", "engine", "no_check"},
     "bench": {"models", "threads", "paper"},
-    "specialise": {"model", "config", "sets", "data", "layer", "group_by"},
+    "specialise": {"models", "config", "sets", "data", "layer", "group_by"},
     "report": {"results", "compare"},
     "demo": {"family"},
     "doctor": set[str](),

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.tests.bench.heads import trained_head
+from moexport.tests.bench.heads import trained_head, unfair_head
 from moexport.tests.docs.documents import ROOT, assert_printed, blocks, type_block
 from moexport.tests.docs.outliers import vit_with_outliers
 
@@ -59,8 +59,10 @@ def test_a_layer_that_int8_harms_stays_in_floats_as_the_calibration_page_shows(
 
 
 def test_experts_are_looked_at_and_edited_as_the_mumoe_page_shows(tmp_path: Path) -> None:
+    trained_head(tmp_path, (4,))[0].rename(tmp_path / "small.pt")
     trained_head(tmp_path)
-    assert follow("docs/mumoe.md", tmp_path, "## What an expert is for, and editing it") == 4
+    unfair_head(tmp_path)
+    assert follow("docs/mumoe.md", tmp_path, "## What an expert is for, and editing it") == 7
     with np.load(tmp_path / "test.npz") as arrays:
         x, labels = arrays["input"][:, None], arrays["label"]
     nines = {
@@ -68,4 +70,4 @@ def test_experts_are_looked_at_and_edited_as_the_mumoe_page_shows(tmp_path: Path
         for name in ("without", "rewritten")
     }
     assert nines["without"][labels == 9].mean() < 0.5  # what expert 8 was for
-    assert nines["rewritten"][labels == 9].mean() < 0.5  # and what the re-write was for
+    assert nines["rewritten"][labels == 9].mean() < 0.5  # and what the rewrite was for
