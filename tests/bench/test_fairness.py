@@ -37,7 +37,7 @@ def rewritten(unfair: tuple[Path, Path, Path]) -> Path:
         *("--group-by", "style", "--rewrite-class", str(CLASS), "--rewrite-group", RARE),
     )
     assert outcome.code == 0, outcome.err
-    assert "rewritten  mirrored 7" in outcome.out
+    assert "rewritten   mirrored 7" in outcome.out
     assert "not defined where the subgroup, or all others, hold no input of the class" in (
         outcome.out
     )
