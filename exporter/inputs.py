@@ -77,7 +77,14 @@ SAMPLES = 8
 MAX_BYTES = 64 << 20
 SEED = 0
 
-SIZES = {"tokens": 19, "past": 11, "height": 4, "width": 6}
+SIZES = {
+    "tokens": 19,
+    "past": 11,
+    "encoder_tokens": 9,
+    "decoder_tokens": 8,
+    "height": 4,
+    "width": 6,
+}
 """Random inputs take these where an axis is dynamic; none is a size that was traced."""
 
 

@@ -114,7 +114,9 @@ class Session:
             if value.type in _NUMPY_TYPES
         ]
         given = [port for port in self._ports if port.default is None]
-        if len(self._ports) != len(inputs) or len(given) != 1:
+        # Without a record of ours several inputs say nothing of which is the first.
+        foreign = METADATA not in self._session.get_modelmeta().custom_metadata_map
+        if len(self._ports) != len(inputs) or not given or (foreign and len(given) > 1):
             taken = ", ".join(f"{value.name} ({value.type})" for value in inputs.values())
             raise BundleError(
                 f"{path.name}: takes {taken or 'no inputs'}; one of numbers is expected, beside k",

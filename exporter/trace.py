@@ -86,7 +86,14 @@ def _module(node: ir.Node) -> str:
     return str(modules[-1]) if modules else ""
 
 
-TRACED_SIZES = {"tokens": 7, "past": 5, "height": 3, "width": 5}
+TRACED_SIZES = {
+    "tokens": 7,
+    "past": 5,
+    "encoder_tokens": 11,
+    "decoder_tokens": 4,
+    "height": 3,
+    "width": 5,
+}
 
 
 class _Node(nn.Module):

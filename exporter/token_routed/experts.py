@@ -80,18 +80,31 @@ def check_layer(layer: Experts, module: nn.Module) -> None:
 def _with_gate(spec: ExpertsSpec, module: nn.Module) -> ExpertsSpec:
     """The spec with what is between the two products, found by trying."""
     of: Any = module
-    generator = torch.Generator().manual_seed(0)
     if not of.has_gate:
-        z = 4 * torch.randn(ROWS, spec.hidden, generator=generator)
-        wanted = of.act_fn(z)
-        gate: Gate = "none"
-    else:
-        # Wide enough for every bound on gate and up to count.
-        limit = max((abs(each) for each in _numbers(module, "limit")), default=1.0)
-        z = 4 * max(1.0, limit) * torch.randn(ROWS, 2 * spec.hidden, generator=generator)
-        wanted = of._apply_gate(z)
-        gate = "concatenated" if of.is_concatenated else "interleaved"
-    for candidate in _candidates(replace(spec, gate=gate), module):
+        return with_activation(spec, of.act_fn, module)
+    # Wide enough for every bound on gate and up to count.
+    limit = max((abs(each) for each in _numbers(module, "limit")), default=1.0)
+    z = 4 * max(1.0, limit) * _some(2 * spec.hidden)
+    gate: Gate = "concatenated" if of.is_concatenated else "interleaved"
+    return _found(replace(spec, gate=gate), module, z, of._apply_gate(z))
+
+
+def with_activation(spec: ExpertsSpec, act: Any, module: nn.Module) -> ExpertsSpec:
+    """Returns the spec, without a gate, of a module's experts whose activation is `act`.
+
+    Raises `FamilyError` for an activation that the layer does not have.
+    """
+    z = 4 * _some(spec.hidden)
+    return _found(replace(spec, gate="none"), module, z, act(z))
+
+
+def _some(width: int) -> Tensor:
+    return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
+
+
+def _found(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -> ExpertsSpec:
+    """The first candidate that computes `wanted` of z."""
+    for candidate in _candidates(spec, module):
         found = _between(candidate, z)
         if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
             return candidate
@@ -140,7 +153,7 @@ def _post_norm(name: str, norm: nn.Module, width: int) -> tuple[Tensor, float]:
     )
     if of.weight.is_meta:  # only looked at
         return of.weight, epsilon
-    y = torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
+    y = _some(width)
     with torch.no_grad():
         wanted = norm(y)
         for scale in (1.0 + of.weight, of.weight):

@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -17,7 +17,17 @@ from ...graphs.layers.base import sharing_weights
 from ..checkpoints.files import find_files
 from ..model import Model, Source, TensorSpec
 from .experts import canonical, check_layer, experts_modules
-from .network import TOKENS, Network, cache_shapes, cache_specs, token_specs
+from .network import (
+    DECODED,
+    TOKENS,
+    Network,
+    cache_shapes,
+    cache_specs,
+    decoder_specs,
+    encoded,
+    token_specs,
+)
+from .own_modules import canonical_block, check_block, sparse_blocks
 from .routers import Routers, find_routers, k_of
 
 EXTRA = "pip install 'moexport[transformers]'"
@@ -30,23 +40,32 @@ HEADS: Mapping[str, tuple[str, ...]] = {
 }
 """What classes of `transformers` return, by how their names end: `logits`, or hidden states."""
 
+TRANSLATING: Mapping[str, str] = {"ForConditionalGeneration": "vocabulary", "Model": "hidden"}
+"""Classes with an encoder and a decoder: how their names end, and the last axis of the output."""
+
 OWN_MODULES = (
-    "dbrx, jetmoe, llama4, longcat_flash, nllb_moe, step3p7 and switch_transformers have experts "
-    "of their own"
+    "dbrx, jetmoe, llama4, longcat_flash and step3p7 have experts of their own that are not known"
 )
+
+Part = Literal["encoder", "decoder"]
 
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """An architecture as its class says: what it returns, and whether it may have a cache."""
+    """An architecture as its class says: what it returns, and whether it may have a cache.
+
+    `translates`: it has an encoder and a decoder, of which one `part` may have been asked for.
+    """
 
     name: str
     output: str
     axes: tuple[str, ...]
+    translates: bool = False
+    part: Part | None = None
 
     @property
-    def causal(self) -> bool:
-        return self.name.endswith("ForCausalLM")
+    def cached(self) -> bool:
+        return self.name.endswith("ForCausalLM") or self.part == "decoder"
 
 
 def architecture_of(folder: Path) -> str | None:
@@ -58,44 +77,67 @@ def architecture_of(folder: Path) -> str | None:
 def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = True) -> Model:
     """Returns the model in a folder, with a layer of ours at the place of each layer's experts.
 
-    `given` may say `use_cache`. Without `values` nothing of the weights is read. Raises
-    `CheckpointError` for weights that are missing or damaged, and `FamilyError` for architectures
-    that cannot be served.
+    `given` may say `use_cache`, and the `part` of a model with an encoder and a decoder. Without
+    `values` nothing of the weights is read. Raises `CheckpointError` for weights that are missing
+    or damaged, and `FamilyError` for architectures that cannot be served.
     """
     _check_given(given)
     config = _config(folder)
     found = _weight_files(folder)
     class_ = _class(folder, config)
-    kind = _kind(folder, class_.__name__)
-    build = _builder(class_)
+    kind = _kind(folder, class_.__name__, config, given.get("part"))
+    build = _builder(class_, kind)
     skeleton = _built(folder, build, config)
     paths = _experts(folder, skeleton, config)
-    experts = max(int(skeleton.get_submodule(path).num_experts) for path in paths)  # type: ignore[arg-type]
-    routers = find_routers(build, config, experts)
-    cached = bool(kind.causal and given.get("use_cache", getattr(config, "use_cache", True)))
-    inputs, outputs, note = _ports(skeleton, config, kind, paths, cached=cached)
+    experts = [int(skeleton.get_submodule(path).num_experts) for path in paths]  # type: ignore[arg-type]
+    routers = find_routers(build, config, max(experts)) if paths else None
+    cached = bool(kind.cached and given.get("use_cache", getattr(config, "use_cache", True)))
+    inputs, outputs, notes = _ports(skeleton, config, kind, cached=cached)
     takes, gives = [each.name for each in inputs], [each.name for each in outputs]
     watched = Watched.now(found)
-    model = _weights(folder, class_, config) if values else skeleton
+    model = _part(_weights(folder, class_, config), kind) if values else skeleton
     original = Network(model.eval().requires_grad_(False), takes, gives)
     network = sharing_weights(original)
     k = k_of(config.get_text_config())
     for path in paths:
         module = original.get_submodule(path)
-        layer = canonical(path, module, k[1] if k else experts)
+        layer = canonical(path, module, k[1] if k else max(experts))
         if values:
             check_layer(layer, module)
         network.set_submodule(path, layer)
+    wrong = _replace_blocks(network, original, check=values)
+    if wrong is not None:
+        notes = (*notes, wrong)
     _keep_routers(network, routers)
     return Model(
         module=network,
         family=str(config.model_type),
-        config=_told(config, routers, cached=network_cached(network)),
+        config=_told(config, routers, kind, cached=network_cached(network)),
         source=Source(str(folder), found, watched=watched.hashed() if values else None),
         inputs=inputs,
         outputs=outputs,
-        notes=(f"{class_.__name__} of transformers", *note),
-        original=original,
+        notes=(f"{class_.__name__} of transformers", *notes),
+        original=original if wrong is None else None,
+    )
+
+
+def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> str | None:
+    """Puts our layers into sparse blocks of a network, in place.
+
+    Returns a note where the library's own blocks give something else than their router and their
+    experts say.
+    """
+    differs = ""
+    for path, block in sparse_blocks(network).items():
+        stand_in = canonical_block(path, block)
+        network.set_submodule(path, stand_in)
+        if check and not check_block(path, stand_in, original.get_submodule(path)):
+            differs = type(block).__name__
+    if not differs:
+        return None
+    return (
+        f"{differs} of transformers {_library().__version__} does not send tokens to the experts "
+        "that its router chooses; this model does, and is compared with PyTorch's experts so"
     )
 
 
@@ -108,23 +150,28 @@ def _keep_routers(network: nn.Module, routers: Routers | None) -> None:
     network.routers = routers  # type: ignore[assignment]
 
 
-def _told(config: Any, routers: Routers | None, *, cached: bool) -> dict[str, Any]:
+def _told(config: Any, routers: Routers | None, kind: _Kind, *, cached: bool) -> dict[str, Any]:
     """What a manifest says of the configuration: sizes that a reader looks for, and the cache."""
     text = config.get_text_config()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
     told = {name: getattr(text, name) for name in names if hasattr(text, name)}
     if routers is not None:
         told[routers.field] = routers.trained
+    if kind.part is not None:
+        told["part"] = kind.part
     return {**told, "use_cache": cached}
 
 
 def _check_given(given: Mapping[str, Any]) -> None:
-    unknown = sorted(given.keys() - {"use_cache"})
+    unknown = sorted(given.keys() - {"use_cache", "part"})
     if unknown:
         raise UsageError(
             f"--set {unknown[0]}: what a model of transformers is its config.json says",
-            hint="only use_cache can be given: false exports a language model without its cache",
+            hint="use_cache=false exports a language model without its cache, part=encoder or "
+            "part=decoder a part of a model that has both; nothing else can be given",
         )
+    if given.get("part", "encoder") not in get_args(Part):
+        raise UsageError(f"--set part={given['part']}: {' or '.join(get_args(Part))} is expected")
     if not isinstance(given.get("use_cache", True), bool):
         raise UsageError(f"--set use_cache={given['use_cache']}: true or false is expected")
 
@@ -200,14 +247,39 @@ def _class(folder: Path, config: Any) -> Any:
         ) from None
 
 
-def _kind(folder: Path, name: str) -> _Kind:
+def _kind(folder: Path, name: str, config: Any, part: Part | None) -> _Kind:
+    if config.is_encoder_decoder and not name.endswith("EncoderModel"):
+        return _translating(folder, name, part)
+    if part is not None:
+        raise UsageError(
+            f"--set part={part}: a {name} is not of an encoder and a decoder", hint="leave it out"
+        )
     for end, axes in HEADS.items():
         if name.endswith(end):
             return _Kind(name, "last_hidden_state" if end == "Model" else "logits", axes)
-    raise FamilyError(
+    raise _unserved(folder, name)
+
+
+def _translating(folder: Path, name: str, part: Part | None) -> _Kind:
+    """The kind of a model with an encoder and a decoder, or of one part of it."""
+    for end, last in TRANSLATING.items():
+        if name.endswith(end):
+            output = "logits" if last == "vocabulary" else "last_hidden_state"
+            match part:
+                case "encoder":
+                    return _Kind(name, "last_hidden_state", (*TOKENS, "hidden"), True, part)
+                case "decoder":
+                    return _Kind(name, output, (*TOKENS, last), True, part)
+                case None:
+                    return _Kind(name, output, ("batch", "decoder_tokens", last), True)
+    raise _unserved(folder, name)
+
+
+def _unserved(folder: Path, name: str) -> FamilyError:
+    return FamilyError(
         f"{folder}: a {name} is not served",
-        hint="served are causal language models, encoders and classifiers of tokens: classes that "
-        f"end in {', '.join(HEADS)}",
+        hint="served are causal language models, encoders, classifiers of tokens, and models with "
+        f"an encoder and a decoder: classes that end in {', '.join({**HEADS, **TRANSLATING})}",
     )
 
 
@@ -216,14 +288,26 @@ def _attention(class_: Any) -> str:
     return "sdpa" if class_._supports_sdpa else "eager"
 
 
-def _builder(class_: Any) -> Any:
+def _builder(class_: Any, kind: _Kind) -> Any:
     def build(config: Any) -> nn.Module:
         with torch.device("meta"):
             model = class_._from_config(config, attn_implementation=_attention(class_))
         assert isinstance(model, nn.Module)
-        return model.eval()
+        return _part(model.eval(), kind)
 
     return build
+
+
+def _part(model: nn.Module, kind: _Kind) -> nn.Module:
+    """The part of a model that was asked for: its encoder, or the model without it."""
+    if kind.part is None:
+        return model
+    encoder: nn.Module = model.get_encoder()  # type: ignore[operator]
+    if kind.part == "encoder":
+        return encoder
+    path = next(name for name, module in model.named_modules() if module is encoder)
+    model.set_submodule(path, nn.Identity())
+    return model
 
 
 def _built(folder: Path, build: Any, config: Any) -> nn.Module:
@@ -240,7 +324,7 @@ def _built(folder: Path, build: Any, config: Any) -> nn.Module:
 
 def _experts(folder: Path, skeleton: nn.Module, config: Any) -> list[str]:
     paths = list(experts_modules(skeleton))
-    if paths:
+    if paths or sparse_blocks(skeleton):
         return paths
     raise FamilyError(
         f"{folder}: {config.model_type} has no experts that go through the experts interface of "
@@ -250,7 +334,7 @@ def _experts(folder: Path, skeleton: nn.Module, config: Any) -> list[str]:
 
 
 def _ports(
-    skeleton: nn.Module, config: Any, kind: _Kind, paths: list[str], *, cached: bool
+    skeleton: nn.Module, config: Any, kind: _Kind, *, cached: bool
 ) -> tuple[tuple[TensorSpec, ...], tuple[TensorSpec, ...], tuple[str, ...]]:
     """The inputs and outputs, and a note where there is no cache that one might expect."""
     text = config.get_text_config()
@@ -262,8 +346,17 @@ def _ports(
     shape = tuple(sizes.get(axis, axis) for axis in kind.axes)
     output = TensorSpec(kind.output, "float32", shape)
     positions = getattr(text, "max_position_embeddings", None)
-    shapes = _shapes(skeleton, paths) if cached else None
-    inputs = token_specs(text.vocab_size, positions, cached=shapes is not None)
+    shapes = _shapes(skeleton, kind, text.hidden_size) if cached else None
+    if kind.part == "decoder":
+        inputs = decoder_specs(text.vocab_size, text.hidden_size)
+    else:
+        inputs = token_specs(text.vocab_size, positions, cached=shapes is not None)
+    if kind.translates and kind.part is None:
+        limits = () if positions is None else (("decoder_tokens", positions),)
+        axes = ("batch", "decoder_tokens")
+        more = TensorSpec(DECODED, "int64", axes, limits, below=text.vocab_size)
+        note = "exported without a cache; to generate, export --set part=encoder and part=decoder"
+        return (*inputs, more), (output,), (note,)
     if shapes is None:
         missing = ("its cache holds more than keys and values: exported without",) if cached else ()
         return inputs, (output,), missing
@@ -271,20 +364,23 @@ def _ports(
     return (*inputs, *pasts), (output, *presents), ()
 
 
-def _shapes(skeleton: nn.Module, paths: list[str]) -> dict[str, tuple[int, int]] | None:
+def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[int, int]] | None:
     """The heads and width of each part of the cache, from a run without weights."""
 
     class Nothing(nn.Module):
         def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
             return x
 
-    held = {path: skeleton.get_submodule(path) for path in paths}
+    held = experts_modules(skeleton) | sparse_blocks(skeleton)
     try:
-        for path in paths:
+        for path in held:
             skeleton.set_submodule(path, Nothing())
-        with torch.no_grad():
-            ids = torch.zeros((2, 3), dtype=torch.int64, device="meta")
-            found = skeleton(input_ids=ids, use_cache=True)
+        with torch.no_grad(), torch.device("meta"):
+            ids = torch.zeros((2, 3), dtype=torch.int64)
+            given: dict[str, Any] = {"input_ids": ids}
+            if kind.part == "decoder":
+                given = {DECODED: ids, "encoder_outputs": encoded(torch.zeros(2, 3, hidden))}
+            found = skeleton(**given, use_cache=True)
     except (RuntimeError, NotImplementedError):
         return None
     finally:

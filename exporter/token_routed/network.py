@@ -18,6 +18,11 @@ PAST, PRESENT = "past_key_values", "present"
 
 TOKENS = ("batch", "tokens")
 
+ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"
+"""What a decoder alone takes of its encoder, and which of that counts."""
+
+DECODED = "decoder_input_ids"
+
 
 class Network(nn.Module):
     """A model of `transformers` that takes a tensor for each name of `takes`.
@@ -51,10 +56,14 @@ class Network(nn.Module):
 
     def arguments(self, tensors: Sequence[Tensor]) -> dict[str, Any]:
         """Returns the arguments of the model's own forward for a tensor of each of `takes`."""
-        from transformers import DynamicCache
+        from transformers import DynamicCache, EncoderDecoderCache
 
         given = dict(zip(self.takes, tensors, strict=True))
         arguments: dict[str, Any] = {n: t for n, t in given.items() if not n.startswith(PAST)}
+        decodes = ENCODED in arguments
+        if decodes:
+            arguments["encoder_outputs"] = encoded(arguments.pop(ENCODED))
+            arguments["attention_mask"] = arguments.pop(ENCODED_MASK)
         if self.cached:
             pairs = [
                 (given[f"{PAST}.{layer}.key"], given[f"{PAST}.{layer}.value"])
@@ -62,7 +71,9 @@ class Network(nn.Module):
             ]
             # Without a config every layer keeps all that it is given: a sliding window is a matter
             # of the mask then, as it is in the graph.
-            arguments["past_key_values"] = DynamicCache(pairs)
+            cache = DynamicCache(pairs)
+            # Keys and values of what the encoder gave are computed anew: they are no part of it.
+            arguments[PAST] = EncoderDecoderCache(cache, DynamicCache()) if decodes else cache
         arguments["use_cache"] = self.cached
         return arguments
 
@@ -70,8 +81,20 @@ class Network(nn.Module):
         if not name.startswith(PRESENT):
             return found[name]  # type: ignore[no-any-return]
         _, layer, part = name.split(".")
-        of = found["past_key_values"].layers[int(layer)]
+        of = self_attention(found[PAST]).layers[int(layer)]
         return of.keys if part == "key" else of.values  # type: ignore[no-any-return]
+
+
+def encoded(hidden: Tensor) -> Any:
+    """Returns what an encoder gave as a model of `transformers` takes it."""
+    from transformers.modeling_outputs import MoEModelOutput
+
+    return MoEModelOutput(last_hidden_state=hidden)
+
+
+def self_attention(cache: Any) -> Any:
+    """Returns the part of a cache that holds earlier tokens: all of it, but for a decoder's."""
+    return getattr(cache, "self_attention_cache", cache)
 
 
 def token_specs(vocabulary: int, positions: int | None, *, cached: bool) -> tuple[TensorSpec, ...]:
@@ -84,6 +107,15 @@ def token_specs(vocabulary: int, positions: int | None, *, cached: bool) -> tupl
     if not cached:
         return ids, mask
     return ids, mask, TensorSpec("position_ids", "int64", TOKENS, default="positions")
+
+
+def decoder_specs(vocabulary: int, hidden: int) -> tuple[TensorSpec, ...]:
+    """Returns the inputs of a decoder alone, without those of a cache."""
+    return (
+        TensorSpec(DECODED, "int64", TOKENS, below=vocabulary),
+        TensorSpec(ENCODED, "float32", ("batch", "encoder_tokens", hidden)),
+        TensorSpec(ENCODED_MASK, "int64", ("batch", "encoder_tokens"), default="ones"),
+    )
 
 
 def cache_specs(
@@ -108,7 +140,7 @@ def cache_shapes(found: Any) -> dict[str, tuple[int, int]] | None:
     None where a layer keeps anything else than keys and values of every token.
     """
     shapes: dict[str, tuple[int, int]] = {}
-    for index, layer in enumerate(getattr(found, "layers", ())):
+    for index, layer in enumerate(getattr(self_attention(found), "layers", ())):
         for part in ("key", "value"):
             held = getattr(layer, f"{part}s", None)
             if not isinstance(held, torch.Tensor) or held.ndim != 4:

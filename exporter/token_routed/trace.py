@@ -11,7 +11,7 @@ import torch
 
 from ...errors import TraceError
 from ..model import TensorSpec
-from .network import PAST, PRESENT, Network
+from .network import ENCODED, ENCODED_MASK, PAST, PRESENT, Network
 
 _SYMBOL = re.compile(r"[a-z]\d+")
 
@@ -42,13 +42,7 @@ def traced_program(
         }
         for spec in inputs
     ]
-    shapes: dict[str, Any] = {
-        name: given for name, given in zip(network.takes, axes, strict=True) if name in arguments
-    }
-    if "past_key_values" in arguments:
-        shapes["past_key_values"] = _like(
-            arguments["past_key_values"], axes[len(shapes) :], network
-        )
+    shapes = _shapes(network, arguments, axes)
     config = OnnxConfig(dynamic=True, opset_version=opset, dynamic_shapes=shapes)
     try:
         graph = OnnxExporter().export(network.wrapped, arguments, config=config).program
@@ -74,8 +68,22 @@ def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
     return torch.zeros(shape, dtype=getattr(torch, spec.dtype))
 
 
+def _shapes(
+    network: Network, arguments: Mapping[str, Any], axes: Sequence[dict[int, Any]]
+) -> dict[str, Any]:
+    """The dynamic axes of each argument, in the form of its pytree."""
+    given: dict[str, Any] = dict(zip(network.takes, axes, strict=True))
+    if ENCODED in given:
+        given["encoder_outputs"] = [given.pop(ENCODED)]
+        given["attention_mask"] = given.pop(ENCODED_MASK)
+    past = [given.pop(name) for name in network.takes if name.startswith(PAST)]
+    if PAST in arguments:
+        given[PAST] = _like(arguments[PAST], past, network)
+    return {name: given[name] for name in arguments if name in given}
+
+
 def _like(cache: Any, axes: list[dict[int, Any]], network: Network) -> Any:
-    """The dynamic axes of a cache, in the form of its pytree."""
+    """The dynamic axes of a cache."""
     from transformers.exporters.exporter_dynamo import (
         get_auto_dynamic_shapes,
         register_cache_pytrees_for_model,
@@ -112,7 +120,7 @@ def _name(
     given = {_plain(value.name): value for value in graph.graph.outputs}
     graph.graph.outputs.clear()
     for spec in outputs:
-        value = given[_of_cache(spec.name)]
+        value = given[_of_cache(spec.name, given)]
         value.name = spec.name
         value.shape = ir.Shape([fixed.get(str(size), size) for size in spec.shape])
         graph.graph.outputs.append(value)
@@ -124,12 +132,14 @@ def _plain(name: str | None) -> str:
     return name.removeprefix("output.")
 
 
-def _of_cache(name: str) -> str:
+def _of_cache(name: str, given: Mapping[str, Any]) -> str:
     """What the library's exporter calls an output: a part of a cache by its path."""
     if not name.startswith(f"{PRESENT}."):
         return name
     _, layer, part = name.split(".")
-    return f"{PAST}.layers.{layer}.{part}s"
+    place = f"layers.{layer}.{part}s"
+    alone = f"{PAST}.{place}"
+    return alone if alone in given else f"{PAST}.self_attention_cache.{place}"
 
 
 def _name_axes(graph: ir.Model, names: Mapping[str, str]) -> None:

@@ -14,6 +14,8 @@ from moexport.tests.exporter.token_routed.architectures import (
     with_cache,
     without_cache,
 )
+from moexport.tests.exporter.token_routed.encoder_decoders import ENCODER_DECODERS, check_parts
+from moexport.tests.exporter.token_routed.encoder_decoders import save as save_both
 
 
 @pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
@@ -32,3 +34,14 @@ def test_an_architecture_computes_the_same_step_by_step_with_its_cache(
 ) -> None:
     folder = save(ARCHITECTURES[name], tmp_path / "model", second=second)
     with_cache(ARCHITECTURES[name], folder, tmp_path / "out")
+
+
+@pytest.mark.parametrize("second", [False, True], ids=["first", "second"])
+@pytest.mark.parametrize("part", ["whole", "encoder", "decoder"])
+@pytest.mark.parametrize("name", ENCODER_DECODERS)
+def test_a_model_with_an_encoder_and_a_decoder_computes_the_same_whole_and_in_parts(
+    name: str, part: str, second: bool, tmp_path: Path
+) -> None:
+    case = ENCODER_DECODERS[name]
+    folder = save_both(case, tmp_path / "model", second=second)
+    check_parts(case, folder, tmp_path / "out", (part,))

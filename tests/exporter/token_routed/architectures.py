@@ -188,14 +188,19 @@ def save(architecture: Architecture, folder: Path, *, second: bool = False, **mo
         architecture.type, **{**architecture.settings(second), **more}
     )
     model = getattr(transformers, architecture.name)(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.ndim > 1:
-                weight.normal_(0, weight.shape[-1] ** -0.5)
-            elif "norm" not in name:
-                weight.normal_(0, 0.1)
+    random_weights(model)
     model.save_pretrained(folder)
     return folder
+
+
+@torch.no_grad()
+def random_weights(model: torch.nn.Module) -> None:
+    """Fills a model's matrices and biases, in place; norms stay as they are."""
+    for name, weight in model.named_parameters():
+        if weight.ndim > 1:
+            weight.normal_(0, weight.shape[-1] ** -0.5)
+        elif "norm" not in name:
+            weight.normal_(0, 0.1)
 
 
 class Library:
