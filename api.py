@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from .common.pytorch import check_pytorch
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -80,6 +82,7 @@ def load(
         ParityError: where a factory's network does not compute what its layers should.
         UsageError: which argument cannot be meant.
     """
+    check_pytorch("reading a model")
     from .exporter.checkpoints.load import load as load_model
 
     if progress is not None:
@@ -110,6 +113,7 @@ def inspect(
         progress: is told of every step (None: nobody).
         **loading: `family`, `config` and `weights`, as `load` takes them.
     """
+    check_pytorch("inspecting a model")
     from .exporter.inspect import inspect as inspect_model
 
     if isinstance(model, str | Path):
@@ -174,6 +178,7 @@ def calibrate(
         CalibrationError: a tensor's values give no range, or the table at `out` is of another
             origin.
     """
+    check_pytorch("calibration")
     from .exporter.job import calibration_job
     from .exporter.options import parse_k
     from .exporter.quantization.calibrate import CalibrationOptions, calibrate_to
@@ -208,6 +213,7 @@ def sensitivity(
         renormalize: as the table was made with (False).
         progress: is told of every step (None: nobody).
     """
+    check_pytorch("calibration")
     from .exporter.options import parse_k
     from .exporter.quantization.accuracy_search import rank
 
@@ -309,6 +315,7 @@ def export(
         EngineError: the engine that was asked for cannot be compiled.
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
+    check_pytorch("export")
     from .exporter.export import export as run
 
     return run(_job(**asked), progress)
@@ -319,6 +326,7 @@ def plan(model: Model | Callable[[], Model], destination: AnyPath, **options: An
 
     A bundle that is at `destination` does not matter; data that do not fit are told of.
     """
+    check_pytorch("export")
     from .exporter.export import export_plan
     from .exporter.inputs import parity_batches
 
@@ -576,6 +584,7 @@ def bench(
         FeedError: before anything is measured, where the data do not fit.
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
+    check_pytorch("a benchmark")
     from .bench.run import BenchRequest, sweep
     from .common.writing import check_folder
     from .exporter.bundle.bundle import Bundle
@@ -619,6 +628,7 @@ def paper(
         command: what the results say they were made by ("").
         progress: is told of every step (None: nobody).
     """
+    check_pytorch("a benchmark")
     from .bench.paper import run_paper
     from .common.console import Silent
     from .common.writing import check_folder
@@ -671,6 +681,7 @@ def demo(
         force: write over an earlier demo (False).
         progress: is told of every step (None: nobody).
     """
+    check_pytorch("the demo")
     from .common.console import Silent
 
     if family == "mumoe":
@@ -712,6 +723,7 @@ def specialise(
         UsageError: there is no such layer, class or subgroup, or no wrong answer to rewrite.
         FeedError: the data have no labels, or name one subgroup.
     """
+    check_pytorch("specialise")
     from .bench.specialise import Favour
     from .bench.specialise import specialise as run_it
     from .errors import UsageError

@@ -12,6 +12,7 @@ import typer
 
 from .. import api
 from ..common.console import show
+from ..common.pytorch import check_pytorch
 from ..errors import UsageError
 from .options import (
     AsJson,
@@ -257,6 +258,7 @@ def specialise(
     How the accuracy of every class changes without it, how fairly subgroups are treated, and how
     several models compare.
     """
+    check_pytorch("specialise")
     from ..bench.report.specialisation import (
         several_json,
         several_text,
@@ -300,9 +302,13 @@ def report(
     verbosity: Verbosity,
 ) -> None:
     """Make the report again from a results file."""
+    from ..bench.report.page import can_draw
+
     console = verbosity.console()
     paths, comparison = api.report(results, output, compare=compare)
     told = {"files": [str(path) for path in paths]}
+    if not any(path.suffix == ".png" for path in paths) and not can_draw():
+        console.note("no figures beside the page: Matplotlib is not installed")
     if comparison is not None:
         changes = [change.label for change in comparison.notable]
         told |= {"changed": [comparison.sentence, *changes, *comparison.notes]}

@@ -17,6 +17,7 @@ from typer.core import TyperCommand, TyperGroup
 
 from .. import api
 from ..common.console import Console
+from ..common.pytorch import check_pytorch
 from ..errors import UsageError
 from ..graphs.targets import FloatName, Method, Precision, Scope, Target
 
@@ -104,6 +105,7 @@ class ModelFlags:
 
     def given(self) -> dict[str, Any]:
         """Returns them as `moexport.load` takes them, the configuration read."""
+        check_pytorch("reading a model")
         from ..exporter.checkpoints.load import read_config
 
         config = read_config(self.config, self.sets or ())

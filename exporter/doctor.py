@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from ..common.environment import environment, versions
+from ..common.pytorch import check_pytorch
 from ..errors import ForeignEngineError, MissingExtraError
 from .tensorrt.backends import BACKENDS, Backend, Gpu, first_gpu
 from .tensorrt.cuda import driver_problem, runtime
@@ -74,6 +75,7 @@ def _exports() -> str:
     from ..common.onnx_runtime import ort
 
     del ort
+    check_pytorch("export")
     both = versions(("onnxruntime", "onnxruntime-gpu"))
     if len(both) == 2:
         return f"but {' and '.join(both)} overwrite one another: keep one"
@@ -120,6 +122,7 @@ def _on(backend: Backend, gpu: Gpu) -> str:
 
 
 def _demo() -> str:
+    check_pytorch("the demo")
     if importlib.util.find_spec("sklearn") is None:
         raise MissingExtraError("scikit-learn is missing", hint="pip install 'moexport[demo]'")
     return "scikit-learn's digits are installed"

@@ -95,8 +95,8 @@ class Session:
     their defaults, a mask of ones, positions by that mask, an empty cache.
     """
 
-    def __init__(self, path: Path, options: SessionOptions | None = None) -> None:
-        self.path = path
+    def __init__(self, path: Path | str, options: SessionOptions | None = None) -> None:
+        self.path = path = Path(path)
         self.options = options or SessionOptions()
         self._session = _open(path, self.options)
         inputs = {value.name: value for value in self._session.get_inputs()}
@@ -304,7 +304,6 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     from google.protobuf.message import DecodeError
 
     from ..common.onnx_runtime import ort
-    from .tensorrt.ort_provider import provider_options
 
     on_cpu = options.provider == CPU
     settings = ort.SessionOptions()
@@ -328,7 +327,7 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
             ort.preload_dlls()  # CUDA and cuDNN as pip installs them, which no loader knows of
     fallbacks = {CPU: [], TENSORRT: [CUDA, CPU]}.get(options.provider, [CPU])
     providers = [
-        (name, provider_options(path) if name == TENSORRT else PROVIDER_OPTIONS.get(name, {}))
+        (name, _tensorrt_options(path) if name == TENSORRT else PROVIDER_OPTIONS.get(name, {}))
         for name in (options.provider, *fallbacks)
     ]
     try:
@@ -358,6 +357,12 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
             + "; `moexport doctor` says what is here",
         )
     return session
+
+
+def _tensorrt_options(path: Path) -> dict[str, str]:
+    from .tensorrt.ort_provider import provider_options  # which loads all that builds engines
+
+    return provider_options(path)
 
 
 def _failed(path: Path, provider: str, batch: int, error: Exception) -> EngineError:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import gzip
+import importlib.util
 import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -85,7 +86,10 @@ def write_all(
 def write_views(
     results: Results, page: Path, comparison: Comparison | None = None
 ) -> tuple[Path, ...]:
-    """Writes the page (.html, else UsageError), and Markdown, CSV and figures beside it."""
+    """Writes the page (.html, else UsageError), and Markdown, CSV and figures beside it.
+
+    Without Matplotlib there are no figures.
+    """
     check_file(page)
     if page.suffix not in (".html", ".htm"):
         raise UsageError(
@@ -96,9 +100,16 @@ def write_views(
     markdown, rows = page.with_suffix(".md"), page.with_suffix(".csv")
     write_text(to_markdown(results, comparison), markdown)
     write_text(to_csv(results), rows)
+    if not can_draw():
+        return (page, markdown, rows)
     with told(page.parent):
         drawn = (*figures(results, page.parent), *charts(studies_in(results.analyses), page.parent))
     return (page, markdown, rows, *drawn)
+
+
+def can_draw() -> bool:
+    """Whether figures can be drawn: the page draws its own, which needs no Matplotlib."""
+    return importlib.util.find_spec("matplotlib") is not None
 
 
 def html(results: Results, comparison: Comparison | None = None) -> str:
