@@ -18,7 +18,7 @@ import numpy as np
 from ..errors import BundleError, UsageError
 from ..graphs.rewrites import Rewrite
 
-ABLATE, REWRITE = "ablate", "rewrite"
+ABLATE, REWRITE, KEEP = "ablate", "rewrite", "keep"
 _EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")
 _WRITTEN = "--ablate LAYER:EXPERT, or LAYER:LEVEL.EXPERT of a hierarchy; more after commas"
 _KEYS = ("layer", "output", "coefficients", "lambda")
@@ -57,20 +57,35 @@ class LayerRewrite:
 
 
 @dataclass(frozen=True, slots=True)
+class KeptExperts:
+    """The experts of a layer that stay, ascending: the others are dropped, weights and all."""
+
+    layer: str
+    experts: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """In words: the layer and the numbers."""
+        return f"{self.layer}:{','.join(map(str, self.experts))}"
+
+
+@dataclass(frozen=True, slots=True)
 class Edits:
     """All edits of an export, as they were asked for; false where there are none."""
 
     ablations: tuple[Ablation, ...] = ()
     rewrites: tuple[LayerRewrite, ...] = ()
+    kept: tuple[KeptExperts, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.ablations or self.rewrites)
+        return bool(self.ablations or self.rewrites or self.kept)
 
     def texts(self) -> list[str]:
         """A short line for each edit."""
         return [
             *(f"{ABLATE} {each.text}" for each in self.ablations),
             *(f"{REWRITE} {each.text}" for each in self.rewrites),
+            *(f"{KEEP} {each.text}" for each in self.kept),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -91,25 +106,31 @@ class Edits:
                 }
                 for r in self.rewrites
             ),
+            *(
+                {"edit": KEEP, "layer": each.layer, "experts": list(each.experts)}
+                for each in self.kept
+            ),
         ]
 
     @staticmethod
     def from_records(records: Sequence[Mapping[str, Any]], where: str) -> Edits:
         """Reads the records of a manifest; a `BundleError` names `where` and the wrong one."""
-        ablations, rewrites = [], []
+        ablations, rewrites, kept = [], [], []
         for index, record in enumerate(records):
             try:
                 entry = {key: value for key, value in record.items() if key != "edit"}
                 if record["edit"] == REWRITE:
                     rewrites.append(_rewrite(entry, "a re-written output"))
+                elif record["edit"] == KEEP:
+                    kept.append(KeptExperts(entry["layer"], tuple(map(int, entry["experts"]))))
                 else:
                     ablations.append(Ablation(**entry))
-            except (KeyError, TypeError, AttributeError, UsageError) as error:
+            except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
                 raise BundleError(
                     f"{where}: edit {index} is none that this version knows ({error})",
                     hint="use the version of moexport that wrote the bundle, or export again",
                 ) from error
-        return Edits(tuple(ablations), tuple(rewrites))
+        return Edits(tuple(ablations), tuple(rewrites), tuple(kept))
 
 
 NO_EDITS = Edits()

@@ -25,6 +25,7 @@ from .parity import PARITY_FILE, Comparison, Parity, Tolerance, describe
 from .plan import Plan, plan
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
+from .recipe import RECIPE_FILE
 from .reference import first_different_layer, torch_reference
 from .tensorrt.engines import build_for_export
 from .trace import trace
@@ -52,6 +53,8 @@ def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
         lowered = write_graphs(planned, directory, progress)
         if planned.table is not None:
             planned.table.write(directory / CALIBRATION_FILE)
+        if options.recipe is not None:
+            options.recipe.write(directory / RECIPE_FILE)
         parities: dict[str, Parity] = {}
         if inputs is not None:
             progress.step("checking against PyTorch", unit="inputs")

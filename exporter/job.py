@@ -24,9 +24,17 @@ from ..graphs.names import DOMAIN, operand_of
 from ..graphs.targets import Target
 from .bundle.destination import check_destination
 from .inputs import DEFAULT_TOKENS
-from .model import Model, TensorSpec, check_one_input, edited, fingerprint
+from .model import (
+    Model,
+    TensorSpec,
+    check_one_input,
+    edited,
+    fingerprint,
+    untouched_fingerprint,
+)
 from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, resolve_k
 from .quantization.calibrate import AGAIN, CalibrationJob, CalibrationOptions, renormalised
+from .recipe import Recipe
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions, option_name
@@ -121,6 +129,8 @@ def export_job(
             hint="use --target ort-cuda for a GPU, or ort-cpu",
         )
     fixed = fixed_axes(loaded.input, options)
+    if options.recipe is not None:
+        _check_recipe(loaded, options.recipe)
     loaded = edited(loaded, options.edits)
     k = resolve_k(options.k, _specs(loaded))
     loaded = with_router_k(with_k(loaded, k), k)
@@ -252,6 +262,16 @@ def _check_layers(job: ExportJob) -> None:
             )
 
 
+def _check_recipe(model: Model, recipe: Recipe) -> None:
+    """Raises `UsageError` for a recipe of another model."""
+    same_layers = [*model.layers] == [*recipe.layers]
+    if not same_layers or (recipe.model and recipe.model != fingerprint(model)):
+        raise UsageError(
+            "--recipe: it is of another model, or of this one with other weights or configuration",
+            hint="give the checkpoint and the settings that it was found with, or tune again",
+        )
+
+
 def check_table(job: ExportJob, table: CalibrationTable, where: str) -> None:
     """Raises `CalibrationError` with the reason where a table does not belong to a job.
 
@@ -259,7 +279,8 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str) -> None:
     since rows that other experts get were never observed. `where` names the table.
     """
     again = AGAIN.format(path=where)
-    if table.origin.model != fingerprint(job.model):
+    # Of a model with fewer experts too: what is left sees what it saw.
+    if table.origin.model not in (fingerprint(job.model), untouched_fingerprint(job.model)):
         raise CalibrationError(
             f"{where}: was made from another model, or from this one with other weights, "
             "configuration or edits",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -70,6 +70,22 @@ def tuned_choice(found: TunedLayers, work: AnyWork, target: Target) -> LoweringC
     return LoweringChoice(chosen, reason, predicted_us)
 
 
+Tokens = Mapping[str, np.ndarray]
+"""What layers are given in a real model, [s, m, d] by name: s inputs, at least those of a batch."""
+
+
+@dataclass(frozen=True)
+class Measuring:
+    """How layers are measured: for how long, and on what inputs (random ones where none are given).
+
+    `alone` measures a lowering that has no other to be compared with, too.
+    """
+
+    protocol: Protocol = PROTOCOL
+    inputs: Tokens = field(default_factory=dict)
+    alone: bool = False
+
+
 @dataclass(frozen=True)
 class _Group:
     """Layers that are measured as one: the node of the first, and the names of all."""
@@ -81,7 +97,11 @@ class _Group:
 
 
 def tune(
-    job: ExportJob, traced: ir.Model, precision: PrecisionPlan, progress: Progress | None = None
+    job: ExportJob,
+    traced: ir.Model,
+    precision: PrecisionPlan,
+    progress: Progress | None = None,
+    measuring: Measuring | None = None,
 ) -> Tuning:
     """Returns the latency of every candidate for every layer of a traced model.
 
@@ -90,6 +110,7 @@ def tune(
     `UsageError` when the temporary folder has no space for a layer's weights, and `EngineError`
     when the target's provider does not run here.
     """
+    measuring = measuring or Measuring()
     provider, threads = TARGETS[job.options.target].provider, torch.get_num_threads()
     assert provider is not None, "graphs of this target run as engines (`ExportOptions`)"
     check_provider(provider)
@@ -100,10 +121,10 @@ def tune(
         provider=provider,
         runtime=f"onnxruntime {ort.__version__}",
         threads=threads,
-        rounds=PROTOCOL.rounds,
-        inputs=INPUTS,
+        rounds=measuring.protocol.rounds,
+        inputs="real tokens" if measuring.inputs else INPUTS,
         measured=tuple(
-            _measured(group, job, precision, session, progress or Silent())
+            _measured(group, job, precision, session, progress or Silent(), measuring)
             for group in _groups(job, traced, precision)
         ),
     )
@@ -136,15 +157,16 @@ def _measured(
     precision: PrecisionPlan,
     session: SessionOptions,
     progress: Progress,
+    measuring: Measuring,
 ) -> TunedLayers:
     work, name = group.work, group.names[0]
     candidates = able(work, job.options.target)
     latencies: dict[str, Latency] = {}
     left_out: dict[str, str] = {}
-    if len(candidates) > 1:
+    if len(candidates) > 1 or measuring.alone:
         with scratch_folder("tune") as folder:
             paths = _write(group, job, precision, candidates, folder, left_out)
-            latencies = _timed(paths, group, session, progress, left_out)
+            latencies = _timed(paths, group, session, progress, left_out, measuring)
         if not latencies:
             reasons = "; ".join(f"{lowering}: {reason}" for lowering, reason in left_out.items())
             raise LoweringError(
@@ -257,9 +279,14 @@ def _timed(
     options: SessionOptions,
     progress: Progress,
     left_out: dict[str, str],
+    measuring: Measuring,
 ) -> dict[str, Latency]:
     """Returns the latencies of the graphs that run; those that do not go into `left_out`."""
-    batches = _tokens(group.work, rank=2 if len(group.node.inputs) > 1 else 3)
+    real = measuring.inputs.get(group.names[0])
+    if real is None or len(group.node.inputs) > 1:
+        batches = _tokens(group.work, rank=2 if len(group.node.inputs) > 1 else 3)
+    else:
+        batches = _real(real, group.work.batch)
     k = group.work.k if group.k is None else None
     cases: dict[str, Call] = {}
     for name, path in paths.items():
@@ -271,13 +298,19 @@ def _timed(
             cases[name] = partial(_call, session, batches, k)
     more = f" and {len(group.names) - 1} like it" if len(group.names) > 1 else ""
     title = f"measuring {group.names[0]}{more}"
-    found = measure(cases, PROTOCOL, title=title, progress=progress)
+    found = measure(cases, measuring.protocol, title=title, progress=progress)
     left_out |= found.failures
     return found.latencies
 
 
 def _call(session: Session, batches: Sequence[np.ndarray], k: int | None, index: int) -> None:
     session(batches[index], k)
+
+
+def _real(tokens: np.ndarray, batch: int) -> list[np.ndarray]:
+    """Batches [b, m, d] to take in turn, of what a layer is given in its model."""
+    rows = np.arange(PROTOCOL.inputs * batch) % len(tokens)
+    return [np.ascontiguousarray(tokens[each]) for each in np.split(rows, PROTOCOL.inputs)]
 
 
 def _tokens(work: AnyWork, rank: int) -> list[np.ndarray]:

@@ -16,7 +16,7 @@ from ..common.files import Reading, Watched, hash_files
 from ..common.user_code import names_code
 from ..errors import CheckpointError, UsageError
 from ..graphs.layers.base import LayerEdits, MoELayer, MoESpec, moe_layers, sharing_weights
-from .edits import NO_EDITS, Ablation, Edits, LayerRewrite
+from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite
 
 Dimension = int | str
 """A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `past`, `height`, `width`), or
@@ -196,8 +196,37 @@ def edited(model: Model, edits: Edits) -> Model:
     layers = moe_layers(module)
     for name, found in by_layer.items():
         layers[name].edits = found
+    for kept in edits.kept:
+        _drop_others(module, kept)
     untouched = model.original if model.original is not None else model.module
     return replace(model, module=module, original=untouched, edits=edits)
+
+
+def _drop_others(module: nn.Module, kept: KeptExperts) -> None:
+    """Puts a layer with some of its experts at the places of one, in place."""
+    layer = moe_layers(module).get(kept.layer)
+    known = range(0 if layer is None else layer.spec.experts)
+    if layer is None or not kept.experts or not set(kept.experts) <= set(known):
+        raise UsageError(
+            f"keep {kept.text}: the model has no such layer, or not these experts",
+            hint="experts are counted from 0; is the recipe of this model?",
+        )
+    smaller = layer.with_experts(kept.experts)
+    if smaller is None:
+        raise UsageError(
+            f"keep {kept.text}: no experts of a {layer.spec.kind} layer can be dropped",
+            hint="only those of Soft MoE layers can",
+        )
+    paths = [path for path, each in module.named_modules(remove_duplicate=False) if each is layer]
+    for path in paths:
+        module.set_submodule(path, smaller)
+
+
+def untouched_fingerprint(model: Model) -> str:
+    """Returns the fingerprint of a model as it was before experts were dropped."""
+    if model.original is None or not model.edits.kept or model.edits.ablations:
+        return fingerprint(model)
+    return fingerprint(replace(model, module=model.original, edits=NO_EDITS))
 
 
 def _place(ablation: Ablation, spec: MoESpec) -> tuple[int, int]:

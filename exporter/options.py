@@ -32,8 +32,9 @@ from ..graphs.targets import (
     Target,
 )
 from .edits import NO_EDITS, Edits
-from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
+from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .parity import TOLERANCES, Tolerance
+from .recipe import Recipe
 
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
@@ -217,7 +218,8 @@ class ExportOptions:
     `precision` says in what numbers the graph computes. INT8 takes its ranges from `calibration`, a
     table or its file, or finds them on `data` by `method`; FP16 looks in either for what would
     overflow. With `expose_routing` what every layer chooses is an output of the graphs.
-    `destination` is None where nothing is to be left behind.
+    `destination` is None where nothing is to be left behind. A `recipe` says the lowering of each
+    layer, and everything else that `recipe_options` takes from it.
     """
 
     k: KOption = "n"
@@ -240,6 +242,7 @@ class ExportOptions:
     engine: EngineOptions | bool | None = None
     destination: Path | None = None
     force: bool = False
+    recipe: Recipe | None = None
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for what cannot be meant, whatever the model."""
@@ -368,6 +371,28 @@ class ExportOptions:
             atol=usual.atol if self.atol is None else self.atol,
             rtol=usual.rtol if self.rtol is None else self.rtol,
         )
+
+
+def recipe_options(recipe: Recipe, options: ExportOptions) -> ExportOptions:
+    """Returns options in which everything that decides graphs and weights is a recipe's."""
+    integers = recipe.precision in ("int8", "int4", "fp8")
+    return replace(
+        options,
+        recipe=recipe,
+        k=tuple(layer.k for layer in recipe.layers.values()),
+        target=recipe.target,
+        lowerings=(AUTO,),
+        batch=parse_range(recipe.batch, "--recipe: batch"),
+        tokens=parse_range(recipe.tokens, "--recipe: tokens"),
+        opset=recipe.opset,
+        renormalize=False,
+        precision=PrecisionOptions(
+            recipe.precision,
+            scope=recipe.quantize,
+            floating=recipe.floating if integers else frozenset(),
+        ),
+        edits=recipe.edits,
+    )
 
 
 BLOCKED_OPSET = 21

@@ -19,6 +19,9 @@ from .measured_lowerings import tune, tuned_choice
 from .options import AUTO, TUNE
 from .quantization.precision import PrecisionPlan, Retention, apply_precision
 
+RECIPE = "recipe"
+"""Where the lowering of each layer is that of the recipe."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerPlan:
@@ -131,6 +134,9 @@ def plan(
     traced = traced.clone()
     precision = apply_precision(job, traced, table, floats=floats, retention=retention)
     tuning = None
+    if job.options.recipe is not None:
+        graph = plan_graph(job, traced, RECIPE, MAIN_GRAPH)
+        return Plan(job, traced, table, precision, (graph,))
     if TUNE in job.options.lowerings:
         tuning = tune(job, traced, precision, progress)
     if job.options.lowerings == (AUTO,):
@@ -182,6 +188,11 @@ def plan_graph(
     batches = () if job.options.target in ENGINES else (batch.min, batch.opt, batch.max)
 
     def chosen(work: AnyWork) -> LoweringChoice:
+        if name == RECIPE:
+            assert job.options.recipe is not None, "a recipe names the lowerings"
+            asked = job.options.recipe.layers[work.spec.name]
+            found = check(asked.lowering, work, job.options.target)
+            return replace(found, reason=asked.why or found.reason)
         if name == AUTO:
             return choose(work, job.options.target, batches)
         if name == TUNE:

@@ -227,6 +227,7 @@ def manifest_of(
         environment=environment(),
         notes=notes,
         edits=model.edits.records(),
+        contract={} if options.recipe is None else options.recipe.contract,
         tuning={} if plan.tuning is None else asdict(plan.tuning),
     )
 

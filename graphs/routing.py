@@ -57,6 +57,10 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     if scale is not None:
         logits = b.op("Mul", logits, scale, name="router/logits")
     combine = b.op("Softmax", logits, axis=-1, name="router/C")
+    if layer.spec.dropped:  # they had their part in that sum
+        columns = (b.ints(0), b.ints(layer.spec.experts * layer.spec.slots), b.ints(2))
+        combine = b.op("Slice", combine, *columns, name="router/C_kept")
+        logits = b.op("Slice", logits, *columns, name="router/logits_kept")
     selected = _select(b, layer, combine) if layer.selects else None
     return Routed(
         source=x if layer.spec.slots_from == "raw" else normalised,
@@ -269,7 +273,7 @@ is left as it is."""
 
 def _unpacked(layer: Layer) -> bool:
     """Whether phi is better a batch of one matrix, [1, d, n·p]."""
-    return TARGETS[layer.target].cpu_forms and layer.spec.experts * layer.spec.slots <= FEW_SLOTS
+    return TARGETS[layer.target].cpu_forms and layer.spec.routed * layer.spec.slots <= FEW_SLOTS
 
 
 FEW_ROWS = range(2, 5)

@@ -188,6 +188,8 @@ class Manifest:
     edits: list[dict[str, Any]] = field(default_factory=list)
     """`--ablate` and `--rewrite` (`edits.Edits.records`); empty where the model is as trained."""
     tokens: str = ""
+    contract: dict[str, Any] = field(default_factory=dict)
+    """What `tune` was asked, found and confirmed (`Recipe.contract`); empty without a recipe."""
     tuning: dict[str, Any] = field(default_factory=dict)
     """What `--lowering tune` measured (`Tuning`); empty where nothing was."""
     schema: int = SCHEMA

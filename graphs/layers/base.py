@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -205,6 +205,11 @@ class MoELayer(nn.Module, ABC):
     @abstractmethod
     def stored(self) -> Iterator[StoredPart]:
         """Yields the weights as the lowerings of this kind find them (`LayerTensors`)."""
+
+    def with_experts(self, experts: Sequence[int]) -> MoELayer | None:
+        """Returns the layer with some of its experts, ascending; None where none can be dropped."""
+        del experts
+        return None
 
 
 def frozen(tensor: Tensor) -> nn.Parameter:

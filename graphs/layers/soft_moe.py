@@ -8,8 +8,8 @@ nothing is fused. What is exported is written independently, in `graphs.routing`
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import ClassVar, Literal
 
 import numpy as np
@@ -45,7 +45,8 @@ class SoftMoESpec:
 
     `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `geglu`
     expert's first matrix is [d, 2h]. `out` is o. C can be divided by its sum over the kept experts
-    (`renormalizable`), and each input chooses a set of them.
+    (`renormalizable`), and each input chooses a set of them. `dropped` counts the experts that were
+    left out for good: they have no weights, and take part in the softmax of C alone.
     """
 
     kind: ClassVar[Kind] = "soft-moe"
@@ -69,6 +70,12 @@ class SoftMoESpec:
     norm: NormKind = "none"
     norm_eps: float = 0.0
     slots_from: SlotSource = "normalised"
+    dropped: int = 0
+
+    @property
+    def routed(self) -> int:
+        """The experts that the router knows: those that are there, and those that were dropped."""
+        return self.experts + self.dropped
 
     @property
     def trained_k(self) -> int:
@@ -101,7 +108,7 @@ class SoftMoESpec:
         """
         m, p = tokens, self.slots
         return {
-            "router": m * self.dim * self.experts * p,
+            "router": m * self.dim * self.routed * p,
             "dispatch": m * self.dim * k * p,
             "experts": k * p * self.parameters_per_expert,
             "combine": m * k * p * self.out,
@@ -134,7 +141,8 @@ Chooser = Callable[[Tensor, int], Tensor]
 class SoftMoEWeights:
     """The weights of one layer, in canonical orientation.
 
-    `phi` [d, n, p] is already normalised and scaled. `w1` holds n matrices [d, inner], `w2` n
+    `phi` [d, n, p] is already normalised and scaled; behind those of the n experts come the columns
+    of dropped ones. `w1` holds n matrices [d, inner], `w2` n
     matrices [h, o] (None for linear experts); `b1` [n, inner] and `b2` [n, o] may be None. `gain`
     and `shift` [d] follow the normalisation of x where the family has them.
     """
@@ -209,8 +217,9 @@ class SoftMoE(MoELayer):
         """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1)."""
         n = self.spec.experts
         logits = torch.einsum("bmd,dnp->bmnp", self.normalise(x), self.phi)
+        combine = _over_slots(logits)[:, :, :n]
+        logits = logits[:, :, :n]
         dispatch = logits.softmax(dim=1)
-        combine = _over_slots(logits)
         scores = combine.sum(dim=(1, 3))
         k = n if self.keep is None else self.keep
         ranked = scores.topk(min(k + 1, n), dim=1)
@@ -239,7 +248,7 @@ class SoftMoE(MoELayer):
         A transposed or memory-mapped source is never held whole.
         """
         spec = self.spec
-        yield StoredPart("phi", (spec.dim, spec.experts * spec.slots), [self._folded_phi()])
+        yield StoredPart("phi", (spec.dim, spec.routed * spec.slots), [self._folded_phi()])
         for key, vector in (("gain", self.gain), ("shift", self.shift)):
             if vector is not None:
                 yield StoredPart(key, (spec.dim,), [vector.numpy()])
@@ -268,11 +277,45 @@ class SoftMoE(MoELayer):
             phi = phi * self.gain.double()[:, None]
         return phi.to(torch.float32).numpy()
 
+    def with_experts(self, experts: Sequence[int]) -> SoftMoE:
+        """Returns the layer with some of its experts; the others stay in the softmax of C alone.
+
+        Experts that are tensors of their own are shared, those of a stack copied.
+        """
+        kept = list(experts)
+        others = [e for e in range(self.spec.routed) if e not in set(kept)]
+
+        def of(matrices: nn.Parameter | nn.ParameterList) -> Matrices:
+            if isinstance(matrices, nn.ParameterList):
+                return tuple(matrices[e] for e in kept)
+            return matrices[kept]
+
+        weights = SoftMoEWeights(
+            phi=self.phi[:, [*kept, *others]],
+            w1=of(self.w1),
+            b1=None if self.b1 is None else self.b1[kept],
+            w2=None if self.w2 is None else of(self.w2),
+            b2=None if self.b2 is None else self.b2[kept],
+            gain=self.gain,
+            shift=self.shift,
+        )
+        return SoftMoE(replace(self.spec, experts=len(kept), dropped=len(others)), weights).eval()
+
+    def contributions(self, x: Tensor) -> Tensor:
+        """Returns what each expert adds to the outputs for tokens x: [b, n, m, o]."""
+        routing = self.route(x)
+        outputs = self._all_experts(self._slots(x, routing))
+        return torch.einsum("bnpo,bmnp->bnmo", outputs, routing.combine)
+
+    def _slots(self, x: Tensor, routing: Routing) -> Tensor:
+        """What the experts are given, [b, n, p, d]."""
+        source = self.normalise(x) if self.spec.slots_from == "normalised" else x
+        return torch.einsum("bmd,bmnp->bnpd", source, routing.dispatch)
+
     def forward(self, x: Tensor) -> Tensor:
         """Maps tokens x [b, m, d] to [b, m, o]."""
         routing = self.route(x)
-        source = self.normalise(x) if self.spec.slots_from == "normalised" else x
-        slots = torch.einsum("bmd,bmnp->bnpd", source, routing.dispatch)
+        slots = self._slots(x, routing)
         combine = routing.combine
         chosen: Tensor | None = None
         if self.keep is not None and self.keep < self.spec.experts:

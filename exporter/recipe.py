@@ -1,0 +1,136 @@
+"""`recipe.yaml`: what `tune` found for each layer, to be exported again bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..common.files import sha256
+from ..common.json_data import from_data
+from ..errors import UsageError
+from ..graphs.targets import Precision, Scope, Target
+from .edits import Edits, KeptExperts
+
+RECIPE_FILE = "recipe.yaml"
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LayerRecipe:
+    """What one MoE layer is exported as, and why.
+
+    `experts` are those that stay, by their numbers in the checkpoint; empty where all do. `k` of
+    them are computed.
+    """
+
+    k: int
+    precision: Precision
+    lowering: str
+    experts: tuple[int, ...] = ()
+    why: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """Everything that decides the graphs and weights of a bundle.
+
+    `model` is the model's fingerprint and `data` the SHA-256 of the data it was found on; layers
+    are in the order of execution. `calibration` is the SHA-256 of the table of ranges, which lies
+    beside the recipe; empty where none is needed. `contract` says what was asked and confirmed.
+    """
+
+    model: str
+    data: str
+    target: Target
+    batch: str
+    tokens: str
+    opset: int
+    precision: Precision
+    quantize: Scope
+    layers: dict[str, LayerRecipe]
+    calibration: str = ""
+    contract: dict[str, Any] = field(default_factory=dict)
+    moexport: str = ""
+    schema: int = SCHEMA
+
+    @property
+    def edits(self) -> Edits:
+        """The experts that stay, of the layers in which not all do."""
+        return Edits(
+            kept=tuple(
+                KeptExperts(name, layer.experts)
+                for name, layer in self.layers.items()
+                if layer.experts
+            )
+        )
+
+    @property
+    def floating(self) -> frozenset[str]:
+        """The layers that stay in floats where others do not."""
+        return frozenset(
+            name for name, layer in self.layers.items() if layer.precision != self.precision
+        )
+
+    def text(self) -> str:
+        """Returns the recipe as YAML."""
+        import yaml
+
+        content = asdict(self)
+        ordered = {"schema": content.pop("schema"), **content}
+        for layer in ordered["layers"].values():
+            layer["experts"] = list(layer["experts"])
+        return yaml.safe_dump(ordered, sort_keys=False, allow_unicode=True, width=100)
+
+    def write(self, path: Path) -> None:
+        """Writes the recipe to a file."""
+        path.write_text(self.text(), encoding="utf-8")
+
+
+def read_recipe(path: Path) -> Recipe:
+    """Returns the recipe in a file; `UsageError` says what is wrong with it and where."""
+    import yaml
+
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(
+            f"--recipe {path}: cannot be read: {error.strerror}",
+            hint="`moexport tune` writes recipe.yaml into its bundle",
+        ) from error
+    except (ValueError, RecursionError, yaml.YAMLError) as error:
+        said = str(error).splitlines() or [type(error).__name__]
+        raise UsageError(f"--recipe {path}: not YAML: {said[0]}") from error
+    found = content.get("schema") if isinstance(content, dict) else None
+    if found != SCHEMA:
+        raise UsageError(
+            f"--recipe {path}: schema {found!r}, and this version reads schema {SCHEMA}",
+            hint="give the recipe.yaml that `moexport tune` wrote",
+        )
+    recipe = from_data(Recipe, content, f"--recipe {path}", error=UsageError)
+    for name, layer in recipe.layers.items():
+        if list(layer.experts) != sorted(set(layer.experts)):
+            raise UsageError(f"--recipe {path}: experts of layer {name} are not in ascending order")
+    return recipe
+
+
+def table_beside(path: Path, recipe: Recipe, file: str) -> Path | None:
+    """Returns the table of ranges that a recipe needs, which lies beside it; None for none.
+
+    Raises `UsageError` where it is missing, or is another.
+    """
+    if not recipe.calibration:
+        return None
+    table = path.parent / file
+    if not table.is_file():
+        raise UsageError(
+            f"--recipe {path}: its table of ranges, {file}, does not lie beside it",
+            hint=f"copy {file} from the bundle that the recipe is of",
+        )
+    if sha256(table) != recipe.calibration:
+        raise UsageError(
+            f"--recipe {path}: {table} is not the table that the recipe was found with",
+            hint=f"copy {file} from the bundle that the recipe is of",
+        )
+    return table

@@ -1,0 +1,29 @@
+"""`moexport tune`: the fastest bundle that keeps an accuracy.
+
+It is found on one half of the data and confirmed on the other.
+
+What is searched, together: k of each MoE layer, a fixed subset of its experts (the others are
+dropped, which makes the file smaller), its precision, that of the network around, and how each
+layer is computed.
+
+    request ──▶ halves ──▶ measured layers ──▶ path ──▶ graphs ──▶ front ──▶ confirmed ──▶ bundle
+
+1. `request.py` reads what is asked and refuses what contradicts itself. `halves.py` deals the data
+   in two: one that the search sees, and one that is read once, at the end. `quality.py` says what
+   is kept of the untouched model, with a paired 95% interval.
+2. `layers.py` looks at one layer at a time, from activations that are computed once: what each k
+   and each subset does to the outputs, while the layers before it are played back.
+3. `times.py` measures each layer alone, in each of its forms, with every lowering that can serve
+   (`exporter.measured_lowerings`). A model's time is that of the network around its layers plus the
+   sum over the layers; whole graphs correct it.
+4. `search.py` orders the steps from the model as trained to the smallest one by accuracy lost per
+   millisecond gained, finds by halving how far along this path one may go, and tries what lies
+   beside. Each look is a whole graph (`graphs.py`): written, run over the search's half, timed.
+5. `confirm.py` runs the graphs of the front over the other half, in one pass, and takes the fastest
+   that holds, from the safest on and up to the first that does not: in a sequence that was fixed
+   before, every one that is passed holds with the confidence of a single test.
+6. `tune.py` is the job from top to bottom. What it found becomes a recipe (`exporter.recipe`),
+   which is exported as any model is, and results with the whole front, which the report draws.
+
+Every finished piece is kept in a journal: a search that was ended goes on where it stopped.
+"""

@@ -1,0 +1,194 @@
+"""One layer at a time: what each k and each subset of experts does to the whole model's outputs.
+
+Every layer's inputs and outputs are computed once. What one layer is then tried with, the layers
+before it are played back and those after it computed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from ..bench.data import LabelledData
+from ..calibration.feeds import Array
+from ..exporter.model import Model
+from ..exporter.reference import first_output
+from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
+from ..graphs.layers.soft_moe import SoftMoE
+from .quality import Metric, Quality, Tally
+from .space import Choice
+
+BATCH = 32
+
+MOST = 512
+"""Inputs on which single layers are tried: they rank choices, and whole graphs decide."""
+
+HELD_BYTES = 1 << 29
+"""What the inputs and outputs of all layers may take."""
+
+RANKED = 64
+"""Inputs by which experts are ranked."""
+
+
+class Replay:
+    """A model on some inputs, of which every layer's inputs and outputs are kept."""
+
+    def __init__(self, model: Model, data: LabelledData, outputs: Array, metric: Metric) -> None:
+        self.module = sharing_weights(model.module)
+        self.layers = {name: moe_layers(self.module)[name] for name in model.layers}
+        self.metric = metric
+        self.at = 0
+        self.inputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
+        self.outputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
+        self._batches: list[tuple[Array, Array, Array | None]] = []
+        held = 0
+        for rows in data.batches(BATCH, MOST):
+            x = np.ascontiguousarray(data.inputs[rows])
+            labels = None if data.labels is None else data.labels[rows]
+            with self._recorded():
+                self._run(x)
+            self._batches.append((x, outputs[rows], labels))
+            held += sum(
+                each[-1].nbytes for kept in (self.inputs, self.outputs) for each in kept.values()
+            )
+            if held > HELD_BYTES:
+                break
+
+    def tokens(self) -> dict[str, Array]:
+        """Returns what each layer is given, [s, m, d]."""
+        return {name: torch.cat(each).numpy() for name, each in self.inputs.items()}
+
+    def quality(self, name: str, choice: Choice) -> Quality:
+        """Returns what is kept with one layer changed; its precision plays no part."""
+        tally = Tally()
+        with self._playing_before(name), _as_chosen(self.layers[name], choice):
+            for index, (x, base, labels) in enumerate(self._batches):
+                self.at = index
+                tally = tally + self.metric.tally(self._run(x), base, x, labels)
+        return self.metric.quality(tally)
+
+    @torch.inference_mode()
+    def nested_experts(self, name: str) -> tuple[int, ...]:
+        """Returns the experts of a Soft MoE layer in the order in which they are given up last.
+
+        The one whose absence, with that of those given up before, changes the layer's outputs
+        least goes first: outputs are sums over experts, so that products of what each adds tell it.
+        """
+        layer = self.layers[name]
+        assert isinstance(layer, SoftMoE), "only those have experts to drop"
+        n = layer.spec.experts
+        products = torch.zeros(n, n, dtype=torch.float64)
+        seen = 0
+        for batch in self.inputs[name]:
+            for x in batch:
+                added = layer.contributions(x[None])[0].flatten(1)  # [n, m·o]
+                products += (added @ added.T).double()
+                seen += 1
+                if seen >= RANKED:
+                    break
+            if seen >= RANKED:
+                break
+        return _given_up(products)[::-1]
+
+    @torch.inference_mode()
+    def _run(self, x: Array) -> Array:
+        found: Array = first_output(self.module(torch.from_numpy(x))).numpy()
+        return found
+
+    @contextmanager
+    def _recorded(self) -> Iterator[None]:
+        def record(layer: nn.Module, args: tuple[Any, ...], output: Tensor, name: str) -> None:
+            assert isinstance(layer, MoELayer)
+            self.inputs[name].append(layer.tokens(args[0]).clone())
+            self.outputs[name].append(output.clone())
+
+        with ExitStack() as hooks:
+            for name, layer in self.layers.items():
+                hooks.enter_context(layer.register_forward_hook(partial(record, name=name)))
+            yield
+
+    @contextmanager
+    def _playing_before(self, name: str) -> Iterator[None]:
+        names = list(self.layers)
+        before = names[: names.index(name)]
+
+        def stand_in(each: str, layer: MoELayer) -> nn.Module:
+            return _Played(self, each) if each in before else layer
+
+        with replaced_layers(self.module, stand_in):
+            yield
+
+
+class _Played(nn.Module):
+    """Stands for a layer: returns what it has returned for the batch."""
+
+    def __init__(self, replay: Replay, name: str) -> None:
+        super().__init__()
+        self._returned = replay.outputs[name]
+        self._at = partial(getattr, replay, "at")
+
+    def forward(self, *_: Tensor, **__: Tensor) -> Tensor:
+        """Returns the layer's outputs, computed before."""
+        return self._returned[self._at()]
+
+
+@contextmanager
+def _as_chosen(layer: MoELayer, choice: Choice) -> Iterator[None]:
+    """Within the context a layer computes what is chosen for it."""
+    before = layer.keep, layer.algorithm
+    n = len(choice.experts) or layer.spec.experts
+    try:
+        layer.keep = None if choice.k >= layer.spec.experts else choice.k
+        layer.algorithm = "selected" if layer.spec.chooses_sets else "masked"
+        if choice.experts:
+            assert isinstance(layer, SoftMoE), "only those have experts to drop"
+            layer.chooser = _chooser(choice.experts, all_of_them=choice.k >= n)
+        yield
+    finally:
+        layer.keep, layer.algorithm = before
+        if isinstance(layer, SoftMoE):
+            layer.chooser = None
+
+
+def _chooser(experts: Sequence[int], *, all_of_them: bool) -> Any:
+    """The k experts of the largest scores among some; these themselves where k is all of them."""
+    known = torch.tensor(experts)
+
+    def choose(scores: Tensor, k: int) -> Tensor:
+        if all_of_them:
+            return known.expand(len(scores), -1)
+        return known[scores[:, known].topk(k, dim=1).indices].sort(dim=1).values
+
+    return choose
+
+
+def _given_up(products: Tensor) -> tuple[int, ...]:
+    """The order in which experts go: at each step the one that adds least to what is missing.
+
+    `products` [n, n] are those of what each expert adds; what is missing without a set R is
+    Σ products[R, R].
+    """
+    left = list(range(len(products)))
+    crossed = torch.zeros(len(products), dtype=products.dtype)  # Σ over R of products[e, R]
+    order = []
+    while left:
+        costs = [float(products[e, e] + 2 * crossed[e]) for e in left]
+        gone = left.pop(int(np.argmin(costs)))
+        crossed += products[gone]
+        order.append(gone)
+    return tuple(order)
+
+
+def effects(
+    replay: Replay, choices: Mapping[str, Sequence[Choice]]
+) -> Iterator[tuple[str, Choice, Quality]]:
+    """Yields what is kept with each choice of each layer alone."""
+    for name, listed in choices.items():
+        for choice in listed:
+            yield name, choice, replay.quality(name, choice)

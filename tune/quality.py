@@ -1,0 +1,232 @@
+"""What is kept of the untouched model's quality, with a paired 95% interval."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from ..bench.metrics import (
+    NegativeLogLikelihood,
+    SequenceLosses,
+    Sums,
+    Z,
+    one_per_sample,
+    paired_ratio,
+    wilson,
+)
+from ..calibration.feeds import IGNORED, Array, Labels, check_classes
+from ..common.user_code import callable_named
+from ..errors import FeedError, UsageError
+from ..exporter.parity import cosines
+
+MetricName = Literal["accuracy", "perplexity", "agreement", "function"]
+
+Function = Callable[[Array, Labels | None], Array]
+"""A user's own metric: outputs [b, …] and labels to a score of each input [b], more is better."""
+
+
+@dataclass(frozen=True, slots=True)
+class Quality:
+    """What is kept of the untouched model's quality over some inputs: 1 is all.
+
+    `low` and `high` are the ends of the 95% interval, paired input by input. `shift` is how far the
+    outputs themselves moved: what ranks candidates that classify alike.
+    """
+
+    kept: float
+    low: float
+    high: float
+    shift: float
+    inputs: int
+
+
+@dataclass(frozen=True, slots=True)
+class Tally(Sums):
+    """Sums over some inputs of scores, of the untouched model's, and of their products.
+
+    `tokens` are the losses of token models, which are judged by perplexity; `base` is then the
+    summed loss of the untouched model.
+    """
+
+    inputs: int = 0
+    own: float = 0.0
+    base: float = 0.0
+    own_squares: float = 0.0
+    base_squares: float = 0.0
+    both: float = 0.0
+    shift: float = 0.0
+    tokens: NegativeLogLikelihood = field(default_factory=NegativeLogLikelihood)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """What quality is: a name, and a function of the user's own where it is none of ours."""
+
+    name: MetricName
+    function: Function | None = None
+    title: str = ""
+
+    def tally(self, y: Array, base: Array, x: Array, labels: Labels | None) -> Tally:
+        """Returns the sums of a batch: outputs y and those of the untouched model, [b, …].
+
+        Raises `FeedError` for labels or scores that cannot be.
+        """
+        y, base = one_per_sample(y), one_per_sample(base)
+        moved = self._shift(y, base)
+        if self.name == "perplexity":
+            own_losses, base_losses = (SequenceLosses.of(each, x, labels) for each in (y, base))
+            tokens = NegativeLogLikelihood.of(own_losses, base_losses)
+            return Tally(len(y), base=float(base_losses.nll.sum()), shift=moved, tokens=tokens)
+        own, theirs = self._scores(y, base, labels), self._scores(base, base, labels)
+        return Tally(
+            *(len(y), float(own.sum()), float(theirs.sum())),
+            *(float(own @ own), float(theirs @ theirs), float(own @ theirs), moved),
+        )
+
+    def quality(self, tally: Tally) -> Quality:
+        """Returns what is kept; raises `FeedError` where there is nothing to keep."""
+        n = tally.inputs
+        moved = tally.shift / n
+        if self.name == "perplexity":
+            untouched = NegativeLogLikelihood(nll=tally.base, tokens=tally.tokens.tokens)
+            found = tally.tokens.perplexity(untouched)
+            pair = found.retention_interval
+            low, high = (pair.low, pair.high) if pair is not None else (0.0, math.inf)
+            return Quality(found.retention, low, high, moved, n)
+        if tally.base <= 0:
+            raise FeedError(
+                f"--metric {self.title or self.name}: the untouched model scores {tally.base:g} on "
+                f"{n} inputs, so there is nothing to keep",
+                hint="are the labels this model's classes, counted from 0?",
+            )
+        kept = tally.own / tally.base
+        if self.name == "agreement":
+            share = wilson(round(tally.own), n)
+            return Quality(kept, share.low, share.high, moved, n)
+        if self.name == "accuracy":
+            ratio = paired_ratio(round(tally.own), round(tally.base), round(tally.both))
+            low, high = (0.0, 0.0) if ratio is None else (ratio.low, ratio.high)
+            return Quality(kept, low, high, moved, n)
+        half = _half_width(tally, kept)
+        return Quality(kept, kept - half, kept + half, moved, n)
+
+    def needed(self, keep: float, share: float) -> int | None:
+        """Returns how many inputs must confirm, if all agree, before `keep` can be shown.
+
+        `share` is the untouched model's accuracy; None where no number can be told beforehand.
+        """
+        if self.name == "accuracy":
+            return math.ceil(Z / -math.log(keep) / max(share, 1e-9)) + 1
+        if self.name == "agreement":
+            return math.ceil(Z**2 * keep / (1 - keep)) + 1
+        return None
+
+    def _scores(self, y: Array, base: Array, labels: Labels | None) -> Array:
+        """A score [b] of each input."""
+        if self.function is not None:
+            return _own_scores(self.title, self.function, y, labels)
+        wanted = base.argmax(axis=-1) if self.name == "agreement" else labels
+        assert wanted is not None, "accuracy has labels (`metric_for`)"
+        right = (y.argmax(axis=-1) == wanted) & np.isfinite(y).all(axis=-1)
+        found: Array = right.astype(np.float64)
+        return found if found.ndim == 1 else found.reshape(len(found), -1).mean(axis=1)
+
+    def _shift(self, y: Array, base: Array) -> float:
+        """How far outputs moved, summed over inputs: the divergence of class scores, or 1 − cos."""
+        if self.name == "function":
+            return float((1 - cosines(y, base)).sum())
+        log_p, log_q = (_log_softmax(each) for each in (base, y))
+        apart = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+        return float(np.nan_to_num(apart, nan=np.inf).reshape(len(y), -1).mean(axis=1).sum())
+
+
+def metric_for(name: str | None, outputs: Array, x: Array, labels: Labels | None) -> Metric:
+    """Returns the metric that is asked for, or that the data allow.
+
+    `outputs` are the untouched model's for inputs x. Raises `UsageError` for one that does not go
+    with them, `FeedError` for labels that are of one class.
+    """
+    classes = one_per_sample(outputs)
+    tokens = x.dtype.kind in "iu" and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
+    if name is None:
+        name = "perplexity" if tokens else "agreement" if labels is None else "accuracy"
+        if classes.ndim != 2 and not tokens:
+            raise UsageError(
+                f"--metric: the model's outputs {outputs.shape} are no class scores, so what is to "
+                "be kept must be said",
+                hint="--metric package.module:function scores each input by its outputs and labels",
+            )
+    if ":" in name:
+        return Metric("function", callable_named(name, "a metric"), name)
+    if name not in ("accuracy", "perplexity", "agreement"):
+        raise UsageError(
+            f"--metric {name}: there is no such metric",
+            hint="accuracy, perplexity, agreement, or package.module:function",
+        )
+    if name == "perplexity" and not tokens:
+        raise UsageError(
+            f"--metric perplexity: the model's outputs {outputs.shape} do not foretell tokens",
+            hint="use accuracy or agreement",
+        )
+    if name == "accuracy":
+        if labels is None:
+            raise UsageError(
+                "--metric accuracy: the data have no labels",
+                hint="add the array `label` to the .npz, or use --metric agreement",
+            )
+        if classes.shape[:-1] != labels.shape:
+            raise FeedError(f"--data: labels {labels.shape} for outputs {outputs.shape}")
+        counted = labels[labels != IGNORED]
+        check_classes(counted, classes.shape[-1], "--data")
+        if len(np.unique(counted)) < 2:
+            raise FeedError(
+                f"--data: all {labels.size} labels are of one class, so accuracy says nothing",
+                hint="give inputs of every class, mixed",
+            )
+    found: Any = name
+    return Metric(found, title=name)
+
+
+def _own_scores(title: str, function: Function, y: Array, labels: Labels | None) -> Array:
+    try:
+        scores = np.asarray(function(y, labels), dtype=np.float64)
+    except Exception as error:  # the user's code may fail in any way
+        raise UsageError(
+            f"--metric {title}: it failed: {type(error).__name__}: {error}",
+            hint="it takes outputs [b, …] and labels, and returns a score of each input [b]",
+        ) from error
+    if scores.shape != (len(y),):
+        raise UsageError(
+            f"--metric {title}: it returned {scores.shape} for {len(y)} inputs",
+            hint="it takes outputs [b, …] and labels, and returns a score of each input [b]",
+        )
+    if not np.isfinite(scores).all():
+        at = int(np.flatnonzero(~np.isfinite(scores))[0])
+        raise UsageError(
+            f"--metric {title}: it returned {scores[at]} for an input",
+            hint="a score is a finite number for each input: leave such inputs out, or give them 0",
+        )
+    return scores
+
+
+def _half_width(tally: Tally, ratio: float) -> float:
+    """Half of the interval of a ratio of two means over the same inputs (delta method).
+
+    One more input is added that only one of the two scores, so that two which agree on every input
+    still get a width.
+    """
+    n, mean = tally.inputs, tally.base / tally.inputs
+    residual = tally.own_squares - 2 * ratio * tally.both + ratio**2 * tally.base_squares
+    variance = (max(0.0, residual) + mean**2) / (n * max(1, n - 1))
+    return Z * math.sqrt(variance) / mean
+
+
+def _log_softmax(scores: Array) -> Array:
+    values = scores.astype(np.float64)
+    values = values - values.max(axis=-1, keepdims=True)
+    found: Array = values - np.log(np.exp(values).sum(axis=-1, keepdims=True))
+    return found

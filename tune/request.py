@@ -1,0 +1,125 @@
+"""What is asked of a search: bounds, metric, what may vary, and how long it may take."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ..errors import UsageError
+from ..exporter.inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
+from ..graphs.targets import ENGINES, TARGETS, Precision, Target
+
+DEFAULT_KEEP = 0.99
+
+PRECISIONS: tuple[Precision, ...] = ("fp32", "int8", "int4")
+"""What is tried on a CPU, where the model's layers take it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneRequest:
+    """The bounds of a search and its means; `parse_*` make its fields from what is typed.
+
+    `keep` is the share of the untouched model's quality that must be kept, None where other bounds
+    alone count. `latency_ms` is of a batch of OPT, `bytes` of the graphs and weights. `metric` is
+    `accuracy`, `perplexity`, `agreement` or a function's name, None for what the data allow.
+    `seconds` bounds the search.
+    """
+
+    keep: float | None = DEFAULT_KEEP
+    latency_ms: float | None = None
+    bytes: int | None = None
+    metric: str | None = None
+    target: Target = "ort-cpu"
+    batch: AxisRange = DEFAULT_BATCH
+    tokens: AxisRange = DEFAULT_TOKENS
+    precisions: tuple[Precision, ...] = PRECISIONS
+    subsets: bool = True
+    seconds: float | None = None
+    threads: int | None = None
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for what cannot be meant, whatever the model."""
+        for message, hint in self._mistakes():
+            raise UsageError(message, hint=hint)
+
+    def _mistakes(self) -> Iterator[tuple[str, str]]:
+        if self.target in ENGINES:
+            yield (
+                f"--target {self.target}: tune measures graphs in ONNX Runtime, and this target "
+                "runs engines",
+                "tune for ort-cuda on the machine with the GPU, and give its k to export",
+            )
+        if self.keep is not None and not 0 < self.keep < 1:
+            yield (
+                f"--keep {self.keep:.6g}: a share above 0 and below 1",
+                "--keep 99% keeps 99% of the untouched model's accuracy; no number of inputs shows "
+                "that all of it is kept",
+            )
+        unknown = [name for name in self.precisions if name not in PRECISIONS]
+        if unknown:
+            yield (
+                f"--precision {','.join(self.precisions)}: tune tries {', '.join(PRECISIONS)}",
+                f"leave {unknown[0]} out",
+            )
+        refused = [name for name in self.precisions if name in TARGETS[self.target].refused]
+        if refused:
+            reason, _ = TARGETS[self.target].refused[refused[0]]
+            yield f"--precision {refused[0]} for --target {self.target}: {reason}", "leave it out"
+        if "fp32" not in self.precisions:
+            yield (
+                f"--precision {','.join(self.precisions)}: everything is compared with FP32",
+                "add fp32 to the list",
+            )
+
+
+def parse_share(text: str | float, option: str) -> float:
+    """Returns a share from `99%`, `0.99` or a number; `UsageError` names the option."""
+    words = str(text).strip()
+    try:
+        return float(words[:-1]) / 100 if words.endswith("%") else float(words)
+    except ValueError:
+        raise UsageError(
+            f"{option} {text}: not a share", hint=f"for example {option} 99%, or {option} 0.99"
+        ) from None
+
+
+_DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*(us|µs|ms|s|min|h)?")
+_SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
+
+
+def parse_seconds(text: str | float, option: str, unit: str) -> float:
+    """Returns seconds from `5ms`, `90s` or `10min`; a number alone is in `unit`.
+
+    `UsageError` names the option.
+    """
+    found = _DURATION.fullmatch(str(text).strip())
+    seconds = float(found[1]) * _SECONDS[found[2] or unit] if found else math.nan
+    if not 0 < seconds < math.inf:
+        raise UsageError(
+            f"{option} {text}: not a time", hint=f"for example {option} 5ms, 90s or 10min"
+        )
+    return seconds
+
+
+_SIZE = re.compile(r"([0-9]*\.?[0-9]+)\s*([kMG]i?B|B)?")
+_BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
+_BYTES |= {"kiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
+
+
+def parse_size(text: str | int, option: str) -> int:
+    """Returns bytes from `1500000`, `1.5MB` or `2GiB`; `UsageError` names the option."""
+    found = _SIZE.fullmatch(str(text).strip())
+    size = int(float(found[1]) * _BYTES[found[2] or "B"]) if found else 0
+    if size < 1:
+        raise UsageError(
+            f"{option} {text}: not a number of bytes", hint=f"for example {option} 20MB"
+        )
+    return size
+
+
+def parse_tried(text: str) -> tuple[Precision, ...]:
+    """Returns the precisions of a list, without checking that they can be tried."""
+    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    return names or ("fp32",)  # type: ignore[return-value]  # `TuneRequest` checks them

@@ -1,0 +1,206 @@
+"""The search: a path from the model as trained to the smallest one, and what lies beside it.
+
+What a choice costs in time and in quality is known layer by layer; a path takes the steps that lose
+least for what they gain first. Halving finds how far along it one may go, each look a whole graph,
+and single choices beside the best point are then tried, the likeliest first.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ..common.console import Progress
+from ..errors import MoexportError
+from ..graphs.targets import Precision
+from .graphs import Graphs, Look
+from .request import TuneRequest
+from .space import Choice, Point
+
+AROUND = ""
+"""The part of a model that is no layer: the network around them."""
+
+LOOKS = 24
+"""Whole graphs beside the path, at the most, for each width of integers."""
+
+NEIGHBOURS = 4
+"""Choices beside the best point that may fail in turn before the search ends."""
+
+
+class Clock:
+    """How much of a search's time is left; none bounds one without `seconds`."""
+
+    def __init__(self, seconds: float | None) -> None:
+        self._seconds, self._started = seconds, time.monotonic()
+
+    def over(self, share: float = 1.0) -> bool:
+        """Whether a share of the time is used up."""
+        if self._seconds is None:
+            return False
+        return time.monotonic() - self._started > share * self._seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A choice for one part of a model, with what it costs and how far it moves the outputs."""
+
+    choice: Choice | Precision
+    cost: float
+    shift: float
+
+
+Options = Mapping[str, Sequence[Option]]
+"""The options of each part, the part as trained first."""
+
+
+@dataclass(frozen=True)
+class Search:
+    """Looks for the points that answer a request; `found` holds every look."""
+
+    graphs: Graphs
+    request: TuneRequest
+    clock: Clock
+    progress: Progress
+    refused: list[str] = field(default_factory=list)
+
+    @property
+    def looks(self) -> list[Look]:
+        """Every point that was looked at."""
+        return [*self.graphs.looks.values()]
+
+    def along(self, start: Point, options: Options) -> None:
+        """Looks along the path of some options, and beside where it must end."""
+        path = [start, *_path(start, options)]
+        enough = self._enough if self.request.keep is not None else self._too_large
+        first, last = 0, len(path)
+        # Of the points before `first` all are on the side of the start, from `last` on none is.
+        while first < last and not self.clock.over():
+            middle = (first + last) // 2
+            look = self._look(path[middle])
+            if look is not None and enough(look):
+                first = middle + 1
+            else:
+                last = middle
+        ends = path[max(0, first - 1) : first + 2]
+        for point in ends:
+            self._look(point)
+        self._beside(options)
+
+    def _beside(self, options: Options) -> None:
+        """Tries single other choices at the best point, until several in turn are no better."""
+        failed = looked = 0
+        tried: set[str] = set()
+        while failed < NEIGHBOURS and looked < LOOKS and not self.clock.over():
+            best = self.best()
+            if best is None:
+                return
+            point = next((p for p in _neighbours(best.point, options) if p.key not in tried), None)
+            if point is None:
+                return
+            tried.add(point.key)
+            known = point.key in self.graphs.looks
+            look = self._look(point)
+            looked += not known
+            failed = 0 if look is not None and self.best() is look else failed + 1
+
+    def best(self) -> Look | None:
+        """Returns the best point so far: the fastest that meets all bounds, by the search's half.
+
+        Without a share to keep, the one that keeps most.
+        """
+        meets = [look for look in self.looks if self._enough(look) and not self._too_large(look)]
+        if self.request.keep is None:
+            return min(meets, key=lambda look: (-look.quality.kept, look.ms), default=None)
+        smaller = self.request.latency_ms is None and self.request.bytes is not None
+        return min(meets, key=lambda look: look.bytes if smaller else look.ms, default=None)
+
+    def _look(self, point: Point) -> Look | None:
+        """Looks at a point; None where its graph cannot be made or run."""
+        if self.clock.over() and point.key not in self.graphs.looks:
+            return None
+        try:
+            look = self.graphs.look(point)
+        except MoexportError as error:
+            self.refused.append(error.message)
+            return None
+        best = self.best()
+        told = f"{len(self.looks)} graphs"
+        if best is not None:
+            told += f", best so far {best.ms:.3g} ms, {best.quality.kept:.2%} kept"
+        self.progress.step(f"searching: {told}")
+        return look
+
+    def _enough(self, look: Look) -> bool:
+        keep = self.request.keep
+        return keep is None or look.quality.low >= keep
+
+    def _too_large(self, look: Look) -> bool:
+        slow = self.request.latency_ms is not None and look.ms > self.request.latency_ms
+        return slow or (self.request.bytes is not None and look.bytes > self.request.bytes)
+
+
+def _path(start: Point, options: Options) -> Iterator[Point]:
+    """Yields the points that the steps lead to, those that lose least for their gain first."""
+    steps = [
+        (slope, part, index, option)
+        for part, listed in options.items()
+        for index, (slope, option) in enumerate(_hull(listed))
+    ]
+    point = start
+    for _, part, _, option in sorted(steps, key=lambda step: step[:3]):
+        point = taken(point, part, option)
+        yield point
+
+
+def taken(point: Point, part: str, option: Option) -> Point:
+    """Returns a point with an option for one of its parts."""
+    if isinstance(option.choice, Choice):
+        return point.with_layer(part, option.choice)
+    return point.with_around(option.choice)
+
+
+def _hull(options: Sequence[Option]) -> Iterator[tuple[float, Option]]:
+    """Yields the steps of one part from its first option on, each with what it loses for its gain.
+
+    They get cheaper and lose ever more: the lower convex hull of shift over cost.
+    """
+    at = options[0]
+    while True:
+        cheaper = [each for each in options if each.cost < at.cost]
+        if not cheaper:
+            return
+        here = at
+        slopes = [((each.shift - here.shift) / (here.cost - each.cost), each) for each in cheaper]
+        slope, at = min(slopes, key=lambda each: (each[0], each[1].cost))
+        yield slope, at
+
+
+def _neighbours(point: Point, options: Options) -> list[Point]:
+    """The points that differ in one part and cost less, those that move the outputs least first."""
+    found = []
+    for part, listed in options.items():
+        now: Choice | Precision = point.around if part == AROUND else point.choices[part]
+        own = next((each for each in listed if each.choice == now), None)
+        if own is None:
+            continue
+        found += [
+            (each.shift - own.shift, taken(point, part, each))
+            for each in listed
+            if each.cost < own.cost
+        ]
+    return [each for _, each in sorted(found, key=lambda pair: pair[0])]
+
+
+def front_of(looks: Sequence[Look], size: Callable[[Look], float]) -> list[Look]:
+    """Returns the points that no other beats in both size and what is kept, the largest first."""
+    front: list[Look] = []
+    for look in sorted(looks, key=lambda each: (size(each), -each.quality.kept)):
+        if not front or look.quality.kept > front[-1].quality.kept:
+            front.append(look)
+    return front[::-1]
+
+
+def with_ms(look: Look, ms: float) -> Look:
+    """Returns a look with the time that a longer measurement found."""
+    return replace(look, ms=ms)

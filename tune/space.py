@@ -1,0 +1,166 @@
+"""What may vary: for each MoE layer its k, its experts and its precision; the network around."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from ..exporter.job import ExportJob
+from ..exporter.model import edited
+from ..exporter.options import ExportOptions, PrecisionOptions, recipe_options
+from ..exporter.recipe import LayerRecipe, Recipe
+from ..graphs.targets import Precision, Scope
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """What one layer is to be: `experts` are those that stay, empty for all; `k` are computed."""
+
+    k: int
+    experts: tuple[int, ...] = ()
+    precision: Precision = "fp32"
+
+    @property
+    def form(self) -> tuple[int, int, Precision]:
+        """What its time depends on: k, how many experts there are (0: all), and the precision."""
+        return self.k, len(self.experts), self.precision
+
+    def text(self, experts: int) -> str:
+        """In words: `k = 4 of 16, int8`."""
+        of = f"{len(self.experts)} experts kept of {experts}, " if self.experts else ""
+        n = len(self.experts) or experts
+        return f"{of}k = {self.k} of {n}, {self.precision}"
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A whole model as it may be exported: a choice for each layer, and what INT8 includes.
+
+    `quantize` is `all` where the linear layers around are integers, too. All integers are of one
+    width.
+    """
+
+    layers: tuple[tuple[str, Choice], ...]
+    quantize: Scope = "experts"
+    around: Precision = "fp32"
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """The choice of each layer."""
+        return dict(self.layers)
+
+    @property
+    def precision(self) -> Precision:
+        """The precision of the export: that of its integers, if any."""
+        names = {choice.precision for _, choice in self.layers} | {self.around}
+        return next((name for name in ("int4", "int8") if name in names), "fp32")
+
+    @property
+    def key(self) -> str:
+        """The same text for the same point."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    def with_layer(self, layer: str, choice: Choice) -> Point:
+        """Returns the point with another choice for one layer."""
+        return replace(self, layers=tuple((n, choice if n == layer else c) for n, c in self.layers))
+
+    def with_around(self, precision: Precision) -> Point:
+        """Returns the point with the network around in another precision."""
+        return replace(self, around=precision, quantize="experts" if precision == "fp32" else "all")
+
+
+def point_of(data: Mapping[str, Any]) -> Point:
+    """Returns the point that plain data hold, as a journal keeps it."""
+    layers = tuple(
+        (name, Choice(c["k"], tuple(c["experts"]), c["precision"])) for name, c in data["layers"]
+    )
+    return Point(layers, data["quantize"], data["around"])
+
+
+def ks_of(n: int) -> tuple[int, ...]:
+    """Returns the k that are looked at for n experts, all of them first: by thirds of an octave.
+
+    Small n have them all.
+    """
+    found, share = [n], float(n)
+    while share > 1:
+        share /= 2 ** (1 / 2) if n > 8 else 1.0
+        share -= 1.0 if n <= 8 else 0.0
+        found.append(max(1, round(share)))
+    return tuple(dict.fromkeys(found))
+
+
+def job_of(
+    base: ExportJob,
+    point: Point,
+    lowerings: Mapping[str, str],
+    why: Mapping[str, str] | None = None,
+    **facts: Any,
+) -> ExportJob:
+    """Returns the job that exports a point, with a lowering for each layer.
+
+    `base` is the job of the model as it was trained, with the table of ranges if there is one.
+    """
+    recipe = recipe_of(base.options, point, lowerings, why or {}, **facts)
+    options = recipe_options(recipe, base.options)
+    return replace(
+        base,
+        model=edited(base.model, recipe.edits),
+        options=options,
+        k={name: choice.k for name, choice in point.layers},
+        table=base.table if options.precision.ranged else None,
+    )
+
+
+def unlowered(base: ExportJob, point: Point) -> ExportJob:
+    """Returns the job of a point whose lowerings are not chosen yet."""
+    floating = frozenset(n for n, c in point.layers if c.precision != point.precision)
+    numbers = PrecisionOptions(
+        point.precision,
+        scope=point.quantize,
+        floating=floating if point.precision != "fp32" else frozenset(),
+    )
+    names = {name: "" for name, _ in point.layers}
+    return replace(
+        base,
+        model=edited(base.model, recipe_of(base.options, point, names, {}).edits),
+        options=replace(base.options, precision=numbers),
+        k={name: choice.k for name, choice in point.layers},
+        table=base.table if numbers.ranged else None,
+    )
+
+
+def recipe_of(
+    options: ExportOptions,
+    point: Point,
+    lowerings: Mapping[str, str],
+    why: Mapping[str, str],
+    **facts: Any,
+) -> Recipe:
+    """Returns a point as a recipe; `facts` are the fields that say where it comes from."""
+    return Recipe(
+        **{"model": "", "data": "", **facts},
+        target=options.target,
+        batch=str(options.batch),
+        tokens=str(options.tokens),
+        opset=options.opset,
+        precision=point.precision,
+        quantize=point.quantize,
+        layers={
+            name: LayerRecipe(
+                choice.k, choice.precision, lowerings[name], choice.experts, why.get(name, "")
+            )
+            for name, choice in point.layers
+        },
+    )
+
+
+def sheets(choices: Mapping[str, Sequence[Choice]]) -> list[dict[str, Choice]]:
+    """Returns as few models as have every choice of every layer, one of each layer at a time."""
+    longest = max(len(each) for each in choices.values())
+    return [
+        {name: each[min(index, len(each) - 1)] for name, each in choices.items()}
+        for index in range(longest)
+    ]

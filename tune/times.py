@@ -1,0 +1,128 @@
+"""A measured model of time: each layer in each of its forms, and the network around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import msgspec
+import onnx_ir as ir
+
+from ..bench.journal import Journal
+from ..common.console import Progress
+from ..common.timing import Protocol
+from ..exporter.bundle.manifest import TunedLayers
+from ..exporter.job import ExportJob
+from ..exporter.measured_lowerings import Measuring, Tokens, tune
+from ..exporter.quantization.precision import apply_precision
+from ..graphs.targets import Precision
+from .space import Choice, Point, sheets, unlowered
+
+BRIEF = Protocol(rounds=5, warmup=2, round_s=0.02, inputs=4)
+"""Of one lowering of one layer: its order among others is what counts; whole graphs are timed
+longer."""
+
+Form = tuple[int, int, Precision]
+
+
+@dataclass(frozen=True, slots=True)
+class FormTime:
+    """What a layer takes in one form, in milliseconds: its fastest lowering, and the others."""
+
+    ms: float
+    lowering: str
+    others: dict[str, float] = field(default_factory=dict)
+
+
+class LayerTimes:
+    """The time of each layer's forms, and of a model that is made of them.
+
+    `around_ms` is what the network around the layers takes, by its precision: known once a whole
+    graph with it was timed.
+    """
+
+    def __init__(self) -> None:
+        self.forms: dict[tuple[str, Form], FormTime] = {}
+        self.around_ms: dict[Precision, float] = {}
+
+    def of(self, layer: str, choice: Choice) -> FormTime | None:
+        """Returns what a layer takes; None where no lowering serves that form."""
+        return self.forms.get((layer, choice.form))
+
+    def known(self, layer: str, choice: Choice) -> FormTime:
+        """Returns what a layer takes: measured, or for a k between two by interpolation."""
+        found = self.of(layer, choice)
+        if found is not None:
+            return found
+        k, n, precision = choice.form
+        near = sorted(
+            (form[0], time)
+            for (name, form), time in self.forms.items()
+            if name == layer and form[1:] == (n, precision)
+        )
+        below = [each for each in near if each[0] <= k] or near[:1]
+        above = [each for each in near if each[0] >= k] or near[-1:]
+        (low, slow), (high, fast) = below[-1], above[0]
+        share = 0.0 if high == low else (k - low) / (high - low)
+        return replace(slow, ms=slow.ms + share * (fast.ms - slow.ms))
+
+    def lowerings(self, point: Point) -> dict[str, str]:
+        """Returns the fastest lowering of each layer of a point."""
+        return {name: self.known(name, choice).lowering for name, choice in point.layers}
+
+    def layers_ms(self, point: Point) -> float:
+        """Returns what the layers of a point take together."""
+        return sum(self.known(name, choice).ms for name, choice in point.layers)
+
+    def predicted_ms(self, point: Point) -> float:
+        """Returns what a point takes: the layers, and the network around them as far as known."""
+        around = self.around_ms.get(point.around, self.around_ms.get("fp32", 0.0))
+        return around + self.layers_ms(point)
+
+    def measure(
+        self,
+        base: ExportJob,
+        traced: ir.Model,
+        choices: Mapping[str, Sequence[Choice]],
+        inputs: Tokens,
+        journal: Journal,
+        progress: Progress,
+    ) -> None:
+        """Measures every choice of every layer, all of one precision; what is known is left out."""
+        for each in journal.found("form"):
+            name, form = each["layer"], (each["k"], each["n"], each["precision"])
+            self.forms[name, form] = msgspec.convert(each["time"], FormTime)
+        for sheet in sheets(choices):
+            if all(self.of(name, choice) is not None for name, choice in sheet.items()):
+                continue
+            job = unlowered(base, Point(tuple(sheet.items())))
+            copy = traced.clone()
+            numbers = apply_precision(job, copy, job.table)
+            found = tune(*(job, copy, numbers, progress), Measuring(BRIEF, inputs, alone=True))
+            for name, choice in sheet.items():
+                k, n, precision = choice.form
+                self.forms[name, choice.form] = time = _time(found.of(name))
+                told = msgspec.to_builtins(time)
+                journal.add("form", layer=name, k=k, n=n, precision=precision, time=told)
+
+
+def _time(found: TunedLayers) -> FormTime:
+    best, *others = found.candidates
+    return FormTime(
+        best.latency_ms.median,
+        best.lowering,
+        {each.lowering: each.latency_ms.median for each in others},
+    )
+
+
+def served(
+    base: ExportJob,
+    traced: ir.Model,
+    layers: Iterable[str],
+    precision: Precision,
+    k: Mapping[str, int],
+) -> list[str]:
+    """Returns the layers that really compute in a precision: others keep floats, with a reason."""
+    point = Point(tuple((name, Choice(k[name], (), precision)) for name in layers))
+    plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
+    return [name for name, layer in plan.layers.items() if layer.precision == precision]

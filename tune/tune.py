@@ -1,0 +1,576 @@
+"""A search from top to bottom: data, ranges, measured layers, graphs, the front, the contract."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import onnx_ir as ir
+
+from ..bench.data import Labelled, LabelledData
+from ..bench.journal import FILE, Journal
+from ..bench.run import with_threads
+from ..bench.runners.pytorch import outputs_of, untouched
+from ..calibration.feeds import Array
+from ..calibration.table import CALIBRATION_FILE, CalibrationTable
+from ..common.console import Progress, Silent
+from ..common.environment import environment
+from ..common.files import sha256
+from ..common.writing import make_folder, scratch_folder
+from ..errors import FeedError, MoexportError
+from ..exporter.bundle.bundle import Bundle
+from ..exporter.bundle.destination import check_destination
+from ..exporter.bundle.weights import layer_bytes
+from ..exporter.export import export
+from ..exporter.job import ExportJob, calibration_job, export_job
+from ..exporter.model import Model, check_one_input, fingerprint
+from ..exporter.options import ExportOptions, recipe_options
+from ..exporter.quantization.calibrate import CalibrationOptions, calibrate
+from ..exporter.quantization.precision import apply_precision
+from ..exporter.trace import trace
+from ..graphs.layers.soft_moe import SoftMoE
+from ..graphs.precision.types import FP32
+from ..graphs.targets import Precision
+from .confirm import Confirmed, confirmed, holding, sequence_of, shortfall
+from .graphs import Graphs, Look
+from .halves import Halves
+from .layers import Replay, effects
+from .quality import Metric, Quality, metric_for
+from .request import TuneRequest
+from .search import AROUND, Clock, Option, Search, front_of, with_ms
+from .space import Choice, Point, ks_of, recipe_of, unlowered
+from .times import LayerTimes, served
+
+BATCH = 64
+
+CALIBRATED = 256
+"""Inputs of the search's half that INT8 takes its ranges from."""
+
+TIMES_SHARE = 0.5
+"""Of a search's time, at most, goes to single layers."""
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What came of a search: the bundle, the point it is, and everything that was looked at."""
+
+    bundle: Bundle
+    chosen: Confirmed
+    front: tuple[Look, ...]
+    sequence: tuple[Confirmed, ...]
+    base: Look
+    metric: Metric
+    seen: int
+    seconds: float
+    looks: int
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a model's layers may become: the choices of each, in FP32, and the integers that serve.
+
+    `integers` names the layers that compute in a precision, and the network around them where it
+    has layers that can.
+    """
+
+    choices: dict[str, tuple[Choice, ...]]
+    integers: dict[Precision, tuple[str, ...]]
+
+    @property
+    def size(self) -> int:
+        """How many different models there are."""
+        total = 0
+        for parts in ((), *self.integers.values()):
+            layers = math.prod(
+                len(listed) * (2 if name in parts else 1) for name, listed in self.choices.items()
+            )
+            total += layers * (2 if AROUND in parts else 1)
+        return total
+
+    @property
+    def forms(self) -> int:
+        """How many forms of layers are to be measured."""
+        return sum(
+            len(listed) * (1 + sum(name in parts for parts in self.integers.values()))
+            for name, listed in self.choices.items()
+        )
+
+
+def tune(
+    model: Model,
+    data: Labelled,
+    destination: Path,
+    request: TuneRequest,
+    *,
+    work: Path | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Returns the best bundle that meets a request, written to `destination`.
+
+    `work` is a folder in which a search that is ended goes on. Raises `UsageError` and `FeedError`
+    for what cannot be meant, before the search; `ContractError` where nothing meets the bounds, or
+    where they are not confirmed.
+    """
+    progress, started = progress or Silent(), time.monotonic()
+    check_one_input(model, "tune")
+    check_destination(destination, force=force)
+    with with_threads(request.threads), _kept_in(work) as folder:
+        job = Job.begin(model, data, request, folder, progress)
+        found = job.search(progress)
+        sequence, chosen = job.contract(found, progress)
+        bundle = job.written(chosen, sequence, destination, force=force, progress=progress)
+    return Tuned(
+        bundle,
+        chosen,
+        tuple(found.front),
+        tuple(sequence),
+        found.base,
+        job.metric,
+        len(job.halves.search),
+        time.monotonic() - started,
+        len(found.looks),
+    )
+
+
+@contextmanager
+def _kept_in(work: Path | None) -> Iterator[Path]:
+    if work is not None:
+        make_folder(work)
+        yield work
+        return
+    with scratch_folder("tune") as folder:
+        yield folder
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a search found: every look, those of the front (measured again), and where it began."""
+
+    looks: tuple[Look, ...]
+    front: tuple[Look, ...]
+    base: Look
+    graphs: Graphs
+
+
+@dataclass(frozen=True)
+class Job:
+    """A search that can begin: the halves, the untouched model's outputs, ranges and the space."""
+
+    model: Model
+    request: TuneRequest
+    halves: Halves
+    outputs: Array
+    metric: Metric
+    base: ExportJob
+    traced: ir.Model
+    space: Space
+    journal: Journal
+    folder: Path
+    clock: Clock
+
+    @staticmethod
+    def begin(
+        model: Model, data: Labelled, request: TuneRequest, folder: Path, progress: Progress
+    ) -> Job:
+        """Prepares a search; refuses what can be refused without it."""
+        clock = Clock(request.seconds)
+        options = ExportOptions(
+            target=request.target, batch=request.batch, tokens=request.tokens, verify=False
+        )
+        base = export_job(model, options)
+        progress.step("reading the search's half of the data")
+        halves = Halves.of(data)
+        outputs = _outputs(model, halves.search, progress)
+        metric = metric_for(request.metric, outputs, halves.search.inputs, halves.search.labels)
+        _check_enough(metric, request, halves, outputs)
+        what = {
+            "environment": environment(),
+            "model": fingerprint(model),
+            "data": data.fingerprint,
+            "request": asdict(replace(request, seconds=None)),
+        }
+        journal = Journal(folder / FILE, what)
+        if journal.told:
+            progress.step(journal.told)
+        wanted = [name for name in request.precisions if name != "fp32"]
+        if wanted and "int8" in wanted:
+            base = replace(base, table=_ranges(model, halves.search, folder, journal, progress))
+        progress.step("tracing")
+        traced = trace(base.model, opset=options.opset, fixed=base.fixed)
+        space = _space(base, traced, request, wanted)
+        return Job(
+            *(model, request, halves, outputs, metric, base, traced, space, journal, folder, clock)
+        )
+
+    def search(self, progress: Progress) -> Found:
+        """Measures layers, looks along the paths, and measures the front."""
+        replay = Replay(self.model, self.halves.search, self.outputs, self.metric)
+        choices = {
+            name: (*listed, *_subsets(replay, name, listed, self.request))
+            for name, listed in self.space.choices.items()
+        }
+        times = self._times(choices, replay.tokens(), progress)
+        shifts = self._shifts(replay, choices, progress)
+        threads = self.request.threads or _threads()
+        graphs = Graphs(
+            *(self.base, self.traced, times, self.halves.search, self.outputs, self.metric),
+            *(self.journal, progress, threads),
+        )
+        start = self.start
+        base = graphs.look(start)
+        times.around_ms["fp32"] = base.ms - times.layers_ms(start)
+        self._check_base(base)
+        search = Search(graphs, self.request, self.clock, progress)
+        moved = self._moved_by_integers(graphs, times, base, progress)
+        for family in ("", *self.space.integers):
+            options = self._options(family, choices, times, shifts, moved)
+            search.along(start, options)
+        return self._front(search, graphs, base)
+
+    @property
+    def start(self) -> Point:
+        """The model as it was trained."""
+        return Point(tuple((name, listed[0]) for name, listed in self.space.choices.items()))
+
+    def _times(
+        self,
+        choices: Mapping[str, Sequence[Choice]],
+        tokens: Mapping[str, Array],
+        progress: Progress,
+    ) -> LayerTimes:
+        times = LayerTimes()
+        for precision in ("fp32", *self.space.integers):
+            within = (*choices,) if precision == "fp32" else self.space.integers[precision]
+            asked = {
+                name: [
+                    replace(each, precision=precision if name in within else "fp32")
+                    for each in _timed(listed)
+                ]
+                for name, listed in choices.items()
+            }
+            times.measure(self.base, self.traced, asked, tokens, self.journal, progress)
+        return times
+
+    def _shifts(
+        self, replay: Replay, choices: Mapping[str, Sequence[Choice]], progress: Progress
+    ) -> dict[tuple[str, Choice], float]:
+        """How far each choice of each layer alone moves the outputs."""
+        found: dict[tuple[str, Choice], float] = {}
+        for each in self.journal.found("effect"):
+            choice = msgspec.convert(each["choice"], Choice)
+            found[each["layer"], choice] = each["shift"]
+        missing = {
+            name: [each for each in listed if (name, each) not in found]
+            for name, listed in choices.items()
+        }
+        total = sum(map(len, missing.values()))
+        progress.step("trying each layer alone", total=total, unit="choices")
+        for name, choice, quality in effects(replay, missing):
+            found[name, choice] = quality.shift
+            told = msgspec.to_builtins(choice)
+            self.journal.add("effect", layer=name, choice=told, shift=quality.shift)
+            progress.advance(1)
+        return found
+
+    def _moved_by_integers(
+        self, graphs: Graphs, times: LayerTimes, base: Look, progress: Progress
+    ) -> dict[tuple[str, Precision], float]:
+        """How far each part alone moves the outputs when it computes in integers."""
+        found: dict[tuple[str, Precision], float] = {}
+        for precision, parts in self.space.integers.items():
+            progress.step(f"trying each part in {precision}", total=len(parts), unit="parts")
+            for part in parts:
+                point = _in_precision(self.start, part, precision)
+                look = graphs.look(point)
+                found[part, precision] = max(0.0, look.quality.shift - base.quality.shift)
+                if part == AROUND:
+                    times.around_ms[precision] = look.ms - times.layers_ms(self.start)
+                progress.advance(1)
+        return found
+
+    def _options(
+        self,
+        family: str,
+        choices: Mapping[str, Sequence[Choice]],
+        times: LayerTimes,
+        shifts: Mapping[tuple[str, Choice], float],
+        moved: Mapping[tuple[str, Precision], float],
+    ) -> dict[str, list[Option]]:
+        """The options of each part with one width of integers, or with none."""
+        by_size = self.request.bytes is not None and self.request.latency_ms is None
+        by_size &= self.request.keep is None
+        parts: Sequence[str] = ()
+        integer: Precision | None = None
+        for name, listed in self.space.integers.items():
+            if name == family:
+                parts, integer = listed, name
+        options: dict[str, list[Option]] = {}
+        for name, tried in choices.items():
+            options[name] = []
+            for choice in tried:
+                for precision in ("fp32", integer) if integer and name in parts else ("fp32",):
+                    own = replace(choice, precision=precision)
+                    cost = self._bytes(name, own) if by_size else times.known(name, own).ms
+                    shift = shifts[name, choice]
+                    if precision != "fp32":
+                        shift += moved[name, precision]
+                    options[name].append(Option(own, cost, shift))
+        if integer and AROUND in parts and integer in times.around_ms:
+            cost = 0.0 if by_size else times.around_ms["fp32"] - times.around_ms[integer]
+            options[AROUND] = [
+                Option("fp32", cost, 0.0),
+                Option(integer, -1.0 if by_size else 0.0, moved[AROUND, integer]),
+            ]
+        return options
+
+    def _bytes(self, name: str, choice: Choice) -> float:
+        """About what a layer's weights take."""
+        layer = self.model.layers[name]
+        share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
+        width = {"int8": 1 / 4, "int4": 4.5 / 32}.get(choice.precision, 1.0)
+        return layer_bytes(layer, FP32) * share * width
+
+    def _check_base(self, base: Look) -> None:
+        """Raises where the model as trained already misses what is to be kept."""
+        keep = self.request.keep
+        if keep is not None and base.quality.low < keep:
+            raise shortfall_of_base(base.quality, keep)
+
+    def _front(self, search: Search, graphs: Graphs, base: Look) -> Found:
+        looks = search.looks
+        front = front_of(looks, lambda look: look.ms)
+        front = [each for each in front if not search._too_large(each)] or front[-1:]
+        latencies = graphs.timed([base, *(each for each in front if each.point != base.point)])
+        again = {key: latency.median for key, latency in latencies.items()}
+        front = [with_ms(each, again.get(each.point.key, each.ms)) for each in front]
+        base = with_ms(base, again.get(base.point.key, base.ms))
+        return Found(tuple(looks), tuple(front_of(front, lambda look: look.ms)), base, graphs)
+
+    def contract(self, found: Found, progress: Progress) -> tuple[list[Confirmed], Confirmed]:
+        """Confirms the front on the other half; returns all that was, and the point to write."""
+        keep = self.request.keep
+        sequence = sequence_of(found.front, found.base)
+        done = self.journal.found("confirmed")
+        if done:
+            checked = [msgspec.convert(each, Confirmed) for each in done[-1]["points"]]
+        else:
+            checked = confirmed(found.graphs, sequence, self.halves, progress)
+            self.journal.add("confirmed", points=[msgspec.to_builtins(each) for each in checked])
+        held = holding(checked, keep)
+        if keep is not None and not held:
+            raise shortfall(checked[0], keep)
+        within = [each for each in held if self._within(each.look)]
+        if not within:
+            raise self._nearest(held)
+        if keep is None:
+            return checked, max(within, key=lambda each: each.look.quality.kept)
+        return checked, within[-1]
+
+    def _within(self, look: Look) -> bool:
+        request = self.request
+        slow = request.latency_ms is not None and look.ms > request.latency_ms
+        return not slow and not (request.bytes is not None and look.bytes > request.bytes)
+
+    def _nearest(self, held: Sequence[Confirmed]) -> MoexportError:
+        """The error that says what comes nearest to bounds that nothing meets."""
+        from .confirm import ContractError
+
+        nearest = held[-1].look
+        bounds = []
+        if self.request.latency_ms is not None:
+            bounds.append(f"--max-latency {self.request.latency_ms:g}ms")
+        if self.request.bytes is not None:
+            bounds.append(f"--max-bytes {self.request.bytes}")
+        if self.request.keep is not None:
+            bounds.insert(0, f"--keep {self.request.keep:g}")
+        return ContractError(
+            f"{' with '.join(bounds)}: nothing that was found meets it; the nearest takes "
+            f"{nearest.ms:.3g} ms and {nearest.bytes} bytes and keeps {nearest.quality.kept:.2%}",
+            hint="ask for less, or let the search take longer",
+        )
+
+    def written(
+        self,
+        chosen: Confirmed,
+        sequence: Sequence[Confirmed],
+        destination: Path,
+        *,
+        force: bool,
+        progress: Progress,
+    ) -> Bundle:
+        """Exports the chosen point as its recipe says; returns the bundle."""
+        look = chosen.look
+        recipe = recipe_of(
+            self.base.options,
+            look.point,
+            look.lowerings,
+            self._why(look),
+            model=fingerprint(self.model),
+            data=self.halves.data.fingerprint,
+            contract=self._contract(chosen),
+            moexport=metadata.version("moexport"),
+        )
+        options = replace(self.base.options, verify=True, destination=destination, force=force)
+        if look.point.precision == "int8":
+            assert self.base.table is not None
+            path = self.folder / CALIBRATION_FILE
+            recipe = replace(recipe, calibration=sha256(path))
+            options = replace(options, calibration=path)
+        asked = recipe_options(recipe, options)
+        inputs = self.halves.search.inputs[:CALIBRATED]
+        return export(export_job(self.model, asked, data=inputs), progress)
+
+    def _contract(self, chosen: Confirmed) -> dict[str, Any]:
+        """What was asked and what was confirmed, for recipe and manifest."""
+        request, quality = self.request, chosen.quality
+        return {
+            "metric": self.metric.title or self.metric.name,
+            "asked": {
+                "keep": request.keep,
+                "latency_ms": request.latency_ms,
+                "bytes": request.bytes,
+            },
+            "kept": quality.kept,
+            "interval": [quality.low, quality.high],
+            "inputs": quality.inputs,
+            "batch": request.batch.opt,
+            "latency_ms": chosen.look.ms,
+            "bytes": chosen.look.bytes,
+        }
+
+    def _why(self, look: Look) -> dict[str, str]:
+        """What each layer got, in words."""
+        specs = {name: layer.spec for name, layer in self.model.layers.items()}
+        return {
+            name: f"tuned: {choice.text(specs[name].experts)}, {look.lowerings[name]}"
+            for name, choice in look.point.layers
+        }
+
+
+def shortfall_of_base(quality: Quality, keep: float) -> MoexportError:
+    """Returns the error for data on which even the model as trained cannot be shown to keep it."""
+    from .confirm import ContractError, would_decide
+
+    return ContractError(
+        f"--keep {keep:.4g}: the model as trained, in FP32, keeps between {quality.low:.2%} and "
+        f"{quality.high:.2%} on the {quality.inputs} inputs of the search's half",
+        hint=would_decide(quality, keep),
+    )
+
+
+def _threads() -> int:
+    import torch
+
+    return torch.get_num_threads()
+
+
+def _outputs(model: Model, data: LabelledData, progress: Progress) -> Array:
+    """What the untouched model gives for the search's half."""
+    base, parts = untouched(model), []
+    progress.step("running the untouched model", total=len(data), unit="inputs")
+    for rows in data.batches(BATCH):
+        x = np.ascontiguousarray(data.inputs[rows])
+        parts.append(outputs_of(base, x, model.source.path))
+        progress.advance(len(x))
+    found: Array = np.concatenate(parts)
+    return found
+
+
+def _check_enough(metric: Metric, request: TuneRequest, halves: Halves, outputs: Array) -> None:
+    """Raises `FeedError` where no outcome could show what is to be kept."""
+    if request.keep is None:
+        return
+    search = halves.search
+    scores = metric.tally(outputs, outputs, search.inputs, search.labels)
+    metric.quality(scores)
+    needed = metric.needed(request.keep, scores.base / scores.inputs)
+    count = halves.confirming_count
+    if needed is not None and count is not None and count < needed:
+        raise FeedError(
+            f"--data: {count} of its inputs confirm, and to show that {request.keep:.4g} is kept "
+            f"takes at least {needed}, if all agree",
+            hint=f"give at least {2 * needed} inputs, half of them to confirm, or ask for less",
+        )
+
+
+def _ranges(
+    model: Model, data: LabelledData, folder: Path, journal: Journal, progress: Progress
+) -> CalibrationTable:
+    """The ranges of a model's tensors over the search's half; kept in the folder."""
+    path = folder / CALIBRATION_FILE
+    if not (journal.resumed and path.is_file()):
+        options = CalibrationOptions(samples=CALIBRATED)
+        calibrate(calibration_job(model, data.inputs, options), progress=progress).write(path)
+    return CalibrationTable.read(path)
+
+
+def _space(
+    base: ExportJob, traced: ir.Model, request: TuneRequest, wanted: Sequence[Precision]
+) -> Space:
+    """What the model's layers may become on its target."""
+    choices = {
+        name: tuple(Choice(k) for k in ks_of(layer.spec.trained_k))
+        for name, layer in base.model.layers.items()
+    }
+    first = {name: listed[0].k for name, listed in choices.items()}
+    integers: dict[Precision, tuple[str, ...]] = {}
+    for precision in wanted:
+        try:
+            layers = served(base, traced, choices, precision, first)
+        except MoexportError:  # this model's layers do not take it
+            continue
+        around = [AROUND] if layers and _has_integers_around(base, traced, precision) else []
+        if layers:
+            integers[precision] = (*layers, *around)
+    return Space(choices, integers)
+
+
+def _has_integers_around(base: ExportJob, traced: ir.Model, precision: Precision) -> bool:
+    layers = tuple((name, Choice(k or 1)) for name, k in base.k.items())
+    point = Point(layers).with_around(precision)
+    try:
+        plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
+    except MoexportError:
+        return False
+    return any(linear.reason is None for linear in plan.linears)
+
+
+def _in_precision(point: Point, part: str, precision: Precision) -> Point:
+    """A point with one part in integers."""
+    if part == AROUND:
+        return point.with_around(precision)
+    return point.with_layer(part, replace(point.choices[part], precision=precision))
+
+
+def _subsets(
+    replay: Replay, name: str, listed: Sequence[Choice], request: TuneRequest
+) -> list[Choice]:
+    """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all of it computed, or half."""
+    layer = replay.layers[name]
+    if not request.subsets or not isinstance(layer, SoftMoE):
+        return []
+    order = replay.nested_experts(name)
+    found = []
+    size = layer.spec.experts // 2
+    while size:
+        experts = tuple(sorted(order[:size]))
+        found += [Choice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
+        size //= 2
+    return found
+
+
+def _timed(listed: Sequence[Choice]) -> list[Choice]:
+    """The choices whose time is measured: between two k it is taken from those around."""
+    whole = [each for each in listed if not each.experts]
+    kept = [each for index, each in enumerate(whole) if index % 2 == 0 or index == len(whole) - 1]
+    kept = whole if len(whole) <= 8 else kept
+    return [*kept, *(each for each in listed if each.experts)]
