@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         run,
         sensitivity,
         specialise,
+        tune,
         verify,
     )
     from .exporter.bundle.bundle import Bundle
@@ -54,6 +55,7 @@ __all__ = [
     "run",
     "sensitivity",
     "specialise",
+    "tune",
     "verify",
 ]
 

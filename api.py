@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect as introspection
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
     from .exporter.tensorrt.options import EngineOptions
     from .exporter.tensorrt.records import Made
     from .graphs.targets import FloatName, Method, Precision, Scope, Target
+    from .tune.request import TuneRequest
+    from .tune.tune import SearchPlan, Tuned
 
     K = int | float | str | Sequence[int]
 
@@ -250,6 +253,7 @@ def export(
     rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = None,
     verify: bool = True,
     engine: EngineOptions | bool | None = None,
+    recipe: AnyPath | None = None,
     force: bool = False,
     progress: Progress | None = None,
 ) -> Bundle:
@@ -301,6 +305,8 @@ def export(
         verify: compare every graph with PyTorch; a miss is an error (True).
         engine: True compiles a TensorRT engine, `EngineOptions` says how, False writes graphs alone
             (None: where the target has engines and this machine can).
+        recipe: what `tune` found, its recipe.yaml: k, experts, precision and lowering of each layer
+            (None: as the other options say).
         force: replace a bundle that is there (False).
         progress: is told of every step (None: nobody).
 
@@ -341,12 +347,23 @@ def plan(model: Model | Callable[[], Model], destination: AnyPath, **options: An
 
 def _job(**asked: Any) -> ExportJob:
     """The job that the parameters of `export` describe."""
+    from .calibration.table import CALIBRATION_FILE
+    from .exporter.bundle.recipe import read_recipe, table_beside
     from .exporter.edits import read_edits
     from .exporter.inputs import parse_range
     from .exporter.job import export_job
-    from .exporter.options import ExportOptions, PrecisionOptions, parse_k, parse_lowerings
+    from .exporter.options import (
+        ExportOptions,
+        PrecisionOptions,
+        parse_k,
+        parse_lowerings,
+        recipe_options,
+    )
 
     model, table, _ = (asked.pop(name) for name in ("model", "calibration", "progress"))
+    recipe = asked.pop("recipe")
+    if recipe is not None:
+        _check_alone(asked | {"calibration": table})
     numbers = ("precision", "rest", "quantize", "io_precision", "weight_bits", "keep_floating")
     asked["keep_floating"] = frozenset(asked["keep_floating"])
     options = ExportOptions(
@@ -360,7 +377,32 @@ def _job(**asked: Any) -> ExportJob:
         destination=Path(asked.pop("destination")),
         **asked,  # the others as they are
     )
+    if recipe is not None:
+        found = read_recipe(Path(recipe))
+        ranges = table_beside(Path(recipe), found, CALIBRATION_FILE)
+        options = replace(recipe_options(found, options), calibration=ranges)
     return export_job(model, options)
+
+
+_OF_A_RECIPE = (
+    *("k", "target", "lowering", "batch", "tokens", "opset", "renormalize", "precision"),
+    *("quantize", "rest", "weight_bits", "io_precision", "method", "calibration"),
+    *("keep_floating", "min_retention", "ablate", "rewrite"),
+)
+"""What a recipe says itself."""
+
+
+def _check_alone(asked: Mapping[str, Any]) -> None:
+    """Raises `UsageError` for an option that a recipe decides."""
+    from .errors import UsageError
+
+    usual = introspection.signature(export).parameters
+    for name in _OF_A_RECIPE:
+        if asked[name] != usual[name].default:
+            option = f"--{name.replace('_', '-')}"
+            raise UsageError(
+                f"{option} with --recipe: the recipe says that itself", hint=f"leave {option} out"
+            )
 
 
 def build(
@@ -689,6 +731,139 @@ def demo(
     else:
         from .bench.demo.demo import run_demo as run_it
     return run_it(Path(out), progress or Silent(), force=force)
+
+
+def tune(
+    model: Model | Callable[[], Model],
+    data: AnyPath | Labelled | np.ndarray,
+    destination: AnyPath,
+    *,
+    keep: str | float | None = None,
+    max_latency: str | float | None = None,
+    max_bytes: str | int | None = None,
+    metric: str | None = None,
+    target: Target = "ort-cpu",
+    batch: str | int = "1:1:32",
+    tokens: str | int = "1:196:1024",
+    precision: str = "fp32,int8,int4",
+    all_experts: bool = False,
+    time: str | float | None = None,
+    threads: int | None = None,
+    pixels: str | None = None,
+    report: AnyPath | None = None,
+    command: str = "",
+    force: bool = False,
+    progress: Progress | None = None,
+) -> Tuned:
+    """Finds the fastest bundle that keeps an accuracy, confirms it on unseen data and writes it.
+
+    Searched together: k of each layer, a fixed subset of its experts, the precision of each layer
+    and of the network around, and the lowerings, by the time that they take on this machine. One
+    half of the data serves the search, the other is read once, to confirm. A call that was
+    interrupted goes on where it stopped, if `report` is the same.
+
+    Args:
+        model: a loaded model, or a function that loads it.
+        data: labelled data, as in `bench`; half of them confirm.
+        destination: the folder of the bundle.
+        keep: what must be kept of the untouched model's quality, 99% or 0.99 (None: 99% where no
+            other bound is given).
+        max_latency: the most that a batch of OPT may take, 5ms (None: any).
+        max_bytes: the most that graph and weights may take, 20MB (None: any).
+        metric: accuracy, perplexity, agreement with the untouched model, or package.module:function
+            of outputs and labels (None: what the data allow).
+        target: who runs the graph: onnx, ort-cpu or ort-cuda ("ort-cpu").
+        batch: inputs per call, MIN:OPT:MAX, as fast as possible at OPT ("1:1:32").
+        tokens: the same for the tokens m of an input, where that axis is dynamic ("1:196:1024").
+        precision: what is tried, a list as text: fp32, int8, int4 ("fp32,int8,int4").
+        all_experts: drop no experts for good (False).
+        time: how long the search may take, 10min (None: until nothing better is in sight).
+        threads: of every engine (None: PyTorch's own choice).
+        pixels: the scale of images: unit, symmetric or imagenet (None: as the folder says).
+        report: a folder for results.json, report.html and figures (None: nothing is written).
+        command: what the results say they were made by ("").
+        force: replace a bundle that is there (False).
+        progress: is told of every step (None: nobody).
+
+    Raises:
+        UsageError: before the search, where an argument cannot be meant.
+        FeedError: before the search, where the data do not fit, or are too few to confirm.
+        ContractError: nothing meets the bounds, or what was found is not confirmed.
+    """
+    asked = dict(locals())  # the parameters: nothing else is bound yet
+    from .common.writing import check_folder
+    from .exporter.bundle.destination import check_destination
+    from .tune.findings import write_findings
+    from .tune.tune import tune as run_it
+
+    request = _tune_request(**asked)
+    check_destination(Path(destination), force=force)
+    place = None if report is None else Path(report)
+    if place is not None:
+        check_folder(place, "--report")
+    loaded, given = _tune_data(**asked)
+    found = run_it(
+        *(loaded, given, Path(destination), request), work=place, force=force, progress=progress
+    )
+    if place is not None:
+        write_findings(found, place, command)
+    return found
+
+
+def tune_plan(
+    model: Model | Callable[[], Model],
+    data: AnyPath | Labelled | np.ndarray,
+    destination: AnyPath,
+    **options: Any,
+) -> SearchPlan:
+    """Returns how large the search of `tune` is with the same arguments; writes nothing."""
+    from .tune.tune import plan_search
+
+    given = introspection.signature(tune).bind(model, data, destination, **options)
+    given.apply_defaults()
+    request = _tune_request(**given.arguments)
+    return plan_search(*_tune_data(**given.arguments), request, given.arguments["progress"])
+
+
+def _tune_request(**asked: Any) -> TuneRequest:
+    """What the parameters of `tune` ask for."""
+    from .exporter.inputs import parse_range
+    from .tune.request import (
+        DEFAULT_KEEP,
+        TuneRequest,
+        parse_seconds,
+        parse_share,
+        parse_size,
+        parse_tried,
+    )
+
+    keep, latency, most = asked["keep"], asked["max_latency"], asked["max_bytes"]
+    only_keep = latency is None and most is None
+    share = DEFAULT_KEEP if only_keep else None
+    ms = None if latency is None else 1e3 * parse_seconds(latency, "--max-latency", "ms")
+    time = asked["time"]
+    return TuneRequest(
+        keep=share if keep is None else parse_share(keep, "--keep"),
+        latency_ms=ms,
+        bytes=None if most is None else parse_size(most, "--max-bytes"),
+        metric=asked["metric"],
+        target=asked["target"],
+        batch=parse_range(str(asked["batch"]), "--batch"),
+        tokens=parse_range(str(asked["tokens"]), "--tokens"),
+        precisions=parse_tried(asked["precision"]),
+        subsets=not asked["all_experts"],
+        seconds=None if time is None else parse_seconds(time, "--time", "s"),
+        threads=asked["threads"],
+    )
+
+
+def _tune_data(**asked: Any) -> tuple[Model, Labelled]:
+    """The model of a search, and its data."""
+    from .bench.data import labelled
+
+    model = asked["model"]
+    loaded: Model = model() if callable(model) else model
+    return loaded, labelled(asked["data"], loaded, 1, asked["pixels"])
 
 
 def specialise(

@@ -38,7 +38,7 @@ CHECKED = "Inputs and parity check"
 
 GRAPH = CallOptions(
     api.export,
-    "k target lowering batch tokens opset renormalize expose_routing precision quantize rest "
+    "k target lowering batch tokens opset renormalize expose_routing recipe precision quantize rest "
     "weight_bits io_precision method calibration min_retention atol rtol verify_samples ablate "
     "rewrite",
     headings={
@@ -54,6 +54,7 @@ GRAPH = CallOptions(
         "calibration": {"metavar": "TABLE.JSON"},
         "ablate": {"metavar": "LAYER:EXPERT"},
         "rewrite": {"metavar": "FILE"},
+        "recipe": {"metavar": "RECIPE.YAML"},
     },
 )
 """What graph is written, and how it is checked."""

@@ -18,6 +18,7 @@ from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.manifest import MANIFEST_FILE
 from .bundle.readme import with_readme
+from .bundle.recipe import RECIPE_FILE
 from .inputs import parity_batches
 from .job import ExportJob
 from .options import ExportOptions
@@ -25,7 +26,6 @@ from .parity import PARITY_FILE, Comparison, Parity, Tolerance, describe
 from .plan import Plan, plan
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
-from .recipe import RECIPE_FILE
 from .reference import first_different_layer, torch_reference
 from .tensorrt.engines import build_for_export
 from .trace import trace

@@ -23,6 +23,7 @@ from ..graphs.lowerings.cost import AnyWork, WorkOf
 from ..graphs.names import DOMAIN, operand_of
 from ..graphs.targets import Target
 from .bundle.destination import check_destination
+from .bundle.recipe import Recipe
 from .inputs import DEFAULT_TOKENS
 from .model import (
     Model,
@@ -34,7 +35,6 @@ from .model import (
 )
 from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, resolve_k
 from .quantization.calibrate import AGAIN, CalibrationJob, CalibrationOptions, renormalised
-from .recipe import Recipe
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
 from .tensorrt.options import EngineOptions, option_name

@@ -31,10 +31,10 @@ from ..graphs.targets import (
     Scope,
     Target,
 )
+from .bundle.recipe import Recipe
 from .edits import NO_EDITS, Edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .parity import TOLERANCES, Tolerance
-from .recipe import Recipe
 
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed

@@ -145,7 +145,7 @@ def test_bench_of_a_mumoe_has_no_loop_over_experts_to_compare(tmp_path: Path) ->
 
 
 CALLS = ["load", "inspect", "calibrate", "sensitivity", "export", "build", "verify", "run"]
-CALLS += ["bench", "specialise", "report", "demo", "doctor"]
+CALLS += ["bench", "specialise", "tune", "report", "demo", "doctor"]
 
 
 def parameters(call: str) -> dict[str, inspect.Parameter]:

@@ -22,8 +22,28 @@ layer is computed.
 5. `confirm.py` runs the graphs of the front over the other half, in one pass, and takes the fastest
    that holds, from the safest on and up to the first that does not: in a sequence that was fixed
    before, every one that is passed holds with the confidence of a single test.
-6. `tune.py` is the job from top to bottom. What it found becomes a recipe (`exporter.recipe`),
-   which is exported as any model is, and results with the whole front, which the report draws.
+6. `tune.py` is the job from top to bottom. What it found becomes a recipe
+   (`exporter.bundle.recipe`), which is exported as any model is, and results with the whole front,
+   which the report draws (`findings.py`).
 
 Every finished piece is kept in a journal: a search that was ended goes on where it stopped.
 """
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallablePackage(ModuleType):
+    """Called, it is the search itself, as `bench` is: Python binds packages to their names."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs `moexport.api.tune`."""
+        from ..api import tune
+
+        return tune(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _CallablePackage

@@ -14,6 +14,7 @@ import onnx_ir as ir
 
 from ..bench.data import LabelledData
 from ..bench.journal import Journal
+from ..bench.runners.pytorch import untouched
 from ..calibration.feeds import Array, LabelledBatch, rebatched_pairs
 from ..common.console import Progress
 from ..common.timing import Latency, Protocol, measure
@@ -30,6 +31,9 @@ from .space import Point, job_of
 from .times import LayerTimes
 
 BATCH = 64
+
+UNTOUCHED = "untouched"
+"""The PyTorch model among what is timed."""
 
 QUICK = Protocol(rounds=5, warmup=2, round_s=0.03, inputs=4)
 """Of a look at one graph."""
@@ -152,12 +156,18 @@ class Graphs:
         return partial(_run, [session.bound(batch) for batch in batches])
 
     def timed(self, looks: Sequence[Look]) -> dict[str, Latency]:
-        """Returns the latency of several points, measured in turn, by their keys."""
+        """Returns the latency of several points by their keys, and of the untouched model.
+
+        They are measured in turn.
+        """
         with self.opened([(each.point, each.lowerings) for each in looks]) as sessions:
             calls = {
                 each.point.key: self.call(session)
                 for each, session in zip(looks, sessions, strict=True)
             }
+            size, model = self.base.options.batch.opt, untouched(self.base.model)
+            batches = [self.data.batch(index, size) for index in range(QUICK.inputs)]
+            calls[UNTOUCHED] = partial(_run, [model.bound(batch) for batch in batches])
             found = measure(calls, CAREFUL, title="timing the front", progress=self.progress)
         return found.latencies
 

@@ -20,7 +20,7 @@ from ..calibration.feeds import Array
 from ..exporter.model import Model
 from ..exporter.reference import first_output
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
-from ..graphs.layers.soft_moe import SoftMoE
+from ..graphs.layers.soft_moe import Chooser, SoftMoE
 from .quality import Metric, Quality, Tally
 from .space import Choice
 
@@ -135,7 +135,8 @@ class _Played(nn.Module):
 
     def forward(self, *_: Tensor, **__: Tensor) -> Tensor:
         """Returns the layer's outputs, computed before."""
-        return self._returned[self._at()]
+        at: int = self._at()
+        return self._returned[at]
 
 
 @contextmanager
@@ -156,14 +157,16 @@ def _as_chosen(layer: MoELayer, choice: Choice) -> Iterator[None]:
             layer.chooser = None
 
 
-def _chooser(experts: Sequence[int], *, all_of_them: bool) -> Any:
+def _chooser(experts: Sequence[int], *, all_of_them: bool) -> Chooser:
     """The k experts of the largest scores among some; these themselves where k is all of them."""
     known = torch.tensor(experts)
 
     def choose(scores: Tensor, k: int) -> Tensor:
         if all_of_them:
             return known.expand(len(scores), -1)
-        return known[scores[:, known].topk(k, dim=1).indices].sort(dim=1).values
+        best = scores[:, known].topk(k, dim=1).indices
+        chosen: Tensor = known[best].sort(dim=1).values
+        return chosen
 
     return choose
 

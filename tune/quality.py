@@ -34,7 +34,8 @@ class Quality:
     """What is kept of the untouched model's quality over some inputs: 1 is all.
 
     `low` and `high` are the ends of the 95% interval, paired input by input. `shift` is how far the
-    outputs themselves moved: what ranks candidates that classify alike.
+    outputs themselves moved: what ranks candidates that classify alike. `score` is the mean of the
+    metric itself and `untouched` that of the untouched model; `tokens` are those of token models.
     """
 
     kept: float
@@ -42,6 +43,9 @@ class Quality:
     high: float
     shift: float
     inputs: int
+    score: float = 0.0
+    untouched: float = 0.0
+    tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,23 +100,24 @@ class Metric:
             found = tally.tokens.perplexity(untouched)
             pair = found.retention_interval
             low, high = (pair.low, pair.high) if pair is not None else (0.0, math.inf)
-            return Quality(found.retention, low, high, moved, n)
+            values = (found.value, found.value * found.retention, found.tokens)
+            return Quality(found.retention, low, high, moved, n, *values)
         if tally.base <= 0:
             raise FeedError(
                 f"--metric {self.title or self.name}: the untouched model scores {tally.base:g} on "
                 f"{n} inputs, so there is nothing to keep",
                 hint="are the labels this model's classes, counted from 0?",
             )
-        kept = tally.own / tally.base
+        kept, scores = tally.own / tally.base, (tally.own / n, tally.base / n)
         if self.name == "agreement":
             share = wilson(round(tally.own), n)
-            return Quality(kept, share.low, share.high, moved, n)
+            return Quality(kept, share.low, share.high, moved, n, *scores)
         if self.name == "accuracy":
             ratio = paired_ratio(round(tally.own), round(tally.base), round(tally.both))
             low, high = (0.0, 0.0) if ratio is None else (ratio.low, ratio.high)
-            return Quality(kept, low, high, moved, n)
+            return Quality(kept, low, high, moved, n, *scores)
         half = _half_width(tally, kept)
-        return Quality(kept, kept - half, kept + half, moved, n)
+        return Quality(kept, kept - half, kept + half, moved, n, *scores)
 
     def needed(self, keep: float, share: float) -> int | None:
         """Returns how many inputs must confirm, if all agree, before `keep` can be shown.

@@ -119,11 +119,14 @@ class Search:
         """Looks at a point; None where its graph cannot be made or run."""
         if self.clock.over() and point.key not in self.graphs.looks:
             return None
+        known = point.key in self.graphs.looks
         try:
             look = self.graphs.look(point)
         except MoexportError as error:
             self.refused.append(error.message)
             return None
+        if known:
+            return look
         best = self.best()
         told = f"{len(self.looks)} graphs"
         if best is not None:

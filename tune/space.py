@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+from ..exporter.bundle.recipe import LayerRecipe, Recipe
 from ..exporter.job import ExportJob
 from ..exporter.model import edited
 from ..exporter.options import ExportOptions, PrecisionOptions, recipe_options
-from ..exporter.recipe import LayerRecipe, Recipe
 from ..graphs.targets import Precision, Scope
 
 
@@ -56,6 +56,19 @@ class Point:
         """The precision of the export: that of its integers, if any."""
         names = {choice.precision for _, choice in self.layers} | {self.around}
         return next((name for name in ("int4", "int8") if name in names), "fp32")
+
+    def text(self, experts: Mapping[str, int]) -> str:
+        """In words: what each layer is, of so many `experts` in the checkpoint; alike ones once."""
+        told: dict[str, list[str]] = {}
+        for name, choice in self.layers:
+            told.setdefault(choice.text(experts[name]), []).append(name)
+        parts = (
+            list(told)
+            if len(told) == 1
+            else [f"{', '.join(names)}: {text}" for text, names in told.items()]
+        )
+        around = "" if self.around == "fp32" else f"; around them {self.around}"
+        return "; ".join(parts) + around
 
     @property
     def key(self) -> str:

@@ -24,6 +24,7 @@ from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..common.environment import environment
 from ..common.files import sha256
+from ..common.timing import Latency
 from ..common.writing import make_folder, scratch_folder
 from ..errors import FeedError, MoexportError
 from ..exporter.bundle.bundle import Bundle
@@ -40,12 +41,12 @@ from ..graphs.layers.soft_moe import SoftMoE
 from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision
 from .confirm import Confirmed, confirmed, holding, sequence_of, shortfall
-from .graphs import Graphs, Look
+from .graphs import UNTOUCHED, Graphs, Look
 from .halves import Halves
-from .layers import Replay, effects
+from .layers import MOST, Replay, effects
 from .quality import Metric, Quality, metric_for
 from .request import TuneRequest
-from .search import AROUND, Clock, Option, Search, front_of, with_ms
+from .search import AROUND, LOOKS, Clock, Option, Search, front_of, with_ms
 from .space import Choice, Point, ks_of, recipe_of, unlowered
 from .times import LayerTimes, served
 
@@ -68,9 +69,27 @@ class Tuned:
     sequence: tuple[Confirmed, ...]
     base: Look
     metric: Metric
+    model: Model
+    request: TuneRequest
+    latencies: dict[str, Latency]
+    all_looks: tuple[Look, ...]
     seen: int
     seconds: float
-    looks: int
+
+    @property
+    def looks(self) -> int:
+        """How many whole graphs were made."""
+        return len(self.all_looks)
+
+    @property
+    def untouched(self) -> Latency | None:
+        """The latency of the untouched PyTorch model."""
+        return self.latencies.get(UNTOUCHED)
+
+    @property
+    def experts(self) -> dict[str, int]:
+        """The number of experts of each layer of the model as trained."""
+        return {name: layer.spec.experts for name, layer in self.model.layers.items()}
 
 
 @dataclass(frozen=True)
@@ -135,16 +154,70 @@ def tune(
         tuple(sequence),
         found.base,
         job.metric,
+        model,
+        request,
+        found.latencies,
+        found.looks,
         len(job.halves.search),
         time.monotonic() - started,
-        len(found.looks),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class SearchPlan:
+    """How large a search is: the models that there are, and what will be looked at of them.
+
+    `choices` are those of single layers, `forms` those that are timed alone and `graphs` the whole
+    graphs, at the most; `seconds` is about how long all of it takes.
+    """
+
+    models: int
+    choices: int
+    forms: int
+    graphs: int
+    searching: int
+    confirming: int | None
+    seconds: float
+
+
+def plan_search(
+    model: Model, data: Labelled, request: TuneRequest, progress: Progress | None = None
+) -> SearchPlan:
+    """Returns how large a search is; runs the untouched model on one half, and searches nothing."""
+    progress = progress or Silent()
+    check_one_input(model, "tune")
+    with with_threads(request.threads), _kept_in(None) as folder:
+        started = time.monotonic()
+        job = Job.begin(model, data, request, folder, progress)
+        began = time.monotonic() - started
+        count = len(job.halves.search)
+        x = np.ascontiguousarray(job.halves.search.inputs[:BATCH])
+        started = time.monotonic()
+        untouched(model).infer(x)
+        one = (time.monotonic() - started) / len(x)
+    choices = sum(map(len, job.space.choices.values()))
+    subsets = 2 * len(job.space.choices) if request.subsets else 0
+    parts = sum(map(len, job.space.integers.values()))
+    graphs = 1 + parts + (1 + len(job.space.integers)) * (LOOKS // 2)
+    seconds = (
+        began
+        + job.space.forms * FORM_S
+        + (choices + subsets) * one * min(count, MOST)
+        + graphs * (GRAPH_S + one * count)
+    )
+    return SearchPlan(
+        *(job.space.size, choices, job.space.forms, graphs),
+        *(count, job.halves.confirming_count, seconds),
+    )
+
+
+FORM_S, GRAPH_S = 0.6, 0.5
+"""About what a form of a layer takes, and a whole graph, beside running the model itself."""
 
 
 @contextmanager
 def _kept_in(work: Path | None) -> Iterator[Path]:
     if work is not None:
-        make_folder(work)
         yield work
         return
     with scratch_folder("tune") as folder:
@@ -159,6 +232,7 @@ class Found:
     front: tuple[Look, ...]
     base: Look
     graphs: Graphs
+    latencies: dict[str, Latency]
 
 
 @dataclass(frozen=True)
@@ -198,6 +272,7 @@ class Job:
             "data": data.fingerprint,
             "request": asdict(replace(request, seconds=None)),
         }
+        make_folder(folder)
         journal = Journal(folder / FILE, what)
         if journal.told:
             progress.step(journal.told)
@@ -231,8 +306,8 @@ class Job:
         self._check_base(base)
         search = Search(graphs, self.request, self.clock, progress)
         moved = self._moved_by_integers(graphs, times, base, progress)
-        for family in ("", *self.space.integers):
-            options = self._options(family, choices, times, shifts, moved)
+        for integer in (None, *self.space.integers):
+            options = self._options(integer, choices, times, shifts, moved)
             search.along(start, options)
         return self._front(search, graphs, base)
 
@@ -299,7 +374,7 @@ class Job:
 
     def _options(
         self,
-        family: str,
+        integer: Precision | None,
         choices: Mapping[str, Sequence[Choice]],
         times: LayerTimes,
         shifts: Mapping[tuple[str, Choice], float],
@@ -308,16 +383,13 @@ class Job:
         """The options of each part with one width of integers, or with none."""
         by_size = self.request.bytes is not None and self.request.latency_ms is None
         by_size &= self.request.keep is None
-        parts: Sequence[str] = ()
-        integer: Precision | None = None
-        for name, listed in self.space.integers.items():
-            if name == family:
-                parts, integer = listed, name
+        parts = () if integer is None else self.space.integers[integer]
+        both: tuple[Precision, ...] = ("fp32",) if integer is None else ("fp32", integer)
         options: dict[str, list[Option]] = {}
         for name, tried in choices.items():
             options[name] = []
             for choice in tried:
-                for precision in ("fp32", integer) if integer and name in parts else ("fp32",):
+                for precision in both if name in parts else both[:1]:
                     own = replace(choice, precision=precision)
                     cost = self._bytes(name, own) if by_size else times.known(name, own).ms
                     shift = shifts[name, choice]
@@ -353,7 +425,8 @@ class Job:
         again = {key: latency.median for key, latency in latencies.items()}
         front = [with_ms(each, again.get(each.point.key, each.ms)) for each in front]
         base = with_ms(base, again.get(base.point.key, base.ms))
-        return Found(tuple(looks), tuple(front_of(front, lambda look: look.ms)), base, graphs)
+        front = front_of(front, lambda look: look.ms)
+        return Found(tuple(looks), tuple(front), base, graphs, latencies)
 
     def contract(self, found: Found, progress: Progress) -> tuple[list[Confirmed], Confirmed]:
         """Confirms the front on the other half; returns all that was, and the point to write."""
@@ -554,7 +627,7 @@ def _in_precision(point: Point, part: str, precision: Precision) -> Point:
 def _subsets(
     replay: Replay, name: str, listed: Sequence[Choice], request: TuneRequest
 ) -> list[Choice]:
-    """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all of it computed, or half."""
+    """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half."""
     layer = replay.layers[name]
     if not request.subsets or not isinstance(layer, SoftMoE):
         return []

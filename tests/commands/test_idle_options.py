@@ -26,6 +26,7 @@ FACTORY = ("export", "json:loads", "-o", "out")
 INT8 = ("--precision", "int8", "--data", "x.npz")
 CALIBRATE = ("calibrate", LAYER, "--data", "x.npz", "-o", "t.json")
 BENCH = ("bench", LAYER, "-o", "out")
+TUNE = ("tune", LAYER, "--data", "x.npz", "-o", "out")
 BUNDLES = ("bench", "bundle", "-o", "out")
 PAPER = ("bench", "--paper", "mnist", "-o", "out")
 SPECIALISE = ("specialise", LAYER, "--data", "x.npz")
@@ -137,6 +138,13 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
             (*BENCH, *MEASURED["max_subsets"], "--analysis", "random"),
         )
     },
+    "tune": {
+        "family": (("tune", "json:loads", *TUNE[2:], *READING["family"]),),
+        "weights": ((*TUNE, *READING["weights"]),),
+        "adapter": ((*TUNE, *READING["adapter"]),),
+        "tokens": (("tune", *VIT, *TUNE[2:], "--tokens", "4"),),
+        "pixels": ((*TUNE, *MEASURED["pixels"]),),
+    },
     "specialise": {
         "family": (("specialise", "json:loads", "--data", "x.npz", *READING["family"]),),
         "weights": (("specialise", LAYER, "--data", "x.npz", *READING["weights"]),),
@@ -152,7 +160,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
 EVERYWHERE = {"as_json", "verbose", "quiet", "force", "output"}
 ACTING = {
     "export": {"config", "sets", "k", "target", "lowering", "batch", "opset", "precision"}
-    | {"ablate", "rewrite", "no_verify", "dry_run", "model"},
+    | {"ablate", "rewrite", "recipe", "no_verify", "dry_run", "model"},
     "inspect": {"model"},
     "calibrate": {"model", "config", "sets", "data", "k", "method", "samples", "batch"}
     | {"sensitivity"},
@@ -161,6 +169,8 @@ ACTING = {
     "verify": {"bundle", "atol", "rtol", "trust_engine"},
     "run": {"bundle", "input_file", "graph", "batch_size", "engine", "no_check"},
     "bench": {"models", "threads", "paper"},
+    "tune": {"model", "config", "sets", "data", "keep", "max_latency", "max_bytes", "metric"}
+    | {"target", "batch", "precision", "all_experts", "time", "threads", "report", "dry_run"},
     "specialise": {"models", "config", "sets", "data", "layer", "group_by"},
     "report": {"results", "compare"},
     "demo": {"family"},

@@ -26,6 +26,7 @@ COMMANDS = [
     "run",
     "bench",
     "specialise",
+    "tune",
     "report",
     "demo",
     "doctor",

@@ -6,11 +6,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..common.files import sha256
-from ..common.json_data import from_data
-from ..errors import UsageError
-from ..graphs.targets import Precision, Scope, Target
-from .edits import Edits, KeptExperts
+from ...common.files import sha256
+from ...common.json_data import from_data
+from ...errors import UsageError
+from ...graphs.targets import Precision, Scope, Target
+from ..edits import Edits, KeptExperts
 
 RECIPE_FILE = "recipe.yaml"
 

@@ -1,0 +1,141 @@
+"""`tune`; `cli.py` adds it to the program."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from .. import api
+from ..common.console import show
+from ..common.text import count, size, table
+from .options import (
+    AsJson,
+    CallOptions,
+    ModelArgument,
+    ModelFlags,
+    Verbosity,
+    json_text,
+    output_option,
+)
+
+if TYPE_CHECKING:
+    from ..tune.tune import SearchPlan, Tuned
+
+BOUNDS = CallOptions(
+    api.tune,
+    "keep max_latency max_bytes metric target batch tokens precision all_experts time threads "
+    "pixels",
+    headings={"keep": "What must hold", "target": "What is searched", "time": "How"},
+    more={
+        "keep": {"metavar": "SHARE"},
+        "max_latency": {"metavar": "TIME"},
+        "max_bytes": {"metavar": "BYTES"},
+        "time": {"metavar": "TIME"},
+        "batch": {"metavar": "MIN:OPT:MAX"},
+        "tokens": {"metavar": "MIN:OPT:MAX"},
+    },
+)
+"""What is asked of a search."""
+
+
+def tune(
+    *,
+    model: ModelArgument,
+    data: Annotated[
+        str,
+        typer.Option(
+            metavar="DATA",
+            help="Labelled: an .npz, a folder of images by class, package.module:iterable.",
+        ),
+    ],
+    output: Annotated[Path, output_option("BUNDLE", "The folder to write.")],
+    reading: ModelFlags,
+    given: Annotated[dict[str, Any], BOUNDS],
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Where results and report go [default: BUNDLE-report].",
+            rich_help_panel="How",
+        ),
+    ] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Say how large the search is, and search nothing.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
+    as_json: AsJson = False,
+    verbosity: Verbosity,
+) -> None:
+    """Find the fastest bundle that keeps an accuracy.
+
+    One half of the data serves the search, the other confirms what it found. Run again after an
+    interruption, it goes on where it stopped.
+    """
+    place = report or output.with_name(f"{output.name}-report")
+    with verbosity.console() as console:
+        load = reading.loader(model, console, None if Path(data).is_dir() else data)
+        if dry_run:
+            planned = api.tune_plan(load, data, output, **given, progress=console)
+            show(json_text(asdict(planned)) if as_json else plan_text(planned))
+            return
+        found = api.tune(
+            *(load, data, output),
+            **given,
+            report=place,
+            force=force,
+            command=shlex.join(["moexport", *sys.argv[1:]]),
+            progress=console,
+        )
+    show(json_text(_as_json(found, place)) if as_json else tuned_text(found, place))
+
+
+def plan_text(planned: SearchPlan) -> str:
+    """Returns what `tune --dry-run` says."""
+    confirming = "the rest" if planned.confirming is None else f"{planned.confirming} inputs"
+    return (
+        f"{count(planned.models)} models in all: {planned.choices} choices of single layers, "
+        f"{planned.forms} of them timed alone, and up to {planned.graphs} whole graphs\n"
+        f"{planned.searching} inputs serve the search, {confirming} confirm\n"
+        f"about {planned.seconds:.0f} s; nothing was written (--dry-run)"
+    )
+
+
+def tuned_text(found: Tuned, report: Path) -> str:
+    """Returns the front and the contract."""
+    rows = [
+        (
+            "→" if each is found.chosen else "",
+            f"{each.look.ms:.3g}",
+            size(each.look.bytes),
+            f"{each.quality.kept:.2%}",
+            f"{each.quality.low:.2%} to {each.quality.high:.2%}",
+            each.look.point.text(found.experts),
+        )
+        for each in found.sequence
+    ]
+    header = ("", "ms", "bytes", "kept", "95% interval", "k, experts and precision of each layer")
+    quality = found.chosen.quality
+    times = found.base.ms / found.chosen.look.ms
+    return (
+        f"{table(header, rows)}\n\n"
+        f"{found.bundle.path}: {found.metric.name} kept {quality.kept:.2%}, between "
+        f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
+        f"not see;\n{found.chosen.look.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
+        f"FP32; {found.looks} graphs in {found.seconds:.0f} s\n"
+        f"again: moexport export MODEL --recipe {found.bundle.path / 'recipe.yaml'} -o BUNDLE\n"
+        f"report: {report / 'report.html'}"
+    )
+
+
+def _as_json(found: Tuned, report: Path) -> dict[str, Any]:
+    return {
+        "bundle": str(found.bundle.path),
+        "report": str(report / "report.html"),
+        "contract": found.bundle.manifest.contract,
+        "layers": [asdict(layer) for layer in found.bundle.manifest.layers],
+    }

@@ -1,0 +1,174 @@
+"""A search finds a faster bundle, confirms it on unseen data, and its recipe is exported again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moexport
+import numpy as np
+import pytest
+from moexport.bench.data import LabelledData
+from moexport.bench.demo.digits import Digits, Training, load_digits, save, train
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.recipe import read_recipe
+from moexport.exporter.model import Model
+from moexport.tests.command import run
+from moexport.tests.recorded import DATA
+from moexport.tune.tune import Tuned
+
+
+@pytest.fixture(scope="module")
+def digits() -> Digits:
+    return load_digits(test_share=0.5)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of 32 experts few are needed."""
+    path = tmp_path_factory.mktemp("tune") / "digits.pt"
+    asked = Training(32, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
+    save(train(asked, digits.train), path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def tuned(checkpoint: Path, digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    folder = tmp_path_factory.mktemp("tuned")
+    return moexport.tune(
+        moexport.load(checkpoint),
+        digits.test,
+        folder / "out",
+        keep="97%",
+        precision="fp32",
+        threads=1,
+        report=folder / "report",
+    )
+
+
+def test_the_bundle_keeps_what_was_asked_on_inputs_that_the_search_did_not_see(
+    tuned: Tuned, digits: Digits, checkpoint: Path
+) -> None:
+    quality = tuned.chosen.quality
+    assert quality.low >= 0.97
+    assert tuned.seen + quality.inputs == len(digits.test)
+    contract = tuned.bundle.manifest.contract
+    assert contract["interval"] == [quality.low, quality.high]
+    assert contract["asked"]["keep"] == 0.97
+    session = tuned.bundle.session()
+    right = (session(digits.test.inputs).argmax(axis=1) == digits.test.labels).mean()
+    bundle_of_all = moexport.load(checkpoint)
+    import torch
+
+    with torch.inference_mode():
+        scores = bundle_of_all.module(torch.from_numpy(digits.test.inputs)).numpy()
+    assert right / (scores.argmax(axis=1) == digits.test.labels).mean() >= 0.97
+
+
+def test_dropped_experts_are_not_in_the_file(tuned: Tuned) -> None:
+    fewest = min(tuned.all_looks, key=lambda look: look.bytes)
+    assert fewest.point.layers[0][1].experts
+    assert fewest.bytes < tuned.base.bytes / 4
+
+
+def test_the_front_rises_in_what_is_kept_with_the_time(tuned: Tuned) -> None:
+    kept = [look.quality.kept for look in tuned.front]
+    times = [look.ms for look in tuned.front]
+    assert times == sorted(times, reverse=True)
+    assert kept == sorted(kept, reverse=True)
+
+
+def test_a_recipe_is_exported_again_bit_for_bit(
+    tuned: Tuned, checkpoint: Path, tmp_path: Path
+) -> None:
+    again = tmp_path / "again"
+    recipe = tuned.bundle.path / "recipe.yaml"
+    outcome = run("export", checkpoint, "--recipe", recipe, "-o", again)
+    assert outcome.code == 0, outcome.err
+    for name in ("model.onnx", "weights.bin", "recipe.yaml"):
+        assert (again / name).read_bytes() == (tuned.bundle.path / name).read_bytes(), name
+    assert read_recipe(recipe).data
+    assert all(check.passed for check in Bundle.open(again).verify())
+
+
+def test_a_recipe_is_refused_for_another_model_and_beside_what_it_says(
+    tuned: Tuned, checkpoint: Path, tmp_path: Path
+) -> None:
+    recipe = ("--recipe", tuned.bundle.path / "recipe.yaml", "-o", tmp_path / "x")
+    other = run("export", DATA / "soft_moe_mnist" / "weights.pt", *recipe)
+    assert other.code == 2
+    assert "another model" in other.error
+    beside = run("export", checkpoint, *recipe, "--k", "4")
+    assert beside.code == 2
+    assert "--k" in beside.error
+    assert not (tmp_path / "x").exists()
+
+
+def test_the_report_draws_every_point(tuned: Tuned) -> None:
+    folder = tuned.bundle.path.parent / "report"
+    from moexport.bench.analyses.tuning import tuning_in
+    from moexport.bench.results import read
+
+    record = tuning_in(read(folder / "results.json").analyses)
+    assert record is not None
+    assert len(record.points) == len(tuned.all_looks)
+    assert sum(point.chosen for point in record.points) == 1
+    assert not (folder / "unfinished.jsonl").exists()
+
+
+@pytest.fixture(scope="module")
+def model(checkpoint: Path) -> Model:
+    return moexport.load(checkpoint)
+
+
+def few(digits: Digits, count: int) -> LabelledData:
+    return digits.test.head(count)
+
+
+def refused(model: Model, data: LabelledData, folder: Path, **asked: object) -> Exception:
+    with pytest.raises(moexport.errors.MoexportError) as caught:  # type: ignore[attr-defined]
+        moexport.tune(model, data, folder / "out", **asked)  # type: ignore[arg-type]
+    assert not (folder / "out").exists()
+    return caught.value
+
+
+def test_too_few_inputs_say_how_many_it_takes(model: Model, digits: Digits, tmp_path: Path) -> None:
+    error = refused(model, few(digits, 60), tmp_path)
+    assert "30 of its inputs confirm" in str(error)
+    assert "give at least" in str(getattr(error, "hint", ""))
+
+
+def test_labels_of_one_class_say_nothing(model: Model, digits: Digits, tmp_path: Path) -> None:
+    labels = np.zeros(len(digits.test), np.int64)
+    data = LabelledData(digits.test.inputs, labels, "input", "label")
+    assert "of one class" in str(refused(model, data, tmp_path))
+
+
+def nan_score(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    del labels
+    return np.full(len(outputs), np.nan)
+
+
+def test_a_metric_that_returns_nan_is_named(model: Model, digits: Digits, tmp_path: Path) -> None:
+    name = f"{__name__}:nan_score"
+    import sys
+
+    sys.modules.setdefault(__name__, sys.modules[__name__])
+    assert "returned nan" in str(refused(model, digits.test, tmp_path, metric=name))
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"keep": "100%"}, "--keep 1"),
+        ({"keep": "much"}, "not a share"),
+        ({"max_latency": "fast"}, "not a time"),
+        ({"max_bytes": "0"}, "not a number of bytes"),
+        ({"precision": "int8"}, "compared with FP32"),
+        ({"target": "tensorrt-rtx"}, "engines"),
+        ({"metric": "beauty"}, "no such metric"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    model: Model, digits: Digits, tmp_path: Path, asked: dict[str, object], said: str
+) -> None:
+    assert said in str(refused(model, digits.test, tmp_path, **asked))

@@ -1,0 +1,168 @@
+"""What a search found, as results: rows of what was chosen, and every point for the report."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from ..bench.analyses.tuning import TUNING, FrontPoint, TunedLayer, TuningRecord
+from ..bench.journal import FILE
+from ..bench.plan import Candidate
+from ..bench.report.page import write_all
+from ..bench.results import (
+    ONNXRUNTIME,
+    PYTORCH_EAGER,
+    Accuracy,
+    Interval,
+    Perplexity,
+    Results,
+    Row,
+)
+from ..bench.run import model_info
+from ..calibration.table import CALIBRATION_FILE
+from ..common.environment import environment
+from .confirm import Confirmed
+from .graphs import CAREFUL, Look
+from .quality import Quality
+from .tune import Tuned
+
+
+def write_findings(found: Tuned, folder: Path, command: str = "") -> tuple[Path, ...]:
+    """Writes results.json and every view of it to a folder, where the search's journal ends."""
+    written = write_all(results_of(found, command), folder)
+    for name in (FILE, CALIBRATION_FILE):
+        (folder / name).unlink(missing_ok=True)
+    return written
+
+
+def results_of(found: Tuned, command: str = "") -> Results:
+    """Returns a search as results."""
+    name = Path(found.model.source.path).stem
+    info = model_info(Candidate(name, found.model))
+    n = max(found.experts.values())
+    quality, batch = found.chosen.quality, found.request.batch.opt
+    rows = []
+    if found.untouched is not None:
+        rows.append(
+            Row(
+                PYTORCH_EAGER,
+                n,
+                n,
+                batch,
+                name,
+                latency_ms=found.untouched,
+                throughput=1e3 * batch / found.untouched.median,
+                **_judged(found, quality, of_untouched=True),
+            )
+        )
+    listed = [found.sequence[0], found.chosen]
+    for each in dict.fromkeys(one.look.point.key for one in listed):
+        confirmed = next(one for one in listed if one.look.point.key == each)
+        rows.append(_row(found, confirmed, name, n))
+    record = TuningRecord(
+        model=name,
+        metric=found.metric.title or found.metric.name,
+        batch=batch,
+        searching=found.seen,
+        confirming=quality.inputs,
+        seconds=round(found.seconds, 1),
+        keep=found.request.keep,
+        max_latency_ms=found.request.latency_ms,
+        max_bytes=found.request.bytes,
+        points=tuple(_points(found)),
+    )
+    return Results(
+        (info,),
+        tuple(rows),
+        environment(),
+        {"rounds": CAREFUL.rounds, "round_s": CAREFUL.round_s, "samples": quality.inputs},
+        command=command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        analyses={TUNING: msgspec.to_builtins(record)},
+    )
+
+
+def _row(found: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:
+    look, batch = confirmed.look, found.request.batch.opt
+    latency = found.latencies.get(look.point.key)
+    return Row(
+        ONNXRUNTIME,
+        max(choice.k for _, choice in look.point.layers),
+        n,
+        batch,
+        name,
+        provider="cpu",
+        precision=look.point.precision,
+        lowering="+".join(sorted(set(look.lowerings.values()))),
+        latency_ms=latency,
+        throughput=None if latency is None else 1e3 * batch / latency.median,
+        **_judged(found, confirmed.quality),
+    )
+
+
+def _judged(found: Tuned, quality: Quality, *, of_untouched: bool = False) -> dict[str, Any]:
+    """Accuracy or perplexity as a row has them; nothing for other metrics."""
+    score = quality.untouched if of_untouched else quality.score
+    kept = 1.0 if of_untouched else quality.kept
+    low, high = (1.0, 1.0) if of_untouched else (quality.low, quality.high)
+    if found.metric.name == "accuracy":
+        return {
+            "accuracy": Accuracy(
+                score, kept, quality.inputs, retention_interval=Interval(low, high)
+            )
+        }
+    if found.metric.name == "perplexity":
+        interval = Interval(low, high)
+        return {"perplexity": Perplexity(score, kept, quality.tokens, retention_interval=interval)}
+    return {}
+
+
+def _points(found: Tuned) -> list[FrontPoint]:
+    confirmed = {each.look.point.key: each.quality for each in found.sequence}
+    front = {look.point.key: look for look in (*found.front, found.base)}
+    chosen = found.chosen.look.point.key
+    return [
+        _point(
+            found,
+            front.get(look.point.key, look),
+            confirmed,
+            front=look.point.key in front,
+            chosen=chosen,
+        )
+        for look in found.all_looks
+    ]
+
+
+def _point(
+    found: Tuned, look: Look, confirmed: dict[str, Quality], *, front: bool, chosen: str
+) -> FrontPoint:
+    key, quality = look.point.key, look.quality
+    held = confirmed.get(key)
+    layers = tuple(
+        TunedLayer(
+            name,
+            choice.k,
+            found.experts[name],
+            choice.precision,
+            look.lowerings[name],
+            choice.experts,
+        )
+        for name, choice in look.point.layers
+    )
+    return FrontPoint(
+        ms=look.ms,
+        predicted_ms=look.predicted_ms,
+        bytes=look.bytes,
+        kept=quality.kept,
+        searched=Interval(quality.low, quality.high),
+        text=look.point.text(found.experts),
+        layers=layers,
+        around=look.point.around,
+        front=front,
+        chosen=key == chosen,
+        confirmed_kept=None if held is None else held.kept,
+        confirmed=None if held is None else Interval(held.low, held.high),
+    )
