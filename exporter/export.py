@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
+import onnx_ir as ir
+
 from ..calibration.feeds import Arrays
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
@@ -32,8 +34,12 @@ from .trace import trace
 from .write import graph_record, manifest_of, opened_comparison, write_graphs
 
 
-def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
+def export(
+    job: ExportJob, progress: Progress | None = None, traced: ir.Model | None = None
+) -> Bundle:
     """Does a job: writes a verified bundle to its destination and returns it.
+
+    `traced` is its model's trace, where that was made before.
 
     Raises what `export_plan` raises, `ParityError` when a graph is further from PyTorch than the
     options allow, `EngineError` when an engine that was asked for cannot be compiled, and leaves
@@ -45,7 +51,7 @@ def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
     inputs = None
     if options.verify:
         inputs = parity_batches(job.model, job.fixed, options.data, options.samples_to_verify)
-    planned = export_plan(job, progress)
+    planned = export_plan(job, progress, traced)
     weights_bytes = planned.weights_bytes
     check_destination(place, force=force, needed_bytes=weights_bytes)
     with atomic_directory(place, force=force) as directory:
@@ -67,7 +73,9 @@ def export(job: ExportJob, progress: Progress | None = None) -> Bundle:
     return Bundle(place, manifest)
 
 
-def export_plan(job: ExportJob, progress: Progress | None = None) -> Plan:
+def export_plan(
+    job: ExportJob, progress: Progress | None = None, traced: ir.Model | None = None
+) -> Plan:
     """Returns the plan of a job, for which its model is traced; writes nothing.
 
     Raises `FeedError` for inputs that do not fit, `TraceError` for a network that cannot be traced,
@@ -75,8 +83,9 @@ def export_plan(job: ExportJob, progress: Progress | None = None) -> Plan:
     """
     progress = progress or Silent()
     table = found_ranges(job, progress)
-    progress.step("tracing")
-    traced = trace(job.model, opset=job.options.opset, fixed=job.fixed)
+    if traced is None:
+        progress.step("tracing")
+        traced = trace(job.model, opset=job.options.opset, fixed=job.fixed)
     retention = floats_for_retention(job, traced, table, progress)
     return plan(job, traced, table, retention=retention, progress=progress)
 

@@ -23,7 +23,7 @@ from ..calibration.feeds import Array
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..common.environment import environment
-from ..common.files import sha256
+from ..common.files import STEP_BYTES, sha256
 from ..common.timing import Latency
 from ..common.writing import make_folder, scratch_folder
 from ..errors import FeedError, MoexportError
@@ -55,8 +55,8 @@ BATCH = 64
 CALIBRATED = 256
 """Inputs of the search's half that INT8 takes its ranges from."""
 
-TIMES_SHARE = 0.5
-"""Of a search's time, at most, goes to single layers."""
+VERIFIED = 64
+"""Inputs of the search's half that the bundle is compared with PyTorch on, layer by layer."""
 
 
 @dataclass(frozen=True)
@@ -257,6 +257,9 @@ class Job:
     ) -> Job:
         """Prepares a search; refuses what can be refused without it."""
         clock = Clock(request.seconds)
+        if sum(tensor.nbytes for tensor in model.module.state_dict().values()) < STEP_BYTES:
+            # To give the pages of mapped weights back takes longer than all else of a small graph.
+            model = replace(model, source=replace(model.source, mapped=()))
         options = ExportOptions(
             target=request.target, batch=request.batch, tokens=request.tokens, verify=False
         )
@@ -492,7 +495,13 @@ class Job:
             contract=self._contract(chosen),
             moexport=metadata.version("moexport"),
         )
-        options = replace(self.base.options, verify=True, destination=destination, force=force)
+        options = replace(
+            self.base.options,
+            verify=True,
+            verify_samples=VERIFIED,
+            destination=destination,
+            force=force,
+        )
         if look.point.precision == "int8":
             assert self.base.table is not None
             path = self.folder / CALIBRATION_FILE
@@ -500,7 +509,7 @@ class Job:
             options = replace(options, calibration=path)
         asked = recipe_options(recipe, options)
         inputs = self.halves.search.inputs[:CALIBRATED]
-        return export(export_job(self.model, asked, data=inputs), progress)
+        return export(export_job(self.model, asked, data=inputs), progress, self.traced)
 
     def _contract(self, chosen: Confirmed) -> dict[str, Any]:
         """What was asked and what was confirmed, for recipe and manifest."""
