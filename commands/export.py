@@ -38,9 +38,9 @@ CHECKED = "Inputs and parity check"
 
 GRAPH = CallOptions(
     api.export,
-    "k target lowering batch tokens opset renormalize expose_routing recipe precision quantize rest "
-    "weight_bits io_precision method calibration min_retention atol rtol verify_samples ablate "
-    "rewrite",
+    "k target lowering batch tokens opset renormalize expose_routing recipe precision quantize "
+    "rest weight_bits io_precision method calibration min_retention atol rtol verify_samples "
+    "ablate rewrite",
     headings={
         "k": "Graph",
         "precision": "Precision",

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import moexport
 import numpy as np
 import pytest
+import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits, Training, load_digits, save, train
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.recipe import read_recipe
+from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
 from moexport.exporter.model import Model
+from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 from moexport.tune.tune import Tuned
@@ -57,17 +61,50 @@ def test_the_bundle_keeps_what_was_asked_on_inputs_that_the_search_did_not_see(
     session = tuned.bundle.session()
     right = (session(digits.test.inputs).argmax(axis=1) == digits.test.labels).mean()
     bundle_of_all = moexport.load(checkpoint)
-    import torch
-
     with torch.inference_mode():
         scores = bundle_of_all.module(torch.from_numpy(digits.test.inputs)).numpy()
     assert right / (scores.argmax(axis=1) == digits.test.labels).mean() >= 0.97
 
 
-def test_dropped_experts_are_not_in_the_file(tuned: Tuned) -> None:
-    fewest = min(tuned.all_looks, key=lambda look: look.bytes)
-    assert fewest.point.layers[0][1].experts
-    assert fewest.bytes < tuned.base.bytes / 4
+def test_dropped_experts_are_not_in_the_file_and_the_others_contribute_what_they_did(
+    tuned: Tuned, checkpoint: Path, digits: Digits, tmp_path: Path
+) -> None:
+    recipe = read_recipe(tuned.bundle.path / "recipe.yaml")
+    (name,) = recipe.layers
+    kept = (1, 5, 8, 20)
+    for k in (4, 2):
+        fewer = replace(
+            recipe,
+            precision="fp32",
+            calibration="",
+            layers={name: LayerRecipe(k, "fp32", "gather", kept)},
+        )
+        fewer.write(tmp_path / "recipe.yaml")
+        bundle = moexport.export(
+            moexport.load(checkpoint),
+            tmp_path / f"out{k}",
+            recipe=tmp_path / "recipe.yaml",
+            data=digits.test.inputs[:32],
+        )
+        model = moexport.load(checkpoint)
+        layer = soft_moe_layers(model.module)[name]
+        layer.keep, layer.chooser = k, chosen_among(kept)
+        wanted = model.module(torch.from_numpy(digits.test.inputs[:32])).detach().numpy()
+        found = bundle.session()(digits.test.inputs[:32])
+        assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+        assert bundle.manifest.layers[0].experts == 4
+        assert bundle.manifest.files["weights.bin"].bytes < tuned.base.bytes / 4
+        again = Bundle.open(bundle.path)
+        assert all(check.passed for check in again.verify())
+
+
+def chosen_among(kept: tuple[int, ...]) -> Any:
+    known = torch.tensor(kept)
+
+    def choose(scores: torch.Tensor, k: int) -> torch.Tensor:
+        return known[scores[:, known].topk(k, dim=1).indices].sort(dim=1).values
+
+    return choose
 
 
 def test_the_front_rises_in_what_is_kept_with_the_time(tuned: Tuned) -> None:
