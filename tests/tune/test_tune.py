@@ -12,6 +12,7 @@ import pytest
 import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits, Training, load_digits, save, train
+from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
 from moexport.exporter.model import Model
@@ -162,7 +163,7 @@ def few(digits: Digits, count: int) -> LabelledData:
 
 
 def refused(model: Model, data: LabelledData, folder: Path, **asked: object) -> Exception:
-    with pytest.raises(moexport.errors.MoexportError) as caught:  # type: ignore[attr-defined]
+    with pytest.raises(MoexportError) as caught:
         moexport.tune(model, data, folder / "out", **asked)  # type: ignore[arg-type]
     assert not (folder / "out").exists()
     return caught.value
