@@ -82,7 +82,7 @@ def demo_table(results: Results) -> str:
                     f"{untouched / row.latency_ms.median:.1f}×",
                 )
             )
-    header = ("n", "experts kept, k", "precision", "accuracy", "kept", "latency, ms", "vs PyTorch")
+    header = ("n", "k", "precision", "accuracy", "kept", "latency, ms", "vs PyTorch")
     return markdown(header, lines, words=0) + "\n"
 
 
