@@ -163,12 +163,12 @@ def calibrate(
     Args:
         model: a loaded model, or a function that loads it.
         data: its inputs, as in `export`.
-        k: experts kept, as in `export`, but for input ("n").
-        method: how ranges are chosen: minmax, percentile, entropy or mse ("percentile").
-        percentile: the share of values in range, in %, with that method (None: 99.99).
-        samples: how many inputs are taken (None: all).
-        batch: inputs that are run at once (16).
-        renormalize: as the export will be (False).
+        k: experts to compute, as in `export`; not input ("n").
+        method: how to choose the ranges ("percentile").
+        percentile: the percentage of values in range, for the method percentile (None: 99.99).
+        samples: how many inputs to use (None: all).
+        batch: how many inputs to run at once (16).
+        renormalize: as in the export that will use the table (False).
         workspace: a folder for the weights while they are in use (None: that of `out`, or the
             system's temporary one).
         out: a file for the table; one of the same origin that is there is returned (None).
@@ -265,48 +265,46 @@ def export(
         model: a loaded model, or a function that loads it, called when what needs no model is
             checked.
         destination: the folder to write.
-        k: experts kept of the n of each layer: a number (4), a share (0.25, n/4), all (n), a
-            number per layer (4,4,8), or input: the graph takes k as an input. Of token-routed
-            experts n and shares are of those that the router was trained to choose ("n").
-        target: who runs the graph: onnx (standard ops alone), ort-cpu, ort-cuda, tensorrt or
-            tensorrt-rtx ("onnx").
-        lowering: how experts are computed: auto predicts the fastest, tune measures, or a name
-            (dense, gather, grouped, ...); a,b writes a graph of each ("auto").
-        batch: inputs per call, MIN:OPT:MAX, fastest at OPT; one number fixes it ("1:1:32").
-        tokens: the same for the tokens m of an input, where that axis is dynamic ("1:196:1024").
+        k: experts to compute of the n of each layer: a number (4), a share (0.25, n/4), all (n),
+            a number per layer (4,4,8), or input, which makes k an input of the graph. For
+            token-routed models, n and shares refer to the k that the router was trained with
+            ("n").
+        target: the runtime of the graph: onnx (any; standard ops only), ort-cpu, ort-cuda,
+            tensorrt or tensorrt-rtx ("onnx").
+        lowering: how to compute the experts: auto takes the one predicted to be fastest, tune
+            measures them, or a name (dense, gather, grouped, ...); a,b writes one graph each
+            ("auto").
+        batch: the range of batch sizes, optimised for OPT; one number fixes the axis ("1:1:32").
+        tokens: the same for the number of tokens, if that axis is dynamic ("1:196:1024").
         opset: the ONNX opset, 20 to 23 (20).
-        renormalize: divide C by its sum over the kept experts (False).
-        expose_routing: the chosen experts of every layer are outputs of the graphs and of their
-            engines; of a muMoE layer its coefficients (False).
-        precision: what the graph computes in: fp32, fp16, bf16, int4 (weights alone), fp8 (for
-            engines) or int8; int8 and fp8 need data or a
-            calibration ("fp32").
-        quantize: what becomes integers: experts, or all linear layers ("experts").
-        rest: the float type of what is not INT8: fp32, fp16 or bf16 (None: fp32; for TensorRT
-            fp16).
-        weight_bits: bits of INT8 weights on CPUs: 7, or 8, slower on those without VNNI (None: 7;
+        renormalize: divide C by its sum over the selected experts (False).
+        expose_routing: add the selected experts of every layer as outputs of the graphs and their
+            engines; for a muMoE layer, its coefficients (False).
+        precision: the precision of the graph. int8 and fp8 (engines only) need data or a
+            calibration; int4 quantises the weights only ("fp32").
+        quantize: what to quantise: the experts, or all linear layers ("experts").
+        rest: the float type of what is not quantised (None: fp32; for TensorRT fp16).
+        weight_bits: bits of INT8 weights on CPUs: 7, or 8, which is slower without VNNI (None: 7;
             for TensorRT 8).
         io_precision: the type of the graph's float inputs and outputs ("fp32").
-        method: how INT8 ranges are chosen from data: minmax, percentile, entropy or mse (None:
-            percentile).
-        calibration: INT8 ranges that `calibrate` has found, or their file (None).
-        keep_floating: names of MoE layers that INT8 leaves as they are (none).
-        min_retention: the share of FP32's accuracy, above 0 to 1, for which INT8 leaves the most
-            sensitive layers in floats (None: all are INT8).
-        atol: the absolute difference from PyTorch that is allowed (None: 0).
-        rtol: the difference allowed as a share of max|y| (None: FP32 1e-4, FP16 0.01, BF16 0.05,
-            INT8 0.1).
-        verify_samples: how many inputs of the data are compared, at the most (None: 256).
+        method: how to choose INT8 ranges from the data (None: percentile).
+        calibration: INT8 ranges from `calibrate`, or their file (None).
+        keep_floating: names of MoE layers to keep in floating point (none).
+        min_retention: the share of FP32's accuracy to keep, above 0 and up to 1; sensitive layers
+            then stay in floating point (None: all are INT8).
+        atol: the largest absolute difference from PyTorch (None: 0).
+        rtol: the largest difference from PyTorch relative to max|y| (None: FP32 1e-4, FP16 0.01,
+            BF16 0.05, INT8 0.1).
+        verify_samples: the largest number of inputs to compare (None: 256).
         data: real inputs for ranges and comparison: an array [s, ...], an iterable of batches
             [b, ...], an .npz, a folder of .npy, or "package.module:iterable" (None: random ones are
             compared).
-        ablate: experts that contribute nothing, LAYER:EXPERT counted from 0, or LAYER:3,5 (none).
+        ablate: experts to remove, counted from 0: LAYER:EXPERT or LAYER:3,5 (none).
         rewrite: outputs of muMoE layers to rewrite: a JSON file, or its entries (None).
         verify: compare every graph with PyTorch; a miss is an error (True).
-        engine: True compiles a TensorRT engine, `EngineOptions` says how, False writes graphs alone
-            (None: where the target has engines and this machine can).
-        recipe: what `tune` found, its recipe.yaml: k, experts, precision and lowering of each layer
-            (None: as the other options say).
+        engine: True compiles a TensorRT engine, `EngineOptions` says how, False writes graphs only
+            (None: if the target has engines and this machine can build them).
+        recipe: the recipe.yaml of `tune`: k, experts, precision and lowering of each layer (None).
         force: replace a bundle that is there (False).
         progress: is told of every step (None: nobody).
 
@@ -420,12 +418,12 @@ def build(
 
     Args:
         bundle: a bundle, or its folder.
-        target: tensorrt or tensorrt-rtx (None: the bundle's).
-        graph: a file or lowering, where the bundle holds several (None: all).
-        batch: inputs per call, MIN:OPT:MAX, where no profile names them (None: as exported).
-        tokens: the same for the token axis (None: as exported).
-        options: profiles, compute capabilities and the rest of a build (None: the defaults).
-        rebuild: build what is there already (False).
+        target: the runtime, tensorrt or tensorrt-rtx (None: the bundle's).
+        graph: the file or lowering of a graph, if the bundle holds several (None: all).
+        batch: the range of batch sizes, if no profile gives it (None: as exported).
+        tokens: the same for the number of tokens (None: as exported).
+        options: profiles, compute capabilities and other settings (None: the defaults).
+        rebuild: build engines that exist already (False).
         progress: is told of every step (None: nobody).
 
     Raises:
@@ -490,8 +488,8 @@ def verify(
 
     Args:
         bundle: a bundle, or its folder.
-        atol: the absolute difference from PyTorch that is allowed (None: by precision).
-        rtol: the difference allowed as a share of max|y| (None: by precision).
+        atol: the largest absolute difference from PyTorch (None: by precision).
+        rtol: the largest difference from PyTorch relative to max|y| (None: by precision).
         trust_engine: run unverified engine files, built elsewhere; they may execute code (False).
         progress: is told of every check (None: nobody).
     """
@@ -535,14 +533,14 @@ def run(
         bundle: a bundle, or its folder.
         inputs: an `.npz` of inputs [b, ...] as the model takes them.
         outputs: the `.npz` to write.
-        k: experts kept, where k is an input of the graph (None).
-        graph: a file or lowering, where the bundle holds several (None: the main one).
-        threads: of ONNX Runtime (None: its own choice).
-        engine: who runs it: onnxruntime, tensorrt or tensorrt-rtx ("onnxruntime").
-        provider: where ONNX Runtime runs it: cpu, cuda or tensorrt ("cpu").
+        k: experts to compute, if k is an input of the graph (None).
+        graph: the file or lowering of a graph, if the bundle holds several (None: the main one).
+        threads: the number of ONNX Runtime's threads (None: its own choice).
+        engine: the runtime ("onnxruntime").
+        provider: ONNX Runtime's execution provider ("cpu").
         trust_engine: load an unverified engine file, built elsewhere; it may execute code (False).
-        host_weights: leave an engine's bound experts in the machine's memory (False).
-        batch_size: inputs that run at once (None: the largest batch of the export).
+        host_weights: keep an engine's bound experts in host memory (False).
+        batch_size: how many inputs to run at once (None: the largest batch of the export).
         check: compare the files that are opened with the manifest's hashes (True).
         force: replace outputs that are there (False).
         progress: is told of every step (None: nobody).

@@ -11,7 +11,7 @@ from .commands.tune import tune
 
 app = program(
     "moexport",
-    "Deploy trained Soft MoE and muMoE models: k of n experts chosen inside the ONNX graph.",
+    "Deploy trained mixture-of-experts models as ONNX graphs that compute k of n experts.",
     {
         "moexport inspect vit.pt --set num_heads=12 --set rest=default": inspect,
         "moexport export vit.pt -o out --set num_heads=12 --set rest=default --k 0.25": export,

@@ -48,7 +48,7 @@ class BenchFlags:
         "analysis": "Experts",
     }
 
-    k: Annotated[str, typer.Option(help="Experts kept, a list: n,0.5,0.25 or 16,8,4.")] = (
+    k: Annotated[str, typer.Option(help="A list of numbers of experts: n,0.5,0.25 or 16,8,4.")] = (
         "n,0.5,0.25,0.125"
     )
     lowering: Annotated[str, typer.Option(help="A list of lowerings, or auto.")] = "auto"
@@ -60,71 +60,78 @@ class BenchFlags:
     ] = "all"
     target: Annotated[
         Literal["onnx", "ort-cpu"],
-        typer.Option(help="What graphs for the CPU are exported for, as in export."),
+        typer.Option(help="The target of graphs that ONNX Runtime runs on the CPU."),
     ] = "onnx"
-    batch: Annotated[str, typer.Option(help="Batch sizes, a list.")] = "1"
+    batch: Annotated[str, typer.Option(help="A list of batch sizes: 1,16.")] = "1"
     data: Annotated[
         str | None,
         typer.Option(
             metavar="DATA",
-            help="Labelled: an .npz, a folder of images by class, package.module:iterable.",
+            help="Labelled inputs: an .npz, a folder of images by class, package.module:iterable.",
         ),
     ] = None
-    rounds: Annotated[int, typer.Option(help="Rounds in which all engines take turns.", min=5)] = 5
+    rounds: Annotated[int, typer.Option(help="Rounds; all engines take turns in each.", min=5)] = 5
     samples: Annotated[
-        int | None, typer.Option(help="Inputs for accuracy [default: all].", min=1)
+        int | None, typer.Option(help="Number of inputs for the accuracy [default: all].", min=1)
     ] = None
-    threads: Annotated[int | None, typer.Option(help="Threads of every engine.", min=1)] = None
-    memory: Annotated[bool, typer.Option(help="Measure peak memory, in a process per engine.")] = (
-        True
-    )
+    threads: Annotated[
+        int | None, typer.Option(help="Threads of every engine [default: PyTorch's].", min=1)
+    ] = None
+    memory: Annotated[
+        bool, typer.Option(help="Measure the peak memory of each engine in its own process.")
+    ] = True
     pixels: Annotated[
-        str | None, typer.Option(help="Scale of images: unit, symmetric or imagenet.")
+        str | None, typer.Option(help="Pixel scale of images: unit, symmetric or imagenet.")
     ] = None
     compare: Annotated[
         Path | None,
-        typer.Option(metavar="OLD.JSON", help="Earlier results [default: those in -o]."),
+        typer.Option(metavar="OLD.JSON", help="Compare with these results [default: those in -o]."),
     ] = None
     fail_if_slower: Annotated[
         str | None,
-        typer.Option(metavar="5%", help="Exit 3 if a row is slower than before by more."),
+        typer.Option(metavar="5%", help="Exit with 3 if a row is slower than before by more."),
     ] = None
     analysis: Annotated[
-        str, typer.Option(help="A list: retention, random, subsets, shares, or all. Needs labels.")
+        str,
+        typer.Option(
+            help="Analyse the experts, a list: retention, random, subsets, shares, or all. "
+            "Needs labels."
+        ),
     ] = ""
     max_subsets: Annotated[
-        int | None, typer.Option(help="The most sets of experts to try all of.", min=1)
+        int | None,
+        typer.Option(help="Try at most this many sets of experts in an analysis.", min=1),
     ] = None
     group_by: Annotated[
         str | None,
         typer.Option(
-            metavar="ARRAY", help="Subgroups to compare, an array of the .npz with labels."
+            metavar="ARRAY", help="Compare subgroups: an array of the .npz with the labels."
         ),
     ] = None
 
 
 def bench(
     *,
-    output: Annotated[Path, output_option("DIR", "Where to write.")],
+    output: Annotated[Path, output_option("DIR", "The folder for results and report.")],
     models: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="MODEL|BUNDLE…",
             parser=typed_source,
-            help="A model, or a model and its bundles.",
+            help="A model, bundles, or a model and its bundles.",
         ),
     ] = None,
     reading: ModelFlags,
     flags: BenchFlags,
     paper: Annotated[
-        Paper | None, typer.Option(help="Run the papers' own experiment instead of a model.")
+        Paper | None, typer.Option(help="Run an experiment of the papers instead of a model.")
     ] = None,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
     """Measure accuracy and latency for every k; write a report.
 
-    Run again after an interruption, it goes on where it stopped.
+    After an interruption, repeat the command: it continues where it stopped.
     """
     console = verbosity.console()
     if paper is not None:
@@ -193,28 +200,24 @@ class FairnessFlags:
         str | None,
         typer.Option(
             metavar="ARRAY",
-            help="Subgroups to compare, an array of the data [default: none, and mean coefficients "
-            "by class].",
+            help="Compare subgroups: an array of the data [default: none; mean coefficients by "
+            "class].",
         ),
     ] = None
     rewrite_class: Annotated[
         int | None,
-        typer.Option(
-            metavar="CLASS", help="Re-write this class's output for a subgroup: rewrite.json."
-        ),
+        typer.Option(metavar="CLASS", help="Write a rewrite.json for this class's output."),
     ] = None
     rewrite_group: Annotated[
-        str | None, typer.Option(metavar="GROUP", help="The subgroup that the rewriting helps.")
+        str | None, typer.Option(metavar="GROUP", help="The subgroup that the rewrite helps.")
     ] = None
     strength: Annotated[
         float | None,
-        typer.Option(metavar="λ", help="Its size [default: that of the best max-min]."),
+        typer.Option(metavar="λ", help="The size of the rewrite [default: the best max-min]."),
     ] = None
     budget: Annotated[
         float | None,
-        typer.Option(
-            metavar="SHARE", help="Accuracy that a search for it may cost [default: 0.01]."
-        ),
+        typer.Option(metavar="SHARE", help="Accuracy that the rewrite may cost [default: 0.01]."),
     ] = None
 
     def wanted(self) -> dict[str, Any]:
@@ -239,24 +242,22 @@ def specialise(
         ),
     ],
     data: Annotated[
-        Path, typer.Option(metavar="X.NPZ", help="input and label: accuracy is taken by class.")
+        Path, typer.Option(metavar="X.NPZ", help="An .npz with the arrays input and label.")
     ],
-    output: Annotated[Path | None, output_option("DIR", "Where to write JSON and figure.")] = None,
+    output: Annotated[Path | None, output_option("DIR", "The folder for JSON and figure.")] = None,
     reading: ModelFlags,
     layer: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME", help="The layer whose experts are removed [default: the last]."
-        ),
+        typer.Option(metavar="NAME", help="The layer whose experts to remove [default: the last]."),
     ] = None,
     flags: FairnessFlags,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Say what each expert is for, by what its removal does.
+    """Show which classes each expert serves.
 
-    How the accuracy of every class changes without it, how fairly subgroups are treated, and how
-    several models compare.
+    Removes each expert in turn and measures the accuracy of every class. Compares subgroups, and
+    several models.
     """
     check_pytorch("specialise")
     from ..bench.report.specialisation import (
@@ -292,16 +293,16 @@ def report(
     *,
     results: Annotated[Path, typer.Argument(metavar="RESULTS.JSON", help="What bench wrote.")],
     output: Annotated[
-        Path, output_option("REPORT.HTML", "The page; Markdown, CSV and figures go beside it.")
+        Path, output_option("REPORT.HTML", "The page; Markdown, CSV and figures go next to it.")
     ],
     compare: Annotated[
         Path | None,
-        typer.Option(metavar="OLD.JSON", help="Tell what changed beyond the spread since then."),
+        typer.Option(metavar="OLD.JSON", help="List changes that are larger than the spread."),
     ] = None,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Make the report again from a results file."""
+    """Rebuild the report from a results file, or compare two of them."""
     from ..bench.report.page import can_draw
 
     console = verbosity.console()
@@ -321,15 +322,13 @@ def report(
 
 def demo(
     *,
-    output: Annotated[Path, output_option("DIR", "Where everything goes.")] = Path("demo"),
-    family: Annotated[
-        Trained, typer.Option(help="The kind of networks that are trained.")
-    ] = "soft-moe",
+    output: Annotated[Path, output_option("DIR", "The folder for all files.")] = Path("demo"),
+    family: Annotated[Trained, typer.Option(help="The kind of networks to train.")] = "soft-moe",
     force: Annotated[bool, typer.Option("--force", help="Replace an earlier demo.")] = False,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Train on handwritten digits, export, verify and measure."""
+    """Train small networks, export, verify and measure them."""
     with verbosity.console() as console:
         outcome = api.demo(output, family=family, force=force, progress=console)
     made = {"output": str(outcome.directory), "report": str(outcome.report)}

@@ -32,59 +32,64 @@ class BuildFlags:
         typer.Option(
             "--profile",
             metavar="AXIS=MIN:OPT:MAX,…",
-            help="An engine profile: batch=1:8:32,k=1:4:16; may be given several times.",
+            help="An engine profile: batch=1:8:32,k=1:4:16. Repeat it for several profiles.",
         ),
     ] = None
     compute_capability: Annotated[
         str | None,
         typer.Option(
             metavar="8.9,12.0",
-            help="Cards that a TensorRT-RTX engine is for, or current [default: 8.0,8.6,8.9,12.0].",
+            help="GPUs that a TensorRT-RTX engine supports, or current "
+            "[default: 8.0,8.6,8.9,12.0].",
         ),
     ] = None
     timing_cache: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Kernel timings of TensorRT, shared between builds."),
+        typer.Option(metavar="FILE", help="Share TensorRT's kernel timings between builds."),
     ] = None
     workspace: Annotated[
         str | None,
-        typer.Option(metavar="BYTES", help="Scratch memory of a kernel on the GPU: 2GiB."),
+        typer.Option(metavar="BYTES", help="Limit on a kernel's scratch memory: 2GiB."),
     ] = None
     optimization_level: Annotated[
         int | None, typer.Option(help="How long to search for kernels: 0 to 5 [default: 3].")
     ] = None
     version_compatible: Annotated[
-        bool, typer.Option("--version-compatible", help="Runs in later versions of TensorRT, too.")
+        bool,
+        typer.Option("--version-compatible", help="Also run in later versions of TensorRT."),
     ] = False
     hardware_compatible: Annotated[
         str | None,
         typer.Option(
-            metavar="LEVEL", help="ampere-plus or same-compute-capability: runs there, too."
+            metavar="LEVEL", help="Also run on other GPUs: ampere-plus or same-compute-capability."
         ),
     ] = None
     tf32: Annotated[
-        bool, typer.Option("--tf32", help="FP32 products in TF32: faster, 10 bits of mantissa.")
+        bool,
+        typer.Option("--tf32", help="Compute FP32 products in TF32: faster, 10-bit mantissa."),
     ] = False
     engine_cache: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR", help="Where engines are kept for the next time; off for nowhere."
+            metavar="DIR", help="The folder that caches finished engines; off disables it."
         ),
     ] = None
     strip_plan: Annotated[
         bool,
-        typer.Option("--strip-plan", help="Leaves the weights out; loading takes the bundle's."),
+        typer.Option(
+            "--strip-plan", help="Leave the weights out of the engine; load the bundle's."
+        ),
     ] = False
     weight_streaming: Annotated[
         str | None,
         typer.Option(
-            metavar="auto|BYTES", help="Weights in host memory, so much of them on the GPU."
+            metavar="auto|BYTES", help="Keep weights in host memory, and this much on the GPU."
         ),
     ] = None
     bind_weights: Annotated[
         bool,
         typer.Option(
-            "--bind-weights", help="Experts' weights are inputs, bound from the bundle's file."
+            "--bind-weights", help="Bind the experts' weights from the bundle's file as inputs."
         ),
     ] = False
 

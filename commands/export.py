@@ -79,7 +79,7 @@ def export(
     no_verify: Annotated[
         bool,
         typer.Option(
-            "--no-verify", help="Write the bundle without comparing it.", rich_help_panel=CHECKED
+            "--no-verify", help="Do not compare the bundle with PyTorch.", rich_help_panel=CHECKED
         ),
     ] = False,
     engine: Annotated[
@@ -87,7 +87,7 @@ def export(
         typer.Option(
             "--engine/--no-engine",
             rich_help_panel="Engines",
-            help="Compile engines, or write graphs alone; engines where this machine can.",
+            help="Compile engines, or do not [default: if this machine can].",
         ),
     ] = None,
     building: BuildFlags,
@@ -218,15 +218,15 @@ def calibrate(
     reading: ModelFlags,
     given: Annotated[dict[str, Any], RANGES],
     sensitivity: Annotated[
-        bool, typer.Option("--sensitivity", help="Rank layers by what INT8 does to each alone.")
+        bool, typer.Option("--sensitivity", help="Rank the layers by their sensitivity to INT8.")
     ] = False,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace a table of other origin.")
+        bool, typer.Option("--force", help="Replace a table of another origin.")
     ] = False,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Find tensor ranges over real inputs, for INT8 and FP16."""
+    """Measure the value ranges of tensors on real inputs, for INT8 and FP16."""
     with verbosity.console() as console:
         load = cache(reading.loader(model, console, data))
         found = api.calibrate(load, data, **given, out=output, force=force, progress=console)

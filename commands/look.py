@@ -44,14 +44,16 @@ def inspect(
 ) -> None:
     """Show a model's family and MoE layers, and what each k costs.
 
-    Of a bundle its layers and files, of an engine its layers, precisions and profiles.
+    For a bundle, its layers and files. For an engine, its layers, precisions and profiles.
     """
     plan, bundle = model.endswith(".plan"), (Path(model) / "manifest.json").is_file()
     if plan or bundle:
         what = "an engine" if plan else "a bundle"
         refuse_idle(reading, why=f"it says how a checkpoint is read, and {model} is {what}")
     if data is not None and (plan or bundle):
-        raise UsageError("--data: nothing is run to look at what is built", hint="leave it out")
+        raise UsageError(
+            f"--data: inspect runs only checkpoints, and {model} is {what}", hint="leave --data out"
+        )
     if trust_engine and not plan:
         raise UsageError("--trust-engine: no engine is loaded", hint="name an engine's .plan file")
     if plan:
@@ -223,9 +225,9 @@ def verify(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Check a bundle's hashes, its graphs and their parity.
+    """Check a bundle's hashes, its graphs and their parity with PyTorch.
 
-    Where one fails the exit code is 3.
+    Exits with 3 if a check fails.
     """
     checks = []
     for check in api.verify(bundle, **given):
@@ -256,12 +258,12 @@ def run(
     *,
     bundle: BundleArgument,
     input_file: Annotated[
-        Path, typer.Option("--input", "-i", metavar="X.NPZ", help="The inputs, [b, …].")
+        Path, typer.Option("--input", "-i", metavar="X.NPZ", help="An .npz with the inputs.")
     ],
-    output: Annotated[Path, output_option("Y.NPZ", "Where to write the outputs.")],
+    output: Annotated[Path, output_option("Y.NPZ", "The .npz to write.")],
     given: Annotated[dict[str, Any], RUNNER],
     no_check: Annotated[
-        bool, typer.Option("--no-check", help="Compare no file with the manifest's hash.")
+        bool, typer.Option("--no-check", help="Do not check the files' hashes.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
     as_json: AsJson = False,
@@ -283,7 +285,7 @@ def run(
 
 
 def doctor(*, as_json: AsJson = False, verbosity: Verbosity) -> None:
-    """Say what this machine can build and run, and why not the rest."""
+    """Show what this machine can build and run, and what is missing."""
     del verbosity
     diagnosis = api.doctor()
     show(json_text(diagnosis.as_json()) if as_json else diagnosis_text(diagnosis))

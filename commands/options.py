@@ -87,20 +87,18 @@ class ModelFlags:
     ] = None
     config: Annotated[
         Path | None,
-        typer.Option(
-            help="Settings that shapes do not tell: constructor arguments as JSON, YAML or TOML."
-        ),
+        typer.Option(help="Settings that the weights do not contain, as JSON, YAML or TOML."),
     ] = None
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="One such argument: --set num_heads=12."),
+        typer.Option("--set", metavar="KEY=VALUE", help="One such setting: --set num_heads=12."),
     ] = None
-    weights: Annotated[
-        Path | None, typer.Option(help="The weights for a package.module:factory.")
-    ] = None
+    weights: Annotated[Path | None, typer.Option(help="Weights for a package.module:factory.")] = (
+        None
+    )
     adapter: Annotated[
         list[str] | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Says what the factory's own MoE layers are."),
+        typer.Option(metavar="MODULE:FUNCTION", help="Adapter for the factory's own MoE layers."),
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -134,12 +132,12 @@ class ModelFlags:
 class Verbosity:
     """How much a command says beside its result."""
 
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Say more; show tracebacks.")] = (
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Print more, and tracebacks of errors.")
+    ] = False
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only results and errors.")] = (
         False
     )
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Say nothing but results and errors.")
-    ] = False
 
     def console(self) -> Console:
         """Returns what the command speaks through."""
@@ -284,9 +282,7 @@ def refuse_idle(*groups: Any, why: str, but: Sequence[str] = ()) -> None:
 
 Command = Callable[..., None]
 
-EXIT_CODES = (
-    "Exit codes: 0 done, 1 failed, 2 bad usage, 3 a check was made and failed, 130 interrupted."
-)
+EXIT_CODES = "Exit codes: 0 success, 1 failure, 2 wrong usage, 3 a check failed, 130 interrupted."
 
 
 class SectionedCommand(TyperCommand):

@@ -172,7 +172,7 @@ def test_what_is_on_the_network_is_to_be_downloaded_first(source: str, what: str
 def test_the_kinds_of_failure_have_codes_of_their_own() -> None:
     kinds = {"MoexportError": 1, "UsageError": 2, "CheckError": 3, "ParityError": 3}
     assert {name: getattr(errors, name).EXIT_CODE for name in kinds} == kinds
-    assert "3 a check was made and failed" in " ".join(run("--help").out.split())
+    assert "3 a check failed" in " ".join(run("--help").out.split())
 
 
 def test_without_arguments_the_help_is_shown_and_the_exit_code_is_that_of_bad_usage() -> None:

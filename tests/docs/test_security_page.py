@@ -14,5 +14,7 @@ def test_every_promise_names_a_test_that_exists() -> None:
     assert len(named) >= 20
     for file, test in named:
         assert f"def {test}(" in (ROOT / "tests" / file).read_text(encoding="utf-8"), (file, test)
-    rows = [line for line in page.splitlines() if line.startswith("| ") and line != "| promise | test |"]
+    rows = [
+        line for line in page.splitlines() if line.startswith("| ") and line != "| promise | test |"
+    ]
     assert all("::test_" in row for row in rows)
