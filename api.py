@@ -251,6 +251,7 @@ def export(
     data: Feed | None = None,
     ablate: str | Sequence[str] = (),
     rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = None,
+    steer: str | Sequence[str] = (),
     verify: bool = True,
     engine: EngineOptions | bool | None = None,
     recipe: AnyPath | None = None,
@@ -301,6 +302,9 @@ def export(
             compared).
         ablate: experts to remove, counted from 0: LAYER:EXPERT or LAYER:3,5 (none).
         rewrite: outputs of muMoE layers to rewrite: a JSON file, or its entries (None).
+        steer: experts of muMoE layers towards whose cluster centre every token of the layer is
+            moved, LAYER:EXPERT:STRENGTH; with input among them the strengths are a graph input
+            (none).
         verify: compare every graph with PyTorch; a miss is an error (True).
         engine: True compiles a TensorRT engine, `EngineOptions` says how, False writes graphs only
             (None: if the target has engines and this machine can build them).
@@ -370,7 +374,7 @@ def _job(**asked: Any) -> ExportJob:
         batch=parse_range(str(asked.pop("batch")), "--batch"),
         tokens=parse_range(str(asked.pop("tokens")), "--tokens"),
         precision=PrecisionOptions(*(asked.pop(each) for each in (*numbers, "min_retention"))),
-        edits=read_edits(asked.pop("ablate"), asked.pop("rewrite")),
+        edits=read_edits(*(asked.pop(each) for each in ("ablate", "rewrite", "steer"))),
         calibration=Path(table) if isinstance(table, str) else table,
         destination=Path(asked.pop("destination")),
         **asked,  # the others as they are

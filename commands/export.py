@@ -40,7 +40,7 @@ GRAPH = CallOptions(
     api.export,
     "k target lowering batch tokens opset renormalize expose_routing recipe precision quantize "
     "rest weight_bits io_precision method calibration min_retention atol rtol verify_samples "
-    "ablate rewrite",
+    "ablate rewrite steer",
     headings={
         "k": "Graph",
         "precision": "Precision",
@@ -55,6 +55,7 @@ GRAPH = CallOptions(
         "ablate": {"metavar": "LAYER:EXPERT"},
         "rewrite": {"metavar": "FILE"},
         "recipe": {"metavar": "RECIPE.YAML"},
+        "steer": {"metavar": "LAYER:EXPERT[:STRENGTH]"},
     },
 )
 """What graph is written, and how it is checked."""

@@ -1,4 +1,4 @@
-"""The edits of an export as people write them: `--ablate`, and the file of `--rewrite`.
+"""The edits of an export as people write them: `--ablate`, `--steer`, and the file of `--rewrite`.
 
 Experts and outputs are counted from 0, as in every array; levels from 1, as `inspect` does.
 """
@@ -18,7 +18,15 @@ import numpy as np
 from ..errors import BundleError, UsageError
 from ..graphs.rewrites import Rewrite
 
-ABLATE, REWRITE, KEEP = "ablate", "rewrite", "keep"
+ABLATE, REWRITE, KEEP, STEER = "ablate", "rewrite", "keep", "steer"
+AT_RUN_TIME = "input"
+"""The word for strengths that are an input of the graph."""
+
+_STEERED = re.compile(r"(.+?):(?:(\d+)\.)?(\d+)(?::([^:]+))?")
+_STEER_WRITTEN = (
+    "--steer LAYER:EXPERT or LAYER:EXPERT:STRENGTH, LAYER:LEVEL.EXPERT of a hierarchy; more after "
+    "commas; --steer input beside them for strengths that are an input of the graph"
+)
 _EXPERT = re.compile(r"(?:(\d+)\.)?(\d+)")
 _WRITTEN = "--ablate LAYER:EXPERT, or LAYER:LEVEL.EXPERT of a hierarchy; more after commas"
 _KEYS = ("layer", "output", "coefficients", "lambda")
@@ -70,15 +78,44 @@ class KeptExperts:
 
 
 @dataclass(frozen=True, slots=True)
+class Steer:
+    """An expert whose cluster centre is added to every token of its layer, times `strength`.
+
+    `strength` is None where it is told at run time.
+    """
+
+    layer: str
+    expert: int
+    level: int | None = None
+    strength: float | None = 1.0
+
+    @property
+    def name(self) -> str:
+        """The expert as `--steer` takes it: `LAYER:EXPERT` or `LAYER:LEVEL.EXPERT`."""
+        return f"{self.layer}:{'' if self.level is None else f'{self.level}.'}{self.expert}"
+
+    @property
+    def text(self) -> str:
+        """The expert with its strength."""
+        return f"{self.name}:{AT_RUN_TIME if self.strength is None else f'{self.strength:g}'}"
+
+
+@dataclass(frozen=True, slots=True)
 class Edits:
     """All edits of an export, as they were asked for; false where there are none."""
 
     ablations: tuple[Ablation, ...] = ()
     rewrites: tuple[LayerRewrite, ...] = ()
     kept: tuple[KeptExperts, ...] = ()
+    steers: tuple[Steer, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.ablations or self.rewrites or self.kept)
+        return bool(self.ablations or self.rewrites or self.kept or self.steers)
+
+    @property
+    def at_run_time(self) -> tuple[Steer, ...]:
+        """The steerings whose strengths are told per run, in the order of the input `steer`."""
+        return tuple(each for each in self.steers if each.strength is None)
 
     def texts(self) -> list[str]:
         """A short line for each edit."""
@@ -86,6 +123,7 @@ class Edits:
             *(f"{ABLATE} {each.text}" for each in self.ablations),
             *(f"{REWRITE} {each.text}" for each in self.rewrites),
             *(f"{KEEP} {each.text}" for each in self.kept),
+            *(f"{STEER} {each.text}" for each in self.steers),
         ]
 
     def records(self) -> list[dict[str, Any]]:
@@ -110,12 +148,18 @@ class Edits:
                 {"edit": KEEP, "layer": each.layer, "experts": list(each.experts)}
                 for each in self.kept
             ),
+            *(
+                {"edit": STEER, "layer": s.layer, "expert": s.expert}
+                | ({} if s.level is None else {"level": s.level})
+                | {"strength": AT_RUN_TIME if s.strength is None else s.strength}
+                for s in self.steers
+            ),
         ]
 
     @staticmethod
     def from_records(records: Sequence[Mapping[str, Any]], where: str) -> Edits:
         """Reads the records of a manifest; a `BundleError` names `where` and the wrong one."""
-        ablations, rewrites, kept = [], [], []
+        ablations, rewrites, kept, steers = [], [], [], []
         for index, record in enumerate(records):
             try:
                 entry = {key: value for key, value in record.items() if key != "edit"}
@@ -123,6 +167,10 @@ class Edits:
                     rewrites.append(_rewrite(entry, "a re-written output"))
                 elif record["edit"] == KEEP:
                     kept.append(KeptExperts(entry["layer"], tuple(map(int, entry["experts"]))))
+                elif record["edit"] == STEER:
+                    told = entry["strength"] == AT_RUN_TIME
+                    entry["strength"] = None if told else _number(entry["strength"], "a strength")
+                    steers.append(Steer(**entry))
                 else:
                     ablations.append(Ablation(**entry))
             except (KeyError, TypeError, ValueError, AttributeError, UsageError) as error:
@@ -130,7 +178,7 @@ class Edits:
                     f"{where}: edit {index} is none that this version knows ({error})",
                     hint="use the version of moexport that wrote the bundle, or export again",
                 ) from error
-        return Edits(tuple(ablations), tuple(rewrites), tuple(kept))
+        return Edits(tuple(ablations), tuple(rewrites), tuple(kept), tuple(steers))
 
 
 NO_EDITS = Edits()
@@ -139,15 +187,17 @@ NO_EDITS = Edits()
 def read_edits(
     ablate: str | Sequence[str] = (),
     rewrite: str | Path | Sequence[Mapping[str, Any]] | None = None,
+    steer: str | Sequence[str] = (),
 ) -> Edits:
-    """Returns the edits of `--ablate` texts and of a `--rewrite` file, or of its entries.
+    """Returns the edits of `--ablate` and `--steer` texts and of a `--rewrite` file or its entries.
 
     Raises UsageError for what cannot be meant, whatever the model.
     """
     texts = [ablate] if isinstance(ablate, str) else ablate
     ablations = [each for text in texts for each in _parse_ablate(text)]
+    steers = _parse_steers([steer] if isinstance(steer, str) else steer)
     if rewrite is None:
-        return Edits(tuple(dict.fromkeys(ablations)))
+        return Edits(tuple(dict.fromkeys(ablations)), steers=steers)
     where = str(rewrite) if isinstance(rewrite, str | Path) else "rewrite"
     entries = _read_json(Path(rewrite)) if isinstance(rewrite, str | Path) else rewrite
     if not isinstance(entries, Sequence) or isinstance(entries, str) or not entries:
@@ -155,7 +205,49 @@ def read_edits(
     return Edits(
         tuple(dict.fromkeys(ablations)),
         tuple(_rewrite(entry, f"{where}: entry {i}") for i, entry in enumerate(entries)),
+        steers=steers,
     )
+
+
+def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
+    """`layer:3`, `layer:3:2.5`, `blocks.1.mlp:2.0:-1`, and `input` for strengths at run time."""
+    parts = [part.strip() for text in texts for part in text.split(",")]
+    told = AT_RUN_TIME in parts
+    steers: list[Steer] = []
+    for part in (each for each in parts if each != AT_RUN_TIME):
+        found = _STEERED.fullmatch(part)
+        if found is None:
+            raise UsageError(f"--steer {part}: names no expert of a layer", hint=_STEER_WRITTEN)
+        layer, level, expert, strength = found.groups()
+        if told and strength is not None:
+            raise UsageError(
+                f"--steer {part}: with --steer input its strength is told at run time",
+                hint=f"leave :{strength} out, or leave --steer input out",
+            )
+        given = None if told else _strength(part, strength or "1")
+        steers.append(Steer(layer, int(expert), None if level is None else int(level), given))
+        if [each.name for each in steers].count(steers[-1].name) > 1:
+            raise UsageError(
+                f"--steer {part}: this expert is named twice", hint="give the sum of its strengths"
+            )
+    if told and not steers:
+        raise UsageError(
+            "--steer input: no expert is named that could be steered by", hint=_STEER_WRITTEN
+        )
+    return tuple(steers)
+
+
+def _strength(part: str, text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        raise UsageError(f"--steer {part}: {text} is not a strength", hint=_STEER_WRITTEN) from None
+    if not abs(value) <= _LARGEST:  # false for NaN, too
+        raise UsageError(
+            f"--steer {part}: a strength of {value} is not finite",
+            hint="about 1 moves tokens by as much as the expert's cluster centre is long",
+        )
+    return value
 
 
 def _parse_ablate(text: str) -> list[Ablation]:

@@ -110,7 +110,26 @@ def completed(
     for port in ports:
         if port.name not in arrays:
             arrays[port.name] = _default(port, sizes, arrays, where)
+        elif port.default == "zeros":
+            arrays[port.name] = _strengths(arrays[port.name], port, sizes, where)
     return {port.name: arrays[port.name] for port in ports}
+
+
+def _strengths(
+    given: np.ndarray, port: TensorSpec | PortRecord, sizes: Mapping[str, int], where: str
+) -> np.ndarray:
+    """Strengths [b, s]; those of one input [s] are for all of them."""
+    array = np.asarray(given)
+    if array.dtype.kind in "fiu" and not np.isfinite(array).all():
+        raise FeedError(
+            f"{where}input '{port.name}' holds a strength that is not finite",
+            hint="0 leaves an expert out of the steering",
+        )
+    if array.ndim != 1:
+        return array
+    batch = port.shape[0]
+    rows = sizes.get(batch, 1) if isinstance(batch, str) else batch
+    return np.broadcast_to(array, (rows, len(array)))
 
 
 def _sizes(
@@ -147,7 +166,7 @@ def _default(
         )
     if port.default == "ones":
         return np.ones(shape, dtype=port.dtype)
-    if port.default == "empty":
+    if port.default in ("empty", "zeros"):
         return np.zeros(shape, dtype=port.dtype)
     mask = next((a for name, a in arrays.items() if name.endswith("mask")), None)
     if mask is None:
@@ -213,7 +232,13 @@ def fitted_arrays(
     given: Inputs, model: Model, fixed: Mapping[str, int] | None = None
 ) -> dict[str, np.ndarray]:
     """Returns an array for every input as the model takes it; `FeedError` where they cannot."""
-    arrays = completed(given, model.inputs, "--data: ")
+    named = dict(given) if isinstance(given, Mapping) else {model.input.name: given}
+    for spec in model.inputs:
+        if spec.default == "zeros" and spec.name not in named:  # zeros would compare nothing
+            count = len(named[model.input.name])
+            random = np.random.default_rng(SEED)
+            named[spec.name] = random.standard_normal((count, *spec.concrete({"batch": count})[1:]))
+    arrays = completed(named, model.inputs, "--data: ")
     count = len(arrays[model.input.name])
     for name, array in arrays.items():
         if len(array) != count:

@@ -128,6 +128,7 @@ def export_job(
             f"model has {len(loaded.inputs)}",
             hint="use --target ort-cuda for a GPU, or ort-cpu",
         )
+    _check_steering(options)
     fixed = fixed_axes(loaded.input, options)
     if options.recipe is not None:
         _check_recipe(loaded, options.recipe)
@@ -206,6 +207,21 @@ def _check_used(model: Model, options: ExportOptions) -> None:
             "--quantize all: the model is MoE layers alone, without other linear layers",
             hint="leave --quantize out",
         )
+
+
+def _check_steering(options: ExportOptions) -> None:
+    """Raises `UsageError` where strengths that are told per run cannot be: only one input is."""
+    if not options.edits.at_run_time:
+        return
+    for option, given in {
+        f"--target {options.target}": options.target in BACKENDS,
+        f"--precision {options.precision.name}": options.precision.integers,
+    }.items():
+        if given:
+            raise UsageError(
+                f"--steer input with {option}: it takes graphs with one input alone",
+                hint="give the strengths in the export: --steer LAYER:EXPERT:STRENGTH",
+            )
 
 
 def _check_routing(

@@ -4,27 +4,36 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from ..common.files import Reading, Watched, hash_files
 from ..common.user_code import names_code
 from ..errors import CheckpointError, UsageError
-from ..graphs.layers.base import LayerEdits, MoELayer, MoESpec, moe_layers, sharing_weights
-from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite
+from ..graphs.layers.base import (
+    LayerEdits,
+    MoELayer,
+    MoESpec,
+    Steering,
+    moe_layers,
+    sharing_weights,
+)
+from ..graphs.names import STEER_INPUT
+from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite, Steer
 
 Dimension = int | str
 """A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `past`, `height`, `width`), or
 the sum of two (`past + tokens`)."""
 
-Default = Literal["ones", "positions", "empty"]
+Default = Literal["ones", "positions", "empty", "zeros"]
 """What stands for an input that is left out: ones, as of a mask without gaps; the position of each
-token, as the mask counts them; or a tensor of which the `past` axis is empty."""
+token, as the mask counts them; a tensor of which the `past` axis is empty; or zeros, strengths that
+change nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,10 +186,12 @@ def edited(model: Model, edits: Edits) -> Model:
         return model
     specs = {name: layer.spec for name, layer in model.layers.items()}
     by_layer: dict[str, LayerEdits] = {}
-    asked: list[Ablation | LayerRewrite] = [*edits.ablations, *edits.rewrites]
+    told = edits.at_run_time
+    asked: list[Ablation | LayerRewrite | Steer]
+    asked = [*edits.ablations, *edits.rewrites, *edits.steers]
     for each in asked:
         if each.layer not in specs:
-            option = f"--ablate {each.text}" if isinstance(each, Ablation) else "--rewrite"
+            option = "--rewrite" if isinstance(each, LayerRewrite) else _option(each)
             raise UsageError(
                 f"{option}: the model has no MoE layer {each.layer}",
                 hint=f"its MoE layers: {', '.join(specs)}",
@@ -188,6 +199,11 @@ def edited(model: Model, edits: Edits) -> Model:
         spec, before = specs[each.layer], by_layer.get(each.layer, LayerEdits())
         if isinstance(each, Ablation):
             after = replace(before, ablated=before.ablated | {_place(each, spec)})
+        elif isinstance(each, Steer):
+            _check_steered(each, spec)
+            place = told.index(each) if each.strength is None else None
+            steering = Steering(*_place(each, spec), each.strength or 0.0, place, len(told))
+            after = replace(before, steerings=(*before.steerings, steering))
         else:
             _check_rewrite(each, spec)
             after = replace(before, rewrites=(*before.rewrites, each.rewrite))
@@ -199,6 +215,11 @@ def edited(model: Model, edits: Edits) -> Model:
     for kept in edits.kept:
         _drop_others(module, kept)
     untouched = model.original if model.original is not None else model.module
+    if told:
+        strengths = TensorSpec(STEER_INPUT, "float32", ("batch", len(told)), default="zeros")
+        steered = [layers[name] for name, each in by_layer.items() if each.steerings]
+        module, untouched = Steered(module, steered), Steered(untouched, ())
+        model = replace(model, inputs=(*model.inputs, strengths))
     return replace(model, module=module, original=untouched, edits=edits)
 
 
@@ -229,29 +250,72 @@ def untouched_fingerprint(model: Model) -> str:
     return fingerprint(replace(model, module=model.original, edits=NO_EDITS))
 
 
-def _place(ablation: Ablation, spec: MoESpec) -> tuple[int, int]:
+class Steered(nn.Module):
+    """A network with one more input, the last: the strengths [b, s] of its layers' steerings.
+
+    Its modules have the paths that they have in the network itself.
+    """
+
+    def __init__(self, network: nn.Module, layers: Sequence[MoELayer]) -> None:
+        super().__init__()
+        for name, child in network.named_children():
+            self.add_module(name, child)
+        self._held = (network, tuple(layers))  # in a tuple, so that no module is found twice
+
+    @property
+    def network(self) -> nn.Module:
+        """The network that is steered."""
+        return self._held[0]
+
+    def forward(self, *tensors: Tensor) -> Any:
+        """Returns what the network returns for all tensors but the last."""
+        network, layers = self._held
+        for layer in layers:
+            layer.strengths = tensors[-1]
+        try:
+            return network(*tensors[:-1])
+        finally:
+            for layer in layers:
+                layer.strengths = None
+
+
+def _option(each: Ablation | Steer) -> str:
+    """An edit of an expert as it was typed."""
+    return f"--ablate {each.text}" if isinstance(each, Ablation) else f"--steer {each.name}"
+
+
+def _check_steered(each: Steer, spec: MoESpec) -> None:
+    if not spec.rewritable:
+        raise UsageError(
+            f"{_option(each)}: layer {spec.name} is a {spec.kind} layer, whose experts have no "
+            "cluster centre that tokens are compared with",
+            hint="only muMoE layers can be steered; --ablate works for all kinds",
+        )
+
+
+def _place(edit: Ablation | Steer, spec: MoESpec) -> tuple[int, int]:
     """The level, from 0, and the expert of it."""
-    count, what = len(spec.levels), f"--ablate {ablation.text}: layer {spec.name}"
+    count, what = len(spec.levels), f"{_option(edit)}: layer {spec.name}"
     sizes = ", ".join(f"{level} has {n}" for level, n in enumerate(spec.levels, start=1))
-    if ablation.level is None and count > 1:
+    if edit.level is None and count > 1:
         raise UsageError(
             f"{what} has {count} levels of experts",
-            hint=f"say which: {spec.name}:1.{ablation.expert} is expert {ablation.expert} of level "
+            hint=f"say which: {spec.name}:1.{edit.expert} is expert {edit.expert} of level "
             f"1 (experts by level: {sizes})",
         )
-    level = 1 if ablation.level is None else ablation.level
+    level = 1 if edit.level is None else edit.level
     if not 1 <= level <= count:
         raise UsageError(
             f"{what} has no level {level}",
             hint=f"levels are counted from 1 (experts by level: {sizes})",
         )
     n = spec.levels[level - 1]
-    if not 0 <= ablation.expert < n:
+    if not 0 <= edit.expert < n:
         of_level = f" in level {level}" if count > 1 else ""
         raise UsageError(
             f"{what} has {n} experts{of_level}", hint=f"they are counted from 0: use 0 to {n - 1}"
         )
-    return level - 1, ablation.expert
+    return level - 1, edit.expert
 
 
 def _check_rewrite(each: LayerRewrite, spec: MoESpec) -> None:

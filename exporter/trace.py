@@ -14,6 +14,7 @@ import math
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import onnx_ir as ir
@@ -27,7 +28,7 @@ from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers
 from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
 from .inputs import TRACED_BATCH
-from .model import Model
+from .model import Model, Steered
 from .token_routed.network import Network
 from .token_routed.trace import traced_program
 
@@ -125,6 +126,8 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
     backbone cannot be traced.
     """
     fixed = fixed or {}
+    if isinstance(model.module, Steered):  # strengths meet the layers when these are lowered
+        model = replace(model, module=model.module.network, inputs=model.inputs[:-1])
     sizes = traced_sizes(model, fixed)
     with layers_as_nodes(model.module) as backbone, _quiet():
         try:

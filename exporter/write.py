@@ -17,7 +17,7 @@ from ..common.environment import environment
 from ..common.files import sha256
 from ..graphs.builder import Builder
 from ..graphs.lower import Lowered, LoweringRequest, lower
-from ..graphs.names import K_INPUT, SELECTED
+from ..graphs.names import K_INPUT, SELECTED, STEER_INPUT
 from ..graphs.precision.types import FLOAT_TYPES
 from .bundle.manifest import (
     METADATA,
@@ -256,7 +256,7 @@ def _port(spec: TensorSpec, job: ExportJob) -> PortRecord:
     shape = list(spec.within(job.fixed))
     implied = None if spec.implied in job.fixed else spec.implied
     dtype = spec.dtype
-    if dtype == "float32":
+    if dtype == "float32" and spec.name != STEER_INPUT:
         dtype = str(FLOAT_TYPES[job.options.precision.io].numpy())
     return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied, spec.below, spec.default)
 

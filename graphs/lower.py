@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import onnx_ir as ir
@@ -14,7 +14,7 @@ from .builder import Builder
 from .layers.base import MoESpec, choice_key
 from .layers.stored import LayerOf, LayerTensors
 from .lowerings.base import AnyLowering
-from .names import DOMAIN, K_INPUT, in_layer
+from .names import DOMAIN, K_INPUT, STEER_CENTRES, STEER_INPUT, in_layer
 from .precision.types import FP32, ComputeTypes
 from .targets import Target
 
@@ -92,6 +92,7 @@ def lower(
     what it returns for each layer becomes further outputs of the graph.
     """
     model = traced.clone()
+    steer = _add_steer_input(model, choices)
     k_input = _add_k_input(model, choices)
     values: dict[str, LayerValues] = {}
     for node in [node for node in model.graph if node.domain == DOMAIN]:
@@ -99,7 +100,7 @@ def lower(
         choice = choices[name]
         k = k_input if choice.k is None else choice.k
         assert k is not None
-        values[name] = _replace(model.graph, node, choice, k, observer)
+        values[name] = _replace(model.graph, node, choice, k, steer, observer)
     missing = choices.keys() - values.keys()
     if missing:
         raise LoweringError(
@@ -119,11 +120,40 @@ def _add_k_input(model: ir.Model, choices: Mapping[str, LoweringRequest]) -> ir.
     return value
 
 
+def _add_steer_input(model: ir.Model, choices: Mapping[str, LoweringRequest]) -> ir.Value | None:
+    """The strengths [b, s] of steerings that are told per run; None where no layer has any."""
+    for choice in choices.values():
+        if choice.tensors.has(STEER_CENTRES):
+            told, _ = choice.tensors.stacked(STEER_CENTRES).shape.numpy()
+            first = model.graph.inputs[0].shape
+            shape = ir.Shape([None if first is None else first[0], told])
+            kind = ir.TensorType(ir.DataType.FLOAT)
+            value = ir.Value(name=STEER_INPUT, shape=shape, type=kind)
+            model.graph.inputs.append(value)
+            return value
+    return None
+
+
+def _steered(b: Builder, layer: LayerOf[Any], x: ir.Value, strengths: ir.Value | None) -> ir.Value:
+    """Adds the experts' cluster centres to tokens x [b, m, d], each times its strength."""
+    single = ir.DataType.FLOAT
+    if layer.tensors.has(STEER_CENTRES):
+        assert strengths is not None
+        centres = layer.stacked(b, STEER_CENTRES)
+        moved = b.op("MatMul", strengths, centres, name="steer/moved")  # [b, d]
+        moved = b.op("Unsqueeze", moved, b.ints(1), name="steer/for_tokens")
+    else:
+        moved = layer.stacked(b, STEER_INPUT)
+    x = b.cast(x, layer.x_type, single, "steer/tokens_fp32")
+    return b.op("Add", x, moved, name="steer/steered")
+
+
 def _replace(
     graph: ir.Graph,
     node: ir.Node,
     choice: LoweringRequest,
     k: int | ir.Value,
+    steer: ir.Value | None,
     observer: Observer | None,
 ) -> LayerValues:
     (x, *others), old = node.inputs, node.outputs[0]
@@ -144,7 +174,11 @@ def _replace(
         routed=routed,
     )
     b = Builder(choice.spec.name)
-    y = choice.lowering.build(b, layer, x)
+    seen = x
+    if any(layer.tensors.has(name) for name in (STEER_INPUT, STEER_CENTRES)):
+        seen = _steered(b, layer, x, steer)
+        layer = replace(layer, x_type=ir.DataType.FLOAT)
+    y = choice.lowering.build(b, layer, seen)
     if observer is not None:
         graph.outputs.extend(observer(b))
     y.shape, y.type = old.shape, old.type

@@ -169,6 +169,10 @@ def _others(path: Path, ports: Sequence[PortRecord], total: int | None) -> dict[
         return {}
     names = set(npz_names(path))
     found = {port.name: npz_array(path, port.name) for port in ports if port.name in names}
+    for port in ports:
+        if port.default == "zeros" and port.name in found and found[port.name].ndim == 1:
+            each = found[port.name]  # one strength for all inputs
+            found[port.name] = np.broadcast_to(each, (total or 1, len(each)))
     for name, array in found.items():
         if total is not None and len(array) != total:
             raise FeedError(

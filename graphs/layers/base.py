@@ -26,15 +26,32 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
+class Steering:
+    """An expert's cluster centre, its column of the gating matrix, added to every token.
+
+    Times `strength`; where it is told at run time, times the number at `place` among the `told`
+    numbers of each input.
+    """
+
+    level: int
+    expert: int
+    strength: float = 0.0
+    place: int | None = None
+    told: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class LayerEdits:
     """The edits of one layer; without any it computes what it was trained to.
 
     `ablated` are pairs of a level, from 0, and an expert of it that contributes nothing. With
     several levels every combination that the expert takes part in contributes nothing.
+    `steerings` move what the layer sees.
     """
 
     ablated: frozenset[tuple[int, int]] = frozenset()
     rewrites: tuple[Rewrite, ...] = field(default=())
+    steerings: tuple[Steering, ...] = ()
 
     def ablated_in(self, level: int) -> tuple[int, ...]:
         """The experts of a level that contribute nothing, ascending."""
@@ -189,6 +206,8 @@ class MoELayer(nn.Module, ABC):
         self.renormalize = False
         self.algorithm: Algorithm = "masked"
         self.edits = NO_EDITS
+        self.strengths: Tensor | None = None
+        """What is told of the steerings at run time, [b, s], while the model runs."""
 
     def tokens(self, x: Tensor) -> Tensor:
         """Returns an input as the layer's node takes it: [b, m, d]."""

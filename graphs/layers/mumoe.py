@@ -268,12 +268,12 @@ class MuMoE(MoELayer):
 
     def coefficients(self, x: Tensor, keep: int | None = None) -> tuple[Tensor, ...]:
         """Returns the coefficients a_e [b, m, n] of each level, all but the `keep` largest zero."""
-        return tuple(keep_largest(a, keep) for a in self._activated(self.tokens(x)))
+        return tuple(keep_largest(a, keep) for a in self._activated(self._steered(x)))
 
     def choices(self, x: Tensor) -> dict[str, RoutingDecision]:
         """Returns the kept coefficients of each level, and how clearly they were kept."""
         chosen = {}
-        for name, a in zip(self.spec.choices(), self._activated(self.tokens(x)), strict=True):
+        for name, a in zip(self.spec.choices(), self._activated(self._steered(x)), strict=True):
             n = a.shape[-1]
             k = n if self.keep is None else min(self.keep, n)
             ranked = a.topk(min(k + 1, n), dim=-1).values
@@ -287,8 +287,8 @@ class MuMoE(MoELayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps tokens x [b, m, d] to [b, m, o]."""
-        x = self.tokens(x)
         coefficients = self.coefficients(x, self.keep)
+        x = self._steered(x)
         if self.edits.ablated:
             coefficients = tuple(
                 a * self.edits.present(level, a.shape[-1], a)
@@ -306,6 +306,17 @@ class MuMoE(MoELayer):
             for a, mean in zip(coefficients, rewrite.coefficients, strict=True):
                 added = added * (a @ a.new_tensor(mean))
             x[..., rewrite.output] += added  # Eq. 5
+        return x
+
+    def _steered(self, x: Tensor) -> Tensor:
+        """The tokens [b, m, d] as gate and tensors see them: moved towards experts' centres."""
+        x = self.tokens(x)
+        for each in self.edits.steerings:
+            strength = x.new_full((1,), each.strength)
+            if each.place is not None:
+                told = self.strengths
+                strength = x.new_zeros(1) if told is None else told[:, each.place]
+            x = x + strength[:, None, None] * self.projections[each.level][:, each.expert]
         return x
 
     def stored(self) -> Iterator[StoredPart]:
@@ -443,8 +454,10 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
     tensor is `tensor.{t}.experts` [N, o, d], a matrix per combination of experts, contiguous so
     that single ones can be gathered, and `tensor.{t}.biases` [N, o].
 
-    An ablated expert's rows are zero. With re-written outputs, `rewrite.0` [n, o] of a layer with
-    one level; with several `rewrite.{e}` [n, rewrites] and `rewrite.output` [rewrites, o].
+    `steer` [d] is what is added to every token, `steer.centres` [s, d] what is added times each of
+    the s strengths of a run. An ablated expert's rows are zero. With re-written outputs,
+    `rewrite.0` [n, o] of a layer with one level; with several `rewrite.{e}` [n, rewrites] and
+    `rewrite.output` [rewrites, o].
     """
     spec = layer.spec
     for level, projection in enumerate(layer.projections):
@@ -459,6 +472,7 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
     if layer.gain is not None and layer.shift is not None:
         yield _part("gain", layer.gain)
         yield _part("shift", layer.shift)
+    yield from _steerings(layer)
     for index, (tensor, module) in enumerate(zip(spec.tensors, layer.tensors, strict=True)):
         factors = module.factors
         assert isinstance(factors, nn.ParameterList)
@@ -515,6 +529,21 @@ def _rewrites(spec: MuMoESpec, edits: LayerEdits) -> Iterator[StoredPart]:
     for level, mean in enumerate(means):
         yield _part(f"rewrite.{level}", mean)
     yield _part("rewrite.output", strengths)
+
+
+def _steerings(layer: MuMoE) -> Iterator[StoredPart]:
+    """What steers a layer: fixed strengths are multiplied out, others have a row each."""
+    if not layer.edits.steerings:
+        return
+    fixed = torch.zeros(layer.spec.dim, dtype=torch.float64)
+    told = torch.zeros(layer.edits.steerings[0].told, layer.spec.dim)
+    for each in layer.edits.steerings:
+        centre = layer.projections[each.level][:, each.expert]
+        if each.place is None:
+            fixed += each.strength * centre.double()
+        else:  # the rows of other layers' experts are zero
+            told[each.place] = centre
+    yield _part(names.STEER_CENTRES, told) if len(told) else _part(names.STEER_INPUT, fixed)
 
 
 def _by_mode(spec: FactorisedSpec, factor: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
 EVERYWHERE = {"as_json", "verbose", "quiet", "force", "output"}
 ACTING = {
     "export": {"config", "sets", "k", "target", "lowering", "batch", "opset", "precision"}
-    | {"ablate", "rewrite", "recipe", "no_verify", "dry_run", "model"},
+    | {"ablate", "rewrite", "steer", "recipe", "no_verify", "dry_run", "model"},
     "inspect": {"model"},
     "calibrate": {"model", "config", "sets", "data", "k", "method", "samples", "batch"}
     | {"sensitivity"},
