@@ -57,16 +57,16 @@ Card = dict[str, Any]
 `groups` of rows by their heading."""
 
 PARITY_NOTE = (
-    "Against PyTorch with the same k: the share of samples for which every layer chose the same "
-    "experts, the mean Jaccard index of the chosen sets, and the outputs. There is nothing to "
-    "compare where all experts are kept, and in PyTorch's own rows."
+    "Compared with PyTorch at the same k: the share of samples for which every layer selected the "
+    "same experts, the mean Jaccard index of the selected sets, and the outputs. Routing is not "
+    "compared if all experts are kept, nor in PyTorch's own rows."
 )
 
 RANDOM_NOTE = (
-    "Random: experts drawn anew for each input and layer, once per seed; σ is the seeds' sample "
-    "standard deviation. All sets: best per input knows the label; best for all was chosen on the "
-    "same labels; distinct best counts the sets with the least loss for some input. Shares are "
-    "means over inputs."
+    "Random: experts are drawn for each input and layer, once per seed; σ is the sample standard "
+    "deviation over the seeds. All sets: best per input uses the label; best for all was selected "
+    "on the same labels; distinct best is the number of sets with the least loss for at least one "
+    "input. Shares are means over inputs."
 )
 
 

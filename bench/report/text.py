@@ -194,15 +194,15 @@ def method_lines(results: Results) -> list[str]:
     if {"rounds", "round_s", "warmup"} <= p.keys():
         lines.append(
             f"{p['rounds']} interleaved rounds in random order, at least {p['round_s']:g} s per "
-            f"engine and round, after {p['warmup']} calls of warm-up; no call is left out."
+            f"engine and round, after {p['warmup']} warm-up calls; no call is discarded."
         )
     threads = results.environment.get("threads")
     if threads is not None:
         lines.append(f"{threads} thread{'s' if threads != 1 else ''} for every engine.")
     lines.append(
-        "Latencies of scope gpu are device time, the others from array to array."
+        "Latencies with scope gpu are device time; the others are wall clock, host to host."
         if any(row.scope == "gpu" for row in results.rows)
-        else "Latency is wall clock from host array to host array, on real inputs in turn."
+        else "Latency is wall clock, with input and output in host memory, on real inputs in turn."
     )
     lines += _on_gpu(results)
     if "samples" in p:
@@ -211,7 +211,7 @@ def method_lines(results: Results) -> list[str]:
     lines += _rates(p.get("rates", ()))
     if p.get("waited"):
         most = max(each["share"] for each in p["waited"])
-        lines.append(f"Threads waited for a core {most:.0%} of the time that they wanted one.")
+        lines.append(f"Threads waited for a core for up to {most:.0%} of their time.")
     lines.append("Spread is the range of the round medians relative to their median.")
     for model in results.models:
         size = "" if model.parameters is None else f", {model.parameters:,} parameters"
@@ -220,16 +220,16 @@ def method_lines(results: Results) -> list[str]:
 
 
 GPU_CLOCK = (
-    "On a GPU the wall clock holds the copies to it and back and the wait for it; the host waits "
-    "as CUDA does by default, which on most machines is by spinning. Engines of TensorRT are "
-    "recorded and replayed as CUDA graphs where they can be; PyTorch and ONNX Runtime launch "
-    "kernel by kernel. FP32 products are not rounded to TF32, unless an engine was built so."
+    "On a GPU, wall-clock times include the copies to and from the GPU and the wait; the host "
+    "waits as CUDA does by default, on most machines by spinning. TensorRT engines are replayed as "
+    "CUDA graphs if possible; PyTorch and ONNX Runtime launch kernel by kernel. FP32 products do "
+    "not use TF32, unless an engine was built with it."
 )
 
 GPU_EVENTS = (
-    f"{GPU_MS} are between two CUDA events, one pair per call, around the computation on a stream "
-    "of its own; the copies are outside, gaps between kernels inside. They are taken in the same "
-    "rounds, by calls of their own, in buffers that the calls before have allocated."
+    f"{GPU_MS} is the time between two CUDA events around the computation, one pair per call, on a "
+    "stream of its own. It includes gaps between kernels but no copies. It comes from separate "
+    "calls in the same rounds, with buffers that exist already."
 )
 
 
@@ -247,14 +247,14 @@ def _on_gpu(results: Results) -> list[str]:
         if row.device_ms is None
     )
     if silent:
-        lines.append(f"There are no {GPU_MS} of {', '.join(silent)}, only the wall clock.")
+        lines.append(f"{', '.join(silent)}: wall clock only, no {GPU_MS}.")
     there = any(row.engine == PYTORCH_EAGER for row in rows)
     lines.append(
         "Rows on a GPU are compared with the untouched PyTorch model on the GPU, the others with "
         "it on the CPU."
         if there
-        else "Rows on a GPU are compared with the untouched PyTorch model on the CPU: on the GPU "
-        "it was not measured."
+        else "Rows on a GPU are compared with the untouched PyTorch model on the CPU, because it "
+        "was not measured on the GPU."
     )
     return lines
 
@@ -275,8 +275,8 @@ def _rates(measured: Sequence[dict[str, Any]]) -> list[str]:
             ends = dict.fromkeys((f"{min(found):.0f}", f"{max(found):.0f}"))
             rates.append(words.format(" to ".join(ends)))
     return [
-        "The limit is the least time that this machine needs to move a row's bytes and to compute "
-        f"its operations, whichever takes longer, part by part; measured beside: "
+        "The limit is the least time that this machine needs to move a row's bytes or to compute "
+        "its operations, whichever takes longer, part by part. Rates measured in the same rounds: "
         f"{', '.join(rates)}."
     ]
 

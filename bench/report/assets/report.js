@@ -123,7 +123,7 @@ function detail(row) {
   const words = [`${row.name}, batch ${row.batch}: ${shown(row.ms)} ms`];
   if (base && base.ms !== null) words[0] += ` against ${shown(base.ms)} ms in PyTorch`;
   if (row.keptRange) {
-    words.push(`what is kept lies between ${percent(row.keptRange.low)} and ${percent(row.keptRange.high)} (95%)`);
+    words.push(`95% interval of the ${row.perplexity ? "perplexity" : "accuracy"} kept: ${percent(row.keptRange.low)} to ${percent(row.keptRange.high)}`);
   }
   return words.join("; ") + ".";
 }
@@ -450,7 +450,7 @@ function routing() {
   const known = list.filter(row => row.routing);
   if (known.length) {
     const worst = least(known, row => row.routing.exact), exact = worst.routing.exact;
-    return exact >= 1 ? "Routing: every row chose the same experts as PyTorch for every sample."
+    return exact >= 1 ? "Routing: every row selected the same experts as PyTorch for every sample."
       : `Routing: the same experts as PyTorch for ${percent(exact)} (k = ${worst.k}, ${worst.short}) `
         + `to ${percent(Math.max(...known.map(row => row.routing.exact)))} of samples.`;
   }
@@ -609,7 +609,7 @@ function still() {
   const listed = items => element("ul", {}, ...items.map(item => element("li", { textContent: item })));
   byId("method").replaceChildren(listed(data.method),
     ...data.absent.length ? [element("h3", { textContent: "Not measured" }), listed(data.absent)] : [],
-    ...data.again ? [element("h3", { textContent: "To do it again" }), element("pre", { textContent: data.again })] : []);
+    ...data.again ? [element("h3", { textContent: "Reproduce" }), element("pre", { textContent: data.again })] : []);
   byId("tables").replaceChildren(...data.tables.map(card => element("section", { className: "card", id: card.id },
     element("h2", { textContent: card.title }),
     ...card.intro.map(text => element("p", { className: "note", textContent: text })),
@@ -670,11 +670,11 @@ function render() {
   controls();
   const found = answer(), picked = candidates().find(row => String(row.index) === state.row);
   const chosen = picked ?? found.row;
-  byId("summary").textContent = picked && picked !== found.row ? `Chosen: ${picked.claim}.` : found.text;
-  byId("caveat").textContent = picked && picked !== found.row ? `The answer was: ${found.text}` : chosen ? caveat(chosen) : "";
+  byId("summary").textContent = picked && picked !== found.row ? `Selected: ${picked.claim}.` : found.text;
+  byId("caveat").textContent = picked && picked !== found.row ? `Recommended: ${found.text}` : chosen ? caveat(chosen) : "";
   byId("detail").textContent = chosen ? detail(chosen) : "";
   byId("export-card").hidden = !chosen;
-  byId("command").textContent = chosen?.command ?? "No command: this row runs in PyTorch, or its checkpoint has no path.";
+  byId("command").textContent = chosen?.command ?? "No export command: this row runs in PyTorch, or its checkpoint has no path.";
   byId("tiles").hidden = !chosen;
   if (chosen) tiles(chosen);
   byId("charts").hidden = !timed().length;

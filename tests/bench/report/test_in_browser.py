@@ -272,7 +272,7 @@ def test_rows_are_searched_sorted_and_chosen(window: Browser, page: Path) -> Non
         "[...document.querySelectorAll('#rows .pick')].findLast(b => b.textContent === '2/16')"
         ".click()"
     )
-    assert text(window, "summary").startswith("Chosen: k = 2 of 16")
+    assert text(window, "summary").startswith("Selected: k = 2 of 16")
     assert "--k 2 " in text(window, "command")
     assert ring(window, "deploy") == [[0.5, 0.8]]
     assert window.console() == []
@@ -402,7 +402,7 @@ def test_a_chart_with_nothing_in_it_is_hidden_and_a_sentence_says_why(
     opened(*results.rows)
     assert text(window, "empty") == ""
     assert text(window, "routing") == (
-        "Routing: every row chose the same experts as PyTorch for every sample."
+        "Routing: every row selected the same experts as PyTorch for every sample."
     )
     everything = (results.rows[0], row(16, 1.0, 1.0, routing=None))
     opened(*everything)
