@@ -15,10 +15,10 @@ from .manifest import MANIFEST_FILE, FileRecord, Manifest, PortRecord
 README_FILE = "README.md"
 
 CONTENTS = {
-    "weights.bin": "the weights, shared by all graphs: keep it beside them",
-    "parity.npz": "inputs, and what PyTorch made of them: what `moexport verify` compares with",
-    "calibration.json": "the ranges of tensors that the integers were chosen for",
-    MANIFEST_FILE: "all of this and more for programs; the hash of every file",
+    "weights.bin": "the weights, shared by all graphs; keep it in the same folder",
+    "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
+    "calibration.json": "the value ranges of tensors that quantisation used",
+    MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
 }
 
 
@@ -48,7 +48,7 @@ def readme(manifest: Manifest) -> str:
         f"# {PurePath(source.path).name or source.family}, {chosen} experts per input",
         f"An ONNX model (opset {manifest.opset}) for `{manifest.target}` in {manifest.precision}, "
         f"written by moexport {manifest.moexport} on {manifest.created[:10]}. For every input, "
-        "each MoE layer computes the k experts that matter most and leaves out the others.",
+        "each MoE layer selects k experts and computes only these.",
         f"It was made from weights of the family `{source.family}` (SHA-256 `{source.sha256}`)"
         + (f" with {config}." if config else "."),
         markdown(("layer", "kind", "experts computed", "lowering", "precision"), layers),
@@ -73,9 +73,9 @@ def readme(manifest: Manifest) -> str:
 ROUTING = "The outputs whose names begin with a layer's tell which experts it chose."
 
 CACHE = (
-    "A text goes on with what came before it: each output `present.…` is given to the next call as "
-    "the input `past_key_values.…`, together with the new tokens alone; `attention_mask` and "
-    "`position_ids` count all of them."
+    "To continue a text, pass each output `present.…` to the next call as the input "
+    "`past_key_values.…`, together with the new tokens only; `attention_mask` and `position_ids` "
+    "cover all tokens."
 )
 
 
@@ -86,8 +86,8 @@ def _content(manifest: Manifest, name: str) -> str:
             if not graph.batches:
                 return f"the graph: {lowerings}"
             first, last = graph.batches
-            return f"a graph: {lowerings}; for batches of {first} to {last}, any other runs too"
-    return "an engine, or of one"
+            return f"a graph: {lowerings}; for batch sizes {first} to {last}, but it accepts any"
+    return "an engine, or a part of one"
 
 
 def _one(port: PortRecord) -> str:

@@ -74,7 +74,10 @@ def find_files(source: Path) -> WeightFiles:
     if source.is_dir():
         return _find_in_folder(source)
     if not source.exists():
-        raise CheckpointError(f"{source}: no such file", hint=_fetching(source) or "check the path")
+        named = re.sub(
+            r"^(\w{2,}):/+", r"\1://", str(source)
+        )  # a path has lost a URL's second slash
+        raise CheckpointError(f"{named}: no such file", hint=_fetching(source) or "check the path")
     if not source.is_file():
         raise CheckpointError(f"{source}: neither a file nor a folder", hint="check the path")
     config = _config_in(source.parent)

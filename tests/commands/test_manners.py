@@ -166,6 +166,7 @@ def test_what_may_have_been_meant_is_named(arguments: tuple[str, ...], meant: st
 def test_what_is_on_the_network_is_to_be_downloaded_first(source: str, what: str) -> None:
     outcome = run("inspect", source)
     assert outcome.code == 1
+    assert f"{source}: no such file" in outcome.error
     assert what in outcome.hint
 
 

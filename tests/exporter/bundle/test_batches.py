@@ -132,7 +132,7 @@ def test_it_is_said_everywhere(layer: Path, exported: Path, opened: Bundle) -> N
     readme = (exported / "README.md").read_text(encoding="utf-8")
     for graph in opened.manifest.graphs:
         first, last = graph.batches
-        assert f"for batches of {first} to {last}, any other runs too" in readme
+        assert f"for batch sizes {first} to {last}, but it accepts any" in readme
     planned = run("export", layer, "-o", "nowhere", "--k", str(K), *BATCHES, "--dry-run", "--json")
     plan: dict[str, Any] = json.loads(planned.out)
     assert plan["batches"] == {graph.file: graph.batches for graph in opened.manifest.graphs}
