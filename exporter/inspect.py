@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 
 from ..calibration.feeds import Feed
 from ..errors import UsageError
-from ..graphs.layers.base import MoELayer, choice_key, recorded_choices, replaced_layers
+from ..graphs.layers.base import MoELayer, MoESpec, choice_key, recorded_choices, replaced_layers
 from .inputs import DEFAULT_TOKENS, feed_inputs
 from .model import Model
 from .token_routed.network import Network
@@ -163,23 +164,33 @@ class _NoProducts(TorchFunctionMode):
 
 def _costs(model: Model, tokens: dict[str, int]) -> tuple[CostReport, ...]:
     specs = {name: layer.spec for name, layer in model.layers.items()}
-    smallest = min(spec.experts for spec in specs.values())
     reports: list[CostReport] = []
-    for share in (each for each in SHARES if each <= smallest):
-        kept = {name: max(1, spec.experts // share) for name, spec in specs.items()}
+    for label, kept in _kept(specs):
         macs = sum(sum(spec.macs(tokens[n], kept[n]).values()) for n, spec in specs.items())
         nbytes = sum(spec.bytes_read(kept[name]) for name, spec in specs.items())
         all_macs = reports[0].macs if reports else macs
         all_bytes = reports[0].expert_bytes if reports else nbytes
-        label = _k_label(share, kept)
         reports.append(CostReport(label, macs, nbytes, macs / all_macs, nbytes / all_bytes))
     return tuple(reports)
 
 
-def _k_label(share: int, kept: dict[str, int]) -> str:
+def _kept(specs: Mapping[str, MoESpec]) -> Iterator[tuple[str, dict[str, int]]]:
+    """Yields labels, and the k of each layer: all experts, and shares of those that are trained."""
+    trained = {name: spec.trained_k for name, spec in specs.items()}
+    every = {name: spec.experts for name, spec in specs.items()}
+    what = "n"
+    if trained != every:
+        yield _k_label("n", every), every
+        what = "trained k"
+    for share in (each for each in SHARES if each <= min(trained.values())):
+        kept = {name: max(1, k // share) for name, k in trained.items()}
+        yield _k_label(what if share == 1 else f"{what}/{share}", kept), kept
+
+
+def _k_label(what: str, kept: dict[str, int]) -> str:
     values = sorted(set(kept.values()))
     number = str(values[0]) if len(values) == 1 else f"{values[0]}–{values[-1]}"
-    return f"n = {number}" if share == 1 else f"n/{share} = {number}"
+    return f"{what} = {number}"
 
 
 def _parameters(module: nn.Module) -> int:

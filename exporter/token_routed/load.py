@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,10 +12,11 @@ from typing import Any, Literal, get_args
 import torch
 from torch import nn
 
-from ...common.files import Watched
+from ...common.files import Reading, Watched, release
 from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError
 from ...graphs.layers.base import sharing_weights
 from ..checkpoints.files import find_files
+from ..checkpoints.state_dict import upcast
 from ..model import Model, Source, TensorSpec
 from .experts import canonical, check_layer, experts_modules
 from .network import (
@@ -95,16 +97,19 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
     inputs, outputs, notes = _ports(skeleton, config, kind, cached=cached)
     takes, gives = [each.name for each in inputs], [each.name for each in outputs]
     watched = Watched.now(found)
-    model = _part(_weights(folder, class_, config), kind) if values else skeleton
+    model, mapped = _weights(folder, class_, config, found) if values else (skeleton, found)
+    model = _part(model, kind) if values else model
     original = Network(model.eval().requires_grad_(False), takes, gives)
     network = sharing_weights(original)
-    k = k_of(config.get_text_config())
+    k, reading = k_of(config.get_text_config()), Reading(mapped)
     for path in paths:
         module = original.get_submodule(path)
         layer = canonical(path, module, k[1] if k else max(experts))
         if values:
             check_layer(layer, module)
+            reading.advance(sum(weight.nbytes for weight in layer.parameters()))
         network.set_submodule(path, layer)
+    reading.end()
     wrong = _replace_blocks(network, original, check=values)
     if wrong is not None:
         notes = (*notes, wrong)
@@ -113,7 +118,9 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
         module=network,
         family=str(config.model_type),
         config=_told(config, routers, kind, cached=network_cached(network)),
-        source=Source(str(folder), found, watched=watched.hashed() if values else None),
+        source=Source(
+            str(folder), found, mapped=mapped, watched=watched.hashed() if values else None
+        ),
         inputs=inputs,
         outputs=outputs,
         notes=(f"{class_.__name__} of transformers", *notes),
@@ -389,24 +396,24 @@ def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[in
     return cache_shapes(getattr(found, "past_key_values", None))
 
 
-def _weights(folder: Path, class_: Any, config: Any) -> nn.Module:
-    """The model with its weights in float32; `CheckpointError` where they are not all there."""
+def _weights(
+    folder: Path, class_: Any, config: Any, found: tuple[Path, ...]
+) -> tuple[nn.Module, tuple[Path, ...]]:
+    """The model with its weights in float32, and the files that they are mapped from.
+
+    Raises `CheckpointError` where they are not all there.
+    """
     if getattr(config, "quantization_config", None) is not None:
         raise CheckpointError(
             f"{folder}: its weights are quantised already",
             hint="export the checkpoint in bfloat16 or float32 that they were made from",
         )
     try:
-        model, told = class_.from_pretrained(
-            str(folder),
-            config=config,
-            dtype=torch.float32,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            attn_implementation=_attention(class_),
-            output_loading_info=True,
-        )
+        # In the types of the checkpoint its weights are mapped, where they are not put together of
+        # several; in another type they would be copied.
+        model, told = _read(folder, class_, config, "auto")
+        if _computed_otherwise(model):
+            model, told = _read(folder, class_, config, torch.float32)
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise CheckpointError(
             f"{folder}: transformers cannot load its weights: {_first(error)}",
@@ -425,7 +432,46 @@ def _weights(folder: Path, class_: Any, config: Any) -> nn.Module:
             hint="config.json and the weights are of different models",
         )
     assert isinstance(model, nn.Module)
-    return model
+    release(found)
+    return model, (*found, *_as_float32(model, found))
+
+
+def _read(folder: Path, class_: Any, config: Any, dtype: Any) -> Any:
+    """A model of the library with its weights, and what it tells of them."""
+    return class_.from_pretrained(
+        str(folder),
+        config=copy.deepcopy(config),
+        dtype=dtype,
+        use_safetensors=True,
+        local_files_only=True,
+        trust_remote_code=False,
+        attn_implementation=_attention(class_),
+        output_loading_info=True,
+    )
+
+
+def _computed_otherwise(model: nn.Module) -> bool:
+    """Whether tensors that are computed, not read, were computed in less than float32."""
+    read = model.state_dict().keys()
+    return any(
+        tensor.is_floating_point() and tensor.dtype != torch.float32
+        for name, tensor in model.named_buffers()
+        if name not in read
+    )
+
+
+def _as_float32(model: nn.Module, files: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Converts a model's weights to float32, in place; returns what file they are mapped from."""
+    model.config.dtype = torch.float32
+    others: dict[str, torch.Tensor] = {
+        name: tensor
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.is_floating_point() and tensor.dtype != torch.float32
+    }
+    converted, file = upcast({name: each.detach() for name, each in others.items()}, files)
+    for name, tensor in others.items():
+        tensor.data = converted[name]
+    return () if file is None else (file,)
 
 
 def _first(error: BaseException) -> str:

@@ -6,6 +6,7 @@ import numpy as np
 import onnx_ir as ir
 
 from ..builder import Builder
+from ..layers.experts import ExpertsSpec
 from ..layers.soft_moe import SoftMoESpec
 from ..layers.stored import Layer
 from ..names import MICROSOFT
@@ -91,12 +92,18 @@ def _router_logits(
 def _unable(spec: SoftMoESpec) -> str | None:
     if spec.expert != "mlp":
         return f"com.microsoft.MoE has no {spec.expert} experts of this form"
+    return other_width(spec)
+
+
+def other_width(spec: SoftMoESpec | ExpertsSpec) -> str | None:
+    """Why the op cannot compute experts whose outputs are wider or narrower than their inputs."""
     if spec.dim != spec.out:
         return f"com.microsoft.MoE keeps the width, and this layer maps {spec.dim} to {spec.out}"
     return None
 
 
-def _inexact(spec: SoftMoESpec) -> str | None:
+def inexact_gelu(spec: SoftMoESpec | ExpertsSpec) -> str | None:
+    """How what the op computes for GELU differs from it."""
     if spec.activation == "gelu":
         return "com.microsoft.MoE computes the tanh form of GELU, up to 5e-4 from the exact one"
     return None
@@ -141,5 +148,5 @@ LOWERING = Lowering(
     predict_us=predict_us,
     unable=_unable,
     no_kernel=_no_kernel,
-    inexact=_inexact,
+    inexact=inexact_gelu,
 )

@@ -17,7 +17,7 @@ from ...precision.products import INT8_ROWS
 from ...targets import CPU_PROVIDER, CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Precision, Target
 from ..base import LoweringOf
 from ..cost import PACKED_ROWS, Machine, expert_macs, stacked_us
-from ..fused import EXPONENTIAL, NEVER
+from ..fused import EXPONENTIAL, NEVER, inexact_gelu, other_width
 from .arithmetic import ExpertsLayer, by_token, pair_rows, routed
 from .cost import ExpertsWork, combine_us
 
@@ -95,19 +95,11 @@ def _in_turn(b: Builder, layer: ExpertsLayer, value: ir.Value, key: str) -> ir.V
 
 
 def _unable(spec: ExpertsSpec) -> str | None:
-    if spec.dim != spec.out:
-        return f"com.microsoft.MoE keeps the width, and these experts map {spec.dim} to {spec.out}"
     if spec.gate != "none" and spec.activation != "silu":
         return f"com.microsoft.MoE has no gate with {spec.activation}"
     if spec.gate == "none" and (spec.activation not in _ACTIVATIONS or spec.alpha != 1.0):
         return f"com.microsoft.MoE has no {spec.activation} of this form"
-    return None
-
-
-def _inexact(spec: ExpertsSpec) -> str | None:
-    if spec.activation == "gelu":
-        return "com.microsoft.MoE computes the tanh form of GELU, up to 5e-4 from the exact one"
-    return None
+    return other_width(spec)
 
 
 def _no_kernel(precision: Precision, target: Target) -> str | None:
@@ -148,6 +140,6 @@ LOWERING: LoweringOf[ExpertsSpec] = LoweringOf(
     predict_us=predict_us,
     unable=_unable,
     no_kernel=_no_kernel,
-    inexact=_inexact,
+    inexact=inexact_gelu,
     kind="experts",
 )

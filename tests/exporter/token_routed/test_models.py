@@ -19,6 +19,7 @@ from moexport.errors import (
     UsageError,
 )
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.checkpoints import state_dict
 from moexport.exporter.inputs import completed
 from moexport.exporter.model import Model
 from moexport.exporter.token_routed.experts import canonical, check_layer, experts_modules
@@ -124,6 +125,9 @@ def test_inspect_tells_the_layers_without_reading_weights(mixtral: Path) -> None
     assert report["family"] == "mixtral"
     assert [layer["experts"] for layer in report["layers"]] == [8, 8]
     assert report["config"]["num_experts_per_tok"] == 2
+    costs = {cost["k"]: cost for cost in report["costs"]}
+    assert list(costs) == ["n = 8", "trained k = 2", "trained k/2 = 1"]
+    assert costs["trained k = 2"]["bytes_share"] == 0.25
 
 
 def test_int8_experts_need_no_data(mixtral: Path, tmp_path: Path) -> None:
@@ -145,6 +149,21 @@ def test_shards_in_bfloat16_are_the_same_model(mixtral: Path, tmp_path: Path) ->
     with torch.no_grad():
         y = model.original(*_tensors(model, ids))[0]  # type: ignore[misc]
         torch.testing.assert_close(y, expected(ids).logits, rtol=1e-4, atol=1e-4)
+
+
+def test_weights_of_16_bits_are_mapped_from_a_file_of_float32(
+    mixtral: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(state_dict, "IN_MEMORY_BYTES", 0)
+    network = transformers.MixtralForCausalLM.from_pretrained(mixtral, dtype=torch.bfloat16)
+    network.save_pretrained(tmp_path / "half")
+    model = moexport.load(tmp_path / "half")
+    (place,) = set(model.source.mapped) - set(model.source.files)
+    maps = Path("/proc/self/maps").read_text()
+    assert str(place) in maps
+    for name, weight in network.named_parameters():
+        if "experts" not in name:
+            assert torch.equal(model.module.get_parameter(name), weight.float())
 
 
 def _tensors(model: Model, ids: torch.Tensor) -> list[torch.Tensor]:

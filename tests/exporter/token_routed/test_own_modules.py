@@ -12,7 +12,7 @@ import torch
 from moexport.errors import FamilyError, UsageError
 from moexport.exporter.token_routed.own_modules import sparse_blocks
 from moexport.tests.command import run
-from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES
+from moexport.tests.exporter.token_routed.architectures import ARCHITECTURES, transformers
 from moexport.tests.exporter.token_routed.architectures import save as save_usual
 from moexport.tests.exporter.token_routed.encoder_decoders import (
     ENCODER_DECODERS,
@@ -71,6 +71,20 @@ def test_what_the_library_computes_otherwise_than_its_router_says_is_told(
         assert ours.notes == notes[:-1]
     assert "does not send tokens to the experts that its router chooses" in notes[-1]
     assert not any("does not send" in note for note in moexport.load(switch).notes)
+
+
+def test_what_is_computed_when_a_bfloat16_checkpoint_is_loaded_is_float32(
+    nllb: Path, tmp_path: Path
+) -> None:
+    network = transformers.NllbMoeForConditionalGeneration.from_pretrained(nllb)
+    network.to(torch.bfloat16).save_pretrained(tmp_path / "half")
+    path = "model.decoder.embed_positions"
+    expected, found = (
+        moexport.load(folder).module.get_submodule(path).weights
+        for folder in (nllb, tmp_path / "half")
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
 def test_a_part_that_cannot_be_is_refused(switch: Path, tmp_path: Path) -> None:
