@@ -29,12 +29,16 @@ class Confirmed:
     quality: Quality
 
 
-def sequence_of(front: Sequence[Look], base: Look) -> list[Look]:
+def sequence_of(front: Sequence[Look], base: Look, keep: float | None) -> list[Look]:
     """Returns the points to confirm, in the order in which they are tested: the safest first.
 
-    The model as trained begins; of a long front the last, which are the fastest.
+    The model as trained begins; then those of the front that keep enough on the search's half, the
+    fastest of them where there are many.
     """
     others = [look for look in front if look.point != base.point]
+    if keep is not None:
+        others = [look for look in others if look.quality.kept >= keep]
+    others.sort(key=lambda look: (-look.quality.low, -look.ms))
     return [base, *others[-(MOST - 1) :]]
 
 

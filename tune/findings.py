@@ -24,6 +24,7 @@ from ..bench.results import (
 from ..bench.run import model_info
 from ..calibration.table import CALIBRATION_FILE
 from ..common.environment import environment
+from ..exporter.bundle.recipe import RECIPE_FILE
 from .confirm import Confirmed
 from .graphs import CAREFUL, Look
 from .quality import Quality
@@ -72,13 +73,19 @@ def results_of(found: Tuned, command: str = "") -> Results:
         keep=found.request.keep,
         max_latency_ms=found.request.latency_ms,
         max_bytes=found.request.bytes,
-        points=tuple(_points(found)),
+        recipe=str(found.bundle.path / RECIPE_FILE),
+        points=tuple(sorted(_points(found), key=lambda point: -point.ms)),
     )
     return Results(
         (info,),
         tuple(rows),
         environment(),
-        {"rounds": CAREFUL.rounds, "round_s": CAREFUL.round_s, "samples": quality.inputs},
+        {
+            "rounds": CAREFUL.rounds,
+            "round_s": CAREFUL.round_s,
+            "samples": quality.inputs,
+            "labelled": found.metric.name == "accuracy",
+        },
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         analyses={TUNING: msgspec.to_builtins(record)},

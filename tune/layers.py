@@ -192,6 +192,8 @@ def effects(
     replay: Replay, choices: Mapping[str, Sequence[Choice]]
 ) -> Iterator[tuple[str, Choice, Quality]]:
     """Yields what is kept with each choice of each layer alone."""
-    for name, listed in choices.items():
-        for choice in listed:
-            yield name, choice, replay.quality(name, choice)
+    longest = max(map(len, choices.values()), default=0)
+    for index in range(longest):  # of every layer one, so that an early end leaves none out
+        for name, listed in choices.items():
+            if index < len(listed):
+                yield name, listed[index], replay.quality(name, listed[index])

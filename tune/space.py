@@ -92,17 +92,16 @@ def point_of(data: Mapping[str, Any]) -> Point:
     return Point(layers, data["quantize"], data["around"])
 
 
-def ks_of(n: int) -> tuple[int, ...]:
-    """Returns the k that are looked at for n experts, all of them first: by thirds of an octave.
+FEW = 8
+"""Of so many experts every number is looked at."""
 
-    Small n have them all.
-    """
-    found, share = [n], float(n)
-    while share > 1:
-        share /= 2 ** (1 / 2) if n > 8 else 1.0
-        share -= 1.0 if n <= 8 else 0.0
-        found.append(max(1, round(share)))
-    return tuple(dict.fromkeys(found))
+
+def ks_of(n: int) -> tuple[int, ...]:
+    """Returns the numbers of n experts that are looked at, n first: two to each halving."""
+    if n <= FEW:
+        return tuple(range(n, 0, -1))
+    steps = range(2 * n.bit_length())
+    return tuple(dict.fromkeys(max(1, round(n / 2 ** (step / 2))) for step in steps))
 
 
 def job_of(

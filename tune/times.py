@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -49,30 +49,44 @@ class LayerTimes:
         """Returns what a layer takes; None where no lowering serves that form."""
         return self.forms.get((layer, choice.form))
 
-    def known(self, layer: str, choice: Choice) -> FormTime:
-        """Returns what a layer takes: measured, or for a k between two by interpolation."""
+    def known(self, layer: str, choice: Choice) -> FormTime | None:
+        """Returns what a layer takes: measured, or for a size between two by interpolation.
+
+        None where nothing like it was measured.
+        """
         found = self.of(layer, choice)
         if found is not None:
             return found
-        k, n, precision = choice.form
+        k, _, precision = choice.form
         near = sorted(
-            (form[0], time)
-            for (name, form), time in self.forms.items()
-            if name == layer and form[1:] == (n, precision)
+            (
+                (form[0], time)
+                for (name, form), time in self.forms.items()
+                if name == layer and form[2] == precision and _alike(form, choice.form)
+            ),
+            key=lambda each: each[0],
         )
+        if not near:
+            return None
         below = [each for each in near if each[0] <= k] or near[:1]
         above = [each for each in near if each[0] >= k] or near[-1:]
-        (low, slow), (high, fast) = below[-1], above[0]
+        (low, fewer), (high, more) = below[-1], above[0]
         share = 0.0 if high == low else (k - low) / (high - low)
-        return replace(slow, ms=slow.ms + share * (fast.ms - slow.ms))
+        nearer = fewer if share < 1 / 2 else more
+        return replace(nearer, ms=fewer.ms + share * (more.ms - fewer.ms))
 
     def lowerings(self, point: Point) -> dict[str, str]:
         """Returns the fastest lowering of each layer of a point."""
-        return {name: self.known(name, choice).lowering for name, choice in point.layers}
+        return {name: self._sure(name, choice).lowering for name, choice in point.layers}
 
     def layers_ms(self, point: Point) -> float:
         """Returns what the layers of a point take together."""
-        return sum(self.known(name, choice).ms for name, choice in point.layers)
+        return sum(self._sure(name, choice).ms for name, choice in point.layers)
+
+    def _sure(self, layer: str, choice: Choice) -> FormTime:
+        found = self.known(layer, choice)
+        assert found is not None, "points are made of choices whose time is known"
+        return found
 
     def predicted_ms(self, point: Point) -> float:
         """Returns what a point takes: the layers, and the network around them as far as known."""
@@ -87,12 +101,19 @@ class LayerTimes:
         inputs: Tokens,
         journal: Journal,
         progress: Progress,
+        over: Callable[[], bool],
     ) -> None:
-        """Measures every choice of every layer, all of one precision; what is known is left out."""
+        """Measures every choice of every layer, all of one precision; what is known is left out.
+
+        The largest and the smallest come first; when the time is `over`, the rest is left out.
+        """
         for each in journal.found("form"):
             name, form = each["layer"], (each["k"], each["n"], each["precision"])
             self.forms[name, form] = msgspec.convert(each["time"], FormTime)
-        for sheet in sheets(choices):
+        first, *others = sheets(choices)
+        for index, sheet in enumerate((first, *others[-1:], *others[:-1])):
+            if index > 1 and over():
+                return
             if all(self.of(name, choice) is not None for name, choice in sheet.items()):
                 continue
             job = unlowered(base, Point(tuple(sheet.items())))
@@ -104,6 +125,13 @@ class LayerTimes:
                 self.forms[name, choice.form] = time = _time(found.of(name))
                 told = msgspec.to_builtins(time)
                 journal.add("form", layer=name, k=k, n=n, precision=precision, time=told)
+
+
+def _alike(one: Form, other: Form) -> bool:
+    """Whether two forms of a layer differ in size alone."""
+    if not one[1] or not other[1]:
+        return one[1] == other[1]
+    return (one[0] == one[1]) == (other[0] == other[1])
 
 
 def _time(found: TunedLayers) -> FormTime:

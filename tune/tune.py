@@ -47,13 +47,16 @@ from .layers import MOST, Replay, effects
 from .quality import Metric, Quality, metric_for
 from .request import TuneRequest
 from .search import AROUND, LOOKS, Clock, Option, Search, front_of, with_ms
-from .space import Choice, Point, ks_of, recipe_of, unlowered
+from .space import FEW, Choice, Point, ks_of, recipe_of, unlowered
 from .times import LayerTimes, served
 
 BATCH = 64
 
 CALIBRATED = 256
 """Inputs of the search's half that INT8 takes its ranges from."""
+
+TIMES_SHARE, EFFECTS_SHARE = 0.4, 0.6
+"""Of a search's time, when single layers were timed, and when they were tried."""
 
 VERIFIED = 64
 """Inputs of the search's half that the bundle is compared with PyTorch on, layer by layer."""
@@ -335,7 +338,10 @@ class Job:
                 ]
                 for name, listed in choices.items()
             }
-            times.measure(self.base, self.traced, asked, tokens, self.journal, progress)
+            times.measure(
+                *(self.base, self.traced, asked, tokens, self.journal, progress),
+                over=lambda: self.clock.over(TIMES_SHARE),
+            )
         return times
 
     def _shifts(
@@ -357,6 +363,8 @@ class Job:
             told = msgspec.to_builtins(choice)
             self.journal.add("effect", layer=name, choice=told, shift=quality.shift)
             progress.advance(1)
+            if self.clock.over(EFFECTS_SHARE):
+                break
         return found
 
     def _moved_by_integers(
@@ -394,8 +402,10 @@ class Job:
             for choice in tried:
                 for precision in both if name in parts else both[:1]:
                     own = replace(choice, precision=precision)
-                    cost = self._bytes(name, own) if by_size else times.known(name, own).ms
-                    shift = shifts[name, choice]
+                    time, shift = times.known(name, own), shifts.get((name, choice))
+                    if time is None or shift is None:  # there was no time to look at it
+                        continue
+                    cost = self._bytes(name, own) if by_size else time.ms
                     if precision != "fp32":
                         shift += moved[name, precision]
                     options[name].append(Option(own, cost, shift))
@@ -434,7 +444,7 @@ class Job:
     def contract(self, found: Found, progress: Progress) -> tuple[list[Confirmed], Confirmed]:
         """Confirms the front on the other half; returns all that was, and the point to write."""
         keep = self.request.keep
-        sequence = sequence_of(found.front, found.base)
+        sequence = sequence_of(found.front, found.base, keep)
         done = self.journal.found("confirmed")
         if done:
             checked = [msgspec.convert(each, Confirmed) for each in done[-1]["points"]]
@@ -449,7 +459,7 @@ class Job:
             raise self._nearest(held)
         if keep is None:
             return checked, max(within, key=lambda each: each.look.quality.kept)
-        return checked, within[-1]
+        return checked, min(within, key=lambda each: (each.look.ms, each.look.bytes))
 
     def _within(self, look: Look) -> bool:
         request = self.request
@@ -642,17 +652,17 @@ def _subsets(
         return []
     order = replay.nested_experts(name)
     found = []
-    size = layer.spec.experts // 2
-    while size:
+    for size in ks_of(layer.spec.experts)[1:]:
         experts = tuple(sorted(order[:size]))
         found += [Choice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
-        size //= 2
     return found
 
 
 def _timed(listed: Sequence[Choice]) -> list[Choice]:
-    """The choices whose time is measured: between two k it is taken from those around."""
-    whole = [each for each in listed if not each.experts]
-    kept = [each for index, each in enumerate(whole) if index % 2 == 0 or index == len(whole) - 1]
-    kept = whole if len(whole) <= 8 else kept
-    return [*kept, *(each for each in listed if each.experts)]
+    """The choices whose time is measured: between two sizes it is taken from those around."""
+    n = listed[0].k
+    if n <= FEW:
+        return [*listed]
+    sizes = [*ks_of(n)]
+    measured = {*sizes[::2], sizes[-1]}
+    return [each for each in listed if (len(each.experts) or each.k) in measured]

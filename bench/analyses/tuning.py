@@ -49,7 +49,10 @@ class FrontPoint:
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
-    """A search: what was asked, by which metric, on how many inputs, and every point it found."""
+    """A search: what was asked, by which metric, on how many inputs, and every point it found.
+
+    `recipe` is the file that exports the chosen one again.
+    """
 
     model: str
     metric: str
@@ -60,6 +63,7 @@ class TuningRecord:
     keep: float | None
     max_latency_ms: float | None
     max_bytes: int | None
+    recipe: str
     points: tuple[FrontPoint, ...]
 
 

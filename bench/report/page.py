@@ -26,8 +26,9 @@ from ...errors import UsageError
 from ..analyses.findings import ExpertStudy, studies_in
 from ..analyses.report import figures as charts
 from ..analyses.report import titled
+from ..analyses.tuning import FrontPoint, TuningRecord, tuning_in
 from ..fairness import ModelFairness, compared_in
-from ..results import Results, Row, as_json, write
+from ..results import Interval, Results, Row, as_json, write
 from ..runners.available import KINDS
 from .compare import Change, Comparison
 from .fairness import FAIR_HEADS, compared_rows
@@ -151,14 +152,17 @@ def payload(results: Results, comparison: Comparison | None = None) -> dict[str,
     shown = sections(results)
     found = {(section.model, section.batch): section for section in shown}
     studies, compared = studies_in(results.analyses), compared_in(results.analyses)
+    search = tuning_in(results.analyses)
     return {
         "results": as_json(results),
         "rows": [_words(results, found[row.model, row.batch], row) for row in results.rows],
         "keep": KEPT,
+        "search": None if search is None else search_points(search),
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
         "disturbed": results.disturbance,
         "tables": [
             *([] if comparison is None else [comparison_card(comparison)]),
+            *([] if search is None else [search_card(search)]),
             *([analyses_card(studies)] if studies else []),
             *([subgroups_card(compared)] if compared else []),
             parity_card(shown),
@@ -219,6 +223,10 @@ def export_command(results: Results, row: Row) -> str | None:
         given = []
     if target is None or row.error is not None or not source or given[:1] != ["moexport"]:
         return None
+    search = tuning_in(results.analyses)
+    if search is not None and row is results.rows[-1]:  # the one that was chosen
+        words = ["moexport", "export", source, "--recipe", search.recipe, "-o", "BUNDLE"]
+        return shlex.join([*words, *_carried(given)])
     if target == "ort-cpu":  # What a benchmark may be told to take another for.
         target = (_given(given, "--target") or [target])[0]
     name = "".join(c if c.isalnum() else "-" for c in Path(source.split(":")[-1]).stem)
@@ -234,10 +242,14 @@ def export_command(results: Results, row: Row) -> str | None:
     if row.precision == "int8":
         # A folder of images by class is no feed of arrays; the reader knows what is.
         words += ["--data", data if data and (data.endswith(".npz") or ":" in data) else "FEED"]
-    for option in CARRIED:
-        for value in _given(given, option):
-            words += [option, value]
-    return shlex.join(words)
+    return shlex.join([*words, *_carried(given)])
+
+
+def _carried(given: Sequence[str]) -> list[str]:
+    """What a command says of how its model is read."""
+    return [
+        word for option in CARRIED for value in _given(given, option) for word in (option, value)
+    ]
 
 
 def _given(words: Sequence[str], option: str) -> list[str]:
@@ -340,6 +352,73 @@ def _change(change: Change) -> tuple[Cell, ...]:
     kept = ["–" if row.kept is None else percent(row.kept) for row in both]
     name = f"{change.now.k}/{change.now.experts}"
     return (line_name(change.now), name, *latencies, moved, *kept)
+
+
+def search_card(search: TuningRecord) -> Card:
+    """Returns the points that a search found on its front, and what was confirmed."""
+    heads = ("ms", "size", "kept", "95% interval", "confirmed", "95% interval", "what it is")
+    lines: list[Sequence[Cell]] = []
+    for point in search.points:
+        if not point.front:
+            continue
+        confirmed: tuple[Cell, Cell] = (("–", "quiet"), "")
+        if point.confirmed is not None and point.confirmed_kept is not None:
+            held = search.keep is None or point.confirmed.low >= search.keep
+            kind = "good" if held else "bad"
+            confirmed = ((percent(point.confirmed_kept), kind), _interval(point.confirmed))
+        chosen = " (chosen)" if point.chosen else ""
+        lines.append(
+            (
+                milliseconds(point.ms),
+                size(point.bytes),
+                percent(point.kept),
+                _interval(point.searched),
+                *confirmed,
+                f"{point.text}{chosen}",
+            )
+        )
+    intro = (
+        f"{len(search.points)} graphs were made in {search.seconds:.0f} s. The search saw "
+        f"{search.searching} inputs; {search.confirming} others, read once, confirm what it found. "
+        f"Kept is of the untouched model's {search.metric}."
+    )
+    table: dict[str, Sequence[Sequence[Cell]]] = {f"{search.model}, batch {search.batch}": lines}
+    return _card("search", "What tune found", [("", heads, table)], intro=[intro])
+
+
+def _interval(interval: Interval) -> str:
+    return f"{percent(interval.low)} to {percent(interval.high)}"
+
+
+def search_points(search: TuningRecord) -> dict[str, Any]:
+    """Returns what the page draws of a search: every point, with what hovering over it says."""
+    return {
+        "keep": search.keep,
+        "metric": search.metric,
+        "points": [
+            {
+                "ms": point.ms,
+                "kept": point.kept,
+                "low": point.searched.low,
+                "high": point.searched.high,
+                "front": point.front,
+                "chosen": point.chosen,
+                "told": _told(point),
+            }
+            for point in search.points
+        ],
+    }
+
+
+def _told(point: FrontPoint) -> list[str]:
+    lines = [f"{milliseconds(point.ms)} ms, {size(point.bytes)}"]
+    lines.append(f"{percent(point.kept)} kept, {_interval(point.searched)}")
+    if point.confirmed is not None and point.confirmed_kept is not None:
+        lines.append(f"confirmed: {percent(point.confirmed_kept)}, {_interval(point.confirmed)}")
+    for layer in point.layers:
+        of = f"{len(layer.experts)} of {layer.of}" if layer.experts else str(layer.of)
+        lines.append(f"{layer.layer}: k = {layer.k}, experts {of}, {layer.precision}")
+    return lines
 
 
 def analyses_card(studies: Sequence[ExpertStudy]) -> Card:

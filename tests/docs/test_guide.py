@@ -41,6 +41,13 @@ def test_the_five_minute_start_runs_and_prints_what_it_shows(tmp_path: Path) -> 
     assert follow("docs/start.md", tmp_path) == 4
 
 
+def test_the_page_on_tune_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+    assert follow("docs/tune.md", tmp_path) == 3
+    assert (tmp_path / "tuned-report" / "report.html").is_file()
+    for name in ("model.onnx", "weights.bin"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "tuned" / name).read_bytes()
+
+
 def test_a_network_of_ones_own_is_exported_as_the_families_page_shows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
