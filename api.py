@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect as introspection
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -728,11 +729,15 @@ def demo(
     check_pytorch("the demo")
     from .common.console import Silent
 
+    told = progress or Silent()
     if family == "mumoe":
-        from .bench.demo.mumoe import run_mumoe_demo as run_it
-    else:
-        from .bench.demo.demo import run_demo as run_it
-    return run_it(Path(out), progress or Silent(), force=force)
+        from .bench.demo.mumoe import run_mumoe_demo
+
+        return run_mumoe_demo(Path(out), told, force=force)
+    from .bench.demo.demo import run_demo
+    from .tune.demo import tuned
+
+    return run_demo(Path(out), told, force=force, last=partial(tuned, told))
 
 
 def tune(
@@ -793,6 +798,7 @@ def tune(
         ContractError: nothing meets the bounds, or what was found is not confirmed.
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
+    check_pytorch("tune")
     from .common.writing import check_folder
     from .exporter.bundle.destination import check_destination
     from .tune.findings import write_findings

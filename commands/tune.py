@@ -12,7 +12,7 @@ import typer
 
 from .. import api
 from ..common.console import show
-from ..common.text import count, size, table
+from ..common.text import count
 from .options import (
     AsJson,
     CallOptions,
@@ -91,7 +91,9 @@ def tune(
             command=shlex.join(["moexport", *sys.argv[1:]]),
             progress=console,
         )
-    show(json_text(_as_json(found, place)) if as_json else tuned_text(found, place))
+    from ..tune.findings import text
+
+    show(json_text(_as_json(found, place)) if as_json else text(found, place))
 
 
 def plan_text(planned: SearchPlan) -> str:
@@ -102,33 +104,6 @@ def plan_text(planned: SearchPlan) -> str:
         f"{planned.forms} of them timed alone, and up to {planned.graphs} whole graphs\n"
         f"{planned.searching} inputs serve the search, {confirming} confirm\n"
         f"about {planned.seconds:.0f} s; nothing was written (--dry-run)"
-    )
-
-
-def tuned_text(found: Tuned, report: Path) -> str:
-    """Returns the front and the contract."""
-    rows = [
-        (
-            "→" if each is found.chosen else "",
-            f"{each.look.ms:.3g}",
-            size(each.look.bytes),
-            f"{each.quality.kept:.2%}",
-            f"{each.quality.low:.2%} to {each.quality.high:.2%}",
-            each.look.point.text(found.experts),
-        )
-        for each in found.sequence
-    ]
-    header = ("", "ms", "bytes", "kept", "95% interval", "k, experts and precision of each layer")
-    quality = found.chosen.quality
-    times = found.base.ms / found.chosen.look.ms
-    return (
-        f"{table(header, rows)}\n\n"
-        f"{found.bundle.path}: {found.metric.name} kept {quality.kept:.2%}, between "
-        f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
-        f"not see;\n{found.chosen.look.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
-        f"FP32; {found.looks} graphs in {found.seconds:.0f} s\n"
-        f"again: moexport export MODEL --recipe {found.bundle.path / 'recipe.yaml'} -o BUNDLE\n"
-        f"report: {report / 'report.html'}"
     )
 
 

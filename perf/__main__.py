@@ -12,7 +12,7 @@ from typing import Any
 from moexport.bench.results import Results, read, write
 from moexport.common.console import Console, Progress
 
-from . import auto, calibration, experts, fit, layers, models, mumoe, scale, startup, tables
+from . import auto, calibration, experts, fit, layers, models, mumoe, scale, startup, tables, tune
 from .measure import keep, kept
 
 RESULTS = Path(__file__).parent / "results"
@@ -98,6 +98,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "models": _rows("models", models.run, models.table),
     "mumoe": _rows("mumoe", mumoe.run, mumoe.table),
     "experts": _figures("experts", "experts-cpu.json", experts.measured, experts.table),
+    "tune": _figures("tune", "tune-cpu.json", tune.measure, tune.table),
     "scale": _figures("scale", "scale-cpu.json", scale.measure, scale.table),
     "engine-scale": _figures(
         "engine-scale", "engine-scale.json", scale.measure_engine, scale.engine_table

@@ -16,7 +16,7 @@ import pytest
 from moexport.tests.recorded import DATA
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs")
+FOLDERS = ("bench", "calibration", "commands", "common", "exporter", "graphs", "tune")
 """All that is part of the package below its root; tests, documents and benchmarks stay behind."""
 
 PIP = (sys.executable, "-m", "pip", "--disable-pip-version-check", "--quiet")

@@ -24,6 +24,7 @@ from ..bench.results import (
 from ..bench.run import model_info
 from ..calibration.table import CALIBRATION_FILE
 from ..common.environment import environment
+from ..common.text import size, table
 from ..exporter.bundle.recipe import RECIPE_FILE
 from .confirm import Confirmed
 from .graphs import CAREFUL, Look
@@ -89,6 +90,33 @@ def results_of(found: Tuned, command: str = "") -> Results:
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         analyses={TUNING: msgspec.to_builtins(record)},
+    )
+
+
+def text(found: Tuned, report: Path) -> str:
+    """Returns the front and the contract."""
+    rows = [
+        (
+            "→" if each is found.chosen else "",
+            f"{each.look.ms:.3g}",
+            size(each.look.bytes),
+            f"{each.quality.kept:.2%}",
+            f"{each.quality.low:.2%} to {each.quality.high:.2%}",
+            each.look.point.text(found.experts),
+        )
+        for each in found.sequence
+    ]
+    header = ("", "ms", "bytes", "kept", "95% interval", "k, experts and precision of each layer")
+    quality = found.chosen.quality
+    times = found.base.ms / found.chosen.look.ms
+    return (
+        f"{table(header, rows)}\n\n"
+        f"{found.bundle.path}: {found.metric.name} kept {quality.kept:.2%}, between "
+        f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
+        f"not see;\n{found.chosen.look.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
+        f"FP32; {found.looks} graphs in {found.seconds:.0f} s\n"
+        f"again: moexport export MODEL --recipe {found.bundle.path / 'recipe.yaml'} -o BUNDLE\n"
+        f"report: {report / 'report.html'}"
     )
 
 

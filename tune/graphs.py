@@ -35,7 +35,7 @@ BATCH = 64
 UNTOUCHED = "untouched"
 """The PyTorch model among what is timed."""
 
-QUICK = Protocol(rounds=5, warmup=2, round_s=0.03, inputs=4)
+QUICK = Protocol(rounds=5, warmup=2, round_s=0.02, inputs=4)
 """Of a look at one graph."""
 
 CAREFUL = Protocol(rounds=7, warmup=3, round_s=0.1, inputs=4)

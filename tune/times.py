@@ -18,7 +18,7 @@ from ..exporter.quantization.precision import apply_precision
 from ..graphs.targets import Precision
 from .space import Choice, Point, sheets, unlowered
 
-BRIEF = Protocol(rounds=5, warmup=2, round_s=0.02, inputs=4)
+BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
 """Of one lowering of one layer: its order among others is what counts; whole graphs are timed
 longer."""
 

@@ -236,6 +236,7 @@ class Found:
     base: Look
     graphs: Graphs
     latencies: dict[str, Latency]
+    choices: dict[str, tuple[Choice, ...]]
 
 
 @dataclass(frozen=True)
@@ -295,7 +296,7 @@ class Job:
     def search(self, progress: Progress) -> Found:
         """Measures layers, looks along the paths, and measures the front."""
         replay = Replay(self.model, self.halves.search, self.outputs, self.metric)
-        choices = {
+        choices: dict[str, tuple[Choice, ...]] = {
             name: (*listed, *_subsets(replay, name, listed, self.request))
             for name, listed in self.space.choices.items()
         }
@@ -315,7 +316,7 @@ class Job:
         for integer in (None, *self.space.integers):
             options = self._options(integer, choices, times, shifts, moved)
             search.along(start, options)
-        return self._front(search, graphs, base)
+        return self._front(search, graphs, base, choices)
 
     @property
     def start(self) -> Point:
@@ -430,7 +431,13 @@ class Job:
         if keep is not None and base.quality.low < keep:
             raise shortfall_of_base(base.quality, keep)
 
-    def _front(self, search: Search, graphs: Graphs, base: Look) -> Found:
+    def _front(
+        self,
+        search: Search,
+        graphs: Graphs,
+        base: Look,
+        choices: dict[str, tuple[Choice, ...]],
+    ) -> Found:
         looks = search.looks
         front = front_of(looks, lambda look: look.ms)
         front = [each for each in front if not search._too_large(each)] or front[-1:]
@@ -439,7 +446,7 @@ class Job:
         front = [with_ms(each, again.get(each.point.key, each.ms)) for each in front]
         base = with_ms(base, again.get(base.point.key, base.ms))
         front = front_of(front, lambda look: look.ms)
-        return Found(tuple(looks), tuple(front), base, graphs, latencies)
+        return Found(tuple(looks), tuple(front), base, graphs, latencies, choices)
 
     def contract(self, found: Found, progress: Progress) -> tuple[list[Confirmed], Confirmed]:
         """Confirms the front on the other half; returns all that was, and the point to write."""

@@ -76,6 +76,10 @@ class Group:
     calibration: Path | None = None
 
 
+Last = Callable[[Network, LabelledData, Path], str]
+"""What a demo ends with: it gets a network, data it was not trained on and the demo's folder."""
+
+
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What the demo leaves behind, and the text that says so."""
@@ -95,10 +99,12 @@ def run_job(
     ks: Sequence[str] = (),
     about: Callable[[Sequence[Group]], Iterable[str]] = lambda groups: (),
     remarks: Sequence[str] = (),
+    last: Last | None = None,
 ) -> Outcome:
     """Trains networks, exports, verifies and measures them, at `ks` where k is an input.
 
-    The text says what `about` finds of the networks before the measurements, and `remarks` after.
+    The text says what `about` finds of the networks before the measurements, and `remarks` after;
+    what comes `last` is done with the first network.
     Raises `BundleError` when `directory` exists, unless it is an earlier demo and `force` is given.
     """
     started = time.monotonic()
@@ -130,12 +136,14 @@ def run_job(
         )
         measured.append(rows_table(results))
         reports.append(report / "report.html")
+    ends = () if last is None else (last(groups[0].networks[0], groups[0].data, directory),)
     took = f"took {time.monotonic() - started:.0f} s"
     text = (
         table(VERIFIED_HEADER, checked),
         *about(groups),
         *measured,
         *remarks,
+        *ends,
         "\n".join((took, *(f"report: {report}" for report in reports))),
     )
     return Outcome(directory, reports[0], "\n\n".join(text))
@@ -229,12 +237,15 @@ is the counterexample: all of them are needed, and so small that fewer save noth
 """
 
 
-def run_demo(directory: Path, progress: Progress, *, force: bool = False) -> Outcome:
+def run_demo(
+    directory: Path, progress: Progress, *, force: bool = False, last: Last | None = None
+) -> Outcome:
     """Trains, exports, verifies and measures networks on handwritten digits, for several k each.
 
+    It ends with what comes `last`.
     Raises `BundleError` when `directory` exists, unless it is an earlier demo and `force` is given.
     """
-    return run_job(directory, progress, _trained, force=force, command="moexport demo")
+    return run_job(directory, progress, _trained, force=force, command="moexport demo", last=last)
 
 
 def _trained(directory: Path, progress: Progress) -> list[Group]:

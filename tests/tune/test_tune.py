@@ -29,9 +29,9 @@ def digits() -> Digits:
 
 @pytest.fixture(scope="module")
 def checkpoint(digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of 32 experts few are needed."""
+    """Of 16 experts few are needed."""
     path = tmp_path_factory.mktemp("tune") / "digits.pt"
-    asked = Training(32, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
+    asked = Training(16, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
     save(train(asked, digits.train), path)
     return path
 
@@ -72,7 +72,7 @@ def test_dropped_experts_are_not_in_the_file_and_the_others_contribute_what_they
 ) -> None:
     recipe = read_recipe(tuned.bundle.path / "recipe.yaml")
     (name,) = recipe.layers
-    kept = (1, 5, 8, 20)
+    kept = (1, 5, 8, 12)
     for k in (4, 2):
         fewer = replace(
             recipe,
@@ -94,7 +94,7 @@ def test_dropped_experts_are_not_in_the_file_and_the_others_contribute_what_they
         found = bundle.session()(digits.test.inputs[:32])
         assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
         assert bundle.manifest.layers[0].experts == 4
-        assert bundle.manifest.files["weights.bin"].bytes < tuned.base.bytes / 4
+        assert bundle.manifest.files["weights.bin"].bytes < tuned.base.bytes / 2
         again = Bundle.open(bundle.path)
         assert all(check.passed for check in again.verify())
 
