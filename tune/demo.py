@@ -1,4 +1,4 @@
-"""What `moexport demo` ends with: the fastest bundle of its first network that keeps an accuracy."""
+"""What `moexport demo` ends with: the fastest bundle of a network that keeps an accuracy."""
 
 from __future__ import annotations
 

@@ -314,8 +314,9 @@ class Job:
         search = Search(graphs, self.request, self.clock, progress)
         moved = self._moved_by_integers(graphs, times, base, progress)
         for integer in (None, *self.space.integers):
-            options = self._options(integer, choices, times, shifts, moved)
-            search.along(start, options)
+            for by_size in self._costs():
+                options = self._options(integer, choices, times, shifts, moved, by_size=by_size)
+                search.along(start, options)
         return self._front(search, graphs, base, choices)
 
     @property
@@ -391,10 +392,13 @@ class Job:
         times: LayerTimes,
         shifts: Mapping[tuple[str, Choice], float],
         moved: Mapping[tuple[str, Precision], float],
+        *,
+        by_size: bool,
     ) -> dict[str, list[Option]]:
-        """The options of each part with one width of integers, or with none."""
-        by_size = self.request.bytes is not None and self.request.latency_ms is None
-        by_size &= self.request.keep is None
+        """The options of each part with one width of integers, or with none.
+
+        They cost time, or bytes.
+        """
         parts = () if integer is None else self.space.integers[integer]
         both: tuple[Precision, ...] = ("fp32",) if integer is None else ("fp32", integer)
         options: dict[str, list[Option]] = {}
@@ -418,6 +422,13 @@ class Job:
             ]
         return options
 
+    def _costs(self) -> tuple[bool, ...]:
+        """What paths there are: by time, by size (True), or both where both count."""
+        if self.request.bytes is None:
+            return (False,)
+        alone = self.request.keep is None and self.request.latency_ms is None
+        return (True,) if alone else (False, True)
+
     def _bytes(self, name: str, choice: Choice) -> float:
         """About what a layer's weights take."""
         layer = self.model.layers[name]
@@ -439,8 +450,8 @@ class Job:
         choices: dict[str, tuple[Choice, ...]],
     ) -> Found:
         looks = search.looks
-        front = front_of(looks, lambda look: look.ms)
-        front = [each for each in front if not search._too_large(each)] or front[-1:]
+        within = [look for look in looks if self._within(look)]
+        front = front_of(within or looks, lambda look: look.ms)
         latencies = graphs.timed([base, *(each for each in front if each.point != base.point)])
         again = {key: latency.median for key, latency in latencies.items()}
         front = [with_ms(each, again.get(each.point.key, each.ms)) for each in front]
@@ -477,7 +488,13 @@ class Job:
         """The error that says what comes nearest to bounds that nothing meets."""
         from .confirm import ContractError
 
-        nearest = held[-1].look
+        request = self.request
+
+        def beyond(each: Confirmed) -> float:
+            slow = each.look.ms / (request.latency_ms or math.inf)
+            return max(slow, each.look.bytes / (request.bytes or math.inf))
+
+        nearest = min(held, key=beyond).look
         bounds = []
         if self.request.latency_ms is not None:
             bounds.append(f"--max-latency {self.request.latency_ms:g}ms")

@@ -12,6 +12,7 @@ import pytest
 import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits, Training, load_digits, save, train
+from moexport.common.console import Progress, Silent
 from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
@@ -36,18 +37,50 @@ def checkpoint(digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Path
     return path
 
 
+class Steps(Silent):
+    """Keeps what is told."""
+
+    def __init__(self) -> None:
+        self.told: list[str] = []
+
+    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
+        self.told.append(text)
+
+
+class Ended(Silent):
+    """Ends a search when it looks at its first graphs."""
+
+    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
+        if text.startswith("searching"):
+            raise KeyboardInterrupt
+
+
 @pytest.fixture(scope="module")
 def tuned(checkpoint: Path, digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Tuned:
+    """A search that was ended in its middle and went on."""
     folder = tmp_path_factory.mktemp("tuned")
-    return moexport.tune(
-        moexport.load(checkpoint),
-        digits.test,
-        folder / "out",
-        keep="97%",
-        precision="fp32",
-        threads=1,
-        report=folder / "report",
-    )
+
+    def search(progress: Progress) -> Tuned:
+        return moexport.tune(
+            moexport.load(checkpoint),
+            digits.test,
+            folder / "out",
+            keep="97%",
+            precision="fp32",
+            threads=1,
+            report=folder / "report",
+            progress=progress,
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        search(Ended())
+    assert not (folder / "out").exists()
+    steps = Steps()
+    found = search(steps)
+    # What was measured is not measured again.
+    assert not [each for each in steps.told if each.startswith("measuring")]
+    assert any(each.startswith("going on") for each in steps.told)
+    return found
 
 
 def test_the_bundle_keeps_what_was_asked_on_inputs_that_the_search_did_not_see(

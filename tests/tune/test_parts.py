@@ -1,0 +1,178 @@
+"""The parts of a search: even halves, paired intervals, the path, and which experts go first."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from moexport.bench.data import LabelledData
+from moexport.errors import UsageError
+from moexport.tune.confirm import Confirmed, holding
+from moexport.tune.graphs import Look
+from moexport.tune.halves import Halves
+from moexport.tune.layers import _given_up
+from moexport.tune.quality import Metric, Quality, Tally, metric_for
+from moexport.tune.request import parse_seconds, parse_share, parse_size
+from moexport.tune.search import Option, _path, front_of
+from moexport.tune.space import Choice, Point, ks_of
+
+
+def test_the_halves_are_even_apart_and_whole() -> None:
+    count = 5001  # more than are drawn at once
+    data = LabelledData(np.arange(count, dtype=np.float32)[:, None], np.arange(count))
+    halves = Halves.of(data)
+    searched = halves.search.inputs[:, 0].astype(int)
+    confirming = np.concatenate([x[:, 0] for x, _ in halves.confirming()]).astype(int)
+    assert not {*searched} & {*confirming}
+    assert sorted([*searched, *confirming]) == list(range(count))
+    assert halves.confirming_count == len(confirming)
+    # One of every pair of neighbours: data in any order are halved alike.
+    assert np.bincount(searched // 2, minlength=2500)[:2500].tolist() == [1] * 2500
+    assert halves.search.labels is not None
+    assert halves.search.labels.tolist() == searched.tolist()
+
+
+def test_fewer_inputs_have_the_same_halves() -> None:
+    def searched(count: int) -> list[float]:
+        data = LabelledData(np.arange(count, dtype=np.float32)[:, None], None)
+        return [*map(float, Halves.of(data).search.inputs[:, 0])]
+
+    assert searched(4200)[: len(searched(100))] == searched(100)
+
+
+def scores(right: np.ndarray) -> np.ndarray:
+    """Class scores [b, 2] of which class 1 wins where `right`."""
+    return np.stack([1.0 - right, right], axis=1).astype(np.float32)
+
+
+def test_what_is_kept_is_paired_input_by_input() -> None:
+    labels = np.ones(1000, np.int64)
+    base = np.ones(1000)
+    base[:100] = 0
+    own = base.copy()
+    own[100:110] = 0  # ten of those that the untouched model has right
+    metric = Metric("accuracy")
+    x = np.zeros((1000, 1), np.float32)
+    quality = metric.quality(metric.tally(scores(own), scores(base), x, labels))
+    assert quality.kept == pytest.approx(890 / 900)
+    # Unpaired, 1,000 inputs tell no more than ±3%.
+    assert 0.975 < quality.low < quality.kept < quality.high < 1.0
+    same = metric.quality(metric.tally(scores(base), scores(base), x, labels))
+    assert same.kept == 1
+    assert same.low < 1
+
+
+def test_a_function_scores_inputs_and_its_ratio_has_an_interval() -> None:
+    metric = Metric("function", lambda y, labels: y[:, 0].astype(float), "own:score")
+    random = np.random.default_rng(0)
+    base = random.uniform(1, 2, (400, 2)).astype(np.float32)
+    own = base * np.float32(0.98)
+    quality = metric.quality(metric.tally(own, base, base, None))
+    assert quality.kept == pytest.approx(0.98, abs=1e-4)
+    assert 0.97 < quality.low < quality.kept < quality.high
+
+
+def test_sums_of_batches_are_those_of_all() -> None:
+    metric, random = Metric("accuracy"), np.random.default_rng(1)
+    base, own = (random.standard_normal((64, 5)).astype(np.float32) for _ in range(2))
+    labels, x = random.integers(0, 5, 64), np.zeros((64, 1), np.float32)
+    parts = Tally()
+    for rows in (slice(0, 10), slice(10, 64)):
+        parts += metric.tally(own[rows], base[rows], x[rows], labels[rows])
+    whole = metric.tally(own, base, x, labels)
+    for name in ("inputs", "own", "base", "both", "shift"):
+        assert getattr(parts, name) == pytest.approx(getattr(whole, name))
+
+
+def test_token_models_are_judged_by_perplexity() -> None:
+    random = np.random.default_rng(2)
+    ids = random.integers(0, 7, (20, 9))
+    base = random.standard_normal((20, 9, 7)).astype(np.float32)
+    metric = metric_for(None, base, ids, None)
+    assert metric.name == "perplexity"
+    same = metric.quality(metric.tally(base, base, ids, None))
+    assert same.kept == pytest.approx(1.0)
+    worse = metric.quality(metric.tally(-base, base, ids, None))
+    assert worse.kept < 1.0 or worse.kept > 1.0
+    assert worse.low < worse.kept < worse.high
+
+
+def test_the_inputs_that_must_confirm_are_enough_where_all_agree() -> None:
+    metric = Metric("accuracy")
+    needed = metric.needed(0.99, 0.9)
+    assert needed is not None
+    right = np.ones(needed)
+    right[: math.ceil(needed / 10)] = 0
+    x, labels = np.zeros((needed, 1), np.float32), np.ones(needed, np.int64)
+    quality = metric.quality(metric.tally(scores(right), scores(right), x, labels))
+    assert quality.low == pytest.approx(0.99, abs=2e-4)
+
+
+def test_the_path_takes_what_loses_least_for_its_gain_first() -> None:
+    def options(*pairs: tuple[float, float]) -> list[Option]:
+        return [Option(Choice(8 - index), cost, shift) for index, (cost, shift) in enumerate(pairs)]
+
+    start = Point((("a", Choice(8)), ("b", Choice(8))))
+    listed = {
+        "a": options((4.0, 0.0), (3.0, 0.1), (2.0, 0.15), (1.0, 5.0)),  # the second is no corner
+        "b": options((4.0, 0.0), (1.0, 0.3)),
+    }
+    points = [tuple(choice.k for _, choice in point.layers) for point in _path(start, listed)]
+    assert points == [(6, 8), (6, 7), (5, 7)]
+
+
+def look(ms: float, kept: float, low: float = 0.0) -> Look:
+    point = Point((("a", Choice(round(1000 * ms))),))
+    return Look(point, {}, Quality(kept, low, 1.0, 0.0, 100), ms, ms, 10)
+
+
+def test_the_front_holds_what_nothing_beats() -> None:
+    looks = [look(3.0, 1.0), look(2.0, 0.9), look(1.0, 0.95), look(0.5, 0.5)]
+    assert [each.ms for each in front_of(looks, lambda each: each.ms)] == [3.0, 1.0, 0.5]
+
+
+def test_the_first_that_fails_ends_the_tests() -> None:
+    def confirmed(low: float) -> Confirmed:
+        return Confirmed(look(1.0, 1.0), Quality(1.0, low, 1.0, 0.0, 100))
+
+    found = [confirmed(0.995), confirmed(0.992), confirmed(0.98), confirmed(0.999)]
+    assert holding(found, 0.99) == found[:2]
+    assert holding(found, None) == found
+
+
+def test_experts_go_in_the_order_of_what_is_missing_without_them() -> None:
+    # Experts 1 and 2 cancel each other: without both nothing is missing.
+    added = torch.tensor([[1.0, 0.0], [3.0, 0.0], [-3.0, 0.0], [0.0, 2.0]]).double()
+    order = _given_up(added @ added.T)
+    assert order[0] == 0
+    assert {*order} == {0, 1, 2, 3}
+    assert order[-1] != 0
+
+
+def test_numbers_of_experts_are_two_to_a_halving() -> None:
+    assert ks_of(5) == (5, 4, 3, 2, 1)
+    assert ks_of(64) == (64, 45, 32, 23, 16, 11, 8, 6, 4, 3, 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("found", "wanted"),
+    [
+        (parse_share("99%", "--keep"), 0.99),
+        (parse_share(0.9, "--keep"), 0.9),
+        (parse_seconds("5ms", "--max-latency", "ms"), 0.005),
+        (parse_seconds("5", "--max-latency", "ms"), 0.005),
+        (parse_seconds("10min", "--time", "s"), 600.0),
+        (parse_size("1.5MB", "--max-bytes"), 1_500_000),
+        (parse_size("2GiB", "--max-bytes"), 2 << 30),
+    ],
+)
+def test_what_is_typed_is_understood(found: float, wanted: float) -> None:
+    assert found == pytest.approx(wanted)
+
+
+def test_accuracy_without_labels_is_refused() -> None:
+    outputs = np.zeros((8, 4), np.float32)
+    with pytest.raises(UsageError, match="no labels"):
+        metric_for("accuracy", outputs, np.zeros((8, 3), np.float32), None)
