@@ -667,7 +667,7 @@ def paper(
     """Runs an experiment of the papers; returns its results and its tables beside the paper's.
 
     Args:
-        name: mnist, mnist-normalised or latency (Soft MoE), or mumoe.
+        name: mnist, mnist-normalised, latency, latency-whole or l2norm (Soft MoE), or mumoe.
         out: a folder for results, report and figures.
         threads: of every engine (None: the experiment's own choice).
         command: what the results say they were made by ("").

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..bench.results import Results
 
 
-Paper = Literal["mnist", "mnist-normalised", "latency", "mumoe"]
+Paper = Literal["mnist", "mnist-normalised", "latency", "latency-whole", "l2norm", "mumoe"]
 """Experiments of the papers: the names of `bench.paper`."""
 
 
@@ -187,7 +187,9 @@ _JUDGED = ("compare", "fail_if_slower")
 def _print_results(results: Results, text: str, output: Path, *, as_json: bool) -> None:
     from ..bench.results import to_json
 
-    show(to_json(results) if as_json else f"{text}\n\nreport: {output / 'report.html'}")
+    page = output / "report.html"
+    where = f"report: {page}" if results.rows else f"results: {output / 'results.json'}"
+    show(to_json(results) if as_json else f"{text}\n\n{where}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,13 +20,22 @@ def run_paper(
     """Returns what an experiment found, and its tables beside the paper's, as text.
 
     `mnist` and `mnist-normalised` train the Soft MoE paper's suite on digits, `latency` is its
-    Table 3, `mumoe` Tables 6 and 8 of the muMoE paper. Results, report and figures go to `out`.
+    Table 3 with as much of it as fits, `latency-whole` the same at the paper's size, `l2norm` its
+    Appendix B, `mumoe` Tables 6 and 8 of the muMoE paper. Results, report and figures go to `out`.
     """
     match name:
         case "latency":
             from .latency import run_latency
 
             return run_latency(out, progress, threads=threads, command=command)
+        case "latency-whole":
+            from .latency import run_whole
+
+            return run_whole(out, progress, threads=threads, command=command)
+        case "l2norm":
+            from .l2norm import run_l2norm
+
+            return run_l2norm(out, progress, threads=threads, command=command)
         case "mumoe":
             from .multilinear import run_multilinear
 

@@ -1,8 +1,10 @@
 """Table 3 of the Soft MoE paper: milliseconds by k for a stack of large experts, random data.
 
-The paper timed 2.27 B parameters of experts on a GPU. Here the same stack runs on what there is:
-the hidden width is halved until the copies of the weights that a comparison holds fit, and passes
-are fewer where a hundred would take too long. The results say what became of both.
+The paper timed 2.27 B parameters of experts on a GPU. Here the same stack runs on what there is, in
+two ways. `run_latency` times all engines in turn, each with its weights in memory: the hidden width
+is halved until so many copies fit. `run_whole` keeps the paper's size where two copies of the
+weights fit, and opens one engine after the other. Passes are fewer where a hundred would take too
+long. The results say what became of all that.
 """
 
 from __future__ import annotations
@@ -10,23 +12,26 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ...common.console import Progress
-from ...common.environment import memory_bytes
+from ...common.environment import environment, memory_bytes
 from ...common.text import count, table
-from ...common.timing import MIN_ROUNDS, Protocol
+from ...common.timing import MIN_ROUNDS, Protocol, summarise
 from ...exporter.model import Model
 from ...graphs.layers.soft_moe import SoftMoE
 from ..plan import Settings
 from ..report.page import write_all
-from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER, Results, Row
-from ..run import bench
+from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER, Results, Row, write
+from ..run import bench, model_info, with_threads
+from ..runners.base import Runner
 from ..runners.candidates import Sweep, exported
-from ..runners.pytorch import untouched
+from ..runners.pytorch import untouched, with_algorithm_1
 from .random_layers import one_by_one, random_tokens, soft_moe_spec, soft_moe_weights, tokens_model
 
 KEPT = (8, 6, 4, 2)
@@ -35,6 +40,13 @@ COPIES = 64
 """Of the weights must fit: PyTorch's, for each k a mapped file and what a runtime repacks, and as
 much again for a batch of 100 and for whoever else uses the machine, several times over. Chosen
 so that the whole protocol takes minutes, too."""
+
+WHOLE_COPIES = 2
+"""What one engine at a time needs: PyTorch's weights and the file that is written from them, later
+that file, mapped, and what the runtime repacks."""
+
+SPARE = 1.1
+"""For tokens, slots and the program itself, as a factor of the weights."""
 
 BUDGET_S = 60.0
 """The passes of one batch size may take this long, if every engine were as fast as PyTorch."""
@@ -91,12 +103,20 @@ class Passes:
         return Protocol(warmup=self.warmup, round_s=0.0, inputs=self.timed // MIN_ROUNDS)
 
 
-def fitting(shape: LatencyTable, memory: int | None) -> LatencyTable:
-    """Returns the shape with h halved until 64 copies of its FP32 weights fit in the memory."""
-    room = (8 << 30) if memory is None else memory
-    while COPIES * 4 * parameters(shape) > room and shape.hidden > shape.experts:
+def fitting(shape: LatencyTable, memory: int | None, copies: float = COPIES) -> LatencyTable:
+    """Returns the shape with h halved until so many copies of its FP32 weights fit in the memory.
+
+    Without knowing the memory, 8 GiB are taken.
+    """
+    while copies_in(memory, shape) < copies and shape.hidden > shape.experts:
         shape = replace(shape, hidden=shape.hidden // 2)
     return shape
+
+
+def copies_in(memory: int | None, shape: LatencyTable) -> float:
+    """Returns how many copies of a shape's FP32 weights a memory holds."""
+    room = (8 << 30) if memory is None else memory
+    return room / (4 * parameters(shape))
 
 
 def parameters(shape: LatencyTable) -> int:
@@ -168,6 +188,90 @@ def run_latency(
     )
     write_all(results, out)
     return results, latency_table(results)
+
+
+def run_whole(
+    out: Path,
+    progress: Progress,
+    *,
+    shape: LatencyTable = TABLE_3,
+    batches: tuple[int, ...] = BATCHES,
+    threads: int | None = None,
+    memory: int | None = None,
+    command: str = "",
+) -> tuple[Results, str]:
+    """Returns Table 3 at the paper's size, or the largest of which two copies fit, as text too.
+
+    One engine is open at a time, and its calls follow each other: what disturbs the machine
+    reaches one of them alone, unlike in `run_latency`. `memory` is that of the machine (None:
+    measured).
+    """
+    room = memory_bytes() if memory is None else memory
+    shape = fitting(shape, room, WHOLE_COPIES * SPARE)
+    copies = int(copies_in(room, shape))
+    progress.step(f"a stack of {describe(shape)}; the memory holds {copies} copies of its weights")
+    model = stack_model(shape)
+    rows: list[Row] = []
+    passes: dict[str, dict[str, int]] = {}
+    threads = threads or torch.get_num_threads()
+    data = {batch: random_tokens(batch, shape.tokens, shape.dim).inputs for batch in batches}
+    asked = Sweep(ks=KEPT, lowerings=("grouped",), batches=batches, threads=threads)
+    with (
+        with_threads(threads),
+        exported(model, asked, name=describe(shape), progress=progress) as candidate,
+    ):
+        for batch, x in data.items():
+            call_s = _seconds(model, x)
+            chosen = passes_for(shape, call_s, len(KEPT) + len(candidate.graphs))
+            passes[str(batch)] = asdict(chosen)
+
+            runners: dict[tuple[str, int], Runner] = {
+                (PYTORCH_EAGER, shape.experts): untouched(model)
+            }
+            for k in KEPT[1:]:
+                runners[PYTORCH_ALGORITHM_2, k] = with_algorithm_1(model, k, "selected")
+            for (engine, k), runner in runners.items():
+                progress.step(f"{engine}, k = {k}, batch {batch}")
+                rows.append(_timed(Row(engine, k, shape.experts, batch), runner, x, chosen))
+            del runners, runner
+        info = (model_info(candidate),)
+        for weight in model.module.parameters():
+            weight.data = torch.empty(0)  # make room: the graphs have a file of their own
+        for graph in candidate.graphs:
+            runner = graph.open()
+            for batch, x in data.items():
+                progress.step(f"{graph.engine}, k = {graph.k}, batch {batch}")
+                row = Row(graph.engine, graph.k, shape.experts, batch, lowering=graph.lowering)
+                rows.append(_timed(row, runner, x, Passes(**passes[str(batch)])))
+            del runner
+    results = Results(
+        models=info,
+        rows=tuple(rows),
+        environment=environment() | {"threads": threads},
+        protocol={"batches": list(batches), "samples": 0, "labelled": False},
+        command=command,
+        created=datetime.now(UTC).isoformat(timespec="seconds"),
+        analyses={"latency": {"shape": asdict(shape), "passes": passes, "copies": copies}},
+    )
+    write(results, out / "results.json")
+    return results, f"{copies} copies of the weights fit; one engine at a time\n" + latency_table(
+        results
+    )
+
+
+def _timed(row: Row, runner: Runner, x: np.ndarray, passes: Passes) -> Row:
+    """A row with the latency of calls that follow each other on one batch."""
+    call = runner.bound(x)
+    for _ in range(passes.warmup):
+        call()
+    rounds: list[list[float]] = []
+    for _ in range(MIN_ROUNDS):
+        rounds.append([])
+        for _ in range(passes.timed // MIN_ROUNDS):
+            started = time.perf_counter()
+            call()
+            rounds[-1].append(1e3 * (time.perf_counter() - started))
+    return replace(row, provider="cpu", latency_ms=summarise(rounds))
 
 
 def describe(shape: LatencyTable) -> str:

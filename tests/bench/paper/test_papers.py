@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from moexport.bench.analyses.findings import studies_in
+from moexport.bench.paper.l2norm import NormTask, run_l2norm
 from moexport.bench.paper.latency import (
     TABLE_3,
     fitting,
@@ -14,6 +15,7 @@ from moexport.bench.paper.latency import (
     parameters,
     passes_for,
     run_latency,
+    run_whole,
 )
 from moexport.bench.paper.mnist import Suite, kept, run_mnist
 from moexport.bench.paper.multilinear import TABLE_8, work
@@ -27,6 +29,12 @@ def test_the_paper_s_shape_has_2_27_billion_parameters_and_is_halved_until_it_fi
     small = fitting(TABLE_3, 24 << 30)
     assert (small.layers, small.experts, small.dim, small.tokens) == (6, 8, 768, 197)
     assert 64 * 4 * parameters(small) <= 24 << 30 < 2 * 64 * 4 * parameters(small)
+
+
+def test_the_paper_s_size_is_kept_where_two_copies_of_the_weights_fit() -> None:
+    whole = 4 * parameters(TABLE_3)
+    assert fitting(TABLE_3, 24 << 30, 2.2) == TABLE_3
+    assert fitting(TABLE_3, 2 * whole, 2.2).hidden == TABLE_3.hidden // 2
 
 
 def test_passes_are_the_paper_s_where_they_are_affordable() -> None:
@@ -60,6 +68,19 @@ def test_a_small_suite_is_trained_exported_and_analysed(tmp_path: Path) -> None:
     assert (tmp_path / "digits-n4-2-epochs.pt").is_file()
 
 
+def test_several_small_experts_learn_a_norm_that_one_large_one_does_not(tmp_path: Path) -> None:
+    task = NormTask(experts=(1, 16), steps=250, seeds=1, learning_rate=1e-2)
+    results, text = run_l2norm(tmp_path, Silent(), task=task)
+    one, several = results.analyses["l2norm"]["losses"]
+    assert one["parameters"] - 1 - 4 == several["parameters"] - 16 * (1 + 4)  # but phi and biases
+    assert one["test"] > 0.5 and one["train"] > 0.5
+    assert several["test"] < 0.5 * one["test"]
+    kept_file = read(tmp_path / "results.json").analyses["l2norm"]
+    assert kept_file["losses"] == results.analyses["l2norm"]["losses"]
+    assert (tmp_path / "l2norm.png").stat().st_size > 10_000
+    assert "16          16" in text
+
+
 def test_a_small_stack_is_timed_for_every_k(tmp_path: Path) -> None:
     shape = replace(TABLE_3, layers=2, dim=32, hidden=16, tokens=12, warmup=2, timed=5)
     results, text = run_latency(tmp_path, Silent(), shape=shape, batches=(1,), threads=1)
@@ -67,3 +88,18 @@ def test_a_small_stack_is_timed_for_every_k(tmp_path: Path) -> None:
     assert {row.k for row in results.rows} == {8, 6, 4, 2}
     assert [row[:2] for row in latency_rows(results)] == [("1", str(k)) for k in (8, 6, 4, 2)]
     assert "2 layers, n=8, d=32, h=16" in text
+
+
+def test_a_stack_is_timed_with_one_engine_open_at_a_time(tmp_path: Path) -> None:
+    shape = replace(TABLE_3, layers=2, dim=32, hidden=64, tokens=12, warmup=2, timed=5)
+    room = int(2.5 * 4 * parameters(shape))
+    results, text = run_whole(
+        tmp_path, Silent(), shape=shape, batches=(1, 2), threads=1, memory=room
+    )
+    assert "2 copies of the weights fit; one engine at a time" in text
+    assert results.analyses["latency"]["shape"]["hidden"] == 64
+    assert len(results.rows) == 2 * (1 + 3 + 4)
+    table = list(latency_rows(results))
+    assert [row[:2] for row in table] == [(b, str(k)) for b in "12" for k in (8, 6, 4, 2)]
+    assert all("–" not in row[2:5] for row in table)
+    assert read(tmp_path / "results.json").rows == results.rows
