@@ -773,19 +773,19 @@ def tune(
         model: a loaded model, or a function that loads it.
         data: labelled data, as in `bench`; half of them confirm.
         destination: the folder of the bundle.
-        keep: what must be kept of the untouched model's quality, 99% or 0.99 (None: 99% where no
-            other bound is given).
-        max_latency: the most that a batch of OPT may take, 5ms (None: any).
-        max_bytes: the most that graph and weights may take, 20MB (None: any).
-        metric: accuracy, perplexity, agreement with the untouched model, or package.module:function
-            of outputs and labels (None: what the data allow).
-        target: who runs the graph: onnx, ort-cpu or ort-cuda ("ort-cpu").
-        batch: inputs per call, MIN:OPT:MAX, as fast as possible at OPT ("1:1:32").
-        tokens: the same for the tokens m of an input, where that axis is dynamic ("1:196:1024").
-        precision: what is tried, a list as text: fp32, int8, int4 ("fp32,int8,int4").
-        all_experts: drop no experts for good (False).
-        time: how long the search may take, 10min (None: until nothing better is in sight).
-        threads: of every engine (None: PyTorch's own choice).
+        keep: the share of the untouched model's quality to keep, 99% or 0.99 (None: 99%, if there
+            is no other requirement).
+        max_latency: the largest latency of a batch of OPT, 5ms (None: any).
+        max_bytes: the largest size of graph and weights, 20MB (None: any).
+        metric: the measure of quality: accuracy, perplexity, agreement with the untouched model,
+            or package.module:function of outputs and labels (None: what the data allow).
+        target: the runtime of the graph: onnx, ort-cpu or ort-cuda ("ort-cpu").
+        batch: the range of batch sizes, optimised for OPT ("1:1:32").
+        tokens: the same for the number of tokens, if that axis is dynamic ("1:196:1024").
+        precision: the precisions to try, a list as text ("fp32,int8,int4").
+        all_experts: do not remove experts permanently (False).
+        time: the time limit of the search, 10min (None: until no better candidate is expected).
+        threads: the number of threads of every engine (None: PyTorch's own choice).
         pixels: the scale of images: unit, symmetric or imagenet (None: as the folder says).
         report: a folder for results.json, report.html and figures (None: nothing is written).
         command: what the results say they were made by ("").

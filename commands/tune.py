@@ -30,7 +30,7 @@ BOUNDS = CallOptions(
     api.tune,
     "keep max_latency max_bytes metric target batch tokens precision all_experts time threads "
     "pixels",
-    headings={"keep": "What must hold", "target": "What is searched", "time": "How"},
+    headings={"keep": "Requirements", "target": "Search space", "time": "Search"},
     more={
         "keep": {"metavar": "SHARE"},
         "max_latency": {"metavar": "TIME"},
@@ -50,7 +50,7 @@ def tune(
         str,
         typer.Option(
             metavar="DATA",
-            help="Labelled: an .npz, a folder of images by class, package.module:iterable.",
+            help="Labelled inputs: an .npz, a folder of images by class, package.module:iterable.",
         ),
     ],
     output: Annotated[Path, output_option("BUNDLE", "The folder to write.")],
@@ -60,12 +60,12 @@ def tune(
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Where results and report go [default: BUNDLE-report].",
-            rich_help_panel="How",
+            help="The folder for results and report [default: BUNDLE-report].",
+            rich_help_panel="Search",
         ),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say how large the search is, and search nothing.")
+        bool, typer.Option("--dry-run", help="Print the size of the search, and do not search.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
     as_json: AsJson = False,
@@ -73,8 +73,8 @@ def tune(
 ) -> None:
     """Find the fastest bundle that keeps an accuracy.
 
-    One half of the data serves the search, the other confirms what it found. Run again after an
-    interruption, it goes on where it stopped.
+    Searches on one half of the data and confirms the result on the other. After an interruption,
+    repeat the command: it continues where it stopped.
     """
     place = report or output.with_name(f"{output.name}-report")
     with verbosity.console() as console:
