@@ -581,6 +581,7 @@ def bench(
     memory: bool = True,
     parts: bool = True,
     pixels: str | None = None,
+    tokens: int | None = None,
     before: Results | None = None,
     analysis: str = "",
     max_subsets: int | None = None,
@@ -598,10 +599,11 @@ def bench(
     Args:
         models: loaded models, bundles, or what names them; one or a list.
         data: labelled data: an .npz, a folder of images by class, "package.module:iterable" or an
-            array of inputs (None: random inputs, which tell latency and parity only).
+            array of inputs; of a language model a file of text or token ids (None: random inputs,
+            which tell latency and parity only, and for a language model text of Python's own).
         k: experts kept: numbers, shares or "n" (('n', '1/2', '1/4', '1/8')).
         lowering: names of lowerings, a list as text; auto predicts the fastest ("auto").
-        precision: a list as text: fp32, fp16, bf16, int8, ranges from `data` ("fp32").
+        precision: a list as text: fp32, fp16, bf16, int8, int4; ranges from `data` ("fp32").
         engine: a list as text: pytorch-compile, onnxruntime, tensorrt-rtx, ... ("all").
         target: what graphs of models are exported for that ONNX Runtime runs on the CPU: onnx, as
             `export` does by itself, or ort-cpu ("onnx").
@@ -614,6 +616,7 @@ def bench(
         memory: measure peak memory, in a process of each case's own (True).
         parts: measure the time of the parts of a graph (True).
         pixels: the scale of images: unit, symmetric or imagenet (None: as the folder says).
+        tokens: those of a language model's prompt (None: 128, fewer where it has fewer positions).
         before: earlier results to compare with in the report (None).
         analysis: a list as text of what to find out about the experts of classifiers: retention,
             random, subsets, shares, or all (""; nothing).
@@ -718,11 +721,11 @@ def demo(
     force: bool = False,
     progress: Progress | None = None,
 ) -> Outcome:
-    """Trains networks on handwritten digits, exports, verifies and measures them.
+    """Trains networks on handwritten digits or on text, exports, verifies and measures them.
 
     Args:
         out: the folder where everything goes ("demo").
-        family: the kind of MoE layers, soft-moe or mumoe ("soft-moe").
+        family: the kind of MoE layers: soft-moe, mumoe or experts ("soft-moe").
         force: write over an earlier demo (False).
         progress: is told of every step (None: nobody).
     """
@@ -734,6 +737,10 @@ def demo(
         from .bench.demo.mumoe import run_mumoe_demo
 
         return run_mumoe_demo(Path(out), told, force=force)
+    if family == "experts":
+        from .bench.demo.experts import run_experts_demo
+
+        return run_experts_demo(Path(out), told, force=force)
     from .bench.demo.demo import run_demo
     from .tune.demo import tuned
 

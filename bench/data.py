@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Literal, get_args
@@ -12,10 +12,12 @@ from typing import Literal, get_args
 import numpy as np
 
 from ..calibration.feeds import (
+    LABEL_NAMES,
     Array,
     LabelledBatch,
     Labels,
     check_classes,
+    checked_labels,
     labelled_batches,
     limited_pairs,
     npz_archive,
@@ -25,18 +27,26 @@ from ..calibration.feeds import (
 )
 from ..common.user_code import names_code
 from ..errors import FeedError, UsageError
-from ..exporter.inputs import random_inputs
+from ..exporter.inputs import Inputs, fitted_arrays, random_arrays, random_inputs
 from ..exporter.model import Model, TensorSpec
+from .runners.base import first_of
+
+InputsAndLabels = tuple[Inputs, Labels | None]
+"""A batch: an array, or those of a model with several inputs by name, and its labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class LabelledData:
-    """Inputs [samples, ...] and class labels [samples], without which accuracy is not known."""
+    """Inputs [samples, ...] and class labels [samples], without which accuracy is not known.
+
+    `beside` are a model's further inputs, by name.
+    """
 
     inputs: Array
     labels: Labels | None
     input_name: str = "input"
     label_name: str | None = None
+    beside: Mapping[str, Array] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return len(self.inputs)
@@ -54,17 +64,18 @@ class LabelledData:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of inputs and labels: a sweep goes on only over the same."""
-        return fingerprint(self.inputs, self.labels)
+        return fingerprint(self.inputs, self.labels, *self.beside.values())
 
     def head(self, count: int) -> LabelledData:
         """Returns the first `count` samples, fewer where there are fewer."""
         labels = None if self.labels is None else self.labels[:count]
-        return LabelledData(self.inputs[:count], labels, self.input_name, self.label_name)
+        beside = {name: array[:count] for name, array in self.beside.items()}
+        return LabelledData(self.inputs[:count], labels, self.input_name, self.label_name, beside)
 
-    def stream(self, size: int, limit: int | None = None) -> Iterator[LabelledBatch]:
+    def stream(self, size: int, limit: int | None = None) -> Iterator[InputsAndLabels]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
         for rows in self.batches(size, limit):
-            yield self.inputs[rows], None if self.labels is None else self.labels[rows]
+            yield self._rows(rows), None if self.labels is None else self.labels[rows]
 
     def batches(self, size: int, limit: int | None = None) -> Iterator[slice]:
         """Yields slices of `size` samples that cover the data; the last one may be shorter."""
@@ -72,10 +83,16 @@ class LabelledData:
         for start in range(0, end, size):
             yield slice(start, min(start + size, end))
 
-    def batch(self, index: int, size: int) -> Array:
+    def batch(self, index: int, size: int) -> Inputs:
         """Returns the `index`-th batch of exactly `size` inputs, going round the data."""
-        rows = np.arange(index * size, (index + 1) * size) % len(self)
-        return np.ascontiguousarray(self.inputs[rows])
+        return self._rows(np.arange(index * size, (index + 1) * size) % len(self))
+
+    def _rows(self, rows: slice | Array) -> Inputs:
+        main = np.ascontiguousarray(self.inputs[rows])
+        if not self.beside:
+            return main
+        beside = {name: np.ascontiguousarray(array[rows]) for name, array in self.beside.items()}
+        return {self.input_name: main, **beside}
 
     def check_classes(self, classes: int) -> None:
         """Raises FeedError unless every label is a class of a model with `classes` outputs."""
@@ -138,10 +155,10 @@ class Streamed:
     def head(self, count: int) -> LabelledData:
         """Returns the first `count` samples, fewer where there are fewer."""
         for inputs, labels in self.stream(count, count):
-            return LabelledData(inputs, labels, self.input_name, "label")
+            return LabelledData(first_of(inputs), labels, self.input_name, "label")
         raise FeedError("the data hold no samples", hint="give at least one input")
 
-    def stream(self, size: int, limit: int | None = None) -> Iterator[LabelledBatch]:
+    def stream(self, size: int, limit: int | None = None) -> Iterator[InputsAndLabels]:
         """Yields batches of `size` samples, the last one shorter, up to `limit` samples."""
         return rebatched_pairs(limited_pairs(self.pairs(), limit), size)
 
@@ -156,6 +173,8 @@ def labelled(
     data: str | Path | Labelled | Array | None, model: Model, batch: int, pixels: str | None = None
 ) -> Labelled:
     """Returns the data of a benchmark, random ones for None; raises what `open_labelled` does."""
+    if len(model.inputs) > 1 and not isinstance(data, LabelledData | Streamed):
+        return several_inputs(data, model, max(batch, RANDOM_INPUTS))
     if isinstance(data, str | Path):
         return open_labelled(str(data), model.input, pixels)
     if pixels is not None:
@@ -165,6 +184,36 @@ def labelled(
     if data is None:
         data = random_inputs(model, max(batch, RANDOM_INPUTS))
     return LabelledData(data, None, model.input.name) if isinstance(data, np.ndarray) else data
+
+
+def several_inputs(data: str | Path | Array | None, model: Model, count: int) -> LabelledData:
+    """Returns data of a model with several inputs, `count` random ones for None.
+
+    An `.npz` holds arrays called as the inputs are, and `label`; what is left out has its default.
+    Raises FeedError for a file that is none, or does not fit.
+    """
+    name, labels = model.input.name, None
+    if data is None:
+        arrays = random_arrays(model, count)
+    elif isinstance(data, np.ndarray):
+        arrays = fitted_arrays(data, model)
+    else:
+        path = Path(data)
+        if path.suffix != ".npz" or not path.is_file():
+            raise FeedError(
+                f"{path}: is no .npz file",
+                hint=f"a model with several inputs is measured on an .npz with '{name}', and "
+                "'label' where there are any",
+            )
+        known, held = {spec.name for spec in model.inputs}, npz_archive(path, name)
+        given = {each: npz_array(path, each) for each in npz_names(path) if each in known}
+        arrays = fitted_arrays({name: npz_array(path, held.inputs)} | given, model)
+        if held.label is not None:
+            where, ids = f"{path}: array '{held.label}'", arrays[name]
+            found = npz_array(path, held.label)
+            labels = checked_labels(found, ids.dtype, ids.shape, where, f"'{held.inputs}'")
+    main = arrays.pop(name)
+    return LabelledData(main, labels, name, LABEL_NAMES[0], arrays)
 
 
 def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> Labelled:

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from ..calibration.feeds import Array, Labels, check_classes
+from ..calibration.feeds import IGNORED, Array, Labels, check_classes
 from ..common.console import Progress, Silent
 from ..common.timing import in_one_line
 from ..errors import FeedError
+from ..exporter.inputs import Inputs
+from ..exporter.parity import TIE
 from .data import Labelled
+from .language import is_language_model
 from .metrics import (
     NegativeLogLikelihood,
     ParityStatistics,
@@ -24,8 +27,8 @@ from .metrics import (
 )
 from .plan import Candidate, Case
 from .results import PYTORCH_COMPILE, PYTORCH_EAGER
-from .runners.base import Runner
-from .runners.pytorch import PyTorch, outputs_of, untouched, with_algorithm_1
+from .runners.base import Runner, first_of
+from .runners.pytorch import Expected, PyTorch, outputs_of, reference_of, untouched
 
 SAVE_S = 10.0  # how often the sums so far are kept for a run that goes on after a kill
 UNTOUCHED = (PYTORCH_EAGER, PYTORCH_COMPILE)  # engines that run the model as it was trained
@@ -83,7 +86,8 @@ def evaluate(
 
     One pass over the first `limit` samples, in batches of at most `batch`. The reference of a
     case is PyTorch with its k: the untouched model for k = n, Algorithm 1 by masking for
-    fewer; the edited model where the graphs are edited. An interrupted pass goes on from `state`,
+    fewer, and the model whose routers choose so many; the edited model where the graphs are edited.
+    An interrupted pass goes on from `state`,
     as it was handed to `keep` now and then. Raises FeedError when PyTorch cannot run the data.
     """
     progress = progress or Silent()
@@ -91,25 +95,28 @@ def evaluate(
     model, name = candidate.model, candidate.name
     base = untouched(model)
     references = {
-        k: with_algorithm_1(model, k, "masked", renormalize=candidate.renormalize)
-        for k in sorted({c.k for c in runners if c.k < c.experts or model.edits})
+        k: reference_of(candidate, k)
+        for k in sorted({c.k for c in runners if _has_own_reference(c, candidate)})
     }
     first = data.head(1)
     if not len(first):
         raise FeedError("the data hold no samples", hint="give at least one input")
-    fitting = max(1, OUTPUT_BYTES // max(1, outputs_of(base, first.inputs, name).nbytes))
+    fitting = max(1, OUTPUT_BYTES // max(1, outputs_of(base, first.batch(0, 1), name).nbytes))
     known = data.samples
     total = known if known is None or limit is None else min(known, limit)
     progress.step(f"{name}: accuracy, routing and parity", total=total or limit)
     progress.advance(state.seen)
     done, saved = 0, time.monotonic()
+    foretells = len(model.inputs) == 1 or is_language_model(model)
+    judge = _Judge(foretells, model.input.below)
     for inputs, labels in data.stream(min(batch, fitting), limit):
-        done += len(inputs)
+        size = len(first_of(inputs))
+        done += size
         if done <= state.seen:
             continue
-        x = np.ascontiguousarray(inputs)
-        state = _after(state, runners, outputs_of(base, x, name), references, x, labels)
-        progress.advance(len(x))
+        x = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
+        state = _after(state, runners, outputs_of(base, x, name), references, x, labels, judge)
+        progress.advance(size)
         if time.monotonic() - saved > SAVE_S:
             keep(state)
             saved = time.monotonic()
@@ -117,60 +124,88 @@ def evaluate(
     return state
 
 
+def _has_own_reference(case: Case, candidate: Candidate) -> bool:
+    """Whether what a case computes is another model than the untouched one."""
+    if case.engine in UNTOUCHED:
+        return False
+    return bool(case.k < case.experts or case.k in candidate.routed or candidate.model.edits)
+
+
+@dataclass(frozen=True, slots=True)
+class _Judge:
+    """How outputs are judged: by the class of an input or token, or by how they foretell tokens.
+
+    `foretells` says whether the outputs are of the tokens after those of the input, of which there
+    are `vocabulary`, where the model tells it.
+    """
+
+    foretells: bool
+    vocabulary: int | None
+
+    def scores(self, outputs: Array, x: Array, labels: Labels | None) -> Array | SequenceLosses:
+        """What is judged: outputs, or the losses of the tokens that they foretell."""
+        tokens = x.dtype.kind in "iu" and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
+        if tokens and self.foretells and self.vocabulary in (None, outputs.shape[-1]):
+            return SequenceLosses.of(outputs, x, labels)
+        return outputs
+
+    def judged(
+        self, scores: Array | SequenceLosses, labels: Labels | None, base: Array | SequenceLosses
+    ) -> QualitySums:
+        """Accuracy where there are classes, perplexity of tokens; beside the untouched model's."""
+        if isinstance(scores, SequenceLosses) and isinstance(base, SequenceLosses):
+            return QualitySums(nll=NegativeLogLikelihood.of(scores, base))
+        if labels is None or not (isinstance(scores, np.ndarray) and isinstance(base, np.ndarray)):
+            return QualitySums()
+        if labels.ndim == 1:
+            return QualitySums(top_k=TopKCounts.of(scores, labels, base))
+        counted = labels != IGNORED  # a class for each token
+        return QualitySums(top_k=TopKCounts.of(scores[counted], labels[counted], base[counted]))
+
+
 def _after(
     state: EvaluationState,
     runners: Mapping[Case, Runner],
     dense: Array,
     references: Mapping[int, PyTorch],
-    x: Array,
+    x: Inputs,
     labels: Labels | None,
+    judge: _Judge,
 ) -> EvaluationState:
     """The state after one more batch, of which the untouched model gives `dense`."""
+    main = first_of(x)
     if labels is not None and labels.ndim == 1:
         check_classes(labels, dense.shape[-1], "the data", first=state.seen)
-    scores = _scores(dense, x, labels)
+    scores = judge.scores(dense, main, labels)
     expected = {k: reference.with_routing(x) for k, reference in references.items()}
     sums, failures = dict(state.sums), dict(state.failures)
     for case, runner in runners.items():
         if case.label in failures:
             continue
         reference = None if case.engine in UNTOUCHED else expected.get(case.k)
-        outputs, chosen = reference or (dense, {})
+        wanted = reference or Expected(dense, {}, {})
         try:
             actual = runner.infer(x)
             found = replace(
-                _judged(_scores(actual, x, labels), labels, scores),
-                routing=_overlap(runner, x, chosen),
-                parity=ParityStatistics.of(actual, outputs),
+                judge.judged(judge.scores(actual, main, labels), labels, scores),
+                routing=_overlap(runner, x, wanted),
+                parity=ParityStatistics.of(actual, wanted.outputs),
             )
         except Exception as error:  # noqa: BLE001  the row says what failed; the others go on
             failures[case.label] = in_one_line(error)
         else:
             sums[case.label] = sums.get(case.label, QualitySums()) + found
-    base = state.untouched + _judged(scores, labels, scores)
-    return EvaluationState(state.seen + len(x), base, sums, failures)
+    base = state.untouched + judge.judged(scores, labels, scores)
+    return EvaluationState(state.seen + len(main), base, sums, failures)
 
 
-def _scores(outputs: Array, x: Array, labels: Labels | None) -> Array | SequenceLosses:
-    """What outputs are judged by: themselves, or how they foretell tokens where both are tokens."""
-    tokens = x.dtype.kind in "iu" and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
-    return SequenceLosses.of(outputs, x, labels) if tokens else outputs
+def _overlap(runner: Runner, x: Inputs, expected: Expected) -> RoutingOverlap:
+    """How far the experts that a graph chose are those that PyTorch's layers chose.
 
-
-def _judged(
-    scores: Array | SequenceLosses, labels: Labels | None, untouched: Array | SequenceLosses
-) -> QualitySums:
-    """Accuracy where there are classes, perplexity of tokens; beside the untouched model's."""
-    if isinstance(scores, SequenceLosses) and isinstance(untouched, SequenceLosses):
-        return QualitySums(nll=NegativeLogLikelihood.of(scores, untouched))
-    if labels is None or not (isinstance(scores, np.ndarray) and isinstance(untouched, np.ndarray)):
-        return QualitySums()
-    return QualitySums(top_k=TopKCounts.of(scores, labels, untouched))
-
-
-def _overlap(runner: Runner, x: Array, expected: Mapping[str, Array]) -> RoutingOverlap:
-    """How far the experts that a graph chose are those `expected` [b, k] of each layer."""
-    chosen = runner.selected(x) if expected else None
+    Ties are those of FP32 in any precision: what a precision changes beyond is its own doing.
+    """
+    chosen = runner.selected(x) if expected.chosen else None
     if chosen is None:
         return RoutingOverlap()
-    return RoutingOverlap.of({n: s for n, s in chosen.items() if n in expected}, expected)
+    compared = {n: s for n, s in chosen.items() if n in expected.chosen}
+    return RoutingOverlap.of(compared, expected.chosen, expected.margins, TIE)

@@ -124,16 +124,33 @@ def one_per_sample(outputs: Array) -> Array:
 
 @dataclass(frozen=True, slots=True)
 class RoutingOverlap(Sums):
-    """Agreement of chosen sets: summed Jaccard over samples and layers, samples equal in all."""
+    """Agreement of chosen sets: summed Jaccard over samples and layers, samples equal in all.
+
+    Where tokens choose they are the samples, and of the `choices`, of a token in a layer, `same`
+    are equal and `ties` left out.
+    """
 
     jaccard: float = 0.0
     pairs: int = 0
     exact: int = 0
     samples: int = 0
+    same: int = 0
+    choices: int = 0
+    ties: int = 0
 
     @classmethod
-    def of(cls, chosen: Mapping[str, Array], reference: Mapping[str, Array]) -> Self:
-        """Compares the experts [b, k] chosen by layer; ParityError for other layers or sizes."""
+    def of(
+        cls,
+        chosen: Mapping[str, Array],
+        reference: Mapping[str, Array],
+        margins: Mapping[str, Array] | None = None,
+        tie: float = 0.0,
+    ) -> Self:
+        """Compares the experts [b, k] chosen by layer; ParityError for other layers or sizes.
+
+        With `margins` [b], by layer, those are tokens: a choice whose margin is `tie` or less is a
+        tie, and either is right.
+        """
         if chosen.keys() != reference.keys():
             raise ParityError(
                 f"routing of layers {sorted(chosen)} cannot be compared with {sorted(reference)}"
@@ -145,12 +162,29 @@ class RoutingOverlap(Sums):
                     f"the reference's {expected.shape}"
                 )
         table = np.stack([jaccard(chosen[name], each) for name, each in reference.items()])
-        exact = int((table == 1).all(axis=0).sum())  # of [layers, b]
-        return cls(float(table.sum()), table.size, exact, table.shape[1])
+        if not margins:
+            exact = int((table == 1).all(axis=0).sum())  # of [layers, b]
+            return cls(float(table.sum()), table.size, exact, table.shape[1])
+        tied = np.stack([margins[name] <= tie for name in reference])
+        same, clear = table == 1, ~tied
+        return cls(
+            jaccard=float(table[clear].sum()),
+            pairs=int(clear.sum()),
+            exact=int((same | tied).all(axis=0).sum()),
+            samples=table.shape[1],
+            same=int(same[clear].sum()),
+            choices=table.size,
+            ties=int(tied.sum()),
+        )
 
     def agreement(self) -> RoutingAgreement:
         """The mean Jaccard index and the share of samples that agree in every layer."""
-        return RoutingAgreement(self.jaccard / self.pairs, self.exact / self.samples)
+        jaccard = self.jaccard / self.pairs if self.pairs else 1.0
+        exact = self.exact / self.samples
+        if not self.choices:
+            return RoutingAgreement(jaccard, exact)
+        same = self.same / self.pairs if self.pairs else 1.0
+        return RoutingAgreement(jaccard, exact, same, self.ties / self.choices)
 
 
 @dataclass(frozen=True, slots=True)

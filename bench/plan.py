@@ -5,11 +5,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 from ..common import timing
 from ..errors import UsageError
+from ..exporter.job import ExportJob
 from ..exporter.model import Dimension, Model
-from .results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER
+from ..exporter.token_routed.network import Network
+from .results import (
+    EXPERTS_FORMS,
+    ONNXRUNTIME,
+    PYTORCH_ALGORITHM_2,
+    PYTORCH_EAGER,
+)
 from .runners.available import KINDS
 from .runners.base import Loader, Runner
 
@@ -26,6 +34,18 @@ class IntegerLinear:
     weights: tuple[int, int]
 
 
+PhaseName = Literal["decode", "prefill"]
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """A call of a language model: so many new `tokens` of each input, after `past` in its cache."""
+
+    name: PhaseName
+    tokens: int
+    past: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class GraphSource:
     """An exported graph that is not opened yet.
@@ -34,6 +54,7 @@ class GraphSource:
     the same in all layers. Of an INT8 graph the layers in `floating` compute in floats all the
     same, and `integers` are the linear layers of the backbone that do not. `batches` are the sizes
     that it is timed at: those that it was made for where there are graphs for others, None for all.
+    Another exporter's graph has no `lowering`: an empty one.
     """
 
     k: int
@@ -59,7 +80,8 @@ class Candidate:
 
     `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
     PyTorch engines to measure, by their names in `available.KINDS`, beside the untouched model,
-    which always takes part.
+    which always takes part. `routed` has, for each k of a router that is part of the model, the job
+    of its export, whose model chooses so many. A language model is timed in `phases`.
     """
 
     name: str
@@ -68,6 +90,13 @@ class Candidate:
     graphs: tuple[GraphSource, ...] = ()
     renormalize: bool = False
     engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2,)
+    routed: Mapping[int, ExportJob] = field(default_factory=dict)
+    phases: tuple[Phase, ...] = ()
+
+    @property
+    def trained_k(self) -> int:
+        """The k of the untouched model: all experts, unless a router was trained to choose some."""
+        return max(layer.spec.trained_k for layer in self.model.layers.values())
 
     @property
     def experts(self) -> int:
@@ -88,17 +117,15 @@ class Candidate:
         could tell apart.
         """
         n = self.experts
-        loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())
         found: dict[Case, GraphSource | None] = {}
         for kind in KINDS.values():
-            if kind.target is None and kind.name in (PYTORCH_EAGER, *self.engines):
-                by_k = kind.engine == PYTORCH_ALGORITHM_2
-                for k in (k for k in self.ks if loops and k < n) if by_k else (n,):
+            if kind.in_pytorch and kind.name in (PYTORCH_EAGER, *self.engines):
+                for k in self._ks_in_pytorch(kind.engine):
                     found[Case(self.name, kind.engine, k, n, kind.provider)] = None
         for graph in self.graphs:
             case = Case(
                 *(self.name, graph.engine, graph.k, n, graph.provider, graph.precision),
-                *(graph.lowering, graph.scope),
+                *(graph.lowering or None, graph.scope),
             )
             if case in found:
                 raise UsageError(
@@ -107,6 +134,35 @@ class Candidate:
                 )
             found[case] = graph
         return found
+
+    def k_by_layer(self, k: int) -> dict[str, int]:
+        """Each layer's k where routers choose: that of the job whose largest it is."""
+        return whole_k(self.routed[k]) if k in self.routed else {}
+
+    def _ks_in_pytorch(self, engine: str) -> tuple[int, ...]:
+        """The k that an engine of PyTorch runs."""
+        if engine == PYTORCH_ALGORITHM_2:
+            loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())
+            return tuple(k for k in self.ks if loops and k < self.experts)
+        if engine in EXPERTS_FORMS:
+            form = experts_form(self.model)
+            own = form == EXPERTS_FORMS[engine]
+            return tuple(k for k in self.routed if form and not (own and k == self.trained_k))
+        return (self.trained_k,)
+
+
+def whole_k(job: ExportJob) -> dict[str, int]:
+    """Returns each layer's k of a job that has one."""
+    return {layer: k for layer, k in job.k.items() if k is not None}
+
+
+def experts_form(model: Model) -> str | None:
+    """Returns how a model of `transformers` computes its experts; None where there is one way."""
+    network = model.original
+    if not isinstance(network, Network) or not network.wrapped._can_set_experts_implementation():
+        return None
+    form: str = network.wrapped.config._experts_implementation
+    return form
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,11 +201,24 @@ class TimingGroup:
     cases: tuple[Case, ...]
     batch: int
     protocol: timing.Protocol
+    phase: Phase | None = None
 
     @property
     def model(self) -> str:
         """The model that is measured."""
         return self.cases[0].model
+
+    @property
+    def title(self) -> str:
+        """What is timed: `olmoe, batch 1, decode`."""
+        phase = "" if self.phase is None else f", {self.phase.name}"
+        return f"{self.model}, batch {self.batch}{phase}"
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """What tells it from the other groups of a benchmark."""
+        phase = {} if self.phase is None else {"phase": self.phase.name}
+        return {"model": self.model, "batch": self.batch, **phase}
 
     def seconds(self, call_ms: float) -> float:
         """How long it takes with calls of so many milliseconds: more than `round_s` if need be."""
@@ -206,8 +275,9 @@ def plan(candidates: Sequence[Candidate], settings: Settings) -> tuple[TimingGro
                     hint=f"use 1 ≤ k ≤ {candidate.experts}",
                 )
     return tuple(
-        TimingGroup(tuple(_timed(candidate, batch)), batch, settings.protocol)
+        TimingGroup(tuple(_timed(candidate, batch)), batch, settings.protocol, phase)
         for candidate in candidates
+        for phase in candidate.phases or (None,)
         for batch in settings.batches
     )
 
@@ -230,5 +300,6 @@ def describe(groups: Sequence[TimingGroup], takes: str = "") -> str:
         for c in group.cases:
             kinds.setdefault(c.runs_in, []).append(str(c.k))
         listed = "; ".join(f"{name} k={','.join(ks)}" for name, ks in kinds.items())
-        lines.append(f"  {first.model}, n={first.experts}, batch {group.batch}: {listed}")
+        sizes = group.title.removeprefix(first.model)
+        lines.append(f"  {first.model}, n={first.experts}{sizes}: {listed}")
     return "\n".join(lines)

@@ -18,9 +18,18 @@ PYTORCH_EAGER = "pytorch-eager"
 PYTORCH_EAGER_CUDA = f"{PYTORCH_EAGER}-cuda"
 PYTORCH_COMPILE = "pytorch-compile"
 PYTORCH_ALGORITHM_2 = "pytorch-algorithm-2"
+PYTORCH_GROUPED_MM = "pytorch-grouped-mm"
+PYTORCH_EXPERTS_EAGER = "pytorch-experts-eager"
 ONNXRUNTIME = "onnxruntime"
+TRANSFORMERS_ONNX = "transformers-onnx"
 TENSORRT = "tensorrt"
 TENSORRT_RTX = "tensorrt-rtx"
+
+TOKEN_ROUTED = "experts"
+"""The kind of layers whose tokens are routed, as `ModelInfo` has it."""
+
+EXPERTS_FORMS = {PYTORCH_GROUPED_MM: "grouped_mm", PYTORCH_EXPERTS_EAGER: "eager"}
+"""How `transformers` computes experts in PyTorch, by the engine that measures it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +77,15 @@ class RoutingAgreement:
     """How far the chosen experts are those of PyTorch's Algorithm 1 with the same k, 0..1.
 
     `jaccard` is the mean over samples and layers of |A∩B| / |A∪B|; `exact` the share of samples
-    whose sets are equal in every layer.
+    whose sets are equal in every layer. Where each token has a choice of its own the samples are
+    tokens, and `choices` is the share of choices, of a token in a layer, with the same set. The
+    share `ties` of them is of scores closer than rounding: those are left out, or taken for equal.
     """
 
     jaccard: float
     exact: float
+    choices: float | None = None
+    ties: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +120,10 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One engine with one k at one batch size.
+    """One engine with one k at one batch size, and of a language model in one phase.
+
+    In the `phase` prefill or decode a call computes `tokens` new tokens of each input, after `past`
+    in its cache: `tokens_per_s` in a second, of all inputs together.
 
     `scope` says what the latency holds: `gpu` (device time) or `end-to-end` (array in memory to
     array); `device_ms` is the GPU's own time for a call by CUDA events around the computation, for
@@ -141,11 +157,27 @@ class Row:
     parity: Parity | None = None
     parts: tuple[Part, ...] = ()
     error: str | None = None
+    phase: str | None = None
+    tokens: int | None = None
+    past: int | None = None
+    tokens_per_s: float | None = None
 
     @property
     def is_reference(self) -> bool:
         """Whether this is the untouched PyTorch model on the CPU, which every file has."""
         return self.engine == PYTORCH_EAGER and not self.on_gpu
+
+    @property
+    def sizes(self) -> str:
+        """The batch size and the phase in words: `batch 1, decode`."""
+        return f"batch {self.batch}" if self.phase is None else f"batch {self.batch}, {self.phase}"
+
+    @property
+    def same_experts(self) -> float | None:
+        """The share of samples with PyTorch's experts, of tokens' choices where those choose."""
+        if self.routing is None:
+            return None
+        return self.routing.exact if self.routing.choices is None else self.routing.choices
 
     @property
     def on_gpu(self) -> bool:
@@ -183,19 +215,23 @@ class Row:
         """What tells this row from all others of a file."""
         return (
             *(self.model, self.engine, self.provider or "cpu", self.precision, self.lowering),
-            *(self.k, self.experts, self.batch),
+            *(self.k, self.experts, self.batch, self.phase, self.tokens, self.past),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """A model that was measured: its name, family, where it came from, its hash and its size."""
+    """A model that was measured: its name, family, where it came from, its hash and its size.
+
+    `kind` is that of its MoE layers: soft-moe, mumoe or experts.
+    """
 
     name: str
     family: str = ""
     source: str = ""
     parameters: int | None = None
     sha256: str = ""
+    kind: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,16 +28,17 @@ from ..common.files import sha256
 from ..common.writing import check_folder, make_folder
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
-from ..exporter.inputs import check_array
+from ..exporter.inputs import Inputs, check_array
 from ..exporter.model import Model, check_one_input
 from ..exporter.options import parse_lowerings
 from ..graphs.names import K_INPUT
 from ..graphs.targets import Target
 from .analyses.experts import Wanted, parse_analyses, studied
 from .analyses.subgroups import compared
-from .data import Labelled, LabelledData, fingerprint, labelled, load_groups
+from .data import Labelled, LabelledData, Streamed, fingerprint, labelled, load_groups
 from .evaluate import EvaluationState, evaluate
 from .journal import FILE, Journal
+from .language import is_language_model, phase_inputs, phases_of, prompt_of, token_windows
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
 from .measure.memory import Memory, measure_memories, worker_count
 from .measure.roofline import Limit, Limits, Rates
@@ -45,8 +46,8 @@ from .plan import Candidate, Case, Settings, TimingGroup, describe, plan
 from .report.compare import compare
 from .report.page import write_all
 from .results import PYTORCH_COMPILE, Absent, ModelInfo, Part, Results, Row
-from .runners.available import parse_engines, select
-from .runners.base import Loader, Runner
+from .runners.available import Serves, parse_engines, select
+from .runners.base import Loader, Runner, first_of
 from .runners.candidates import Sweep, candidates_of, check_exported, parse_ks, parse_precisions
 from .runners.pytorch import CUDA, PyTorch, loaders, outputs_of, untouched, without_tf32
 
@@ -57,6 +58,7 @@ TRIAL_CALLS = 3  # calls of which the fastest stands for the others: the first o
 UNKNOWN_SAMPLES = 1000  # taken for an estimate where a feed does not tell how many samples it has
 COMPILE_S = 30.0  # what compiling a small network for one batch size takes
 MACHINE_PROBES = 3  # cases of each group that measure the machine's own rates (`limits`)
+PHASE_INPUTS = 4  # distinct prompts of a language model
 PROCESS_S = 4.0  # what starting a process and loading a runtime takes
 
 
@@ -156,6 +158,7 @@ class BenchRequest:
     memory: bool
     parts: bool
     pixels: str | None
+    tokens: int | None
     before: Results | None
     analysis: str
     max_subsets: int | None
@@ -170,16 +173,12 @@ def sweep(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Results:
     Raises `UsageError` and `FeedError`, before anything is measured, for what cannot be meant.
     """
     watcher = asked.progress or Silent()
-    for item in listed:
-        if isinstance(item, Model):
-            check_one_input(item, "bench")
-        elif len([port for port in item.manifest.inputs if port.name != K_INPUT]) > 1:
-            raise UsageError(
-                f"{item.path}: bench measures graphs with one input, and this one has several",
-                hint="`moexport verify` compares it with PyTorch",
-            )
+    if asked.analysis:
+        for item in listed:
+            if isinstance(item, Model):
+                check_one_input(item, "--analysis")
     engines = parse_engines(asked.engine)
-    selection = select(engines)
+    selection = select(engines, [_served(item) for item in listed])
     for each in selection.absent:
         if each.engine in engines:
             watcher.step(f"not measured: {each.engine}: {each.reason}")
@@ -212,14 +211,14 @@ def sweep(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Results:
     data: Labelled | None = None
     first = next((item for item in listed if isinstance(item, Model)), None)
     if first is not None:
-        data = labelled(asked.data, first, max(asked.batch), asked.pixels)
+        data = data_of(first, asked)
         lists = replace(lists, shape=data.head(1).inputs.shape[1:])
         if {"int8", "fp8"} & {*lists.precisions}:
             lists = replace(lists, calibration=data.head(CALIBRATION_INPUTS).inputs)
     with candidates_of(listed, lists, watcher) as candidates:
-        data = data or labelled(asked.data, candidates[0].model, max(asked.batch), asked.pixels)
+        data = data or data_of(candidates[0].model, asked)
         return bench(
-            candidates,
+            [in_phases(candidate, data, asked.tokens) for candidate in candidates],
             data,
             settings,
             out=asked.out,
@@ -253,6 +252,33 @@ def _analyses(
     return found | compared(candidates, seen, groups[: len(seen)], asked.group_by, watcher)
 
 
+def _served(item: Model | Bundle) -> Serves:
+    """Which engines of `available.KINDS` a model is for, beside those for all."""
+    ports = item.inputs if isinstance(item, Model) else item.manifest.inputs
+    return "transformers" if len([p for p in ports if p.name != K_INPUT]) > 1 else "one-input"
+
+
+def data_of(model: Model, asked: BenchRequest) -> Labelled:
+    """Returns the inputs that a model is measured on: windows of tokens for a language model."""
+    if is_language_model(model) and not isinstance(asked.data, LabelledData | Streamed):
+        return token_windows(asked.data, model, prompt_of(model, asked.tokens))
+    if asked.tokens is not None and not is_language_model(model):
+        raise UsageError(
+            f"--tokens {asked.tokens}: {model.source.path} is no language model of transformers",
+            hint="leave --tokens out: other models take inputs as the data have them",
+        )
+    return labelled(asked.data, model, max(asked.batch), asked.pixels)
+
+
+def in_phases(candidate: Candidate, data: Labelled, tokens: int | None) -> Candidate:
+    """Returns a candidate with the calls that are timed, where it is a language model."""
+    if not is_language_model(candidate.model):
+        return candidate
+    length = data.head(1).inputs.shape[1]
+    prompt = min(prompt_of(candidate.model, tokens), length - 1)
+    return replace(candidate, phases=phases_of(candidate.model, prompt))
+
+
 @dataclass
 class Measurement:
     """The pieces of one candidate, each taken from the journal where an earlier run has done it.
@@ -278,8 +304,8 @@ class Measurement:
         """Measures everything; returns the rows, group by group."""
         opening = loaders(self.candidate, self.settings.batches)
         limits = None
-        if self.settings.limits:
-            limits = Limits(self.candidate, self.head.batch(0, 1), opening)
+        if self.settings.limits and len(self.candidate.model.inputs) == 1:
+            limits = Limits(self.candidate, first_of(self.head.batch(0, 1)), opening)
         runners = self._evaluated(opening)
         memories = self._memories({c: opening[c] for c in runners})
         rows = []
@@ -290,9 +316,16 @@ class Measurement:
             of_cases = self._limits(group, limits, measured)
             for case in group.cases:
                 identity: dict[str, Any] = asdict(case) | {"batch": group.batch}
+                if group.phase is not None:
+                    identity |= {
+                        "phase": group.phase.name,
+                        "tokens": group.phase.tokens,
+                        "past": group.phase.past,
+                    }
                 failure = self.failures.get(case) or measured.failures.get(case.label)
                 if failure is not None:
-                    self.progress.step(f"failed: {case.label}, batch {group.batch}: {failure}")
+                    place = group.title.removeprefix(group.model)
+                    self.progress.step(f"failed: {case.label}{place}: {failure}")
                     rows.append(Row(**identity, error=failure))
                     continue
                 latency, limit = measured.latencies[case.label], of_cases.get(case, Limit())
@@ -305,7 +338,10 @@ class Measurement:
                         **self.qualities[case],
                         latency_ms=latency,
                         device_ms=measured.device.get(case.label),
-                        throughput=1e3 * group.batch / ms if (ms := latency.median) > 0 else None,
+                        throughput=_per_second(group.batch, latency),
+                        tokens_per_s=None
+                        if group.phase is None
+                        else _per_second(group.batch * group.phase.tokens, latency),
                         peak_memory_mb=None if memory is None else memory.peak_mb[group.batch],
                         runtime_memory_mb=None if memory is None else memory.runtime_mb,
                         work=limit.work,
@@ -367,13 +403,13 @@ class Measurement:
         self, group: TimingGroup, runners: Mapping[Case, Runner | Loader], limits: Limits | None
     ) -> timing.Measured:
         """Times the cases of a group in turn; what disturbed them goes to `beside`."""
-        keys = {"model": group.model, "batch": group.batch}
+        keys = group.keys
         done = [msgspec.convert(each, timing.Round) for each in self.journal.found("round", **keys)]
         before = Scheduled.now()
         measured, wrapper_ms = measure_group(
             group,
             runners,
-            self.head,
+            self.inputs(group),
             benchmarks={} if limits is None else limits.benchmarks,
             progress=self.progress,
             done=done,
@@ -399,9 +435,13 @@ class Measurement:
             return {}
         rates = limits.rates(measured)
         if isinstance(rates, Rates):
-            self._tell("rates", {"model": group.model, "batch": group.batch} | asdict(rates))
+            self._tell("rates", group.keys | asdict(rates))
         graphs = self.candidate.cases
         return {c: limits.of(c, graphs[c], group.batch, rates) for c in group.cases}
+
+    def inputs(self, group: TimingGroup) -> list[Inputs]:
+        """The batches that a group takes in turn."""
+        return timed_inputs(group, self.candidate, self.head)
 
     def _tell(self, name: str, entry: dict[str, Any]) -> None:
         self.beside.setdefault(name, []).append(entry)
@@ -431,20 +471,34 @@ class Measurement:
         """Where the time of a graph goes, if its runtime can tell."""
         if not (self.settings.parts and loader.profiles):
             return ()
-        keys = {"label": case.label, "batch": group.batch}
+        keys = {"label": case.label} | group.keys
         done = self.journal.found("parts", **keys)
         if done:
             return msgspec.convert(done[-1]["parts"], tuple[Part, ...])
-        what = f"{case.label}, batch {group.batch}"
+        what = f"{case.label}{group.title.removeprefix(group.model)}"
         self.progress.step(f"{what}: where the time goes")
         layers = tuple(self.candidate.model.layers)
         try:
-            found = parts_of(loader, group_batches(group, self.head), layers)
+            found = parts_of(loader, self.inputs(group), layers)
         except Exception as error:  # noqa: BLE001  the row is measured; only its parts are missing
             self.progress.step(f"{what}: no profile: {timing.in_one_line(error)}")
             return ()
         self.journal.add("parts", **keys, parts=[asdict(part) for part in found])
         return found
+
+
+def timed_inputs(group: TimingGroup, candidate: Candidate, head: LabelledData) -> list[Inputs]:
+    """Returns the batches that a group takes in turn; of a language model those of its phase."""
+    found = group_batches(group, head)
+    if group.phase is None:
+        return found
+    base = untouched(candidate.model)
+    # Each has a cache of its own, which takes memory.
+    return [phase_inputs(group.phase, x, base) for x in found[:PHASE_INPUTS]]
+
+
+def _per_second(count: int, latency: timing.Latency) -> float | None:
+    return 1e3 * count / latency.median if latency.median > 0 else None
 
 
 def expected_time(
@@ -464,14 +518,17 @@ def expected_time(
         # Every case, the untouched model, and a reference for every k.
         passes = len(cases) + 1 + len({c.k for c in cases})
         size = min(settings.evaluation_batch, len(head))
-        batch_ms = _call_ms(base, head, size, candidate.name) * settings.evaluation_batch / size
+        batch_ms = _call_ms(base, head.batch(0, size), candidate.name)
+        batch_ms *= settings.evaluation_batch / size
         quality += passes * batches * batch_ms / 1e3
         compiled = sum(c.engine == PYTORCH_COMPILE for c in cases)
         compiling += compiled * len(settings.batches) * COMPILE_S
         memory += len(cases) * PROCESS_S / workers if settings.memory else 0.0
         for group in groups:
             if group.model == candidate.name:
-                timed += group.seconds(_call_ms(base, head, group.batch, candidate.name))
+                timed += group.seconds(
+                    _call_ms(base, timed_inputs(group, candidate, head)[0], candidate.name)
+                )
     if settings.limits:
         timed += len(groups) * MACHINE_PROBES * settings.protocol.rounds * settings.protocol.round_s
     names = ("timing", "accuracy and parity", "compiling", "memory")
@@ -480,8 +537,7 @@ def expected_time(
     return f"about {_duration(sum(spent))}" + (f" ({', '.join(listed)})" if listed else "")
 
 
-def _call_ms(base: PyTorch, head: LabelledData, batch: int, name: str) -> float:
-    x = head.batch(0, batch)
+def _call_ms(base: PyTorch, x: Inputs, name: str) -> float:
     times = []
     for _ in range(TRIAL_CALLS):
         started = time.perf_counter()
@@ -503,7 +559,8 @@ def model_info(candidate: Candidate) -> ModelInfo:
     parameters = sum(p.numel() for p in model.module.parameters())
     weights = (tensor.detach().cpu().numpy() for tensor in model.module.state_dict().values())
     digest = source.sha256() if source.files else fingerprint(*weights)
-    return ModelInfo(candidate.name, model.family, source.path, parameters, digest)
+    kind = next(layer.spec.kind for layer in model.layers.values())
+    return ModelInfo(candidate.name, model.family, source.path, parameters, digest, kind)
 
 
 def _file_hash(loader: Loader) -> str:

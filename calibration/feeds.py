@@ -224,7 +224,7 @@ def _labels_of(item: object, inputs: Array, where: str) -> Labels | None:
     if labels is None:
         return None
     where = f"{where}: a batch's labels"
-    return _checked_labels(np.asarray(labels), inputs.dtype, inputs.shape, where, "the batch")
+    return checked_labels(np.asarray(labels), inputs.dtype, inputs.shape, where, "the batch")
 
 
 def _labelled_archive(path: Path, name: str) -> Iterator[LabelledBatch]:
@@ -234,17 +234,20 @@ def _labelled_archive(path: Path, name: str) -> Iterator[LabelledBatch]:
     if held.label is not None:
         array, header = npz_array(path, held.label), held.header
         where = f"{path}: array '{held.label}'"
-        labels = _checked_labels(array, header.dtype, header.shape, where, f"'{held.inputs}'")
+        labels = checked_labels(array, header.dtype, header.shape, where, f"'{held.inputs}'")
     start = 0
     for rows in _rows_in(path, name):
         yield rows, None if labels is None else labels[start : start + len(rows)]
         start += len(rows)
 
 
-def _checked_labels(
+def checked_labels(
     array: Array, dtype: np.dtype[Any], shape: tuple[int, ...], where: str, inputs_from: str
 ) -> Labels:
-    """The labels of inputs of that type and shape: classes [b], or for ids [b, m] target ids."""
+    """Returns labels of inputs of that type and shape: classes [b], or for ids [b, m] target ids.
+
+    Raises `FeedError` for what are none.
+    """
     tokens = dtype.kind in "iu" and array.shape == shape and array.ndim > 1
     if array.ndim != 1 and not tokens:
         raise FeedError(

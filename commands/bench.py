@@ -32,7 +32,7 @@ Paper = Literal["mnist", "mnist-normalised", "latency", "latency-whole", "l2norm
 """Experiments of the papers: the names of `bench.paper`."""
 
 
-Trained = Literal["soft-moe", "mumoe"]
+Trained = Literal["soft-moe", "mumoe", "experts"]
 """Kinds of MoE layers that the demo trains."""
 
 
@@ -53,7 +53,7 @@ class BenchFlags:
     )
     lowering: Annotated[str, typer.Option(help="A list of lowerings, or auto.")] = "auto"
     precision: Annotated[
-        str, typer.Option(help="A list: fp32,fp16,bf16,int8 (ranges from --data).")
+        str, typer.Option(help="A list: fp32,fp16,bf16,int8,int4 (INT8 ranges from --data).")
     ] = "fp32"
     engine: Annotated[
         str, typer.Option(help="A list: pytorch-compile, onnxruntime, tensorrt-rtx, …, or all.")
@@ -67,7 +67,8 @@ class BenchFlags:
         str | None,
         typer.Option(
             metavar="DATA",
-            help="Labelled inputs: an .npz, a folder of images by class, package.module:iterable.",
+            help="Labelled inputs: an .npz, a folder of images by class, package.module:iterable; "
+            "for a language model a text file or token ids.",
         ),
     ] = None
     rounds: Annotated[int, typer.Option(help="Rounds; all engines take turns in each.", min=5)] = 5
@@ -82,6 +83,10 @@ class BenchFlags:
     ] = True
     pixels: Annotated[
         str | None, typer.Option(help="Pixel scale of images: unit, symmetric or imagenet.")
+    ] = None
+    tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of a language model's prompt [default: 128].", min=1),
     ] = None
     compare: Annotated[
         Path | None,

@@ -167,7 +167,7 @@ class Reference:
         for name, array in arrays:
             if array.dtype.kind not in "fiu":
                 yield f"'{name}' is {array.dtype.name}, not numbers"
-            elif array.shape[:1] != self.x.shape[:1] or not array.size:
+            elif array.shape[:1] != self.x.shape[:1] or not (array.size or name in self.inputs):
                 yield f"'{name}' is of shape {array.shape}, for inputs {self.x.shape}"
         if any(array.dtype.kind == "u" for array in self.selected.values()):
             yield "its choices are neither indices nor weights"

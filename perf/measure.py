@@ -15,7 +15,7 @@ from typing import Any, ParamSpec, TypeVar
 import numpy as np
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.measure.latency import measure_group
+from moexport.bench.measure.latency import group_batches, measure_group
 from moexport.bench.measure.roofline import (
     Microbenchmarks,
     Rates,
@@ -75,7 +75,10 @@ def timed(
     group = TimingGroup(tuple(candidate.cases), batch, protocol)
     runners = {case: load() for case, load in loaders(candidate, (batch,)).items()}
     with Console() as console:
-        found, _ = measure_group(group, runners, data, benchmarks=machine.calls, progress=console)
+        batches = group_batches(group, data)
+        found, _ = measure_group(
+            group, runners, batches, benchmarks=machine.calls, progress=console
+        )
         for label, error in found.failures.items():
             console.step(f"failed: {label}: {error}")
     rates, work = machine.rates(found.latencies), work_of(candidate.model, data.inputs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,10 @@ from ...graphs.targets import Precision, Target
 from ..data import LabelledData
 from ..plan import Candidate, Settings
 from ..report.text import rows_table
-from ..run import bench
+from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
+from ..run import bench, in_phases
 from ..runners.candidates import Sweep, from_bundle
+from ..runners.other_exporters import with_other_exporters
 from . import digits
 
 THREADS = 1
@@ -74,6 +77,7 @@ class Group:
     networks: tuple[Network, ...]
     batches: tuple[int, ...] = (1,)
     calibration: Path | None = None
+    engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2, ONNXRUNTIME)
 
 
 Last = Callable[[Network, LabelledData, Path], str]
@@ -112,28 +116,36 @@ def run_job(
     groups = train(directory, progress)
     checked, measured, reports = [], [], []
     for group in groups:
-        asked = Sweep(ks=tuple(parse_k(k) for k in ks), batches=group.batches, threads=THREADS)
-        candidates = []
-        for network in group.networks:
-            bundles = [exported(network, one, directory, progress) for one in network.bundles]
-            checked += [verified(bundle) for bundle in bundles]
-            candidates.append(_side_by_side(bundles, network.name, asked))
-        report = directory / group.report
-        progress.step(f"measuring for {report.name}")
-        results = bench(
-            candidates,
-            group.data,
-            Settings(
-                batches=group.batches,
-                protocol=Protocol(inputs=8, round_s=0.1),
-                threads=THREADS,
-                memory=False,  # It takes a process for every row, and the demo is to be short.
-                calibration=None if group.calibration is None else str(group.calibration),
-            ),
-            out=report,
-            command=f"{command} -o {directory}",
-            progress=progress,
+        asked = Sweep(
+            ks=tuple(parse_k(k) for k in ks),
+            batches=group.batches,
+            engines=group.engines,
+            threads=THREADS,
         )
+        report = directory / group.report
+        with ExitStack() as stack:
+            candidates = []
+            for network in group.networks:
+                bundles = [exported(network, one, directory, progress) for one in network.bundles]
+                checked += [verified(bundle) for bundle in bundles]
+                own = _side_by_side(bundles, network.name, asked)
+                both = stack.enter_context(with_other_exporters(own, THREADS))
+                candidates.append(in_phases(both, group.data, None))
+            progress.step(f"measuring for {report.name}")
+            results = bench(
+                candidates,
+                group.data,
+                Settings(
+                    batches=group.batches,
+                    protocol=Protocol(inputs=8, round_s=0.1),
+                    threads=THREADS,
+                    memory=False,  # It takes a process for every row, and the demo is to be short.
+                    calibration=None if group.calibration is None else str(group.calibration),
+                ),
+                out=report,
+                command=f"{command} -o {directory}",
+                progress=progress,
+            )
         measured.append(rows_table(results))
         reports.append(report / "report.html")
     ends = () if last is None else (last(groups[0].networks[0], groups[0].data, directory),)
@@ -215,6 +227,7 @@ def _side_by_side(bundles: Sequence[Bundle], name: str, asked: Sweep) -> Candida
         name=name,
         ks=tuple(dict.fromkeys(k for candidate in candidates for k in candidate.ks)),
         graphs=tuple(graph for candidate in candidates for graph in candidate.graphs),
+        routed={k: job for candidate in candidates for k, job in candidate.routed.items()},
     )
 
 

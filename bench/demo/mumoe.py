@@ -21,6 +21,7 @@ from ...exporter.inspect import support
 from ...graphs.layers import mumoe
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec
 from ..data import LabelledData
+from ..language import python_topics
 from ..run import with_threads
 from . import digits
 from .demo import THREADS, Exported, Group, Network, Outcome, run_job, saved
@@ -153,13 +154,8 @@ class Text:
 
 
 def load_topics() -> Text:
-    """Returns the topics of this Python's `pydoc`, one id per ASCII character.
-
-    Each version of Python has its own text, so figures from two of them differ a little.
-    """
-    from pydoc_data.topics import topics
-
-    texts = [topics[name].encode("ascii", "replace").decode() for name in sorted(topics)]
+    """Returns the topics of this Python's `pydoc`, one id per ASCII character."""
+    texts = python_topics()
     characters = "".join(sorted(set("".join(texts))))
     codes = np.zeros(128, np.int64)
     codes[[ord(c) for c in characters]] = np.arange(len(characters))

@@ -17,9 +17,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ...calibration.feeds import Array
 from ...common import timing
 from ...common.console import Progress
+from ...exporter.inputs import Inputs
 from ...graphs.names import PARTS, part_of
 from ..data import LabelledData
 from ..plan import Case, TimingGroup
@@ -36,7 +36,7 @@ class TimedRunner(timing.TimedCall):
     runner is opened for its part of each round and closed after: it saves memory.
     """
 
-    def __init__(self, runner: Runner | Loader, batches: Sequence[Array]) -> None:
+    def __init__(self, runner: Runner | Loader, batches: Sequence[Inputs]) -> None:
         self._open = runner if isinstance(runner, Loader) else None
         self._runner = None if isinstance(runner, Loader) else runner
         self._batches = batches
@@ -71,7 +71,7 @@ class TimedRunner(timing.TimedCall):
         return self._runner
 
 
-def preparing_ms(runner: Runner, x: Array) -> float:
+def preparing_ms(runner: Runner, x: Inputs) -> float:
     """Returns the median milliseconds of preparing a call: what a wrapper adds to each."""
     times_ns = []
     for _ in range(PREPARATIONS):
@@ -84,7 +84,7 @@ def preparing_ms(runner: Runner, x: Array) -> float:
 def measure_group(
     group: TimingGroup,
     runners: Mapping[Case, Runner | Loader],
-    data: LabelledData,
+    batches: Sequence[Inputs],
     *,
     benchmarks: Mapping[str, timing.Call],
     progress: Progress | None = None,
@@ -94,16 +94,14 @@ def measure_group(
     """Returns the latency of each case by its label, and what the wrapper adds where that is known.
 
     `runners` that are loaders are opened for each round anew; `benchmarks` of the machine are timed
-    beside them, by their own names. Inputs are real: distinct batches of the data, in turn, the
-    same for every case.
+    beside them, by their own names. The `batches` are taken in turn, the same for every case.
     """
-    batches = group_batches(group, data)
     protocol = replace(group.protocol, inputs=len(batches))
     calls = {c.label: TimedRunner(runners[c], batches) for c in group.cases if c in runners}
     measured = timing.measure(
         calls | dict(benchmarks),
         protocol,
-        title=f"{group.model}, batch {group.batch}: timing",
+        title=f"{group.title}: timing",
         progress=progress,
         done=done,
         keep=keep,
@@ -112,8 +110,8 @@ def measure_group(
     return measured, {label: ms for label, ms in added.items() if ms is not None}
 
 
-def group_batches(group: TimingGroup, data: LabelledData) -> list[Array]:
-    """Returns the distinct batches of a group: what the protocol asks for, if the data give it."""
+def group_batches(group: TimingGroup, data: LabelledData) -> list[Inputs]:
+    """Returns distinct batches of real inputs: what a group's protocol asks for, if the data do."""
     inputs = min(group.protocol.inputs, -(-len(data) // group.batch))
     return [data.batch(index, group.batch) for index in range(inputs)]
 
@@ -167,7 +165,7 @@ class Event:
         return self.thread == outer.thread and outer.start <= self.start and self.end <= outer.end
 
 
-def parts_of(loader: Loader, batches: Sequence[Array], layers: Sequence[str]) -> tuple[Part, ...]:
+def parts_of(loader: Loader, batches: Sequence[Inputs], layers: Sequence[str]) -> tuple[Part, ...]:
     """Returns the parts of a graph with these MoE layers, as medians over calls with batches."""
     events = loader.profile(batches, WARMUP + PASSES * len(batches))
     return parts_of_profile(events, layers, skip=WARMUP)

@@ -17,10 +17,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...common.environment import memory_bytes, peak_memory_bytes, usable_cores
 from ...common.timing import in_one_line
+from ...exporter.inputs import Inputs
 from ..runners.base import Loader
 
 CALLS = 3
@@ -48,7 +48,7 @@ def worker_count(weights_bytes: int) -> int:
 
 def measure_memories(
     loaders: Mapping[str, Loader],
-    inputs: Mapping[int, Array],
+    inputs: Mapping[int, Inputs],
     *,
     threads: int,
     weights_bytes: int,
@@ -87,7 +87,7 @@ def pickled(loader: object) -> bytes | None:
 
 
 def measure_memory(
-    loader: bytes, inputs: Mapping[int, Array], *, threads: int | None = None
+    loader: bytes, inputs: Mapping[int, Inputs], *, threads: int | None = None
 ) -> Memory:
     """Returns the memory of what a loader (`pickled`) opens, running these batches, by their size.
 

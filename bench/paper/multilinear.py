@@ -22,7 +22,7 @@ from ...common.console import Progress
 from ...common.environment import environment
 from ...common.text import count, table
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec, activate
-from ..measure.latency import measure_group
+from ..measure.latency import group_batches, measure_group
 from ..measure.memory import measure_memory, pickled
 from ..plan import Case, TimingGroup
 from ..report.page import write_all
@@ -160,7 +160,8 @@ def run_multilinear(
             loaders[case] = graph.loader
         group = TimingGroup(tuple(loaders), 1, PROTOCOL)
         runners = {case: loader() for case, loader in loaders.items()}
-        measured, _ = measure_group(group, runners, data, benchmarks={}, progress=progress)
+        batches = group_batches(group, data)
+        measured, _ = measure_group(group, runners, batches, benchmarks={}, progress=progress)
         rows = []
         for case, loader in loaders.items():
             progress.step(f"the memory of {case.label}")

@@ -51,7 +51,7 @@ class Change:
     def label(self) -> str:
         """The row and its change in words: `digits, batch 1: ONNX Runtime, grouped, k = 4: …`."""
         row, old, new = self.now, self.before.median_ms, self.now.median_ms
-        name = f"{row.model}, batch {row.batch}: {line_name(row)}, k = {row.k}"
+        name = f"{row.model}, {row.sizes}: {line_name(row)}, k = {row.k}"
         if old is None or new is None:
             return f"{name}: {row.error or 'no latency'}"
         return f"{name}: {milliseconds(old)} → {milliseconds(new)} ms ({new / old - 1:+.0%})"

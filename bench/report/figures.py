@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..results import Results
+from ..results import Interval, Results, Row
 from .summary import UNTOUCHED, ErrorBar, Section, limit_lines, sections
 
 if TYPE_CHECKING:
@@ -25,13 +25,17 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
     """Writes latency beside accuracy or perplexity over k, PNG and SVG per batch; returns them.
 
     The smallest batch size is `latency_accuracy`, others `latency_accuracy_batch{b}`; each holds a
-    row of two charts per model.
+    row of two charts per model. Of language models `tokens_perplexity` holds tokens per second in
+    each phase and perplexity.
     """
     by_batch: dict[int, list[Section]] = {}
+    phases: dict[tuple[int, str], list[Section]] = {}
     for section in sections(results):
-        if section.series:
+        if section.series and section.phase is None:
             by_batch.setdefault(section.batch, []).append(section)
-    written = []
+        elif section.series:
+            phases.setdefault((section.batch, section.model), []).append(section)
+    written = [*_token_figures(phases, directory)]
     for index, (batch, chosen) in enumerate(sorted(by_batch.items())):
         name = "latency_accuracy" if index == 0 else f"latency_accuracy_batch{batch}"
         paths = [directory / f"{name}{kind}" for kind in (".png", ".svg")]
@@ -41,6 +45,51 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
                 _quality(right, section)
         written += paths
     return tuple(written)
+
+
+def _token_figures(
+    phases: Mapping[tuple[int, str], Sequence[Section]], directory: Path
+) -> Iterator[Path]:
+    """A figure per batch size, with a row of charts per language model; yields the files."""
+    batches = sorted({batch for batch, _ in phases})
+    for index, batch in enumerate(batches):
+        rows = [found for (each, _), found in phases.items() if each == batch]
+        name = "tokens_perplexity" if index == 0 else f"tokens_perplexity_batch{batch}"
+        paths = [directory / f"{name}{kind}" for kind in (".png", ".svg")]
+        columns = 1 + max(map(len, rows))
+        size = (4 * columns, 0.9 + 3.1 * len(rows))
+        with drawn(paths, size, rows=len(rows), columns=columns, legend=3) as grid:
+            for axes, found in zip(grid, rows, strict=True):
+                for place, section in zip(axes, found, strict=False):
+                    _tokens_per_second(place, section)
+                _quality(axes[len(found)], found[0])
+                for place in axes[len(found) + 1 :]:
+                    place.set_visible(False)
+        yield from paths
+
+
+def _tokens_per_second(axes: Axes, section: Section) -> None:
+    axes.set_title(f"{section.model}: {section.phase}, batch {section.batch}")
+    axes.set_ylabel("tokens per second")
+    if section.reference is not None and section.reference.tokens_per_s is not None:
+        _horizontal(axes, section.reference.tokens_per_s)
+    for line in section.series:
+        bars = {row.k: bar for row in line.rows if (bar := _rate(row)) is not None}
+        _with_bars(axes, list(bars), list(bars.values()), label=line.name, **_look(line.look))
+    rates = [row.tokens_per_s for row in section.all_rows if row.tokens_per_s is not None]
+    if max(rates, default=1.0) > FAR_APART * min(rates, default=1.0):
+        _by_factors(axes)
+    else:
+        axes.set_ylim(bottom=0)
+    log2_axis(axes, section.ks, f"experts for a token, k of {section.experts}")
+
+
+def _rate(row: Row) -> ErrorBar | None:
+    """Tokens per second, with those of the slowest and the fastest round."""
+    if row.tokens_per_s is None or row.latency_ms is None:
+        return None
+    rounds = [row.tokens_per_s * row.latency_ms.median / ms for ms in row.latency_ms.rounds]
+    return ErrorBar.around(row.tokens_per_s, Interval(min(rounds), max(rounds)))
 
 
 @contextmanager
@@ -82,9 +131,17 @@ def drawn(
             figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
-def _latency(axes: Axes, section: Section) -> None:
+def _by_factors(axes: Axes) -> None:
+    """A logarithmic axis of values, with ticks that read as numbers."""
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
+    axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+
+
+def _latency(axes: Axes, section: Section) -> None:
     axes.set_title(f"{section.model}: latency, batch {section.batch}")
     axes.set_ylabel("median latency, ms")
     reference = None if section.reference is None else section.reference.latency_ms
@@ -105,11 +162,8 @@ def _latency(axes: Axes, section: Section) -> None:
         axes.plot(ks, least, color=REFERENCE, linestyle=":", linewidth=1.2, label=name)
     medians = [row.median_ms for row in section.all_rows if row.median_ms is not None]
     if max(medians, default=1.0) > FAR_APART * min(medians, default=1.0):
-        axes.set_yscale("log")
+        _by_factors(axes)
         axes.set_ylim(0.75 * min(medians), 1.1 * section.top_ms)
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_minor_locator(NullLocator())
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
     else:
         axes.set_ylim(0, section.top_ms)
     log2_axis(axes, section.ks, f"experts kept, k of {section.experts}")

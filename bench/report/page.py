@@ -28,7 +28,7 @@ from ..analyses.report import figures as charts
 from ..analyses.report import titled
 from ..analyses.tuning import FrontPoint, TuningRecord, tuning_in
 from ..fairness import ModelFairness, compared_in
-from ..results import Interval, Results, Row, as_json, write
+from ..results import TOKEN_ROUTED, Interval, ModelInfo, Results, Row, as_json, write
 from ..runners.available import KINDS
 from .compare import Change, Comparison
 from .fairness import FAIR_HEADS, compared_rows
@@ -37,6 +37,7 @@ from .summary import (
     GPU_MS,
     KEPT,
     Section,
+    by_row,
     caveat,
     claim,
     engine_name,
@@ -44,6 +45,7 @@ from .summary import (
     milliseconds,
     percent,
     row_name,
+    section_of,
     sections,
     short_name,
     summary,
@@ -150,12 +152,12 @@ def embedded_json(value: Any) -> str:
 def payload(results: Results, comparison: Comparison | None = None) -> dict[str, Any]:
     """Returns what the page's script draws: the results, and what is said of them in words."""
     shown = sections(results)
-    found = {(section.model, section.batch): section for section in shown}
+    found = by_row(shown)
     studies, compared = studies_in(results.analyses), compared_in(results.analyses)
     search = tuning_in(results.analyses)
     return {
         "results": as_json(results),
-        "rows": [_words(results, found[row.model, row.batch], row) for row in results.rows],
+        "rows": [_words(results, found[section_of(row)], row) for row in results.rows],
         "keep": KEPT,
         "search": None if search is None else search_points(search),
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
@@ -188,6 +190,9 @@ def _words(results: Results, section: Section, row: Row) -> dict[str, Any]:
         "against": f"PyTorch{section.place(row)}",
         "speed": section.speedup(row),
         "told": base is row or section.faster_or_slower(row),
+        "full_k": section.full_k,
+        "sizes": row.sizes,
+        "same": row.same_experts,
         "spread": None if latency is None else latency.spread,
         "device_spread": None if row.device_ms is None else row.device_ms.spread,
         "limit_told": _limit(row),
@@ -216,7 +221,8 @@ def export_command(results: Results, row: Row) -> str | None:
     """
     targets = {(kind.engine, kind.provider): kind.target for kind in KINDS.values()}
     target: str | None = targets.get((row.engine, row.provider or "cpu"))
-    source = next((model.source for model in results.models if model.name == row.model), "")
+    model = next((each for each in results.models if each.name == row.model), ModelInfo(""))
+    source = model.source
     try:
         given = shlex.split(results.command)
     except ValueError:
@@ -227,11 +233,13 @@ def export_command(results: Results, row: Row) -> str | None:
     if search is not None and row is results.rows[-1]:  # the one that was chosen
         words = ["moexport", "export", source, "--recipe", search.recipe, "-o", "BUNDLE"]
         return shlex.join([*words, *_carried(given)])
+    own = (each for each in results.of_model(row.model) if each.is_reference)
+    full_k = next((each.k for each in own), row.experts)
     if target == "ort-cpu":  # What a benchmark may be told to take another for.
         target = (_given(given, "--target") or [target])[0]
     name = "".join(c if c.isalnum() else "-" for c in Path(source.split(":")[-1]).stem)
     words = ["moexport", "export", source, "-o", f"{name}-k{row.k}-{row.precision}"]
-    words += ["--k", "n" if row.k == row.experts else str(row.k), "--target", target]
+    words += ["--k", "n" if row.k == full_k else str(row.k), "--target", target]
     if row.lowering and "+" not in row.lowering:
         words += ["--lowering", row.lowering]
     if row.precision != "fp32":
@@ -239,7 +247,7 @@ def export_command(results: Results, row: Row) -> str | None:
     if row.batch > 1:
         words += ["--batch", f"1:{row.batch}:{max(row.batch, 32)}"]
     data = results.protocol.get("calibration") or next(iter(_given(given, "--data")), None)
-    if row.precision == "int8":
+    if row.precision == "int8" and model.kind != TOKEN_ROUTED:
         # A folder of images by class is no feed of arrays; the reader knows what is.
         words += ["--data", data if data and (data.endswith(".npz") or ":" in data) else "FEED"]
     return shlex.join([*words, *_carried(given)])
@@ -316,7 +324,9 @@ def parity_card(shown: Sequence[Section]) -> Card:
                     continue
                 same = near = ("–", "–")
                 if routing is not None:
-                    same = (f"{routing.exact:.2%}", f"{routing.jaccard:.4f}")
+                    same = (f"{row.same_experts:.2%}", f"{routing.jaccard:.4f}")
+                    if routing.ties:
+                        same = (f"{same[0]} ({routing.ties:.1%} ties)", same[1])
                 if parity is not None:
                     near = (f"{parity.max_abs:.2g}", f"{parity.cosine:.7f}")
                 lines.append((line.name, f"{row.k}/{row.experts}", *same, *near))
@@ -331,7 +341,7 @@ def comparison_card(comparison: Comparison) -> Card:
     heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
     groups: dict[str, list[Sequence[Cell]]] = {}
     for change in comparison.notable:
-        key = f"{change.now.model}, batch {change.now.batch}"
+        key = f"{change.now.model}, {change.now.sizes}"
         groups.setdefault(key, []).append(_change(change))
     return _card(
         "comparison",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ...common import timing
@@ -18,6 +18,9 @@ NAMES = {
     "pytorch-eager": "PyTorch",
     "pytorch-compile": "PyTorch, compiled",
     "pytorch-algorithm-2": "PyTorch, loop over experts",
+    "pytorch-grouped-mm": "PyTorch, grouped_mm",
+    "pytorch-experts-eager": "PyTorch, eager experts",
+    "transformers-onnx": "OnnxExporter of transformers",
     "onnxruntime": "ONNX Runtime",
     "tensorrt": "TensorRT",
     "tensorrt-rtx": "TensorRT-RTX",
@@ -57,6 +60,7 @@ class ErrorBar:
 class Section:
     """One model at one batch size: its lines over k and the untouched model beside them.
 
+    Of a language model one phase, which `sizes` tells with the batch size.
     `reference` is the untouched model on the CPU, `gpu_reference` on the GPU: one of the lines.
     """
 
@@ -66,6 +70,13 @@ class Section:
     reference: Row | None
     series: tuple[Series, ...]
     gpu_reference: Row | None = None
+    phase: str | None = None
+    sizes: str = ""
+
+    @property
+    def full_k(self) -> int:
+        """The k of the untouched model: all experts, or as many as its router was trained for."""
+        return self.experts if self.reference is None else self.reference.k
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -177,13 +188,14 @@ def short_name(row: Row) -> str:
 
 
 def sections(results: Results) -> tuple[Section, ...]:
-    """Returns a section for each model and batch size; rows that failed are in no line."""
+    """Returns a section for each model, batch size and phase; rows that failed are in no line."""
     names = list(dict.fromkeys(line_name(r) for r in results.rows if not r.is_reference))
     found = []
     for model in dict.fromkeys(row.model for row in results.rows):
         rows = results.of_model(model)
-        for batch in sorted({row.batch for row in rows}):
-            here = [r for r in rows if r.batch == batch and r.error is None]
+        for batch, phase in sorted({(row.batch, row.phase or "") for row in rows}):
+            both = [r for r in rows if (r.batch, r.phase or "") == (batch, phase)]
+            here = [r for r in both if r.error is None]
             by_name: dict[str, list[Row]] = {}
             for row in sorted(here, key=lambda row: row.k):
                 if not row.is_reference:
@@ -201,6 +213,8 @@ def sections(results: Results) -> tuple[Section, ...]:
                         if name in by_name
                     ),
                     gpu_reference=next(on_gpu, None),
+                    phase=phase or None,
+                    sizes=both[0].sizes,
                 )
             )
     return tuple(found)
@@ -224,7 +238,7 @@ def summary(section: Section) -> str:
     """Returns one sentence: what to deploy, what it keeps, and its speed against PyTorch's."""
     row = headline(section)
     if row is None:
-        return f"Nothing could be measured for {section.model} at batch {section.batch}."
+        return f"Nothing could be measured for {section.model} at {section.sizes}."
     told = claim(section, row)
     if row.kept is None:
         return f"Accuracy is not known: the inputs had no labels. Fastest: {told}."
@@ -238,11 +252,11 @@ def caveat(section: Section) -> str:
     row = headline(section)
     if row is None:
         return ""
-    if row.k < row.experts:
+    if row.k < section.full_k:
         alike = [
             each
             for each in section.rows
-            if each.k == each.experts
+            if each.k == section.full_k
             and (engine_name(each), each.precision) == (engine_name(row), row.precision)
             and each.latency_ms is not None
         ]
@@ -258,7 +272,8 @@ def caveat(section: Section) -> str:
 
 def claim(section: Section, row: Row) -> str:
     """Returns `k = 16 of 128 in INT8: 99.2% of the accuracy at 21 times the speed of PyTorch`."""
-    all_of_them = " (all experts)" if row.k == row.experts else ""
+    whole = " (all experts)" if row.k == row.experts else " (as trained)"
+    all_of_them = whole if row.k == section.full_k else ""
     engine = f", {line_name(row)}" if row.engine.startswith("pytorch") else ""
     told = f"k = {row.k} of {row.experts}{all_of_them} in {row.precision.upper()}{engine}"
     if row.perplexity is not None:
@@ -270,10 +285,21 @@ def claim(section: Section, row: Row) -> str:
     ratio = section.speedup(row)
     if ratio is None:
         return told
-    against = f"the speed of PyTorch{section.place(row)}"
+    phase = "" if section.phase is None else f" in {section.phase}"
+    against = f"the speed of PyTorch{section.place(row)}{phase}"
     if not section.faster_or_slower(row):
         return f"{told} at {against}, within the spread"
     return f"{told} at {times(ratio)[:-1]} times {against}"
+
+
+def section_of(row: Row) -> tuple[str, int, str | None]:
+    """Returns what tells a row's section from the others: its model, batch size and phase."""
+    return row.model, row.batch, row.phase
+
+
+def by_row(shown: Sequence[Section]) -> dict[tuple[str, int, str | None], Section]:
+    """Returns sections by what `section_of` tells of their rows."""
+    return {(each.model, each.batch, each.phase): each for each in shown}
 
 
 def percent(share: float) -> str:

@@ -18,11 +18,13 @@ from .fairness import subgroups_text
 from .summary import (
     GPU_MS,
     NAMES,
+    by_row,
     caveat,
     line_name,
     milliseconds,
     over,
     row_name,
+    section_of,
     sections,
     summary,
     times,
@@ -30,7 +32,7 @@ from .summary import (
 
 
 def rows_table(results: Results) -> str:
-    """Returns a table per model and batch size, the untouched model first, then by k; analyses."""
+    """Returns a table per section, the untouched model first, then by k; analyses."""
     blocks = []
     device = _device_heading(results)
     for section in sections(results):
@@ -38,11 +40,12 @@ def rows_table(results: Results) -> str:
             section.all_rows, key=lambda row: (not row.is_reference, -row.k, line_name(row))
         )
         header = (
-            *("k", "engine", "batch", "ms (median)", *device, "vs PyTorch", "× limit"),
-            *(section.quality or "accuracy", "kept", "same experts"),
+            *("k", "engine", "batch", "ms (median)", *device),
+            *(() if section.phase is None else ("tokens/s",)),
+            *("vs PyTorch", "× limit", section.quality or "accuracy", "kept", "same experts"),
         )
         cells = [_cells(row, section.speedup(row), len(device)) for row in rows]
-        blocks.append(f"{section.model}, batch {section.batch}\n{table(header, cells)}")
+        blocks.append(f"{section.model}, {section.sizes}\n{table(header, cells)}")
     found = studies_text(studies_in(results.analyses))
     fair = subgroups_text(compared_in(results.analyses))
     return "\n\n".join(each for each in (*blocks, _failures(results), found, fair) if each)
@@ -63,11 +66,12 @@ def _cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:
         str(row.batch),
         _number(row.median_ms, ".3f"),
         *[_number(row.device_ms and row.device_ms.median, ".3f")] * devices,
+        *(() if row.phase is None else (_number(row.tokens_per_s, ",.0f"),)),
         "–" if speedup is None else f"{speedup:.2f}×",
         "–" if row.over_limit is None else over(row.over_limit),
         quality,
         _number(row.kept, ".1%"),
-        _number(row.routing and row.routing.exact, ".1%"),
+        _number(row.same_experts, ".1%"),
     )
 
 
@@ -90,19 +94,21 @@ def _failures(results: Results) -> str:
 
 
 def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
-    """Returns the summary of each model and batch size, its rows, and how they were measured."""
+    """Returns the summary of each section, its rows, and how they were measured."""
     lines = []
     device = _device_heading(results)
-    header = (
-        *("engine", "k", "median, ms", *device),
-        *("vs PyTorch", "× limit", "spread", "quality", "kept", "same experts"),
-    )
     for section in sections(results):
         title = markdown_text(section.model)
-        lines += [f"## {title}, batch {section.batch}", "", markdown_text(summary(section)), ""]
+        header = (
+            *("engine", "k", "median, ms", *device),
+            *(() if section.phase is None else ("tokens/s",)),
+            *("vs PyTorch", "× limit", "spread", "quality", "kept", "same experts"),
+        )
+        lines += [f"## {title}, {section.sizes}", "", markdown_text(summary(section)), ""]
         if caveat(section):
             lines += [markdown_text(caveat(section)), ""]
-        here = [r for r in results.of_model(section.model) if r.batch == section.batch]
+        own = section.model, section.batch, section.phase
+        here = [row for row in results.rows if section_of(row) == own]
         rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in here]
         rows = [(*map(markdown_text, row), *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
@@ -132,12 +138,13 @@ def _markdown_cells(row: Row, speedup: float | None, devices: int) -> tuple[str,
     return (
         *(name, k, "" if row.median_ms is None else milliseconds(row.median_ms)),
         *[on_gpu] * devices,
+        *(() if row.phase is None else (_number(row.tokens_per_s, ",.0f", ""),)),
         "" if speedup is None else times(speedup),
         "" if row.over_limit is None else over(row.over_limit),
         _number(row.latency_ms and row.latency_ms.spread, ".0%", ""),
         quality,
         _number(row.kept, ".1%", ""),
-        _number(row.routing and row.routing.exact, ".1%", ""),
+        _number(row.same_experts, ".1%", ""),
     )
 
 
@@ -152,17 +159,18 @@ COLUMNS = (
     *("calls", "inputs_per_s", "speedup", "top1", "top1_low", "top1_high", "top5", "perplexity"),
     *("kept", "same_experts", "jaccard", "max_abs", "cosine", "peak_memory_mb"),
     *("operations", "int8_operations", "bytes", "limit_ms", "over_limit", "no_limit", "error"),
+    *("phase", "tokens", "past", "tokens_per_s", "same_choices", "ties"),
 )
 
 
 def to_csv(results: Results) -> str:
     """Returns every row as CSV, one column per number."""
-    found = {(section.model, section.batch): section for section in sections(results)}
+    found = by_row(sections(results))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(COLUMNS)
     for row in results.rows:
-        writer.writerow(map(csv_cell, _values(row, found[row.model, row.batch].speedup(row))))
+        writer.writerow(map(csv_cell, _values(row, found[section_of(row)].speedup(row))))
     return text.getvalue()
 
 
@@ -179,6 +187,8 @@ def _values(row: Row, speedup: float | None) -> list[object]:
         *(parity and parity.max_abs, parity and parity.cosine, row.peak_memory_mb),
         *(work and work.operations, work and work.int8_operations, work and work.bytes),
         *(row.limit_ms, row.over_limit, row.no_limit, row.error),
+        *(row.phase, row.tokens, row.past, row.tokens_per_s),
+        *(routing and routing.choices, routing and routing.ties),
     ]
 
 
@@ -205,6 +215,8 @@ def method_lines(results: Results) -> list[str]:
         else "Latency is wall clock, with input and output in host memory, on real inputs in turn."
     )
     lines += _on_gpu(results)
+    if any(row.phase is not None for row in results.rows):
+        lines.append(PHASES)
     if "samples" in p:
         labelled = "labelled" if p.get("labelled") else "unlabelled"
         lines.append(f"Accuracy, routing and parity on {p['samples']:,} {labelled} samples.")
@@ -218,6 +230,13 @@ def method_lines(results: Results) -> list[str]:
         lines.append(f"{model.name}: {model.family or 'model'}{size}, from {model.source or '–'}.")
     return lines
 
+
+PHASES = (
+    "Prefill computes a whole prompt and decode one token after it, with the keys and values of "
+    "the prompt in the cache; the same for every engine, with the logits of every new token. What "
+    "a call returns stays where the engine has it, as the next call takes it. Same experts are "
+    "those of each token in each layer; where scores are closer than rounding none are compared."
+)
 
 GPU_CLOCK = (
     "On a GPU, wall-clock times include the copies to and from the GPU and the wait; the host "

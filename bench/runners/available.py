@@ -6,9 +6,10 @@ import functools
 import importlib.util
 import shutil
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import Literal
 
 from ...common.text import near_miss
 from ...errors import UsageError
@@ -21,7 +22,10 @@ from ..results import (
     PYTORCH_COMPILE,
     PYTORCH_EAGER,
     PYTORCH_EAGER_CUDA,
+    PYTORCH_EXPERTS_EAGER,
+    PYTORCH_GROUPED_MM,
     TENSORRT,
+    TRANSFORMERS_ONNX,
     Absent,
 )
 from ..results import TENSORRT_RTX as RTX
@@ -32,12 +36,21 @@ ORT_TENSORRT = "run on ONNX Runtime's TensorRT"
 Missing = Callable[[], str | None]
 """Returns why something cannot run here, None where it can."""
 
+Serves = Literal["all", "one-input", "transformers"]
+"""Which models an engine runs: all, those with one input, or those of `transformers`."""
+
+NOT_SERVED: dict[Serves, str] = {
+    "one-input": "it runs models with one input, and these have several",
+    "transformers": "it runs models of transformers",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
     """An engine as `--engine` names it: the rows' `engine` and `provider`, and what it needs.
 
-    `target` is what graphs for it are exported for, None where it runs PyTorch's own modules.
+    `target` is what graphs for it are exported for, None where it runs PyTorch's own modules or
+    another exporter's graph.
     """
 
     name: str
@@ -45,6 +58,12 @@ class EngineKind:
     provider: str
     missing: Missing
     target: Target | None = None
+    serves: Serves = "all"
+
+    @property
+    def in_pytorch(self) -> bool:
+        """Whether it runs PyTorch's own modules."""
+        return self.target is None and self.engine != TRANSFORMERS_ONNX
 
     @property
     def compiles(self) -> bool:
@@ -103,20 +122,30 @@ def _backend(name: str) -> Missing:
     return _able(f"build {title} engines", f"run {title} engines")
 
 
+ONE: Serves = "one-input"
+HF: Serves = "transformers"
+
 KINDS = {
     kind.name: kind
     for kind in (
         EngineKind(PYTORCH_EAGER, PYTORCH_EAGER, "cpu", _nothing),
-        EngineKind(PYTORCH_COMPILE, PYTORCH_COMPILE, "cpu", _compiler),
-        EngineKind(PYTORCH_ALGORITHM_2, PYTORCH_ALGORITHM_2, "cpu", _nothing),
+        EngineKind(PYTORCH_COMPILE, PYTORCH_COMPILE, "cpu", _compiler, serves=ONE),
+        EngineKind(PYTORCH_ALGORITHM_2, PYTORCH_ALGORITHM_2, "cpu", _nothing, serves=ONE),
+        EngineKind(PYTORCH_GROUPED_MM, PYTORCH_GROUPED_MM, "cpu", _nothing, serves=HF),
+        EngineKind(PYTORCH_EXPERTS_EAGER, PYTORCH_EXPERTS_EAGER, "cpu", _nothing, serves=HF),
         EngineKind(PYTORCH_EAGER_CUDA, PYTORCH_EAGER, "cuda", _torch_cuda),
-        EngineKind(f"{PYTORCH_COMPILE}-cuda", PYTORCH_COMPILE, "cuda", _triton),
-        EngineKind(f"{PYTORCH_ALGORITHM_2}-cuda", PYTORCH_ALGORITHM_2, "cuda", _torch_cuda),
+        EngineKind(f"{PYTORCH_COMPILE}-cuda", PYTORCH_COMPILE, "cuda", _triton, serves=ONE),
+        EngineKind(
+            f"{PYTORCH_ALGORITHM_2}-cuda", PYTORCH_ALGORITHM_2, "cuda", _torch_cuda, serves=ONE
+        ),
         EngineKind(ONNXRUNTIME, ONNXRUNTIME, "cpu", _able("run on CPU"), "ort-cpu"),
         EngineKind(f"{ONNXRUNTIME}-cuda", ONNXRUNTIME, "cuda", _able("run on CUDA"), "ort-cuda"),
-        EngineKind(f"{ONNXRUNTIME}-tensorrt", ONNXRUNTIME, "tensorrt", _able(ORT_TENSORRT), "onnx"),
-        EngineKind(TENSORRT, TENSORRT, TENSORRT, _backend(TENSORRT), "tensorrt"),
-        EngineKind(RTX, RTX, RTX, _backend(RTX), "tensorrt-rtx"),
+        EngineKind(
+            f"{ONNXRUNTIME}-tensorrt", ONNXRUNTIME, "tensorrt", _able(ORT_TENSORRT), "onnx", ONE
+        ),
+        EngineKind(TENSORRT, TENSORRT, TENSORRT, _backend(TENSORRT), "tensorrt", ONE),
+        EngineKind(RTX, RTX, RTX, _backend(RTX), "tensorrt-rtx", ONE),
+        EngineKind(TRANSFORMERS_ONNX, TRANSFORMERS_ONNX, "cpu", _able("run on CPU"), serves=HF),
     )
 }
 """Every engine, by its name.
@@ -153,17 +182,23 @@ def parse_engines(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chain.from_iterable(named)))
 
 
-def select(names: Iterable[str]) -> Selection:
+def select(names: Iterable[str], models: Sequence[Serves] = (ONE, HF)) -> Selection:
     """Returns which of the named engines can run here, and why each other known one is left out.
 
-    The untouched model takes part wherever another engine runs: on the CPU always, on the GPU with
-    the first engine there.
+    `models` are what the models are that will be measured; an engine for others that was not named
+    is not told of. The untouched model takes part wherever another engine runs: on the CPU always,
+    on the GPU with the first engine there.
     """
     asked = set(names) | {PYTORCH_EAGER}
     if any(KINDS[name].provider != "cpu" and KINDS[name].missing() is None for name in asked):
         asked.add(PYTORCH_EAGER_CUDA)
+    everything = asked >= KINDS.keys()
     present, absent = [], []
     for kind in KINDS.values():
+        if kind.serves != "all" and kind.serves not in models:
+            if kind.name in asked and not everything:
+                absent.append(Absent(kind.name, NOT_SERVED[kind.serves]))
+            continue
         reason = kind.missing()
         if reason is None and kind.name not in asked:
             reason = f"not asked for: --engine {kind.name}"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,22 +15,25 @@ from typing import Any, ClassVar
 import numpy as np
 
 from ...calibration.feeds import Array
+from ...errors import MoexportError
+from ...exporter.inputs import Inputs
 
 
 class Runner(ABC):
     """A model, graph or engine that is open; k is part of it. Closed by leaving its context.
 
-    What a runtime cannot tell (`device_ms`, `selected`) is None.
+    Inputs are an array [b, …], or those of a model with several by name. What a runtime cannot tell
+    (`device_ms`, `selected`) is None.
     """
 
     wraps: ClassVar[bool] = False
     """Whether `bound` leaves out what `infer` does beside calling the runtime."""
 
     @abstractmethod
-    def infer(self, x: Array) -> Array:
+    def infer(self, x: Inputs) -> Array:
         """Maps inputs [b, …] to outputs [b, …]."""
 
-    def bound(self, x: Array) -> Callable[[], object]:
+    def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the call that is timed for inputs [b, …].
 
         Where `wraps`, it is the runtime's own, without the checks and names that `infer` puts
@@ -37,15 +41,16 @@ class Runner(ABC):
         """
         return partial(self.infer, x)
 
-    def device_ms(self, x: Array) -> float | None:
+    def device_ms(self, x: Inputs) -> float | None:
         """Runs inputs [b, …] and returns the milliseconds that the device took, without copies."""
         del x
         return None
 
-    def selected(self, x: Array) -> Mapping[str, Array] | None:
+    def selected(self, x: Inputs) -> Mapping[str, Array] | None:
         """Returns the chosen experts [b, k], ascending, of each MoE layer by its name.
 
-        Layers that keep all their experts may be left out: they choose nothing.
+        Those of each token [t, k] where tokens choose. Layers that keep all their experts may be
+        left out: they choose nothing.
         """
         del x
         return None
@@ -77,7 +82,7 @@ class Loader(ABC):
         """Opens the runner as it is deployed: with nothing to observe."""
         return self()
 
-    def profile(self, batches: Sequence[Array], calls: int) -> list[dict[str, Any]]:
+    def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:
         """Returns the runtime's own events (Chrome trace) of `calls` calls, batches in turn."""
         del batches, calls
         return []
@@ -86,6 +91,22 @@ class Loader(ABC):
     def file(self) -> Path | None:
         """The graph's file, where it is one."""
         return None
+
+
+@dataclass(frozen=True)
+class Refused(Loader):
+    """What could not be exported: opening it tells why."""
+
+    reason: MoexportError
+
+    def __call__(self) -> Runner:
+        """Raises the reason."""
+        raise self.reason
+
+
+def first_of(x: Inputs) -> Array:
+    """Returns the array of a model's first input: of most models the only one."""
+    return x if isinstance(x, np.ndarray) else next(iter(x.values()))
 
 
 def in_batches(

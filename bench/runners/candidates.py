@@ -9,6 +9,8 @@ from itertools import product, zip_longest
 from pathlib import Path
 from typing import Any, cast, get_args
 
+import onnx_ir as ir
+
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
 from ...common.text import near_miss
@@ -18,26 +20,29 @@ from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.bundle.manifest import MANIFEST_FILE
 from ...exporter.bundle.verify import selected_values
-from ...exporter.checkpoints.load import load
 from ...exporter.edits import Edits
-from ...exporter.export import export_plan
+from ...exporter.export import found_ranges
 from ...exporter.inputs import AxisRange
 from ...exporter.job import ExportJob, export_job
 from ...exporter.model import Model
 from ...exporter.options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions, parse_k
-from ...exporter.plan import GraphPlan, plan_graph
+from ...exporter.plan import GraphPlan, plan, plan_graph
 from ...exporter.session import PROVIDERS
 from ...exporter.tensorrt.backends import BACKENDS
 from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
+from ...exporter.trace import trace
 from ...exporter.write import manifest_of, write_graphs
+from ...graphs.layers.experts import Experts, ExpertsSpec
 from ...graphs.targets import Precision, Scope, Target
 from ..measure.roofline import integer_linears
-from ..plan import Candidate, GraphSource
+from ..plan import Candidate, GraphSource, whole_k
 from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from .available import KINDS, EngineKind
-from .base import Loader, Runner
+from .base import Loader, Refused
 from .onnxruntime import OnnxLoader
+from .other_exporters import with_other_exporters
+from .pytorch import loaded_as
 from .tensorrt import EngineLoader
 
 
@@ -90,58 +95,62 @@ def exported(
     """
     progress = progress or Silent()
     graphs: list[GraphSource] = []
-    ks = [_whole(_of_one_graph(model, k)) for k in sweep.ks]
-    with scratch_folder("bench") as folder:
+    jobs = _jobs(model, sweep.ks)
+    routed = {_largest(whole_k(job)): job for job in jobs} if token_routed(model) else {}
+    ks = [_largest(whole_k(job)) for job in jobs]
+    traces: dict[object, ir.Model] = {}
+    with ExitStack() as stack:
+        folder = stack.enter_context(scratch_folder("bench"))
         for runtime, precision in product(sweep.runtimes, sweep.precisions):
-            place = folder / f"{runtime.name}-{precision}"
-            place.mkdir()
             progress.step(f"exporting {model.source.path} for {runtime.name} in {precision}")
             try:
-                graphs += _sources(model, sweep, ks, runtime, precision, place)
+                for index, together in enumerate(_by_model(jobs)):
+                    place = folder / f"{runtime.name}-{precision}-{index}"
+                    place.mkdir()
+                    graphs += _sources(model, sweep, together, runtime, precision, place, traces)
             except (LoweringError, UsageError, CalibrationError) as error:
                 if precision == "fp32" and not runtime.compiles:
                     raise
                 # A precision that a model or target cannot take is a row that says so.
-                every = product(map(_largest, ks), sweep.lowerings)
+                every = product(ks, sweep.lowerings)
                 graphs += _refused(dict.fromkeys(every, error), runtime, precision)
         said = [each.loader.reason for each in graphs if isinstance(each.loader, Refused)]
         if graphs and len(said) == len(graphs):
             raise said[0]
-        yield Candidate(
+        traces.clear()
+        candidate = Candidate(
             name=name or _named(model.source.path),
             model=model,
-            ks=tuple(sorted(set(map(_largest, ks)), reverse=True)),
+            ks=tuple(sorted(set(ks), reverse=True)),
             graphs=_told_apart(graphs),
             renormalize=sweep.renormalize,
             engines=sweep.engines,
+            routed=routed,
         )
+        yield stack.enter_context(with_other_exporters(candidate, sweep.threads))
 
 
-def _of_one_graph(model: Model, k: KOption) -> ExportJob:
-    """The job of a k; `UsageError` where it is of another model, whose router chooses otherwise.
-
-    A sweep traces its model once, and a router is part of what is traced.
-    """
-    job = export_job(model, ExportOptions(k=k))
-    if job.model is not model:
-        said = ",".join(map(str, k)) if isinstance(k, tuple) else k
-        raise UsageError(
-            f"--k {said}: the router of {model.source.path} is part of its graph, which bench "
-            "traces once, as it was trained",
-            hint="export a bundle for each k, and give bench the bundles",
-        )
-    return job
+def token_routed(model: Model) -> bool:
+    """Whether a model has experts whose router is part of the network around them."""
+    return any(isinstance(layer, Experts) for layer in model.layers.values())
 
 
-@dataclass(frozen=True)
-class Refused(Loader):
-    """A graph that could not be exported: opening it tells why."""
+def _jobs(model: Model, ks: Sequence[KOption]) -> list[ExportJob]:
+    """The job of each k, those that mean the same once."""
+    found: list[ExportJob] = []
+    for k in ks:
+        job = export_job(model, ExportOptions(k=k))
+        if job.k not in [each.k for each in found]:
+            found.append(job)
+    return found
 
-    reason: MoexportError
 
-    def __call__(self) -> Runner:
-        """Raises the reason."""
-        raise self.reason
+def _by_model(jobs: Sequence[ExportJob]) -> list[list[ExportJob]]:
+    """Jobs whose model is the same together: it is traced once. A router's k makes another."""
+    found: dict[int, list[ExportJob]] = {}
+    for job in jobs:
+        found.setdefault(id(job.model), []).append(job)
+    return list(found.values())
 
 
 def _refused(
@@ -157,15 +166,19 @@ def _refused(
 def _sources(
     model: Model,
     sweep: Sweep,
-    ks: Sequence[Mapping[str, int]],
+    jobs: Sequence[ExportJob],
     runtime: EngineKind,
     precision: Precision,
     folder: Path,
+    traces: dict[object, ir.Model],
 ) -> list[GraphSource]:
     """Exports graphs for a runtime, equal ones once; each that cannot be is refused by itself."""
     assert runtime.target is not None
-    int8 = precision in ("int8", "fp8")
+    routed = token_routed(model)
+    data = sweep.calibration if precision in ("int8", "fp8") and not routed else None
     options = ExportOptions(
+        # What is calibrated is every expert; a router chooses those of its own k.
+        k=jobs[0].options.k if routed else "n",
         target=runtime.target,
         renormalize=sweep.renormalize,
         precision=PrecisionOptions(
@@ -173,10 +186,15 @@ def _sources(
         ),
         verify=False,
     )
-    planned = export_plan(export_job(model, options, data=sweep.calibration if int8 else None))
+    asked = export_job(model, options, data=data)
+    key = id(jobs[0].model), asked.options.opset, frozenset(asked.fixed.items())
+    if key not in traces:
+        traces[key] = trace(asked.model, opset=asked.options.opset, fixed=asked.fixed)
+    planned = plan(asked, traces[key], found_ranges(asked))
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
     batches: dict[tuple[int, tuple[str, ...]], set[int]] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
+    ks = [whole_k(job) for job in jobs]
     for k, lowering, batch in product(ks, sweep.lowerings, sweep.batches):
         job = replace(planned.job, options=replace(options, batch=_exactly(batch)), k=k)
         try:
@@ -184,10 +202,10 @@ def _sources(
         except LoweringError as error:
             reasons[_largest(k), lowering] = error
         else:
-            key = _largest(k), graph.lowerings
-            graphs.setdefault(key, graph)
+            found = _largest(k), graph.lowerings
+            graphs.setdefault(found, graph)
             # What `auto` chose for one batch is timed at that.
-            batches.setdefault(key, set()).update([batch] if lowering == AUTO else sweep.batches)
+            batches.setdefault(found, set()).update([batch] if lowering == AUTO else sweep.batches)
     refused = _refused(reasons, runtime, precision)
     if not graphs:
         return refused
@@ -232,7 +250,11 @@ def _source(
         loader = EngineLoader(file.parent, runtime.engine, file.name, given_k, engine)
     else:
         specs = {name: layer.spec for name, layer in model.layers.items()}
-        experts = {name: spec.experts for name, spec in specs.items() if spec.chooses_sets}
+        experts = {
+            name: spec.experts
+            for name, spec in specs.items()
+            if spec.chooses_sets or (spec.kind == ExpertsSpec.kind and name in selected)
+        }
         provider = PROVIDERS[runtime.provider]
         loader = OnnxLoader(file, selected, experts, given_k, sweep.threads, provider)
     return GraphSource(
@@ -280,11 +302,6 @@ def _joined(lowerings: Iterable[str]) -> str:
     return "+".join(sorted(set(lowerings)))
 
 
-def _whole(job: ExportJob) -> dict[str, int]:
-    """Each layer's k of a job that has one."""
-    return {layer: k for layer, k in job.k.items() if k is not None}
-
-
 def _largest(ks: Mapping[str, int]) -> int:
     return max(ks.values())
 
@@ -305,9 +322,10 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
     routed &= loaded.layers.keys() == baked.keys()
     # Of experts that a router chooses another k is another model.
     k: KOption = tuple(baked[name] for name in loaded.layers) if routed else "n"
-    model = export_job(loaded, ExportOptions(edits=edits, k=k)).model
+    job = export_job(loaded, ExportOptions(edits=edits, k=k))
+    model = job.model
     asked = sweep.ks if takes_k else ()
-    ks = [_largest(_whole(export_job(model, ExportOptions(k=k)))) for k in asked]
+    ks = [_largest(whole_k(export_job(model, ExportOptions(k=k)))) for k in asked]
     ks = ks or [_largest(baked)]
     linears = _integers(record.numbers.get("linears", {}))
     floating = frozenset(layer.name for layer in record.layers if layer.precision != "int8")
@@ -339,6 +357,7 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
         graphs=_told_apart(graphs),
         renormalize=record.renormalize,
         engines=sweep.engines,
+        routed={_largest(baked): job} if routed else {},
     )
 
 
@@ -372,7 +391,8 @@ def candidates_of(
     with ExitStack() as stack:
         for item, then in zip(listed, (*listed[1:], None), strict=True):
             if isinstance(item, Bundle):
-                found.append(from_bundle(item, sweep, model=model))
+                beside = from_bundle(item, sweep, model=model)
+                found.append(stack.enter_context(with_other_exporters(beside, sweep.threads)))
                 places.append(item.path)
                 continue
             model = item
@@ -420,7 +440,7 @@ def _source_of(bundle: Bundle) -> Model:
             "part of every benchmark",
             hint=f"name the checkpoint before the bundle: moexport bench CHECKPOINT {bundle.path}",
         )
-    model = load(path, family=source.family, config=source.config)
+    model = loaded_as(source.path, family=source.family, config=source.config)
     if model.source.sha256() != source.sha256:
         raise UsageError(
             f"{path}: is not the checkpoint that {bundle.path} was made from (SHA-256 differs)",

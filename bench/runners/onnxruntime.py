@@ -15,8 +15,9 @@ import numpy as np
 
 from ...calibration.feeds import Array
 from ...common.writing import scratch_folder
+from ...exporter.inputs import Inputs
 from ...exporter.session import CPU, Session, SessionOptions
-from .base import Loader, Runner
+from .base import Loader, Runner, first_of
 
 INT64 = 7  # the element type of chosen experts: onnx.TensorProto.INT64
 
@@ -32,22 +33,34 @@ class OnnxRunner(Runner):
     experts: Mapping[str, int]
     k: int | None
 
-    def infer(self, x: Array) -> Array:
+    def infer(self, x: Inputs) -> Array:
         """Maps inputs [b, …] to outputs [b, …]."""
         return self.session(x, self.k)
 
-    def bound(self, x: Array) -> Callable[[], list[Array]]:
-        """Returns the bare `session.run` for inputs [b, …], with the first output alone."""
+    def bound(self, x: Inputs) -> Callable[[], list[Any]]:
+        """Returns the runtime's own call for inputs [b, …], with its first output.
+
+        Of a graph with a cache every output is returned, and all stays where the runtime has it: so
+        the next call of a text being generated takes it.
+        """
+        own = [n for n in self.session.output_names if n not in self.selected_values.values()]
+        if len(own) > 1:
+            return self.session.bound_values(x, self.k, own)
         return self.session.bound(x, self.k)
 
-    def selected(self, x: Array) -> dict[str, Array]:
-        """Returns the chosen experts [b, k], ascending, of each layer: all n without a choice."""
+    def selected(self, x: Inputs) -> dict[str, Array] | None:
+        """Returns the chosen experts [b, k], ascending, of each layer: all n without a choice.
+
+        None of a graph of whose layers nothing is known.
+        """
+        if not self.experts:
+            return None
         wanted = list(self.selected_values.values())
         values = self.session.run(x, self.k, wanted) if wanted else {}
         return {
             layer: np.sort(values[self.selected_values[layer]], axis=1)
             if layer in self.selected_values
-            else np.tile(np.arange(n), (len(x), 1))
+            else np.tile(np.arange(n), (len(first_of(x)), 1))
             for layer, n in self.experts.items()
         }
 
@@ -80,7 +93,7 @@ class OnnxLoader(Loader):
         """Opens the graph as it is deployed: with nothing to observe."""
         return OnnxRunner(Session(self.path, self._options), {}, {}, self.k)
 
-    def profile(self, batches: Sequence[Array], calls: int) -> list[dict[str, Any]]:
+    def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:
         """Returns the runtime's timing of every node over `calls` calls, batches in turn."""
         with scratch_folder("profile") as folder:
             options = replace(self._options, profile=folder / "profile")
@@ -98,3 +111,10 @@ class OnnxLoader(Loader):
     @property
     def _options(self) -> SessionOptions:
         return SessionOptions(provider=self.provider, threads=self.threads)
+
+
+@dataclass(frozen=True)
+class OtherExporterLoader(OnnxLoader):
+    """Opens a graph of another exporter: its nodes do not tell which layer they belong to."""
+
+    profiles: ClassVar[bool] = False

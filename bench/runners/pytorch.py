@@ -4,88 +4,169 @@ from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ...calibration.feeds import Array
 from ...common.user_code import names_code
 from ...errors import FeedError
 from ...exporter.checkpoints.load import load
-from ...exporter.model import Model
-from ...graphs.layers.base import Algorithm, moe_layers, recorded_choices, sharing_weights
+from ...exporter.inputs import Inputs, completed
+from ...exporter.model import Model, TensorSpec
+from ...exporter.reference import all_outputs, first_output, routed_margins
+from ...exporter.token_routed.load import architecture_of
+from ...exporter.token_routed.network import Network
+from ...exporter.token_routed.routers import with_k
+from ...graphs.layers.base import (
+    Algorithm,
+    MoELayer,
+    moe_layers,
+    recorded_choices,
+    sharing_weights,
+)
+from ...graphs.layers.experts import Experts
 from ..plan import Candidate, Case
-from ..results import PYTORCH_ALGORITHM_2, PYTORCH_COMPILE
-from .base import Loader, Runner, in_batches
+from ..results import EXPERTS_FORMS, PYTORCH_ALGORITHM_2, PYTORCH_COMPILE
+from .base import Loader, Runner, first_of, in_batches
 
 CUDA = "cuda"  # the provider of rows on an NVIDIA GPU, as PyTorch calls the device
 
 
-class PyTorch(Runner):
-    """A PyTorch module behind numpy: arrays in, arrays out, without gradients."""
+class Expected(NamedTuple):
+    """What a case is compared with: outputs, the experts of each layer, how clearly chosen.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    `margins` are those of layers whose tokens choose (`reference.routed_margins`).
+    """
+
+    outputs: Array
+    chosen: dict[str, Array]
+    margins: dict[str, Array]
+
+
+class PyTorch(Runner):
+    """A PyTorch module behind numpy: arrays in, arrays out, without gradients.
+
+    `ports` are the inputs of a module that takes several, whose defaults are filled in.
+    """
+
+    def __init__(self, module: nn.Module, ports: Sequence[TensorSpec] = ()) -> None:
+        self.module, self.ports = module, ports
 
     @torch.inference_mode()
-    def infer(self, x: Array) -> Array:
+    def infer(self, x: Inputs) -> Array:
         """Maps inputs [b, …] to outputs [b, …]."""
-        result: Array = self.module(torch.from_numpy(x)).numpy()
+        result: Array = first_output(self.module(*self.tensors(x))).numpy()
         return result
 
-    def bound(self, x: Array) -> Callable[[], object]:
+    @torch.inference_mode()
+    def outputs(self, x: Inputs) -> dict[str, Array]:
+        """Returns every output of a model of `transformers`, by name."""
+        assert isinstance(self.module, Network)
+        found = all_outputs(self.module(*self.tensors(x)))
+        return {name: y.numpy() for name, y in zip(self.module.gives, found, strict=True)}
+
+    def tensors(self, x: Inputs) -> list[Tensor]:
+        """Returns what the module takes."""
+        arrays = completed(x, self.ports).values() if self.ports else [first_of(x)]
+        return [torch.from_numpy(np.ascontiguousarray(each)) for each in arrays]
+
+    def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call for inputs [b, …], tensor to tensor."""
-        inputs = torch.from_numpy(x)
-
-        @torch.inference_mode()
-        def call() -> object:
-            return self.module(inputs)
-
-        return call
+        return torch.inference_mode()(own_call(self.module, self.tensors(x)))
 
     @torch.inference_mode()
-    def with_routing(self, x: Array) -> tuple[Array, dict[str, Array]]:
+    def with_routing(self, x: Inputs) -> Expected:
         """Returns the outputs, and the experts [b, k] that each layer with k < n chose."""
-        with recorded_choices(self.module) as choices:
+        with recorded_choices(self.module) as choices, routed_margins(self.module) as margins:
             output = self.infer(x)
-        specs = {name: layer.spec for name, layer in moe_layers(self.module).items()}
-        sizes = {name: spec.experts for name, spec in specs.items() if spec.chooses_sets}
-        chosen = {name: choices[name].chosen.numpy() for name in sizes}
-        return output, {name: s for name, s in chosen.items() if s.shape[1] < sizes[name]}
+        layers = moe_layers(self.module)
+        sizes = {n: layer.spec.experts for n, layer in layers.items() if chooses(layer)}
+        chosen = {name: choices[name].chosen.numpy() for name in sizes if name in choices}
+        chosen = {name: s for name, s in chosen.items() if s.shape[1] < sizes[name]}
+        return Expected(output, chosen, {n: m.numpy() for n, m in margins.items()})
 
 
-class PyTorchOnGpu(Runner):
+def chooses(layer: MoELayer) -> bool:
+    """Whether a layer's experts are chosen as sets: for each input, or for each token."""
+    return layer.spec.chooses_sets or isinstance(layer, Experts)
+
+
+def own_call(module: nn.Module, tensors: Sequence[Tensor]) -> Callable[[], Tensor]:
+    """Returns a module's call on tensors, which can be repeated.
+
+    A cache grows in a call, as it does where text is generated; before the next it is cut back.
+    """
+    if not (isinstance(module, Network) and module.cached):
+        return lambda: first_output(module(*tensors))
+    arguments = module.arguments(tensors)
+    cache, before = arguments["past_key_values"], arguments["past_key_values"].get_seq_length()
+
+    def call() -> Tensor:
+        if (more := cache.get_seq_length() - before) > 0:
+            cache.crop(-more)
+        logits: Tensor = module.wrapped(**arguments)["logits"]
+        return logits
+
+    return call
+
+
+class PyTorchOnGpu(PyTorch):
     """A module that lies on the GPU behind numpy: arrays in, arrays out, on a stream of its own.
 
     Memory comes from PyTorch's allocator, which keeps what earlier calls have used for later ones.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, ports: Sequence[TensorSpec] = ()) -> None:
+        super().__init__(module, ports)
         self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
-    @torch.inference_mode()
-    def infer(self, x: Array) -> Array:
-        """Maps inputs [b, …] to outputs [b, …]; waits until they are here."""
-        with torch.cuda.stream(self._stream):
-            result: Array = self.module(torch.from_numpy(x).to(CUDA)).cpu().numpy()
-        return result
+    def tensors(self, x: Inputs) -> list[Tensor]:
+        """Returns what the module takes, on the GPU."""
+        return [each.to(CUDA) for each in super().tensors(x)]
 
     @torch.inference_mode()
-    def device_ms(self, x: Array) -> float:
+    def infer(self, x: Inputs) -> Array:
+        """Maps inputs [b, …] to outputs [b, …]; waits until they are here."""
+        with torch.cuda.stream(self._stream):
+            result: Array = first_output(self.module(*self.tensors(x))).cpu().numpy()
+        return result
+
+    def bound(self, x: Inputs) -> Callable[[], object]:
+        """Returns `infer` of inputs [b, …]; a cache is on the GPU before the call, and stays there.
+
+        Of a language model the logits are copied back.
+        """
+        if not (isinstance(self.module, Network) and self.module.cached):
+            return partial(self.infer, x)
+        with torch.cuda.stream(self._stream), torch.inference_mode():
+            own = own_call(self.module, self.tensors(x))
+
+        @torch.inference_mode()
+        def call() -> object:
+            with torch.cuda.stream(self._stream):
+                return own().cpu()
+
+        return call
+
+    @torch.inference_mode()
+    def device_ms(self, x: Inputs) -> float:
         """Returns the GPU's time for inputs [b, …]: between two events, copies left out."""
         begin, end = (
             torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
             for _ in range(2)
         )
         with torch.cuda.stream(self._stream):
-            inputs = torch.from_numpy(x).to(CUDA)
+            inputs = self.tensors(x)
             begin.record()
-            self.module(inputs)
+            self.module(*inputs)
             end.record()
         end.synchronize()
         return float(begin.elapsed_time(end))
@@ -102,23 +183,23 @@ class CompiledPyTorch(Runner):
         self,
         module: nn.Module,
         sizes: Sequence[int],
-        runner: Callable[[nn.Module], Runner] = PyTorch,
+        runner: type[PyTorch] = PyTorch,
     ) -> None:
         compiled = torch.compile(module, dynamic=False)
         assert isinstance(compiled, nn.Module)  # a module's compilation is one; its type says less
         self._runner = runner(compiled)
         self._sizes = frozenset(sizes)
 
-    def infer(self, x: Array) -> Array:
+    def infer(self, x: Inputs) -> Array:
         """Maps inputs [b, …] to outputs [b, …]."""
         most, takes = max(self._sizes), self._sizes.__contains__
-        return in_batches(self._runner.infer, x, most=most, takes=takes)
+        return in_batches(self._runner.infer, first_of(x), most=most, takes=takes)
 
-    def bound(self, x: Array) -> Callable[[], object]:
+    def bound(self, x: Inputs) -> Callable[[], object]:
         """Returns the module's own call where it was compiled for inputs [b, …] as they are."""
-        return self._runner.bound(x) if len(x) in self._sizes else super().bound(x)
+        return self._runner.bound(x) if len(first_of(x)) in self._sizes else super().bound(x)
 
-    def device_ms(self, x: Array) -> float | None:
+    def device_ms(self, x: Inputs) -> float | None:
         """Returns the GPU's time for inputs [b, …]; None on a CPU."""
         return self._runner.device_ms(x)
 
@@ -160,7 +241,29 @@ def without_tf32() -> Iterator[None]:
 
 def untouched(model: Model) -> PyTorch:
     """Returns the model as its user runs it: the factory's own module where there is one."""
-    return PyTorch(model.original if model.original is not None else model.module)
+    return PyTorch(model.original if model.original is not None else model.module, model.inputs)
+
+
+def reference_of(candidate: Candidate, k: int) -> PyTorch:
+    """Returns the model with so many experts: chosen by its router, or kept by Algorithm 1."""
+    if k in candidate.routed:
+        model = candidate.routed[k].model
+        return PyTorch(model.module, model.inputs)
+    return with_algorithm_1(candidate.model, k, "masked", renormalize=candidate.renormalize)
+
+
+def in_form(model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
+    """Returns a model of `transformers` as that library runs it with k experts in each layer.
+
+    `form` is how it computes them, by the library's own name; None as it does by itself.
+    """
+    network = sharing_weights(untouched(model).module)
+    network.routers = model.module.routers
+    asked = with_k(replace(model, module=network), dict(k)).module
+    assert isinstance(asked, Network)
+    if form is not None:
+        asked.wrapped.set_experts_implementation(form)
+    return asked
 
 
 def with_algorithm_1(
@@ -172,16 +275,16 @@ def with_algorithm_1(
         layer.keep = min(k, layer.spec.experts)
         layer.algorithm = algorithm
         layer.renormalize = renormalize
-    return PyTorch(module)
+    return PyTorch(module, model.inputs)
 
 
-def outputs_of(base: PyTorch, x: Array, name: str) -> Array:
+def outputs_of(base: PyTorch, x: Inputs, name: str) -> Array:
     """Returns what a candidate's PyTorch model gives; FeedError where it cannot run the inputs."""
     try:
         return base.infer(x)
     except (RuntimeError, ValueError, TypeError, IndexError) as error:
         raise FeedError(
-            f"the PyTorch model {name} cannot run inputs of shape {x.shape}: {error}",
+            f"the PyTorch model {name} cannot run inputs of shape {first_of(x).shape}: {error}",
             hint="the data must fit the model that is measured",
         ) from error
 
@@ -190,7 +293,8 @@ def outputs_of(base: PyTorch, x: Array, name: str) -> Array:
 class TorchLoader(Loader):
     """Opens a model as a case runs it; `place` returns the model where that is.
 
-    Another process loads it from where `model` came from, when it opens it and not before.
+    Another process loads it from where `model` came from, when it opens it and not before. `k` is
+    what its routers choose, by layer, where the case says more than one number.
     """
 
     case: Case
@@ -198,19 +302,21 @@ class TorchLoader(Loader):
     renormalize: bool
     place: Callable[[], Model]
     model: Model | None = None
+    k: Mapping[str, int] = field(default_factory=dict)
 
     def __call__(self) -> Runner:
         """Returns the model as its engine runs it, on the CPU or a GPU."""
         engine, model = self.case.engine, self.place()
-        runner: Callable[[nn.Module], Runner]
         runner = PyTorchOnGpu if self.case.provider == CUDA else PyTorch
         if engine == PYTORCH_ALGORITHM_2:
             k, renormalize = self.case.k, self.renormalize
             return runner(with_algorithm_1(model, k, "selected", renormalize=renormalize).module)
+        if engine in EXPERTS_FORMS:
+            return runner(in_form(model, self.k, EXPERTS_FORMS[engine]), model.inputs)
         module = untouched(model).module
         if engine == PYTORCH_COMPILE:
             return CompiledPyTorch(module, self.batches, runner)
-        return runner(module)
+        return runner(module, model.inputs)
 
     def __reduce__(self) -> tuple[type[TorchLoader], tuple[object, ...]]:
         if self.model is None or not self.model.source.elsewhere:
@@ -226,12 +332,21 @@ class TorchLoader(Loader):
             example=self.model.example if by_code else None,
             adapter=source.adapters,
         )
-        return TorchLoader, (self.case, self.batches, self.renormalize, again)
+        return TorchLoader, (self.case, self.batches, self.renormalize, again, None, self.k)
 
 
 def _loaded_again(source: str, provider: str, **options: Any) -> Model:
-    model = load(source, **options)
+    model = loaded_as(source, **options)
     return on_device(model, CUDA) if provider == CUDA else model
+
+
+def loaded_as(source: str, *, family: str | None, config: Mapping[str, Any], **more: Any) -> Model:
+    """Returns the model of a source again, as its family and configuration were found then."""
+    if family is not None and architecture_of(Path(source)) == family:
+        # What a model of transformers is its folder says, but for the cache and the part.
+        given = {key: config[key] for key in ("use_cache", "part") if key in config}
+        return load(source, config=given, **more)
+    return load(source, family=family, config=config, **more)
 
 
 def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:
@@ -245,6 +360,9 @@ def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, L
     return {
         case: graph.loader
         if graph is not None
-        else TorchLoader(case, tuple(batches), renormalize, places[case.provider], model)
+        else TorchLoader(
+            *(case, tuple(batches), renormalize, places[case.provider], model),
+            k=candidate.k_by_layer(case.k),
+        )
         for case, graph in candidate.cases.items()
     }

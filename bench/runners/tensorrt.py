@@ -10,13 +10,14 @@ import numpy as np
 
 from ...calibration.feeds import Array
 from ...exporter.bundle.bundle import Bundle
+from ...exporter.inputs import Inputs
 from ...exporter.tensorrt.engines import add_engines, plan_engines
 from ...exporter.tensorrt.options import EngineOptions
 from ...exporter.tensorrt.profiles import check_k
 from ...exporter.tensorrt.records import engines_of
 from ...exporter.tensorrt.session import EngineSession
 from ...graphs.names import SELECTED
-from .base import Loader, Runner, in_batches
+from .base import Loader, Runner, first_of, in_batches
 
 
 @dataclass(frozen=True)
@@ -27,11 +28,11 @@ class EngineRunner(Runner):
     k: int | None
     selected_values: Mapping[str, str] = field(default_factory=dict)
 
-    def infer(self, x: Array) -> Array:
+    def infer(self, x: Inputs) -> Array:
         """Maps inputs [b, …] to outputs [b, …], in batches of sizes that its profiles take."""
-        return self._in_batches(lambda part: self.session(part, self.k), x)
+        return self._in_batches(lambda part: self.session(part, self.k), first_of(x))
 
-    def selected(self, x: Array) -> dict[str, Array] | None:
+    def selected(self, x: Inputs) -> dict[str, Array] | None:
         """Returns the chosen experts [b, k], ascending, of each layer whose choice is an output."""
         if not self.selected_values:
             return None
@@ -43,10 +44,10 @@ class EngineRunner(Runner):
                 parts[layer].append(np.sort(values[name], axis=1))
             return part
 
-        self._in_batches(looked_at, x)
+        self._in_batches(looked_at, first_of(x))
         return {layer: np.concatenate(found) for layer, found in parts.items()}
 
-    def device_ms(self, x: Array) -> float:
+    def device_ms(self, x: Inputs) -> float:
         """Returns the GPU's time for inputs [b, …], in the same batches; copies are not in it."""
         found: list[float] = []
 
@@ -54,7 +55,7 @@ class EngineRunner(Runner):
             found.append(self.session.gpu_ms(part, self.k))
             return part
 
-        self._in_batches(timed, x)
+        self._in_batches(timed, first_of(x))
         return sum(found)
 
     def _in_batches(self, run: Callable[[Array], Array], x: Array) -> Array:

@@ -14,11 +14,12 @@ from moexport.bench.journal import FILE, Journal
 from moexport.bench.measure.latency import TASKS
 from moexport.bench.plan import Candidate, GraphSource, Settings
 from moexport.bench.run import bench
-from moexport.bench.runners.base import Runner
+from moexport.bench.runners.base import Runner, first_of
 from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol, Round, measure
+from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.tests.bench.loaders import Made
 
@@ -63,12 +64,12 @@ class CountingGraph(Runner):
         self.torch = with_algorithm_1(model, 2, "masked")
         self.inputs = 0
 
-    def infer(self, x: Array) -> Array:
-        self.inputs += len(x)
+    def infer(self, x: Inputs) -> Array:
+        self.inputs += len(first_of(x))
         return self.torch.infer(x)
 
-    def selected(self, x: Array) -> dict[str, Array]:
-        return self.torch.with_routing(x)[1]
+    def selected(self, x: Inputs) -> dict[str, Array]:
+        return self.torch.with_routing(x).chosen
 
 
 def candidate(model: Model, graph: CountingGraph) -> Candidate:

@@ -35,7 +35,7 @@ def test_the_file_has_the_keys_that_scripts_rely_on(results: Results) -> None:
         "median", "p90", "p95", "p99", "min", "max", "mean", "std", "n", "rounds",
     } <= set(row["latency_ms"])  # fmt: skip
     assert {"top1", "retention", "n"} <= set(row["accuracy"])
-    assert set(row["routing"]) == {"jaccard", "exact"}
+    assert set(row["routing"]) == {"jaccard", "exact", "choices", "ties"}
     assert set(row["parity"]) == {"max_abs", "cosine"}
 
 

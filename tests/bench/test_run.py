@@ -14,13 +14,14 @@ from moexport.bench.demo.digits import Digits
 from moexport.bench.plan import Candidate, GraphSource, Settings, describe, plan
 from moexport.bench.results import Results, Row, read
 from moexport.bench.run import bench
-from moexport.bench.runners.base import Runner
+from moexport.bench.runners.base import Runner, first_of
 from moexport.bench.runners.candidates import with_distinct_names
 from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol
 from moexport.errors import FeedError, UsageError
+from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.tests.bench.loaders import Made
 from moexport.tests.command import run_program
@@ -46,11 +47,11 @@ class InPlaceOfAGraph(Runner):
         self.torch, self.k = with_algorithm_1(model, k, "masked"), k
         self.shift = shift
 
-    def infer(self, x: Array) -> Array:
+    def infer(self, x: Inputs) -> Array:
         return self.torch.infer(x)
 
-    def selected(self, x: Array) -> dict[str, Array]:
-        _, chosen = self.torch.with_routing(x)
+    def selected(self, x: Inputs) -> dict[str, Array]:
+        chosen = self.torch.with_routing(x).chosen
         return {name: (experts + self.shift) % 4 for name, experts in chosen.items() if self.k < 4}
 
 
@@ -68,13 +69,13 @@ class FailsAt(Runner):
     def __init__(self, model: Model, size: int) -> None:
         self.torch, self.size = with_algorithm_1(model, 2, "masked"), size
 
-    def infer(self, x: Array) -> Array:
-        if len(x) == self.size:
+    def infer(self, x: Inputs) -> Array:
+        if len(first_of(x)) == self.size:
             raise MemoryError("no room")
         return self.torch.infer(x)
 
-    def selected(self, x: Array) -> dict[str, Array]:
-        return self.torch.with_routing(x)[1]
+    def selected(self, x: Inputs) -> dict[str, Array]:
+        return self.torch.with_routing(x).chosen
 
 
 @pytest.fixture(scope="module")

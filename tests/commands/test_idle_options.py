@@ -66,6 +66,7 @@ MEASURED = {
     "samples": ("--samples", "2"),
     "memory": ("--no-memory",),
     "pixels": ("--pixels", "unit"),
+    "tokens": ("--tokens", "4"),
     "compare": ("--compare", "r.json"),
     "fail_if_slower": ("--fail-if-slower", "5%"),
     "analysis": ("--analysis", "all"),
@@ -131,7 +132,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         name: ((*PAPER, *MEASURED[name]), (*BUNDLES, *MEASURED[name]))
         for name in ("lowering", "precision", "target")
     }
-    | {"pixels": ((*BENCH, *MEASURED["pixels"]),)}
+    | {name: ((*BENCH, *MEASURED[name]),) for name in ("pixels", "tokens")}
     | {
         "max_subsets": (
             (*BENCH, *MEASURED["max_subsets"]),

@@ -173,20 +173,21 @@ def test_another_activation_than_the_mixtures_own_is_told(mixtures: ModuleType) 
         moexport.load("mixtures:build", config=config, adapter=wrong)
 
 
-def test_bench_measures_a_k_of_a_router_by_its_bundle(mixtures: ModuleType, tmp_path: Path) -> None:
-    """A sweep traces a model once, with the router as it is: another k is not in that graph."""
+def test_bench_measures_each_k_of_a_router_in_a_sweep_and_in_a_bundle(
+    mixtures: ModuleType, tmp_path: Path
+) -> None:
+    """A router is part of what is traced: each k has a graph of its own, and its own reference."""
     model, ids = loaded("noisy-top-k"), words(mixtures, 4)
-    with (
-        pytest.raises(UsageError, match="--k 1: the router of mixtures:build is part of its graph"),
-        exported(model, Sweep(ks=(1,), engines=(ONNXRUNTIME,))),
-    ):
-        pass
     bundle = moexport.export(model, tmp_path / "out", k=1, target="ort-cpu")
-    candidate = from_bundle(bundle, Sweep(ks=(), engines=(ONNXRUNTIME,)), model=model)
-    network = mixtures.build("noisy-top-k").eval()
-    network.mixture.trained_k = 1
-    (graph,) = candidate.graphs
-    with torch.no_grad(), graph.open() as runner:
-        wanted = network(ids)
-        assert torch.allclose(candidate.model.module(ids), wanted)
-        assert np.abs(runner.infer(ids.numpy()) - wanted.numpy()).max() <= 1e-5 * wanted.abs().max()
+    beside = from_bundle(bundle, Sweep(ks=(), engines=(ONNXRUNTIME,)), model=model)
+    with exported(model, Sweep(ks=("n", 1), engines=(ONNXRUNTIME,))) as swept:
+        assert [graph.k for graph in swept.graphs] == [2, 1]
+        graphs = [(swept, graph) for graph in swept.graphs]
+        for candidate, graph in [*graphs, (beside, beside.graphs[0])]:
+            network = mixtures.build("noisy-top-k").eval()
+            network.mixture.trained_k = graph.k
+            with torch.no_grad(), graph.open() as runner:
+                wanted = network(ids)
+                assert torch.allclose(candidate.routed[graph.k].model.module(ids), wanted)
+                off = np.abs(runner.infer(ids.numpy()) - wanted.numpy()).max()
+                assert off <= 1e-5 * wanted.abs().max()

@@ -38,7 +38,7 @@ function element(tag, properties, ...children) {
 }
 
 // State: what the address holds is what the page shows.
-const defaults = { model: "", batch: "", engine: "", precision: "", lowering: "", goal: "accuracy",
+const defaults = { model: "", batch: "", phase: "", engine: "", precision: "", lowering: "", goal: "accuracy",
   at: "", log: "", all: "", row: "", sort: "", search: "" };
 let state = { ...defaults };
 
@@ -63,7 +63,8 @@ function change(changes) {
 const sized = () => rows.filter(row => row.model === state.model);
 const fits = row => row.untouched
   || Object.entries(FILTERS).every(([key, field]) => !state[key] || (row[field] ?? "") === state[key]);
-const within = () => sized().filter(row => String(row.batch) === state.batch && fits(row));
+const inPhase = row => (row.phase ?? "") === state.phase;
+const within = () => sized().filter(row => String(row.batch) === state.batch && inPhase(row) && fits(row));
 const timed = () => within().filter(row => row.ms !== null);
 const candidates = () => timed().filter(row => !row.untouched);
 const references = () => timed().filter(row => row.untouched);
@@ -104,8 +105,8 @@ function answer() {
 // What the answer's k adds to the export, or what fewer experts would do.
 function caveat(row) {
   const others = candidates().filter(each => each !== row);
-  if (row.k < row.experts) {
-    const alike = others.filter(each => each.k === each.experts && each.engine_name === row.engine_name
+  if (row.k < row.full_k) {
+    const alike = others.filter(each => each.k === each.full_k && each.engine_name === row.engine_name
       && each.precision === row.precision);
     return alike.length ? `For comparison, ${least(alike, each => each.ms).claim}.` : "";
   }
@@ -120,7 +121,7 @@ function caveat(row) {
 
 function detail(row) {
   const base = rows[row.base];
-  const words = [`${row.name}, batch ${row.batch}: ${shown(row.ms)} ms`];
+  const words = [`${row.name}, ${row.sizes}: ${shown(row.ms)} ms`];
   if (base && base.ms !== null) words[0] += ` against ${shown(base.ms)} ms in PyTorch`;
   if (row.keptRange) {
     words.push(`95% interval of the ${row.perplexity ? "perplexity" : "accuracy"} kept: ${percent(row.keptRange.low)} to ${percent(row.keptRange.high)}`);
@@ -132,6 +133,7 @@ function tiles(row) {
   const base = rows[row.base];
   const found = [["Experts computed", `${row.k} of ${row.experts}`, row.short],
     ["Latency", shown(row.ms) + " ms", `p99 ${shown(row.latency_ms.p99)} ms`]];
+  if (row.tokens_per_s !== null) found.push(["Tokens per second", number(row.tokens_per_s), row.phase]);
   if (row.speed !== null) {
     found.push(["Speed", (row.told ? "" : "≈ ") + speed(row.speed), "against " + row.against]);
   }
@@ -181,10 +183,11 @@ function draw(id, traces, layout, label) {
 }
 
 function told(row) {
-  const lines = [`<b>${plain(row.name)}</b>`, `k = ${row.k} of ${row.experts}, batch ${row.batch}`,
+  const lines = [`<b>${plain(row.name)}</b>`, `k = ${row.k} of ${row.experts}, ${row.sizes}`,
     `${shown(row.ms)} ms` + (row.speed === null ? "" : `, ${speed(row.speed)}`)];
   if (row.kept !== null) lines.push(`${percent(row.kept)} kept`);
-  if (row.routing) lines.push(`same experts: ${percent(row.routing.exact)}`);
+  if (row.tokens_per_s !== null) lines.push(`${number(row.tokens_per_s)} tokens/s`);
+  if (row.same !== null) lines.push(`same experts: ${percent(row.same)}`);
   return lines.join("<br>");
 }
 
@@ -416,10 +419,12 @@ function throughput(chosen) {
   figure.hidden = batches.length < 2 || !chosen;
   figure.parentElement.classList.toggle("single", figure.hidden);
   if (figure.hidden) return;
-  const rate = row => row.throughput ?? 1000 * row.batch / row.ms;
-  const usable = sized().filter(row => row.ms !== null && fits(row));
+  const rate = row => row.tokens_per_s ?? row.throughput ?? 1000 * row.batch / row.ms;
+  const unit = chosen.tokens_per_s === null ? "inputs/s" : "tokens/s";
+  const usable = sized().filter(row => row.ms !== null && inPhase(row) && fits(row));
   const lines = [[`k = ${chosen.k}`, row => row.k === chosen.k, tint(chosen), "solid"],
-    ["all experts", row => row.k === row.experts && chosen.k < row.experts, tint(chosen), "dot"]]
+    [chosen.full_k < chosen.experts ? "as trained" : "all experts",
+      row => row.k === row.full_k && chosen.k < row.full_k, tint(chosen), "dot"]]
     .map(([name, wanted, ...look]) => [name, usable.filter(row => wanted(row)
       && row.engine_name === chosen.engine_name && row.precision === chosen.precision), ...look]);
   lines.push(["PyTorch", usable.filter(row => row.untouched && row.on_gpu === (rows[chosen.base]?.on_gpu ?? false)),
@@ -430,7 +435,7 @@ function throughput(chosen) {
       .filter(here => here.length).map(here => least(here, row => -rate(row)));
     if (best.length) traces.push(marks(best, { x: best.map(row => row.batch), y: best.map(rate), name,
       mode: "lines+markers+text", line: { color, dash, width: 1.8 }, marker: { color, size: 7 },
-      text: best.map(row => told(row) + `<br>${number(rate(row))} inputs/s`),
+      text: best.map(row => told(row) + `<br>${number(rate(row))} ${unit}`),
       textfont: { color, size: 12 }, hovertemplate: "%{text}<extra></extra>" }));
   }
   // Names stand at the end where the lines are further apart.
@@ -451,7 +456,7 @@ function throughput(chosen) {
   draw("throughput", traces, {
     xaxis: axis({ type: "log", range: [ends[0] - pad, ends[1] + pad], tickvals: batches,
       ticktext: batches.map(String), title: { text: "batch" } }),
-    yaxis: axis({ type: "log", range: y, ...steps(...y), title: { text: "inputs/s (log)" } }) },
+    yaxis: axis({ type: "log", range: y, ...steps(...y), title: { text: `${unit} (log)` } }) },
   "Throughput by batch: " + traces.slice(0, -1).map(trace => `${trace.name}: ${trace.y.map(number).join(", ")}`).join("; "));
 }
 
@@ -476,14 +481,67 @@ function percentiles(chosen) {
   "Latency: " + names.map(each => `${each} ${shown(chosen.latency_ms[each])} ms`).join(", "));
 }
 
+// Tokens per second in each phase, and perplexity, over k: a line for each engine and precision.
+function tokens(chosen) {
+  const list = sized().filter(row => String(row.batch) === state.batch && row.tokens_per_s !== null && fits(row));
+  byId("tokens-card").hidden = !list.length;
+  if (!list.length) return;
+  for (const phase of ["decode", "prefill"]) {
+    const here = list.filter(row => row.phase === phase);
+    const rates = row => row.latency_ms.rounds.map(ms => row.tokens_per_s * row.ms / ms);
+    tokensOverK(phase, here, row => row.tokens_per_s, row => [Math.min(...rates(row)), Math.max(...rates(row))],
+      "tokens/s", here.find(row => chosen && row.name === chosen.name && row.k === chosen.k));
+  }
+  // Quality does not depend on the phase. PyTorch's rows have that of the graphs in FP32.
+  const judged = list.filter(row => row.perplexity && row.phase === list[0].phase);
+  const graphs = judged.filter(row => row.untouched || !row.engine.startsWith("pytorch"));
+  tokensOverK("perplexity", graphs.some(row => !row.untouched) ? graphs : judged, row => row.perplexity.value,
+    row => row.perplexity.interval ? [row.perplexity.interval.low, row.perplexity.interval.high] : [row.perplexity.value,
+      row.perplexity.value], "perplexity", judged.find(row => chosen && row.name === chosen.name && row.k === chosen.k));
+}
+
+function tokensOverK(id, list, value, range, title, chosen) {
+  byId(`tokens-${id}-figure`).hidden = !list.length;
+  if (!list.length) return;
+  const ks = unique(list.map(row => row.k)).sort((a, b) => a - b), traces = [];
+  const pad = 0.06 * Math.max(1, Math.log2(ks.at(-1) / ks[0]));
+  const x = [Math.log10(ks[0]) - pad, Math.log10(ks.at(-1)) + pad];
+  const own = list.filter(row => !row.untouched);
+  for (const row of list.filter(each => each.untouched)) {
+    traces.push({ x: x.map(v => 10 ** v), y: [value(row), value(row)], mode: "lines", name: row.name,
+      text: [told(row), told(row)], hovertemplate: "%{text}<extra></extra>",
+      line: { color: colour("--reference"), width: 1.8, dash: "dash" } });
+  }
+  for (const group of series(own)) {
+    const color = tint(group[0]), dash = group[0].engine.startsWith("pytorch") ? "dot" : "solid";
+    traces.push(marks(group, { x: group.map(row => row.k), y: group.map(value), name: group[0].name,
+      mode: "lines+markers", line: { color, dash, width: 1.8 }, marker: { color, symbol: group.map(symbol), size: 7 },
+      error_y: { type: "data", symmetric: false, thickness: 1.2, width: 3,
+        array: group.map(row => Math.max(0, range(row)[1] - value(row))),
+        arrayminus: group.map(row => Math.max(0, value(row) - range(row)[0])) } }));
+  }
+  if (chosen) traces.push(ring(chosen.k, value(chosen)));
+  const ends = list.flatMap(range), logs = [Math.log10(Math.min(...ends)), Math.log10(Math.max(...ends))];
+  const far = logs[1] - logs[0] > Math.log10(6), room = 0.08 * Math.max(0.02, logs[1] - logs[0]);
+  const y = [logs[0] - room, logs[1] + room], span = Math.max(...ends) - Math.min(...ends);
+  const low = title === "perplexity" ? Math.min(...ends) - 0.12 * span - 0.01 : 0;
+  draw(`tokens-${id}`, traces, {
+    xaxis: axis({ type: "log", range: x, tickvals: ks, ticktext: ks.map(String),
+      title: { text: `experts for a token, k of ${list[0].experts}` } }),
+    yaxis: axis(far ? { type: "log", range: y, ...steps(...y), title: { text: `${title} (log)` } }
+      : { range: [low, Math.max(...ends) + 0.12 * span + 0.01], title: { text: title } }) },
+  `${title} of ${id} by k: ` + own.map(row => `k = ${row.k} ${row.short} ${shown(value(row))}`).join("; "));
+}
+
 function routing() {
   const list = candidates(), exports = list.filter(row => !row.engine.startsWith("pytorch"));
   const known = list.filter(row => row.routing);
   if (known.length) {
-    const worst = least(known, row => row.routing.exact), exact = worst.routing.exact;
-    return exact >= 1 ? "Routing: every row selected the same experts as PyTorch for every sample."
-      : `Routing: the same experts as PyTorch for ${percent(exact)} (k = ${worst.k}, ${worst.short}) `
-        + `to ${percent(Math.max(...known.map(row => row.routing.exact)))} of samples.`;
+    const worst = least(known, row => row.same), tokens = worst.routing.choices != null;
+    return worst.same >= 1
+      ? `Routing: every row selected the same experts as PyTorch for every ${tokens ? "token in every layer" : "sample"}.`
+      : `Routing: the same experts as PyTorch for ${percent(worst.same)} (k = ${worst.k}, ${worst.short}) `
+        + `to ${percent(Math.max(...known.map(row => row.same)))} of ${tokens ? "tokens and layers" : "samples"}.`;
   }
   const why = !list.length ? "nothing was measured" : list.every(row => row.k === row.experts)
     ? "every row here computes all its experts" : !exports.length
@@ -562,19 +620,20 @@ const COLUMNS = [
   ["k", row => row.k, null], ["Median ms", row => row.ms, shown],
   ["Speed", row => row.speed, (value, row) => rows[row.base] === row ? "1×" : (row.told ? "" : "≈ ") + speed(value)],
   ["Kept", row => row.kept, percent], ["Engine", row => row.name, String, "text"],
+  ["Phase", row => row.phase, String, "text"], ["Tokens/s", row => row.tokens_per_s, number],
   ["Batch", row => row.batch, String], ["Model", row => row.model, String, "text"],
   ...data.gpu ? [[data.gpu, row => row.device_ms?.median ?? null, shown]] : [],
   ["Top-1", row => row.accuracy?.top1 ?? null, value => (100 * value).toFixed(2) + "%"],
   ["Top-5", row => row.accuracy?.top5 ?? null, value => (100 * value).toFixed(2) + "%", "extra"],
   ["Perplexity", row => row.perplexity?.value ?? null, value => value.toPrecision(4)],
-  ["Same experts", row => row.routing?.exact ?? null, percent],
+  ["Same experts", row => row.same, percent],
   ["× limit", row => row.ms && row.limit_ms ? row.ms / row.limit_ms : null, value => value.toPrecision(2)],
   ["Spread", row => row.spread, value => (100 * value).toFixed(0) + "%"],
   time("p90", "p90"), time("p95", "p95"), time("p99", "p99"), time("Min", "min"), time("Max", "max"),
   time("Mean", "mean"), time("Std", "std"), ["Calls", row => row.latency_ms?.n ?? null, number, "extra"],
   ["Inputs/s", row => row.throughput, number], ["Memory MB", row => row.peak_memory_mb, number],
 ].filter(([name, value]) => rows.some(row => value(row) !== null)
-  && (!["Batch", "Model"].includes(name) || unique(rows.map(value)).length > 1));
+  && (!["Batch", "Model", "Phase"].includes(name) || unique(rows.map(value)).length > 1));
 
 function title(name, row) {
   if (name === "Kept" && row.keptRange) return `95%: ${percent(row.keptRange.low)} to ${percent(row.keptRange.high)}`;
@@ -681,6 +740,7 @@ function range() {
 function controls() {
   fill("model", unique(rows.map(row => row.model)), String, "");
   fill("batch", unique(sized().map(row => row.batch)).sort((a, b) => a - b), String, "");
+  fill("phase", unique(sized().map(row => row.phase ?? "")).filter(Boolean).sort(), String, "");
   for (const [id, field] of Object.entries(FILTERS)) {
     fill(id, unique(sized().filter(row => !row.untouched).map(row => row[field] ?? "")).filter(Boolean));
   }
@@ -712,7 +772,7 @@ function render() {
   legend();
   byId("routing").textContent = rows.length ? routing() : "";
   byId("empty").textContent = rows.length && !judged() ? "Accuracy is not drawn: the data have no labels." : "";
-  for (const chart of [deploy, overK, throughput, percentiles, parts]) chart(chosen);
+  for (const chart of [deploy, overK, throughput, percentiles, tokens, parts]) chart(chosen);
   searched();
   memory();
   table(chosen);
@@ -724,7 +784,7 @@ function save(name, type, text) {
   setTimeout(() => URL.revokeObjectURL(link.href), 1000);
 }
 
-for (const id of ["model", "batch", "engine", "precision", "lowering"]) {
+for (const id of ["model", "batch", "phase", "engine", "precision", "lowering"]) {
   byId(id).onchange = event => change({ [id]: event.target.value, row: "" });
 }
 byId("goal").onchange = event => change({ goal: event.target.value, at: "", row: "" });

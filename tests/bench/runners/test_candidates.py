@@ -8,7 +8,8 @@ from pathlib import Path
 import moexport
 import pytest
 from moexport.bench.plan import Candidate, GraphSource, Settings, plan
-from moexport.bench.runners.candidates import Refused, Sweep, exported, from_bundle, parse_ks
+from moexport.bench.runners.base import Refused
+from moexport.bench.runners.candidates import Sweep, exported, from_bundle, parse_ks
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.errors import LoweringError
 from moexport.exporter.export import export_plan

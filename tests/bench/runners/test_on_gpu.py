@@ -38,6 +38,7 @@ from moexport.bench.runners.pytorch import (
 from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
 from moexport.common.timing import Protocol, summarise
+from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.tests.bench.loaders import Made
@@ -161,13 +162,13 @@ class Clocked(Runner):
     def __init__(self, model: Model) -> None:
         self.torch = with_algorithm_1(model, 2, "masked")
 
-    def infer(self, x: Array) -> Array:
+    def infer(self, x: Inputs) -> Array:
         return self.torch.infer(x)
 
-    def selected(self, x: Array) -> dict[str, Array]:
-        return self.torch.with_routing(x)[1]
+    def selected(self, x: Inputs) -> dict[str, Array]:
+        return self.torch.with_routing(x).chosen
 
-    def device_ms(self, x: Array) -> float:
+    def device_ms(self, x: Inputs) -> float:
         begun = time.thread_time_ns()
         self.torch.infer(x)
         return (time.thread_time_ns() - begun) / 1e6

@@ -1,0 +1,66 @@
+"""Graphs of other exporters, to compare ours with: that of `transformers` itself."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import onnx_ir as ir
+
+from ...common.timing import in_one_line
+from ...common.writing import scratch_folder
+from ...errors import MoexportError, TraceError
+from ...exporter.bundle.manifest import METADATA
+from ...exporter.trace import trace
+from ..plan import Candidate, GraphSource, experts_form
+from ..results import TRANSFORMERS_ONNX
+from .base import Loader, Refused
+from .onnxruntime import OtherExporterLoader
+from .pytorch import in_form
+
+GRAPH, WEIGHTS = "model.onnx", "weights.bin"
+
+
+@contextmanager
+def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[Candidate]:
+    """Yields a candidate with the graphs of other exporters that were asked for, in FP32.
+
+    They are made for its largest k, in a folder that goes after. One that cannot be made is a row
+    with the reason.
+    """
+    if TRANSFORMERS_ONNX not in candidate.engines or not candidate.routed:
+        yield candidate
+        return
+    with scratch_folder("bench") as folder:
+        k = max(candidate.routed)
+        loader: Loader
+        try:
+            loader = OtherExporterLoader(_exported(candidate, k, folder), threads=threads)
+        except MoexportError as error:
+            loader = Refused(error)
+        except Exception as error:  # noqa: BLE001  it is experimental, and may fail in any way
+            loader = Refused(TraceError(f"transformers cannot export it: {in_one_line(error)}"))
+        source = GraphSource(k, "", loader, engine=TRANSFORMERS_ONNX)
+        yield replace(candidate, graphs=(*candidate.graphs, source))
+
+
+def _exported(candidate: Candidate, k: int, folder: Path) -> Path:
+    """Writes the graph that `transformers` makes of its own model; returns its file."""
+    model = candidate.model
+    network = in_form(model, candidate.k_by_layer(k), experts_form(model))
+    folding = logging.getLogger("onnxscript.optimizer")  # tells what it does not fold
+    level = folding.level
+    folding.setLevel(logging.ERROR)
+    try:
+        graph = trace(replace(model, module=network, original=None))
+    finally:
+        folding.setLevel(level)
+    defaults = {spec.name: spec.default for spec in model.inputs if spec.default is not None}
+    # Its inputs have our names, and are filled in as those of our graphs.
+    graph.metadata_props[METADATA] = json.dumps({"layers": {}, "defaults": defaults})
+    ir.save(graph, folder / GRAPH, external_data=WEIGHTS)
+    return folder / GRAPH
