@@ -56,11 +56,11 @@ Options = Mapping[str, Sequence[Option]]
 
 @dataclass(frozen=True)
 class Search:
-    """Looks for the points that answer a request; `found` holds every look."""
+    """Looks for the points that answer a request, until the time is `over`."""
 
     graphs: Graphs
     request: TuneRequest
-    clock: Clock
+    over: Callable[[], bool]
     progress: Progress
     refused: list[str] = field(default_factory=list)
 
@@ -75,7 +75,7 @@ class Search:
         enough = self._enough if self.request.keep is not None else self._too_large
         first, last = 0, len(path)
         # Of the points before `first` all are on the side of the start, from `last` on none is.
-        while first < last and not self.clock.over():
+        while first < last and not self.over():
             middle = (first + last) // 2
             look = self._look(path[middle])
             if look is not None and enough(look):
@@ -91,7 +91,7 @@ class Search:
         """Tries single other choices at the best point, until several in turn are no better."""
         failed = looked = 0
         tried: set[str] = set()
-        while failed < NEIGHBOURS and looked < LOOKS and not self.clock.over():
+        while failed < NEIGHBOURS and looked < LOOKS and not self.over():
             best = self.best()
             if best is None:
                 return
@@ -117,7 +117,7 @@ class Search:
 
     def _look(self, point: Point) -> Look | None:
         """Looks at a point; None where its graph cannot be made or run."""
-        if self.clock.over() and point.key not in self.graphs.looks:
+        if self.over() and point.key not in self.graphs.looks:
             return None
         known = point.key in self.graphs.looks
         try:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -55,8 +56,9 @@ BATCH = 64
 CALIBRATED = 256
 """Inputs of the search's half that INT8 takes its ranges from."""
 
-TIMES_SHARE, EFFECTS_SHARE = 0.4, 0.6
-"""Of a search's time, when single layers were timed, and when they were tried."""
+TIMES_SHARE, EFFECTS_SHARE, LOOKS_SHARE = 0.3, 0.5, 0.8
+"""Of a search's time, when single layers were timed, when they were tried, and when the looks end:
+the rest is for the front, the confirmation and the bundle."""
 
 VERIFIED = 64
 """Inputs of the search's half that the bundle is compared with PyTorch on, layer by layer."""
@@ -311,7 +313,7 @@ class Job:
         base = graphs.look(start)
         times.around_ms["fp32"] = base.ms - times.layers_ms(start)
         self._check_base(base)
-        search = Search(graphs, self.request, self.clock, progress)
+        search = Search(graphs, self.request, partial(self.clock.over, LOOKS_SHARE), progress)
         moved = self._moved_by_integers(graphs, times, base, progress)
         for integer in (None, *self.space.integers):
             for by_size in self._costs():
@@ -377,6 +379,8 @@ class Job:
         for precision, parts in self.space.integers.items():
             progress.step(f"trying each part in {precision}", total=len(parts), unit="parts")
             for part in parts:
+                if self.clock.over(EFFECTS_SHARE):
+                    break
                 point = _in_precision(self.start, part, precision)
                 look = graphs.look(point)
                 found[part, precision] = max(0.0, look.quality.shift - base.quality.shift)
@@ -408,11 +412,11 @@ class Job:
                 for precision in both if name in parts else both[:1]:
                     own = replace(choice, precision=precision)
                     time, shift = times.known(name, own), shifts.get((name, choice))
-                    if time is None or shift is None:  # there was no time to look at it
-                        continue
+                    alone = 0.0 if precision == "fp32" else moved.get((name, precision))
+                    if time is None or shift is None or alone is None:
+                        continue  # there was no time to look at it
                     cost = self._bytes(name, own) if by_size else time.ms
-                    if precision != "fp32":
-                        shift += moved[name, precision]
+                    shift += alone
                     options[name].append(Option(own, cost, shift))
         if integer and AROUND in parts and integer in times.around_ms:
             cost = 0.0 if by_size else times.around_ms["fp32"] - times.around_ms[integer]
