@@ -27,7 +27,7 @@ from ..common.environment import environment
 from ..common.files import STEP_BYTES, sha256
 from ..common.timing import Latency
 from ..common.writing import make_folder, scratch_folder
-from ..errors import FeedError, MoexportError
+from ..errors import FeedError, MoexportError, UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.destination import check_destination
 from ..exporter.bundle.weights import layer_bytes
@@ -128,6 +128,17 @@ class Space:
         )
 
 
+def check_tunable(model: Model) -> None:
+    """Raises `UsageError` for a model that a search cannot change: of several inputs, or routed."""
+    check_one_input(model, "tune")
+    routed = [name for name, layer in model.layers.items() if layer.spec.kind == "experts"]
+    if routed:
+        raise UsageError(
+            f"tune: the router of layer {routed[0]} chooses its k, and is part of the network",
+            hint="export a bundle for each k, and compare them with bench: docs/token-routed.md",
+        )
+
+
 def tune(
     model: Model,
     data: Labelled,
@@ -145,7 +156,7 @@ def tune(
     where they are not confirmed.
     """
     progress, started = progress or Silent(), time.monotonic()
-    check_one_input(model, "tune")
+    check_tunable(model)
     check_destination(destination, force=force)
     with with_threads(request.threads), _kept_in(work) as folder:
         job = Job.begin(model, data, request, folder, progress)
@@ -190,7 +201,7 @@ def plan_search(
 ) -> SearchPlan:
     """Returns how large a search is; runs the untouched model on one half, and searches nothing."""
     progress = progress or Silent()
-    check_one_input(model, "tune")
+    check_tunable(model)
     with with_threads(request.threads), _kept_in(None) as folder:
         started = time.monotonic()
         job = Job.begin(model, data, request, folder, progress)
