@@ -37,7 +37,7 @@ CLASSIFIER = (str(DATA / "soft_moe_mnist" / "weights.pt"), "--set", "normalize=f
 CARD = ("--compute-capability", "8.9")
 
 PHASES = ("os.fsync", "os.rename", "os.remove", "os.mkdir", "os.rmdir", "open")
-"""Where a command is killed in one of its phases: at the n-th such call below the folder."""
+"""The phases of writing: before any of a command's calls of these below the folder it is killed."""
 
 
 @dataclass(frozen=True)
@@ -128,6 +128,7 @@ class Tally:
     """What kills of a command came to."""
 
     kills: int = 0
+    phases: Counter[str] = field(default_factory=Counter)
     left: Counter[str] = field(default_factory=Counter)
     pairs: Counter[str] = field(default_factory=Counter)
     findings: list[str] = field(default_factory=list)
@@ -196,34 +197,58 @@ def kill(folder: Path, writer: Writer, after_s: float) -> bool:
     return forked(lambda: command(writer.arguments(folder)), after_s) is None
 
 
-def kill_at(folder: Path, writer: Writer, event: str, number: int) -> bool:
-    """Runs a command that is killed at the n-th call of a kind; whether it came to that."""
+def calls_of(folder: Path, writer: Writer) -> Counter[str]:
+    """Runs a command to its end and counts what it calls of each phase."""
+    calls: Counter[str] = Counter()
+    counts = folder / "calls.json"
+
+    def work() -> None:
+        _count(folder, calls.update)
+        try:
+            command(writer.arguments(folder))
+        finally:
+            counts.write_text(json.dumps(calls))
+
+    what = forked(work)
+    assert what == "", what
+    found = Counter(json.loads(counts.read_text()))
+    counts.unlink()
+    return found
+
+
+def kill_at(folder: Path, writer: Writer, phase: str, number: int) -> bool:
+    """Runs a command that is killed at the n-th call of a phase; whether it came to that."""
 
     def work() -> None:
         left = number
 
-        def stop() -> None:
+        def stop(calls: Sequence[str]) -> None:
             nonlocal left
-            left -= 1
+            left -= phase in calls
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
 
-        def hook(name: str, given: tuple[object, ...]) -> None:
-            if name == event and given and str(given[0]).startswith(str(folder / "o")):
-                stop()
-
-        real = os.fsync
-
-        def fsync(handle: int) -> None:
-            if event == "os.fsync":
-                stop()
-            real(handle)
-
-        os.fsync = fsync  # type: ignore[assignment]
-        sys.addaudithook(hook)
+        _count(folder, stop)
         command(writer.arguments(folder))
 
     return forked(work) is None
+
+
+def _count(folder: Path, call: Callable[[Sequence[str]], object]) -> None:
+    """Has this process say each call of a phase below the folder before it is made."""
+
+    def hook(name: str, given: tuple[object, ...]) -> None:
+        if name in PHASES and given and str(given[0]).startswith(str(folder / "o")):
+            call((name,))
+
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        call(("os.fsync",))
+        real(handle)
+
+    os.fsync = fsync  # type: ignore[assignment]
+    sys.addaudithook(hook)
 
 
 def look(folder: Path, writer: Writer) -> str:
@@ -287,7 +312,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="kill commands that write")
     parser.add_argument("names", nargs="*", default=[], help=f"of {', '.join(WRITERS)}")
     parser.add_argument("--kills", type=int, default=200, help="of each command, at random moments")
-    parser.add_argument("--phases", type=int, default=50, help="of each command, in its phases")
+    parser.add_argument(
+        "--phases", type=int, default=50, help="of each command, in each of its phases"
+    )
     parser.add_argument("--pairs", type=int, default=0, help="of each command, two at once")
     parser.add_argument("--seconds", type=float, default=1e9, help="at most, for each command")
     parser.add_argument("--seed", type=int, default=int(time.time()))
@@ -300,7 +327,8 @@ def main() -> None:
             tally = _kills(Path(where).resolve(), WRITERS[name], given)
             tempfile.tempdir = None
         failed |= bool(tally.findings)
-        what = f"{tally.kills} kills, left {dict(tally.left)}, pairs {dict(tally.pairs)}"
+        what = f"{tally.kills} kills at random moments, {dict(tally.phases)} in phases"
+        what += f", left {dict(tally.left)}, pairs {dict(tally.pairs)}"
         print(f"{name}: {what}, {tally.findings}", flush=True)
     sys.exit(failed)
 
@@ -314,20 +342,28 @@ def _kills(folder: Path, writer: Writer, given: argparse.Namespace) -> Tally:
     started = time.monotonic()
     finish(writer.arguments(folder))
     whole_s = time.monotonic() - started
-    for number in range(given.kills + given.phases):
-        if time.monotonic() > ends:
-            break
-        if number % 2 and number < 2 * given.phases:
-            hit = kill_at(folder, writer, rng.choice(PHASES), int(2 ** rng.uniform(0, 5)))
+    calls = calls_of(folder, writer)
+    moments = [""] * given.kills
+    moments += [phase for phase in PHASES if calls[phase] for _ in range(given.phases)]
+    rng.shuffle(moments)
+    number = 0
+    while moments and time.monotonic() < ends:
+        phase = moments.pop()
+        if phase:
+            hit = kill_at(folder, writer, phase, rng.randint(1, calls[phase]))
+            tally.phases[phase] += hit
         else:
-            hit = kill(folder, writer, whole_s * rng.uniform(0.2, 1.05))
-        tally.kills += hit
+            hit = kill(folder, writer, whole_s * rng.uniform(0.1, 1.0))
+            tally.kills += hit
+        if not hit:  # the command was faster than that
+            moments.insert(0, phase)
+        number += 1
         try:
             tally.left[look(folder, writer)] += 1
-            if number % 10 == 9:
+            if number % 10 == 0:
                 check_next(folder, writer)
         except Exception as error:  # noqa: BLE001  whatever it is, it is what is looked for
-            tally.findings.append(f"kill {number}: {type(error).__name__}: {error}")
+            tally.findings.append(f"kill {number} {phase}: {type(error).__name__}: {error}")
     for number in range(given.pairs):
         try:
             tally.pairs[pair(folder, writer, rng.uniform(0, whole_s) * (number % 2))] += 1
