@@ -17,9 +17,11 @@ import select
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -31,6 +33,7 @@ from moexport.bench import results
 from moexport.calibration.table import CalibrationTable
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.recorded import DATA
+from tqdm import tqdm
 
 LAYER = (str(DATA / "soft_moe_fkodom" / "weights.pt"), "--set", "version=0.2.0")
 CLASSIFIER = (str(DATA / "soft_moe_mnist" / "weights.pt"), "--set", "normalize=false")
@@ -198,7 +201,14 @@ def kill(folder: Path, writer: Writer, after_s: float) -> bool:
 
 
 def calls_of(folder: Path, writer: Writer) -> Counter[str]:
-    """Runs a command to its end and counts what it calls of each phase."""
+    """Runs a command to its end and counts what it calls of each phase.
+
+    It is run here first: its copies have loaded what it needs, and are killed at their work.
+    """
+    tqdm.set_lock(threading.RLock())  # its own is of all copies: one that is killed keeps it
+    with suppress(SystemExit):
+        sys.argv = ["moexport", *map(str, writer.arguments(folder)), "-q"]
+        main_program()
     calls: Counter[str] = Counter()
     counts = folder / "calls.json"
 
@@ -339,10 +349,10 @@ def _kills(folder: Path, writer: Writer, given: argparse.Namespace) -> Tally:
     if writer.output == "rtx":
         target = ("--target", "tensorrt-rtx", "--no-engine")
         finish(("export", *LAYER, "-o", folder / "o" / "rtx", *target))
+    calls = calls_of(folder, writer)
     started = time.monotonic()
     finish(writer.arguments(folder))
     whole_s = time.monotonic() - started
-    calls = calls_of(folder, writer)
     moments = [""] * given.kills
     moments += [phase for phase in PHASES if calls[phase] for _ in range(given.phases)]
     rng.shuffle(moments)
