@@ -33,7 +33,7 @@ from moexport.bench import results
 from moexport.calibration.table import CalibrationTable
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.recorded import DATA
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 LAYER = (str(DATA / "soft_moe_fkodom" / "weights.pt"), "--set", "version=0.2.0")
 CLASSIFIER = (str(DATA / "soft_moe_mnist" / "weights.pt"), "--set", "normalize=false")
@@ -113,7 +113,7 @@ WRITERS = {
     "bench": Writer(
         lambda d: (
             *("bench", *LAYER, "-o", d / "o" / "report", "--data", d / "x.npz", "--k", "2"),
-            *("--batch", "1"),
+            *("--batch", "1", "--engine", "onnxruntime", "--no-memory"),
         ),
         "report",
         _bench,
