@@ -24,6 +24,7 @@ if TYPE_CHECKING:
         run,
         sensitivity,
         specialise,
+        triton,
         tune,
         verify,
     )
@@ -55,6 +56,7 @@ __all__ = [
     "run",
     "sensitivity",
     "specialise",
+    "triton",
     "tune",
     "verify",
 ]

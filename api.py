@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from .exporter.tensorrt.engines import EnginePlan
     from .exporter.tensorrt.options import EngineOptions
     from .exporter.tensorrt.records import Made
+    from .exporter.triton.repository import ServedModel
     from .graphs.targets import FloatName, Method, Precision, Scope, Target
     from .tune.request import TuneRequest
     from .tune.tune import SearchPlan, Tuned
@@ -53,6 +54,12 @@ Engine = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
 
 Provider = Literal["cpu", "cuda", "tensorrt"]
 """Where ONNX Runtime runs a graph: the names of `exporter.session.PROVIDERS`."""
+
+ServingBackend = Literal["onnxruntime", "tensorrt", "python"]
+"""Who runs a model in Triton: the names of `exporter.triton.repository`."""
+
+Device = Literal["cpu", "gpu"]
+"""Where it runs there."""
 
 
 def load(
@@ -563,6 +570,57 @@ def run(
     return run_file(*places, options, k=k, force=force, progress=progress)
 
 
+def triton(
+    bundles: Bundle | AnyPath | Sequence[Bundle | AnyPath],
+    out: AnyPath,
+    *,
+    name: str | None = None,
+    backend: ServingBackend | None = None,
+    device: Device | None = None,
+    k: int | None = None,
+    version: int = 1,
+    instances: int = 1,
+    threads: int | None = None,
+    delay_us: int | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> list[ServedModel]:
+    """Writes bundles to a model repository of Triton Inference Server; returns its models.
+
+    Bundles of one network with different k become a model each, and an ensemble of all.
+
+    Args:
+        bundles: a bundle, or its folder; or several.
+        out: the repository: a new folder, or one that holds other models or versions.
+        name: the name of the model, or of the ensemble (None: that of the checkpoint).
+        backend: who runs it in Triton: onnxruntime, tensorrt (its engine) or python, which is
+            moexport without PyTorch (None: tensorrt for a bundle with such an engine, else
+            onnxruntime).
+        device: where it runs: cpu or gpu (None: as the bundle's target).
+        k: experts kept for requests that give no k, where k is an input (None: all).
+        version: the number of the version to write (1).
+        instances: copies of the model that run at once (1).
+        threads: of ONNX Runtime in each instance (None: its own choice).
+        delay_us: how long requests wait for others to be one batch, in microseconds (None: 100).
+        force: replace a model that is there (False).
+        progress: is told of every step (None: nobody).
+
+    Raises:
+        UsageError: a bundle cannot be served so.
+        BundleError: a bundle's files have changed.
+        OutputError: the repository holds that version.
+    """
+    from .exporter.bundle.bundle import Bundle
+    from .exporter.triton.repository import ServingOptions, write_repository
+
+    listed = [bundles] if isinstance(bundles, Bundle | str | Path) else bundles
+    opened = [Bundle.open(_folder(each)) for each in listed]
+    options = ServingOptions(
+        *(name, backend, device, k, version, instances, threads, delay_us, force)
+    )
+    return write_repository(opened, Path(out), options, progress)
+
+
 def bench(
     models: Model | Bundle | AnyPath | Sequence[Model | Bundle | AnyPath],
     *,
@@ -806,6 +864,7 @@ def tune(
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
     check_pytorch("tune")
+    check_pytorch("tune")
     from .common.writing import check_folder
     from .exporter.bundle.destination import check_destination
     from .tune.findings import write_findings
@@ -832,6 +891,7 @@ def tune_plan(
     **options: Any,
 ) -> SearchPlan:
     """Returns how large the search of `tune` is with the same arguments; writes nothing."""
+    check_pytorch("tune")
     from .tune.tune import plan_search
 
     given = introspection.signature(tune).bind(model, data, destination, **options)

@@ -7,6 +7,7 @@ from .commands.build import build
 from .commands.export import calibrate, export
 from .commands.look import doctor, inspect, run, verify
 from .commands.options import program
+from .commands.serve import triton
 from .commands.tune import tune
 
 app = program(
@@ -19,6 +20,7 @@ app = program(
         "moexport calibrate vit.pt --data train.npz -o table.json --k 0.25": calibrate,
         "moexport verify out": verify,
         "moexport run out -i x.npz -o y.npz --k 16": run,
+        "moexport triton out -o models --name vit": triton,
         "moexport bench vit.pt -o report --k n,0.5,0.25 --batch 1,16 --data test.npz": bench,
         "moexport specialise digits.pt --data test.npz -o experts": specialise,
         "moexport tune vit.pt --data val.npz --keep 99% -o tuned": tune,

@@ -148,6 +148,7 @@ PARSED: Mapping[str, Any] = {
     **{"Sequence[str]": list[str], "AnyPath": Path},
     **{"Target": Target, "Precision": Precision, "Scope": Scope, "FloatName": FloatName},
     **{"Method": Method, "Engine": api.Engine, "Provider": api.Provider},
+    **{"ServingBackend": api.ServingBackend, "Device": api.Device},
     **{"K": str, "str": str, "bool": bool, "float": float, "int": int},
 }
 """What the parser makes of a parameter of `api.py`: of the words in its type the first of these."""

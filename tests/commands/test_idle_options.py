@@ -30,6 +30,7 @@ TUNE = ("tune", LAYER, "--data", "x.npz", "-o", "out")
 BUNDLES = ("bench", "bundle", "-o", "out")
 PAPER = ("bench", "--paper", "mnist", "-o", "out")
 SPECIALISE = ("specialise", LAYER, "--data", "x.npz")
+TRITON = ("triton", "bundle", "-o", "models")
 RUN = ("run", "bundle", "-i", "x.npz", "-o", "y.npz")
 
 READING = {
@@ -119,6 +120,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "percentile": ((*CALIBRATE, "--method", "mse", "--percentile", "99"),),
         "renormalize": (("calibrate", *MUMOE, *CALIBRATE[2:], "--renormalize"),),
     },
+    "triton": {"k": ((*TRITON, "--k", "2"),)},
     "run": {
         "k": ((*RUN, "--k", "2"),),
         "threads": ((*RUN, "--engine", "tensorrt-rtx", "--threads", "2"),),
@@ -173,6 +175,9 @@ ACTING = {
     "tune": {"model", "config", "sets", "data", "keep", "max_latency", "max_bytes", "metric"}
     | {"target", "batch", "precision", "all_experts", "time", "threads", "report", "dry_run"},
     "specialise": {"models", "config", "sets", "data", "layer", "group_by"},
+    # What a backend does not take, or what makes no batches, is refused in its own tests.
+    "triton": {"bundles", "name", "backend", "device", "version", "instances", "threads"}
+    | {"delay_us"},
     "report": {"results", "compare"},
     "demo": {"family"},
     "doctor": set[str](),

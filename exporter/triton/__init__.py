@@ -1,0 +1,1 @@
+"""Bundles as a model repository of Triton Inference Server."""

@@ -1,0 +1,111 @@
+"""A bundle in Triton's Python backend, through moexport, without PyTorch: a version's `model.py`.
+
+The Python that Triton runs it in needs requirements-run.txt and moexport. Requests with the same k,
+inputs and shapes run as one batch. What a bundle refuses (a k or a shape that it does not take) is
+the answer to that request alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import moexport
+import numpy as np
+from moexport.errors import FeedError, MoexportError
+from moexport.exporter.session import PROVIDERS, SessionOptions
+
+triton: Any = importlib.import_module("triton_python_backend_utils")  # Triton's own
+
+
+class TritonPythonModel:
+    """What Triton calls."""
+
+    def initialize(self, args: Mapping[str, str]) -> None:
+        """Opens the bundle of a version."""
+        config = json.loads(args["model_config"])
+        told = {key: each["string_value"] for key, each in config["parameters"].items()}
+        threads = int(told["threads"]) if "threads" in told else None
+        options = SessionOptions(PROVIDERS[told["provider"]], threads=threads)
+        place = Path(args["model_repository"]) / args["model_version"] / "bundle"
+        self._session = moexport.Bundle.open(place).session(options=options)
+        self._k = int(told["k"]) if "k" in told else None
+        self._inputs = [each["name"] for each in config["input"] if each["name"] != "k"]
+        self._outputs = [each["name"] for each in config["output"]]
+        # A server built for NumPy 1 misreads arrays of NumPy 2 without a word, as 2.51 does:
+        # the first request tells. Through DLPack both read the same.
+        self._takes_arrays: bool | None = None
+
+    def execute(self, requests: Sequence[Any]) -> list[Any]:
+        """Returns the responses to requests, in their order."""
+        responses: list[Any] = [None] * len(requests)
+        together: dict[Any, list[tuple[int, dict[str, np.ndarray]]]] = {}
+        for index, request in enumerate(requests):
+            try:
+                arrays, k = self._given(request)
+            except MoexportError as error:
+                responses[index] = _refused(error)
+                continue
+            shapes = tuple((name, x.shape[1:]) for name, x in arrays.items())
+            together.setdefault((k, shapes), []).append((index, arrays))
+        for (k, _), parts in together.items():
+            for (index, _), response in zip(parts, self._answers(parts, k), strict=True):
+                responses[index] = response
+        return responses
+
+    def _given(self, request: Any) -> tuple[dict[str, np.ndarray], int | None]:
+        """A request's inputs and its k; those that it leaves out have defaults."""
+        found = ((n, triton.get_input_tensor_by_name(request, n)) for n in self._inputs)
+        arrays = {name: self._array(tensor) for name, tensor in found if tensor is not None}
+        tensor = None if self._k is None else triton.get_input_tensor_by_name(request, "k")
+        if tensor is None:
+            return arrays, self._k
+        asked = {int(each) for each in self._array(tensor).ravel()}
+        if len(asked) != 1:
+            raise FeedError(
+                f"the request asks for k = {', '.join(map(str, sorted(asked)))}",
+                hint="send a request for each k",
+            )
+        return arrays, asked.pop()
+
+    def _answers(
+        self, parts: Sequence[tuple[int, dict[str, np.ndarray]]], k: int | None
+    ) -> list[Any]:
+        """The responses to requests that can be one batch; each by itself where that is refused."""
+        given = [arrays for _, arrays in parts]
+        inputs = {name: np.concatenate([each[name] for each in given]) for name in given[0]}
+        try:
+            values = self._session.run(inputs, k, self._outputs)
+        except MoexportError as error:
+            if len(parts) == 1:
+                return [_refused(error)]
+            return [answer for part in parts for answer in self._answers([part], k)]
+        ends = np.cumsum([len(next(iter(each.values()))) for each in given])[:-1]
+        split = {name: np.split(value, ends) for name, value in values.items()}
+        return [
+            triton.InferenceResponse([self._tensor(name, own[i]) for name, own in split.items()])
+            for i in range(len(parts))
+        ]
+
+    def _array(self, tensor: Any) -> np.ndarray:
+        found = np.from_dlpack(tensor)
+        if self._takes_arrays is None:
+            given = tensor.as_numpy()
+            same = given.strides == found.strides and np.array_equal(given, found)
+            self._takes_arrays = bool(same)
+        return found
+
+    def _tensor(self, name: str, array: np.ndarray) -> Any:
+        if self._takes_arrays:
+            return triton.Tensor(name, array)
+        with contextlib.redirect_stderr(None):  # it complains of a capsule's name, and goes on
+            return triton.Tensor.from_dlpack(name, array)
+
+
+def _refused(error: MoexportError) -> Any:
+    hint = f"; {error.hint}" if error.hint else ""
+    return triton.InferenceResponse(error=triton.TritonError(f"{error.message}{hint}"))

@@ -1,0 +1,536 @@
+"""Writes bundles as a model repository of Triton Inference Server.
+
+A bundle becomes a model. Bundles of one network with another k each become a model each, and an
+ensemble beside them that gives every model's outputs for one request.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+import numpy as np
+
+from ...common.console import Progress, Silent
+from ...common.text import near_miss
+from ...common.writing import PARTIAL, check_folder, replace_folder, temporary_folder, told
+from ...errors import EngineError, OutputError, UsageError
+from ...graphs.names import K_INPUT, SELECTED
+from ...graphs.targets import TARGETS, Target
+from ..bundle.bundle import Bundle
+from ..bundle.manifest import MAIN_GRAPH, MANIFEST_FILE, PortRecord, external_files
+from ..inputs import DEFAULT_BATCH, AxisRange, parse_range
+from ..parity import PARITY_FILE, Reference
+from ..tensorrt.plan_file import find_plan
+from ..tensorrt.records import EngineRecord, engines_of
+from . import config
+
+ServingBackend = Literal["onnxruntime", "tensorrt", "python"]
+"""Who runs a model in Triton; `python` is moexport itself, without PyTorch."""
+
+Device = Literal["cpu", "gpu"]
+
+CONFIG = "config.pbtxt"
+
+DELAY_US = 100
+
+BUNDLE = "bundle"
+"""The folder of a version in which the Python backend finds its bundle."""
+
+PROGRAM = Path(__file__).with_name("python_backend.py")
+
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+
+
+@dataclass(frozen=True, slots=True)
+class ServingOptions:
+    """How bundles are served.
+
+    `name` is the model's, and of several bundles the ensemble's (None: that of the checkpoint).
+    `backend` and `device` follow from the bundle where they are None. `k` is the default where it
+    is an input (None: all experts). `instances` run at once, with `threads` each. Requests wait up
+    to `delay_us` for others, to become one batch (None: `DELAY_US`).
+    """
+
+    name: str | None = None
+    backend: ServingBackend | None = None
+    device: Device | None = None
+    k: int | None = None
+    version: int = 1
+    instances: int = 1
+    threads: int | None = None
+    delay_us: int | None = None
+    force: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for what cannot be meant, whatever the bundle."""
+        choices: dict[str, tuple[str | None, tuple[str, ...]]] = {
+            "--backend": (self.backend, get_args(ServingBackend)),
+            "--device": (self.device, get_args(Device)),
+        }
+        for option, (value, known) in choices.items():
+            if value is not None and value not in known:
+                raise UsageError(
+                    f"{option} {value}: there is no such choice", hint=near_miss(value, known)
+                )
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"--name {self.name}: a model's name has letters, digits, _, - and .",
+                hint="for example --name vit",
+            )
+        least = {"version": 1, "instances": 1, "threads": 1, "delay_us": 0}
+        for name, bound in least.items():
+            number = getattr(self, name)
+            if number is not None and number < bound:
+                raise UsageError(
+                    f"--{name.replace('_', '-')} {number}: at least {bound}",
+                    hint=f"leave --{name.replace('_', '-')} out",
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """One model of a repository.
+
+    `interface` is what all its versions share, and `settings` what a user may change by hand.
+    `files` are what a version holds, to be copied or written; `beside` what lies beside versions.
+    """
+
+    name: str
+    interface: Mapping[str, Any]
+    settings: Mapping[str, Any]
+    files: Mapping[str, Path | bytes]
+    beside: Mapping[str, bytes]
+    notes: tuple[str, ...]
+
+    def as_json(self) -> dict[str, Any]:
+        """The model as plain data."""
+        told = self.interface
+        return {
+            "name": self.name,
+            "backend": told.get("backend", told.get("platform")),
+            "max_batch_size": told["max_batch_size"],
+            "inputs": [each["name"] for each in told["input"]],
+            "outputs": [each["name"] for each in told["output"]],
+            "files": [*self.files],
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """A bundle as one backend takes it.
+
+    `optional` says that inputs with a default may be left out, and `k` what the input k is beside
+    its type. `instance` is said of the instances, `parameters` to the backend.
+    """
+
+    max_batch: int
+    files: Mapping[str, Path | bytes]
+    outputs: Sequence[PortRecord]
+    k: Mapping[str, Any] = field(default_factory=dict)
+    optional: bool = False
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    instance: Mapping[str, Any] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+
+def write_repository(
+    bundles: Sequence[Bundle],
+    place: Path,
+    options: ServingOptions | None = None,
+    progress: Progress | None = None,
+) -> list[ServedModel]:
+    """Writes the models of bundles to a repository, each whole or not at all, and returns them.
+
+    Raises `UsageError` for what cannot be served as asked, `BundleError` for a bundle that has
+    changed, and `OutputError` for a model or version that is there, unless `force`.
+    """
+    options, progress = options or ServingOptions(), progress or Silent()
+    models = list(planned(bundles, options))
+    check_folder(place)
+    for model in models:
+        _check_free(place / model.name, model, options)
+    progress.step(f"writing {', '.join(model.name for model in models)}")
+    target = place.resolve()
+    with told(place):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with temporary_folder(target) as staged:
+            for model in models:
+                _stage(model, staged / model.name, target / model.name, options)
+            if not target.exists():
+                replace_folder(staged, target)
+                return models
+            for model in models:
+                made = (staged / model.name).rename(staged / f"{model.name}{PARTIAL}")
+                replace_folder(made, target / model.name)
+    return models
+
+
+def planned(bundles: Sequence[Bundle], options: ServingOptions) -> Iterator[ServedModel]:
+    """Yields the models of bundles, and last the ensemble where there are several."""
+    name = options.name or _default_name(bundles[0])
+    if len(bundles) == 1:
+        yield _served(bundles[0], name, options)
+        return
+    members: dict[str, ServedModel] = {}
+    for bundle in bundles:
+        if bundle.manifest.k == "input":
+            raise UsageError(
+                f"{bundle.path}: k is an input of its graph, so it needs no bundle beside it",
+                hint="serve it alone: each request may choose its k",
+            )
+        k = "-".join(dict.fromkeys(str(layer.k) for layer in bundle.manifest.layers))
+        if k in members:
+            raise UsageError(
+                f"{bundle.path}: k = {k}, as in another of the bundles",
+                hint="an ensemble takes bundles with different k; serve this one by itself, with "
+                "another --name",
+            )
+        members[k] = _served(bundle, f"{name}-k{k}", options)
+    yield from members.values()
+    yield _ensemble(name, members)
+
+
+def _default_name(bundle: Bundle) -> str:
+    """The name of the checkpoint, or of the factory, that a bundle was made from."""
+    stem = Path(bundle.manifest.source.path.rpartition(":")[2]).stem
+    found = re.sub(r"[^\w.-]", "-", stem, flags=re.ASCII).lstrip("-.")
+    return found or "model"
+
+
+def _served(bundle: Bundle, name: str, options: ServingOptions) -> ServedModel:
+    manifest, form = bundle.manifest, _form(bundle, options)
+    backend, device = _backend(bundle, options), _device(bundle, options)
+    batched, batch = form.max_batch > 0, _batches(bundle)
+    inputs = []
+    for each in manifest.inputs:
+        if each.name == K_INPUT:
+            shape: list[int | str] = ["batch", 1] if batched else [1]
+            each = PortRecord(K_INPUT, "int64", shape)  # noqa: PLW2901  as Triton batches it
+            more = form.k
+        else:
+            more = {"optional": True} if form.optional and each.default is not None else {}
+        inputs.append(config.port(each, batched=batched, **more))
+    kind = "KIND_GPU" if device == "gpu" else "KIND_CPU"
+    settings: dict[str, Any] = {
+        "instance_group": {
+            "count": options.instances,
+            "kind": config.Word(kind),
+            **form.instance,
+        }
+    }
+    if batched:
+        preferred = [batch.opt] if 1 < batch.opt <= form.max_batch else []
+        settings["dynamic_batching"] = {
+            **({"preferred_batch_size": preferred} if preferred else {}),
+            "max_queue_delay_microseconds": DELAY_US
+            if options.delay_us is None
+            else options.delay_us,
+        }
+    elif options.delay_us is not None:
+        raise UsageError(
+            f"--delay-us {options.delay_us}: Triton makes no batches of requests to {bundle.path}",
+            hint="leave --delay-us out; a graph with a dynamic batch and without the input k, or "
+            "--backend python, can be batched",
+        )
+    if form.parameters:
+        settings["parameters"] = config.entries(form.parameters)
+    samples = _samples(bundle, options, batched=batched)
+    notes = form.notes
+    if samples:
+        sizes = sorted({1, min(batch.opt, form.max_batch)}) if batched else [1]
+        settings["model_warmup"] = config.warm_up(samples, sizes, batched=batched)
+    else:
+        notes = (*notes, f"{name}: no warm-up: the bundle holds no reference inputs")
+    return ServedModel(
+        name=name,
+        interface={
+            "name": name,
+            "backend": backend,
+            "max_batch_size": form.max_batch,
+            "input": inputs,
+            "output": [config.port(each, batched=batched) for each in form.outputs],
+        },
+        settings=settings,
+        files=form.files,
+        beside={f"{config.WARM_UP}/{config.file_name(n)}": x.tobytes() for n, x in samples.items()},
+        notes=notes,
+    )
+
+
+def _backend(bundle: Bundle, options: ServingOptions) -> ServingBackend:
+    has_engine = any(each.flavour == "tensorrt" for each in engines_of(bundle.manifest))
+    return options.backend or ("tensorrt" if has_engine else "onnxruntime")
+
+
+def _device(bundle: Bundle, options: ServingOptions) -> Device:
+    if _backend(bundle, options) == "tensorrt":
+        return "gpu"
+    return options.device or TARGETS[cast(Target, bundle.manifest.target)].machine
+
+
+def _form(bundle: Bundle, options: ServingOptions) -> _Form:
+    manifest, backend = bundle.manifest, _backend(bundle, options)
+    if options.k is not None and manifest.k != "input":
+        raise UsageError(
+            f"--k {options.k}: the k of {bundle.path} is part of its graph",
+            hint="export with --k input for a model whose requests choose k",
+        )
+    if options.k is not None and not 1 <= options.k <= _experts(bundle):
+        raise UsageError(
+            f"--k {options.k}: the model has {_experts(bundle)} experts",
+            hint=f"use 1 ≤ k ≤ {_experts(bundle)}",
+        )
+    match backend:
+        case "tensorrt":
+            return _tensorrt(bundle, options)
+        case "python":
+            return _python(bundle, options)
+        case _:
+            return _onnxruntime(bundle, options)
+
+
+def _experts(bundle: Bundle) -> int:
+    return min(layer.experts for layer in bundle.manifest.layers)
+
+
+def _k(bundle: Bundle, options: ServingOptions) -> int:
+    """The k of requests that name none."""
+    return options.k or _experts(bundle)
+
+
+def _batches(bundle: Bundle) -> AxisRange:
+    axis, text = bundle.manifest.inputs[0].shape[0], bundle.manifest.batch
+    if isinstance(axis, int):
+        return AxisRange(axis, axis, axis)
+    return parse_range(text, "--batch") if text else DEFAULT_BATCH
+
+
+def _most(bundle: Bundle) -> int:
+    """The largest batch, 0 where its size is a constant of the graph: Triton cannot batch then."""
+    batches = _batches(bundle)
+    return 0 if isinstance(bundle.manifest.inputs[0].shape[0], int) else batches.max
+
+
+def _onnxruntime(bundle: Bundle, options: ServingOptions) -> _Form:
+    import onnx
+
+    manifest, takes_k = bundle.manifest, bundle.manifest.k == "input"
+    target = TARGETS[cast(Target, manifest.target)]
+    if target.integers == "qdq" and manifest.precision in ("int8", "fp8"):
+        raise UsageError(
+            f"--backend onnxruntime: {bundle.path} is quantized for TensorRT, and ONNX Runtime "
+            "fuses that to wrong products",
+            hint="export with --target ort-cpu, or use --backend python, which runs it unfused",
+        )
+    if manifest.precision == "bf16" and _device(bundle, options) == "cpu":
+        raise UsageError(
+            "--backend onnxruntime: ONNX Runtime has no BF16 on a CPU",
+            hint="use --device gpu, or --backend python, which emulates BF16",
+        )
+    notes = []
+    if len(manifest.graphs) > 1:
+        notes.append(f"{bundle.path.name}: {MAIN_GRAPH} alone is served, of several graphs")
+    if any(port.default is not None for port in manifest.inputs):
+        notes.append(f"{bundle.path.name}: requests must give every input")
+    file = bundle.graph_file()
+    model = onnx.load(file, load_external_data=False)
+    content: Path | bytes = file
+    if takes_k:
+        # An initializer of an input's name is its default; Triton calls such an input optional.
+        default = np.array([_k(bundle, options)], np.int64)
+        model.graph.initializer.append(onnx.numpy_helper.from_array(default, K_INPUT))
+        content = model.SerializeToString()
+    weights = sorted(external_files(model))
+    files: dict[str, Path | bytes] = {MAIN_GRAPH: content}
+    if weights:  # a model of several files is a folder of that name
+        files = {f"{MAIN_GRAPH}/{MAIN_GRAPH}": content}
+        files |= {f"{MAIN_GRAPH}/{name}": bundle.path / name for name in weights}
+    threads = options.threads
+    return _Form(
+        # Triton's batches have a batch axis in every input, and k has none.
+        max_batch=0 if takes_k else _most(bundle),
+        files=files,
+        outputs=manifest.outputs,
+        k={"optional": True},
+        parameters={} if threads is None else {"intra_op_thread_count": str(threads)},
+        notes=tuple(notes),
+    )
+
+
+def _tensorrt(bundle: Bundle, options: ServingOptions) -> _Form:
+    record = bundle.engine_record("tensorrt")
+    for option, held in (
+        ("--bind-weights", record.bound),
+        ("--strip-plan", record.options.get("strip_plan")),
+    ):
+        if held:
+            raise EngineError(
+                f"{bundle.path / record.file}: built with {option}: Triton puts no weights into an "
+                "engine",
+                hint=f"build it again without {option}",
+            )
+    idle = {"k": options.k, "threads": options.threads, "device": options.device}
+    for name, value in idle.items():
+        if value not in (None, "gpu"):
+            raise UsageError(
+                f"--{name} {value}: an engine runs on the GPU, with the k of the request",
+                hint=f"leave --{name} out",
+            )
+    plan = find_plan(bundle.path / record.file)
+    smallest = min(each.min[0] for each in record.ranges)
+    largest = max(each.max[0] for each in record.ranges)
+    takes_k = record.ranges[0].k is not None
+    batched = not takes_k and smallest == 1 and largest > 1
+    return _Form(
+        max_batch=largest if batched else 0,
+        files={"model.plan": plan.path},
+        outputs=[*_engine_outputs(bundle, record)],
+        k={"is_shape_tensor": True},
+        instance={"profile": [str(index) for index in range(len(record.ranges))]},
+        notes=(f"{record.file}: Triton's TensorRT must be {record.version}, which built it",),
+    )
+
+
+def _engine_outputs(bundle: Bundle, record: EngineRecord) -> Iterator[PortRecord]:
+    """The engine's outputs: those of its graph, and those that `--expose-routing` added."""
+    known = {port.name: port for port in bundle.manifest.outputs}
+    for name in record.settings.get("outputs", [*known]):
+        sets = name.endswith(f"/{SELECTED}")
+        shape: list[int | str] = ["batch", "k"] if sets else ["batch", "tokens", "experts"]
+        yield known.get(name) or PortRecord(name, "int64" if sets else "float32", shape)
+
+
+def _python(bundle: Bundle, options: ServingOptions) -> _Form:
+    import onnx
+
+    manifest = bundle.manifest
+    names = {MANIFEST_FILE}
+    for graph in manifest.graphs:
+        file = bundle.graph_file(graph.file)
+        names |= {graph.file, *external_files(onnx.load(file, load_external_data=False))}
+    parameters = {"provider": "cuda" if _device(bundle, options) == "gpu" else "cpu"}
+    parameters |= {} if options.threads is None else {"threads": str(options.threads)}
+    parameters |= {"k": str(_k(bundle, options))} if manifest.k == "input" else {}
+    return _Form(
+        max_batch=_most(bundle),
+        files={"model.py": PROGRAM, **{f"{BUNDLE}/{n}": bundle.path / n for n in sorted(names)}},
+        outputs=manifest.outputs,
+        k={"optional": True},
+        optional=True,
+        parameters=parameters,
+    )
+
+
+def _samples(bundle: Bundle, options: ServingOptions, *, batched: bool) -> dict[str, np.ndarray]:
+    """One input of the parity check, or a batch of them where its size is fixed; empty without."""
+    manifest = bundle.manifest
+    if PARITY_FILE not in manifest.files or manifest.inputs[0].dtype == "bfloat16":
+        return {}
+    feeds = Reference.load(bundle.path / PARITY_FILE).feeds(manifest.inputs[0].name)
+    count = manifest.inputs[0].shape[0]
+    count = count if isinstance(count, int) else 1
+    found = {
+        port.name: np.ascontiguousarray(feeds[port.name][:count], dtype=port.dtype)
+        for port in manifest.inputs
+        if port.name in feeds
+    }
+    if manifest.k == "input":
+        k = np.array([_k(bundle, options)], np.int64)
+        found[K_INPUT] = k[None] if batched else k
+    return found
+
+
+def _ensemble(name: str, members: Mapping[str, ServedModel]) -> ServedModel:
+    """A model that asks every member, and gives its outputs as `OUTPUT_kK`."""
+    first = next(iter(members.values()))
+    inputs = first.interface["input"]
+    outputs, steps = [], []
+    for k, member in members.items():
+        if member.interface["input"] != inputs:
+            raise UsageError(
+                f"{member.name} takes other inputs than {first.name}",
+                hint="an ensemble takes bundles of one network with different k",
+            )
+        named = {each["name"]: f"{each['name']}_k{k}" for each in member.interface["output"]}
+        outputs += [{**each, "name": named[each["name"]]} for each in member.interface["output"]]
+        steps.append(
+            {
+                "model_name": member.name,
+                "model_version": -1,
+                "input_map": [{"key": i["name"], "value": i["name"]} for i in inputs],
+                "output_map": [{"key": key, "value": value} for key, value in named.items()],
+            }
+        )
+    return ServedModel(
+        name=name,
+        interface={
+            "name": name,
+            "platform": "ensemble",
+            "max_batch_size": min(m.interface["max_batch_size"] for m in members.values()),
+            "input": inputs,
+            "output": outputs,
+        },
+        settings={"ensemble_scheduling": {"step": steps}},
+        files={},
+        beside={},
+        notes=(),
+    )
+
+
+def _check_free(folder: Path, model: ServedModel, options: ServingOptions) -> None:
+    """Raises `OutputError` where a model's version is there, or a model that is another one."""
+    if not folder.exists() or options.force:
+        return
+    if not (folder / CONFIG).is_file():
+        raise OutputError(
+            f"{folder}: exists and is no model of a Triton repository; it is left untouched",
+            hint="choose another -o or --name",
+        )
+    if (folder / str(options.version)).exists():
+        raise OutputError(
+            f"{folder}: holds a version {options.version}",
+            hint=f"--version {options.version + 1} adds one; --force replaces the model",
+        )
+    if not (folder / CONFIG).read_text(encoding="utf-8").startswith(config.text(model.interface)):
+        raise OutputError(
+            f"{folder}: version {options.version} would differ in backend, batch, inputs or "
+            f"outputs, which all versions share in {CONFIG}",
+            hint="choose another --name, or --force to replace the model",
+        )
+
+
+def _stage(model: ServedModel, folder: Path, existing: Path, options: ServingOptions) -> None:
+    """Writes a model's folder, with the versions that are there beside the new one.
+
+    What they share stays as it is: a user may have changed it.
+    """
+    if existing.exists() and not options.force:
+        shutil.copytree(existing, folder, copy_function=_linked)
+    (folder / str(options.version)).mkdir(parents=True)
+    told = config.text(model.interface) + config.text(model.settings)
+    shared = {CONFIG: told.encode(), **model.beside}
+    contents: dict[str, Path | bytes] = {
+        **{name: content for name, content in shared.items() if not (folder / name).exists()},
+        **{f"{options.version}/{name}": content for name, content in model.files.items()},
+    }
+    for name, content in contents.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        if isinstance(content, Path):
+            shutil.copyfile(content, folder / name)
+        else:
+            (folder / name).write_bytes(content)
+
+
+def _linked(source: str, target: str) -> None:
+    """Links a file of a version that stays, or copies it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
