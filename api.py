@@ -864,7 +864,6 @@ def tune(
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
     check_pytorch("tune")
-    check_pytorch("tune")
     from .common.writing import check_folder
     from .exporter.bundle.destination import check_destination
     from .tune.findings import write_findings
