@@ -112,7 +112,22 @@ def completed(
             arrays[port.name] = _default(port, sizes, arrays, where)
         elif port.default == "zeros":
             arrays[port.name] = _strengths(arrays[port.name], port, sizes, where)
+    _check_sums(ports, sizes, where)
     return {port.name: arrays[port.name] for port in ports}
+
+
+def _check_sums(
+    ports: Sequence[TensorSpec | PortRecord], sizes: Mapping[str, int], where: str
+) -> None:
+    """Raises `FeedError` where axes together are larger than they may be: `past + tokens`."""
+    for axis, most in (pair for port in ports for pair in dict(port.limits).items()):
+        past, plus, new = axis.partition(" + ")
+        if plus and all(each in sizes for each in (past, new)) and sizes[past] + sizes[new] > most:
+            raise FeedError(
+                f"{where}the cache holds {sizes[past]} {new} and {sizes[new]} more are given, and "
+                f"the model has {most} positions",
+                hint="begin again with the last of them as a new prompt, without a cache",
+            )
 
 
 def _strengths(
@@ -291,6 +306,10 @@ def random_arrays(
     """
     limits = {axis: most for spec in model.inputs for axis, most in spec.limits}
     within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
+    for (first, _, second), most in ((axis.partition(" + "), m) for axis, m in limits.items()):
+        if second:  # the sum has a limit of its own
+            within[second] = min(within[second], most // 2)
+            within[first] = min(within[first], most - within[second])
     shapes = {spec.name: spec.concrete({**within, "batch": count}) for spec in model.inputs}
     each = max(4 * int(np.prod(shape[1:], dtype=np.int64)) for shape in shapes.values())
     fitting = count if "batch" in sizes else max(1, min(count, MAX_BYTES // each))

@@ -102,13 +102,14 @@ class Session:
         inputs = {value.name: value for value in self._session.get_inputs()}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
         self._experts = _fewest_experts(self._session) if self.takes_k else None
-        defaults = _facts(self._session)
+        defaults, limits = _facts(self._session)
         self._ports = [
             PortRecord(
                 value.name,
                 _NUMPY_TYPES[value.type].name,
                 value.shape,
                 default=defaults.get(value.name),
+                limits={} if value.name in defaults else limits,
             )
             for value in inputs.values()
             if value.type in _NUMPY_TYPES
@@ -301,10 +302,11 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-def _facts(session: ort.InferenceSession) -> dict[str, str]:
-    """The defaults of a graph's inputs, as its own metadata tells them."""
+def _facts(session: ort.InferenceSession) -> tuple[dict[str, str], dict[str, int]]:
+    """The defaults of a graph's inputs and the limits of axes together, as its metadata tells."""
     text = session.get_modelmeta().custom_metadata_map.get(METADATA)
-    return {} if text is None else dict(GraphFacts.read(text, "the graph").defaults)
+    facts = None if text is None else GraphFacts.read(text, "the graph")
+    return ({}, {}) if facts is None else (dict(facts.defaults), dict(facts.limits))
 
 
 def _fewest_experts(session: ort.InferenceSession) -> int | None:

@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from inspect import Parameter, signature
 from typing import Any
 
 import onnx_ir as ir
@@ -176,14 +177,22 @@ def _program(
     examples = tuple(
         torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
     )
+    limits = {axis: most for spec in model.inputs for axis, most in spec.limits}
+    # One of a name, wherever it stands.
+    axes = {axis: torch.export.Dim(axis, max=limits.get(axis)) for axis in sizes}
     dynamic = tuple(
         {
-            index: torch.export.Dim(axis, max=dict(spec.limits).get(axis))
+            index: axes[axis]
             for index, axis in enumerate(spec.shape)
             if isinstance(axis, str) and axis not in fixed
         }
         for spec in model.inputs
     )
+    kinds = [each.kind for each in signature(backbone.forward).parameters.values()]
+    listed = kinds.index(Parameter.VAR_POSITIONAL) if Parameter.VAR_POSITIONAL in kinds else None
+    nested: tuple[Any, ...] = dynamic  # what `*past` takes is one argument to the tracer
+    if listed is not None and listed < len(dynamic):
+        nested = (*dynamic[:listed], dynamic[listed:])
     program = torch.onnx.export(
         backbone,
         examples,
@@ -191,7 +200,7 @@ def _program(
         opset_version=opset,
         input_names=[spec.name for spec in model.inputs],
         output_names=[spec.name for spec in model.outputs],
-        dynamic_shapes=dynamic,
+        dynamic_shapes=nested,
         custom_translation_table=TRANSLATIONS,
         verbose=False,
     )

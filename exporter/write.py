@@ -95,6 +95,9 @@ def _lower(
         facts["edits"] = job.model.edits.texts()
     if defaults := _defaults(job.model):
         facts["defaults"] = defaults
+    limits = {axis: n for each in job.model.inputs for axis, n in each.limits if " + " in axis}
+    if limits:
+        facts["limits"] = limits
     model.metadata_props[METADATA] = json.dumps(facts)
     # The same for people: a viewer shows it beside the graph.
     about = f"{job.model.family} for {options.target} in {precision.name}"

@@ -12,7 +12,20 @@ from typing import Any
 from moexport.bench.results import Results, read, write
 from moexport.common.console import Console, Progress
 
-from . import auto, calibration, experts, fit, layers, models, mumoe, scale, startup, tables, tune
+from . import (
+    auto,
+    cache,
+    calibration,
+    experts,
+    fit,
+    layers,
+    models,
+    mumoe,
+    scale,
+    startup,
+    tables,
+    tune,
+)
 from .measure import keep, kept
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,6 +112,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "mumoe": _rows("mumoe", mumoe.run, mumoe.table),
     "experts": _figures("experts", "experts-cpu.json", experts.measured, experts.table),
     "tune": _figures("tune", "tune-cpu.json", tune.measure, tune.table),
+    "cache": _figures("cache", "cache-cpu.json", cache.measure, cache.table),
     "scale": _figures("scale", "scale-cpu.json", scale.measure, scale.table),
     "engine-scale": _figures(
         "engine-scale", "engine-scale.json", scale.measure_engine, scale.engine_table

@@ -309,12 +309,14 @@ class LayerFacts:
 class GraphFacts:
     """What a graph says of itself in its metadata.
 
-    Its layers, the type of its floats, and what its inputs are that are left out.
+    Its layers, the type of its floats, what its inputs are that are left out, and how large axes
+    may be together (`past + tokens`).
     """
 
     layers: dict[str, LayerFacts]
     floats: str = "fp32"
     defaults: dict[str, str] = field(default_factory=dict)
+    limits: dict[str, int] = field(default_factory=dict)
 
     @staticmethod
     def read(text: str, file: str) -> GraphFacts:

@@ -158,8 +158,8 @@ def _load_checkpoint(
         source=Source(
             str(path), checkpoint.files, mapped=checkpoint.mapped, watched=checkpoint.watched
         ),
-        inputs=(built.input,),
-        outputs=(built.output,),
+        inputs=(built.input, *built.more_inputs),
+        outputs=(built.output, *built.more_outputs),
         notes=(*checkpoint.notes, *notes, *built.notes),
         example=example if isinstance(example, np.ndarray) else None,
     )

@@ -42,6 +42,8 @@ class Built:
     input: TensorSpec
     output: TensorSpec
     notes: tuple[str, ...] = ()
+    more_inputs: tuple[TensorSpec, ...] = ()
+    more_outputs: tuple[TensorSpec, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,8 @@
 
 Told by `transformer.h.{l}.mlp.MuMoE_layer.*`. Attention takes normalised tokens, the muMoE block
 raw ones (it normalises its own input and gates on what came); the output layer is the embedding.
+With `use_cache` the keys and values of earlier tokens are inputs, and those of all tokens outputs:
+one graph computes a prompt at once and then a token at a time.
 """
 
 from __future__ import annotations
@@ -14,8 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ...errors import CheckpointError
+from ...errors import CheckpointError, FamilyError
+from ..inputs import PAST_AXIS
 from ..model import TensorSpec
+from ..token_routed.network import cache_specs
 from .base import (
     Built,
     Call,
@@ -46,8 +50,11 @@ MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
 
 OPTIONS = (
     *("block_size", "layer_type", "n_experts", "vocab_size", "n_layer", "n_head", "n_embd"),
-    *("bias", "dropout"),
+    *("bias", "dropout", "use_cache"),
 )
+
+Pair = tuple[Tensor, Tensor]
+"""Keys and values [b, heads, m, d / heads]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +79,20 @@ class CausalAttention(nn.Module):
         self.c_attn = nn.Linear(spec.dim, 3 * spec.dim, bias=spec.bias)
         self.c_proj = nn.Linear(spec.dim, spec.dim, bias=spec.bias)
 
-    def forward(self, x: Tensor, later: Tensor) -> Tensor:
-        """Maps (b, m, d) to (b, m, d); `later` [m, m] is −∞ where the key comes after the query."""
+    def forward(self, x: Tensor, later: Tensor, past: Pair | None = None) -> tuple[Tensor, Pair]:
+        """Maps (b, m, d) to (b, m, d), beside the keys and values of all tokens, past ones first.
+
+        `later` [m, past + m] is −∞ where the key comes after the query.
+        """
         q, k, v = (
             part.unflatten(-1, self.split[2:]).transpose(1, 2)
             for part in self.c_attn(x).split(self.dim, dim=-1)
         )
+        if past is not None:
+            k, v = torch.cat((past[0], k), dim=2), torch.cat((past[1], v), dim=2)
         scores = (q / math.sqrt(q.shape[-1])) @ k.transpose(-2, -1) + later
         y = scores.softmax(dim=-1) @ v
-        out: Tensor = self.c_proj(y.transpose(1, 2).flatten(2))
-        return out
+        return self.c_proj(y.transpose(1, 2).flatten(2)), (k, v)
 
 
 class Mlp(nn.Module):
@@ -106,11 +117,11 @@ class Block(nn.Module):
         self.attn = CausalAttention(spec)
         self.mlp = Mlp()
 
-    def forward(self, x: Tensor, later: Tensor) -> Tensor:
-        """Maps (b, m, d) to (b, m, d)."""
-        x = x + self.attn(self.ln_1(x), later)
-        y: Tensor = x + self.mlp(x)
-        return y
+    def forward(self, x: Tensor, later: Tensor, past: Pair | None = None) -> tuple[Tensor, Pair]:
+        """Maps (b, m, d) to (b, m, d), beside the keys and values of all tokens."""
+        attended, present = self.attn(self.ln_1(x), later, past)
+        x = x + attended
+        return x + self.mlp(x), present
 
 
 class GPT2(nn.Module):
@@ -127,19 +138,28 @@ class GPT2(nn.Module):
             }
         )
 
-    def forward(self, ids: Tensor) -> Tensor:
-        """Returns the logits at every position."""
+    def forward(self, ids: Tensor, *past: Tensor) -> Tensor | tuple[Tensor, ...]:
+        """Returns the logits at every position.
+
+        With a `past`, a key and a value for each block, these follow: those of all tokens.
+        """
         wte, wpe = self.transformer["wte"], self.transformer["wpe"]
         assert isinstance(wte, nn.Embedding) and isinstance(wpe, nn.Embedding)
         length = ids.shape[1]
-        position = torch.arange(length, device=ids.device)
-        x = wte(ids) + wpe.weight[:length]
-        later = torch.where(position > position.unsqueeze(1), -torch.inf, 0.0)
+        before = past[0].shape[2] if past else 0
+        keys = torch.arange(before + length, device=ids.device)
+        queries = keys[before:]
+        x = wte(ids) + (wpe(queries) if past else wpe.weight[:length])
+        later = torch.where(keys > queries.unsqueeze(1), -torch.inf, 0.0)
         blocks = self.transformer["h"]
         assert isinstance(blocks, nn.ModuleList)
-        for block in blocks:
-            x = block(x, later)
-        return F.linear(self.transformer["ln_f"](x), wte.weight)
+        presents: list[Tensor] = []
+        for index, block in enumerate(blocks):
+            held = (past[2 * index], past[2 * index + 1]) if past else None
+            x, present = block(x, later, held)
+            presents += present
+        logits = F.linear(self.transformer["ln_f"](x), wte.weight)
+        return (logits, *presents) if past else logits
 
 
 def _build(tensors: Tensors, given: Config) -> Built:
@@ -164,7 +184,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
             "bias": "transformer.ln_f.bias" in tensors,
         },
         required={"n_head": Question(12, "the projections of all heads are one matrix")},
-        free={"dropout": 0.0, ACTIVATION: "entmax15"},  # the class fixes it
+        free={"dropout": 0.0, "use_cache": False, ACTIVATION: "entmax15"},  # the class fixes it
         call=Call(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"), {}),
     )
     activate(NAME, layers.values(), config)
@@ -178,12 +198,27 @@ def _build(tensors: Tensors, given: Config) -> Built:
             f"{HEAD} and {WTE} differ, and in this code they are one tensor",
             hint="give a network with an output layer of its own as package.module:factory",
         )
-    limits = (("tokens", block_size),)
+    cached = config["use_cache"]
+    if not isinstance(cached, bool):
+        raise FamilyError(
+            f"{NAME}: use_cache={cached} is neither true nor false",
+            hint="--set use_cache=true exports keys and values of earlier tokens as inputs",
+        )
+    limits = [("tokens", block_size)]
+    pasts: tuple[TensorSpec, ...] = ()
+    presents: tuple[TensorSpec, ...] = ()
+    if cached:
+        parts = [f"{block}.{part}" for block in blocks for part in ("key", "value")]
+        pasts, presents = cache_specs(dict.fromkeys(parts, (heads, dim // heads)))
+        limits.append((f"{PAST_AXIS} + tokens", block_size))
+    ids = ("batch", "tokens")
     return Built(
         backbone,
         config,
-        TensorSpec("input_ids", "int64", ("batch", "tokens"), limits=limits, below=vocabulary),
-        TensorSpec("logits", "float32", ("batch", "tokens", vocabulary)),
+        TensorSpec("input_ids", "int64", ids, limits=tuple(limits), below=vocabulary),
+        TensorSpec("logits", "float32", (*ids, vocabulary)),
+        more_inputs=pasts,
+        more_outputs=presents,
     )
 
 

@@ -1,0 +1,97 @@
+"""Tokens per second of a muMoE GPT-2 with a cache, by how many tokens there are already.
+
+One token at a time, as text is generated, at the sizes of GPT-2 small with CP blocks: the exported
+graph with its cache, PyTorch with the same cache, and PyTorch that computes the whole sequence.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import moexport
+import numpy as np
+import torch
+from moexport.bench.demo.mumoe import save, trainable_gpt2
+from moexport.bench.run import with_threads
+from moexport.common.console import Progress
+from moexport.common.text import markdown
+from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
+
+from .measure import measured_on, threads
+
+SPEC = GPT2Spec(1024, 50304, depth=12, heads=12, dim=768, bias=True)
+EXPERTS, HIDDEN, RANK = 64, 3072, 512
+CONTEXTS = (16, 128, 512, 1000)
+CALLS, ROUNDS = 5, 5
+
+
+def measure(
+    progress: Progress,
+    spec: GPT2Spec = SPEC,
+    contexts: tuple[int, ...] = CONTEXTS,
+    sizes: tuple[int, int, int] = (EXPERTS, HIDDEN, RANK),
+) -> dict[str, object]:
+    """Times the step to the next token; the three take turns, `ROUNDS` times.
+
+    `tokens_per_s` are medians over rounds.
+    """
+    experts, hidden, rank = sizes
+    with tempfile.TemporaryDirectory(prefix="moexport-cache-") as folder, with_threads(threads()):
+        progress.step("a GPT-2 with random weights")
+        checkpoint = Path(folder) / "gpt2.pt"
+        made = trainable_gpt2(spec, experts, hidden, rank)
+        save(made, checkpoint, n_layer=spec.depth, n_head=spec.heads, n_embd=spec.dim)
+        model = moexport.load(checkpoint, config={"use_cache": True})
+        progress.step("exporting it with a cache")
+        bundle = moexport.export(model, Path(folder) / "out", verify=False, target="ort-cpu")
+        session = bundle.session()
+        rows = []
+        for context in contexts:
+            progress.step(f"after {context} tokens")
+            cache = (1, spec.heads, context, spec.dim // spec.heads)
+            past = np.random.default_rng(0).standard_normal(cache).astype(np.float32)
+            names = [each.name for each in bundle.manifest.inputs]
+            feed = dict.fromkeys(names[1:], past) | {names[0]: np.zeros((1, 1), np.int64)}
+            tensors = [torch.from_numpy(feed[name]) for name in names]
+            whole = torch.zeros((1, context + 1), dtype=torch.int64)
+            steps: dict[str, Callable[[], object]] = {
+                "exported": session.bound(feed, outputs=session.output_names),
+                "pytorch": lambda given=tensors: model.module(*given),  # type: ignore[misc]
+                "pytorch_again": lambda given=whole: model.module(given),  # type: ignore[misc]
+            }
+            rows.append({"context": context, "tokens_per_s": _in_turn(steps)})
+    return {"rows": rows, "spec": {"experts": experts, "hidden": hidden, "rank": rank}}
+
+
+@torch.inference_mode()
+def _in_turn(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
+    """Steps per second of each, by the median of rounds in which they take turns."""
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for step in steps.values():
+        step()
+    for _ in range(ROUNDS):
+        for name, step in steps.items():
+            began = time.perf_counter()
+            for _ in range(CALLS):
+                step()
+            seconds[name].append((time.perf_counter() - began) / CALLS)
+    return {name: 1 / float(np.median(each)) for name, each in seconds.items()}
+
+
+def table(body: Any) -> str:
+    """The results as Markdown, with the machine they were measured on."""
+    heads = (
+        "tokens before",
+        "exported, with the cache",
+        "PyTorch, with a cache",
+        "PyTorch, without",
+    )
+    rows = [
+        (str(row["context"]), *(f"{rate:.1f}" for rate in row["tokens_per_s"].values()))
+        for row in body["rows"]
+    ]
+    return f"{markdown(heads, rows, words=0)}\n\n{measured_on(body)}"
