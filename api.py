@@ -1,7 +1,7 @@
 """The Python calls, in the words of the command line, which makes the same ones.
 
-Each takes `progress` (`common.console.Progress`), which is told of every step; nothing is said
-without. What a call needs is imported by the call: `import moexport` is quick.
+Each takes `progress` (`common.console.Progress`), which receives every step; without it, nothing is
+printed. A call imports what it needs, so `import moexport` is quick.
 """
 
 from __future__ import annotations
@@ -77,21 +77,21 @@ def load(
 
     Args:
         source: a checkpoint (a file, an index of shards, a folder) or `package.module:factory`.
-        family: the published code that it is of, by name (None: found by its keys and shapes).
-        config: what shapes cannot tell: arguments of the published constructor or the
-            factory (None).
-        weights: a checkpoint for a factory's network (None: it keeps what the factory gave it).
+        family: the name of the published code (None: detected from keys and shapes).
+        config: settings that the weights do not contain: arguments of the published constructor or
+            of the factory (None).
+        weights: a checkpoint for a factory's network (None: the weights of the factory).
         example: inputs [b, ...] to check a factory's network with, or a file of them (None).
         adapter: says what the factory's own MoE layers are (`moexport.adapts`): a function, its
             "package.module:adapt", or several (none).
-        values: False leaves the weights unread: enough to look at a model, not to run it (True).
-        progress: is told of every step (None: nobody).
+        values: False does not read the weights, which is enough to inspect a model (True).
+        progress: receives every step (None: no progress).
 
     Raises:
-        CheckpointError: what is wrong with the file.
-        FamilyError: which family it may be, or what is missing to tell.
-        ParityError: where a factory's network does not compute what its layers should.
-        UsageError: which argument cannot be meant.
+        CheckpointError: the file cannot be read, or is not a checkpoint.
+        FamilyError: the family is unknown or ambiguous, or settings are missing.
+        ParityError: a factory's network does not compute what its layers should.
+        UsageError: an argument is invalid.
     """
     check_pytorch("reading a model")
     from .exporter.checkpoints.load import load as load_model
@@ -121,7 +121,7 @@ def inspect(
     Args:
         model: a loaded model, or what `load` takes, of which the shapes alone are read.
         data: inputs on which a muMoE's coefficients that are not zero are counted (None: not).
-        progress: is told of every step (None: nobody).
+        progress: receives every step (None: no progress).
         **loading: `family`, `config` and `weights`, as `load` takes them.
     """
     check_pytorch("inspecting a model")
@@ -181,10 +181,10 @@ def calibrate(
             system's temporary one).
         out: a file for the table; one of the same origin that is there is returned (None).
         force: replace a table of another origin (False).
-        progress: is told of every step (None: nobody).
+        progress: receives every step (None: no progress).
 
     Raises:
-        UsageError: an option cannot be meant.
+        UsageError: an option is invalid.
         FeedError: the inputs do not fit the model.
         CalibrationError: a tensor's values give no range, or the table at `out` is of another
             origin.
@@ -222,7 +222,7 @@ def sensitivity(
         k: as the table was made with ("n").
         samples: how many inputs are compared, at most 64 (None: 64).
         renormalize: as the table was made with (False).
-        progress: is told of every step (None: nobody).
+        progress: receives every step (None: no progress).
     """
     check_pytorch("calibration")
     from .exporter.options import parse_k
@@ -268,7 +268,7 @@ def export(
 ) -> Bundle:
     """Writes a verified bundle of a model (ONNX graphs, weights, a manifest) and returns it.
 
-    All that cannot be meant is refused before the work begins, and nothing half-written is left.
+    Invalid requests are refused before the work begins, and no partial output is left.
 
     Args:
         model: a loaded model, or a function that loads it, called when what needs no model is
@@ -317,18 +317,18 @@ def export(
         engine: True compiles a TensorRT engine, `EngineOptions` says how, False writes graphs only
             (None: if the target has engines and this machine can build them).
         recipe: the recipe.yaml of `tune`: k, experts, precision and lowering of each layer (None).
-        force: replace a bundle that is there (False).
-        progress: is told of every step (None: nobody).
+        force: replace an existing bundle (False).
+        progress: receives every step (None: no progress).
 
     Raises:
-        UsageError: an argument cannot be meant.
+        UsageError: an argument is invalid.
         BundleError: the destination cannot be written.
         FeedError: the inputs do not fit the model.
-        CalibrationError: the ranges are of another model, or of fewer experts.
-        LoweringError: a layer cannot be served.
+        CalibrationError: the ranges belong to another model, or to fewer experts.
+        LoweringError: no lowering supports a layer.
         TraceError: the network cannot be traced.
-        ParityError: a graph is further from PyTorch than is allowed.
-        EngineError: the engine that was asked for cannot be compiled.
+        ParityError: a graph differs too much from PyTorch.
+        EngineError: the requested engine cannot be compiled.
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
     check_pytorch("export")
@@ -436,12 +436,12 @@ def build(
         tokens: the same for the number of tokens (None: as exported).
         options: profiles, compute capabilities and other settings (None: the defaults).
         rebuild: build engines that exist already (False).
-        progress: is told of every step (None: nobody).
+        progress: receives every step (None: no progress).
 
     Raises:
-        UsageError: before anything is built, where an option cannot be meant.
-        MissingExtraError: before anything is built, where a package is missing.
-        EngineError: a graph is refused, or its build fails.
+        UsageError: before anything is built, if an option is invalid.
+        MissingExtraError: before anything is built, if a package is missing.
+        EngineError: a graph cannot be built, or its build fails.
     """
     from .exporter.bundle.bundle import Bundle
 
@@ -503,7 +503,7 @@ def verify(
         atol: the largest absolute difference from PyTorch (None: by precision).
         rtol: the largest difference from PyTorch relative to max|y| (None: by precision).
         trust_engine: run unverified engine files, built elsewhere; they may execute code (False).
-        progress: is told of every check (None: nobody).
+        progress: receives every check (None: no progress).
     """
     from .exporter.bundle.bundle import Bundle
 
@@ -554,11 +554,11 @@ def run(
         host_weights: keep an engine's bound experts in host memory (False).
         batch_size: how many inputs to run at once (None: the largest batch of the export).
         check: compare the files that are opened with the manifest's hashes (True).
-        force: replace outputs that are there (False).
-        progress: is told of every step (None: nobody).
+        force: replace existing outputs (False).
+        progress: receives every step (None: no progress).
 
     Raises:
-        UsageError: an argument cannot be meant.
+        UsageError: an argument is invalid.
         FeedError: the inputs do not fit the model.
     """
     from .exporter.bundle.run import RunOptions, run_file
@@ -682,12 +682,12 @@ def bench(
         group_by: the array of the .npz that names the subgroup of each input: how fairly they are
             treated (None: not compared).
         command: what the results say they were made by ("").
-        progress: is told of every step (None: nobody).
+        progress: receives every step (None: no progress).
         **loading: `family`, `config` and `weights`, as `load` takes them.
 
     Raises:
-        UsageError: before anything is measured, where an argument cannot be meant.
-        FeedError: before anything is measured, where the data do not fit.
+        UsageError: before anything is measured, if an argument is invalid.
+        FeedError: before anything is measured, if the data do not fit the model.
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
     check_pytorch("a benchmark")
@@ -732,7 +732,7 @@ def paper(
         out: a folder for results, report and figures.
         threads: of every engine (None: the experiment's own choice).
         command: what the results say they were made by ("").
-        progress: is told of every step (None: nobody).
+        progress: receives every step (None: no progress).
     """
     check_pytorch("a benchmark")
     from .bench.paper import run_paper
@@ -756,7 +756,7 @@ def report(
         results: what `bench` returned, or its results.json.
         output: the page, .html; Markdown, CSV and figures go beside it.
         compare: earlier results, or their file (None).
-        progress: is told of every step (None: nobody).
+        progress: receives every step (None: no progress).
     """
     from .bench.report.compare import compare as compared
     from .bench.report.page import write_views
@@ -785,7 +785,7 @@ def demo(
         out: the folder where everything goes ("demo").
         family: the kind of MoE layers: soft-moe, mumoe or experts ("soft-moe").
         force: write over an earlier demo (False).
-        progress: is told of every step (None: nobody).
+        progress: receives every step (None: no progress).
     """
     check_pytorch("the demo")
     from .common.console import Silent
@@ -854,11 +854,11 @@ def tune(
         pixels: the scale of images: unit, symmetric or imagenet (None: as the folder says).
         report: a folder for results.json, report.html and figures (None: nothing is written).
         command: what the results say they were made by ("").
-        force: replace a bundle that is there (False).
-        progress: is told of every step (None: nobody).
+        force: replace an existing bundle (False).
+        progress: receives every step (None: no progress).
 
     Raises:
-        UsageError: before the search, where an argument cannot be meant.
+        UsageError: before the search, if an argument is invalid.
         FeedError: before the search, where the data do not fit, or are too few to confirm.
         ContractError: nothing meets the bounds, or what was found is not confirmed.
     """
@@ -966,7 +966,7 @@ def specialise(
         rewrite_group: the subgroup that it helps (None).
         strength: its |λ|; the sign follows from the wrong answers (None: that of the best max-min).
         budget: the share of the accuracy that the search for it may cost (0.01).
-        progress: is told of every step (None: nobody).
+        progress: receives every step (None: no progress).
 
     Raises:
         UsageError: there is no such layer, class or subgroup, or no wrong answer to rewrite.
@@ -992,7 +992,7 @@ def doctor(*, progress: Progress | None = None) -> Diagnosis:
     """Returns what this machine can build and run, and why not the rest; builds nothing.
 
     Args:
-        progress: is told of every step (None: nobody).
+        progress: receives every step (None: no progress).
     """
     from .exporter.doctor import diagnose
 

@@ -24,22 +24,22 @@ class MoexportError(Exception):
 
 
 class UsageError(MoexportError):
-    """An option or argument that cannot be meant."""
+    """An option or argument is invalid."""
 
     EXIT_CODE = 2
-    HINT = "`moexport COMMAND --help` says what can be given"
+    HINT = "`moexport COMMAND --help` lists the options"
 
 
 class CheckpointError(MoexportError):
-    """A checkpoint that cannot be read, or that is not the model it claims to be."""
+    """A checkpoint cannot be read, or is not the model that it claims to be."""
 
-    HINT = "give the file that the training code saved; docs/families.md lists what is read of it"
+    HINT = "give the file that the training code saved; docs/families.md lists the formats"
 
 
 class FamilyError(MoexportError):
     """The family of a checkpoint is unknown, ambiguous or lacks configuration."""
 
-    HINT = "docs/families.md says what each family needs; --set and --config give it"
+    HINT = "docs/families.md lists the settings of each family; give them with --set or --config"
 
 
 class TraceError(MoexportError):
@@ -47,11 +47,11 @@ class TraceError(MoexportError):
 
 
 class LoweringError(MoexportError):
-    """No lowering, or not the one asked for, can serve a layer."""
+    """No lowering, or not the requested one, supports a layer."""
 
 
 class CheckError(MoexportError):
-    """A check that was asked for was made, and failed."""
+    """A requested check failed."""
 
     EXIT_CODE = 3
 
@@ -61,45 +61,45 @@ class ParityError(CheckError):
 
 
 class BundleError(MoexportError):
-    """A bundle that is damaged, incomplete or cannot be written."""
+    """A bundle is damaged or incomplete, or cannot be written."""
 
-    HINT = "export the bundle again, or copy it again from where it is whole"
+    HINT = "export the bundle again, or copy it again"
 
 
 class FeedError(MoexportError):
-    """Input data that does not fit the model."""
+    """Input data do not fit the model."""
 
-    HINT = "`moexport inspect` shows what the model takes"
+    HINT = "`moexport inspect` shows the inputs of the model"
 
 
 class CalibrationError(MoexportError):
-    """Ranges that cannot be found, or a table of them that does not belong to the model."""
+    """Ranges cannot be found, or a table of ranges does not belong to the model."""
 
 
 class EngineError(MoexportError):
-    """An engine that cannot be built, or that cannot be run here."""
+    """An engine cannot be built, or cannot run on this machine."""
 
 
 class ForeignEngineError(EngineError):
-    """A sound engine that is for another GPU, driver or version than the ones here."""
+    """An engine is for another GPU, driver or version than those of this machine."""
 
 
 class UntrustedEngineError(EngineError):
-    """An engine that was built elsewhere: its code runs only when the user says so."""
+    """An engine was built elsewhere: it may execute code, and needs the user's consent."""
 
 
 class ResultsError(MoexportError):
-    """A results file that cannot be read, or that is not one."""
+    """A results file cannot be read, or is not one."""
 
     HINT = "give a results.json that `moexport bench` wrote"
 
 
 class OutputError(MoexportError):
-    """A file or folder that cannot be written."""
+    """A file or folder cannot be written."""
 
 
 class MissingExtraError(MoexportError):
-    """An optional package that this step needs is not installed."""
+    """A package that this step needs is not installed."""
 
 
 NO_MEMORY = re.compile(

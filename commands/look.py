@@ -245,7 +245,7 @@ def verify(
         first = f"{failed[0].name}: {failed[0].detail}"
         raise CheckError(
             f"{bundle}: {len(failed)} of {len(checks)} checks failed; {first}",
-            hint="export the bundle again, or copy it again from where it is whole",
+            hint="export the bundle again, or copy it again",
         )
 
 

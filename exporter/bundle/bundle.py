@@ -151,6 +151,6 @@ class Bundle:
                 raise BundleError(
                     f"{path}: the content has changed since the bundle was written"
                     + (f": {size} bytes, not {known.bytes}" if size != known.bytes else ""),
-                    hint="copy the bundle again from where it is whole; `moexport verify` checks "
+                    hint="copy the bundle again from an intact copy; `moexport verify` checks "
                     "all of it, and `run --no-check` runs it as it is",
                 )

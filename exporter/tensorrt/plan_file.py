@@ -90,7 +90,7 @@ def find_plan(path: Path, *, trust: bool = False) -> Plan:
     if size < whole:
         raise EngineError(
             f"{path}: truncated: {size} of {whole} bytes",
-            hint="copy it again from where it is whole, or build it again with `moexport build`",
+            hint="copy it again from an intact copy, or build it again with `moexport build`",
         )
     if record is None and not trust:
         raise EngineError(f"{path}: no manifest beside it lists this engine", hint=TRUST)
