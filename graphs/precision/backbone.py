@@ -179,6 +179,8 @@ def _replace(
         each.outputs[0].type = ir.TensorType(dtype)
     old = node.outputs[0]
     y.shape = old.shape
+    if old in graph.outputs:
+        y.name = old.name  # the graph's own outputs keep their names
     ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
     graph.remove(node, safe=True)
 

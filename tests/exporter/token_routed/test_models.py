@@ -138,6 +138,27 @@ def test_int8_experts_need_no_data(mixtral: Path, tmp_path: Path) -> None:
     assert out.manifest.parity["chosen_by"] == "tokens"
 
 
+def test_int8_of_attention_and_head_needs_no_data_and_stays_close(
+    mixtral: Path, tmp_path: Path
+) -> None:
+    model = moexport.load(mixtral, config={"use_cache": False})
+    out = moexport.export(
+        model, tmp_path / "out", precision="int8", quantize="all", target="ort-cpu", verify=False
+    )
+    linears = out.manifest.numbers["linears"]
+    assert len(linears) == 2 * 4 + 1 and set(linears.values()) == {None}
+    ids = np.random.default_rng(0).integers(0, 61, (16, 8))
+    logits = out.session().run(ids)["logits"]
+    expected, _ = Library(MIXTRAL, mixtral)(input_ids=torch.from_numpy(ids), use_cache=False)
+
+    def perplexity(scores: np.ndarray) -> float:
+        rows = torch.from_numpy(scores[:, :-1]).flatten(0, 1)
+        targets = torch.from_numpy(ids[:, 1:]).flatten()
+        return float(torch.nn.functional.cross_entropy(rows, targets).exp())
+
+    assert perplexity(logits) == pytest.approx(perplexity(expected), rel=0.02)
+
+
 def test_shards_in_bfloat16_are_the_same_model(mixtral: Path, tmp_path: Path) -> None:
     class_ = transformers.MixtralForCausalLM
     network = class_.from_pretrained(mixtral, dtype=torch.bfloat16)
