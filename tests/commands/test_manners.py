@@ -24,6 +24,7 @@ COMMANDS = [
     "calibrate",
     "verify",
     "run",
+    "triton",
     "bench",
     "specialise",
     "tune",
