@@ -329,7 +329,9 @@ def test_an_export_without_enough_memory_says_so_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == whole
     if "terminate called after throwing" in done.stderr or ": ABORT" in done.stderr:
         pytest.skip("a library's own start ended the process, before Python could say anything")
-    assert done.returncode == 0 or done.stderr.startswith("error: the machine's memory ran out (")
+    # onnx prints that a schema failed before it raises: what moexport says comes after that.
+    said = re.sub(r"\A(Schema error: std::bad_alloc\n)+", "", done.stderr)
+    assert done.returncode == 0 or said.startswith("error: the machine's memory ran out (")
     assert "Traceback" not in done.stderr
 
 

@@ -166,6 +166,7 @@ function axis(extra) {
 
 function draw(id, traces, layout, label) {
   const host = byId(id);
+  host.setAttribute("role", "img");
   host.setAttribute("aria-label", label);
   Plotly.react(id, traces, { showlegend: false, margin: { l: 72, r: 14, t: 12, b: 46 },
     paper_bgcolor: "transparent", plot_bgcolor: "transparent", hovermode: "closest",

@@ -284,13 +284,9 @@ def test_targets_of_engines_are_refused_for_several_inputs(mixtral: Path, tmp_pa
         moexport.export(moexport.load(mixtral), tmp_path / "out", target="tensorrt", engine=False)
 
 
-def test_what_takes_models_of_one_input_says_so(mixtral: Path, bundle: Bundle) -> None:
+def test_what_takes_models_of_one_input_says_so(mixtral: Path) -> None:
     model, ids = moexport.load(mixtral), np.zeros((2, 4), np.int64)
     says = "a model with one input is expected, and this mixtral model has 7"
-    with pytest.raises(UsageError, match=says):
-        moexport.bench([model], data=ids)
-    with pytest.raises(UsageError, match="bench measures graphs with one input"):
-        moexport.bench([bundle], data=ids)
     with pytest.raises(UsageError, match=says):
         moexport.calibrate(model, ids)
     with pytest.raises(UsageError, match=says):
