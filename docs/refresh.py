@@ -3,6 +3,7 @@
 python docs/refresh.py demo DIR     the README's table and figure and the site's report, from
                                     `moexport demo -o DIR`
 python docs/refresh.py mumoe DIR    the table of docs/mumoe.md, from `moexport demo --family mumoe`
+python docs/refresh.py cache        its table of tokens per second, from perf/results
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
 python docs/refresh.py paper        the tables and figures of docs/paper.md, from perf/results
@@ -38,7 +39,7 @@ from moexport.docs import performance_page, results_schema, site_hooks
 from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import LOWERINGS as LOWERINGS_OF_LAYERS
 from moexport.graphs.lowerings.cost import GPUS, Work
-from moexport.perf import auto, calibration, models, mumoe, scale, startup
+from moexport.perf import auto, cache, calibration, models, mumoe, scale, startup
 from moexport.perf.__main__ import BENCHMARKS
 from moexport.perf.measure import kept, measured_on
 from moexport.perf.tables import integer_table, integer_targets_table, layer_table, targets_table
@@ -352,14 +353,21 @@ def refresh_paper() -> None:
             replace_marked(page, f"{suite}-{name}", markdown(header, shown_rows, words=1) + "\n")
         for path in charts(studies, images, mnist.PRINTED):
             path.replace(images / f"{suite}-{path.name}")
-    latency = read(RESULTS / "paper-latency.json")
+    latency, whole = (read(RESULTS / f"paper-{n}.json") for n in ("latency", "latency-whole"))
     multilinear = read(RESULTS / "paper-mumoe.json")
     for name, header, cells in (
         ("latency", latency_table.HEADER, list(latency_table.latency_rows(latency))),
+        ("latency-whole", latency_table.HEADER, list(latency_table.latency_rows(whole))),
         ("memory", tables_6_8.HEADER_6, tables_6_8.memory_rows(multilinear)),
         ("work", tables_6_8.HEADER_8, tables_6_8.work_rows(multilinear)),
     ):
         replace_marked(page, name, markdown(header, cells, words=1) + "\n")
+
+
+def refresh_cache() -> None:
+    """Puts the tokens per second with a cache into docs/mumoe.md."""
+    found = cache.table(kept(RESULTS / "cache-cpu.json"))
+    replace_marked(ROOT / "docs" / "mumoe.md", "cache", found + "\n")
 
 
 def replace_marked(page: Path, name: str, content: str) -> None:
@@ -375,6 +383,8 @@ if __name__ == "__main__":
             refresh_demo(Path(directory))
         case ["mumoe", directory]:
             refresh_mumoe(Path(directory))
+        case ["cache"]:
+            refresh_cache()
         case ["lowerings"]:
             refresh_lowerings()
         case ["schema"]:
