@@ -347,14 +347,15 @@ def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> dic
         if built.inspector is not None:
             names = [each["name"] for each in products]
             types = kernel_types(built.inspector, names)
-            if types is not None and (not types or {layer.precision} - types - {"int8"}):
+            if not types or {layer.precision} - types - {"int8"}:
                 raise EngineError(
                     f"{graph.file}: the experts of layer {layer.name} were asked for in "
                     f"{layer.precision}, and the engine's own layers compute them in "
                     f"{', '.join(sorted(types)) or 'none that its inspector names'}",
-                    hint="send engine-….layers.json with a report; --lowering gather may do",
+                    hint="try --lowering gather, or open an issue with the list of layers that "
+                    "`trtexec --exportLayerInfo` writes",
                 )
-            kernels[layer.name] = sorted(types or ())
+            kernels[layer.name] = sorted(types)
     return kernels
 
 
@@ -369,15 +370,13 @@ KERNEL_TYPES = {
 """How the inspector's `Format/Datatype` names types; its words differ from version to version."""
 
 
-def kernel_types(inspector: Mapping[str, Any], products: Sequence[str]) -> set[str] | None:
+def kernel_types(inspector: Mapping[str, Any], products: Sequence[str]) -> set[str]:
     """Returns the types of tensors around an engine's layers that compute these ONNX nodes.
 
     An engine's layer names the nodes that were fused into it in its metadata ("Engine Inspector",
-    TensorRT 10.16.1). None where no layer names any node, so that nothing can be compared.
+    TensorRT 10.16.1). Empty where none of them names one of these.
     """
     layers = [each for each in inspector.get("Layers", ()) if isinstance(each, dict)]
-    if not any("[ONNX Layer: " in str(each.get("Metadata")) for each in layers):
-        return None
     told = [
         str(port.get("Format/Datatype", port.get("Format")))
         for each in layers

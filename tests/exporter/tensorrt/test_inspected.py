@@ -77,11 +77,14 @@ def test_the_engines_own_types_are_kept_and_compared(manifest: Manifest) -> None
         check(manifest, built(layers, bad))
 
 
-def test_without_a_gpu_or_without_names_there_is_nothing_to_compare(manifest: Manifest) -> None:
-    layer = manifest.layers[0]
-    assert check(manifest, built(products(layer))) == {}
+def test_without_a_gpu_there_is_nothing_to_compare(manifest: Manifest) -> None:
+    assert check(manifest, built(products(manifest.layers[0]))) == {}
+
+
+def test_an_engine_that_names_no_node_at_all_is_a_failure(manifest: Manifest) -> None:
     silent = {"Layers": ["__mye1", "__mye2"]}
-    assert check(manifest, built(products(layer), silent)) == {layer.name: []}
+    with pytest.raises(EngineError, match="none that its inspector names"):
+        check(manifest, built(products(manifest.layers[0]), silent))
 
 
 @pytest.mark.parametrize(
