@@ -45,6 +45,9 @@ HEADS: Mapping[str, tuple[str, ...]] = {
 TRANSLATING: Mapping[str, str] = {"ForConditionalGeneration": "vocabulary", "Model": "hidden"}
 """Classes with an encoder and a decoder: how their names end, and the last axis of the output."""
 
+FURTHER_OUTPUTS = ("output_router_logits", "output_attentions", "output_hidden_states")
+"""What a configuration may ask to be returned besides the result, for training or to look at."""
+
 OWN_MODULES = (
     "dbrx, jetmoe, llama4, longcat_flash and step3p7 have experts of their own that are not known"
 )
@@ -85,6 +88,7 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
     """
     _check_given(given)
     config = _config(folder)
+    left_out = _leave_out_further_outputs(config)
     found = _weight_files(folder)
     class_ = _class(folder, config)
     kind = _kind(folder, class_.__name__, config, given.get("part"))
@@ -123,7 +127,7 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
         ),
         inputs=inputs,
         outputs=outputs,
-        notes=(f"{class_.__name__} of transformers", *notes),
+        notes=(f"{class_.__name__} of transformers", *left_out, *notes),
         original=original if wrong is None else None,
     )
 
@@ -211,6 +215,24 @@ def _config(folder: Path) -> Any:
             if own
             else "a newer transformers may know the architecture",
         ) from error
+
+
+def _leave_out_further_outputs(config: Any) -> tuple[str, ...]:
+    """Makes a configuration ask for a model's result alone, in place; returns a note if it did not.
+
+    What else a model returns changes nothing of its result. Some of it, the loss that balances
+    experts among it, cannot be traced.
+    """
+    asked = set()
+    for each in (config, config.get_text_config()):
+        each.return_dict = True
+        for name in FURTHER_OUTPUTS:
+            if getattr(each, name, False):
+                asked.add(name)
+                setattr(each, name, False)
+    if not asked:
+        return ()
+    return (f"{', '.join(sorted(asked))} of config.json left out: the graph has no such outputs",)
 
 
 def _json(folder: Path) -> Mapping[str, Any]:

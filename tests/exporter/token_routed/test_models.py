@@ -108,6 +108,15 @@ def test_a_bundle_verifies_runs_and_tells_what_it_is(bundle: Bundle, tmp_path: P
     assert place["y"].shape == (1, 1, 61)  # type: ignore[attr-defined]
 
 
+def test_further_outputs_that_a_configuration_asks_for_are_left_out(tmp_path: Path) -> None:
+    asked = {"output_router_logits": True, "output_hidden_states": True}
+    folder = save(MIXTRAL, tmp_path / "model", **asked, return_dict=False)
+    bundle = moexport.export(moexport.load(folder), tmp_path / "out")
+    assert [port.name for port in bundle.manifest.outputs][:2] == ["logits", "present.0.key"]
+    assert any(note.startswith(", ".join(sorted(asked))) for note in bundle.manifest.notes)
+    check_steps(bundle, Library(MIXTRAL, folder, return_dict=True))
+
+
 def test_what_is_left_out_of_the_inputs_has_its_default(bundle: Bundle) -> None:
     session, ids = bundle.session(), np.arange(10).reshape(2, 5)
     both = {"input_ids": ids, "attention_mask": np.ones_like(ids)}
