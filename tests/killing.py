@@ -10,10 +10,12 @@ ends well or says in a sentence why it does not. `make test` does a few; by hand
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import random
 import select
+import shutil
 import signal
 import sys
 import tempfile
@@ -26,10 +28,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-import onnxruntime  # noqa: F401  loaded once, for all commands
+import onnxruntime
 import torch
 from moexport.__main__ import main as main_program
 from moexport.bench import results
+from moexport.bench.demo.demo import saved
+from moexport.bench.demo.digits import Training, load_digits, save, train
 from moexport.calibration.table import CalibrationTable
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.recorded import DATA
@@ -52,6 +56,12 @@ class Writer:
     check: Callable[[Path], object]
     kept: tuple[str, ...] = ()
     """What a command may leave beside its destination: a journal to go on from."""
+    before: Callable[[Path], object] = lambda folder: None
+    """Makes what this command alone reads."""
+    anew: bool = False
+    """That the next begins with nothing after a run to the end: it would have nothing to do."""
+    slow: bool = False
+    """That it is stopped at moments of one run, and what a kill there would leave is copied."""
 
 
 def _bundle(path: Path) -> None:
@@ -78,6 +88,48 @@ def _experts(path: Path) -> None:
 
 def _page(path: Path) -> None:
     assert path.read_text(encoding="utf-8").rstrip().endswith("</html>")
+
+
+def _repository(path: Path) -> None:
+    """Every model of a Triton repository has its configuration and all the files of its version."""
+    models = [each for each in path.iterdir() if not each.name.startswith(".")]
+    assert models, "no model"
+    for model in models:
+        told = (model / "config.pbtxt").read_text()
+        assert told and told.count("{") == told.count("}"), told
+        onnxruntime.InferenceSession(model / "1" / "model.onnx" / "model.onnx")
+
+
+def _demo(path: Path) -> None:
+    for file in path.rglob("*"):
+        if any(part.startswith(".") for part in file.relative_to(path).parts):
+            continue  # still being written
+        match file.name:
+            case "manifest.json":
+                _bundle(file.parent)
+            case "results.json":
+                results.read(file)
+            case "report.html":
+                _page(file)
+            case name if name.endswith(".npz"):
+                with np.load(file) as arrays:
+                    assert all(len(arrays[name]) for name in arrays.files)
+            case name if name.endswith(".pt"):
+                torch.load(file, weights_only=True)
+
+
+def _for_engines(folder: Path) -> None:
+    target = ("--target", "tensorrt-rtx", "--no-engine")
+    finish(("export", *LAYER, "-o", folder / "o" / "rtx", *target))
+
+
+def _trained(folder: Path) -> None:
+    """A network and inputs of which a search has something to find."""
+    digits = load_digits(test_share=0.5)
+    save(
+        train(Training(8, hidden=8, scale=16.0, epochs=2, batch=64), digits.train), folder / "n.pt"
+    )
+    saved(digits.test, folder / "n.npz")
 
 
 WRITERS = {
@@ -109,6 +161,7 @@ WRITERS = {
         lambda d: ("build", d / "o" / "rtx", "--target", "tensorrt-rtx", *CARD, "--force"),
         "rtx",
         _bundle,
+        before=_for_engines,
     ),
     "bench": Writer(
         lambda d: (
@@ -123,6 +176,23 @@ WRITERS = {
         "experts",
         _experts,
     ),
+    "triton": Writer(
+        lambda d: ("triton", d / "b", "-o", d / "o" / "models", "--force"),
+        "models",
+        _repository,
+    ),
+    "tune": Writer(
+        lambda d: (
+            *("tune", d / "n.pt", "--data", d / "n.npz", "-o", d / "o" / "out", "--threads", "1"),
+            *("--keep", "80%", "--precision", "fp32", "--batch", "1", "--time", "4s", "--force"),
+        ),
+        "out",
+        _bundle,
+        ("out-report",),
+        _trained,
+        anew=True,
+    ),
+    "demo": Writer(lambda d: ("demo", "-o", d / "o" / "demo", "--force"), "demo", _demo, slow=True),
 }
 
 
@@ -282,6 +352,12 @@ def check_next(folder: Path, writer: Writer) -> None:
     assert not left, f"left behind: {left}"
 
 
+def empty(folder: Path) -> None:
+    """Removes what the command wrote."""
+    shutil.rmtree(folder / "o")
+    (folder / "o").mkdir()
+
+
 def pair(folder: Path, writer: Writer, later_s: float) -> str:
     """Runs a command twice on one destination, the second so much later; says how they ended.
 
@@ -317,6 +393,68 @@ def pair(folder: Path, writer: Writer, later_s: float) -> str:
     return "both succeeded" if not any(codes) else "one was refused"
 
 
+def look_on_the_way(
+    folder: Path,
+    writer: Writer,
+    given: argparse.Namespace,
+    tally: Tally,
+    calls: Counter[str],
+    whole_s: float,
+) -> None:
+    """Stops one run at random moments and in its phases, and looks at a copy of what is there.
+
+    That is what a kill at that moment would leave, and one long run has hundreds of such moments.
+    """
+    rng = random.Random(given.seed)
+    wanted = {
+        phase: set(rng.sample(range(calls[phase]), min(given.phases, calls[phase])))
+        for phase in PHASES
+    }
+    read, write = os.pipe()
+    child = os.fork()
+    if child == 0:
+        seen: Counter[str] = Counter()
+
+        def stop(called: Sequence[str]) -> None:
+            for phase in called:
+                if seen[phase] in wanted[phase]:
+                    os.write(write, bytes([PHASES.index(phase)]))
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                seen[phase] += 1
+
+        _count(folder, stop)
+        command(writer.arguments(folder))
+        os._exit(0)
+    os.set_blocking(read, False)
+    ended = False
+    while not ended:
+        moment = time.monotonic() + rng.expovariate(given.kills / whole_s)
+        status = 0
+        while time.monotonic() < moment and not status:
+            time.sleep(0.001)
+            status = os.waitpid(child, os.WUNTRACED | os.WNOHANG)[1]
+        if not status:
+            os.kill(child, signal.SIGSTOP)
+            status = os.waitpid(child, os.WUNTRACED)[1]
+        ended = not os.WIFSTOPPED(status)
+        if ended:
+            assert status == 0, f"ended with {status}"
+            break
+        try:
+            phase = PHASES[os.read(read, 1)[0]]
+        except BlockingIOError:
+            phase = ""
+        with tempfile.TemporaryDirectory(prefix="kill-") as place:
+            copy = Path(place).resolve()
+            shutil.copytree(folder / "o", copy / "o")
+            try:
+                tally.left[look(copy, writer)] += 1
+            except AssertionError as error:
+                tally.findings.append(f"{phase or 'a random moment'}: {error}")
+        tally.phases[phase or "moments"] += 1
+        os.kill(child, signal.SIGCONT)
+
+
 def main() -> None:
     """Runs the program."""
     parser = argparse.ArgumentParser(description="kill commands that write")
@@ -344,20 +482,25 @@ def main() -> None:
 
 
 def _kills(folder: Path, writer: Writer, given: argparse.Namespace) -> Tally:
-    tally, rng, ends = Tally(), random.Random(given.seed), time.monotonic() + given.seconds
+    tally, rng = Tally(), random.Random(given.seed)
     prepare(folder)
-    if writer.output == "rtx":
-        target = ("--target", "tensorrt-rtx", "--no-engine")
-        finish(("export", *LAYER, "-o", folder / "o" / "rtx", *target))
+    writer.before(folder)
     calls = calls_of(folder, writer)
+    if writer.anew:
+        empty(folder)
     started = time.monotonic()
     finish(writer.arguments(folder))
     whole_s = time.monotonic() - started
+    if writer.slow:
+        look_on_the_way(folder, writer, given, tally, calls, whole_s)
+        return tally
     moments = [""] * given.kills
     moments += [phase for phase in PHASES if calls[phase] for _ in range(given.phases)]
     rng.shuffle(moments)
-    number = 0
-    while moments and time.monotonic() < ends:
+    ends = time.monotonic() + given.seconds
+    for number in itertools.count(1):
+        if not moments or time.monotonic() > ends:
+            break
         phase = moments.pop()
         if phase:
             hit = kill_at(folder, writer, phase, rng.randint(1, calls[phase]))
@@ -367,23 +510,30 @@ def _kills(folder: Path, writer: Writer, given: argparse.Namespace) -> Tally:
             tally.kills += hit
         if not hit:  # the command was faster than that
             moments.insert(0, phase)
-        number += 1
         try:
             tally.left[look(folder, writer)] += 1
             if number % 10 == 0:
                 check_next(folder, writer)
         except Exception as error:  # noqa: BLE001  whatever it is, it is what is looked for
             tally.findings.append(f"kill {number} {phase}: {type(error).__name__}: {error}")
-    for number in range(given.pairs):
-        try:
-            tally.pairs[pair(folder, writer, rng.uniform(0, whole_s) * (number % 2))] += 1
-        except AssertionError as error:
-            tally.findings.append(f"pair {number}: {error}")
+        if writer.anew and (number % 10 == 0 or not hit):
+            empty(folder)
+    _pairs(folder, writer, given, tally, whole_s)
+    return tally
+
+
+def _pairs(
+    folder: Path, writer: Writer, given: argparse.Namespace, tally: Tally, whole_s: float
+) -> None:
+    rng = random.Random(given.seed)
     try:
+        for number in range(given.pairs):
+            if writer.anew:
+                empty(folder)
+            tally.pairs[pair(folder, writer, rng.uniform(0, whole_s) * (number % 2))] += 1
         check_next(folder, writer)
     except AssertionError as error:
-        tally.findings.append(str(error))
-    return tally
+        tally.findings.append(f"pair {sum(tally.pairs.values()) + 1}: {error}")
 
 
 if __name__ == "__main__":
