@@ -22,6 +22,7 @@ PYTORCH_GROUPED_MM = "pytorch-grouped-mm"
 PYTORCH_EXPERTS_EAGER = "pytorch-experts-eager"
 ONNXRUNTIME = "onnxruntime"
 TRANSFORMERS_ONNX = "transformers-onnx"
+OPENVINO = "openvino"
 TENSORRT = "tensorrt"
 TENSORRT_RTX = "tensorrt-rtx"
 
@@ -130,8 +131,9 @@ class Row:
     engines that tell it. `limit_ms` is the least time that the machine needs for its `work`
     (`measure.roofline`), and `no_limit` says why that is not known. `throughput` is inputs per
     second. `peak_memory_mb` is the largest resident set of a process that opens the engine and runs
-    batches of this size, `runtime_memory_mb` what that process held before it opened anything. A
-    row that failed has `error` and no numbers.
+    batches of this size, `runtime_memory_mb` what that process held before it opened anything.
+    `computed_in` is what the matrix products were computed in, for engines that tell it. A row that
+    failed has `error` and no numbers.
     """
 
     engine: str
@@ -161,6 +163,7 @@ class Row:
     tokens: int | None = None
     past: int | None = None
     tokens_per_s: float | None = None
+    computed_in: str | None = None
 
     @property
     def is_reference(self) -> bool:

@@ -299,6 +299,7 @@ class Measurement:
     beside: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
     qualities: dict[Case, dict[str, Any]] = field(default_factory=dict)
     failures: dict[Case, str] = field(default_factory=dict)
+    computed_in: dict[Case, str | None] = field(default_factory=dict)
 
     def rows(self) -> list[Row]:
         """Measures everything; returns the rows, group by group."""
@@ -348,6 +349,7 @@ class Measurement:
                         limit_ms=limit.limit_ms,
                         no_limit=limit.reason,
                         parts=self._parts(case, group, opening[case]),
+                        computed_in=self.computed_in[case],
                     )
                 )
         return rows
@@ -368,6 +370,7 @@ class Measurement:
             except Exception as error:  # noqa: BLE001  the row says what failed
                 self.failures[case] = timing.in_one_line(error)
                 continue
+            self.computed_in[case] = runner.computed_in
             if together:
                 runners[case] = runner
             else:

@@ -57,6 +57,7 @@ def abilities(gpu: Gpu | None) -> tuple[Ability, ...]:
         _ability(
             "run on ONNX Runtime's TensorRT", partial(_serves, "TensorrtExecutionProvider", gpu)
         ),
+        _ability("run in OpenVINO", _openvino),
         *engines,
         _ability("demo", _demo),
     )
@@ -92,6 +93,14 @@ def _serves(provider: str, gpu: Gpu | None) -> str:
     if not cpu and not gpu:
         raise MissingExtraError(f"{provider} is installed, but there is no NVIDIA GPU")
     return f"ONNX Runtime {ort.__version__}, {provider}"
+
+
+def _openvino() -> str:
+    if importlib.util.find_spec("openvino") is None:
+        raise MissingExtraError(
+            "OpenVINO is not installed", hint="pip install 'moexport[openvino]'"
+        )
+    return f"OpenVINO {versions(('openvino',))['openvino']}, on the CPU"
 
 
 def _builds(backend: Backend, gpu: Gpu | None) -> str:

@@ -22,6 +22,7 @@ NAMES = {
     "pytorch-experts-eager": "PyTorch, eager experts",
     "transformers-onnx": "OnnxExporter of transformers",
     "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
     "tensorrt": "TensorRT",
     "tensorrt-rtx": "TensorRT-RTX",
 }
@@ -174,7 +175,10 @@ def line_name(row: Row) -> str:
 def _words(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
     """The engine, what is said of the graph, and the provider, each where it tells something."""
     provider = None if row.provider in ("cpu", row.engine) else row.provider
-    return (word for word in (NAMES.get(row.engine, row.engine), *between, provider) if word)
+    engine = NAMES.get(row.engine, row.engine)
+    if row.computed_in is not None:
+        engine += f" ({row.computed_in})"
+    return (word for word in (engine, *between, provider) if word)
 
 
 def row_name(row: Row) -> str:

@@ -159,7 +159,7 @@ COLUMNS = (
     *("calls", "inputs_per_s", "speedup", "top1", "top1_low", "top1_high", "top5", "perplexity"),
     *("kept", "same_experts", "jaccard", "max_abs", "cosine", "peak_memory_mb"),
     *("operations", "int8_operations", "bytes", "limit_ms", "over_limit", "no_limit", "error"),
-    *("phase", "tokens", "past", "tokens_per_s", "same_choices", "ties"),
+    *("phase", "tokens", "past", "tokens_per_s", "same_choices", "ties", "computed_in"),
 )
 
 
@@ -188,7 +188,7 @@ def _values(row: Row, speedup: float | None) -> list[object]:
         *(work and work.operations, work and work.int8_operations, work and work.bytes),
         *(row.limit_ms, row.over_limit, row.no_limit, row.error),
         *(row.phase, row.tokens, row.past, row.tokens_per_s),
-        *(routing and routing.choices, routing and routing.ties),
+        *(routing and routing.choices, routing and routing.ties, row.computed_in),
     ]
 
 

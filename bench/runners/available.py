@@ -18,6 +18,7 @@ from ...exporter.tensorrt.backends import BACKENDS, first_gpu
 from ...graphs.targets import Target
 from ..results import (
     ONNXRUNTIME,
+    OPENVINO,
     PYTORCH_ALGORITHM_2,
     PYTORCH_COMPILE,
     PYTORCH_EAGER,
@@ -143,6 +144,7 @@ KINDS = {
         EngineKind(
             f"{ONNXRUNTIME}-tensorrt", ONNXRUNTIME, "tensorrt", _able(ORT_TENSORRT), "onnx", ONE
         ),
+        EngineKind(OPENVINO, OPENVINO, "cpu", _able("run in OpenVINO"), "onnx", ONE),
         EngineKind(TENSORRT, TENSORRT, TENSORRT, _backend(TENSORRT), "tensorrt", ONE),
         EngineKind(RTX, RTX, RTX, _backend(RTX), "tensorrt-rtx", ONE),
         EngineKind(TRANSFORMERS_ONNX, TRANSFORMERS_ONNX, "cpu", _able("run on CPU"), serves=HF),

@@ -1,4 +1,4 @@
-"""What a benchmark runs, and what opens it: declared once for PyTorch, ONNX Runtime and TensorRT.
+"""What a benchmark runs, and what opens it: declared once for every runtime.
 
 Loads no runtime: the process that measures a graph's memory must not hold PyTorch.
 """
@@ -23,11 +23,16 @@ class Runner(ABC):
     """A model, graph or engine that is open; k is part of it. Closed by leaving its context.
 
     Inputs are an array [b, …], or those of a model with several by name. What a runtime cannot tell
-    (`device_ms`, `selected`) is None.
+    (`device_ms`, `selected`, `computed_in`) is None.
     """
 
     wraps: ClassVar[bool] = False
     """Whether `bound` leaves out what `infer` does beside calling the runtime."""
+
+    @property
+    def computed_in(self) -> str | None:
+        """What the runtime says that it computed matrix products in."""
+        return None
 
     @abstractmethod
     def infer(self, x: Inputs) -> Array:

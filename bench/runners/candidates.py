@@ -37,10 +37,11 @@ from ...graphs.layers.experts import Experts, ExpertsSpec
 from ...graphs.targets import Precision, Scope, Target
 from ..measure.roofline import integer_linears
 from ..plan import Candidate, GraphSource, whole_k
-from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
+from ..results import ONNXRUNTIME, OPENVINO, PYTORCH_ALGORITHM_2
 from .available import KINDS, EngineKind
 from .base import Loader, Refused
 from .onnxruntime import OnnxLoader
+from .openvino import OpenVinoLoader
 from .other_exporters import with_other_exporters
 from .pytorch import loaded_as
 from .tensorrt import EngineLoader
@@ -255,8 +256,11 @@ def _source(
             for name, spec in specs.items()
             if spec.chooses_sets or (spec.kind == ExpertsSpec.kind and name in selected)
         }
-        provider = PROVIDERS[runtime.provider]
-        loader = OnnxLoader(file, selected, experts, given_k, sweep.threads, provider)
+        opening = file, selected, experts, given_k, sweep.threads
+        if runtime.engine == OPENVINO:
+            loader = OpenVinoLoader(*opening)
+        else:
+            loader = OnnxLoader(*opening, PROVIDERS[runtime.provider])
     return GraphSource(
         k, lowering, loader, provider=runtime.provider, engine=runtime.engine, **graph
     )
