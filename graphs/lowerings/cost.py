@@ -173,6 +173,7 @@ CPU_INT8 = Machine(
     number_us=0.00016,
     product_us=0.24,
     sort_us=0.003,
+    routing_us=CPU.routing_us,
     lone_macs=1 << 16,
     integer_nodes=1,
     integer_passes=1,

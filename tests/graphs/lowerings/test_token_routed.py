@@ -11,9 +11,12 @@ from moexport.graphs.layers.experts import ExpertsSpec
 from moexport.graphs.lowerings import EXPERTS_LOWERINGS
 from moexport.graphs.precision.types import (
     EIGHT_BITS,
+    EIGHT_BITS_UNSIGNED,
+    SEVEN_BITS,
     ComputeTypes,
     QuantizedProducts,
     Scale,
+    WeightQuantization,
 )
 from moexport.graphs.targets import Precision, Target
 from moexport.tests.graphs.experts_layers import (
@@ -140,6 +143,19 @@ def test_every_precision(option: str, biases: bool, precision: Precision) -> Non
         floats = precision == "int4" and target != "ort-cpu"
         limit = 1e-5 if floats else PRECISE[precision]
         assert error(run(graph, *inputs), expected) < limit, (lowering, target)
+
+
+@pytest.mark.parametrize("weights", [SEVEN_BITS, EIGHT_BITS_UNSIGNED], ids=["signed", "unsigned"])
+def test_the_fused_op_takes_int8_weights_that_are_no_whole_blocks(
+    weights: WeightQuantization,
+) -> None:
+    layer = experts(replace(SIZES, hidden=90), biases=True)
+    inputs = routed(layer.spec, 7)
+    compute = computes_in("int8", layer, "ort-cpu")
+    assert compute.quantized is not None
+    compute = replace(compute, quantized=replace(compute.quantized, weights=weights))
+    y = run(lowered(layer, "fused", target="ort-cpu", compute=compute, width=2), *inputs)
+    assert error(y, formula(layer, *inputs)) < 4e-2
 
 
 @pytest.mark.parametrize(("precision", "most"), [("int8", 4e-2), ("int4", 2e-1)])
