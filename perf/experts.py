@@ -20,6 +20,7 @@ from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.session import Session, SessionOptions
+from moexport.exporter.token_routed.load import EXTRA
 from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from torch import Tensor, nn
 
@@ -62,6 +63,7 @@ class Layer(nn.Module):
 def measured(progress: Progress) -> dict[str, object] | None:
     """Returns the median milliseconds of each case by tokens, and of reading the active weights."""
     if importlib.util.find_spec("transformers") is None:
+        progress.step(f"transformers is not installed: {EXTRA}")
         return None
     torch.manual_seed(0)
     n, d, h = SPEC.experts, SPEC.dim, SPEC.hidden
@@ -162,6 +164,6 @@ def table(body: Any) -> str:
         f"h = {SPEC.hidden}, k = {SPEC.k} of {SPEC.experts}; `bytes` is reading the FP32 weights "
         f"in use.\n\n{markdown(('tokens', *names), rows)}\n\n"
         f"One token in FP32 takes {decode:.2f} of PyTorch's best (target {DECODE:g}), and "
-        f"{one['grouped fp32'] / one['bytes']:.2f} times its bytes; INT8 is {fp32_ms / int8_ms:.2f} "
-        f"times as fast as FP32 at 16 tokens (target {INT8:g})."
+        f"{one['grouped fp32'] / one['bytes']:.2f} times its bytes; INT8 is "
+        f"{fp32_ms / int8_ms:.2f} times as fast as FP32 at 16 tokens (target {INT8:g})."
     )

@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 
 from ...common.console import Progress
-from ...errors import MissingExtraError
-from ...exporter.token_routed.load import EXTRA
+from ...exporter.token_routed.load import transformers_library
 from ..data import LabelledData
 from ..language import python_topics
 from ..results import ONNXRUNTIME, PYTORCH_EXPERTS_EAGER, PYTORCH_GROUPED_MM, TRANSFORMERS_ONNX
@@ -62,13 +61,7 @@ def run_experts_demo(directory: Path, progress: Progress, *, force: bool = False
     Raises `MissingExtraError` without transformers, and `BundleError` when `directory` exists,
     unless it is an earlier demo and `force` is given.
     """
-    try:
-        import transformers  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            "the demo of token-routed experts needs transformers, which is not installed",
-            hint=EXTRA,
-        ) from error
+    transformers_library()
     return run_job(
         *(directory, progress, _trained),
         force=force,

@@ -146,8 +146,9 @@ def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> 
             differs = type(block).__name__
     if not differs:
         return None
+    version = transformers_library().__version__
     return (
-        f"{differs} of transformers {_library().__version__} does not send tokens to the experts "
+        f"{differs} of transformers {version} does not send tokens to the experts "
         "that its router chooses; this model does, and is compared with PyTorch's experts so"
     )
 
@@ -187,7 +188,8 @@ def _check_given(given: Mapping[str, Any]) -> None:
         raise UsageError(f"--set use_cache={given['use_cache']}: true or false is expected")
 
 
-def _library() -> Any:
+def transformers_library() -> Any:
+    """Returns the library, told to print no progress and no warnings, or `MissingExtraError`."""
     try:
         import transformers
     except ImportError as error:
@@ -200,7 +202,7 @@ def _library() -> Any:
 
 
 def _config(folder: Path) -> Any:
-    library = _library()
+    library = transformers_library()
     try:
         return library.AutoConfig.from_pretrained(
             str(folder), trust_remote_code=False, local_files_only=True
@@ -255,7 +257,7 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _class(folder: Path, config: Any) -> Any:
-    library = _library()
+    library = transformers_library()
     names = list(getattr(config, "architectures", None) or ())
     for name in names:
         found = getattr(library, name, None)

@@ -173,8 +173,8 @@ def predict_us(work: ExpertsWork, machine: Machine) -> float:
 
     The CPU's sends every row to its expert by a softmax over all of them, in one thread, packs
     FP32 weights anew in every run, and goes over the rows and over what the activation takes number
-    by number. Weights of integers are packed when they are loaded, and INT8 has all that a row takes
-    in its rate.
+    by number. Integer weights are packed when they are loaded, and the rate of INT8 has all in it
+    that a row takes.
     """
     spec, rows = work.spec, work.selections
     passes = 1 if spec.activation == "relu" else EXPONENTIAL
