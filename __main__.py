@@ -77,7 +77,9 @@ def _run(console: Console) -> None:
         reserve.clear()
         if console.verbose:
             traceback.print_exc()
-        console.error(error.message, error.hint)
+        from .common.locations import in_words
+
+        console.error(in_words(error.message), error.hint)
         sys.exit(error.EXIT_CODE)
     except BrokenPipeError:
         # The reader of stdout (head, less) is gone: nothing more to say, and no traceback.

@@ -76,7 +76,8 @@ def load(
     """Returns the trained model that `source` names, ready to be exported.
 
     Args:
-        source: a checkpoint (a file, an index of shards, a folder) or `package.module:factory`.
+        source: a checkpoint (a file, an index of shards, a folder, or the URL of one) or
+            `package.module:factory`.
         family: the name of the published code (None: detected from keys and shapes).
         config: settings that the weights do not contain: arguments of the published constructor or
             of the factory (None).
@@ -481,9 +482,16 @@ def build_engines(
 
     Raises what `build` raises.
     """
+    from .common.locations import url_of
+    from .errors import UsageError
     from .exporter.bundle.manifest import Manifest
     from .exporter.tensorrt.engines import add_engines
 
+    if url_of(bundle) is not None:
+        raise UsageError(
+            f"{bundle}: engines are written into a bundle, and this one is read by a URL",
+            hint="copy the bundle to this machine, build, and copy it back",
+        )
     folder = _folder(bundle)
     return add_engines(folder, Manifest.read(folder), plans, progress, rebuild=rebuild)
 
@@ -561,12 +569,13 @@ def run(
         UsageError: an argument is invalid.
         FeedError: the inputs do not fit the model.
     """
+    from .common.locations import local
     from .exporter.bundle.run import RunOptions, run_file
 
     options = RunOptions(
         *(graph, engine, provider, threads, trust_engine, batch_size, check, host_weights)
     )
-    places = (_folder(bundle), Path(inputs), Path(outputs))
+    places = (_folder(bundle), local(inputs), Path(outputs))
     return run_file(*places, options, k=k, force=force, progress=progress)
 
 
@@ -694,6 +703,7 @@ def bench(
     from .bench.run import BenchRequest, sweep
     from .common.writing import check_folder
     from .exporter.bundle.bundle import Bundle
+    from .exporter.bundle.manifest import is_bundle
     from .exporter.model import Model
 
     if out is not None:
@@ -702,13 +712,13 @@ def bench(
     # A folder of images by class can be read once the model has said its size, not before.
     images = (
         isinstance(data, str | Path) and Path(data).is_dir() and not any(Path(data).glob("*.npy"))
-    )
+    ) or pixels is not None
     example = data if isinstance(data, str | Path) and not images else None
 
     def opened(each: Model | Bundle | AnyPath) -> Model | Bundle:
         if isinstance(each, Model | Bundle):
             return each
-        if (Path(each) / "manifest.json").is_file():
+        if is_bundle(each):
             return Bundle.open(each)
         return load(each, progress=progress, **{"example": example, **loading})
 
@@ -1002,4 +1012,6 @@ def doctor(*, progress: Progress | None = None) -> Diagnosis:
 
 
 def _folder(bundle: Bundle | AnyPath) -> Path:
-    return Path(bundle) if isinstance(bundle, str | Path) else bundle.path
+    from .exporter.bundle.manifest import local_bundle
+
+    return local_bundle(bundle) if isinstance(bundle, str | Path) else bundle.path

@@ -94,6 +94,12 @@ class ResultsError(MoexportError):
     HINT = "give a results.json that `moexport bench` wrote"
 
 
+class LocationError(MoexportError):
+    """What a URL names cannot be read."""
+
+    HINT = "check the URL and the connection, or copy the files and give their path"
+
+
 class OutputError(MoexportError):
     """A file or folder cannot be written."""
 

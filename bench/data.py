@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 
@@ -20,11 +22,14 @@ from ..calibration.feeds import (
     checked_labels,
     labelled_batches,
     limited_pairs,
+    npy_array,
     npz_archive,
     npz_array,
     npz_names,
     rebatched_pairs,
 )
+from ..calibration.shards import IMAGE, IMAGES, shard_batches, shards_of
+from ..common.locations import AnyPlace, local
 from ..common.user_code import names_code
 from ..errors import FeedError, UsageError
 from ..exporter.inputs import Inputs, fitted_arrays, random_arrays, random_inputs
@@ -137,7 +142,6 @@ MEANS: dict[Pixels, tuple[Sequence[float], Sequence[float]]] = {
     "imagenet": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
 }
 
-IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"})
 CROP = 0.875  # the share of the shorter side that the middle of an image takes: 224 of 256
 BATCH = 32
 
@@ -198,7 +202,7 @@ def several_inputs(data: str | Path | Array | None, model: Model, count: int) ->
     elif isinstance(data, np.ndarray):
         arrays = fitted_arrays(data, model)
     else:
-        path = Path(data)
+        path = local(data)
         if path.suffix != ".npz" or not path.is_file():
             raise FeedError(
                 f"{path}: is no .npz file",
@@ -220,19 +224,23 @@ def open_labelled(where: str, spec: TensorSpec, pixels: str | None = None) -> La
     """Returns the labelled data that `where` names, for a model that takes `spec`.
 
     An `.npz` holds inputs and labels; a folder holds a folder of images per class, in the order of
-    their names, or `.npy` batches without labels; `package.module:iterable` yields (inputs, labels)
-    or a dict with both. Raises FeedError for what is none of these, UsageError where `pixels` is
-    missing for images, or given for anything else.
+    their names, or `.npy` batches without labels; shards hold arrays or images and their classes;
+    `package.module:iterable` yields (inputs, labels) or a dict with both. All but code may be URLs.
+    Raises FeedError for what is none of these, UsageError where `pixels` is missing for images, or
+    given for anything else.
     """
-    path = Path(where)
-    if path.is_dir() and not any(path.glob("*.npy")):
+    shards = shards_of(where)
+    if shards is not None and (pixels is not None or holds_images(shards)):
+        return image_shards(where, shards, spec, pixels)
+    path = local(where) if shards is None else Path(where)
+    if shards is None and path.is_dir() and not any(path.glob("*.npy")):
         return image_folder(path, spec, pixels)
     if pixels is not None:
         raise UsageError(
             f"--pixels {pixels}: {where} is no folder of images",
             hint="leave it out: other inputs are taken as they are",
         )
-    if not path.is_dir() and not names_code(where):
+    if shards is None and not path.is_dir() and not names_code(where):
         if not path.is_file():
             raise FeedError(
                 f"{path}: no such file", hint="give an .npz file with inputs and labels"
@@ -268,18 +276,7 @@ def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed
     says. Raises FeedError that names a file which is no image.
     """
     files = _image_files(folder)
-    if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
-        raise UsageError(
-            f"{folder}: is a folder of images, and the model takes {spec.shape}",
-            hint="images need a model of (batch, channels, height, width); use an .npz",
-        )
-    if pixels not in get_args(Pixels):
-        given = f"--pixels {pixels}: there is no such scale" if pixels else f"{folder}: --pixels"
-        raise UsageError(
-            f"{given}; how the model was trained to see images cannot be told from its weights",
-            hint="--pixels unit (0 to 1), symmetric (−1 to 1) or imagenet (mean and deviation)",
-        )
-    scale: Pixels = pixels  # type: ignore[assignment]  # it is one of them
+    scale = image_scale(f"{folder}: is a folder of images", spec, pixels)
 
     def pairs() -> Iterator[LabelledBatch]:
         for start in range(0, len(files), BATCH):
@@ -292,6 +289,53 @@ def image_folder(folder: Path, spec: TensorSpec, pixels: str | None) -> Streamed
         facts = file.stat()
         digest.update(f"{file} {label} {facts.st_size} {facts.st_mtime_ns}".encode())
     return Streamed(pairs, len(files), labelled=True, fingerprint=digest.hexdigest())
+
+
+def image_scale(where: str, spec: TensorSpec, pixels: str | None) -> Pixels:
+    """Returns how images are scaled; UsageError where that is not said, or the model takes none."""
+    if len(spec.shape) != 4 or not all(isinstance(size, int) for size in spec.shape[1:]):
+        raise UsageError(
+            f"{where}, and the model takes {spec.shape}",
+            hint="images need a model of (batch, channels, height, width); use an .npz",
+        )
+    if pixels not in get_args(Pixels):
+        given = (
+            f"--pixels {pixels}: there is no such scale" if pixels else f"{where}, without --pixels"
+        )
+        raise UsageError(
+            f"{given}; how the model was trained to see images cannot be told from its weights",
+            hint="--pixels unit (0 to 1), symmetric (−1 to 1) or imagenet (mean and deviation)",
+        )
+    return cast(Pixels, pixels)
+
+
+def holds_images(shards: Sequence[AnyPlace]) -> bool:
+    """Whether the first sample of some shards is an image."""
+    return any(IMAGE in fields for _, fields in islice(shard_batches(shards, npy_array), 1))
+
+
+def image_shards(
+    where: str, shards: Sequence[AnyPlace], spec: TensorSpec, pixels: str | None
+) -> Streamed:
+    """Returns the images of shards and their classes, read as those of `image_folder` are."""
+    scale = image_scale(f"{where}: holds images", spec, pixels)
+
+    def pairs() -> Iterator[LabelledBatch]:
+        for place, fields in shard_batches(shards, npy_array):
+            if IMAGE not in fields:
+                raise FeedError(f"{place}: a sample without an image", hint="leave --pixels out")
+            files = ((io.BytesIO(data), f"{place}: an image") for data in fields[IMAGE])
+            images = np.stack([read_image(file, spec, scale, name) for file, name in files])
+            labels = next((fields[name] for name in LABEL_NAMES if name in fields), None)
+            if labels is not None:
+                labels = checked_labels(labels, images.dtype, images.shape, place, "the shard")
+            yield images, labels
+
+    first = next(pairs(), None)
+    if first is None:
+        raise FeedError(f"{where}: holds no samples")
+    digest = f"{where} {pixels} {fingerprint(*first)}"
+    return Streamed(pairs, None, first[1] is not None, digest, spec.name)
 
 
 def _image_files(folder: Path) -> list[tuple[Path, int]]:
@@ -309,8 +353,8 @@ def _image_files(folder: Path) -> list[tuple[Path, int]]:
     return [(file, label) for _, label, file in sorted(found)]
 
 
-def read_image(file: Path, spec: TensorSpec, pixels: Pixels) -> Array:
-    """Returns one image as float32 [channels, height, width]."""
+def read_image(file: Path | io.BytesIO, spec: TensorSpec, pixels: Pixels, name: str = "") -> Array:
+    """Returns one image as float32 [channels, height, width]; `name` is what errors call it."""
     from PIL import Image, UnidentifiedImageError
 
     _, channels, height, width = spec.shape
@@ -319,7 +363,7 @@ def read_image(file: Path, spec: TensorSpec, pixels: Pixels) -> Array:
         with Image.open(file) as opened:
             image = opened.convert("L" if channels == 1 else "RGB")
     except (OSError, UnidentifiedImageError) as error:
-        raise FeedError(f"{file}: is not an image that can be read ({error})") from error
+        raise FeedError(f"{name or file}: is not an image that can be read ({error})") from error
     if image.size != (width, height):
         ratio = max(height, width) / CROP / min(image.size)
         size = (max(width, round(image.width * ratio)), max(height, round(image.height * ratio)))

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..calibration.feeds import IGNORED, Array, Labels
+from ..common.locations import local
 from ..errors import FeedError, UsageError
 from ..exporter.inputs import Inputs, fitted
 from ..exporter.model import Model
@@ -74,7 +75,7 @@ def token_windows(data: str | Path | Array | None, model: Model, prompt: int) ->
     """
     length, name = prompt + 1, model.input.name
     if data is None:
-        tokenizer = _tokenizer(Path(model.source.path))
+        tokenizer = _tokenizer(local(model.source.path))
         if tokenizer is None:
             random = np.random.default_rng(0)
             ids = random.integers(0, model.input.below or 1, (RANDOM_WINDOWS, length))
@@ -83,7 +84,7 @@ def token_windows(data: str | Path | Array | None, model: Model, prompt: int) ->
         return _windows(_ids(tokenizer, text)[: WINDOWS * length], model, length, "Python's text")
     if isinstance(data, np.ndarray):
         return _windows(data, model, length, "the ids")
-    path = Path(data)
+    path = local(data)
     if not path.is_file():
         raise FeedError(
             f"{path}: no such file",
@@ -101,7 +102,7 @@ def token_windows(data: str | Path | Array | None, model: Model, prompt: int) ->
 
 
 def _text_ids(path: Path, model: Model) -> Array:
-    tokenizer = _tokenizer(Path(model.source.path))
+    tokenizer = _tokenizer(local(model.source.path))
     if tokenizer is None:
         raise FeedError(
             f"{path}: is text, and {model.source.path} has no tokenizer",

@@ -1,5 +1,6 @@
-"""Real inputs, streamed in batches: `.npz`, a folder of `.npy`, or `package.module:iterable`.
+"""Real inputs, streamed in batches: `.npz`, `.npy`, shards, or `package.module:iterable`.
 
+Files may be named by URLs. `shards.py` reads tar files and Parquet; a DataLoader is an iterable.
 Files are read as streams, a few rows at a time: mapped pages would count as memory in use, and an
 array inside an archive cannot be mapped.
 """
@@ -7,6 +8,7 @@ array inside an archive cannot be mapped.
 from __future__ import annotations
 
 import hashlib
+import io
 import lzma
 import math
 import tokenize
@@ -22,8 +24,10 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
+from ..common.locations import AnyPlace, local, named_by_url, url_of
 from ..common.user_code import attribute_of, module_of, names_code
 from ..errors import FeedError
+from .shards import IMAGE, Fields, shard_batches, shards_of
 
 IGNORED = -1
 """A target token that is not counted."""
@@ -76,7 +80,13 @@ def named_batches(feed: Feed, names: Sequence[str]) -> Iterator[Arrays]:
     first, *others = names
     items, where = feed, "the feed"
     if others and isinstance(feed, str | Path):
-        path = Path(feed)
+        shards = shards_of(feed)
+        if shards is not None:
+            for place, fields in shard_batches(shards, npy_array):
+                inputs = {first: _shard_inputs(fields, first, place)}
+                yield inputs | {name: fields[name] for name in others if name in fields}
+            return
+        path = local(feed)
         if path.suffix == ".npz":
             arrays = {n: npz_array(path, n) for n in npz_names(path) if n in others}
             start = 0
@@ -101,10 +111,13 @@ def count(feed: Feed, name: str) -> int | None:
     """Returns how many inputs a feed holds, or None where only reading it would tell."""
     if isinstance(feed, np.ndarray):
         return len(feed) if feed.ndim else None
-    if not isinstance(feed, str | Path) or not Path(feed).exists():
+    if not isinstance(feed, str | Path) or shards_of(feed) is not None:
+        return None
+    path = local(feed)
+    if not path.exists():
         return None
     found = 0
-    for file in _files(Path(feed)):
+    for file in _files(path):
         with _inputs_in(file, name) as (_, header):
             found += header.shape[0]
     return found
@@ -126,19 +139,26 @@ def _pairs(feed: Feed, name: str, *, labelled: bool) -> Iterator[LabelledBatch]:
         yield feed, None
         return
     if isinstance(feed, str | Path):
-        where, path = str(feed), Path(feed)
-        if path.exists():
-            if labelled and path.suffix == ".npz" and path.is_file():
-                yield from _labelled_archive(path, name)
+        where = url_of(feed) or str(feed)
+        with named_by_url():
+            shards = shards_of(feed)
+            path = Path(feed) if shards is not None else local(feed)
+            if shards is not None:
+                yield from _labelled_shards(shards, name, labelled=labelled)
                 return
-            for file in _files(path):
-                for rows in _rows_in(file, name):
-                    yield rows, None
-            return
+            if path.exists():
+                if labelled and path.suffix == ".npz" and path.is_file():
+                    yield from _labelled_archive(path, name)
+                    return
+                for file in _files(path):
+                    for rows in _rows_in(file, name):
+                        yield rows, None
+                return
         if not names_code(where):
             raise FeedError(
                 f"{where}: no such feed",
-                hint="a feed is an .npz file, a folder of .npy files or package.module:iterable",
+                hint="a feed is an .npz file, a folder of .npy files, shards (.tar, .parquet) or "
+                "package.module:iterable",
             )
         feed = _imported_items(where)
     if not isinstance(feed, Iterable):
@@ -239,6 +259,43 @@ def _labelled_archive(path: Path, name: str) -> Iterator[LabelledBatch]:
     for rows in _rows_in(path, name):
         yield rows, None if labels is None else labels[start : start + len(rows)]
         start += len(rows)
+
+
+def _labelled_shards(
+    shards: Sequence[AnyPlace], name: str, *, labelled: bool
+) -> Iterator[LabelledBatch]:
+    """The batches of shards; their labels are a field called as labels are."""
+    for place, fields in shard_batches(shards, npy_array):
+        inputs = _shard_inputs(fields, name, place)
+        check_inputs(inputs.dtype, inputs.shape, place)
+        yield inputs, _labels_of({**fields}, inputs, place) if labelled else None
+
+
+def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
+    """The field that holds the inputs called `name`: of that name, or the only one of numbers."""
+    found = [each for each in fields if each not in (*LABEL_NAMES, IMAGE)]
+    if name in fields or len(found) == 1:
+        return fields[name if name in fields else found[0]]
+    if IMAGE in fields:
+        raise FeedError(
+            f"{where}: holds images, which only `bench` and `tune` read, with --pixels",
+            hint="give arrays: a sample.npy for each input, as the model takes it",
+        )
+    raise FeedError(
+        f"{where}: holds {', '.join(fields) or 'nothing that is read'}, but no field '{name}'",
+        hint=f"in a tar each input is a sample.npy or sample.{name}.npy, in Parquet a column",
+    )
+
+
+def npy_array(data: bytes, where: str) -> Array:
+    """Returns the array in the bytes of an `.npy` file; `FeedError` where there is none."""
+    file = io.BytesIO(data)
+    try:
+        _header(file, where, len(data))
+        file.seek(0)
+        return np.asarray(npy.read_array(file, allow_pickle=False))
+    except UNREADABLE as error:
+        raise FeedError(f"{where}: not a readable .npy file ({error})") from error
 
 
 def checked_labels(

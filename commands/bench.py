@@ -157,7 +157,9 @@ def bench(
         raise UsageError(
             "bench: no model to measure", hint="moexport bench vit.pt -o report, or --paper mnist"
         )
-    if all((Path(each) / "manifest.json").is_file() for each in models):
+    from ..exporter.bundle.manifest import is_bundle
+
+    if all(map(is_bundle, models)):
         refuse_idle(reading, why="a bundle says itself what it was made from")
     from ..bench.report.compare import check_regression, earlier, parse_share
     from ..bench.report.text import rows_table

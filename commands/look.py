@@ -46,7 +46,11 @@ def inspect(
 
     For a bundle, its layers and files. For an engine, its layers, precisions and profiles.
     """
-    plan, bundle = model.endswith(".plan"), (Path(model) / "manifest.json").is_file()
+    from ..common.locations import url_of
+    from ..exporter.bundle.manifest import is_bundle
+
+    plan = model.endswith(".plan")
+    bundle = not plan and is_bundle(model)
     if plan or bundle:
         what = "an engine" if plan else "a bundle"
         refuse_idle(reading, why=f"it says how a checkpoint is read, and {model} is {what}")
@@ -62,7 +66,7 @@ def inspect(
         return
     if bundle:
         manifest = api.inspect_bundle(model)
-        show(manifest.to_json() if as_json else bundle_text(Path(model), manifest))
+        show(manifest.to_json() if as_json else bundle_text(url_of(model) or model, manifest))
         return
     with verbosity.console() as console:
         found = api.inspect(model, data, progress=console, **reading.given())
@@ -133,7 +137,7 @@ def _support_text(report: ModelReport) -> tuple[str, ...]:
     )
 
 
-def bundle_text(path: Path, manifest: Manifest) -> str:
+def bundle_text(path: str | Path, manifest: Manifest) -> str:
     """What `inspect` says of a bundle."""
     layers = [
         (r.name, r.experts, "input" if r.k is None else r.k, r.lowering, r.reason)

@@ -32,6 +32,16 @@ def typed_path(text: str | Path) -> Path:
     return Path(text)
 
 
+def typed_output(text: str | Path) -> Path:
+    """Returns the path of a result that was typed; bad usage for a URL, which is not written."""
+    from ..common.locations import url_of
+
+    path = typed_path(text)
+    if url_of(text) is not None:
+        raise typer.BadParameter(f"{text} is a URL: write to this machine, and copy it there")
+    return path
+
+
 def typed_source(text: str) -> str:
     """Returns the MODEL that was typed; `UsageError` for an empty one."""
     if not text:
@@ -44,7 +54,7 @@ ModelArgument = Annotated[
     typer.Argument(
         metavar="MODEL",
         parser=typed_source,
-        help="A checkpoint file or folder, or package.module:factory.",
+        help="A checkpoint file or folder, its URL, or package.module:factory.",
     ),
 ]
 
@@ -53,7 +63,8 @@ BundleArgument = Annotated[
 ]
 
 FEED: Any = typer.Option(
-    metavar="FEED", help="Inputs: an .npz, a folder of .npy, or package.module:iterable."
+    metavar="FEED",
+    help="Inputs: an .npz, a folder of .npy, shards (.tar, .parquet) or package.module:iterable.",
 )
 
 Data = Annotated[str | None, FEED]
@@ -73,7 +84,7 @@ def json_text(content: Any) -> str:
 
 def output_option(metavar: str, text: str) -> Any:
     """Returns the declaration of `--output`, which every command has that writes."""
-    return typer.Option("--output", "-o", metavar=metavar, parser=typed_path, help=text)
+    return typer.Option("--output", "-o", metavar=metavar, parser=typed_output, help=text)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,7 +78,8 @@ def tune(
     """
     place = report or output.with_name(f"{output.name}-report")
     with verbosity.console() as console:
-        load = reading.loader(model, console, None if Path(data).is_dir() else data)
+        images = Path(data).is_dir() or "pixels" in given
+        load = reading.loader(model, console, None if images else data)
         if dry_run:
             planned = api.tune_plan(load, data, output, **given, progress=console)
             show(json_text(asdict(planned)) if as_json else plan_text(planned))

@@ -13,6 +13,7 @@ import onnx_ir as ir
 
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
+from ...common.locations import url_of
 from ...common.text import near_miss
 from ...common.user_code import names_code
 from ...common.writing import scratch_folder
@@ -432,13 +433,13 @@ def with_distinct_names(candidates: Sequence[Candidate], places: Sequence[Path])
 
 def _source_of(bundle: Bundle) -> Model:
     source = bundle.manifest.source
-    path = Path(source.path)
+    path = url_of(source.path) or Path(source.path)
     if names_code(source.path):
         raise UsageError(
             f"{bundle.path}: made from {source.path}, which every benchmark needs beside it",
             hint=f"name it before the bundle: moexport bench {source.path} {bundle.path}",
         )
-    if not path.exists():
+    if isinstance(path, Path) and not path.exists():
         raise UsageError(
             f"{bundle.path}: its checkpoint {path} is not here, and the untouched PyTorch model is "
             "part of every benchmark",

@@ -11,7 +11,7 @@ from ...common.files import known_sha256
 from ...errors import BundleError, EngineError, UsageError
 from ..session import Session, SessionByBatch, SessionOptions
 from ..tensorrt.records import EngineRecord, engines_of
-from .manifest import Check, GraphRecord, Manifest, external_files
+from .manifest import Check, GraphRecord, Manifest, external_files, local_bundle
 
 if TYPE_CHECKING:
     from ..tensorrt.session import EngineSession
@@ -31,8 +31,8 @@ class Bundle:
 
     @staticmethod
     def open(path: Path | str, *, check: bool = True) -> Bundle:
-        """Opens a bundle; `BundleError` when the folder is none."""
-        directory = Path(path)
+        """Opens a bundle, whose folder may be a URL's; `BundleError` when it is none."""
+        directory = local_bundle(path)
         return Bundle(directory, Manifest.read(directory), check)
 
     def graph(self, name: str | None = None) -> GraphRecord:

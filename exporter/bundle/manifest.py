@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ...common.json_data import from_data, parse, read_json
+from ...common.locations import AnyPlace, holds, local_files
 from ...common.timing import Latency
 from ...errors import BundleError
 
@@ -280,6 +281,20 @@ class _Numbers:
 def is_plain_name(name: str) -> bool:
     """Whether a name is of a file in the same folder, whatever system reads it."""
     return bool(name) and name not in (".", "..") and not re.search(r"[/\\:\x00]", name)
+
+
+def local_bundle(where: AnyPlace) -> Path:
+    """Returns a bundle's folder; of a URL that of a copy of the files that its manifest lists."""
+
+    def listed(folder: Path) -> Iterable[str]:
+        return Manifest.read(folder).files if (folder / MANIFEST_FILE).is_file() else ()
+
+    return local_files(where, listed, MANIFEST_FILE)
+
+
+def is_bundle(where: AnyPlace) -> bool:
+    """Whether a path or URL is that of a folder with a manifest."""
+    return holds(where, MANIFEST_FILE)
 
 
 def _content(directory: Path) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import pickle
 import pickletools
 import re
@@ -24,6 +25,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from ...common.locations import beside, local, url_of
 from ...errors import CheckpointError
 
 PICKLED = (".pt", ".pth", ".bin", ".ckpt")
@@ -65,6 +67,18 @@ class WeightFiles:
 # --- which files -------------------------------------------------------------------------------
 
 
+def local_checkpoint(source: str | os.PathLike[str]) -> Path:
+    """Returns the path of a checkpoint; of a URL that of its copy, with the files it goes with."""
+    place = os.fspath(source)
+    path = local(place)
+    if url_of(place) is not None and path.is_file():
+        if path.name.endswith(INDEX):
+            beside(place, ("config.json", *dict.fromkeys(_weight_map(path).values())))
+        elif path.name in STANDARD:
+            beside(place, ("config.json",))
+    return path
+
+
 def find_files(source: Path) -> WeightFiles:
     """Returns the weight files that `source` means: a file, an index of shards, or a folder.
 
@@ -74,10 +88,7 @@ def find_files(source: Path) -> WeightFiles:
     if source.is_dir():
         return _find_in_folder(source)
     if not source.exists():
-        named = re.sub(
-            r"^(\w{2,}):/+", r"\1://", str(source)
-        )  # a path has lost a URL's second slash
-        raise CheckpointError(f"{named}: no such file", hint=_fetching(source) or "check the path")
+        raise CheckpointError(f"{source}: no such file", hint=_fetching(source) or "check the path")
     if not source.is_file():
         raise CheckpointError(f"{source}: neither a file nor a folder", hint="check the path")
     config = _config_in(source.parent)
@@ -92,19 +103,14 @@ def find_files(source: Path) -> WeightFiles:
 
 
 def _fetching(source: Path) -> str | None:
-    """How to get what looks like a URL or an id of Hugging Face: nothing is downloaded here."""
+    """How to get what looks like an id of Hugging Face: only URLs are downloaded."""
     text = source.as_posix()
-    address = re.match(r"\w{2,}:/", text)
-    found = re.fullmatch(
-        r"(?:hf:/+|https?:/+(?:www\.)?huggingface\.co/)?([\w.-]+/[\w.-]+)(/.*)?", text
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", text) or source.suffix or source.parent.exists():
+        return None
+    return (
+        f"if this is a model on Hugging Face, give hf://{text}, or download it first: "
+        f"`hf download {text} --local-dir {source.name}`"
     )
-    if found and (address or not (found[2] or source.suffix or source.parent.exists())):
-        name = found[1].partition("/")[2]
-        return (
-            f"if this is a model on Hugging Face, download it first: `hf download {found[1]} "
-            f"--local-dir {name}`, then give the folder {name}"
-        )
-    return "download the file first, then give its path" if address else None
 
 
 def _config_in(folder: Path) -> Path | None:
@@ -143,13 +149,7 @@ def _find_in_folder(folder: Path) -> WeightFiles:
 
 def _read_index(index: Path, config: Path | None) -> WeightFiles:
     """The shards of a `*.index.json`, whose `weight_map` gives the file of every key."""
-    try:
-        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
-        placed = {str(key): str(name) for key, name in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f'{index}: not an index of shards: it needs {{"weight_map": {{key: file}}}}'
-        ) from error
+    placed = _weight_map(index)
     if not placed:
         raise CheckpointError(f"{index}: lists no weights")
     keys: dict[str, list[str]] = {}
@@ -166,6 +166,16 @@ def _read_index(index: Path, config: Path | None) -> WeightFiles:
         )
     shards = {index.parent / name: tuple(placed) for name, placed in keys.items()}
     return WeightFiles(tuple(shards), shards, config)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
+        return {str(key): str(name) for key, name in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f'{index}: not an index of shards: it needs {{"weight_map": {{key: file}}}}'
+        ) from error
 
 
 # --- what is in them ---------------------------------------------------------------------------

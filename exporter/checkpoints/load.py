@@ -6,18 +6,21 @@ import json
 import os
 import tomllib
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import yaml
 
+from ...common.locations import named_by_url, url_of
 from ...common.user_code import names_code
 from ...errors import CheckpointError, FamilyError, UsageError
 from ..families import Family, detect, family_named
 from ..model import Model, Source
 from ..token_routed.load import architecture_of, load_transformers
 from .adapters import Adapter
+from .files import local_checkpoint
 from .state_dict import Checkpoint, read_checkpoint
 from .user_network import Example, load_factory
 
@@ -99,9 +102,23 @@ def load(
     checkpoint's weights are neither checked nor converted (`checkpoint.read_checkpoint`): enough
     to look at a model, not to run or export it.
 
-    Raises CheckpointError, FamilyError, ParityError or UsageError: what was wrong, where, and what
-    to do.
+    Each of them may be a URL. Raises CheckpointError, FamilyError, ParityError or UsageError: what
+    was wrong, where, and what to do.
     """
+    with named_by_url():
+        return _load(source, family, config, weights, example, adapter, values=values)
+
+
+def _load(
+    source: str | os.PathLike[str],
+    family: str | None,
+    config: Mapping[str, Any] | None,
+    weights: str | os.PathLike[str] | None,
+    example: Example | None,
+    adapter: Adapter | str | Sequence[Adapter | str],
+    *,
+    values: bool,
+) -> Model:
     given = dict(config or {})
     if names_code(str(source)):
         if family is not None:
@@ -110,7 +127,7 @@ def load(
                 hint="leave --family out",
             )
         adapters = [adapter] if isinstance(adapter, str) or callable(adapter) else adapter
-        path = None if weights is None else Path(weights)
+        path = None if weights is None else local_checkpoint(weights)
         return load_factory(str(source), given, path, example, adapters)
     if weights is not None:
         raise UsageError(
@@ -122,10 +139,13 @@ def load(
             f"--adapter says what the layers of a network are, and {source} holds weights alone",
             hint=f"give the network: package.module:factory --weights {source}",
         )
-    path = Path(source)
+    path = local_checkpoint(source)
     if family is None and architecture_of(path) is not None and _is_unknown(path):
-        return load_transformers(path, given, values=values)
-    return _load_checkpoint(path, family, given, example, values=values)
+        model = load_transformers(path, given, values=values)
+    else:
+        model = _load_checkpoint(path, family, given, example, values=values)
+    url = url_of(os.fspath(source))
+    return model if url is None else replace(model, source=replace(model.source, path=url))
 
 
 def _is_unknown(folder: Path) -> bool:

@@ -1,0 +1,223 @@
+"""Data in shards: WebDataset's tar files and Parquet, read in batches of their fields.
+
+A feed names shards by one file, a folder of them, or a range as WebDataset writes it:
+`train-{000..015}.tar`; each may be a URL.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..common.locations import AnyPlace, local, url_of
+from ..errors import FeedError, MissingExtraError
+
+Array = NDArray[Any]
+
+Fields = dict[str, Array]
+"""A batch [b, …] of each field; files of images are objects: their bytes."""
+
+TAR, PARQUET = ".tar", ".parquet"
+SHARD_BATCH = 32
+MOST_SHARDS = 1_000_000
+
+RANGE = re.compile(r"\{(\d+)\.\.(\d+)\}")
+
+IMAGES = frozenset({".jpg", ".jpeg", ".png", ".webp", ".bmp", ".tif", ".tiff", ".ppm"})
+"""The endings of files that are read as images."""
+
+IMAGE, LABEL, INPUT = "image", "label", "input"
+
+END = bytes(512)
+"""What a tar file ends with."""
+
+
+def shards_of(where: object) -> list[AnyPlace] | None:
+    """Returns the shards that a feed names, in order; None where it names something else.
+
+    Raises `FeedError` for a range without an end, or of more shards than anybody has.
+    """
+    if not isinstance(where, str | Path):
+        return None
+    text = url_of(where) or str(where)
+    if Path(text).suffix in (TAR, PARQUET):
+        found = RANGE.search(text)
+        if found is None:
+            return [text]
+        first, last = found.groups()
+        if not int(first) <= int(last) < int(first) + MOST_SHARDS:
+            raise FeedError(f"{text}: a range of shards begins with the lower number")
+        numbers = range(int(first), int(last) + 1)
+        before, after = text[: found.start()], text[found.end() :]
+        return [f"{before}{number:0{len(first)}d}{after}" for number in numbers]
+    folder = local(where) if url_of(where) is not None else Path(where)
+    if not folder.is_dir():
+        return None
+    files = sorted(f for f in folder.iterdir() if f.suffix in (TAR, PARQUET))
+    return [*files] or None
+
+
+def shard_batches(
+    shards: Sequence[AnyPlace], array_of: Callable[[bytes, str], Array]
+) -> Iterator[tuple[str, Fields]]:
+    """Yields the batches of all shards in order, each with the file that it is of.
+
+    `array_of` reads the bytes of an `.npy`. Raises `FeedError` that names a shard which is missing,
+    cut short or of another kind.
+    """
+    for shard in shards:
+        path, name = local(shard), str(shard)
+        if not path.is_file():
+            more = f"; it is one of {len(shards)} shards" if len(shards) > 1 else ""
+            raise FeedError(f"{name}: no such file{more}", hint="copy the shard there")
+        read = _parquet(path, name) if path.suffix == PARQUET else _tar(path, name, array_of)
+        empty = True
+        for fields in read:
+            empty = False
+            yield name, fields
+        if empty:
+            raise FeedError(
+                f"{name}: holds nothing that is read",
+                hint="a tar holds sample.npy or an image, and sample.cls; Parquet columns of these",
+            )
+
+
+def _tar(path: Path, name: str, array_of: Callable[[bytes, str], Array]) -> Iterator[Fields]:
+    """The samples of a WebDataset: files of one name up to its first dot are one sample."""
+    held: list[dict[str, Any]] = []
+    for sample in _samples(path, name, array_of):
+        if held and (len(held) == SHARD_BATCH or not _alike(held[0], sample)):
+            yield _stacked(held)
+            held = []
+        held.append(sample)
+    if held:
+        yield _stacked(held)
+
+
+def _samples(
+    path: Path, name: str, array_of: Callable[[bytes, str], Array]
+) -> Iterator[dict[str, Any]]:
+    key, sample = "", dict[str, Any]()
+    try:
+        with path.open("rb") as file:
+            file.seek(-min(len(END), path.stat().st_size), io.SEEK_END)
+            whole = file.read() == END
+        with tarfile.open(path, "r:") as archive:
+            for member in archive:
+                if not member.isfile():
+                    continue
+                if member.issparse():
+                    raise FeedError(f"{name}: {member.name} is a sparse file, which is not read")
+                opened = archive.extractfile(member)
+                assert opened is not None  # it is a file
+                folder, _, last = member.name.rpartition("/")
+                stem, _, ending = last.partition(".")
+                if f"{folder}/{stem}" != key and sample:
+                    yield sample
+                    sample = {}
+                key = f"{folder}/{stem}"
+                where = f"{name}: {member.name}"
+                sample |= _field(ending.lower(), opened.read(), where, array_of)
+    except (tarfile.TarError, EOFError, OSError) as error:
+        raise FeedError(f"{name}: cut short, or no tar file ({error})", hint=DAMAGED) from error
+    if not whole:
+        raise FeedError(f"{name}: cut short: the end of the archive is missing", hint=DAMAGED)
+    if sample:
+        yield sample
+
+
+DAMAGED = "copy or write the shard again"
+
+
+def _field(
+    ending: str, data: bytes, where: str, array_of: Callable[[bytes, str], Array]
+) -> dict[str, Any]:
+    """The field that a file of a sample is, by its ending; nothing for one that is not read."""
+    if f".{ending}" in IMAGES:
+        return {IMAGE: data}
+    if ending == "cls":
+        try:
+            return {LABEL: int(data)}
+        except ValueError as error:
+            raise FeedError(f"{where}: a .cls file holds the number of a class") from error
+    if ending == "npy" or ending.endswith(".npy"):
+        return {ending.removesuffix("npy").rstrip(".") or INPUT: array_of(data, where)}
+    return {}
+
+
+def _alike(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    shapes = [{n: np.shape(x) for n, x in each.items() if n != IMAGE} for each in (one, other)]
+    return one.keys() == other.keys() and shapes[0] == shapes[1]
+
+
+def _stacked(samples: list[dict[str, Any]]) -> Fields:
+    return {
+        name: _objects([s[name] for s in samples])
+        if name == IMAGE
+        else np.stack([s[name] for s in samples])
+        for name in samples[0]
+    }
+
+
+def _objects(values: list[Any]) -> Array:
+    found = np.empty(len(values), object)
+    found[:] = values
+    return found
+
+
+def _parquet(path: Path, name: str) -> Iterator[Fields]:
+    try:
+        import pyarrow as pa
+        from pyarrow import parquet
+    except ImportError as error:
+        raise MissingExtraError(
+            f"{name}: Parquet needs pyarrow, which is not installed",
+            hint='pip install "moexport[parquet]"',
+        ) from error
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(SHARD_BATCH):
+                columns = zip(batch.schema.names, batch.columns, strict=True)
+                found = ((n, _column(column, f"{name}: column '{n}'")) for n, column in columns)
+                yield {n: x for n, x in found if x is not None}
+    except (pa.ArrowException, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise FeedError(f"{name}: cut short, or no Parquet ({reason})", hint=DAMAGED) from error
+
+
+def _column(column: Any, where: str) -> Array | None:
+    """A column's numbers [b, …], or bytes as objects [b]; None for a column of anything else."""
+    import pyarrow as pa
+
+    if column.null_count:
+        raise FeedError(f"{where} has empty rows", hint="leave them out of the file")
+    if isinstance(column, pa.FixedShapeTensorArray):
+        tensors: Array = column.to_numpy_ndarray()
+        return tensors
+    if pa.types.is_struct(column.type) and column.type.get_field_index("bytes") >= 0:
+        column = column.field("bytes")  # how `datasets` keeps images
+    if pa.types.is_binary(column.type) or pa.types.is_large_binary(column.type):
+        return _objects(column.to_pylist())
+    shape = [len(column)]
+    while isinstance(column, pa.FixedSizeListArray | pa.ListArray | pa.LargeListArray):
+        sizes = set(column.value_lengths().to_pylist()) or {0}
+        if len(sizes) > 1:
+            raise FeedError(
+                f"{where} holds lists of several lengths", hint="inputs of a file are of one shape"
+            )
+        shape.append(sizes.pop())
+        column = column.flatten()
+    kinds = pa.types
+    if not any(is_(column.type) for is_ in (kinds.is_integer, kinds.is_floating, kinds.is_boolean)):
+        return None
+    if column.null_count:
+        raise FeedError(f"{where} has empty values")
+    numbers: Array = column.to_numpy(zero_copy_only=False).reshape(shape)
+    return numbers

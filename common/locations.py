@@ -1,0 +1,203 @@
+"""Files and folders that a URL names: copied whole before they are read, and removed at exit.
+
+fsspec reads them, through the library of the scheme: `s3://`, `gs://`, `hf://`, `https://` and all
+others that it knows. The copies lie in a folder that nobody else may read, and are hashed and
+checked there as local files are.
+"""
+
+from __future__ import annotations
+
+import atexit
+import posixpath
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from ..errors import LocationError, MissingExtraError, MoexportError
+from .writing import scratch_folder
+
+AnyPlace = str | Path
+"""A path or a URL; of a path that was made of a URL the second slash is missing."""
+
+URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
+
+EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf", "http": "http"}
+EXTRAS |= {"https": "http"}
+"""The extra that brings the library of a scheme."""
+
+ONE_FILE = ("http", "https")
+"""Schemes that list no folders."""
+
+_COPIES: dict[str, Path] = {}
+_LOCK = threading.RLock()
+_OPEN = ExitStack()
+_FOLDERS: list[Path] = []
+"""The folder of all copies, once there is one."""
+
+
+def url_of(where: object) -> str | None:
+    """Returns the URL that a place is, None for a path."""
+    text = str(where) if isinstance(where, str | Path) else ""
+    found = URL.match(text)
+    if found is None or Path(text).exists():
+        return None
+    return f"{found[1]}://{text[found.end() :]}".rstrip("/")
+
+
+def local(where: AnyPlace) -> Path:
+    """Returns the path of a file or folder; of a URL that of its copy, made once in a process.
+
+    Raises `LocationError` for what cannot be read, `MissingExtraError` without the library.
+    """
+    url = url_of(where)
+    if url is None:
+        return Path(where)
+    with _LOCK:
+        if url not in _COPIES:
+            with _reading(url) as (system, path):
+                names = _listed(system, path) if _is_folder(url, system, path) else None
+                place = _place(url)
+                for name in names or ():
+                    _copy(system, f"{path}/{name}", _inside(place, name, url))
+                if names is None:
+                    _copy(system, path, place)
+                _COPIES[url] = place
+        return _COPIES[url]
+
+
+def local_files(where: AnyPlace, names: Callable[[Path], Iterable[str]], *first: str) -> Path:
+    """Returns a folder; of a URL a copy that holds the files `first` and those `names` then tells.
+
+    So a folder is copied from where none can be listed. What does not exist is left out of the copy
+    without a word: who reads the folder says what is missing.
+    """
+    url = url_of(where)
+    if url is None:
+        return Path(where)
+    with _LOCK:
+        if url not in _COPIES:
+            with _reading(url) as (system, path):
+                place = _place(url)
+                place.mkdir(exist_ok=True)
+                _copy_existing(system, path, first, place, url)
+                _copy_existing(system, path, names(place), place, url)
+            _COPIES[url] = place
+        return _COPIES[url]
+
+
+def beside(where: AnyPlace, names: Iterable[str]) -> None:
+    """Copies those of the files beside a URL's that exist to its copy; of a path nothing."""
+    url = url_of(where)
+    if url is None:
+        return
+    copy = local(where)
+    with _reading(url.rpartition("/")[0]) as (system, path):
+        _copy_existing(system, path, names, copy.parent, url)
+
+
+def holds(where: AnyPlace, name: str) -> bool:
+    """Whether a folder, or a URL as one, holds a file of that name."""
+    url = url_of(where)
+    if url is None:
+        return (Path(where) / name).is_file()
+    with _reading(url) as (system, path):
+        return bool(system.exists(f"{path}/{name}"))
+
+
+@contextmanager
+def named_by_url() -> Iterator[None]:
+    """Within the block, errors name URLs and not their copies."""
+    try:
+        yield
+    except MoexportError as error:
+        error.message = in_words(error.message)
+        error.hint = None if error.hint is None else in_words(error.hint)
+        error.args = (error.message,)
+        raise
+
+
+def in_words(text: str) -> str:
+    """Returns a text in which copies are called by their URLs."""
+    for url, copy in _COPIES.items():
+        text = text.replace(str(copy), url)
+    return text
+
+
+def _place(url: str) -> Path:
+    """Where the copy of a URL goes, in a folder of its own: under its own name."""
+    if not _FOLDERS:
+        _FOLDERS.append(_OPEN.enter_context(scratch_folder("downloads")))
+        atexit.register(_OPEN.close)
+    folder = Path(mkdtemp(dir=_FOLDERS[0]))
+    name = posixpath.basename(unquote(urlsplit(url).path)) or urlsplit(url).netloc
+    return _inside(folder, name, url)
+
+
+def _inside(folder: Path, name: str, url: str) -> Path:
+    """A file of a folder; `LocationError` for a name that leads elsewhere."""
+    parts = name.split("/")
+    if not name or {"", ".", ".."} & {*parts} or re.search(r"[\\:\x00]", name):
+        raise LocationError(f"{url}: holds a file that cannot be copied by its name {name!r}")
+    return folder.joinpath(*parts)
+
+
+def _is_folder(url: str, system: Any, path: str) -> bool:
+    return urlsplit(url).scheme not in ONE_FILE and bool(system.isdir(path))
+
+
+def _listed(system: Any, path: str) -> list[str]:
+    root = system._strip_protocol(path).rstrip("/")
+    found = (system._strip_protocol(each) for each in system.find(path))
+    return sorted(each.removeprefix(root).lstrip("/") for each in found)
+
+
+def _copy_existing(system: Any, path: str, names: Iterable[str], folder: Path, url: str) -> None:
+    for name in names:
+        target = _inside(folder, name, url)
+        if not target.exists() and system.exists(f"{path}/{name}"):
+            _copy(system, f"{path}/{name}", target)
+
+
+def _copy(system: Any, path: str, target: Path) -> None:
+    """Copies a file; a shorter one than the server announced is an error."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    system.get_file(path, str(target))
+    size = system.info(path).get("size")
+    if size is not None and target.stat().st_size != size:
+        raise EOFError(f"{target.stat().st_size} of {size} bytes came")
+
+
+@contextmanager
+def _reading(url: str) -> Iterator[tuple[Any, str]]:
+    """The file system of a URL and the path in it; what goes wrong names the URL."""
+    scheme = urlsplit(url).scheme
+    try:
+        import fsspec
+
+        yield fsspec.core.url_to_fs(url)
+    except MoexportError:
+        raise
+    except ImportError as error:
+        extra = EXTRAS.get(scheme)
+        raise MissingExtraError(
+            f"{url}: {scheme}:// needs a library that is not installed ({error})",
+            hint=f'pip install "moexport[{extra}]"' if extra else f"fsspec says: {error}",
+        ) from error
+    except FileNotFoundError as error:
+        raise LocationError(f"{url}: there is no such file", hint="check the URL") from error
+    except PermissionError as error:
+        raise LocationError(f"{url}: may not be read ({error})", hint=CREDENTIALS) from error
+    except Exception as error:  # every library has errors of its own
+        denied = getattr(error, "status", None) in (401, 403) or "redential" in str(error)
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise LocationError(
+            f"{url}: cannot be read ({reason})", hint=CREDENTIALS if denied else None
+        ) from error
+
+
+CREDENTIALS = "log in as the library of this scheme asks: docs/scale-out.md#urls names them"

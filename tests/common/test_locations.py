@@ -1,0 +1,216 @@
+"""What a URL names is read as a local file is, through fsspec's memory and a local HTTP server."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import threading
+from collections.abc import Iterator
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import fsspec
+import numpy as np
+import pytest
+from moexport import api
+from moexport.calibration.feeds import batches, count
+from moexport.common.files import hash_files
+from moexport.common.locations import local, url_of
+from moexport.errors import BundleError, CheckpointError, LocationError, MissingExtraError
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.tests.command import run
+from moexport.tests.recorded import DATA
+
+WEIGHTS = DATA / "soft_moe_mnist" / "weights.pt"
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    """Serves a folder; /denied is forbidden and /short breaks off."""
+
+    def do_GET(self) -> None:
+        if self.path == "/denied.pt":
+            self.send_error(403)
+        elif self.path == "/short.pt":
+            self.send_response(200)
+            self.send_header("Content-Length", "1000")
+            self.end_headers()
+            self.wfile.write(b"half")
+        else:
+            super().do_GET()
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[tuple[str, Path]]:
+    """A folder behind a server on this machine, and its URL."""
+    folder = tmp_path / "served"
+    folder.mkdir()
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Quiet, directory=str(folder)))
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", folder
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.fixture
+def memory(request: pytest.FixtureRequest) -> str:
+    """A folder of its own in fsspec's memory."""
+    return f"memory://{request.node.name.replace('[', '-').rstrip(']')}"
+
+
+def put(url: str, folder: Path) -> None:
+    system, path = fsspec.core.url_to_fs(url)
+    system.put(f"{folder}/", path, recursive=True)
+
+
+def test_a_path_is_no_url_and_a_path_that_was_made_of_a_url_is_one(tmp_path: Path) -> None:
+    for path in ("a/b.pt", "/a/b.pt", "C:/a", "C:\\a", "package.module:factory", tmp_path):
+        assert url_of(path) is None
+    assert url_of(Path("s3://bucket/a.pt")) == url_of("s3://bucket/a.pt/") == "s3://bucket/a.pt"
+
+
+def test_a_checkpoint_by_http_is_the_local_one_with_the_url_as_its_source(
+    served: tuple[str, Path],
+) -> None:
+    url, folder = served
+    shutil.copy(WEIGHTS, folder / "net.pt")
+    model, same = api.load(f"{url}/net.pt"), api.load(WEIGHTS)
+    assert model.source.path == f"{url}/net.pt"
+    assert model.source.sha256() == hash_files([WEIGHTS]) == same.source.sha256()
+    copy = local(f"{url}/net.pt")
+    assert copy.name == "net.pt"
+    assert copy.parent.parent.stat().st_mode & 0o077 == 0  # nobody else may read it
+    outcome = run("inspect", f"{url}/net.pt", "--json")
+    assert outcome.code == 0, outcome.err
+
+
+def test_shards_of_a_checkpoint_come_with_their_index(served: tuple[str, Path]) -> None:
+    import torch
+    from safetensors.torch import save_file
+
+    url, folder = served
+    tensors = torch.load(WEIGHTS, weights_only=True)
+    tensors = {k: v.clone() for k, v in tensors.items()}
+    names = sorted(tensors)
+    parts = {"one.safetensors": names[:3], "two.safetensors": names[3:]}
+    for name, keys in parts.items():
+        save_file({key: tensors[key] for key in keys}, folder / name)
+    index = {"weight_map": {key: name for name, keys in parts.items() for key in keys}}
+    (folder / "m.safetensors.index.json").write_text(json.dumps(index))
+    model = api.load(f"{url}/m.safetensors.index.json")
+    assert model.family == api.load(WEIGHTS).family
+    (folder / "two.safetensors").unlink()
+    shutil.copy(folder / "m.safetensors.index.json", folder / "n.safetensors.index.json")
+    with pytest.raises(CheckpointError, match=r"1 of 2 shards are missing: two\.safetensors"):
+        api.load(f"{url}/n.safetensors.index.json")
+
+
+@pytest.mark.parametrize("scheme", ["http", "memory"])
+def test_a_bundle_by_url_runs_and_verifies(
+    scheme: str, served: tuple[str, Path], memory: str, exported: Path, tmp_path: Path
+) -> None:
+    if scheme == "http":
+        url = f"{served[0]}/bundle"
+        shutil.copytree(exported, served[1] / "bundle")
+    else:
+        url = memory
+        put(url, exported)
+    here, there = Bundle.open(exported), Bundle.open(url)
+    x = np.random.default_rng(0).standard_normal((2, 3, 32, 32)).astype(np.float32)
+    x = x[..., : _size(here), : _size(here)]
+    assert np.array_equal(here.session()(x), there.session()(x))
+    assert run("inspect", url).out.replace(url, "") == run("inspect", exported).out.replace(
+        str(exported), ""
+    )
+    refused = run("build", url, "--target", "tensorrt-rtx")
+    assert (refused.code, "copy the bundle to this machine" in refused.hint) == (2, True)
+
+
+def _size(bundle: Bundle) -> int:
+    size = bundle.manifest.inputs[0].shape[-1]
+    assert isinstance(size, int)
+    return size
+
+
+def test_a_bundle_by_url_whose_file_is_missing_or_changed_is_not_run(
+    served: tuple[str, Path], exported: Path
+) -> None:
+    url, folder = served
+    shutil.copytree(exported, folder / "short")
+    weights = folder / "short" / "weights.bin"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(BundleError, match="the content has changed"):
+        Bundle.open(f"{url}/short").session()
+    shutil.copytree(exported, folder / "missing")
+    (folder / "missing" / "weights.bin").unlink()
+    with pytest.raises(BundleError, match="the file is missing"):
+        Bundle.open(f"{url}/missing").session()
+
+
+def test_feeds_by_url_hold_what_the_files_hold(memory: str, tmp_path: Path) -> None:
+    x = np.arange(24, dtype=np.float32).reshape(6, 4)
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    np.save(folder / "a.npy", x[:4])
+    np.save(folder / "b.npy", x[4:])
+    np.savez(tmp_path / "x.npz", input=x)
+    put(f"{memory}/rows", folder)
+    fsspec.filesystem("memory").put(str(tmp_path / "x.npz"), f"{memory}/x.npz")
+    for url in (f"{memory}/rows", f"{memory}/x.npz"):
+        assert np.array_equal(np.concatenate(list(batches(url, "input"))), x)
+        assert count(url, "input") == 6
+
+
+def test_what_cannot_be_read_is_told_by_its_url(served: tuple[str, Path], memory: str) -> None:
+    url, _ = served
+    for place, said, hint in (
+        (f"{url}/gone.pt", "there is no such file", "check the URL"),
+        (f"{url}/denied.pt", "403", "log in"),
+        (f"{url}/short.pt", "cannot be read", "connection"),
+        (f"{memory}/gone.npz", "there is no such file", "check the URL"),
+        ("nosuch://a/b.pt", "cannot be read", "check the URL"),
+        ("http://127.0.0.1:1/a.pt", "cannot be read", "connection"),
+    ):
+        with pytest.raises(LocationError) as caught:
+            local(place)
+        assert caught.value.message.startswith(f"{place}: ")
+        assert said in caught.value.message
+        assert hint in (caught.value.hint or "")
+
+
+def test_a_damaged_checkpoint_is_told_by_its_url_and_not_by_its_copy(
+    served: tuple[str, Path],
+) -> None:
+    url, folder = served
+    (folder / "net.pt").write_bytes(WEIGHTS.read_bytes()[:1000])
+    outcome = run("inspect", f"{url}/net.pt")
+    assert outcome.code == 1
+    assert outcome.error.startswith(f"{url}/net.pt: damaged")
+
+
+@pytest.mark.parametrize(("scheme", "package"), [("s3", "s3fs"), ("gs", "gcsfs")])
+def test_a_url_without_its_library_names_the_extra(
+    scheme: str, package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(MissingExtraError, match=f"{scheme}:// needs a library") as caught:
+        local(f"{scheme}://bucket/net.pt")
+    assert caught.value.hint == f'pip install "moexport[{scheme}]"'
+
+
+def test_results_are_not_written_to_a_url() -> None:
+    outcome = run("export", WEIGHTS, "-o", "s3://bucket/out")
+    assert outcome.code == 2
+    assert "is a URL" in outcome.error
+
+
+def test_a_name_that_leads_out_of_the_copy_is_refused(memory: str) -> None:
+    system = fsspec.filesystem("memory")
+    system.store[f"/{memory.removeprefix('memory://')}/../../x"] = system.open(f"{memory}/ok", "wb")
+    with pytest.raises(LocationError, match="cannot be copied by its name"):
+        local(memory)
