@@ -14,10 +14,13 @@ from .tune import tune
 KEEP = 0.97
 """What 180 inputs can confirm: half of those that the network was not trained on."""
 
+SECONDS = 45.0
+"""Of the search, at the most: a quiet machine takes half of it, a busy one looks at less."""
+
 
 def tuned(progress: Progress, network: Network, data: LabelledData, directory: Path) -> str:
     """Returns what a search finds for a network; its bundle and report go to a demo's folder."""
-    request = TuneRequest(keep=KEEP, threads=THREADS, precisions=("fp32", "int8"))
+    request = TuneRequest(keep=KEEP, threads=THREADS, precisions=("fp32", "int8"), seconds=SECONDS)
     place, report = directory / "tuned", directory / "tuned-report"
     progress.step(f"tuning {network.name}: {KEEP:.0%} kept")
     found = tune(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ import numpy as np
 from ...common.console import Progress
 from ...common.text import table
 from ...common.timing import Protocol
-from ...common.writing import check_folder, write_text
+from ...common.writing import check_folder, whole_file, write_text
 from ...errors import BundleError, MoexportError
 from ...exporter.bundle.bundle import Bundle
 from ...exporter.checkpoints.load import load
@@ -22,6 +22,7 @@ from ...exporter.export import export
 from ...exporter.job import export_job
 from ...exporter.model import Model
 from ...exporter.options import ExportOptions, PrecisionOptions, parse_k
+from ...exporter.trace import trace
 from ...graphs.targets import Precision, Target
 from ..data import LabelledData
 from ..plan import Candidate, Settings
@@ -34,6 +35,12 @@ from . import digits
 
 THREADS = 1
 """Of every engine: these networks are too small to share out, and sharing makes times erratic."""
+
+ROUND_S = 0.05
+"""Of each case in each of its rounds: short, and still eight calls or more of the slowest."""
+
+VERIFIED = 64
+"""Inputs that each bundle is compared with PyTorch on; the measurements compare them on all."""
 
 MARKER = "demo-of-moexport.txt"
 
@@ -126,7 +133,7 @@ def run_job(
         with ExitStack() as stack:
             candidates = []
             for network in group.networks:
-                bundles = [exported(network, one, directory, progress) for one in network.bundles]
+                bundles = list(_exported(network, directory, progress))
                 checked += [verified(bundle) for bundle in bundles]
                 own = _side_by_side(bundles, network.name, asked)
                 both = stack.enter_context(with_other_exporters(own, THREADS))
@@ -137,7 +144,7 @@ def run_job(
                 group.data,
                 Settings(
                     batches=group.batches,
-                    protocol=Protocol(inputs=8, round_s=0.1),
+                    protocol=Protocol(inputs=8, round_s=ROUND_S),
                     threads=THREADS,
                     memory=False,  # It takes a process for every row, and the demo is to be short.
                     calibration=None if group.calibration is None else str(group.calibration),
@@ -182,23 +189,30 @@ def saved(data: LabelledData, path: Path) -> Path:
     arrays = {data.input_name: data.inputs}
     if data.labels is not None and data.label_name is not None:
         arrays[data.label_name] = data.labels
-    np.savez(path, **arrays)  # type: ignore[arg-type]  # names as keywords
+    with whole_file(path) as partial:
+        np.savez(partial, **arrays)  # type: ignore[arg-type]  # names as keywords
     return path
 
 
-def exported(network: Network, asked: Exported, directory: Path, progress: Progress) -> Bundle:
-    """Returns one of a network's bundles, compared with PyTorch on its data."""
-    progress.step(f"exporting {asked.folder}")
-    options = ExportOptions(
-        k=parse_k(asked.k),
-        target=network.target,
-        precision=PrecisionOptions(asked.precision),
-    )
-    destination = directory / asked.folder
-    job = export_job(
-        network.load(), options, destination=destination, data=str(asked.data), force=True
-    )
-    return export(job)
+def _exported(network: Network, directory: Path, progress: Progress) -> Iterator[Bundle]:
+    """Yields a network's bundles, each compared with PyTorch on its data; it is traced once."""
+    model, traced = network.load(), None
+    for asked in network.bundles:
+        progress.step(f"exporting {asked.folder}")
+        options = ExportOptions(
+            k=parse_k(asked.k),
+            target=network.target,
+            precision=PrecisionOptions(asked.precision),
+            data=str(asked.data),
+            verify_samples=VERIFIED,
+            destination=directory / asked.folder,
+            force=True,
+        )
+        job = export_job(model, options)
+        same = job.model is model  # another k of a router is another network
+        if same and traced is None:
+            traced = trace(model, opset=options.opset, fixed=job.fixed)
+        yield export(job, traced=traced if same else None)
 
 
 def verified(bundle: Bundle) -> tuple[str, ...]:

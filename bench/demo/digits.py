@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...common.writing import whole_file
 from ...errors import FeedError, MissingExtraError
 from ..data import LabelledData
 
@@ -187,4 +188,5 @@ def train(settings: Training, data: LabelledData) -> SoftMoEMnist:
 
 def save(model: SoftMoEMnist, path: Path) -> None:
     """Writes the weights as the released code does: a state dict in a `.pt` file."""
-    torch.save(model.published_state_dict(), path)
+    with whole_file(path) as partial:
+        torch.save(model.published_state_dict(), partial)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from ...common.console import Progress
+from ...common.writing import replace_folder, temporary_folder, write_text
 from ...exporter.token_routed.load import transformers_library
 from ..data import LabelledData
 from ..language import python_topics
 from ..results import ONNXRUNTIME, PYTORCH_EXPERTS_EAGER, PYTORCH_GROUPED_MM, TRANSFORMERS_ONNX
 from ..run import with_threads
-from .demo import THREADS, Exported, Group, Network, Outcome, run_job
+from .demo import THREADS, Exported, Group, Network, Outcome, run_job, saved
 
 NAME = "mixtral"
 VOCABULARY = 512
@@ -76,24 +77,25 @@ def _trained(directory: Path, progress: Progress) -> Sequence[Group]:
     train = "\n\n".join(each for place, each in enumerate(topics) if place % HELD_OUT)
     folder = directory / NAME
     tokenizer = trained_tokenizer(train, VOCABULARY)
-    tokenizer.save_pretrained(str(folder))
     tokens = {name: _ids(tokenizer, text) for name, text in (("train", train), ("test", test))}
     progress.step(f"training {NAME} on {len(tokens['train'])} tokens of Python's help", total=STEPS)
     with torch.random.fork_rng(devices=[]), with_threads(THREADS):
         torch.manual_seed(0)
         model = _fit(new_model(CONFIG), torch.from_numpy(tokens["train"]), progress)
-    model.save_pretrained(str(folder))
-    (directory / "test.txt").write_text(test, encoding="utf-8")
+    with temporary_folder(folder) as partial:
+        tokenizer.save_pretrained(str(partial))
+        model.save_pretrained(str(partial))
+        replace_folder(partial, folder)
+    write_text(test, directory / "test.txt")
     length = LENGTH + 1
     windows = tokens["test"][: TEST_WINDOWS * length].reshape(-1, length)
-    file = directory / "test.npz"
-    np.savez(file, input_ids=windows)
+    data = LabelledData(windows, None, "input_ids")
+    file = saved(data, directory / "test.npz")
     bundles = tuple(
         Exported(f"{NAME}-{name}", k, file, precision)  # type: ignore[arg-type]  # they are known
         for name, k, precision in BUNDLES
     )
     network = Network(NAME, folder, bundles, target="ort-cpu")
-    data = LabelledData(windows, None, "input_ids")
     return [Group("report", data, (network,), engines=ENGINES)]
 
 

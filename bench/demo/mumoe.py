@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...common.text import table
+from ...common.writing import whole_file
 from ...exporter.families.mumoe_gpt2 import GPT2, Block, GPT2Spec
 from ...exporter.families.mumoe_mixer import MixerSpec, MlpMixer, PreNormResidual
 from ...exporter.inspect import support
@@ -307,4 +308,5 @@ def fit(model: nn.Module, batches: Batches, steps: int, learning_rate: float) ->
 def save(model: nn.Module, path: Path, **arguments: object) -> None:
     """Writes the weights as the released code does: `arguments` as nanoGPT's `model_args`."""
     state = {key: tensor.detach().clone() for key, tensor in model.state_dict().items()}
-    torch.save({"model": state, "model_args": arguments} if arguments else state, path)
+    with whole_file(path) as partial:
+        torch.save({"model": state, "model_args": arguments} if arguments else state, partial)
