@@ -11,7 +11,7 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe test lint conformance docs bench fuzz gpu-check clean
+.PHONY: demo demo-mumoe web test lint conformance docs bench fuzz gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
@@ -31,7 +31,16 @@ demo: $(VENV)/ready
 demo-mumoe: $(VENV)/ready
 	$(BIN)/moexport demo --family mumoe -o $(DEMO_DIR)-mumoe --force
 
-test: $(VENV)/ready
+# What examples/web runs with, from the npm registry; without npm its tests are skipped.
+WEB := examples/web/node_modules/.package-lock.json
+
+$(WEB): examples/web/package-lock.json
+	command -v npm >/dev/null && npm ci --silent --ignore-scripts --prefix examples/web \
+		|| echo 'onnxruntime-web and onnxruntime-node are not installed: examples/web is not tested'
+
+web: $(WEB)
+
+test: $(VENV)/ready $(WEB)
 	# A process per core: most of a test's time is one program on one core.
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
@@ -73,4 +82,4 @@ gpu-check: $(VENV)/ready
 	exit $$failed
 
 clean:
-	rm -rf $(VENV) build dist site *.egg-info
+	rm -rf $(VENV) build dist site *.egg-info examples/web/node_modules

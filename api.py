@@ -280,7 +280,7 @@ def export(
             token-routed models, n and shares refer to the k that the router was trained with
             ("n").
         target: the runtime of the graph: onnx (any; standard ops only), ort-cpu, ort-cuda,
-            tensorrt or tensorrt-rtx ("onnx").
+            ort-web, tensorrt or tensorrt-rtx ("onnx").
         lowering: how to compute the experts: auto takes the one predicted to be fastest, tune
             measures them, or a name (dense, gather, grouped, ...); a,b writes one graph each
             ("auto").

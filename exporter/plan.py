@@ -9,9 +9,10 @@ import onnx_ir as ir
 
 from ..calibration.table import CalibrationTable
 from ..common.console import Progress
+from ..errors import UsageError
 from ..graphs.lowerings.choice import LoweringChoice, Span, batch_spans, check, choose
 from ..graphs.lowerings.cost import AnyWork
-from ..graphs.targets import ENGINES
+from ..graphs.targets import ENGINES, TARGETS
 from .bundle.manifest import MAIN_GRAPH, Tuning
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .job import ExportJob
@@ -129,14 +130,15 @@ def plan(
 
     `table` holds the ranges that INT8 needs, and 16-bit floats make use of; `floats` and
     `retention` are as in `apply_precision`. Raises `LoweringError` for a lowering that cannot
-    serve, and what `tune` raises where the lowerings are to be measured.
+    serve, `UsageError` for weights larger than the target loads, and what `tune` raises where the
+    lowerings are to be measured.
     """
     traced = traced.clone()
     precision = apply_precision(job, traced, table, floats=floats, retention=retention)
     tuning = None
     if job.options.recipe is not None:
         graph = plan_graph(job, traced, RECIPE, MAIN_GRAPH)
-        return Plan(job, traced, table, precision, (graph,))
+        return _loadable(Plan(job, traced, table, precision, (graph,)))
     if TUNE in job.options.lowerings:
         tuning = tune(job, traced, precision, progress)
     if job.options.lowerings == (AUTO,):
@@ -146,7 +148,20 @@ def plan(
             plan_graph(job, traced, name, f"model-{name}.onnx" if index else MAIN_GRAPH, tuning)
             for index, name in enumerate(job.options.lowerings)
         )
-    return Plan(job, traced, table, precision, graphs, tuning)
+    return _loadable(Plan(job, traced, table, precision, graphs, tuning))
+
+
+def _loadable(plan: Plan) -> Plan:
+    """The plan, or `UsageError` for weights that its target cannot load."""
+    target = plan.job.options.target
+    most = TARGETS[target].most_bytes
+    if most is not None and plan.weights_bytes > most:
+        raise UsageError(
+            f"--target {target}: the weights are {plan.weights_bytes / 1e9:.2f} GB, and it loads "
+            f"{most / 1e9:.2f} GB",
+            hint="use a smaller --precision (fp16, int8, int4), or serve the model from a machine",
+        )
+    return plan
 
 
 def plan_auto(job: ExportJob, traced: ir.Model) -> tuple[GraphPlan, ...]:

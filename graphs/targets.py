@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
-Target = Literal["onnx", "ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"]
+Target = Literal["onnx", "ort-cpu", "ort-cuda", "ort-web", "tensorrt", "tensorrt-rtx"]
 """Who runs the graph. `onnx` means standard ONNX ops alone, so that any runtime can."""
 
 Precision = Literal["fp32", "fp16", "bf16", "int8", "int4", "fp8"]
@@ -44,8 +44,9 @@ class TargetRecord:
     of integers are written, and `rest` the usual float type around INT8 experts. A target that is
     not `standard_ops` alone takes ONNX Runtime's own (`com.microsoft`); `data_sizes` says whether
     it runs ops whose output's size depends on values (NonZero), and `cpu_forms` whether graphs take
-    the forms that ONNX Runtime's CPU kernels are fast at. `refused` has by precision a reason and
-    what to do instead, `notes` what a user should know.
+    the forms that ONNX Runtime's CPU kernels are fast at. It loads weights of up to `most_bytes`
+    together. `refused` has by precision a reason and what to do instead, `notes` what a user
+    should know.
     """
 
     name: Target
@@ -57,6 +58,7 @@ class TargetRecord:
     standard_ops: bool = True
     data_sizes: bool = True
     cpu_forms: bool = False
+    most_bytes: int | None = None
     refused: Mapping[Precision, tuple[str, str]] = field(default_factory=dict)
     notes: Mapping[Precision, str] = field(default_factory=dict)
 
@@ -122,6 +124,24 @@ _RECORDS = (
                 "use --precision fp16, or --target tensorrt",
             ),
         },
+    ),
+    # onnxruntime-web in a browser: its WASM is ONNX Runtime's CPU provider with 32-bit addresses.
+    TargetRecord(
+        "ort-web",
+        "cpu",
+        "kernel",
+        provider=CPU_PROVIDER,
+        standard_ops=False,
+        cpu_forms=True,
+        most_bytes=2**31 - 1,
+        refused={
+            **_NO_FP8,
+            "bf16": (
+                "onnxruntime-web has no BF16 kernels",
+                "use --precision int8 for a small file; bf16 is for tensorrt and tensorrt-rtx",
+            ),
+        },
+        notes={"fp16": _CPU_FP16},
     ),
     # TensorRT-RTX compiles no NonZero; TensorRT does, but its size has to come back to the CPU.
     TargetRecord(

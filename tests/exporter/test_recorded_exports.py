@@ -185,7 +185,7 @@ def test_a_fixed_batch_is_a_constant_of_the_graph(tmp_path: Path) -> None:
     assert not (tmp_path / "y.npz").exists()
 
 
-@pytest.mark.parametrize("target", ["ort-cpu", "ort-cuda", "tensorrt", "tensorrt-rtx"])
+@pytest.mark.parametrize("target", ["ort-cpu", "ort-cuda", "ort-web", "tensorrt", "tensorrt-rtx"])
 def test_every_target_gets_a_graph_that_onnx_runtime_agrees_with(
     target: str, tmp_path: Path
 ) -> None:

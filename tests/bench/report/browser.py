@@ -33,8 +33,27 @@ class Browser:
 
     def open(self, path: Path, fragment: str = "") -> None:
         """Opens a file anew, with what comes after its `#`, and waits until it is loaded."""
+        self.visit(path.resolve().as_uri() + fragment)
+
+    def visit(self, address: str) -> None:
+        """Opens an address anew."""
         self._post("/url", url="about:blank")
-        self._post("/url", url=path.resolve().as_uri() + fragment)
+        self._post("/url", url=address)
+
+    @contextmanager
+    def before_pages(self, script: str) -> Iterator[None]:
+        """Runs a script in every page before its own, as long as the context lasts."""
+        added = self._post(
+            "/goog/cdp/execute",
+            cmd="Page.addScriptToEvaluateOnNewDocument",
+            params={"source": script},
+        )
+        yield
+        self._post(
+            "/goog/cdp/execute",
+            cmd="Page.removeScriptToEvaluateOnNewDocument",
+            params={"identifier": added["identifier"]},
+        )
 
     def resize(self, width: int, height: int) -> None:
         """Makes the page this wide: an emulated screen, since windows have a least width."""
