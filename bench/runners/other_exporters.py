@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from ...common.timing import in_one_line
 from ...common.writing import scratch_folder
 from ...errors import MoexportError, TraceError
 from ...exporter.bundle.manifest import METADATA
+from ...exporter.model import Model
 from ...exporter.trace import trace
 from ..plan import Candidate, GraphSource, experts_form
 from ..results import TRANSFORMERS_ONNX
@@ -39,7 +40,8 @@ def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[
         k = max(candidate.routed)
         loader: Loader
         try:
-            loader = OtherExporterLoader(_exported(candidate, k, folder), threads=threads)
+            file = library_graph(candidate.model, candidate.k_by_layer(k), folder)
+            loader = OtherExporterLoader(file, threads=threads)
         except MoexportError as error:
             loader = Refused(error)
         except Exception as error:  # noqa: BLE001  it is experimental, and may fail in any way
@@ -48,10 +50,9 @@ def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[
         yield replace(candidate, graphs=(*candidate.graphs, source))
 
 
-def _exported(candidate: Candidate, k: int, folder: Path) -> Path:
+def library_graph(model: Model, k: Mapping[str, int], folder: Path) -> Path:
     """Writes the graph that `transformers` makes of its own model; returns its file."""
-    model = candidate.model
-    network = in_form(model, candidate.k_by_layer(k), experts_form(model))
+    network = in_form(model, k, experts_form(model))
     folding = logging.getLogger("onnxscript.optimizer")  # tells what it does not fold
     level = folding.level
     folding.setLevel(logging.ERROR)

@@ -1,0 +1,270 @@
+"""A language model of 24 layers of routed experts: how long its export takes, how fast it decodes.
+
+A Granite-MoE of 1.3 B with random weights, beside the graph of `transformers`' own exporter. Each
+step runs in a process of its own, which gives its memory back: `python -m perf.granite ours FOLDER
+OUT` exports a folder in each precision, `theirs` has it exported by `transformers`, and `decode
+GRAPH LAYERS THREADS` times one token. Each prints its figures as its last line.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from moexport.bench.measure.roofline import machine_rates
+from moexport.common.console import Progress, Silent
+from moexport.common.text import markdown
+from moexport.exporter.token_routed.load import EXTRA, transformers_library
+
+from .measure import measured_on, peak_bytes
+
+CONFIG: Mapping[str, Any] = {
+    "vocab_size": 49155,
+    "hidden_size": 1024,
+    "intermediate_size": 512,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 8,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+LAYERS = 24
+PAST = 128
+"""Tokens in the cache before the one that is timed."""
+
+THEIRS = "OnnxExporter"
+BYTES: Mapping[str, float] = {THEIRS: 4, "fp32": 4, "int8": 1, "int4": 4.5 / 8}
+"""Of each graph: what a weight takes; of four bits, with its share of a block's scale."""
+
+GRAPHS: Mapping[str, tuple[str, str]] = {
+    "fp32": ("auto", "experts"),
+    "int8": ("fused", "all"),
+    "int4": ("fused", "all"),
+}
+"""The lowering of each precision, and what becomes integers: `fused` is the faster one for a
+token."""
+
+EXPORT_S, FP32, INTEGERS = 300.0, 1.8, 4.0
+"""The targets: seconds of the verified export, and how many times as fast as the other graph the
+best ones decode."""
+
+
+def measure(progress: Progress, layers: int = LAYERS) -> dict[str, object] | None:
+    """Returns tokens per second of each graph, and seconds and peak memory of each export."""
+    if importlib.util.find_spec("transformers") is None:
+        progress.step(f"transformers is not installed: {EXTRA}")
+        return None
+    threads = torch.get_num_threads()
+    with tempfile.TemporaryDirectory(prefix="moexport-granite-") as folder:
+        checkpoint, place = Path(folder) / "model", Path(folder) / "out"
+        progress.step(f"writing a checkpoint of {layers} layers")
+        parameters = write_checkpoint(checkpoint, layers)
+        progress.step("exporting in FP32, INT8 and INT4")
+        ours = _itself("ours", checkpoint, place)
+        progress.step("exporting with transformers")
+        theirs = _itself("theirs", checkpoint, place)
+        files = {name: place / name / "model.onnx" for name in (THEIRS, *GRAPHS)}
+        decode = {}
+        for name, file in files.items():
+            progress.step(f"decoding: {name}")
+            decode[name] = _itself("decode", file, layers, threads)
+    return {
+        "layers": layers,
+        "parameters": parameters,
+        "active": active_weights(layers),
+        "ours": ours,
+        "theirs": theirs,
+        "decode": decode,
+        "stream_gb_s": machine_rates(threads).stream_gb_s,
+        "threads": threads,
+    }
+
+
+def write_checkpoint(folder: Path, layers: int) -> int:
+    """Writes the model in bfloat16 with random weights; returns its parameter count."""
+    library = transformers_library()
+    with torch.device("meta"):
+        model = library.GraniteMoeForCausalLM(
+            library.GraniteMoeConfig(num_hidden_layers=layers, **CONFIG)
+        )
+    model.to(torch.bfloat16).to_empty(device="cpu").tie_weights()
+    random = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(0, weight.shape[-1] ** -0.5, generator=random)
+        else:
+            weight.data.fill_(1.0)
+    model.save_pretrained(folder, max_shard_size="2GB")
+    return sum(weight.numel() for weight in model.parameters())
+
+
+def active_weights(layers: int) -> int:
+    """Returns how many weights a token is multiplied with."""
+    d = CONFIG["hidden_size"]
+    expert = 3 * d * CONFIG["intermediate_size"]
+    shared = CONFIG["num_key_value_heads"] / CONFIG["num_attention_heads"]
+    attention = round(2 * d * d * (1 + shared))
+    router = d * CONFIG["num_local_experts"]
+    of_layer = CONFIG["num_experts_per_tok"] * expert + attention + router
+    active: int = layers * of_layer + d * CONFIG["vocab_size"]
+    return active
+
+
+class _Steps(Silent):
+    """Notes what each step took."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._name, self._began = "loading", time.monotonic()
+
+    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
+        """Ends the step before."""
+        del total, unit
+        self.end()
+        self._name = text.split(maxsplit=1)[0]
+
+    def end(self) -> None:
+        """Ends the last step."""
+        now = time.monotonic()
+        self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._began
+        self._began = now
+
+
+def ours(folder: Path, place: Path) -> dict[str, object]:
+    """Exports in each precision from one trace, in FP32 verified; that one is told in seconds."""
+    import moexport
+    from moexport.exporter.export import export
+    from moexport.exporter.job import export_job
+    from moexport.exporter.options import ExportOptions, PrecisionOptions
+    from moexport.exporter.trace import trace
+
+    steps = _Steps()
+    model = moexport.load(folder)
+    traced = None
+    for name, (lowering, scope) in GRAPHS.items():
+        options = ExportOptions(
+            target="ort-cpu",
+            lowerings=(lowering,),
+            precision=PrecisionOptions(name, scope=scope),  # type: ignore[arg-type]
+            verify=name == "fp32",
+            destination=place / name,
+        )
+        job = export_job(model, options)
+        if traced is None:
+            steps.step("tracing")
+            traced = trace(job.model, opset=options.opset, fixed=job.fixed)
+        export(job, steps, traced)
+        if name == "fp32":
+            steps.end()
+            found = {"steps": dict(steps.seconds), "peak_bytes": peak_bytes()}
+    return found
+
+
+def theirs(folder: Path, place: Path) -> dict[str, object]:
+    """Has `transformers` export the model; returns the seconds and the peak memory of that."""
+    import moexport
+    from moexport.bench.runners.other_exporters import library_graph
+
+    began = time.monotonic()
+    model = moexport.load(folder)
+    (place / THEIRS).mkdir(parents=True, exist_ok=True)
+    trained = {name: layer.spec.trained_k for name, layer in model.layers.items()}
+    library_graph(model, trained, place / THEIRS)
+    return {"seconds": time.monotonic() - began, "peak_bytes": peak_bytes()}
+
+
+def decode(graph: Path, layers: int, threads: int) -> dict[str, object]:
+    """Times one token with `PAST` in the cache; its keys and values stay where they are."""
+    from moexport.common.timing import Protocol
+    from moexport.common.timing import measure as measure_calls
+    from moexport.exporter.session import Session, SessionOptions
+
+    began = time.monotonic()
+    session = Session(graph, SessionOptions(threads=threads))
+    opened = time.monotonic() - began
+    random = np.random.default_rng(0)
+    width = CONFIG["hidden_size"] // CONFIG["num_attention_heads"]
+    shape = (1, CONFIG["num_key_value_heads"], PAST, width)
+    cache = {
+        f"past_key_values.{layer}.{part}": random.standard_normal(shape, np.float32)
+        for layer in range(layers)
+        for part in ("key", "value")
+    }
+    calls = [
+        session.bound_values({"input_ids": np.array([[token]]), **cache})
+        for token in random.integers(0, CONFIG["vocab_size"], 8)
+    ]
+    protocol = Protocol(rounds=5, warmup=3, round_s=1.0, inputs=len(calls))
+    latency = measure_calls({"decode": lambda index: calls[index]()}, protocol).latencies["decode"]
+    return {"ms": latency.median, "opened_s": opened, "peak_bytes": peak_bytes()}
+
+
+def table(body: Any) -> str:
+    """The results as Markdown, with the targets and whether they are met."""
+    stream, active = body["stream_gb_s"], body["active"]
+    least = {name: 1e-6 * active * size / stream for name, size in BYTES.items()}
+    found = {name: one["ms"] for name, one in body["decode"].items()}
+    rows = [
+        (
+            name,
+            f"{1e3 / ms:.1f}",
+            f"{ms:.1f}",
+            f"{found[THEIRS] / ms:.2f}",
+            f"{ms / least[name]:.2f}",
+            f"{body['decode'][name]['peak_bytes'] / 1e9:.1f} GB",
+        )
+        for name, ms in found.items()
+    ]
+    header = ("graph", "tokens/s", "ms", f"× {THEIRS}", "× its bytes", "peak memory")
+    steps = body["ours"]["steps"]
+    seconds = sum(steps.values())
+    listed = ", ".join(f"{name} {s:.0f} s" for name, s in steps.items())
+    weights = 4 * body["parameters"]
+    integers = max(found[THEIRS] / found[name] for name in ("int8", "int4"))
+    return (
+        f"Measured on {measured_on(body)}, {body['threads']} threads. A Granite-MoE of "
+        f"{body['layers']} layers and {body['parameters'] / 1e9:.2f} B parameters, random weights; "
+        f"one token after {PAST}, medians, each graph in a process of its own. `× its bytes` is "
+        f"over reading the weights of one token at {stream:.0f} GB/s.\n\n{markdown(header, rows)}"
+        f"\n\nThe verified FP32 export took {seconds:.0f} s ({listed}; target {EXPORT_S:g}) and at "
+        f"most {body['ours']['peak_bytes'] / weights:.2f} times the FP32 weights in memory; "
+        f"{THEIRS} {body['theirs']['seconds']:.0f} s and "
+        f"{body['theirs']['peak_bytes'] / weights:.2f} times. FP32 decodes "
+        f"{found[THEIRS] / found['fp32']:.2f} times as fast (target {FP32:g}), integers "
+        f"{integers:.2f} times (target {INTEGERS:g})."
+    )
+
+
+def _itself(what: str, *arguments: object) -> Any:
+    """Runs a step of this module in a process of its own; returns what it prints last."""
+    command = [sys.executable, "-m", "perf.granite", what, *map(str, arguments)]
+    return json.loads(subprocess.check_output(command, text=True).splitlines()[-1])
+
+
+def main(what: str, *arguments: str) -> None:
+    """Runs one step and prints its figures."""
+    if what == "decode":
+        graph, layers, threads = arguments
+        found = decode(Path(graph), int(layers), int(threads))
+    else:
+        steps: Mapping[str, Callable[[Path, Path], dict[str, object]]] = {
+            "ours": ours,
+            "theirs": theirs,
+        }
+        folder, place = arguments
+        found = steps[what](Path(folder), Path(place))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
