@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -12,6 +13,7 @@ import moexport
 import numpy as np
 import onnxruntime
 import pytest
+from moexport.bench.runners.available import KINDS
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.families import FAMILIES
 from moexport.exporter.model import TensorSpec
@@ -32,11 +34,13 @@ def test_the_page_runs_and_its_triton_configuration_is_that_of_the_graph(
     x = np.load(case / "io.npz")["x"]
     np.savez(tmp_path / "test.npz", input=x)
     monkeypatch.chdir(tmp_path)
-    configuration = ""
+    configuration = openvino = ""
     for block in blocks(PAGE):
         if block.language == "bash":
             done = outcomes(block)
             assert [outcome.code for outcome in done] == [0] * len(done), f"{block}: {done}"
+        elif block.language == "python" and "openvino" in block.text:
+            openvino = block.text
         elif block.language == "python":
             code = f"{block.text}\nnp.save('scores.npy', scores)\n"
             subprocess.run([sys.executable, "-c", code], check=True)
@@ -48,6 +52,10 @@ def test_the_page_runs_and_its_triton_configuration_is_that_of_the_graph(
     served = onnxruntime.InferenceSession("models/vit/1/model.onnx/model.onnx")
     np.testing.assert_allclose(served.run(None, {"input": x})[0], any_k, rtol=1e-4, atol=1e-5)
     assert (tmp_path / "models" / "vit" / "config.pbtxt").read_text().startswith(configuration)
+    if KINDS["openvino"].missing() is None:
+        code = f"import numpy as np\n{openvino}\nnp.save('openvino.npy', scores)\n"
+        subprocess.run([sys.executable, "-c", code], check=True)
+        np.testing.assert_allclose(np.load("openvino.npy"), any_k, rtol=1e-4, atol=1e-5)
     ports = {"input": bundle.manifest.inputs, "output": bundle.manifest.outputs}
     for kind, records in ports.items():
         for port in records:
@@ -55,6 +63,41 @@ def test_the_page_runs_and_its_triton_configuration_is_that_of_the_graph(
             told = (f'name: "{port.name}"', f"data_type: {TRITON[port.dtype]}", f"dims: [ {dims} ]")
             lines = "".join(f"  {line}\n" for line in told)
             assert f"{kind} {{\n{lines}}}" in configuration
+
+
+HEADERS = "onnxruntime_cxx_api.h"
+FOLDERS = ("/usr/include/onnxruntime", "/usr/local/include/onnxruntime")
+
+
+def test_the_program_in_cpp_gives_pythons_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    named = [Path(each) for each in (os.environ.get("ONNXRUNTIME_INCLUDE"), *FOLDERS) if each]
+    headers = next((folder for folder in named if (folder / HEADERS).is_file()), None)
+    compiler = shutil.which("c++")
+    library = next((Path(onnxruntime.__file__).parent / "capi").glob("libonnxruntime.so.*"), None)
+    if headers is None:
+        pytest.skip(f"no {HEADERS}, which no Python package has: set ONNXRUNTIME_INCLUDE")
+    if compiler is None or library is None:
+        pytest.skip("no C++ compiler, or no shared library in the package of ONNX Runtime")
+    case = read_case("soft_moe_vit")
+    model = moexport.load(case.weights, config=case.config)
+    bundle = moexport.export(model, tmp_path / "vit-any", k="input", target="ort-cpu", data=case.x)
+    (program,) = (block.text for block in blocks(PAGE) if block.language == "cpp")
+    (tmp_path / "main.cpp").write_text(program, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    Path("libonnxruntime.so.1").symlink_to(library)  # its own name
+    subprocess.run(
+        [
+            *(compiler, "-std=c++17", "-Wall", "-Wextra", "-Werror", "-isystem", headers),
+            *("main.cpp", library, f"-Wl,-rpath,{tmp_path}", "-o", "main"),
+        ],
+        check=True,
+    )
+    done = subprocess.run(["./main"], check=True, capture_output=True, text=True)
+    expected = bundle.session()(np.zeros((1, 3, 32, 32), np.float32), 4)
+    found = np.array(done.stdout.split(), np.float32)
+    np.testing.assert_allclose(found, expected[0], rtol=1e-4, atol=1e-5)
 
 
 def listed_ports() -> dict[str, tuple[TensorSpec, TensorSpec]]:

@@ -260,6 +260,32 @@ def test_a_drawn_digit_has_pythons_class_and_experts_at_every_k(
     assert window.console() == []
 
 
+WEBGPU = ("--enable-unsafe-webgpu", "--use-webgpu-adapter=swiftshader", "--enable-features=Vulkan")
+"""WebGPU computed by the CPU, where Chromium comes with what that takes."""
+
+
+@needs_browser
+def test_webgpu_computes_what_python_does(
+    address: str, bundle: moexport.Bundle, tmp_path: Path
+) -> None:
+    with browser.browser(tmp_path, WEBGPU) as window:
+        window.visit(f"{address}?provider=webgpu")
+        window.run(
+            "window.gpu = null; (navigator.gpu?.requestAdapter() ?? Promise.resolve(null))"
+            ".then(found => window.gpu = found ? 'there' : 'none')"
+        )
+        if window.wait("return window.gpu") != "there":
+            pytest.skip("this Chromium has no WebGPU adapter")
+        assert window.wait("return document.documentElement.dataset.ready")
+        window.run(DRAW)
+        window.run(MOVE, 4)
+        assert window.wait("return window.last")
+        found = window.run("return window.last")
+        x = np.array(found["values"], np.float32).reshape(1, 1, 28, 28)
+        assert_same(found, bundle, x, 4)
+        assert window.run(TEXT, "problem") == ""
+
+
 @needs_browser
 def test_the_page_says_what_it_cannot_do(
     window: browser.Browser, address: str, place: Path

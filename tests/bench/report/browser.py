@@ -9,7 +9,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -118,7 +118,7 @@ class Browser:
 
 
 @contextmanager
-def browser(folder: Path) -> Iterator[Browser]:
+def browser(folder: Path, flags: Sequence[str] = ("--disable-gpu",)) -> Iterator[Browser]:
     """Yields a browser whose driver logs to a folder; both programs end with it."""
     log = folder / "chromedriver.log"
     driver = subprocess.Popen(
@@ -126,9 +126,7 @@ def browser(folder: Path) -> Iterator[Browser]:
     )
     try:
         address = f"http://127.0.0.1:{_port(log)}"
-        options = {
-            "args": ["--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
-        }
+        options = {"args": ["--headless=new", "--no-sandbox", "--disable-dev-shm-usage", *flags]}
         always = {"goog:chromeOptions": options, "goog:loggingPrefs": {"browser": "ALL"}}
         session = request(f"{address}/session", {"capabilities": {"alwaysMatch": always}})
         try:
