@@ -23,6 +23,7 @@ import sys
 import tempfile
 import textwrap
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import moexport
@@ -33,6 +34,7 @@ from moexport.bench.analyses.report import titled
 from moexport.bench.paper import latency as latency_table
 from moexport.bench.paper import mnist
 from moexport.bench.paper import multilinear as tables_6_8
+from moexport.bench.report.figures import figures
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
 from moexport.docs import performance_page, results_schema, site_hooks
@@ -225,10 +227,12 @@ def _saved(candidate: tuple[int, int]) -> int:
 def refresh_demo(directory: Path) -> None:
     """Puts a demo's table and figure into the README, and keeps its results for the site."""
     report = directory / "report"
-    table = demo_table(read(report / "results.json"))
-    page = ROOT / "README.md"
-    replace_marked(page, "demo-table", table)
-    shutil.copy(report / "latency_accuracy.png", ROOT / "docs" / "images" / "demo.png")
+    results = read(report / "results.json")
+    replace_marked(ROOT / "README.md", "demo-table", demo_table(results))
+    first = replace(results, rows=tuple(results.of_model(results.models[0].name)))
+    with tempfile.TemporaryDirectory() as folder:
+        drawn, *_ = figures(first, Path(folder))
+        shutil.copy(drawn, ROOT / "docs" / "images" / "demo.png")
     shutil.copy(report / "results.json", site_hooks.DEMO)
 
 

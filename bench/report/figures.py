@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..results import Interval, Results, Row
-from .summary import UNTOUCHED, ErrorBar, Section, limit_lines, sections
+from .summary import UNTOUCHED, ErrorBar, Section, Series, engine_name, line_name, sections
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -18,6 +18,7 @@ MARKERS = ("o", "s", "^", "D", "v", "P")
 REFERENCE = "#5b6472"
 INK = "#1d2430"
 FAR_APART = 6  # latencies that differ by more are drawn by factors, as on the page
+ASIDE = 1.03  # how far a line of the same values is moved along the axis of k
 STYLE = Path(__file__).parent / "assets" / "figures.mplstyle"
 
 
@@ -39,10 +40,11 @@ def figures(results: Results, directory: Path) -> tuple[Path, ...]:
     for index, (batch, chosen) in enumerate(sorted(by_batch.items())):
         name = "latency_accuracy" if index == 0 else f"latency_accuracy_batch{batch}"
         paths = [directory / f"{name}{kind}" for kind in (".png", ".svg")]
-        with drawn(paths, (8, 0.75 + 3.1 * len(chosen)), rows=len(chosen), legend=3) as grid:
-            for (left, right), section in zip(grid, chosen, strict=True):
-                _latency(left, section)
-                _quality(right, section)
+        lines = _lines(chosen)
+        with drawn(paths, (8, 0.75 + 3.1 * len(chosen)), rows=len(chosen)) as grid:
+            for (left, right), section, found in zip(grid, chosen, lines, strict=True):
+                _latency(left, section, found)
+                _quality(right, section, found)
         written += paths
     return tuple(written)
 
@@ -58,22 +60,56 @@ def _token_figures(
         paths = [directory / f"{name}{kind}" for kind in (".png", ".svg")]
         columns = 1 + max(map(len, rows))
         size = (4 * columns, 0.9 + 3.1 * len(rows))
+        lines = iter(_lines([section for found in rows for section in found]))
         with drawn(paths, size, rows=len(rows), columns=columns, legend=3) as grid:
             for axes, found in zip(grid, rows, strict=True):
-                for place, section in zip(axes, found, strict=False):
-                    _tokens_per_second(place, section)
-                _quality(axes[len(found)], found[0])
+                drawn_lines = [next(lines) for _ in found]
+                for place, section, each in zip(axes, found, drawn_lines, strict=False):
+                    _tokens_per_second(place, section, each)
+                _quality(axes[len(found)], found[0], drawn_lines[0])
                 for place in axes[len(found) + 1 :]:
                     place.set_visible(False)
         yield from paths
 
 
-def _tokens_per_second(axes: Axes, section: Section) -> None:
+def _lines(chosen: Sequence[Section]) -> list[list[Series]]:
+    """The lines of each section, one for an engine and precision where each k has one lowering.
+
+    The same name looks the same in all of them; what is exported comes before PyTorch.
+    """
+    rows = [row for section in chosen for row in section.rows]
+    precisions = {row.precision for row in rows if not row.engine.startswith("pytorch")}
+    found: list[dict[str, list[Row]]] = []
+    for section in chosen:
+        lines: dict[str, list[Row]] = {}
+        for row in section.rows:
+            told = len(precisions) > 1 and not row.engine.startswith("pytorch")
+            name = f"{engine_name(row)}, {row.precision.upper()}" if told else engine_name(row)
+            lines.setdefault(name, []).append(row)
+        apart = [name for name, line in lines.items() if len({row.k for row in line}) < len(line)]
+        for row in (row for name in apart for row in lines.pop(name)):
+            lines.setdefault(line_name(row), []).append(row)
+        found.append(lines)
+    names = sorted(dict.fromkeys(n for lines in found for n in lines), key=_is_pytorch)
+    return [
+        [Series(n, names.index(n), _by_k(lines[n])) for n in names if n in lines] for lines in found
+    ]
+
+
+def _is_pytorch(name: str) -> bool:
+    return name.startswith("PyTorch")
+
+
+def _by_k(rows: Sequence[Row]) -> tuple[Row, ...]:
+    return tuple(sorted(rows, key=lambda row: row.k))
+
+
+def _tokens_per_second(axes: Axes, section: Section, lines: Sequence[Series]) -> None:
     axes.set_title(f"{section.model}: {section.phase}, batch {section.batch}")
     axes.set_ylabel("tokens per second")
     if section.reference is not None and section.reference.tokens_per_s is not None:
         _horizontal(axes, section.reference.tokens_per_s)
-    for line in section.series:
+    for line in lines:
         bars = {row.k: bar for row in line.rows if (bar := _rate(row)) is not None}
         _with_bars(axes, list(bars), list(bars.values()), label=line.name, **_look(line.look))
     rates = [row.tokens_per_s for row in section.all_rows if row.tokens_per_s is not None]
@@ -125,6 +161,7 @@ def drawn(
                 list(handles),
                 loc="outside lower center",
                 ncols=min(legend, len(handles)),
+                columnspacing=1.2,
             )
         for path in paths:
             # Without a date in it, the same results make the same file.
@@ -141,7 +178,7 @@ def _by_factors(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def _latency(axes: Axes, section: Section) -> None:
+def _latency(axes: Axes, section: Section, lines: Sequence[Series]) -> None:
     axes.set_title(f"{section.model}: latency, batch {section.batch}")
     axes.set_ylabel("median latency, ms")
     reference = None if section.reference is None else section.reference.latency_ms
@@ -149,7 +186,7 @@ def _latency(axes: Axes, section: Section) -> None:
         _horizontal(axes, reference.median)
         rounds = [min(each, section.top_ms) for each in reference.rounds]
         axes.axhspan(min(rounds), max(rounds), color=REFERENCE, alpha=0.13, linewidth=0)
-    for line in section.series:
+    for line in lines:
         measured = [(row.k, row.latency_ms) for row in line.rows if row.latency_ms is not None]
         bars = [section.bar(latency) for _, latency in measured]
         _with_bars(axes, [k for k, _ in measured], bars, label=line.name, **_look(line.look))
@@ -157,19 +194,16 @@ def _latency(axes: Axes, section: Section) -> None:
         look = _look(line.look) | {"marker": "^", "clip_on": False}
         for k in (k for (k, _), bar in zip(measured, bars, strict=True) if bar.cut):
             axes.plot(k, 0.985 * section.top_ms, **look)
-    for name, points in limit_lines(section).items():
-        ks, least = zip(*points, strict=True)
-        axes.plot(ks, least, color=REFERENCE, linestyle=":", linewidth=1.2, label=name)
     medians = [row.median_ms for row in section.all_rows if row.median_ms is not None]
     if max(medians, default=1.0) > FAR_APART * min(medians, default=1.0):
         _by_factors(axes)
         axes.set_ylim(0.75 * min(medians), 1.1 * section.top_ms)
     else:
         axes.set_ylim(0, section.top_ms)
-    log2_axis(axes, section.ks, f"experts kept, k of {section.experts}")
+    log2_axis(axes, section.ks, f"experts computed, k of {section.experts}")
 
 
-def _quality(axes: Axes, section: Section) -> None:
+def _quality(axes: Axes, section: Section, lines: Sequence[Series]) -> None:
     """What is kept of the accuracy, or the perplexity, beside the untouched model's."""
     from matplotlib.ticker import PercentFormatter
 
@@ -182,28 +216,47 @@ def _quality(axes: Axes, section: Section) -> None:
     else:
         axes.set_title(f"{section.model}: accuracy kept")
         axes.set_ylabel("accuracy kept, of PyTorch's")
-        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=0))
         _horizontal(axes, 1.0)
-    for index, line in enumerate(section.series):
+    ends = [1.0]
+    for index, line in enumerate(_different(lines)):
         bars: dict[int, ErrorBar] = {}
         for row in line.rows:
             if by_perplexity and row.perplexity is not None:
                 bars[row.k] = ErrorBar.around(row.perplexity.value, row.perplexity.interval)
             elif not by_perplexity and row.kept is not None:
                 bars[row.k] = ErrorBar.around(row.kept, row.kept_interval)
-        # Engines with one k mostly agree: earlier marks are larger, so that all can be seen.
-        look = _look(line.look) | {"markersize": max(3.5, 9 - 2 * index)}
-        _with_bars(axes, list(bars), list(bars.values()), **look)
+        ends += [bar.value - bar.below for bar in bars.values()]
+        ends += [bar.value + bar.above for bar in bars.values()]
+        # Precisions mostly agree: beside one another all can be seen.
+        ks = [k * ASIDE**index for k in bars]
+        _with_bars(axes, ks, list(bars.values()), **_look(line.look))
     if section.quality is None:
         axes.text(
             0.5, 0.5, "not measured: no labels", transform=axes.transAxes, ha="center", color=INK
         )
     if not by_perplexity:
-        axes.set_ylim(bottom=0, top=max(1.05, axes.get_ylim()[1]))
-    log2_axis(axes, section.ks, f"experts kept, k of {section.experts}")
+        span = max(ends) - min(ends)
+        room = 0.08 * max(0.02, span)
+        axes.set_ylim(min(ends) - room, max(ends) + room)
+        decimals = 0 if span > 0.05 else 1
+        axes.yaxis.set_major_formatter(PercentFormatter(xmax=1, decimals=decimals))
+    log2_axis(axes, section.ks, f"experts computed, k of {section.experts}")
 
 
-def _with_bars(axes: Axes, ks: Sequence[int], bars: Sequence[ErrorBar], **look: Any) -> None:
+def _different(lines: Sequence[Series]) -> list[Series]:
+    """The lines without those whose points another of the same precision has."""
+
+    def points(line: Series) -> set[tuple[Any, ...]]:
+        return {(row.precision, row.k, row.kept, row.perplexity) for row in line.rows}
+
+    found: list[Series] = []
+    for line in sorted(lines, key=lambda line: -len(line.rows)):
+        if not any(points(line) <= points(each) for each in found):
+            found.append(line)
+    return found
+
+
+def _with_bars(axes: Axes, ks: Sequence[float], bars: Sequence[ErrorBar], **look: Any) -> None:
     error = [[bar.below for bar in bars], [bar.above for bar in bars]]
     values = [bar.value for bar in bars]
     axes.errorbar(ks, values, yerr=error, capsize=2.5, elinewidth=1, **look)

@@ -11,7 +11,6 @@ from ..results import PYTORCH_EAGER, Interval, Results, Row
 
 KEPT = 0.99  # the summary's bar: the share of the untouched model's accuracy that a row must keep
 UNTOUCHED = "PyTorch, untouched"  # what tables and charts call the reference
-LIMIT = "limit of the machine"
 GPU_MS = "GPU ms"  # the heading of the times by CUDA events, in every table that has them
 
 NAMES = {
@@ -146,19 +145,6 @@ class Section:
         if base is None or base.latency_ms is None or row.latency_ms is None:
             return False
         return timing.differs(row.latency_ms, base.latency_ms)
-
-
-def limit_lines(section: Section) -> dict[str, list[tuple[int, float]]]:
-    """Returns the least times by k, a named line for each precision with several k."""
-    found: dict[str, dict[int, float]] = {}
-    for row in section.all_rows:
-        if row.limit_ms is not None:
-            found.setdefault(row.precision, {}).setdefault(row.k, row.limit_ms)
-    return {
-        LIMIT if len(found) == 1 else f"{LIMIT}, {precision.upper()}": sorted(limits.items())
-        for precision, limits in sorted(found.items())
-        if len(limits) > 1
-    }
 
 
 def engine_name(row: Row) -> str:

@@ -342,7 +342,7 @@ function overK(chosen) {
   const pad = 0.04 * Math.max(1, Math.log2(ks.at(-1) / ks[0]));
   const x = [Math.log10(ks[0]) - pad, Math.log10(ks.at(-1)) + pad], ends = x.map(v => 10 ** v);
   const top = log ? Infinity : topOf(all), dash = colour("--reference");
-  const named = series(list);
+  const named = series(list), lines = [], aside = (k, index) => k * 2 ** (0.4 * pad * index);
   const traces = [];
   const across = (value, row, yaxis) => traces.push({ x: ends, y: [value, value], yaxis, mode: "lines",
     name: row.name, text: [told(row), told(row)], hovertemplate: "%{text}<extra></extra>",
@@ -379,22 +379,23 @@ function overK(chosen) {
   if (both) {
     // A line whose points another of its precision has is not drawn: its marks would hide each other.
     const value = row => `${row.precision} ${row.k} ${row.kept.toFixed(6)}`;
-    const seen = [];
     for (const group of named.map(each => each.filter(row => row.kept !== null))
       .sort((a, b) => b.length - a.length)) {
-      const held = seen.some(each => group.every(row => each.map(value).includes(value(row))));
-      if (!held && group.length) seen.push(group);
+      const held = lines.some(each => group.every(row => each.map(value).includes(value(row))));
+      if (!held && group.length) lines.push(group);
     }
-    seen.forEach((group, index) => traces.push(marks(group, { yaxis: "y2",
-      x: group.map(row => row.k), y: group.map(row => row.kept), name: group[0].name, mode: "lines+markers",
-      line: { color: tint(group[0]), width: 1.8 }, marker: { color: tint(group[0]),
-        symbol: group.map(row => symbol(row) + (index ? "-open" : "")), size: index ? 7 + 4 * index : 6, line: { width: 1.6 } },
+    // Precisions mostly agree: beside one another all can be seen.
+    lines.forEach((group, index) => traces.push(marks(group, { yaxis: "y2",
+      x: group.map(row => aside(row.k, index)), y: group.map(row => row.kept), name: group[0].name,
+      mode: "lines+markers", line: { color: tint(group[0]), width: 1.8 },
+      marker: { color: tint(group[0]), symbol: group.map(symbol), size: 7 },
       error_y: bars(group.map(row => (row.keptRange?.high ?? row.kept) - row.kept),
         group.map(row => row.kept - (row.keptRange?.low ?? row.kept))) })));
   }
   if (chosen) {
     traces.push(ring(chosen.k, chosen.ms));
-    if (both && chosen.kept !== null) traces.push(ring(chosen.k, chosen.kept, { yaxis: "y2" }));
+    const place = lines.findIndex(each => each.some(row => ["precision", "k", "kept"].every(one => row[one] === chosen[one])));
+    if (both && chosen.kept !== null) traces.push(ring(aside(chosen.k, Math.max(0, place)), chosen.kept, { yaxis: "y2" }));
   }
   const kept = all.filter(row => row.kept !== null);
   const low = Math.min(shownThreshold(), ...kept.map(row => Math.min(row.kept, row.keptRange?.low ?? 1)));
@@ -410,7 +411,7 @@ function overK(chosen) {
   draw("overk", traces, { shapes, yaxis, ...both && { yaxis2: axis({ domain: [0, 0.46],
     ...shares([Math.max(-0.02, low - room), high + room]), title: { text: "accuracy kept" } }) },
     xaxis: axis({ type: "log", range: x, tickvals: ks, ticktext: ks.map(String), anchor: both ? "y2" : "y",
-      showgrid: true, title: { text: `experts kept, k of ${list[0].experts}` } }) },
+      showgrid: true, title: { text: `experts computed, k of ${list[0].experts}` } }) },
   "Latency" + (both ? " and accuracy" : "") + ` for k = ${ks.join(", ")}; the table below holds the numbers`);
 }
 
