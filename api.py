@@ -827,7 +827,7 @@ def tune(
     target: Target = "ort-cpu",
     batch: str | int = "1:1:32",
     tokens: str | int = "1:196:1024",
-    precision: str = "fp32,int8,int4",
+    precision: str | None = None,
     all_experts: bool = False,
     time: str | float | None = None,
     threads: int | None = None,
@@ -857,7 +857,7 @@ def tune(
         target: the runtime of the graph: onnx, ort-cpu or ort-cuda ("ort-cpu").
         batch: the range of batch sizes, optimised for OPT ("1:1:32").
         tokens: the same for the number of tokens, if that axis is dynamic ("1:196:1024").
-        precision: the precisions to try, a list as text ("fp32,int8,int4").
+        precision: the precisions to try, as fp32,int8 (None: all that the target computes).
         all_experts: do not remove experts permanently (False).
         time: the time limit of the search, 10min (None: until no better candidate is expected).
         threads: the number of threads of every engine (None: PyTorch's own choice).
@@ -876,17 +876,23 @@ def tune(
     check_pytorch("tune")
     from .common.writing import check_folder
     from .exporter.bundle.destination import check_destination
+    from .tune.clock import Clock
     from .tune.findings import write_findings
     from .tune.tune import tune as run_it
 
     request = _tune_request(**asked)
+    clock = Clock(request.seconds)
     check_destination(Path(destination), force=force)
     place = None if report is None else Path(report)
     if place is not None:
         check_folder(place, "--report")
     loaded, given = _tune_data(**asked)
     found = run_it(
-        *(loaded, given, Path(destination), request), work=place, force=force, progress=progress
+        *(loaded, given, Path(destination), request),
+        work=place,
+        force=force,
+        progress=progress,
+        clock=clock,
     )
     if place is not None:
         write_findings(found, place, command)
@@ -934,7 +940,7 @@ def _tune_request(**asked: Any) -> TuneRequest:
         target=asked["target"],
         batch=parse_range(str(asked["batch"]), "--batch"),
         tokens=parse_range(str(asked["tokens"]), "--tokens"),
-        precisions=parse_tried(asked["precision"]),
+        precisions=parse_tried(asked["precision"] or ""),
         subsets=not asked["all_experts"],
         seconds=None if time is None else parse_seconds(time, "--time", "s"),
         threads=asked["threads"],
@@ -943,10 +949,16 @@ def _tune_request(**asked: Any) -> TuneRequest:
 
 def _tune_data(**asked: Any) -> tuple[Model, Labelled]:
     """The model of a search, and its data."""
-    from .bench.data import labelled
+    from .bench.data import LabelledData, Streamed, labelled
+    from .bench.language import is_language_model, prompt_of, token_windows
+    from .exporter.inputs import DEFAULT_TOKENS, parse_range
 
-    model = asked["model"]
+    model, data = asked["model"], asked["data"]
     loaded: Model = model() if callable(model) else model
+    if is_language_model(loaded) and not isinstance(data, LabelledData | Streamed):
+        tokens = parse_range(str(asked["tokens"]), "--tokens")
+        prompt = prompt_of(loaded, None if tokens == DEFAULT_TOKENS else tokens.opt)
+        return loaded, token_windows(data, loaded, prompt)
     return loaded, labelled(asked["data"], loaded, 1, asked["pixels"])
 
 

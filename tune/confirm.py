@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ..bench.runners.base import first_of
 from ..bench.runners.pytorch import untouched
 from ..common.console import Progress
 from ..errors import CheckError, FeedError
@@ -14,7 +15,7 @@ from .halves import Halves
 from .quality import Quality, Tally
 
 MOST = 8
-"""Points that are confirmed: each is a graph that is open."""
+"""Points that are confirmed at the most: each is a graph that is open."""
 
 
 class ContractError(CheckError):
@@ -29,7 +30,9 @@ class Confirmed:
     quality: Quality
 
 
-def sequence_of(front: Sequence[Look], base: Look, keep: float | None) -> list[Look]:
+def sequence_of(
+    front: Sequence[Look], base: Look, keep: float | None, most: int = MOST
+) -> list[Look]:
     """Returns the points to confirm, in the order in which they are tested: the safest first.
 
     The model as trained begins; then those of the front that keep enough on the search's half, the
@@ -39,7 +42,7 @@ def sequence_of(front: Sequence[Look], base: Look, keep: float | None) -> list[L
     if keep is not None:
         others = [look for look in others if look.quality.kept >= keep]
     others.sort(key=lambda look: (-look.quality.low, -look.ms))
-    return [base, *others[-(MOST - 1) :]]
+    return [base, *others[max(0, len(others) + 1 - most) :]]
 
 
 def confirmed(
@@ -54,7 +57,7 @@ def confirmed(
             outputs = base.infer(x)
             for index, session in enumerate(sessions):
                 tallies[index] += metric.tally(session(x), outputs, x, labels)
-            progress.advance(len(x))
+            progress.advance(len(first_of(x)))
     if not tallies[0].inputs:
         raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
     return [

@@ -9,13 +9,12 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import numpy as np
-import onnx_ir as ir
 
-from ..bench.data import LabelledData
+from ..bench.data import InputsAndLabels, LabelledData
 from ..bench.journal import Journal
+from ..bench.runners.base import first_of
 from ..bench.runners.pytorch import untouched
-from ..calibration.feeds import Array, LabelledBatch, rebatched_pairs
+from ..calibration.feeds import Array, rebatched_pairs
 from ..common.console import Progress
 from ..common.timing import Latency, Protocol, measure
 from ..common.writing import scratch_folder
@@ -26,11 +25,17 @@ from ..exporter.plan import plan
 from ..exporter.session import Session, SessionOptions
 from ..exporter.write import write_graphs
 from ..graphs.targets import TARGETS
+from .clock import Clock
+from .halves import in_batches, rows_of
 from .quality import Metric, Quality, Tally
+from .routed import Traces
 from .space import Point, job_of
 from .times import LayerTimes
 
 BATCH = 64
+
+BATCH_BYTES = 1 << 27
+"""Of the outputs of a batch: those of language models hold the scores of all words."""
 
 UNTOUCHED = "untouched"
 """The PyTorch model among what is timed."""
@@ -40,6 +45,11 @@ QUICK = Protocol(rounds=5, warmup=2, round_s=0.02, inputs=4)
 
 CAREFUL = Protocol(rounds=7, warmup=3, round_s=0.1, inputs=4)
 """Of the graphs of the front, which take turns."""
+
+
+LOOK, RUN, OPEN = "look", "run", "open"
+"""Steps of a search: a whole graph, in it the run over the search's half, and writing and opening.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +74,7 @@ class Graphs:
     def __init__(
         self,
         base: ExportJob,
-        traced: ir.Model,
+        traces: Traces,
         times: LayerTimes,
         data: LabelledData,
         outputs: Array,
@@ -72,12 +82,14 @@ class Graphs:
         journal: Journal,
         progress: Progress,
         threads: int,
+        clock: Clock,
     ) -> None:
-        self.base, self.traced, self.times = base, traced, times
+        self.base, self.traces, self.times = base, traces, times
         self.data, self.outputs, self.metric = data, outputs, metric
         self.journal, self.progress, self.threads = journal, progress, threads
+        self.clock = clock
         self.looks: dict[str, Look] = {}
-        self.new = 0
+        self.batch = batch_size(outputs)
         for each in journal.found("look"):
             look = msgspec.convert(each["look"], Look)
             self.looks[look.point.key] = look
@@ -89,17 +101,17 @@ class Graphs:
         """
         if point.key not in self.looks:
             lowerings = self.times.lowerings(point)
-            with self.opened([(point, lowerings)]) as (session,):
+            with self.clock.step(LOOK), self.opened([(point, lowerings)]) as (session,):
                 found = self._look(point, lowerings, session.path.parent, session)
             self.looks[point.key] = found
-            self.new += 1
             self.journal.add("look", look=msgspec.to_builtins(found))
         return self.looks[point.key]
 
     def _look(
         self, point: Point, lowerings: dict[str, str], folder: Path, session: Session
     ) -> Look:
-        tally = self._tally(session)
+        with self.clock.step(RUN):
+            tally = self._tally(session)
         calls: dict[str, Callable[[int], object]] = {"own": self.call(session)}
         files = (folder / MAIN_GRAPH, folder / WEIGHTS_FILE)
         found = measure(calls, QUICK, title="timing").latencies["own"]
@@ -114,12 +126,10 @@ class Graphs:
 
     def _tally(self, session: Session) -> Tally:
         """The sums of a graph over the search's half."""
-        tally, size = Tally(), self.base.fixed_batch or BATCH
-        for rows in self.data.batches(size):
+        tally, size = Tally(), self.base.fixed_batch or self.batch
+        for rows, x, labels in in_batches(self.data, size):
             if self.base.fixed_batch and rows.stop - rows.start < size:
                 break
-            x = np.ascontiguousarray(self.data.inputs[rows])
-            labels = None if self.data.labels is None else self.data.labels[rows]
             tally += self.metric.tally(session(x), self.outputs[rows], x, labels)
         return tally
 
@@ -135,19 +145,23 @@ class Graphs:
                 place = folder / str(index)
                 place.mkdir()
                 job = job_of(self.base, point, lowerings)
-                write_graphs(plan(job, self.traced, job.table), place)
-                sessions.append(Session(place / MAIN_GRAPH, options))
+                traced = self.traces.of(job)
+                with self.clock.step(OPEN):
+                    write_graphs(plan(job, traced, job.table), place)
+                    sessions.append(Session(place / MAIN_GRAPH, options))
             yield sessions
 
-    def whole(self, batches: Iterable[LabelledBatch]) -> Iterator[LabelledBatch]:
+    def whole(self, batches: Iterable[InputsAndLabels]) -> Iterator[InputsAndLabels]:
         """Yields batches that graphs take: of the one size, where it is a constant of the graph."""
         size = self.base.fixed_batch
-        if size is None:
-            yield from batches
+        if size is not None:
+            arrays = ((first_of(x), labels) for x, labels in batches)
+            yield from ((x, y) for x, y in rebatched_pairs(arrays, size) if len(x) == size)
             return
-        for x, labels in rebatched_pairs(batches, size):
-            if len(x) == size:
-                yield x, labels
+        for x, labels in batches:
+            for start in range(0, len(first_of(x)), self.batch):
+                rows = slice(start, start + self.batch)
+                yield rows_of(x, rows), None if labels is None else labels[rows]
 
     def call(self, session: Session) -> Callable[[int], object]:
         """Returns the call that is timed: batches of OPT from the search's half, in turn."""
@@ -170,6 +184,11 @@ class Graphs:
             calls[UNTOUCHED] = partial(_run, [model.bound(batch) for batch in batches])
             found = measure(calls, CAREFUL, title="timing the front", progress=self.progress)
         return found.latencies
+
+
+def batch_size(outputs: Array) -> int:
+    """Returns how many inputs run at once, whose outputs are known: some, or all of them."""
+    return max(1, min(BATCH, BATCH_BYTES // max(1, outputs[:1].nbytes)))
 
 
 def _run(calls: Sequence[Callable[[], object]], index: int) -> object:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ..bench.data import Labelled, LabelledData
-from ..calibration.feeds import Array, LabelledBatch, Labels
+from ..bench.data import InputsAndLabels, Labelled, LabelledData
+from ..bench.runners.base import first_of
+from ..calibration.feeds import Array, Labels
 from ..errors import FeedError
+from ..exporter.inputs import Inputs
 
 SEED = 20
 BLOCK = 4096
@@ -49,12 +51,14 @@ class Halves:
     @staticmethod
     def of(data: Labelled) -> Halves:
         """Reads the search's half; raises `FeedError` for data of fewer than two inputs."""
-        inputs: list[Array] = []
+        inputs: list[Mapping[str, Array]] = []
         labels: list[Labels] = []
         held, held_bytes = 0, 0
         for x, y in _of_side(data, searching=True):
-            inputs.append(x)
-            held, held_bytes = held + len(x), held_bytes + x.nbytes
+            arrays = {data.input_name: x} if isinstance(x, np.ndarray) else x
+            inputs.append(arrays)
+            held += len(first_of(x))
+            held_bytes += sum(each.nbytes for each in arrays.values())
             if y is not None:
                 labels.append(y)
             if held >= SEEN or held_bytes >= SEEN_BYTES:
@@ -62,7 +66,13 @@ class Halves:
         if held < 1:
             raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
         given = np.concatenate(labels) if data.labelled else None
-        return Halves(data, LabelledData(np.concatenate(inputs), given, data.input_name))
+        whole = {name: np.concatenate([each[name] for each in inputs]) for name in inputs[0]}
+        main = whole.pop(data.input_name)
+        return Halves(data, LabelledData(main, given, data.input_name, beside=whole))
+
+    def fewer(self, count: int) -> Halves:
+        """Returns the same halves, of which the search's holds its first `count` inputs."""
+        return replace(self, search=self.search.head(count))
 
     @property
     def confirming_count(self) -> int | None:
@@ -70,15 +80,28 @@ class Halves:
         total = self.data.samples
         return None if total is None else int((~searched(0, total)).sum())
 
-    def confirming(self) -> Iterator[LabelledBatch]:
+    def confirming(self) -> Iterator[InputsAndLabels]:
         """Yields the other half in batches."""
         yield from _of_side(self.data, searching=False)
 
 
-def _of_side(data: Labelled, *, searching: bool) -> Iterator[LabelledBatch]:
+def _of_side(data: Labelled, *, searching: bool) -> Iterator[InputsAndLabels]:
     first = 0
     for x, y in data.stream(2 * BATCH):
-        mine = searched(first, len(x)) == searching
-        first += len(x)
+        mine = searched(first, len(first_of(x))) == searching
+        first += len(mine)
         if mine.any():
-            yield np.ascontiguousarray(x[mine]), None if y is None else y[mine]
+            yield rows_of(x, mine), None if y is None else y[mine]
+
+
+def rows_of(x: Inputs, rows: slice | Array) -> Inputs:
+    """Returns some of a batch's inputs."""
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(x[rows])
+    return {name: np.ascontiguousarray(array[rows]) for name, array in x.items()}
+
+
+def in_batches(data: LabelledData, size: int) -> Iterator[tuple[slice, Inputs, Labels | None]]:
+    """Yields all of some data in batches, each with its place among them."""
+    for rows, (x, labels) in zip(data.batches(size), data.stream(size), strict=True):
+        yield rows, x, labels

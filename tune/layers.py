@@ -1,12 +1,13 @@
 """One layer at a time: what each k and each subset of experts does to the whole model's outputs.
 
 Every layer's inputs and outputs are computed once. What one layer is then tried with, the layers
-before it are played back and those after it computed again.
+before it are played back and those after it computed again. A model whose routers choose k is run
+as a whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -16,18 +17,25 @@ import torch
 from torch import Tensor, nn
 
 from ..bench.data import LabelledData
+from ..bench.runners.pytorch import PyTorch
 from ..calibration.feeds import Array
+from ..exporter.inputs import Inputs
 from ..exporter.model import Model
-from ..exporter.reference import first_output
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
 from ..graphs.layers.soft_moe import Chooser, SoftMoE
+from .graphs import batch_size
+from .halves import in_batches
 from .quality import Metric, Quality, Tally
+from .routed import asked_for, routed_layers
 from .space import Choice
 
 BATCH = 32
 
 MOST = 512
 """Inputs on which single layers are tried: they rank choices, and whole graphs decide."""
+
+MOST_TOKENS = 1 << 14
+"""Tokens on which single layers of a language model are tried."""
 
 HELD_BYTES = 1 << 29
 """What the inputs and outputs of all layers may take."""
@@ -39,39 +47,58 @@ RANKED = 64
 class Replay:
     """A model on some inputs, of which every layer's inputs and outputs are kept."""
 
-    def __init__(self, model: Model, data: LabelledData, outputs: Array, metric: Metric) -> None:
+    def __init__(
+        self,
+        model: Model,
+        data: LabelledData,
+        outputs: Array,
+        metric: Metric,
+        over: Callable[[], bool] = lambda: False,
+    ) -> None:
+        self.model, self.routed = model, routed_layers(model)
         self.module = sharing_weights(model.module)
         self.layers = {name: moe_layers(self.module)[name] for name in model.layers}
         self.metric = metric
         self.at = 0
         self.inputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         self.outputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
-        self._batches: list[tuple[Array, Array, Array | None]] = []
-        held = 0
-        for rows in data.batches(BATCH, MOST):
-            x = np.ascontiguousarray(data.inputs[rows])
-            labels = None if data.labels is None else data.labels[rows]
-            with self._recorded():
-                self._run(x)
-            self._batches.append((x, outputs[rows], labels))
-            held += sum(
-                each[-1].nbytes for kept in (self.inputs, self.outputs) for each in kept.values()
-            )
-            if held > HELD_BYTES:
+        self._batches: list[tuple[Inputs, Array, Array | None]] = []
+        held, of_tokens = 0, data.inputs.dtype.kind in "iu"
+        most = max(1, MOST_TOKENS // data.inputs[0].size) if of_tokens else MOST
+        size = min(BATCH, batch_size(outputs))
+        for rows, x, labels in in_batches(data.head(min(most, MOST)), size):
+            if self._batches and (held > HELD_BYTES or over()):
                 break
+            if not self.routed:
+                with self._recorded():
+                    self._run(x)
+                kept = (self.inputs, self.outputs)
+                held += sum(each[-1].nbytes for part in kept for each in part.values())
+            self._batches.append((x, outputs[rows], labels))
 
     def tokens(self) -> dict[str, Array]:
-        """Returns what each layer is given, [s, m, d]."""
-        return {name: torch.cat(each).numpy() for name, each in self.inputs.items()}
+        """Returns what each layer is given, [s, m, d], of a model without routers."""
+        return {name: torch.cat(each).numpy() for name, each in self.inputs.items() if each}
 
     def quality(self, name: str, choice: Choice) -> Quality:
         """Returns what is kept with one layer changed; its precision plays no part."""
         tally = Tally()
-        with self._playing_before(name), _as_chosen(self.layers[name], choice):
+        with self._changed(name, choice) as run:
             for index, (x, base, labels) in enumerate(self._batches):
                 self.at = index
-                tally = tally + self.metric.tally(self._run(x), base, x, labels)
+                tally = tally + self.metric.tally(run(x), base, x, labels)
         return self.metric.quality(tally)
+
+    @contextmanager
+    def _changed(self, name: str, choice: Choice) -> Iterator[Callable[[Inputs], Array]]:
+        """Yields the model with one layer as it is chosen."""
+        if self.routed:
+            k = {each: layer.spec.trained_k for each, layer in self.layers.items()}
+            changed = asked_for(self.model, {**k, name: choice.k})
+            yield PyTorch(changed.module, changed.inputs).infer
+            return
+        with self._playing_before(name), _as_chosen(self.layers[name], choice):
+            yield self._run
 
     @torch.inference_mode()
     def nested_experts(self, name: str) -> tuple[int, ...]:
@@ -96,10 +123,8 @@ class Replay:
                 break
         return _given_up(products)[::-1]
 
-    @torch.inference_mode()
-    def _run(self, x: Array) -> Array:
-        found: Array = first_output(self.module(torch.from_numpy(x))).numpy()
-        return found
+    def _run(self, x: Inputs) -> Array:
+        return PyTorch(self.module, self.model.inputs).infer(x)
 
     @contextmanager
     def _recorded(self) -> Iterator[None]:
@@ -188,12 +213,10 @@ def _given_up(products: Tensor) -> tuple[int, ...]:
     return tuple(order)
 
 
-def effects(
-    replay: Replay, choices: Mapping[str, Sequence[Choice]]
-) -> Iterator[tuple[str, Choice, Quality]]:
-    """Yields what is kept with each choice of each layer alone."""
+def in_turn(choices: Mapping[str, Sequence[Choice]]) -> Iterator[tuple[str, Choice]]:
+    """Yields each choice of each layer."""
     longest = max(map(len, choices.values()), default=0)
     for index in range(longest):  # of every layer one, so that an early end leaves none out
         for name, listed in choices.items():
             if index < len(listed):
-                yield name, listed[index], replay.quality(name, listed[index])
+                yield name, listed[index]

@@ -18,9 +18,11 @@ from ..bench.metrics import (
     paired_ratio,
     wilson,
 )
+from ..bench.runners.base import first_of
 from ..calibration.feeds import IGNORED, Array, Labels, check_classes
 from ..common.user_code import callable_named
 from ..errors import FeedError, UsageError
+from ..exporter.inputs import Inputs
 from ..exporter.parity import cosines
 
 MetricName = Literal["accuracy", "perplexity", "agreement", "function"]
@@ -68,13 +70,17 @@ class Tally(Sums):
 
 @dataclass(frozen=True)
 class Metric:
-    """What quality is: a name, and a function of the user's own where it is none of ours."""
+    """What quality is: a name, and a function of the user's own where it is none of ours.
+
+    `tokens`: inputs are sequences, and each of their tokens has class scores of its own.
+    """
 
     name: MetricName
     function: Function | None = None
     title: str = ""
+    tokens: bool = False
 
-    def tally(self, y: Array, base: Array, x: Array, labels: Labels | None) -> Tally:
+    def tally(self, y: Array, base: Array, x: Inputs, labels: Labels | None) -> Tally:
         """Returns the sums of a batch: outputs y and those of the untouched model, [b, …].
 
         Raises `FeedError` for labels or scores that cannot be.
@@ -82,7 +88,8 @@ class Metric:
         y, base = one_per_sample(y), one_per_sample(base)
         moved = self._shift(y, base)
         if self.name == "perplexity":
-            own_losses, base_losses = (SequenceLosses.of(each, x, labels) for each in (y, base))
+            ids = first_of(x)
+            own_losses, base_losses = (SequenceLosses.of(each, ids, labels) for each in (y, base))
             tokens = NegativeLogLikelihood.of(own_losses, base_losses)
             return Tally(len(y), base=float(base_losses.nll.sum()), shift=moved, tokens=tokens)
         own, theirs = self._scores(y, base, labels), self._scores(base, base, labels)
@@ -109,10 +116,10 @@ class Metric:
                 hint="are the labels this model's classes, counted from 0?",
             )
         kept, scores = tally.own / tally.base, (tally.own / n, tally.base / n)
-        if self.name == "agreement":
+        if self.name == "agreement" and not self.tokens:
             share = wilson(round(tally.own), n)
             return Quality(kept, share.low, share.high, moved, n, *scores)
-        if self.name == "accuracy":
+        if self.name == "accuracy" and not self.tokens:
             ratio = paired_ratio(round(tally.own), round(tally.base), round(tally.both))
             low, high = (0.0, 0.0) if ratio is None else (ratio.low, ratio.high)
             return Quality(kept, low, high, moved, n, *scores)
@@ -124,6 +131,8 @@ class Metric:
 
         `share` is the untouched model's accuracy; None where no number can be told beforehand.
         """
+        if self.tokens:  # how much one input tells depends on its tokens
+            return None
         if self.name == "accuracy":
             return math.ceil(Z / -math.log(keep) / max(share, 1e-9)) + 1
         if self.name == "agreement":
@@ -138,25 +147,31 @@ class Metric:
         assert wanted is not None, "accuracy has labels (`metric_for`)"
         right = (y.argmax(axis=-1) == wanted) & np.isfinite(y).all(axis=-1)
         found: Array = right.astype(np.float64)
-        return found if found.ndim == 1 else found.reshape(len(found), -1).mean(axis=1)
+        if found.ndim == 1:
+            return found
+        counted = (wanted != IGNORED).reshape(len(found), -1)
+        shares: Array = found.reshape(counted.shape).sum(axis=1) / counted.sum(axis=1).clip(min=1)
+        return shares
 
     def _shift(self, y: Array, base: Array) -> float:
         """How far outputs moved, summed over inputs: the divergence of class scores, or 1 − cos."""
         if self.name == "function":
             return float((1 - cosines(y, base)).sum())
-        log_p, log_q = (_log_softmax(each) for each in (base, y))
-        apart = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
-        return float(np.nan_to_num(apart, nan=np.inf).reshape(len(y), -1).mean(axis=1).sum())
+        if not self.tokens:
+            return _divergence(base, y)
+        # One by one: in double precision, a language model's scores take twice their room.
+        return sum(_divergence(*each) for each in zip(base[:, None], y[:, None], strict=True))
 
 
-def metric_for(name: str | None, outputs: Array, x: Array, labels: Labels | None) -> Metric:
+def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | None) -> Metric:
     """Returns the metric that is asked for, or that the data allow.
 
     `outputs` are the untouched model's for inputs x. Raises `UsageError` for one that does not go
     with them, `FeedError` for labels that are of one class.
     """
     classes = one_per_sample(outputs)
-    tokens = x.dtype.kind in "iu" and outputs.ndim == 3 and (labels is None or labels.ndim == 2)
+    of_ids = first_of(x).dtype.kind in "iu" and outputs.ndim == 3
+    tokens = of_ids and (labels is None or labels.ndim == 2)
     if name is None:
         name = "perplexity" if tokens else "agreement" if labels is None else "accuracy"
         if classes.ndim != 2 and not tokens:
@@ -193,7 +208,7 @@ def metric_for(name: str | None, outputs: Array, x: Array, labels: Labels | None
                 hint="give inputs of every class, mixed",
             )
     found: Any = name
-    return Metric(found, title=name)
+    return Metric(found, title=name, tokens=tokens)
 
 
 def _own_scores(title: str, function: Function, y: Array, labels: Labels | None) -> Array:
@@ -228,6 +243,13 @@ def _half_width(tally: Tally, ratio: float) -> float:
     residual = tally.own_squares - 2 * ratio * tally.both + ratio**2 * tally.base_squares
     variance = (max(0.0, residual) + mean**2) / (n * max(1, n - 1))
     return Z * math.sqrt(variance) / mean
+
+
+def _divergence(base: Array, y: Array) -> float:
+    """The Kullback-Leibler divergence of scores [b, …] from the base's, summed over inputs."""
+    log_p, log_q = _log_softmax(base), _log_softmax(y)
+    apart = (np.exp(log_p) * (log_p - log_q)).sum(axis=-1)
+    return float(np.nan_to_num(apart, nan=np.inf).reshape(len(y), -1).mean(axis=1).sum())
 
 
 def _log_softmax(scores: Array) -> Array:

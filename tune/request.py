@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from ..errors import UsageError
 from ..exporter.inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
@@ -13,8 +14,8 @@ from ..graphs.targets import ENGINES, TARGETS, Precision, Target
 
 DEFAULT_KEEP = 0.99
 
-PRECISIONS: tuple[Precision, ...] = ("fp32", "int8", "int4")
-"""What is tried on a CPU, where the model's layers take it."""
+PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
+"""What is tried, where the target computes it and the model's layers take it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +25,7 @@ class TuneRequest:
     `keep` is the share of the untouched model's quality that must be kept, None where other bounds
     alone count. `latency_ms` is of a batch of OPT, `bytes` of the graphs and weights. `metric` is
     `accuracy`, `perplexity`, `agreement` or a function's name, None for what the data allow.
-    `seconds` bounds the search.
+    `precisions` are those to try, none for all that the target serves; `seconds` bounds the search.
     """
 
     keep: float | None = DEFAULT_KEEP
@@ -34,7 +35,7 @@ class TuneRequest:
     target: Target = "ort-cpu"
     batch: AxisRange = DEFAULT_BATCH
     tokens: AxisRange = DEFAULT_TOKENS
-    precisions: tuple[Precision, ...] = PRECISIONS
+    precisions: tuple[Precision, ...] = ()
     subsets: bool = True
     seconds: float | None = None
     threads: int | None = None
@@ -43,6 +44,12 @@ class TuneRequest:
         """Raises `UsageError` for what cannot be meant, whatever the model."""
         for message, hint in self._mistakes():
             raise UsageError(message, hint=hint)
+
+    @property
+    def tried(self) -> tuple[Precision, ...]:
+        """The precisions to try."""
+        served = tuple(name for name in PRECISIONS if _refusal(self.target, name) is None)
+        return self.precisions or served
 
     def _mistakes(self) -> Iterator[tuple[str, str]]:
         if self.target in ENGINES:
@@ -63,15 +70,23 @@ class TuneRequest:
                 f"--precision {','.join(self.precisions)}: tune tries {', '.join(PRECISIONS)}",
                 f"leave {unknown[0]} out",
             )
-        refused = [name for name in self.precisions if name in TARGETS[self.target].refused]
-        if refused:
-            reason, _ = TARGETS[self.target].refused[refused[0]]
-            yield f"--precision {refused[0]} for --target {self.target}: {reason}", "leave it out"
-        if "fp32" not in self.precisions:
+        for name in self.precisions:
+            reason = _refusal(self.target, name)
+            if reason is not None:
+                yield f"--precision {name} for --target {self.target}: {reason}", "leave it out"
+        if self.precisions and "fp32" not in self.precisions:
             yield (
                 f"--precision {','.join(self.precisions)}: everything is compared with FP32",
                 "add fp32 to the list",
             )
+
+
+def _refusal(target: Target, precision: Precision) -> str | None:
+    """Why a precision is not tried on a target, None where it is."""
+    record = TARGETS[target]
+    if precision in record.refused:
+        return record.refused[precision][0]
+    return record.notes.get(precision) if precision == "fp16" else None
 
 
 def parse_share(text: str | float, option: str) -> float:
@@ -120,6 +135,7 @@ def parse_size(text: str | int, option: str) -> int:
 
 
 def parse_tried(text: str) -> tuple[Precision, ...]:
-    """Returns the precisions of a list, without checking that they can be tried."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
-    return names or ("fp32",)  # type: ignore[return-value]  # `TuneRequest` checks them
+    """Returns the precisions of a list, none for an empty one; `TuneRequest` checks them."""
+    names: Any = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    found: tuple[Precision, ...] = names
+    return found

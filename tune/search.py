@@ -7,7 +7,6 @@ and single choices beside the best point are then tried, the likeliest first.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -26,19 +25,6 @@ LOOKS = 24
 
 NEIGHBOURS = 4
 """Choices beside the best point that may fail in turn before the search ends."""
-
-
-class Clock:
-    """How much of a search's time is left; none bounds one without `seconds`."""
-
-    def __init__(self, seconds: float | None) -> None:
-        self._seconds, self._started = seconds, time.monotonic()
-
-    def over(self, share: float = 1.0) -> bool:
-        """Whether a share of the time is used up."""
-        if self._seconds is None:
-            return False
-        return time.monotonic() - self._started > share * self._seconds
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,15 @@ from typing import Any
 from ..exporter.bundle.recipe import LayerRecipe, Recipe
 from ..exporter.job import ExportJob
 from ..exporter.model import edited
-from ..exporter.options import ExportOptions, PrecisionOptions, recipe_options
+from ..exporter.options import ExportOptions, recipe_options
 from ..graphs.targets import Precision, Scope
+from .routed import asked_for
+
+INTEGERS: tuple[Precision, ...] = ("int8", "int4")
+"""Of these each part of a model may have its own share; floats are those of all of it."""
+
+RANGED: tuple[Precision, ...] = ("int8", "fp16")
+"""Precisions that read the table of ranges: to quantise, and to see what would overflow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +62,7 @@ class Point:
     def precision(self) -> Precision:
         """The precision of the export: that of its integers, if any."""
         names = {choice.precision for _, choice in self.layers} | {self.around}
-        return next((name for name in ("int4", "int8") if name in names), "fp32")
+        return next((name for name in ("int4", "int8", "fp16") if name in names), "fp32")
 
     def text(self, experts: Mapping[str, int]) -> str:
         """In words: what each layer is, of so many `experts` in the checkpoint; alike ones once."""
@@ -81,7 +88,13 @@ class Point:
 
     def with_around(self, precision: Precision) -> Point:
         """Returns the point with the network around in another precision."""
-        return replace(self, around=precision, quantize="experts" if precision == "fp32" else "all")
+        whole: Scope = "all" if precision in INTEGERS else "experts"
+        return replace(self, around=precision, quantize=whole)
+
+    def in_floats(self, precision: Precision) -> Point:
+        """Returns the point with everything in one type of floats."""
+        layers = tuple((name, replace(choice, precision=precision)) for name, choice in self.layers)
+        return Point(layers, around=precision)
 
 
 def point_of(data: Mapping[str, Any]) -> Point:
@@ -116,32 +129,21 @@ def job_of(
     `base` is the job of the model as it was trained, with the table of ranges if there is one.
     """
     recipe = recipe_of(base.options, point, lowerings, why or {}, **facts)
-    options = recipe_options(recipe, base.options)
+    k = {name: choice.k for name, choice in point.layers}
     return replace(
         base,
-        model=edited(base.model, recipe.edits),
-        options=options,
-        k={name: choice.k for name, choice in point.layers},
-        table=base.table if options.precision.ranged else None,
+        model=asked_for(edited(base.model, recipe.edits), k),
+        options=recipe_options(recipe, base.options),
+        k=k,
+        table=base.table if point.precision in RANGED else None,
     )
 
 
 def unlowered(base: ExportJob, point: Point) -> ExportJob:
     """Returns the job of a point whose lowerings are not chosen yet."""
-    floating = frozenset(n for n, c in point.layers if c.precision != point.precision)
-    numbers = PrecisionOptions(
-        point.precision,
-        scope=point.quantize,
-        floating=floating if point.precision != "fp32" else frozenset(),
-    )
     names = {name: "" for name, _ in point.layers}
-    return replace(
-        base,
-        model=edited(base.model, recipe_of(base.options, point, names, {}).edits),
-        options=replace(base.options, precision=numbers),
-        k={name: choice.k for name, choice in point.layers},
-        table=base.table if numbers.ranged else None,
-    )
+    job = job_of(base, point, names)
+    return replace(job, options=replace(base.options, precision=job.options.precision))
 
 
 def recipe_of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -16,11 +16,15 @@ from ..exporter.job import ExportJob
 from ..exporter.measured_lowerings import Measuring, Tokens, tune
 from ..exporter.quantization.precision import apply_precision
 from ..graphs.targets import Precision
+from .clock import Clock
 from .space import Choice, Point, sheets, unlowered
 
 BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
 """Of one lowering of one layer: its order among others is what counts; whole graphs are timed
 longer."""
+
+FORMS = "forms"
+"""The step of a search in which all layers are timed in one form each."""
 
 Form = tuple[int, int, Precision]
 
@@ -75,6 +79,10 @@ class LayerTimes:
         nearer = fewer if share < 1 / 2 else more
         return replace(nearer, ms=fewer.ms + share * (more.ms - fewer.ms))
 
+    def knows(self, point: Point) -> bool:
+        """Whether the time of every layer of a point is known."""
+        return all(self.known(name, choice) is not None for name, choice in point.layers)
+
     def lowerings(self, point: Point) -> dict[str, str]:
         """Returns the fastest lowering of each layer of a point."""
         return {name: self._sure(name, choice).lowering for name, choice in point.layers}
@@ -101,25 +109,28 @@ class LayerTimes:
         inputs: Tokens,
         journal: Journal,
         progress: Progress,
-        over: Callable[[], bool],
+        clock: Clock,
+        share: float,
     ) -> None:
         """Measures every choice of every layer, all of one precision; what is known is left out.
 
-        The largest and the smallest come first; when the time is `over`, the rest is left out.
+        The largest and the smallest come first; after a `share` of the time the rest is left out.
+        Those of the model as trained are measured anyhow.
         """
         for each in journal.found("form"):
             name, form = each["layer"], (each["k"], each["n"], each["precision"])
             self.forms[name, form] = msgspec.convert(each["time"], FormTime)
         first, *others = sheets(choices)
         for index, sheet in enumerate((first, *others[-1:], *others[:-1])):
-            if index > 1 and over():
-                return
             if all(self.of(name, choice) is not None for name, choice in sheet.items()):
                 continue
-            job = unlowered(base, Point(tuple(sheet.items())))
-            copy = traced.clone()
-            numbers = apply_precision(job, copy, job.table)
-            found = tune(*(job, copy, numbers, progress), Measuring(BRIEF, inputs, alone=True))
+            point = Point(tuple(sheet.items()))
+            if (index or point.precision != "fp32") and clock.over(share, FORMS):
+                return
+            job, copy = unlowered(base, point), traced.clone()
+            with clock.step(FORMS):
+                numbers = apply_precision(job, copy, job.table)
+                found = tune(*(job, copy, numbers, progress), Measuring(BRIEF, inputs, alone=True))
             for name, choice in sheet.items():
                 k, n, precision = choice.form
                 self.forms[name, choice.form] = time = _time(found.of(name))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -19,6 +20,7 @@ import onnx_ir as ir
 from ..bench.data import Labelled, LabelledData
 from ..bench.journal import FILE, Journal
 from ..bench.run import with_threads
+from ..bench.runners.base import first_of
 from ..bench.runners.pytorch import outputs_of, untouched
 from ..calibration.feeds import Array
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
@@ -41,24 +43,44 @@ from ..exporter.trace import trace
 from ..graphs.layers.soft_moe import SoftMoE
 from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision
-from .confirm import Confirmed, confirmed, holding, sequence_of, shortfall
-from .graphs import UNTOUCHED, Graphs, Look
-from .halves import Halves
-from .layers import MOST, Replay, effects
-from .quality import Metric, Quality, metric_for
+from . import layers
+from .clock import Clock
+from .confirm import MOST, Confirmed, confirmed, holding, sequence_of, shortfall
+from .graphs import CAREFUL, LOOK, OPEN, RUN, UNTOUCHED, Graphs, Look, batch_size
+from .halves import Halves, in_batches, rows_of
+from .layers import Replay, in_turn
+from .quality import Metric, Quality, Tally, metric_for
 from .request import TuneRequest
-from .search import AROUND, LOOKS, Clock, Option, Search, front_of, with_ms
-from .space import FEW, Choice, Point, ks_of, recipe_of, unlowered
+from .routed import Traces, asked_for, routed_layers
+from .search import AROUND, LOOKS, Option, Search, front_of, with_ms
+from .space import FEW, INTEGERS, RANGED, Choice, Point, ks_of, recipe_of, unlowered
 from .times import LayerTimes, served
 
-BATCH = 64
+CALIBRATED, CALIBRATED_FEW = 256, 32
+"""Inputs of the search's half that INT8 takes its ranges from; the second where time is short."""
 
-CALIBRATED = 256
-"""Inputs of the search's half that INT8 takes its ranges from."""
+OBSERVED = 4.0
+"""About how much longer an input takes while ranges are observed, beside the model itself."""
 
-TIMES_SHARE, EFFECTS_SHARE, LOOKS_SHARE = 0.3, 0.5, 0.8
-"""Of a search's time, when single layers were timed, when they were tried, and when the looks end:
-the rest is for the front, the confirmation and the bundle."""
+OUTPUT_BYTES = 1 << 30
+"""What the untouched model's outputs may take: those of language models are large."""
+
+LEAST = 512
+"""Inputs that a search sees, whatever its time, if there are as many."""
+
+UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE = 0.1, 0.3, 0.5, 0.7
+"""Of a search's time, when what comes before has ended: the untouched model's outputs, the ranges,
+the times of single layers, and what they do when they are changed. Whole graphs have the rest, but
+for what it takes to confirm the answer and to write it."""
+
+FEWEST = 4
+"""Points for whose confirmation time is kept, the model as trained among them."""
+
+FINISH_S, REPORT_S = 0.5, 3.0
+"""About what a bundle takes beside its graph and its check, and what a report takes."""
+
+TRACE, EFFECT = "trace", "effect"
+"""Steps: tracing a model, and one choice of one layer."""
 
 VERIFIED = 64
 """Inputs of the search's half that the bundle is compared with PyTorch on, layer by layer."""
@@ -102,11 +124,12 @@ class Space:
     """What a model's layers may become: the choices of each, in FP32, and the integers that serve.
 
     `integers` names the layers that compute in a precision, and the network around them where it
-    has layers that can.
+    has layers that can. `floats` are those in which all of a model may compute.
     """
 
     choices: dict[str, tuple[Choice, ...]]
     integers: dict[Precision, tuple[str, ...]]
+    floats: tuple[Precision, ...] = ("fp32",)
 
     @property
     def size(self) -> int:
@@ -117,26 +140,21 @@ class Space:
                 len(listed) * (2 if name in parts else 1) for name, listed in self.choices.items()
             )
             total += layers * (2 if AROUND in parts else 1)
-        return total
+        return total + (len(self.floats) - 1) * math.prod(map(len, self.choices.values()))
 
     @property
     def forms(self) -> int:
         """How many forms of layers are to be measured."""
         return sum(
-            len(listed) * (1 + sum(name in parts for parts in self.integers.values()))
+            len(listed) * (len(self.floats) + sum(name in p for p in self.integers.values()))
             for name, listed in self.choices.items()
         )
 
 
 def check_tunable(model: Model) -> None:
-    """Raises `UsageError` for a model that a search cannot change: of several inputs, or routed."""
-    check_one_input(model, "tune")
-    routed = [name for name, layer in model.layers.items() if layer.spec.kind == "experts"]
-    if routed:
-        raise UsageError(
-            f"tune: the router of layer {routed[0]} chooses its k, and is part of the network",
-            hint="export a bundle for each k, and compare them with bench: docs/token-routed.md",
-        )
+    """Raises `UsageError` for a model of several inputs that cannot be left out."""
+    if any(spec.default is None for spec in model.inputs[1:]):
+        check_one_input(model, "tune")
 
 
 def tune(
@@ -148,18 +166,22 @@ def tune(
     work: Path | None = None,
     force: bool = False,
     progress: Progress | None = None,
+    clock: Clock | None = None,
 ) -> Tuned:
     """Returns the best bundle that meets a request, written to `destination`.
 
-    `work` is a folder in which a search that is ended goes on. Raises `UsageError` and `FeedError`
+    `work` is a folder in which a search that is ended goes on; `clock` began with the call, and
+    with the loading of the model. Raises `UsageError` and `FeedError`
     for what cannot be meant, before the search; `ContractError` where nothing meets the bounds, or
     where they are not confirmed.
     """
     progress, started = progress or Silent(), time.monotonic()
+    clock = clock or Clock(request.seconds)
     check_tunable(model)
     check_destination(destination, force=force)
     with with_threads(request.threads), _kept_in(work) as folder:
-        job = Job.begin(model, data, request, folder, progress)
+        clock.reserve = FINISH_S + (0.0 if work is None else REPORT_S)
+        job = Job.begin(model, data, request, folder, progress, clock)
         found = job.search(progress)
         sequence, chosen = job.contract(found, progress)
         bundle = job.written(chosen, sequence, destination, force=force, progress=progress)
@@ -204,21 +226,17 @@ def plan_search(
     check_tunable(model)
     with with_threads(request.threads), _kept_in(None) as folder:
         started = time.monotonic()
-        job = Job.begin(model, data, request, folder, progress)
-        began = time.monotonic() - started
-        count = len(job.halves.search)
-        x = np.ascontiguousarray(job.halves.search.inputs[:BATCH])
-        started = time.monotonic()
-        untouched(model).infer(x)
-        one = (time.monotonic() - started) / len(x)
+        job = Job.begin(model, data, request, folder, progress, Clock(None))
+        began, count, one = time.monotonic() - started, len(job.halves.search), job.one_s
     choices = sum(map(len, job.space.choices.values()))
     subsets = 2 * len(job.space.choices) if request.subsets else 0
     parts = sum(map(len, job.space.integers.values()))
-    graphs = 1 + parts + (1 + len(job.space.integers)) * (LOOKS // 2)
+    paths = len(job.space.floats) + len(job.space.integers)
+    graphs = 1 + parts + paths * (LOOKS // 2)
     seconds = (
         began
         + job.space.forms * FORM_S
-        + (choices + subsets) * one * min(count, MOST)
+        + (choices + subsets) * one * min(count, layers.MOST)
         + graphs * (GRAPH_S + one * count)
     )
     return SearchPlan(
@@ -254,7 +272,10 @@ class Found:
 
 @dataclass(frozen=True)
 class Job:
-    """A search that can begin: the halves, the untouched model's outputs, ranges and the space."""
+    """A search that can begin: the halves, the untouched model's outputs, ranges and the space.
+
+    `one_s` is what the untouched model takes for an input.
+    """
 
     model: Model
     request: TuneRequest
@@ -267,13 +288,18 @@ class Job:
     journal: Journal
     folder: Path
     clock: Clock
+    one_s: float
 
     @staticmethod
     def begin(
-        model: Model, data: Labelled, request: TuneRequest, folder: Path, progress: Progress
+        model: Model,
+        data: Labelled,
+        request: TuneRequest,
+        folder: Path,
+        progress: Progress,
+        clock: Clock,
     ) -> Job:
         """Prepares a search; refuses what can be refused without it."""
-        clock = Clock(request.seconds)
         if sum(tensor.nbytes for tensor in model.module.state_dict().values()) < STEP_BYTES:
             # To give the pages of mapped weights back takes longer than all else of a small graph.
             model = replace(model, source=replace(model.source, mapped=()))
@@ -283,7 +309,10 @@ class Job:
         base = export_job(model, options)
         progress.step("reading the search's half of the data")
         halves = Halves.of(data)
-        outputs = _outputs(model, halves.search, progress)
+        began = time.monotonic()
+        outputs = _outputs(model, halves.search, progress, clock)
+        halves = halves.fewer(len(outputs))
+        one_s = (time.monotonic() - began) / len(outputs)
         metric = metric_for(request.metric, outputs, halves.search.inputs, halves.search.labels)
         _check_enough(metric, request, halves, outputs)
         what = {
@@ -296,41 +325,86 @@ class Job:
         journal = Journal(folder / FILE, what)
         if journal.told:
             progress.step(journal.told)
-        wanted = [name for name in request.precisions if name != "fp32"]
-        if wanted and "int8" in wanted:
-            base = replace(base, table=_ranges(model, halves.search, folder, journal, progress))
         progress.step("tracing")
-        traced = trace(base.model, opset=options.opset, fixed=base.fixed)
-        space = _space(base, traced, request, wanted)
+        with clock.step(TRACE):
+            traced = trace(base.model, opset=options.opset, fixed=base.fixed)
+        wanted = request.tried
+        if {*wanted} & {*RANGED} and len(model.inputs) == 1:
+            samples = _samples(clock, one_s)
+            if samples or (folder / CALIBRATION_FILE).is_file():
+                ranges = _ranges(model, halves.search, folder, journal, samples, progress)
+                base = replace(base, table=ranges)
+            else:
+                wanted = tuple(name for name in wanted if name not in RANGED)
+        space = _space(base, traced, wanted)
         return Job(
-            *(model, request, halves, outputs, metric, base, traced, space, journal, folder, clock)
+            *(model, request, halves, outputs, metric, base, traced, space, journal, folder, clock),
+            one_s,
         )
 
     def search(self, progress: Progress) -> Found:
         """Measures layers, looks along the paths, and measures the front."""
-        replay = Replay(self.model, self.halves.search, self.outputs, self.metric)
-        choices: dict[str, tuple[Choice, ...]] = {
-            name: (*listed, *_subsets(replay, name, listed, self.request))
-            for name, listed in self.space.choices.items()
-        }
-        times = self._times(choices, replay.tokens(), progress)
-        shifts = self._shifts(replay, choices, progress)
-        threads = self.request.threads or _threads()
+        clock = self.clock
+        over = partial(clock.over, RANGES_SHARE)
+        replay = Replay(self.model, self.halves.search, self.outputs, self.metric, over)
+        times, start = LayerTimes(), self.start
+        as_trained = {name: (choice,) for name, choice in start.layers}
+        self._measure(times, as_trained, replay.tokens(), progress)
         graphs = Graphs(
-            *(self.base, self.traced, times, self.halves.search, self.outputs, self.metric),
-            *(self.journal, progress, threads),
+            *(self.base, Traces(self.base, self.traced), times, self.halves.search, self.outputs),
+            *(self.metric, self.journal, progress, self.request.threads or _threads(), clock),
         )
-        start = self.start
         base = graphs.look(start)
         times.around_ms["fp32"] = base.ms - times.layers_ms(start)
         self._check_base(base)
-        search = Search(graphs, self.request, partial(self.clock.over, LOOKS_SHARE), progress)
+        each_s, once_s = self._end_s(graphs, base)
+        clock.reserve += FEWEST * each_s + once_s
+        choices: dict[str, tuple[Choice, ...]] = {
+            name: (*listed, *(() if over() else _subsets(replay, name, listed, self.request)))
+            for name, listed in self.space.choices.items()
+        }
+        self._times(times, choices, replay.tokens(), progress)
+        shifts = self._shifts(replay, choices, progress)
+        search = Search(graphs, self.request, partial(clock.over, step=LOOK), progress)
         moved = self._moved_by_integers(graphs, times, base, progress)
-        for integer in (None, *self.space.integers):
+        for floats, integer in (*((f, None) for f in self.space.floats), *self._widths()):
             for by_size in self._costs():
-                options = self._options(integer, choices, times, shifts, moved, by_size=by_size)
-                search.along(start, options)
+                found = self._options(
+                    *(floats, integer, choices, times, shifts, moved), by_size=by_size
+                )
+                search.along(start.in_floats(floats), found)
         return self._front(search, graphs, base, choices)
+
+    def _widths(self) -> list[tuple[Precision, Precision]]:
+        """Each width of integers, with the floats around it."""
+        return [("fp32", integer) for integer in self.space.integers]
+
+    def _end_s(self, graphs: Graphs, base: Look) -> tuple[float, float]:
+        """About how long the end takes: for each point that is confirmed, and once.
+
+        Each is written, opened and timed, then all run over the confirming half.
+        """
+        longest, one = self.clock.longest, base.ms / 1e3
+        searching = len(self.halves.search)
+        count = self.halves.confirming_count or searching
+        # A resumed search did not run it again: the untouched model is hardly faster.
+        run_s = longest.get(RUN, self.one_s * searching) / searching
+        open_s = longest.get(OPEN, 0.0)
+        calls = CAREFUL.warmup + CAREFUL.rounds * (1 + CAREFUL.inputs)
+        timed_s = max(CAREFUL.rounds * (CAREFUL.round_s + one), calls * one)
+        once_s = timed_s + count * self.one_s + open_s + VERIFIED * (2 * self.one_s + run_s)
+        if routed_layers(self.model):
+            once_s += longest[TRACE]
+        return 2 * open_s + timed_s + count * run_s, once_s
+
+    def _room(self, graphs: Graphs, base: Look) -> int:
+        """How many points there is time to confirm, the model as trained among them."""
+        if not math.isfinite(self.clock.left):
+            return MOST
+        each_s, _ = self._end_s(graphs, base)
+        return min(
+            MOST, max(2, math.floor(FEWEST + (self.clock.left - self.clock.reserve) / each_s))
+        )
 
     @property
     def start(self) -> Point:
@@ -339,31 +413,41 @@ class Job:
 
     def _times(
         self,
+        times: LayerTimes,
         choices: Mapping[str, Sequence[Choice]],
         tokens: Mapping[str, Array],
         progress: Progress,
-    ) -> LayerTimes:
-        times = LayerTimes()
-        for precision in ("fp32", *self.space.integers):
-            within = (*choices,) if precision == "fp32" else self.space.integers[precision]
-            asked = {
-                name: [
-                    replace(each, precision=precision if name in within else "fp32")
-                    for each in _timed(listed)
-                ]
-                for name, listed in choices.items()
-            }
-            times.measure(
-                *(self.base, self.traced, asked, tokens, self.journal, progress),
-                over=lambda: self.clock.over(TIMES_SHARE),
-            )
-        return times
+    ) -> None:
+        """Times the layers in every precision, as far as the time goes."""
+        precisions = (*self.space.floats, *self.space.integers)
+        # The largest and the smallest in every precision come first.
+        for ends, precision in itertools.product((True, False), precisions):
+            within = self.space.integers.get(precision, (*choices,))
+            asked: dict[str, list[Choice]] = {}
+            for name, listed in choices.items():
+                own = precision if name in within else "fp32"
+                timed = [replace(each, precision=own) for each in _timed(listed)]
+                asked[name] = [timed[0], timed[-1]] if ends else timed
+            self._measure(times, asked, tokens, progress)
+
+    def _measure(
+        self,
+        times: LayerTimes,
+        asked: Mapping[str, Sequence[Choice]],
+        tokens: Mapping[str, Array],
+        progress: Progress,
+    ) -> None:
+        times.measure(
+            *(self.base, self.traced, asked, tokens, self.journal, progress),
+            *(self.clock, TIMES_SHARE),
+        )
 
     def _shifts(
         self, replay: Replay, choices: Mapping[str, Sequence[Choice]], progress: Progress
     ) -> dict[tuple[str, Choice], float]:
         """How far each choice of each layer alone moves the outputs."""
-        found: dict[tuple[str, Choice], float] = {}
+        # As it was trained, a layer moves nothing.
+        found = dict.fromkeys(self.start.layers, 0.0)
         for each in self.journal.found("effect"):
             choice = msgspec.convert(each["choice"], Choice)
             found[each["layer"], choice] = each["shift"]
@@ -373,13 +457,14 @@ class Job:
         }
         total = sum(map(len, missing.values()))
         progress.step("trying each layer alone", total=total, unit="choices")
-        for name, choice, quality in effects(replay, missing):
-            found[name, choice] = quality.shift
-            told = msgspec.to_builtins(choice)
-            self.journal.add("effect", layer=name, choice=told, shift=quality.shift)
-            progress.advance(1)
-            if self.clock.over(EFFECTS_SHARE):
+        for name, choice in in_turn(missing):
+            if self.clock.over(EFFECTS_SHARE, EFFECT):
                 break
+            with self.clock.step(EFFECT):
+                found[name, choice] = shift = replay.quality(name, choice).shift
+            told = msgspec.to_builtins(choice)
+            self.journal.add("effect", layer=name, choice=told, shift=shift)
+            progress.advance(1)
         return found
 
     def _moved_by_integers(
@@ -390,9 +475,11 @@ class Job:
         for precision, parts in self.space.integers.items():
             progress.step(f"trying each part in {precision}", total=len(parts), unit="parts")
             for part in parts:
-                if self.clock.over(EFFECTS_SHARE):
+                if self.clock.over(1.0, LOOK):
                     break
                 point = _in_precision(self.start, part, precision)
+                if not times.knows(point):
+                    continue  # there was no time to look at it
                 look = graphs.look(point)
                 found[part, precision] = max(0.0, look.quality.shift - base.quality.shift)
                 if part == AROUND:
@@ -402,6 +489,7 @@ class Job:
 
     def _options(
         self,
+        floats: Precision,
         integer: Precision | None,
         choices: Mapping[str, Sequence[Choice]],
         times: LayerTimes,
@@ -410,12 +498,12 @@ class Job:
         *,
         by_size: bool,
     ) -> dict[str, list[Option]]:
-        """The options of each part with one width of integers, or with none.
+        """The options of each part in some floats, with one width of integers or with none.
 
         They cost time, or bytes.
         """
         parts = () if integer is None else self.space.integers[integer]
-        both: tuple[Precision, ...] = ("fp32",) if integer is None else ("fp32", integer)
+        both: tuple[Precision, ...] = (floats,) if integer is None else (floats, integer)
         options: dict[str, list[Option]] = {}
         for name, tried in choices.items():
             options[name] = []
@@ -423,13 +511,13 @@ class Job:
                 for precision in both if name in parts else both[:1]:
                     own = replace(choice, precision=precision)
                     time, shift = times.known(name, own), shifts.get((name, choice))
-                    alone = 0.0 if precision == "fp32" else moved.get((name, precision))
+                    alone = 0.0 if precision == floats else moved.get((name, precision))
                     if time is None or shift is None or alone is None:
                         continue  # there was no time to look at it
                     cost = self._bytes(name, own) if by_size else time.ms
                     shift += alone
                     options[name].append(Option(own, cost, shift))
-        if integer and AROUND in parts and integer in times.around_ms:
+        if integer and (AROUND, integer) in moved:
             cost = 0.0 if by_size else times.around_ms["fp32"] - times.around_ms[integer]
             options[AROUND] = [
                 Option("fp32", cost, 0.0),
@@ -448,7 +536,7 @@ class Job:
         """About what a layer's weights take."""
         layer = self.model.layers[name]
         share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
-        width = {"int8": 1 / 4, "int4": 4.5 / 32}.get(choice.precision, 1.0)
+        width = {"fp16": 1 / 2, "int8": 1 / 4, "int4": 4.5 / 32}.get(choice.precision, 1.0)
         return layer_bytes(layer, FP32) * share * width
 
     def _check_base(self, base: Look) -> None:
@@ -467,7 +555,11 @@ class Job:
         looks = search.looks
         within = [look for look in looks if self._within(look)]
         front = front_of(within or looks, lambda look: look.ms)
-        latencies = graphs.timed([base, *(each for each in front if each.point != base.point)])
+        others = [each for each in front if each.point != base.point]
+        room = self._room(graphs, base)
+        if len(others) >= room and self.request.seconds is not None:
+            others = sequence_of(front, base, self.request.keep, room)[1:]
+        latencies = graphs.timed([base, *others])
         again = {key: latency.median for key, latency in latencies.items()}
         front = [with_ms(each, again.get(each.point.key, each.ms)) for each in front]
         base = with_ms(base, again.get(base.point.key, base.ms))
@@ -477,7 +569,9 @@ class Job:
     def contract(self, found: Found, progress: Progress) -> tuple[list[Confirmed], Confirmed]:
         """Confirms the front on the other half; returns all that was, and the point to write."""
         keep = self.request.keep
-        sequence = sequence_of(found.front, found.base, keep)
+        timed = [look for look in found.front if look.point.key in found.latencies]
+        most = self._room(found.graphs, found.base)
+        sequence = sequence_of(timed, found.base, keep, most)
         done = self.journal.found("confirmed")
         if done:
             checked = [msgspec.convert(each, Confirmed) for each in done[-1]["points"]]
@@ -551,14 +645,15 @@ class Job:
             destination=destination,
             force=force,
         )
-        if look.point.precision == "int8":
-            assert self.base.table is not None
+        if look.point.precision in RANGED and self.base.table is not None:
             path = self.folder / CALIBRATION_FILE
             recipe = replace(recipe, calibration=sha256(path))
             options = replace(options, calibration=path)
         asked = recipe_options(recipe, options)
         inputs = self.halves.search.inputs[:CALIBRATED]
-        return export(export_job(self.model, asked, data=inputs), progress, self.traced)
+        # Where k is part of the graph, its trace is that of the k which was found.
+        traced = None if routed_layers(self.model) else self.traced
+        return export(export_job(self.model, asked, data=inputs), progress, traced)
 
     def _contract(self, chosen: Confirmed) -> dict[str, Any]:
         """What was asked and what was confirmed, for recipe and manifest."""
@@ -604,16 +699,36 @@ def _threads() -> int:
     return torch.get_num_threads()
 
 
-def _outputs(model: Model, data: LabelledData, progress: Progress) -> Array:
-    """What the untouched model gives for the search's half."""
+def _outputs(model: Model, data: LabelledData, progress: Progress, clock: Clock) -> Array:
+    """What the untouched model gives for the search's half, or as much of it as there is time for.
+
+    Of outputs that are large the first alone are taken, too.
+    """
     base, parts = untouched(model), []
     progress.step("running the untouched model", total=len(data), unit="inputs")
-    for rows in data.batches(BATCH):
-        x = np.ascontiguousarray(data.inputs[rows])
+    parts.append(outputs_of(base, rows_of(data.batch(0, 1), slice(0, 1)), model.source.path))
+    size = batch_size(parts[0])
+    held = 0
+    for rows, x, _ in in_batches(data, size):
+        if rows.start:
+            short = clock.over(UNTOUCHED_SHARE) and rows.start >= LEAST
+            if short or held > OUTPUT_BYTES:
+                break
         parts.append(outputs_of(base, x, model.source.path))
-        progress.advance(len(x))
-    found: Array = np.concatenate(parts)
+        held += parts[-1].nbytes
+        progress.advance(len(first_of(x)))
+    found: Array = np.concatenate(parts[1:])
     return found
+
+
+def _samples(clock: Clock, one_s: float) -> int:
+    """How many inputs there is time to take ranges from; 0 where there is none, or hardly any."""
+    if not math.isfinite(clock.left):
+        return CALIBRATED
+    until = RANGES_SHARE * (clock.seconds - clock.reserve) - (clock.seconds - clock.left)
+    # It traces the model, too.
+    fitting = (until - clock.longest[TRACE]) / (OBSERVED * one_s)
+    return 0 if fitting < CALIBRATED_FEW else min(CALIBRATED, math.floor(fitting))
 
 
 def _check_enough(metric: Metric, request: TuneRequest, halves: Halves, outputs: Array) -> None:
@@ -621,7 +736,13 @@ def _check_enough(metric: Metric, request: TuneRequest, halves: Halves, outputs:
     if request.keep is None:
         return
     search = halves.search
-    scores = metric.tally(outputs, outputs, search.inputs, search.labels)
+    scores = sum(
+        (
+            metric.tally(outputs[rows], outputs[rows], x, labels)
+            for rows, x, labels in in_batches(search, batch_size(outputs))
+        ),
+        start=Tally(),
+    )
     metric.quality(scores)
     needed = metric.needed(request.keep, scores.base / scores.inputs)
     count = halves.confirming_count
@@ -634,27 +755,41 @@ def _check_enough(metric: Metric, request: TuneRequest, halves: Halves, outputs:
 
 
 def _ranges(
-    model: Model, data: LabelledData, folder: Path, journal: Journal, progress: Progress
+    model: Model,
+    data: LabelledData,
+    folder: Path,
+    journal: Journal,
+    samples: int,
+    progress: Progress,
 ) -> CalibrationTable:
     """The ranges of a model's tensors over the search's half; kept in the folder."""
     path = folder / CALIBRATION_FILE
     if not (journal.resumed and path.is_file()):
-        options = CalibrationOptions(samples=CALIBRATED)
+        options = CalibrationOptions(samples=samples)
         calibrate(calibration_job(model, data.inputs, options), progress=progress).write(path)
     return CalibrationTable.read(path)
 
 
-def _space(
-    base: ExportJob, traced: ir.Model, request: TuneRequest, wanted: Sequence[Precision]
-) -> Space:
+def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Space:
     """What the model's layers may become on its target."""
+    routed = routed_layers(base.model)
     choices = {
-        name: tuple(Choice(k) for k in ks_of(layer.spec.trained_k))
+        name: tuple(
+            Choice(k)
+            for k in ks_of(layer.spec.trained_k)
+            if not routed or (name in routed and _may_choose(base.model, name, k))
+        )
         for name, layer in base.model.layers.items()
+    }
+    choices = {
+        name: listed or (Choice(base.model.layers[name].spec.trained_k),)
+        for name, listed in choices.items()
     }
     first = {name: listed[0].k for name, listed in choices.items()}
     integers: dict[Precision, tuple[str, ...]] = {}
     for precision in wanted:
+        if precision not in INTEGERS:
+            continue
         try:
             layers = served(base, traced, choices, precision, first)
         except MoexportError:  # this model's layers do not take it
@@ -662,7 +797,18 @@ def _space(
         around = [AROUND] if layers and _has_integers_around(base, traced, precision) else []
         if layers:
             integers[precision] = (*layers, *around)
-    return Space(choices, integers)
+    floats: tuple[Precision, ...] = tuple(name for name in wanted if name not in INTEGERS)
+    return Space(choices, integers, floats)
+
+
+def _may_choose(model: Model, layer: str, k: int) -> bool:
+    """Whether the routers of a model can choose k experts in one layer."""
+    trained = {name: each.spec.trained_k for name, each in model.layers.items()}
+    try:
+        asked_for(model, {**trained, layer: k})
+    except UsageError:
+        return False
+    return True
 
 
 def _has_integers_around(base: ExportJob, traced: ir.Model, precision: Precision) -> bool:

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.bench.data import LabelledData
+from moexport.bench.runners.base import first_of
 from moexport.errors import UsageError
 from moexport.tune.confirm import Confirmed, holding
 from moexport.tune.graphs import Look
@@ -24,7 +25,7 @@ def test_the_halves_are_even_apart_and_whole() -> None:
     data = LabelledData(np.arange(count, dtype=np.float32)[:, None], np.arange(count))
     halves = Halves.of(data)
     searched = halves.search.inputs[:, 0].astype(int)
-    confirming = np.concatenate([x[:, 0] for x, _ in halves.confirming()]).astype(int)
+    confirming = np.concatenate([first_of(x)[:, 0] for x, _ in halves.confirming()]).astype(int)
     assert not {*searched} & {*confirming}
     assert sorted([*searched, *confirming]) == list(range(count))
     assert halves.confirming_count == len(confirming)

@@ -16,8 +16,7 @@ from moexport.common.console import Progress, Silent
 from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
-from moexport.exporter.model import Model, Source, TensorSpec
-from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
+from moexport.exporter.model import Model
 from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
@@ -264,13 +263,3 @@ def test_a_bound_that_nothing_meets_names_the_nearest(
         )
     assert caught.value.EXIT_CODE == 3
     assert not (tmp_path / "out").exists()
-
-
-def test_routed_experts_are_refused(digits: Digits, tmp_path: Path) -> None:
-    spec = ExpertsSpec("moe", 4, 2, 8, 16, 8)
-    weights = ExpertsWeights(torch.zeros(4, 8, 32), torch.zeros(4, 16, 8))
-    holder = torch.nn.Module()
-    holder.moe = Experts(spec, weights)
-    ports = (TensorSpec("input", "float32", ("batch", 8)),)
-    routed = Model(holder, "own", {}, Source("own", ()), ports, ports)
-    assert "router" in str(refused(routed, digits.test, tmp_path))

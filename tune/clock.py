@@ -1,0 +1,39 @@
+"""What is left of a search's time, and how long its steps take: one begins only where it fits."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Clock:
+    """The time of a search; without `seconds` nothing ends it.
+
+    Steps cannot be interrupted, so each begins only if one like the longest of its kind so far
+    still ends in time. `reserve` is what confirming and writing will take.
+    """
+
+    def __init__(self, seconds: float | None, now: Callable[[], float] = time.monotonic) -> None:
+        self.seconds = math.inf if seconds is None else seconds
+        self.reserve = 0.0
+        self.longest: dict[str, float] = {}
+        self._now, self._started = now, now()
+
+    @property
+    def left(self) -> float:
+        """Seconds until the end, negative after it."""
+        return self.seconds - (self._now() - self._started)
+
+    def over(self, share: float = 1.0, step: str = "") -> bool:
+        """Whether one more step of a kind would end after a share of the time for searching."""
+        used = self.seconds - self.left if math.isfinite(self.seconds) else 0.0
+        return used + self.longest.get(step, 0.0) > share * (self.seconds - self.reserve)
+
+    @contextmanager
+    def step(self, kind: str) -> Iterator[None]:
+        """Within the context a step of a kind is done; its time is kept."""
+        began = self._now()
+        yield
+        self.longest[kind] = max(self.longest.get(kind, 0.0), self._now() - began)
