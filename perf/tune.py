@@ -1,12 +1,13 @@
 """`tune` beside the best uniform k and precision of `bench`, and beside Optuna as the search.
 
-Each network is trained on half of the digits; `tune` and all others get the other half, half of
-which confirms. What each found is timed in turn.
+Each network is trained on one part of its data; `tune` and all others get the other part, half of
+which confirms. What each found is timed in turn. A whole run takes about ten minutes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,24 +18,28 @@ import moexport
 import numpy as np
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.demo import digits
+from moexport.bench.demo import digits, experts
 from moexport.bench.demo.mumoe import EXPERTS, fit, trainable_mixer
 from moexport.bench.demo.mumoe import save as save_mumoe
+from moexport.bench.language import token_windows
 from moexport.bench.runners.pytorch import untouched
 from moexport.common.console import Progress
 from moexport.common.text import markdown
 from moexport.common.timing import Protocol
 from moexport.common.timing import measure as measure_calls
 from moexport.errors import MoexportError
+from moexport.exporter.export import export
 from moexport.exporter.families.mumoe_mixer import MixerSpec
+from moexport.exporter.job import export_job
 from moexport.exporter.model import Model
+from moexport.exporter.options import PrecisionOptions, parse_k
 from moexport.graphs.targets import Precision
+from moexport.tune.clock import Clock
 from moexport.tune.graphs import Look
-from moexport.tune.halves import Halves
-from moexport.tune.quality import Tally, metric_for
+from moexport.tune.quality import Quality, Tally
 from moexport.tune.request import TuneRequest
 from moexport.tune.search import AROUND, front_of
-from moexport.tune.space import Choice, Point
+from moexport.tune.space import RANGED, Choice, Point
 from moexport.tune.tune import Found, Job
 from torch.nn import functional as F
 
@@ -42,12 +47,18 @@ from .measure import measured_on, threads
 
 KEEP = 0.99
 
-SHARES = ("n", "1/2", "1/4", "1/8", "1/16")
+SHARES = ("n", "n/2", "n/4", "n/8", "n/16")
 """The k that `bench` would be asked for."""
 
-PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
+PRECISIONS: tuple[Precision, ...] = ("fp32", "int8", "int4")
 
-PROTOCOL = Protocol(rounds=9, warmup=5, round_s=0.2, inputs=8)
+PROTOCOL = Protocol(rounds=7, warmup=5, round_s=0.1, inputs=8)
+
+TUNE_S, OPTUNA_S = 40.0, 30.0
+"""What the two searches may take for each network."""
+
+FLOOR = 0.9
+"""What must be kept before a point counts in the comparison of fronts."""
 
 MORE = 3
 """Optuna may look at so many times as many graphs."""
@@ -55,35 +66,37 @@ MORE = 3
 VIT = Path(__file__).parents[1] / "tests" / "data" / "soft_moe_vit" / "weights.pt"
 """Random weights of a ViT with two MoE layers of 8 experts, which is trained here."""
 
+VIT_EPOCHS = 60
+
 
 @dataclass(frozen=True, slots=True)
-class Case:
-    """A network and the data that `tune` gets."""
+class Network:
+    """A trained network, and the data that it was not trained on."""
 
-    name: str
+    title: str
     model: Model
     data: LabelledData
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What was found for one network: milliseconds, what is kept on the confirming half, looks.
+    """What was found for one network: milliseconds, what is kept on the confirming half, fronts.
 
-    `optuna_looks` is after how many graphs Optuna's front was as good as ours, None where it was
-    not within its number; `share` is its dominated area over ours then.
+    `uniform` is the fastest uniform export that is confirmed. `areas` are those that our front
+    dominates after each graph that was looked at, `optuna_areas` those of Optuna's (`_area`).
     """
 
     name: str
+    untouched: float
     uniform: str
     uniform_ms: float
     uniform_kept: float
     tuned: str
     tuned_ms: float
     tuned_kept: float
-    looks: int
     seconds: float
-    optuna_looks: int | None
-    share: float
+    areas: tuple[float, ...]
+    optuna_areas: tuple[float, ...]
 
 
 def measure(progress: Progress) -> Mapping[str, object]:
@@ -91,72 +104,84 @@ def measure(progress: Progress) -> Mapping[str, object]:
     count = threads()
     rows = []
     with TemporaryDirectory(prefix="moexport-tune-") as folder:
-        for case in _cases(Path(folder), progress):
-            progress.step(case.name)
-            rows.append(asdict(_row(case, Path(folder), progress)))
+        for train in NETWORKS:
+            network = train(Path(folder), progress)
+            progress.step(network.title)
+            rows.append(asdict(row_of(network, Path(folder), progress, TUNE_S, OPTUNA_S)))
     return {"threads": count, "keep": KEEP, "rows": rows}
 
 
 def table(body: Any) -> str:
     """The results as Markdown."""
-    cells = [
-        (
-            row["name"],
-            row["uniform"],
-            f"{row['uniform_ms']:.3g}",
-            row["tuned"],
-            f"{row['tuned_ms']:.3g}",
-            f"{row['uniform_ms'] / row['tuned_ms']:.2f}×",
-            f"{row['uniform_kept']:.2%} / {row['tuned_kept']:.2%}",
-            f"{row['looks']} in {row['seconds']:.0f} s",
-            "never" if row["optuna_looks"] is None else row["optuna_looks"],
+    cells, fronts = [], []
+    for row in body["rows"]:
+        ours, theirs = row["areas"], row["optuna_areas"]
+        cells.append(
+            (
+                row["name"],
+                row["uniform"],
+                f"{row['uniform_ms']:.3g}",
+                f"{row['uniform_kept']:.2%}",
+                row["tuned"],
+                f"{row['tuned_ms']:.3g}",
+                f"{row['tuned_kept']:.2%}",
+                f"{row['uniform_ms'] / row['tuned_ms']:.2f}×",
+            )
         )
-        for row in body["rows"]
-    ]
-    heads = ("network", "best uniform", "ms", "tune", "ms", "faster", "kept, confirmed")
+        reached = next((at for at, area in enumerate(theirs, 1) if area >= ours[-1]), None)
+        whole = max(ours[-1], 1e-9)
+        same = theirs[min(len(ours), len(theirs)) - 1] / whole
+        fronts.append(
+            (
+                row["name"],
+                f"{row['seconds']:.0f}",
+                str(len(ours)),
+                f"{same:.0%}",
+                f"{theirs[-1] / whole:.0%} after {len(theirs)}",
+                "not reached" if reached is None else str(reached),
+            )
+        )
+    heads = ("network", "best uniform", "ms", "kept", "tune", "ms", "kept", "faster")
     gains = [row["uniform_ms"] / row["tuned_ms"] for row in body["rows"]]
+    searches = ("network", "s", "graphs", "Optuna's after as many", "at its end", "as good after")
     return (
-        f"Measured on {measured_on(body)}, {body['threads']} threads; at {body['keep']:.0%} kept, "
-        f"batch 1.\n\n{markdown((*heads, 'graphs', 'Optuna as good after'), cells)}\n\n"
-        f"The median is {np.median(gains):.2f} times as fast."
+        f"Measured on {measured_on(body)}, {body['threads']} threads; at least {body['keep']:.0%} "
+        f"kept, confirmed, batch 1.\n\n{markdown(heads, cells)}\n\n"
+        f"The median is {np.median(gains):.2f} times as fast.\n\n"
+        "The fronts, of log time and of what is kept above "
+        f"{FLOOR:.0%}: the area that Optuna's (TPE) dominates, as a share of that of `tune`.\n\n"
+        f"{markdown(searches, fronts)}"
     )
 
 
-def _cases(folder: Path, progress: Progress) -> Iterator[Case]:
+def _digits_network(training: digits.Training, folder: Path, progress: Progress) -> Network:
+    progress.step(f"training n = {training.experts}")
     data = digits.load_digits(test_share=0.5)
-    for training in (
-        digits.Training(16),
-        digits.Training(64),
-        digits.Training(
-            128, hidden=64, normalise=True, scale=16.0, epochs=6, batch=64, learning_rate=4e-3
-        ),
-    ):
-        progress.step(f"training n = {training.experts}")
-        path = folder / f"mnist-{training.experts}.pt"
-        digits.save(digits.train(training, data.train), path)
-        yield Case(f"MNIST network, n = {training.experts}", moexport.load(path), data.test)
+    path = folder / f"mnist-{training.experts}.pt"
+    digits.save(digits.train(training, data.train), path)
+    return Network(f"MNIST network, n = {training.experts}", moexport.load(path), data.test)
+
+
+def _vit(_: Path, progress: Progress, epochs: int = VIT_EPOCHS) -> Network:
     progress.step("training a ViT")
-    model, test = _vit(data)
-    yield Case("digits ViT, two layers of 8", model, test)
-    progress.step("training a mixer")
-    yield Case("muMoE mixer, four layers of 32", _mixer(data, folder / "mixer.pt"), data.test)
-
-
-def _vit(data: digits.Digits) -> tuple[Model, LabelledData]:
+    data = digits.load_digits(test_share=0.5)
     model = moexport.load(VIT, config={"num_heads": 4, "rest": "default"})
     wide = [replace(each, inputs=_as_colour(each.inputs)) for each in (data.train, data.test)]
     module = model.module.requires_grad_(True)
     torch.manual_seed(0)
-    optimiser = torch.optim.Adam(module.parameters(), lr=2e-3)
     images, labels = torch.from_numpy(wide[0].inputs), torch.from_numpy(wide[0].labels)
-    for _ in range(30):
+    optimiser = torch.optim.AdamW(module.parameters(), lr=3e-3, weight_decay=0.01)
+    batches = -(-len(images) // 64)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 3e-3, total_steps=epochs * batches)
+    for _epoch in range(epochs):
         for rows in torch.split(torch.randperm(len(images)), 64):
             optimiser.zero_grad()
             loss = F.cross_entropy(module(images[rows]), labels[rows])
             loss.backward()  # type: ignore[no-untyped-call]
             optimiser.step()
+            schedule.step()
     module.requires_grad_(False).eval()
-    return model, wide[1]
+    return Network("digits ViT, two layers of 8", model, wide[1])
 
 
 def _as_colour(images: np.ndarray) -> np.ndarray:
@@ -165,7 +190,10 @@ def _as_colour(images: np.ndarray) -> np.ndarray:
     return larger.expand(-1, 3, -1, -1).contiguous().numpy()
 
 
-def _mixer(data: digits.Digits, path: Path) -> Model:
+def _mixer(folder: Path, progress: Progress) -> Network:
+    progress.step("training a mixer")
+    data = digits.load_digits(test_share=0.5)
+    path = folder / "mixer.pt"
     torch.manual_seed(0)
     spec = MixerSpec(grid=(4, 4), patch=7, channels=1, dim=64, depth=2, classes=digits.CLASSES)
     images, labels = torch.from_numpy(data.train.inputs), torch.from_numpy(data.train.labels)
@@ -175,100 +203,134 @@ def _mixer(data: digits.Digits, path: Path) -> Model:
         for rows in torch.split(torch.randperm(len(images)), 64)
     ]
     save_mumoe(fit(trainable_mixer(spec, EXPERTS, (32, 128), 48), iter(batches), 250, 3e-3), path)
-    return moexport.load(path, config={"patch_size": spec.patch, "act": "entmax15"})
+    model = moexport.load(path, config={"patch_size": spec.patch, "act": "entmax15"})
+    return Network("muMoE mixer, four layers of 32", model, data.test)
 
 
-def _row(case: Case, folder: Path, progress: Progress) -> Row:
-    place = folder / case.name.replace(" ", "-").replace(",", "")
-    tuned = moexport.tune(case.model, case.data, place / "tuned", keep=KEEP, progress=progress)
-    uniform = _uniform(case, place, progress)
-    bundles = {"tuned": tuned.bundle, **{name: bundle for name, (bundle, _) in uniform.items()}}
+def _language_model(folder: Path, progress: Progress) -> Network:
+    place = folder / "experts"
+    place.mkdir()
+    experts.trained(place, progress)
+    model = moexport.load(place / experts.NAME)
+    data = token_windows(place / "test.txt", model, experts.LENGTH)
+    return Network("token-routed demo, three layers, 4 of 16", model, data)
+
+
+NETWORKS: tuple[Callable[[Path, Progress], Network], ...] = (
+    partial(_digits_network, digits.Training(16)),
+    partial(_digits_network, digits.Training(64)),
+    partial(
+        _digits_network,
+        digits.Training(
+            128, hidden=64, normalise=True, scale=16.0, epochs=6, batch=64, learning_rate=4e-3
+        ),
+    ),
+    _vit,
+    _mixer,
+    _language_model,
+)
+
+
+def row_of(
+    network: Network, folder: Path, progress: Progress, tune_s: float, optuna_s: float
+) -> Row:
+    """Returns what was found for a network, by searches of so many seconds."""
+    place = Path(folder) / network.title.replace(" ", "-").replace(",", "")
+    request = TuneRequest(keep=KEEP, seconds=tune_s)
+    began = time.monotonic()
+    job = Job.begin(
+        *(network.model, network.data, request, place / "work", progress, Clock(tune_s))
+    )
+    found = job.search(progress)
+    sequence, chosen = job.contract(found, progress)
+    tuned = job.written(chosen, sequence, place / "tuned", force=False, progress=progress)
+    seconds = time.monotonic() - began
+    uniform = _uniform(network, job, found, place, progress)
+    bundles = {"tuned": tuned, **{name: bundle for name, (bundle, _) in uniform.items()}}
     calls: dict[str, Callable[[int], object]] = {
-        name: partial(_call, bundle.session(), case.data) for name, bundle in bundles.items()
+        name: _call(bundle, network.data) for name, bundle in bundles.items()
     }
-    times = measure_calls(calls, PROTOCOL, title=case.name, progress=progress).latencies
+    times = measure_calls(calls, PROTOCOL, title=network.title, progress=progress).latencies
     best = min(uniform, key=lambda name: times[name].median)
-    ours, reached, share = _beside_optuna(case, folder, progress)
+    looks = list(found.looks)
+    theirs = _optuna(found, job, MORE * len(looks), optuna_s, progress)
+    sizes = {name: layer.spec.experts for name, layer in network.model.layers.items()}
     return Row(
-        name=case.name,
+        name=network.title,
+        untouched=found.base.quality.untouched,
         uniform=best,
         uniform_ms=times[best].median,
-        uniform_kept=uniform[best][1],
-        tuned=tuned.chosen.look.point.text(tuned.experts),
+        uniform_kept=uniform[best][1].kept,
+        tuned=chosen.look.point.text(sizes),
         tuned_ms=times["tuned"].median,
-        tuned_kept=tuned.chosen.quality.kept,
-        looks=ours,
-        seconds=tuned.seconds,
-        optuna_looks=reached,
-        share=share,
+        tuned_kept=chosen.quality.kept,
+        seconds=seconds,
+        areas=_areas(looks, found.base),
+        optuna_areas=_areas(theirs, found.base),
     )
 
 
-def _call(session: Any, data: LabelledData, index: int) -> object:
-    return session(data.batch(index, 1))
+def _call(bundle: moexport.Bundle, data: LabelledData) -> Callable[[int], object]:
+    session = bundle.session()
+    bound = [session.bound(data.batch(index, 1)) for index in range(PROTOCOL.inputs)]
+    return lambda index: bound[index]()
 
 
 def _uniform(
-    case: Case, place: Path, progress: Progress
-) -> dict[str, tuple[moexport.Bundle, float]]:
-    """The bundles of one k and precision that are confirmed, and what they keep."""
-    halves = Halves.of(case.data)
-    base, found = untouched(case.model), {}
-    confirming = list(halves.confirming())
-    outputs = [base.infer(x) for x, _ in confirming]
-    metric = metric_for(None, outputs[0], *confirming[0])
+    network: Network, job: Job, found: Found, place: Path, progress: Progress
+) -> dict[str, tuple[moexport.Bundle, Quality]]:
+    """The bundles of one k and precision that are confirmed as `tune`'s are, by their names."""
+    bundles: dict[str, moexport.Bundle] = {}
+    options, table = job.base.options, job.base.table
+    seen = set()
     for precision in PRECISIONS:
         for k in SHARES:
             name = f"k = {k}, {precision}"
-            progress.step(f"{case.name}: {name}")
             try:
-                bundle = moexport.export(
-                    case.model,
-                    place / f"{precision}-{k.replace('/', '')}",
-                    k=k,
-                    precision=precision,
-                    target="ort-cpu",
-                    data=halves.search.inputs[:256],
-                    verify=False,
+                asked = export_job(
+                    network.model,
+                    replace(options, k=parse_k(k), precision=PrecisionOptions(precision)),
+                    calibration=table if precision in RANGED else None,
+                    destination=place / f"{precision}-{k.replace('/', '-')}",
                 )
+                if (precision, *asked.k.values()) in seen:
+                    continue
+                seen.add((precision, *asked.k.values()))
+                bundles[name] = export(asked, traced=found.graphs.traces.of(asked))
             except MoexportError as error:
                 progress.step(f"{name}: {error.message}")
-                continue
-            session, tally = bundle.session(), Tally()
-            for (x, labels), y in zip(confirming, outputs, strict=True):
-                tally += metric.tally(session(x), y, x, labels)
-            quality = metric.quality(tally)
-            if quality.low >= KEEP:
-                found[name] = (bundle, quality.kept)
-    return found
+    qualities = _qualities(bundles, job, found, progress)
+    return {
+        name: (bundle, qualities[name])
+        for name, bundle in bundles.items()
+        if qualities[name].low >= KEEP or name == f"k = {SHARES[0]}, {PRECISIONS[0]}"
+    }
 
 
-def _beside_optuna(case: Case, folder: Path, progress: Progress) -> tuple[int, int | None, float]:
-    """How many graphs our search made, after how many Optuna's front was as good, and its share."""
-    request = TuneRequest(keep=KEEP)
-    with TemporaryDirectory(dir=folder) as own, TemporaryDirectory(dir=folder) as other:
-        found = Job.begin(case.model, case.data, request, Path(own), progress).search(progress)
-        job = Job.begin(case.model, case.data, request, Path(other), progress)
-        limit = MORE * len(found.looks)
-        theirs = _optuna(found, job, limit, progress)
-    area = partial(_area, base=found.base)
-    wanted = area(found.looks)
-    for count in range(1, len(theirs) + 1):
-        if area(theirs[:count]) >= wanted:
-            return len(found.looks), count, area(theirs[:count]) / wanted
-    return len(found.looks), None, area(theirs) / wanted
+def _qualities(
+    bundles: Mapping[str, moexport.Bundle], job: Job, found: Found, progress: Progress
+) -> dict[str, Quality]:
+    progress.step("confirming uniform exports")
+    metric, graphs = job.metric, found.graphs
+    tallies = {name: Tally() for name in bundles}
+    sessions = {name: bundle.session() for name, bundle in bundles.items()}
+    base = untouched(job.model)
+    for x, labels in graphs.whole(job.halves.confirming()):
+        outputs = base.infer(x)
+        for name, session in sessions.items():
+            tallies[name] += metric.tally(session(x), outputs, x, labels)
+    return {name: metric.quality(tally) for name, tally in tallies.items()}
 
 
-def _optuna(found: Found, job: Job, limit: int, progress: Progress) -> list[Look]:
-    """What Optuna looks at, over the same choices, with the layers' times known to both."""
+def _optuna(found: Found, job: Job, limit: int, seconds: float, progress: Progress) -> list[Look]:
+    """What Optuna looks at, over the same choices, with the layers' lowerings known to both."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     looks: list[Look] = []
 
     def objective(trial: Any) -> tuple[float, float]:
-        widths = ["fp32", *job.space.integers]
-        width = trial.suggest_categorical("width", widths)
+        width = trial.suggest_categorical("width", ["fp32", *job.space.integers])
         layers = []
         for name, listed in found.choices.items():
             at = trial.suggest_int(name, 0, len(listed) - 1)
@@ -282,6 +344,8 @@ def _optuna(found: Found, job: Job, limit: int, progress: Progress) -> list[Look
         around = trial.suggest_categorical("around in integers", [False, True])
         if around and width != "fp32" and AROUND in job.space.integers[width]:
             point = point.with_around(width)
+        if not found.graphs.times.knows(point):
+            raise optuna.TrialPruned  # there was no time to time such a layer
         look = found.graphs.look(point)
         looks.append(look)
         progress.advance(1)
@@ -290,15 +354,24 @@ def _optuna(found: Found, job: Job, limit: int, progress: Progress) -> list[Look
     sampler = optuna.samplers.TPESampler(seed=0)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
     progress.step(f"Optuna: {limit} graphs", total=limit)
-    study.optimize(objective, n_trials=limit, catch=(MoexportError,))
+    study.optimize(objective, n_trials=limit, timeout=seconds, catch=(MoexportError,))
     return looks
 
 
+def _areas(looks: Sequence[Look], base: Look) -> tuple[float, ...]:
+    """The area that the front dominates after each graph."""
+    return tuple(round(_area(looks[:count], base), 5) for count in range(1, len(looks) + 1))
+
+
 def _area(looks: Sequence[Look], base: Look) -> float:
-    """The area that a front dominates: over time in factors of the model as trained, and kept."""
+    """The area that a front dominates: over time in factors of the model as trained, and kept.
+
+    What keeps less than `FLOOR` adds nothing: nobody would deploy it.
+    """
     front = front_of([look for look in looks if look.ms <= base.ms], lambda look: look.ms)
     # From the fastest on: each adds the stretch of time up to the next slower one.
     area, edges = 0.0, [look.ms for look in front[::-1]] + [base.ms]
     for look, end in zip(front[::-1], edges[1:], strict=True):
-        area += float(np.log(end / look.ms)) * min(1.0, max(0.0, look.quality.kept))
+        height = min(1.0, max(0.0, look.quality.kept - FLOOR) / (1 - FLOOR))
+        area += float(np.log(end / look.ms)) * height
     return area

@@ -64,14 +64,15 @@ def run_experts_demo(directory: Path, progress: Progress, *, force: bool = False
     """
     transformers_library()
     return run_job(
-        *(directory, progress, _trained),
+        *(directory, progress, trained),
         force=force,
         command="moexport demo --family experts",
         remarks=(CAVEAT,),
     )
 
 
-def _trained(directory: Path, progress: Progress) -> Sequence[Group]:
+def trained(directory: Path, progress: Progress) -> Sequence[Group]:
+    """Trains the model into a folder, with its data; returns what is measured of it."""
     topics = python_topics()
     test = "\n\n".join(topics[::HELD_OUT])
     train = "\n\n".join(each for place, each in enumerate(topics) if place % HELD_OUT)

@@ -16,11 +16,17 @@ from moexport.common.console import Progress, Silent
 from moexport.errors import MoexportError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
+from moexport.exporter.job import export_job
 from moexport.exporter.model import Model
+from moexport.exporter.options import ExportOptions
+from moexport.exporter.plan import plan
+from moexport.exporter.trace import trace
 from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 from moexport.tune.confirm import ContractError
+from moexport.tune.request import TuneRequest
+from moexport.tune.space import Choice, Point, job_of
 from moexport.tune.tune import Tuned
 
 
@@ -238,12 +244,75 @@ def test_a_metric_that_returns_nan_is_named(model: Model, digits: Digits, tmp_pa
         ({"precision": "int8"}, "compared with FP32"),
         ({"target": "tensorrt-rtx"}, "engines"),
         ({"metric": "beauty"}, "no such metric"),
+        ({"precision": "fp32,fp16"}, "computes FP16 in FP32 on a CPU"),
+        ({"precision": "fp32,int8", "target": "ort-cuda"}, "--precision int8 for --target"),
     ],
 )
 def test_what_cannot_be_meant_is_refused(
     model: Model, digits: Digits, tmp_path: Path, asked: dict[str, object], said: str
 ) -> None:
     assert said in str(refused(model, digits.test, tmp_path, **asked))
+
+
+def noisy_score(outputs: np.ndarray, labels: np.ndarray) -> np.ndarray:
+    """A score of which a hundred inputs tell little."""
+    return np.where(outputs.argmax(axis=1) == labels, 1.0, 0.0)
+
+
+def test_a_share_that_the_model_as_trained_cannot_be_shown_to_keep_is_told_before_the_search(
+    model: Model, digits: Digits, tmp_path: Path
+) -> None:
+    steps = Steps()
+    error = refused(
+        model,
+        few(digits, 100),
+        tmp_path,
+        keep="99%",
+        metric=f"{__name__}:noisy_score",
+        precision="fp32",
+        progress=steps,
+    )
+    assert isinstance(error, ContractError)
+    assert "the model as trained, in FP32, keeps between" in error.message
+    assert "would decide" in str(error.hint)
+    assert not [told for told in steps.told if told.startswith(("trying", "searching"))]
+
+
+def test_two_bounds_that_contradict_each_other_are_both_named_with_the_nearest(
+    model: Model, digits: Digits, tmp_path: Path
+) -> None:
+    error = refused(
+        model,
+        digits.test,
+        tmp_path,
+        keep="97%",
+        max_latency="1us",
+        precision="fp32",
+        all_experts=True,
+        time="1s",
+        threads=1,
+    )
+    assert isinstance(error, ContractError)
+    assert "--keep 0.97 with --max-latency 0.001ms: nothing that was found meets it" in str(error)
+    assert "the nearest takes" in str(error)
+
+
+def test_floats_of_16_bits_are_tried_where_the_target_computes_them() -> None:
+    assert TuneRequest(target="ort-cuda").tried == ("fp32", "fp16")
+    assert TuneRequest(target="ort-cpu").tried == ("fp32", "int8", "int4")
+    point = Point((("a", Choice(2)), ("b", Choice(1)))).in_floats("fp16")
+    assert point.precision == "fp16"
+    assert point.quantize == "experts"
+    assert {choice.precision for _, choice in point.layers} == {"fp16"}
+
+
+def test_a_search_in_floats_of_16_bits_writes_graphs_of_them(model: Model, digits: Digits) -> None:
+    base = export_job(model, ExportOptions(target="ort-cuda", verify=False))
+    point = Point(tuple((name, Choice(2)) for name in model.layers)).in_floats("fp16")
+    job = job_of(base, point, dict.fromkeys(model.layers, "gather"))
+    assert job.options.precision.name == "fp16"
+    planned = plan(job, trace(base.model), None)
+    assert {each.precision for each in planned.precision.layers.values()} == {"fp16"}
 
 
 def test_a_bound_that_nothing_meets_names_the_nearest(
