@@ -8,6 +8,7 @@ python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from e
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
 python docs/refresh.py paper        the tables and figures of docs/paper.md, from perf/results
 python docs/refresh.py calibration  the tables of docs/calibration.md, from the same
+python docs/refresh.py tune         the table of docs/tune.md, from perf/results
 python docs/refresh.py performance  the tables and charts of docs/performance.md, the tables of
                                     docs/history.md, and those of docs/one-run.md from those of a
                                     whole `make bench`
@@ -41,7 +42,7 @@ from moexport.docs import performance_page, results_schema, site_hooks
 from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import LOWERINGS as LOWERINGS_OF_LAYERS
 from moexport.graphs.lowerings.cost import GPUS, Work
-from moexport.perf import auto, cache, calibration, models, mumoe, scale, startup
+from moexport.perf import auto, cache, calibration, models, mumoe, scale, startup, tune
 from moexport.perf.__main__ import BENCHMARKS
 from moexport.perf.measure import kept, measured_on
 from moexport.perf.tables import integer_table, integer_targets_table, layer_table, targets_table
@@ -374,6 +375,12 @@ def refresh_cache() -> None:
     replace_marked(ROOT / "docs" / "mumoe.md", "cache", found + "\n")
 
 
+def refresh_tune() -> None:
+    """Puts what `tune` found, beside uniform exports and Optuna, into its page."""
+    body = kept(BENCHMARKS["tune"].file)
+    replace_marked(ROOT / "docs" / "tune.md", "tune", tune.table(body) + "\n")
+
+
 def replace_marked(page: Path, name: str, content: str) -> None:
     """Puts content between a page's `<!-- name -->` and `<!-- /name -->`."""
     text = page.read_text(encoding="utf-8")
@@ -397,6 +404,8 @@ if __name__ == "__main__":
             refresh_calibration()
         case ["paper"]:
             refresh_paper()
+        case ["tune"]:
+            refresh_tune()
         case ["performance"]:
             refresh_performance()
         case _:
