@@ -22,6 +22,9 @@ const unique = values => [...new Set(values)];
 const least = (list, of) => list.reduce((a, b) => (of(b) < of(a) ? b : a));
 const shown = value => value >= 100 ? value.toFixed(0) : value.toPrecision(3);
 const percent = share => (100 * share).toFixed(1).replace(/\.0$/, "") + "%";
+// Two ends of an interval: with more digits where it is narrow.
+const between = ({ low, high }) => percent(low) !== percent(high) ? `${percent(low)} to ${percent(high)}`
+  : `${(100 * low).toFixed(2)}% to ${(100 * high).toFixed(2)}%`;
 const number = value => value.toLocaleString("en", { maximumFractionDigits: 0 });
 // Plotly reads a little HTML in its texts; names out of files are no HTML.
 const plain = text => String(text).replace(/&/g, "&amp;").replace(/</g, "&lt;");
@@ -124,7 +127,7 @@ function detail(row) {
   const words = [`${row.name}, ${row.sizes}: ${shown(row.ms)} ms`];
   if (base && base.ms !== null) words[0] += ` against ${shown(base.ms)} ms in PyTorch`;
   if (row.keptRange) {
-    words.push(`95% interval of the ${row.perplexity ? "perplexity" : "accuracy"} kept: ${percent(row.keptRange.low)} to ${percent(row.keptRange.high)}`);
+    words.push(`95% interval of the ${row.perplexity ? "perplexity" : "accuracy"} kept: ${between(row.keptRange)}`);
   }
   return words.join("; ") + ".";
 }
@@ -219,8 +222,8 @@ function deploy(chosen) {
   const known = timed().filter(row => row.kept !== null);
   byId("deploy-figure").hidden = !known.length;
   if (!known.length) return;
-  const token = known.some(row => row.perplexity);
-  byId("deploy-title").textContent = `What can be deployed: ${token ? "perplexity" : "accuracy"} over latency`;
+  byId("keep-option").textContent = `${quality()} kept, at least`;
+  byId("deploy-title").textContent = `What can be deployed: ${quality()} over latency`;
   const front = [];
   for (const row of [...known].sort((a, b) => a.ms - b.ms || b.kept - a.kept)) {
     if (!front.length || row.kept > front.at(-1).kept) front.push(row);
@@ -250,7 +253,7 @@ function deploy(chosen) {
     : at > 0 && at < Infinity ? [{ ...line, yref: "paper", y0: 0, y1: 1, x0: at, x1: at }] : [];
   draw("deploy", traces, { shapes, annotations: labels("deploy", known, front, x, y),
     xaxis: axis({ type: "log", range: x, title: { text: "median latency, ms (log)" }, ...steps(...x) }),
-    yaxis: axis({ ...shares(y), title: { text: token ? "perplexity kept" : "accuracy kept" } }) },
+    yaxis: axis({ ...shares(y), title: { text: `${quality()} kept` } }) },
   `Accuracy over latency of ${known.length} rows; on the front: ` + front.map(row =>
     `${row.untouched ? "PyTorch" : "k = " + row.k} ${shown(row.ms)} ms ${percent(row.kept)}`).join("; "));
 }
@@ -332,17 +335,23 @@ function series(list) {
   });
 }
 
+const quality = () => rows.some(row => row.perplexity) ? "perplexity" : "accuracy";
+
+// Lines with the same values stand beside one another: those over k by a part of the axis' margin.
+const aside = (k, pad, index) => k * 2 ** (0.4 * pad * index);
+
 function overK(chosen) {
   const list = candidates(), all = timed();
   byId("overk-figure").hidden = !list.length;
   if (!list.length) return;
   const ks = unique(list.map(row => row.k)).sort((a, b) => a - b);
   const both = all.some(row => row.kept !== null), log = logarithmic();
+  byId("overk-title").textContent = "Latency" + (both ? ` and ${quality()}` : "") + " by k";
   byId("overk").classList.toggle("double", both);
   const pad = 0.04 * Math.max(1, Math.log2(ks.at(-1) / ks[0]));
   const x = [Math.log10(ks[0]) - pad, Math.log10(ks.at(-1)) + pad], ends = x.map(v => 10 ** v);
   const top = log ? Infinity : topOf(all), dash = colour("--reference");
-  const named = series(list), lines = [], aside = (k, index) => k * 2 ** (0.4 * pad * index);
+  const named = series(list), lines = [];
   const traces = [];
   const across = (value, row, yaxis) => traces.push({ x: ends, y: [value, value], yaxis, mode: "lines",
     name: row.name, text: [told(row), told(row)], hovertemplate: "%{text}<extra></extra>",
@@ -386,7 +395,7 @@ function overK(chosen) {
     }
     // Precisions mostly agree: beside one another all can be seen.
     lines.forEach((group, index) => traces.push(marks(group, { yaxis: "y2",
-      x: group.map(row => aside(row.k, index)), y: group.map(row => row.kept), name: group[0].name,
+      x: group.map(row => aside(row.k, pad, index)), y: group.map(row => row.kept), name: group[0].name,
       mode: "lines+markers", line: { color: tint(group[0]), width: 1.8 },
       marker: { color: tint(group[0]), symbol: group.map(symbol), size: 7 },
       error_y: bars(group.map(row => (row.keptRange?.high ?? row.kept) - row.kept),
@@ -395,7 +404,7 @@ function overK(chosen) {
   if (chosen) {
     traces.push(ring(chosen.k, chosen.ms));
     const place = lines.findIndex(each => each.some(row => ["precision", "k", "kept"].every(one => row[one] === chosen[one])));
-    if (both && chosen.kept !== null) traces.push(ring(aside(chosen.k, Math.max(0, place)), chosen.kept, { yaxis: "y2" }));
+    if (both && chosen.kept !== null) traces.push(ring(aside(chosen.k, pad, Math.max(0, place)), chosen.kept, { yaxis: "y2" }));
   }
   const kept = all.filter(row => row.kept !== null);
   const low = Math.min(shownThreshold(), ...kept.map(row => Math.min(row.kept, row.keptRange?.low ?? 1)));
@@ -409,10 +418,10 @@ function overK(chosen) {
   const shapes = !both || goal() !== "accuracy" ? [] : [{ type: "line", yref: "y2", xref: "paper", x0: 0, x1: 1,
     y0: threshold() / 100, y1: threshold() / 100, line: { color: colour("--accent"), width: 1.2, dash: "dash" } }];
   draw("overk", traces, { shapes, yaxis, ...both && { yaxis2: axis({ domain: [0, 0.46],
-    ...shares([Math.max(-0.02, low - room), high + room]), title: { text: "accuracy kept" } }) },
+    ...shares([Math.max(-0.02, low - room), high + room]), title: { text: `${quality()} kept` } }) },
     xaxis: axis({ type: "log", range: x, tickvals: ks, ticktext: ks.map(String), anchor: both ? "y2" : "y",
       showgrid: true, title: { text: `experts computed, k of ${list[0].experts}` } }) },
-  "Latency" + (both ? " and accuracy" : "") + ` for k = ${ks.join(", ")}; the table below holds the numbers`);
+  "Latency" + (both ? ` and ${quality()}` : "") + ` for k = ${ks.join(", ")}; the table below holds the numbers`);
 }
 
 function throughput(chosen) {
@@ -514,15 +523,16 @@ function tokensOverK(id, list, value, range, title, chosen) {
       text: [told(row), told(row)], hovertemplate: "%{text}<extra></extra>",
       line: { color: colour("--reference"), width: 1.8, dash: "dash" } });
   }
-  for (const group of series(own)) {
+  series(own).forEach((group, index) => {
     const color = tint(group[0]), dash = group[0].engine.startsWith("pytorch") ? "dot" : "solid";
-    traces.push(marks(group, { x: group.map(row => row.k), y: group.map(value), name: group[0].name,
+    traces.push(marks(group, { x: group.map(row => aside(row.k, pad, index)), y: group.map(value), name: group[0].name,
       mode: "lines+markers", line: { color, dash, width: 1.8 }, marker: { color, symbol: group.map(symbol), size: 7 },
       error_y: { type: "data", symmetric: false, thickness: 1.2, width: 3,
         array: group.map(row => Math.max(0, range(row)[1] - value(row))),
         arrayminus: group.map(row => Math.max(0, value(row) - range(row)[0])) } }));
-  }
-  if (chosen) traces.push(ring(chosen.k, value(chosen)));
+  });
+  const place = series(own).findIndex(group => group.includes(chosen));
+  if (chosen) traces.push(ring(aside(chosen.k, pad, Math.max(0, place)), value(chosen)));
   const ends = list.flatMap(range), logs = [Math.log10(Math.min(...ends)), Math.log10(Math.max(...ends))];
   const far = logs[1] - logs[0] > Math.log10(6), room = 0.08 * Math.max(0.02, logs[1] - logs[0]);
   const y = [logs[0] - room, logs[1] + room], span = Math.max(...ends) - Math.min(...ends);
@@ -638,7 +648,7 @@ const COLUMNS = [
   && (!["Batch", "Model", "Phase"].includes(name) || unique(rows.map(value)).length > 1));
 
 function title(name, row) {
-  if (name === "Kept" && row.keptRange) return `95%: ${percent(row.keptRange.low)} to ${percent(row.keptRange.high)}`;
+  if (name === "Kept" && row.keptRange) return `95%: ${between(row.keptRange)}`;
   if (name === data.gpu && row.device_ms) return `p90 ${shown(row.device_ms.p90)}, p99 ${shown(row.device_ms.p99)}, spread ${
     (100 * row.device_spread).toFixed(0)}%`;
   return name === "× limit" ? row.limit_told : name === "Speed" && !row.told ? "within the spread: no difference" : "";
