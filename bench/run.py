@@ -47,7 +47,7 @@ from .report.compare import compare
 from .report.page import write_all
 from .results import PYTORCH_COMPILE, Absent, ModelInfo, Part, Results, Row
 from .runners.available import Serves, parse_engines, select
-from .runners.base import Loader, Runner, first_of
+from .runners.base import Loader, Runner
 from .runners.candidates import Sweep, candidates_of, check_exported, parse_ks, parse_precisions
 from .runners.pytorch import CUDA, PyTorch, loaders, outputs_of, untouched, without_tf32
 
@@ -305,14 +305,18 @@ class Measurement:
         """Measures everything; returns the rows, group by group."""
         opening = loaders(self.candidate, self.settings.batches)
         limits = None
-        if self.settings.limits and len(self.candidate.model.inputs) == 1:
-            limits = Limits(self.candidate, first_of(self.head.batch(0, 1)), opening)
+        if self.settings.limits and not self.candidate.phases:
+            limits = Limits(self.candidate, self.head.batch(0, 1), opening)
         runners = self._evaluated(opening)
         memories = self._memories({c: opening[c] for c in runners})
         rows = []
         for group in self.groups:
             if group.model != self.candidate.name:
                 continue
+            if self.settings.limits and group.phase is not None:
+                base = untouched(self.candidate.model)
+                x: Inputs = phase_inputs(group.phase, self.head.batch(0, 1), base)
+                limits = Limits(self.candidate, x, opening)
             measured = self._measured(group, runners, limits)
             of_cases = self._limits(group, limits, measured)
             for case in group.cases:

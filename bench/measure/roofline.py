@@ -27,10 +27,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from ...calibration.feeds import Array
 from ...common import timing
 from ...common.onnx_runtime import ort
 from ...errors import TraceError
+from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model
 from ...exporter.trace import layers_as_nodes
 from ...graphs.lowerings.cost import AnyWork, WorkOf
@@ -53,6 +53,8 @@ SMALLEST_STREAM_BYTES = 1 << 20  # of less, the sum that measures the bandwidth 
 
 SQUARE = 1024
 """Rows of the matrices whose product is timed: 20 ms on a core, at the rate of larger ones."""
+
+INT4_UNCOUNTED = "what INT4 weights take at least is not counted"
 
 NO_GPU_RATES = "the rates of a GPU are not measured"
 
@@ -120,8 +122,8 @@ class ModelWork:
         return (*backbone, *layers)
 
 
-def work_of(model: Model, x: np.ndarray) -> ModelWork:
-    """Returns what one of the inputs x [b, …] asks of a model.
+def work_of(model: Model, x: Inputs) -> ModelWork:
+    """Returns what one of the inputs x [b, …] asks of a model, of several the first of each.
 
     PyTorch counts the multiply-adds of matrix products, convolutions and attention. Raises
     `TraceError` that names the operators where the backbone calls others that multiply.
@@ -130,19 +132,23 @@ def work_of(model: Model, x: np.ndarray) -> ModelWork:
 
     def note(name: str, node: nn.Module, inputs: tuple[Any, ...]) -> None:
         as_tokens: Callable[[Tensor], Tensor] = node.tokens  # type: ignore[assignment]
-        tokens[name] = prod(as_tokens(inputs[0]).shape[1:-1])  # m of [b, m, d], or one of [b, d]
+        shape = as_tokens(inputs[0]).shape
+        # m of [b, m, d], or one of [b, d]; where tokens are routed b·m of them, of one input.
+        tokens[name] = prod(shape[:-1] if routes[name] else shape[1:-1])
 
-    names = list(model.layers)  # not to be found while nodes stand in their places
+    arrays = [x] if isinstance(x, np.ndarray) else completed(x, model.inputs).values()
+    # Layers are not to be found while nodes stand in their places.
+    routes = {name: layer.spec.routes_tokens for name, layer in model.layers.items()}
     with layers_as_nodes(model.module) as backbone, torch.inference_mode(), _plain_attention():
         hooks = [
             backbone.get_submodule(name).register_forward_pre_hook(partial(note, name))
-            for name in names
+            for name in routes
         ]
         reads = _Reads(backbone)
         try:
             # The later mode is asked first: it takes apart what the earlier one then sees.
             with reads, FlopCounterMode(display=False) as counter:
-                backbone(torch.from_numpy(np.ascontiguousarray(x[:1])))
+                backbone(*(torch.from_numpy(np.ascontiguousarray(each[:1])) for each in arrays))
         finally:
             for hook in hooks:
                 hook.remove()
@@ -215,11 +221,14 @@ def layer_parts(
     """Yields a layer's two kinds of work on one batch: passes over the tokens, and the experts.
 
     The tokens [b, m, d] are read and the outputs [b, m, o] written once. Experts that nobody chose
-    are not read; with b·k ≥ n all are taken to be in use. A layer that chooses no sets of experts
-    is one step, of which INT8 makes two: what it quantises, and the rest.
+    are not read; with b·k ≥ n all are taken to be in use, and where tokens are routed as many as
+    they would choose evenly. A layer that chooses no sets of experts is one step, of which INT8
+    makes two: what it quantises, and the rest.
     """
     spec, macs = work.spec, work.spec.macs(work.tokens, work.k)
     active = min(spec.experts, work.selections) if spec.chooses_sets else work.k
+    if spec.routes_tokens:
+        active = round(work.expected_active)
     share = number_bytes / FP32_BYTES
     moved = number_bytes * work.batch * work.tokens * (spec.dim + spec.out)
     experts_macs = work.batch * sum(macs.get(part, 0) for part in spec.quantized_parts)
@@ -323,7 +332,7 @@ class Limits:
     model's weights hold: what fits in a cache is read at its rate, by the model and by them.
     """
 
-    def __init__(self, candidate: Candidate, x: Array, cases: Iterable[Case]) -> None:
+    def __init__(self, candidate: Candidate, x: Inputs, cases: Iterable[Case]) -> None:
         self._machine = Microbenchmarks(
             torch.get_num_threads(),
             stream_bytes=min(max(candidate.weights_bytes, SMALLEST_STREAM_BYTES), STREAM_BYTES),
@@ -331,8 +340,14 @@ class Limits:
             integer=any(c.precision == "int8" for c in cases),
         )
         self.benchmarks = self._machine.calls
-        axes = zip(candidate.model.input.shape, (1, *x.shape[1:]), strict=False)
-        self._sizes = {name: size for name, size in axes if isinstance(name, str)}
+        given = {candidate.model.input.name: x} if isinstance(x, np.ndarray) else x
+        self._sizes = {
+            axis: size
+            for spec in candidate.model.inputs
+            if spec.name in given
+            for axis, size in zip(spec.shape, (1, *given[spec.name].shape[1:]), strict=False)
+            if isinstance(axis, str)
+        }
         self._work: ModelWork | str  # or why it is not known
         try:
             self._work = work_of(candidate.model, x)
@@ -356,6 +371,8 @@ class Limits:
         """
         if isinstance(self._work, str):
             return Limit(reason=self._work)
+        if case.precision == "int4":
+            return Limit(reason=INT4_UNCOUNTED)
         layers = self._work.model.layers
         ks = {name: min(case.k, layer.spec.experts) for name, layer in layers.items()}
         floating = frozenset() if graph is None else graph.floating

@@ -18,6 +18,7 @@ from moexport.bench.language import (
     targets_of,
     token_windows,
 )
+from moexport.bench.measure.roofline import work_of
 from moexport.bench.metrics import RoutingOverlap
 from moexport.bench.plan import Phase
 from moexport.bench.report.page import export_command, payload
@@ -99,6 +100,26 @@ def test_each_engine_has_a_row_for_each_k_phase_and_batch_it_can_run(found: Resu
             assert row.latency_ms is not None and row.tokens is not None
             rate = 1e3 * batch * row.tokens / row.latency_ms.median
             assert row.tokens_per_s == pytest.approx(rate)
+            assert row.no_limit is None and row.limit_ms is not None
+
+
+def test_the_work_of_a_prompt_is_counted_in_its_backbone_and_its_chosen_experts(
+    model: Model,
+) -> None:
+    m, past = 5, 3
+    cache = np.zeros((2, 2, past, 8), np.float32)
+    names = ("past_key_values.0.key", "past_key_values.0.value")
+    work = work_of(model, {"input_ids": np.zeros((2, m), np.int64), **dict.fromkeys(names, cache)})
+    attention, router, head = 2 * 32 * 32 + 2 * 32 * 16, 32 * 8, 32 * 300
+    scores = 2 * 4 * 8 * m * (m + past)
+    assert work.backbone_macs == m * (attention + router + head) + scores
+    (name,) = model.layers
+    assert work.tokens == {name: m}
+    (_, one), (_, both) = (work.parts({name: k}, batch=1) for k in (1, 2))
+    expert = 3 * 32 * 24
+    assert both.macs == 2 * one.macs == 2 * m * (expert + 32)
+    active = round(8 * (1 - (1 - 2 / 8) ** m))
+    assert both.bytes == 4 * (active * expert + 2 * m * 32)
 
 
 def test_perplexity_is_that_of_the_library_with_the_same_k(folder: Path, found: Results) -> None:
