@@ -700,31 +700,85 @@ def bench(
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
     check_pytorch("a benchmark")
-    from .bench.run import BenchRequest, sweep
+    from .bench.run import BenchRequest, opened, sweep
     from .common.writing import check_folder
     from .exporter.bundle.bundle import Bundle
-    from .exporter.bundle.manifest import is_bundle
     from .exporter.model import Model
 
     if out is not None:
         asked["out"] = Path(out)
         check_folder(asked["out"])
-    # A folder of images by class can be read once the model has said its size, not before.
-    images = (
-        isinstance(data, str | Path) and Path(data).is_dir() and not any(Path(data).glob("*.npy"))
-    ) or pixels is not None
-    example = data if isinstance(data, str | Path) and not images else None
-
-    def opened(each: Model | Bundle | AnyPath) -> Model | Bundle:
-        if isinstance(each, Model | Bundle):
-            return each
-        if is_bundle(each):
-            return Bundle.open(each)
-        return load(each, progress=progress, **{"example": example, **loading})
-
     listed = [models] if isinstance(models, Model | Bundle | str | Path) else models
     del asked["models"], asked["loading"]
-    return sweep([opened(each) for each in listed], BenchRequest(**asked))
+    return sweep(opened(listed, data, pixels, loading, progress), BenchRequest(**asked))
+
+
+def bench_on_ray(
+    models: AnyPath | Sequence[AnyPath],
+    *,
+    ray: str = "auto",
+    on: str | Sequence[str] = ("CPU",),
+    out: AnyPath | None = None,
+    **options: Any,
+) -> dict[str, Results]:
+    """Measures models and bundles on the nodes of a Ray cluster; returns results by kind of node.
+
+    Every node must have moexport, and read models and data by the same paths or URLs.
+
+    Args:
+        models: what names models and bundles; one or a list.
+        ray: the address of the cluster; auto is that of this machine, local starts one ("auto").
+        on: the resources that tell the kinds of node to measure on: CPU, accelerator_type:L4, ...
+            (("CPU",)).
+        out: a folder for results and report; with several kinds of node one folder for each, and a
+            table of all (None: nothing is written).
+        **options: those of `bench`.
+
+    Raises:
+        UsageError: before anything is measured, if an argument is invalid.
+        ClusterError: the cluster cannot be reached, lacks a resource, or loses its nodes.
+    """
+    check_pytorch("a benchmark")
+    from .bench.cluster import sweep_on_ray
+    from .bench.report.kinds import folder_of, write_kinds
+    from .bench.report.page import write_all
+    from .bench.run import BenchRequest
+    from .common.writing import check_folder, make_folder
+
+    listed = [models] if isinstance(models, str | Path) else models
+    given = introspection.signature(bench).bind(listed, **options)
+    given.apply_defaults()
+    asked = given.arguments
+    loading = asked.pop("loading")
+    del asked["models"]
+    kinds = list(dict.fromkeys([on] if isinstance(on, str) else on))
+    place = None if out is None else Path(out)
+    if place is not None:
+        check_folder(place)
+
+    def keep(kind: str, results: Results) -> None:
+        if place is not None:
+            folder = place if len(kinds) == 1 else place / folder_of(kind)
+            make_folder(folder)
+            write_all(results, folder)
+
+    def everywhere(where: Any) -> Any:
+        """A path as nodes with another working directory see it."""
+        here = isinstance(where, str | Path) and Path(where).exists()
+        return str(Path(where).absolute()) if here else where
+
+    asked["data"] = everywhere(asked["data"])
+    found = sweep_on_ray(
+        [str(everywhere(each)) for each in listed],
+        BenchRequest(**asked),
+        loading,
+        address=ray,
+        on=kinds,
+        keep=keep,
+    )
+    if place is not None and len(found) > 1:
+        write_kinds(found, place)
+    return found
 
 
 def paper(

@@ -100,6 +100,12 @@ class LocationError(MoexportError):
     HINT = "check the URL and the connection, or copy the files and give their path"
 
 
+class ClusterError(MoexportError):
+    """A Ray cluster cannot be reached, or cannot do what is asked of it."""
+
+    HINT = "docs/scale-out.md says what a cluster needs"
+
+
 class OutputError(MoexportError):
     """A file or folder cannot be written."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -70,6 +71,18 @@ class EvaluationState:
             "parity": sums.parity.parity(),
         }
 
+    def __add__(self, later: EvaluationState) -> EvaluationState:
+        """The state after the samples of both; of a case that failed the first reason."""
+        sums = dict(self.sums)
+        for label, each in later.sums.items():
+            sums[label] = sums.get(label, QualitySums()) + each
+        return EvaluationState(
+            self.seen + later.seen,
+            self.untouched + later.untouched,
+            sums,
+            later.failures | self.failures,
+        )
+
 
 def evaluate(
     runners: Mapping[Case, Runner],
@@ -92,6 +105,53 @@ def evaluate(
     """
     progress = progress or Silent()
     state = state or EvaluationState()
+    known = data.samples
+    total = known if known is None or limit is None else min(known, limit)
+    batches = _batches(runners, candidate, data, batch, limit)
+    progress.step(f"{candidate.name}: accuracy, routing and parity", total=total or limit)
+    progress.advance(state.seen)
+    done, saved = 0, time.monotonic()
+    for size, after in batches:
+        done += size
+        if done <= state.seen:
+            continue
+        state = after(state)
+        progress.advance(size)
+        if time.monotonic() - saved > SAVE_S:
+            keep(state)
+            saved = time.monotonic()
+    keep(state)
+    return state
+
+
+def evaluate_share(
+    runners: Mapping[Case, Runner],
+    candidate: Candidate,
+    data: Labelled,
+    batch: int,
+    *,
+    limit: int | None,
+    share: tuple[int, int],
+) -> dict[int, EvaluationState]:
+    """Returns the sums of some batches, each apart by its number: of every s-th, from the i-th on.
+
+    `share` is (i, s). The states of all batches, added in their order, are what `evaluate` returns.
+    """
+    first, step = share
+    batches = enumerate(_batches(runners, candidate, data, batch, limit))
+    return {
+        number: after(EvaluationState()) for number, (_, after) in batches if number % step == first
+    }
+
+
+def _batches(
+    runners: Mapping[Case, Runner],
+    candidate: Candidate,
+    data: Labelled,
+    batch: int,
+    limit: int | None,
+) -> Iterator[tuple[int, Callable[[EvaluationState], EvaluationState]]]:
+    """Yields the size of each batch of an evaluation, and what adds its sums to a state."""
     model, name = candidate.model, candidate.name
     base = untouched(model)
     references = {
@@ -102,26 +162,15 @@ def evaluate(
     if not len(first):
         raise FeedError("the data hold no samples", hint="give at least one input")
     fitting = max(1, OUTPUT_BYTES // max(1, outputs_of(base, first.batch(0, 1), name).nbytes))
-    known = data.samples
-    total = known if known is None or limit is None else min(known, limit)
-    progress.step(f"{name}: accuracy, routing and parity", total=total or limit)
-    progress.advance(state.seen)
-    done, saved = 0, time.monotonic()
     foretells = len(model.inputs) == 1 or is_language_model(model)
     judge = _Judge(foretells, model.input.below)
-    for inputs, labels in data.stream(min(batch, fitting), limit):
-        size = len(first_of(inputs))
-        done += size
-        if done <= state.seen:
-            continue
+
+    def after(state: EvaluationState, inputs: Inputs, labels: Labels | None) -> EvaluationState:
         x = np.ascontiguousarray(inputs) if isinstance(inputs, np.ndarray) else inputs
-        state = _after(state, runners, outputs_of(base, x, name), references, x, labels, judge)
-        progress.advance(size)
-        if time.monotonic() - saved > SAVE_S:
-            keep(state)
-            saved = time.monotonic()
-    keep(state)
-    return state
+        return _after(state, runners, outputs_of(base, x, name), references, x, labels, judge)
+
+    for inputs, labels in data.stream(min(batch, fitting), limit):
+        yield len(first_of(inputs)), partial(after, inputs=inputs, labels=labels)
 
 
 def _has_own_reference(case: Case, candidate: Candidate) -> bool:

@@ -133,7 +133,8 @@ class Row:
     second. `peak_memory_mb` is the largest resident set of a process that opens the engine and runs
     batches of this size, `runtime_memory_mb` what that process held before it opened anything.
     `computed_in` is what the matrix products were computed in, for engines that tell it. A row that
-    failed has `error` and no numbers.
+    failed has `error` and no numbers. `node` names the machine of a cluster on which the row was
+    timed; the protocol's `nodes` tell the environment of each.
     """
 
     engine: str
@@ -164,6 +165,7 @@ class Row:
     past: int | None = None
     tokens_per_s: float | None = None
     computed_in: str | None = None
+    node: str | None = None
 
     @property
     def is_reference(self) -> bool:

@@ -28,6 +28,8 @@ from ..common.files import sha256
 from ..common.writing import check_folder, make_folder
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
+from ..exporter.bundle.manifest import is_bundle
+from ..exporter.checkpoints.load import load
 from ..exporter.inputs import Inputs, check_array
 from ..exporter.model import Model, check_one_input
 from ..exporter.options import parse_lowerings
@@ -73,19 +75,25 @@ def bench(
     absent: Sequence[Absent] = (),
     before: Results | None = None,
     analyses: Mapping[str, Any] | None = None,
+    only: int | None = None,
+    known: Mapping[str, EvaluationState] | None = None,
 ) -> Results:
     """Returns every row of a benchmark; with `out`, writes results.json, report and figures there.
 
     A case that cannot be opened, evaluated or timed becomes a row with its error. `absent`
     names the engines that are not measured; with `before` the report tells what changed; `analyses`
-    is what else was found, for the results. Raises UsageError and FeedError, before anything is
-    opened, for what cannot be measured at all.
+    is what else was found, for the results. `only` one of the batch sizes is timed where that is
+    said, and qualities that are `known` are not taken again, by the names of candidates. Raises
+    UsageError and FeedError, before anything is opened, for what cannot be measured at all.
     """
     progress = progress or Silent()
     if out is not None:
         check_folder(out)
     groups = plan(candidates, settings)
     head = data.head(max(settings.batches) * settings.protocol.inputs)
+    if only is not None:
+        groups = tuple(group for group in groups if group.batch == only)
+        settings = replace(settings, batches=(only,))
     for candidate in candidates:
         check_array(head.inputs, candidate.model.input, f"{candidate.name}: ")
     on_gpu = any(c.provider == CUDA for group in groups for c in group.cases)
@@ -117,6 +125,7 @@ def bench(
         }
         for candidate in candidates:
             one = Measurement(candidate, groups, data, head, settings, journal, progress)
+            one.known = (known or {}).get(candidate.name)
             rows += one.rows()
             protocol["samples"] = max(protocol["samples"], one.seen)
             for name, found in one.beside.items():
@@ -167,11 +176,75 @@ class BenchRequest:
     progress: Progress | None
 
 
-def sweep(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Results:
+def opened(
+    sources: Sequence[Model | Bundle | str | Path],
+    data: object,
+    pixels: str | None,
+    loading: Mapping[str, Any],
+    progress: Progress | None = None,
+) -> list[Model | Bundle]:
+    """Returns the models and bundles that are named; `loading` is what `load` takes besides."""
+    # A folder of images by class can be read once the model has said its size, not before.
+    place = Path(data) if isinstance(data, str | Path) else None
+    images = pixels is not None or (
+        place is not None and place.is_dir() and not any(place.glob("*.npy"))
+    )
+    example = None if images or place is None else data
+
+    def one(each: Model | Bundle | str | Path) -> Model | Bundle:
+        if isinstance(each, Model | Bundle):
+            return each
+        if is_bundle(each):
+            return Bundle.open(each)
+        if progress is not None:
+            progress.step(f"loading {each}")
+        return load(each, **{"example": example, **loading})
+
+    return [one(each) for each in sources]
+
+
+Prepared = tuple[list[Candidate], Labelled, Settings, tuple[Absent, ...]]
+"""Candidates and their data, how they are measured, and the engines that are not."""
+
+
+def sweep(
+    listed: Sequence[Model | Bundle],
+    asked: BenchRequest,
+    *,
+    only: int | None = None,
+    known: Mapping[str, EvaluationState] | None = None,
+) -> Results:
     """Returns every row of models and bundles, measured as asked; writes them where that is asked.
 
-    Raises `UsageError` and `FeedError`, before anything is measured, for what cannot be meant.
+    `only` and `known` are as in `bench`. Raises `UsageError` and `FeedError`, before anything is
+    measured, for what cannot be meant.
     """
+    watcher = asked.progress or Silent()
+    most = asked.max_subsets
+    wanted = Wanted(parse_analyses(asked.analysis), max_subsets=most) if asked.analysis else None
+    if most is not None and not (wanted and "subsets" in wanted.names):
+        raise UsageError(
+            f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
+        )
+    with prepared(listed, asked) as (candidates, data, settings, absent):
+        return bench(
+            candidates,
+            data,
+            settings,
+            out=asked.out,
+            command=asked.command,
+            progress=watcher,
+            absent=absent,
+            before=asked.before,
+            analyses=_analyses(candidates, data, wanted, asked, watcher),
+            only=only,
+            known=known,
+        )
+
+
+@contextmanager
+def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[Prepared]:
+    """Yields what a benchmark measures, exported, and how; raises what `sweep` raises."""
     watcher = asked.progress or Silent()
     if asked.analysis:
         for item in listed:
@@ -182,12 +255,6 @@ def sweep(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Results:
     for each in selection.absent:
         if each.engine in engines:
             watcher.step(f"not measured: {each.engine}: {each.reason}")
-    most = asked.max_subsets
-    wanted = Wanted(parse_analyses(asked.analysis), max_subsets=most) if asked.analysis else None
-    if most is not None and not (wanted and "subsets" in wanted.names):
-        raise UsageError(
-            f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
-        )
     # The same threads for every engine: PyTorch's own choice, unless told.
     threads = asked.threads or torch.get_num_threads()
     lists = Sweep(
@@ -217,17 +284,8 @@ def sweep(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Results:
             lists = replace(lists, calibration=data.head(CALIBRATION_INPUTS).inputs)
     with candidates_of(listed, lists, watcher) as candidates:
         data = data or data_of(candidates[0].model, asked)
-        return bench(
-            [in_phases(candidate, data, asked.tokens) for candidate in candidates],
-            data,
-            settings,
-            out=asked.out,
-            command=asked.command,
-            progress=watcher,
-            absent=selection.absent,
-            before=asked.before,
-            analyses=_analyses(candidates, data, wanted, asked, watcher),
-        )
+        phased = [in_phases(candidate, data, asked.tokens) for candidate in candidates]
+        yield phased, data, settings, selection.absent
 
 
 def _analyses(
@@ -300,6 +358,7 @@ class Measurement:
     qualities: dict[Case, dict[str, Any]] = field(default_factory=dict)
     failures: dict[Case, str] = field(default_factory=dict)
     computed_in: dict[Case, str | None] = field(default_factory=dict)
+    known: EvaluationState | None = None
 
     def rows(self) -> list[Row]:
         """Measures everything; returns the rows, group by group."""
@@ -389,7 +448,7 @@ class Measurement:
         """The quality of cases that are evaluated in one pass over the data."""
         keys = {"model": self.candidate.name, "group": group}
         found = self.journal.found("quality", **keys)
-        state = evaluate(
+        state = self.known or evaluate(
             runners,
             self.candidate,
             self.data,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 import typer
 
 from .. import api
-from ..common.console import show
+from ..common.console import Console, show
 from ..common.pytorch import check_pytorch
 from ..errors import UsageError
 from .options import (
@@ -46,6 +46,7 @@ class BenchFlags:
         "rounds": "How it is measured",
         "compare": "Comparison",
         "analysis": "Experts",
+        "ray": "Cluster",
     }
 
     k: Annotated[str, typer.Option(help="A list of numbers of experts: n,0.5,0.25 or 16,8,4.")] = (
@@ -113,6 +114,21 @@ class BenchFlags:
             metavar="ARRAY", help="Compare subgroups: an array of the .npz with the labels."
         ),
     ] = None
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Measure on the nodes of a Ray cluster: its address, auto (that of this machine) "
+            "or local.",
+        ),
+    ] = None
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RESOURCE",
+            help="A list of resources, a report for each: accelerator_type:L4 [default: CPU].",
+        ),
+    ] = None
 
 
 def bench(
@@ -169,6 +185,11 @@ def bench(
     given = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in _JUDGED}
     given["k"] = [part.strip() for part in flags.k.split(",") if part.strip()]
     given["batch"] = _sizes(flags.batch, "--batch")
+    if flags.ray is not None:
+        _bench_on_ray(models, flags, given | reading.given(), output, console, as_json=as_json)
+        return
+    if flags.on is not None:
+        raise UsageError(f"--on {flags.on}: there is no cluster", hint="name one with --ray")
     results = api.bench(
         models,
         **given,
@@ -187,8 +208,45 @@ def bench(
         console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
 
 
-_JUDGED = ("compare", "fail_if_slower")
-"""What is done with the results: nothing that is measured."""
+_JUDGED = ("compare", "fail_if_slower", "ray", "on")
+"""What is done with the results, and where: nothing that is measured."""
+
+
+def _bench_on_ray(
+    models: list[str],
+    flags: BenchFlags,
+    given: dict[str, Any],
+    output: Path,
+    console: Console,
+    *,
+    as_json: bool,
+) -> None:
+    from ..bench.report.kinds import folder_of, kinds_text
+    from ..bench.results import as_json as plain
+
+    if flags.compare is not None or flags.fail_if_slower is not None:
+        raise UsageError(
+            "--compare with --ray: machines of a cluster are not compared with earlier results",
+            hint="compare afterwards: moexport report NEW.JSON --compare OLD.JSON",
+        )
+    on = [part.strip() for part in (flags.on or "CPU").split(",") if part.strip()]
+    assert flags.ray is not None  # it was given
+    found = api.bench_on_ray(
+        models,
+        ray=flags.ray,
+        on=on,
+        out=output,
+        command=_command(),
+        progress=console,
+        **given,
+    )
+    console.finish()
+    if as_json:
+        show(json_text({kind: plain(results) for kind, results in found.items()}))
+        return
+    show(kinds_text(found))
+    folders = [output / folder_of(kind) for kind in found] if len(found) > 1 else [output]
+    show("\n" + "\n".join(f"report: {folder / 'report.html'}" for folder in folders))
 
 
 def _print_results(results: Results, text: str, output: Path, *, as_json: bool) -> None:

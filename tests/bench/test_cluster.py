@@ -1,0 +1,194 @@
+"""A benchmark on a Ray cluster of two nodes finds what one machine finds, and outlives a node."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from moexport import api
+from moexport.bench import cluster
+from moexport.bench.results import Results, read
+from moexport.errors import CheckpointError, ClusterError, MissingExtraError, UsageError
+from moexport.tests.command import run
+from moexport.tests.recorded import DATA
+
+WEIGHTS = str(DATA / "soft_moe_mnist" / "weights.pt")
+
+ray: Any = pytest.importorskip("ray", reason="the extra `ray` is not installed")
+
+from ray.cluster_utils import Cluster  # noqa: E402  where ray is installed alone
+
+QUICK: dict[str, Any] = {"rounds": 5, "round_s": 0.01, "memory": False, "parts": False}
+ASKED = QUICK | {"k": ["n", 1], "batch": [1, 2], "engine": "onnxruntime", "threads": 1}
+
+
+@pytest.fixture(scope="module")
+def nodes() -> Iterator[Any]:
+    """Two nodes of one CPU each; the second can be killed and another one added."""
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
+    started: Any = Cluster(initialize_head=True, head_node_args=head, connect=False)
+    started.add_node(num_cpus=1, object_store_memory=80 << 20, resources={"second": 1})
+    started.wait_for_nodes()
+    yield started
+    ray.shutdown()
+    started.shutdown()
+
+
+@pytest.fixture
+def connected(nodes: Any) -> None:
+    """A connection that calls share, as in a notebook: processes on the nodes are used again."""
+    if not ray.is_initialized():
+        ray.init(address=nodes.address, log_to_driver=False)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("data") / "x.npz"
+    rng = np.random.default_rng(0)
+    inputs = rng.standard_normal((150, *SHAPE)).astype(
+        np.float32
+    )  # three batches of the evaluation
+    np.savez(path, input=inputs, label=rng.integers(0, 10, 150))
+    return str(path)
+
+
+SHAPE = tuple(n for n in api.load(WEIGHTS).input.shape[1:] if isinstance(n, int))
+
+
+def values(results: Results) -> list[tuple[object, ...]]:
+    """What rows hold beside times."""
+    return [(r.identity, r.accuracy, r.routing, r.parity, r.error) for r in results.rows]
+
+
+def test_values_are_those_of_one_machine_and_times_are_of_one_node_although_a_node_is_killed(
+    nodes: Any, data: str, tmp_path: Path
+) -> None:
+    local = api.bench(WEIGHTS, data=data, **ASKED)
+    (doomed,) = nodes.worker_nodes
+    steps: list[str] = []
+
+    class Killer:
+        """Kills the second node while its first task runs: a process takes seconds to begin one."""
+
+        def step(self, text: str, total: int | None = None, unit: str = "") -> None:
+            if not steps:
+                kill = partial(nodes.remove_node, doomed, allow_graceful=False)
+                threading.Timer(1.0, kill).start()
+            steps.append(text)
+
+        def advance(self, count: int = 1) -> None:
+            pass
+
+    out = tmp_path / "out"
+    asked = ASKED | {"data": data, "out": out, "progress": Killer()}
+    found = api.bench_on_ray(WEIGHTS, ray=nodes.address, **asked)
+    assert doomed not in nodes.worker_nodes
+    assert any("2 nodes with CPU" in step for step in steps)
+    results = found["CPU"]
+    assert values(results) == values(local)
+    for batch in (1, 2):  # a ratio has times of one node alone
+        assert len({row.node for row in results.rows if row.batch == batch}) == 1
+    assert all(row.latency_ms is not None for row in results.rows)
+    machines = {each["node"]: each["environment"] for each in results.protocol["nodes"]}
+    assert {row.node for row in results.rows} == machines.keys()
+    assert all(each["cpu"]["cores"] for each in machines.values())
+    assert values(read(out / "results.json")) == values(results)
+    assert (out / "report.html").is_file()
+    nodes.add_node(num_cpus=1, object_store_memory=80 << 20, resources={"second": 1})
+    nodes.wait_for_nodes()
+
+
+def test_each_kind_of_node_has_its_report_and_one_table_says_which_k_on_which(
+    nodes: Any, connected: None, data: str, tmp_path: Path
+) -> None:
+    outcome = run(
+        *("bench", WEIGHTS, "-o", tmp_path / "out", "--ray", nodes.address, "--on", "second,CPU"),
+        *("--data", data, "--engine", "onnxruntime", "--k", "1", "--threads", "1"),
+        *("--no-memory", "--samples", "64"),
+    )
+    assert outcome.code == 0, outcome.err
+    table = (tmp_path / "out" / "kinds.md").read_text(encoding="utf-8")
+    for kind in ("second", "CPU"):
+        results = read(tmp_path / "out" / kind / "results.json")
+        assert (tmp_path / "out" / kind / "report.html").is_file()
+        assert len({row.node for row in results.rows}) == 1
+        assert results.command.startswith("moexport bench ")
+        assert f"| {kind} |" in table
+    assert f"{tmp_path / 'out' / 'second' / 'report.html'}" in outcome.out
+
+
+def test_what_a_cluster_cannot_do_is_said_at_once(
+    nodes: Any, connected: None, data: str, tmp_path: Path
+) -> None:
+    def bench(**asked: Any) -> None:
+        given = ASKED | {"data": data} | asked
+        api.bench_on_ray(given.pop("model", WEIGHTS), ray=nodes.address, **given)
+
+    started = time.monotonic()
+    with pytest.raises(ClusterError, match="--on accelerator_type:L4: no node") as caught:
+        bench(on="accelerator_type:L4")
+    assert caught.value.hint is not None
+    assert "its 2 nodes have CPU, memory, object_store_memory, second" in caught.value.hint
+    with pytest.raises(UsageError, match="--analysis with --ray"):
+        bench(analysis="retention")
+    with pytest.raises(UsageError, match="data in memory"):
+        bench(data=np.zeros((1, 3), np.float32))
+    with pytest.raises(UsageError, match="two models have the same name"):
+        bench(model=[WEIGHTS, WEIGHTS])
+    assert time.monotonic() - started < 20
+    with pytest.raises(CheckpointError, match=r"gone\.pt: no such file"):  # a node's own words
+        bench(model=str(tmp_path / "gone.pt"))
+
+
+def test_cells_whose_nodes_die_again_and_again_are_named(
+    nodes: Any, connected: None, data: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "GRACE_S", 1.0)
+    (doomed,) = nodes.worker_nodes
+    threading.Timer(0.5, lambda: nodes.remove_node(doomed, allow_graceful=False)).start()
+    asked = ASKED | {"data": data, "on": "second"}
+    with pytest.raises(ClusterError, match=r"not measured: .*weights\.pt, accuracy, shard 1"):
+        api.bench_on_ray(WEIGHTS, ray=nodes.address, **asked)
+
+
+def test_without_a_cluster_or_without_ray_the_user_is_told(
+    monkeypatch: pytest.MonkeyPatch, data: str
+) -> None:
+    import sys
+
+    ray.shutdown()
+    with monkeypatch.context() as patch:
+        patch.setattr(ray, "init", refuse)
+        with pytest.raises(ClusterError, match=r"--ray 10\.0\.0\.9:6379: no cluster"):
+            api.bench_on_ray(WEIGHTS, ray="10.0.0.9:6379", data=data, **ASKED)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError) as caught:
+        api.bench_on_ray(WEIGHTS, data=data, **ASKED)
+    assert caught.value.hint == 'pip install "moexport[ray]"'
+
+
+def refuse(**given: object) -> None:
+    """What Ray does after half a minute of trying."""
+    raise ConnectionError(f"Could not connect to {given['address']}")
+
+
+def test_nodes_of_unequal_size_are_told_apart_by_another_resource() -> None:
+    def node(**resources: float) -> dict[str, Any]:
+        return {"Alive": True, "Resources": resources}
+
+    both = [node(CPU=8, big=1), node(CPU=64, big=1, GPU=1), {**node(CPU=1, big=1), "Alive": False}]
+    with pytest.raises(ClusterError, match="between 8 and 64"):
+        cluster.kinds_of(both, ["CPU"])
+    (kind,) = cluster.kinds_of(both, ["big"])
+    assert (kind.nodes, dict(kind.claim)) == (
+        2,
+        {"num_cpus": 8, "num_gpus": 0, "resources": {"big": 1}},
+    )
