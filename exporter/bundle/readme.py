@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path, PurePath
+from typing import cast
 
 from ...common.files import sha256
 from ...common.text import markdown
 from ...graphs.names import K_INPUT
+from ...graphs.targets import TARGETS, Target
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, PortRecord
@@ -120,7 +122,7 @@ def _program(manifest: Manifest) -> str:
         for port in manifest.inputs
     ]
     feed = ", ".join(feeds) if len(feeds) < 3 else "\n    " + ",\n    ".join(feeds) + ",\n"
-    provider = "CPU" if manifest.target in ("onnx", "ort-cpu") else "CUDA"
+    provider = "CPU" if TARGETS[cast(Target, manifest.target)].machine == "cpu" else "CUDA"
     options, given = "", "providers="
     if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):
         # What it fuses QuantizeLinear and DequantizeLinear to is wrong for experts in one tensor.

@@ -35,6 +35,7 @@ def test_the_page_says_what_the_bundle_is_and_where_no_file_lies(exported: Path)
     [
         ("soft_moe_vit", (*VIT_SETS, "--k", "input")),
         ("soft_moe_mnist", ("--batch", "4", "--no-verify")),
+        ("soft_moe_mnist", ("--target", "ort-web", "--k", "2")),
         ("mumoe_gpt2_cp", ("--set", "n_head=4")),
     ],
 )
@@ -45,6 +46,7 @@ def test_the_page_s_program_runs(
     assert outcome.code == 0, outcome.err
     page = (tmp_path / "out" / README_FILE).read_text(encoding="utf-8")
     (program,) = PROGRAM.findall(page)
+    assert "CUDA" not in program
     monkeypatch.chdir(tmp_path / "out")
     names: dict[str, np.ndarray] = {}
     exec(program, names)
