@@ -161,6 +161,11 @@ class RoutingOverlap(Sums):
                     f"layer {name}: chosen experts have shape {chosen[name].shape}, "
                     f"the reference's {expected.shape}"
                 )
+        if len({each.shape[0] for each in reference.values()}) > 1:
+            raise ParityError(
+                "routing cannot be compared: encoder and decoder route different tokens",
+                hint="measure one part at a time: --set part=encoder, --set part=decoder",
+            )
         table = np.stack([jaccard(chosen[name], each) for name, each in reference.items()])
         if not margins:
             exact = int((table == 1).all(axis=0).sum())  # of [layers, b]
