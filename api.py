@@ -602,15 +602,14 @@ def triton(
         bundles: a bundle, or its folder; or several.
         out: the repository: a new folder, or one that holds other models or versions.
         name: the name of the model, or of the ensemble (None: that of the checkpoint).
-        backend: who runs it in Triton: onnxruntime, tensorrt (its engine) or python, which is
-            moexport without PyTorch (None: tensorrt for a bundle with such an engine, else
-            onnxruntime).
-        device: where it runs: cpu or gpu (None: as the bundle's target).
-        k: experts kept for requests that give no k, where k is an input (None: all).
-        version: the number of the version to write (1).
-        instances: copies of the model that run at once (1).
-        threads: of ONNX Runtime in each instance (None: its own choice).
-        delay_us: how long requests wait for others to be one batch, in microseconds (None: 100).
+        backend: the Triton backend: onnxruntime, tensorrt (runs the engine) or python (moexport
+            without PyTorch) (None: tensorrt if the bundle has such an engine, else onnxruntime).
+        device: the device of the instances: cpu or gpu (None: that of the bundle's target).
+        k: the k of requests without one, if k is an input of the graph (None: all experts).
+        version: the version number to write (1).
+        instances: the number of instances per model (1).
+        threads: ONNX Runtime threads per instance (None: its own choice).
+        delay_us: how long Triton waits to fill a batch, in microseconds (None: 100).
         force: replace a model that is there (False).
         progress: is told of every step (None: nobody).
 

@@ -35,9 +35,9 @@ def triton(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Write a model repository of Triton Inference Server.
+    """Write a model repository for Triton Inference Server.
 
-    Several bundles of one network, each with another k, also become an ensemble.
+    Several bundles of one network with different k are also combined into an ensemble.
     """
     with verbosity.console() as console:
         models = api.triton(bundles, output, **given, force=force, progress=console)
