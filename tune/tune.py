@@ -394,7 +394,7 @@ class Job:
         timed_s = max(CAREFUL.rounds * (CAREFUL.round_s + one), calls * one)
         once_s = timed_s + count * self.one_s + open_s + VERIFIED * (2 * self.one_s + run_s)
         if routed_layers(self.model):
-            once_s += longest[TRACE]
+            once_s += 2 * longest[TRACE]  # to find where k is, and of the k that was found
         return 2 * open_s + timed_s + count * run_s, once_s
 
     def _room(self, graphs: Graphs, base: Look) -> int:

@@ -101,7 +101,7 @@ def test_two_traces_tell_those_of_every_k_of_every_layer(model: Model, base: Exp
 def test_a_token_routed_model_is_tuned_by_the_perplexity_of_its_next_tokens(
     model: Model, tmp_path: Path
 ) -> None:
-    ids = np.random.default_rng(0).integers(0, 12, (64, 10))
+    ids = np.random.default_rng(0).integers(0, 12, (48, 10))
     tuned = moexport.tune(
         model,
         LabelledData(ids, None, model.input.name),
