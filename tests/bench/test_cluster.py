@@ -156,7 +156,8 @@ def test_cells_whose_nodes_die_again_and_again_are_named(
     threading.Timer(0.5, lambda: nodes.remove_node(doomed, allow_graceful=False)).start()
     # Rounds that take longer than the node lives.
     asked = ASKED | {"data": data, "on": "second", "round_s": 1.0}
-    with pytest.raises(ClusterError, match=r"not measured: .*weights\.pt, (accuracy, shard 1|batch 1): "):
+    lost = r"not measured: .*weights\.pt, (accuracy, shard 1|batch 1): "
+    with pytest.raises(ClusterError, match=lost):
         api.bench_on_ray(WEIGHTS, ray=nodes.address, **asked)
 
 
