@@ -64,7 +64,7 @@ def measure(
                 "pytorch_again": lambda given=whole: model.module(given),  # type: ignore[misc]
             }
             rows.append({"context": context, "tokens_per_s": _in_turn(steps)})
-    return {"rows": rows, "spec": {"experts": experts, "hidden": hidden, "rank": rank}}
+    return {"contexts": rows, "spec": {"experts": experts, "hidden": hidden, "rank": rank}}
 
 
 @torch.inference_mode()
@@ -92,6 +92,6 @@ def table(body: Any) -> str:
     )
     rows = [
         (str(row["context"]), *(f"{rate:.1f}" for rate in row["tokens_per_s"].values()))
-        for row in body["rows"]
+        for row in body["contexts"]
     ]
     return f"{markdown(heads, rows, words=0)}\n\n{measured_on(body)}"

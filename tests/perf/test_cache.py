@@ -10,7 +10,7 @@ from moexport.perf import cache
 def test_each_way_to_the_next_token_is_timed() -> None:
     spec = GPT2Spec(32, 20, depth=1, heads=2, dim=16, bias=True)
     body = cache.measure(Silent(), spec, contexts=(4, 20), sizes=(4, 32, 4))
-    rows = body["rows"]
+    rows = body["contexts"]
     assert isinstance(rows, list)
     assert [row["context"] for row in rows] == [4, 20]
     for row in rows:
