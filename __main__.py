@@ -50,8 +50,9 @@ def main() -> None:
     try:
         _run(console)
     except KeyboardInterrupt:
-        from .common.writing import left_behind
+        from .common.writing import left_behind, remove_scratch
 
+        remove_scratch()
         left = ", ".join(map(str, left_behind()))
         if left:
             console.error(f"interrupted; left behind: {left}", "the next run removes it")

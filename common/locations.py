@@ -7,19 +7,18 @@ checked there as local files are.
 
 from __future__ import annotations
 
-import atexit
 import posixpath
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from ..errors import LocationError, MissingExtraError, MoexportError
-from .writing import scratch_folder
+from .writing import scratch_until_exit
 
 AnyPlace = str | Path
 """A path or a URL; of a path that was made of a URL the second slash is missing."""
@@ -35,7 +34,6 @@ ONE_FILE = ("http", "https")
 
 _COPIES: dict[str, Path] = {}
 _LOCK = threading.RLock()
-_OPEN = ExitStack()
 _FOLDERS: list[Path] = []
 """The folder of all copies, once there is one."""
 
@@ -131,8 +129,7 @@ def in_words(text: str) -> str:
 def _place(url: str) -> Path:
     """Where the copy of a URL goes, in a folder of its own: under its own name."""
     if not _FOLDERS:
-        _FOLDERS.append(_OPEN.enter_context(scratch_folder("downloads")))
-        atexit.register(_OPEN.close)
+        _FOLDERS.append(scratch_until_exit("downloads"))
     folder = Path(mkdtemp(dir=_FOLDERS[0]))
     name = posixpath.basename(unquote(urlsplit(url).path)) or urlsplit(url).netloc
     return _inside(folder, name, url)

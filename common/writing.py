@@ -7,6 +7,7 @@ removes what a killed one has left.
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
 import re
@@ -15,7 +16,7 @@ import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -150,6 +151,22 @@ def scratch_folder(name: str, within: Path | None = None) -> AbstractContextMana
             path.mkdir(mode=0o700)
 
     return _owned(place / f"moexport-{name}", "", make)
+
+
+_UNTIL_EXIT = ExitStack()
+
+
+def scratch_until_exit(name: str) -> Path:
+    """Makes a scratch folder that stays until `remove_scratch` or the end of the process."""
+    return _UNTIL_EXIT.enter_context(scratch_folder(name))
+
+
+def remove_scratch() -> None:
+    """Removes what `scratch_until_exit` made."""
+    _UNTIL_EXIT.close()
+
+
+atexit.register(remove_scratch)
 
 
 def replace_folder(new: Path, target: Path) -> None:

@@ -139,7 +139,9 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "max_subsets": (
             (*BENCH, *MEASURED["max_subsets"]),
             (*BENCH, *MEASURED["max_subsets"], "--analysis", "random"),
-        )
+        ),
+        "ray": ((*PAPER, "--ray", "auto"),),
+        "on": ((*BENCH, "--on", "CPU"), (*PAPER, "--on", "CPU")),
     },
     "tune": {
         "family": (("tune", "json:loads", *TUNE[2:], *READING["family"]),),
