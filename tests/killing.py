@@ -516,7 +516,7 @@ def _kills(folder: Path, writer: Writer, given: argparse.Namespace) -> Tally:
                 check_next(folder, writer)
         except Exception as error:  # noqa: BLE001  whatever it is, it is what is looked for
             tally.findings.append(f"kill {number} {phase}: {type(error).__name__}: {error}")
-        if writer.anew and (number % 10 == 0 or not hit):
+        if writer.anew and (number % 10 == 0 or not (hit or phase)):
             empty(folder)
     _pairs(folder, writer, given, tally, whole_s)
     return tally
