@@ -426,20 +426,18 @@ def look_on_the_way(
         command(writer.arguments(folder))
         os._exit(0)
     os.set_blocking(read, False)
-    ended = False
-    while not ended:
+    while True:
         moment = time.monotonic() + rng.expovariate(given.kills / whole_s)
-        status = 0
-        while time.monotonic() < moment and not status:
+        changed, status = 0, 0
+        while time.monotonic() < moment and not changed:
             time.sleep(0.001)
-            status = os.waitpid(child, os.WUNTRACED | os.WNOHANG)[1]
-        if not status:
+            changed, status = os.waitpid(child, os.WUNTRACED | os.WNOHANG)
+        if not changed:
             os.kill(child, signal.SIGSTOP)
             status = os.waitpid(child, os.WUNTRACED)[1]
-        ended = not os.WIFSTOPPED(status)
-        if ended:
+        if not os.WIFSTOPPED(status):
             assert status == 0, f"ended with {status}"
-            break
+            return
         try:
             phase = PHASES[os.read(read, 1)[0]]
         except BlockingIOError:
@@ -485,15 +483,17 @@ def _kills(folder: Path, writer: Writer, given: argparse.Namespace) -> Tally:
     tally, rng = Tally(), random.Random(given.seed)
     prepare(folder)
     writer.before(folder)
+    started = time.monotonic()
     calls = calls_of(folder, writer)
+    if writer.slow:
+        whole_s = (time.monotonic() - started) / 2  # it was run twice
+        look_on_the_way(folder, writer, given, tally, calls, whole_s)
+        return tally
     if writer.anew:
         empty(folder)
     started = time.monotonic()
     finish(writer.arguments(folder))
     whole_s = time.monotonic() - started
-    if writer.slow:
-        look_on_the_way(folder, writer, given, tally, calls, whole_s)
-        return tally
     moments = [""] * given.kills
     moments += [phase for phase in PHASES if calls[phase] for _ in range(given.phases)]
     rng.shuffle(moments)
