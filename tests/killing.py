@@ -113,7 +113,7 @@ def _demo(path: Path) -> None:
                 _page(file)
             case name if name.endswith(".npz"):
                 with np.load(file) as arrays:
-                    assert all(len(arrays[name]) for name in arrays.files)
+                    assert all(arrays[name].size for name in arrays.files)
             case name if name.endswith(".pt"):
                 torch.load(file, weights_only=True)
 
