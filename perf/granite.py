@@ -37,7 +37,14 @@ CONFIG: Mapping[str, Any] = {
     "num_experts_per_tok": 8,
     "max_position_embeddings": 4096,
     "tie_word_embeddings": True,
+    "embedding_multiplier": 12.0,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.015625,
+    "logits_scaling": 6.0,
 }
+"""Those of granite-3.0-1b-a400m. With the multipliers of `transformers`, all 1, random weights
+double a rounding error every few tokens."""
+
 LAYERS = 24
 PAST = 128
 """Tokens in the cache before the one that is timed."""
