@@ -9,10 +9,11 @@ from typing import Any
 from moexport.bench.report.figures import STYLE
 from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, Results, read
 from moexport.common.text import markdown
-from moexport.perf import auto, models, mumoe
-from moexport.perf.layers import LOOP, SHAPES, STACKED
+from moexport.perf import models
+from moexport.perf.layers import auto, mumoe
+from moexport.perf.layers.soft_moe import LOOP, SHAPES, STACKED
+from moexport.perf.layers.tables import Cell, cells
 from moexport.perf.measure import kept, ms, times
-from moexport.perf.tables import Cell, cells
 
 Groups = Mapping[str, Sequence[float]]
 """Values by the name of their series, one for each place on the axis."""

@@ -42,10 +42,16 @@ from moexport.docs import performance_page, results_schema, site_hooks
 from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import LOWERINGS as LOWERINGS_OF_LAYERS
 from moexport.graphs.lowerings.cost import GPUS, Work
-from moexport.perf import auto, cache, calibration, models, mumoe, scale, startup, tune
+from moexport.perf import cache, calibration, models, scale, startup, tune
 from moexport.perf.__main__ import BENCHMARKS
+from moexport.perf.layers import auto, mumoe
+from moexport.perf.layers.tables import (
+    integer_table,
+    integer_targets_table,
+    layer_table,
+    targets_table,
+)
 from moexport.perf.measure import kept, measured_on
-from moexport.perf.tables import integer_table, integer_targets_table, layer_table, targets_table
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "perf" / "results"

@@ -12,21 +12,8 @@ from typing import Any
 from moexport.bench.results import Results, read, write
 from moexport.common.console import Console, Progress
 
-from . import (
-    auto,
-    cache,
-    calibration,
-    experts,
-    fit,
-    granite,
-    layers,
-    models,
-    mumoe,
-    scale,
-    startup,
-    tables,
-    tune,
-)
+from . import cache, calibration, experts, granite, models, scale, startup, tune
+from .layers import auto, fit, mumoe, soft_moe, tables
 from .measure import keep, kept
 
 RESULTS = Path(__file__).parent / "results"
@@ -104,7 +91,7 @@ def _figures(
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "layers": _rows(
-        *("layers", layers.run),
+        *("layers", soft_moe.run),
         *(tables.targets_table, tables.layer_table),
         *(tables.integer_targets_table, tables.integer_table),
     ),

@@ -26,7 +26,7 @@ from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
 
-from .layers import COMPILED, PLAIN, SHAPES, Layer, plain_onnx
+from .layers.soft_moe import COMPILED, PLAIN, SHAPES, Layer, plain_onnx
 from .measure import in_own_process, ms, over_limit, random_weights, results, threads, timed, times
 from .scale import vit_checkpoint
 

@@ -11,9 +11,9 @@ import pytest
 from _pytest.mark import ParameterSet
 from moexport.bench.results import read
 from moexport.graphs.targets import Precision
-from moexport.perf import auto
-from moexport.perf.layers import BATCHES, HELD_OUT, SHAPES, Layer
-from moexport.perf.tables import AUTO_SLACK, Cell, cells
+from moexport.perf.layers import auto
+from moexport.perf.layers.soft_moe import BATCHES, HELD_OUT, SHAPES, Layer
+from moexport.perf.layers.tables import AUTO_SLACK, Cell, cells
 
 FOLDER = Path(str(moexport.__file__)).parent / "perf" / "results"
 FILES = ("layers-cpu", "layers-vnni-cpu", "one-run/layers-cpu")

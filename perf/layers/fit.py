@@ -1,8 +1,8 @@
 """Fits the cost model of `auto` to measured layers: `python -m perf fit`.
 
-The grid of the speed targets and layers of many sizes (`perf.auto`) give the constants; layers that
-are not among them say how well they choose. A choice counts as slower than the best only by what
-the rounds can tell apart.
+The grid of the speed targets and layers of many sizes (`perf.layers.auto`) give the constants;
+layers that are not among them say how well they choose. A choice counts as slower than the best
+only by what the rounds can tell apart.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from moexport.graphs.targets import Precision, Target
 from scipy.optimize import least_squares
 
 from . import auto
-from .layers import HELD_OUT, SHAPES
+from .soft_moe import HELD_OUT, SHAPES
 from .tables import Cell, cells
 
 APART = ("sort_us",)

@@ -10,7 +10,8 @@ from moexport.common.text import markdown
 from moexport.common.timing import Latency
 from moexport.graphs.targets import Precision
 
-from .layers import (
+from ..measure import ms, times
+from .soft_moe import (
     ALGORITHM_2,
     BASELINES,
     COMPILED,
@@ -22,7 +23,6 @@ from .layers import (
     STACKED,
     Layer,
 )
-from .measure import ms, times
 
 AUTO_SLACK = 0.15
 """`auto` may be this much slower than the best lowering of a cell."""

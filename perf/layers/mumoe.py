@@ -24,7 +24,7 @@ from moexport.common.text import count, markdown
 from moexport.graphs.layers.mumoe import FactorisedSpec, GateNorm, MuMoE, MuMoESpec
 from torch import Tensor, nn
 
-from .measure import in_pytorch, ms, over_limit, random_weights, results, threads, timed, times
+from ..measure import in_pytorch, ms, over_limit, random_weights, results, threads, timed, times
 
 
 class PublishedMuMoE(nn.Module):

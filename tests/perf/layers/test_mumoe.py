@@ -6,7 +6,7 @@ import pytest
 import torch
 from moexport.bench.paper.random_layers import random_mumoe
 from moexport.graphs.layers.mumoe import FactorisedSpec, GateNorm, MuMoESpec
-from moexport.perf.mumoe import PublishedMuMoE
+from moexport.perf.layers.mumoe import PublishedMuMoE
 
 
 @pytest.mark.parametrize(("form", "ranks"), [("cp", (6,)), ("tr", (2, 3, 4))])

@@ -46,7 +46,7 @@ from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.targets import Precision
 
-from .measure import in_own_process, in_pytorch, opened, results, threads, timed
+from ..measure import in_own_process, in_pytorch, opened, results, threads, timed
 
 BATCHES = (1, 4, 16, 100)
 

@@ -29,8 +29,8 @@ from moexport.graphs.lowerings.choice import able, batch_spans, choose
 from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.targets import Precision
 
-from .layers import Layer
-from .measure import keep, kept, measured_on, threads
+from ..measure import keep, kept, measured_on, threads
+from .soft_moe import Layer
 
 BATCHES = (1, 8, 32)
 

@@ -1,0 +1,1 @@
+"""Single layers: the grid of the speed targets, muMoE layers, and how well `auto` chooses."""
