@@ -369,7 +369,7 @@ def report(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Rebuild the report from a results file, or compare two of them."""
+    """Rebuild the report of a results file, or compare two."""
     from ..bench.report.page import can_draw
 
     console = verbosity.console()

@@ -227,7 +227,7 @@ def calibrate(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Measure the value ranges of tensors on real inputs, for INT8 and FP16."""
+    """Measure tensor ranges on real inputs, for INT8 and FP16."""
     with verbosity.console() as console:
         load = cache(reading.loader(model, console, data))
         found = api.calibrate(load, data, **given, out=output, force=force, progress=console)

@@ -229,7 +229,7 @@ def verify(
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
-    """Check a bundle's hashes, its graphs and their parity with PyTorch.
+    """Check a bundle: hashes, graphs, parity with PyTorch.
 
     Exits with 3 if a check fails.
     """

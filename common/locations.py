@@ -29,6 +29,9 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf", "http": 
 EXTRAS |= {"https": "http"}
 """The extra that brings the library of a scheme."""
 
+HUB_PAGE = re.compile(r"https?://huggingface\.co/(?!.*/resolve/)([^/?#]+/[^/?#]+)")
+"""A web page that shows a repository of Hugging Face; the URLs of its files have `resolve`."""
+
 ONE_FILE = ("http", "https")
 """Schemes that list no folders."""
 
@@ -173,6 +176,11 @@ def _copy(system: Any, path: str, target: Path) -> None:
 def _reading(url: str) -> Iterator[tuple[Any, str]]:
     """The file system of a URL and the path in it; what goes wrong names the URL."""
     scheme = urlsplit(url).scheme
+    if (page := HUB_PAGE.match(url)) is not None:
+        raise LocationError(
+            f"{url}: a web page of Hugging Face, not a file of a model",
+            hint=f"give hf://{page[1]}, or download it first: `hf download {page[1]}`",
+        )
     try:
         import fsspec
 

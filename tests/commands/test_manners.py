@@ -169,6 +169,14 @@ def test_a_name_on_hugging_face_is_told_as_a_url_and_as_a_download(source: str, 
     assert what in outcome.hint
 
 
+@pytest.mark.parametrize("page", ["", "/tree/main", "/blob/main/model.safetensors"])
+def test_a_web_page_of_hugging_face_is_told_as_a_url_of_its_files(page: str) -> None:
+    outcome = run("inspect", f"https://huggingface.co/google/vit-base{page}")
+    assert outcome.code == 1
+    assert "a web page of Hugging Face" in outcome.error
+    assert "give hf://google/vit-base, or" in outcome.hint
+
+
 def test_the_kinds_of_failure_have_codes_of_their_own() -> None:
     kinds = {"MoexportError": 1, "UsageError": 2, "CheckError": 3, "ParityError": 3}
     assert {name: getattr(errors, name).EXIT_CODE for name in kinds} == kinds
