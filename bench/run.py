@@ -104,25 +104,12 @@ def bench(
         models = tuple(map(model_info, candidates))
         if out is not None:
             make_folder(out)
-        what = {
-            "environment": facts,
-            "models": [asdict(model) for model in models],
-            "edits": [str(candidate.model.edits) for candidate in candidates],
-            "rows": [asdict(c) for group in groups for c in group.cases],
-            "graphs": [_file_hash(g.loader) for c in candidates for g in c.graphs],
-            "data": data.fingerprint,
-            "settings": asdict(settings),
-        }
-        journal = Journal(None if out is None else out / FILE, what)
+        same = _same_run(candidates, groups, data, settings, facts, models)
+        journal = Journal(None if out is None else out / FILE, same)
         if journal.told:
             progress.step(journal.told)
         rows: list[Row] = []
-        protocol = asdict(settings.protocol) | {
-            "samples": 0,
-            "labelled": data.labelled,
-            "batches": list(settings.batches),
-            **({"calibration": settings.calibration} if settings.calibration else {}),
-        }
+        protocol = _protocol(settings, data)
         for candidate in candidates:
             one = Measurement(candidate, groups, data, head, settings, journal, progress)
             one.known = (known or {}).get(candidate.name)
@@ -146,6 +133,37 @@ def bench(
         write_all(results, out, None if before is None else compare(before, results))
         journal.remove()
     return results
+
+
+def _same_run(
+    candidates: Sequence[Candidate],
+    groups: Sequence[TimingGroup],
+    data: Labelled,
+    settings: Settings,
+    facts: Mapping[str, Any],
+    models: Sequence[ModelInfo],
+) -> dict[str, Any]:
+    """What must be as it was for a run to take the pieces that an interrupted one has kept."""
+    return {
+        "environment": facts,
+        "models": [asdict(model) for model in models],
+        "edits": [str(candidate.model.edits) for candidate in candidates],
+        "rows": [asdict(c) for group in groups for c in group.cases],
+        "graphs": [_file_hash(g.loader) for c in candidates for g in c.graphs],
+        "data": data.fingerprint,
+        "settings": asdict(settings),
+    }
+
+
+def _protocol(settings: Settings, data: Labelled) -> dict[str, Any]:
+    """How rows are measured, for the results; the candidates add how many samples they saw."""
+    given = {"calibration": settings.calibration} if settings.calibration else {}
+    return asdict(settings.protocol) | {
+        "samples": 0,
+        "labelled": data.labelled,
+        "batches": list(settings.batches),
+        **given,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -156,18 +156,7 @@ def bench(
     """
     console = verbosity.console()
     if paper is not None:
-        if models:
-            raise UsageError(
-                f"--paper {paper} makes its own models, and {models[0]} was named too",
-                hint="leave the model or --paper out",
-            )
-        why = f"--paper {paper} says itself what is measured"
-        refuse_idle(reading, flags, why=why, but=("threads",))
-        with console:
-            results, text = api.paper(
-                paper, output, threads=flags.threads, command=_command(), progress=console
-            )
-        _print_results(results, text, output, as_json=as_json)
+        _bench_paper(paper, models, reading, flags, output, console, as_json=as_json)
         return
     if not models:
         raise UsageError(
@@ -210,6 +199,30 @@ def bench(
 
 _JUDGED = ("compare", "fail_if_slower", "ray", "on")
 """What is done with the results, and where: nothing that is measured."""
+
+
+def _bench_paper(
+    paper: Paper,
+    models: list[str] | None,
+    reading: ModelFlags,
+    flags: BenchFlags,
+    output: Path,
+    console: Console,
+    *,
+    as_json: bool,
+) -> None:
+    if models:
+        raise UsageError(
+            f"--paper {paper} makes its own models, and {models[0]} was named too",
+            hint="leave the model or --paper out",
+        )
+    why = f"--paper {paper} says itself what is measured"
+    refuse_idle(reading, flags, why=why, but=("threads",))
+    with console:
+        results, text = api.paper(
+            paper, output, threads=flags.threads, command=_command(), progress=console
+        )
+    _print_results(results, text, output, as_json=as_json)
 
 
 def _bench_on_ray(
