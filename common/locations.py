@@ -55,20 +55,15 @@ def local(where: AnyPlace) -> Path:
 
     Raises `LocationError` for what cannot be read, `MissingExtraError` without the library.
     """
-    url = url_of(where)
-    if url is None:
-        return Path(where)
-    with _LOCK:
-        if url not in _COPIES:
-            with _reading(url) as (system, path):
-                names = _listed(system, path) if _is_folder(url, system, path) else None
-                place = _place(url)
-                for name in names or ():
-                    _copy(system, f"{path}/{name}", _inside(place, name, url))
-                if names is None:
-                    _copy(system, path, place)
-                _COPIES[url] = place
-        return _COPIES[url]
+
+    def copy(system: Any, path: str, url: str, place: Path) -> None:
+        if not _is_folder(url, system, path):
+            _copy(system, path, place)
+            return
+        for name in _listed(system, path):
+            _copy(system, f"{path}/{name}", _inside(place, name, url))
+
+    return _copied_once(where, copy)
 
 
 def local_files(where: AnyPlace, names: Callable[[Path], Iterable[str]], *first: str) -> Path:
@@ -77,6 +72,17 @@ def local_files(where: AnyPlace, names: Callable[[Path], Iterable[str]], *first:
     So a folder is copied from where none can be listed. What does not exist is left out of the copy
     without a word: who reads the folder says what is missing.
     """
+
+    def copy(system: Any, path: str, url: str, place: Path) -> None:
+        place.mkdir(exist_ok=True)
+        _copy_existing(system, path, first, place, url)
+        _copy_existing(system, path, names(place), place, url)
+
+    return _copied_once(where, copy)
+
+
+def _copied_once(where: AnyPlace, copy: Callable[[Any, str, str, Path], None]) -> Path:
+    """Returns a path; of a URL the place to which `copy` brings it at its first use."""
     url = url_of(where)
     if url is None:
         return Path(where)
@@ -84,9 +90,7 @@ def local_files(where: AnyPlace, names: Callable[[Path], Iterable[str]], *first:
         if url not in _COPIES:
             with _reading(url) as (system, path):
                 place = _place(url)
-                place.mkdir(exist_ok=True)
-                _copy_existing(system, path, first, place, url)
-                _copy_existing(system, path, names(place), place, url)
+                copy(system, path, url, place)
             _COPIES[url] = place
         return _COPIES[url]
 

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
@@ -70,6 +70,9 @@ class Runner(ABC):
         self.close()
 
 
+R = TypeVar("R", bound=Runner)
+
+
 class Loader(ABC):
     """Opens a runner; that may export, compile or load, and may fail.
 
@@ -99,6 +102,39 @@ class Loader(ABC):
 
 
 @dataclass(frozen=True)
+class GraphLoader(Loader, Generic[R]):
+    """Opens a graph file; a plain value, so that another process can do it too.
+
+    `selected` names the values that hold the chosen experts [b, k] of the layers that choose, and
+    `experts` n of every layer that could. `k` is given where it is a graph input.
+    """
+
+    path: Path
+    selected: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
+    k: int | None = None
+    threads: int | None = None
+
+    def __call__(self) -> R:
+        """Opens the graph, with the chosen experts as further outputs."""
+        sets = {layer: value for layer, value in self.selected.items() if layer in self.experts}
+        return self.opened(sets, self.experts)
+
+    def deployed(self) -> R:
+        """Opens the graph as it is deployed: with nothing to observe."""
+        return self.opened({}, {})
+
+    @abstractmethod
+    def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> R:
+        """Opens the graph with the values that are `observed`, by layer, as further outputs."""
+
+    @property
+    def file(self) -> Path:
+        """The graph's file."""
+        return self.path
+
+
+@dataclass(frozen=True)
 class Refused(Loader):
     """What could not be exported: opening it tells why."""
 
@@ -112,6 +148,16 @@ class Refused(Loader):
 def first_of(x: Inputs) -> Array:
     """Returns the array of a model's first input: of most models the only one."""
     return x if isinstance(x, np.ndarray) else next(iter(x.values()))
+
+
+def chosen_experts(
+    found: Mapping[str, Array], experts: Mapping[str, int], rows: int
+) -> dict[str, Array]:
+    """Returns the experts [rows, k] of each layer, ascending: all n of a layer that found none."""
+    return {
+        layer: np.sort(found[layer], axis=1) if layer in found else np.tile(np.arange(n), (rows, 1))
+        for layer, n in experts.items()
+    }
 
 
 def in_batches(

@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar
-
-import numpy as np
 
 from ...calibration.feeds import Array
 from ...common.writing import scratch_folder
 from ...exporter.inputs import Inputs
 from ...exporter.session import CPU, Session, SessionOptions
-from .base import Loader, Runner, first_of
+from .base import GraphLoader, Runner, chosen_experts, first_of
 
 INT64 = 7  # the element type of chosen experts: onnx.TensorProto.INT64
 
@@ -57,41 +54,23 @@ class OnnxRunner(Runner):
             return None
         wanted = list(self.selected_values.values())
         values = self.session.run(x, self.k, wanted) if wanted else {}
-        return {
-            layer: np.sort(values[self.selected_values[layer]], axis=1)
-            if layer in self.selected_values
-            else np.tile(np.arange(n), (len(first_of(x)), 1))
-            for layer, n in self.experts.items()
-        }
+        found = {layer: values[name] for layer, name in self.selected_values.items()}
+        return chosen_experts(found, self.experts, len(first_of(x)))
 
 
 @dataclass(frozen=True)
-class OnnxLoader(Loader):
-    """Opens a graph file; a plain value, so that another process can do it too.
-
-    `selected` names the values that hold the chosen experts [b, k] of the layers that choose, and
-    `experts` n of every layer that could. `k` is given where it is a graph input.
-    """
+class OnnxLoader(GraphLoader[OnnxRunner]):
+    """Opens a graph file in one of ONNX Runtime's providers."""
 
     profiles: ClassVar[bool] = True
 
-    path: Path
-    selected: Mapping[str, str] = field(default_factory=dict)
-    experts: Mapping[str, int] = field(default_factory=dict)
-    k: int | None = None
-    threads: int | None = None
     provider: str = CPU
 
-    def __call__(self) -> OnnxRunner:
-        """Opens the graph, with the chosen experts as further outputs."""
-        sets = {layer: value for layer, value in self.selected.items() if layer in self.experts}
-        observe = dict.fromkeys(sets.values(), INT64)
+    def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> OnnxRunner:
+        """Opens a session whose outputs hold the chosen experts too."""
+        observe = dict.fromkeys(observed.values(), INT64)
         session = Session(self.path, replace(self._options, observe=observe))
-        return OnnxRunner(session, sets, self.experts, self.k)
-
-    def deployed(self) -> OnnxRunner:
-        """Opens the graph as it is deployed: with nothing to observe."""
-        return OnnxRunner(Session(self.path, self._options), {}, {}, self.k)
+        return OnnxRunner(session, observed, experts, self.k)
 
     def profile(self, batches: Sequence[Inputs], calls: int) -> list[dict[str, Any]]:
         """Returns the runtime's timing of every node over `calls` calls, batches in turn."""
@@ -102,11 +81,6 @@ class OnnxLoader(Loader):
                 session(batches[index % len(batches)], self.k)
             events: list[dict[str, Any]] = json.loads(session.end_profile().read_text("utf-8"))
         return events
-
-    @property
-    def file(self) -> Path:
-        """The graph's file."""
-        return self.path
 
     @property
     def _options(self) -> SessionOptions:

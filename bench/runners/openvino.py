@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -15,7 +14,7 @@ from ...calibration.feeds import Array
 from ...errors import EngineError
 from ...exporter.inputs import Inputs
 from ...graphs.names import K_INPUT
-from .base import Loader, Runner, first_of
+from .base import GraphLoader, Runner, chosen_experts, first_of
 
 if TYPE_CHECKING:
     import openvino
@@ -63,43 +62,17 @@ class OpenVinoRunner(Runner):
         """Returns the chosen experts [b, k], ascending, of each layer: all n without a choice."""
         if not self.experts:
             return None
-        found = self.bound(x)()
-        return {
-            layer: np.sort(found[self.observed[layer]], axis=1)
-            if layer in self.observed
-            else np.tile(np.arange(n), (len(first_of(x)), 1))
-            for layer, n in self.experts.items()
-        }
+        values = self.bound(x)()
+        found = {layer: values[name] for layer, name in self.observed.items()}
+        return chosen_experts(found, self.experts, len(first_of(x)))
 
 
 @dataclass(frozen=True)
-class OpenVinoLoader(Loader):
-    """Opens a graph file; a plain value, so that another process can do it too.
+class OpenVinoLoader(GraphLoader[OpenVinoRunner]):
+    """Opens a graph file on the CPU."""
 
-    The fields are those of `OnnxLoader`.
-    """
-
-    path: Path
-    selected: Mapping[str, str] = field(default_factory=dict)
-    experts: Mapping[str, int] = field(default_factory=dict)
-    k: int | None = None
-    threads: int | None = None
-
-    def __call__(self) -> OpenVinoRunner:
-        """Opens the graph, with the chosen experts as further outputs."""
-        sets = {layer: value for layer, value in self.selected.items() if layer in self.experts}
-        return self._opened(sets, self.experts)
-
-    def deployed(self) -> OpenVinoRunner:
-        """Opens the graph as it is deployed: with nothing to observe."""
-        return self._opened({}, {})
-
-    @property
-    def file(self) -> Path:
-        """The graph's file."""
-        return self.path
-
-    def _opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> OpenVinoRunner:
+    def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> OpenVinoRunner:
+        """Compiles the graph; raises `EngineError` where OpenVINO cannot."""
         import openvino
 
         # By itself it computes FP32 graphs in BF16 where the CPU has instructions for it.
