@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from .commands.bench import bench, demo, report, specialise
-from .commands.build import build
+from .commands.build import build, triton
 from .commands.export import calibrate, export
 from .commands.look import doctor, inspect, run, verify
 from .commands.options import program
-from .commands.serve import triton
 from .commands.tune import tune
 
 app = program(

@@ -432,11 +432,6 @@ def _last_valid(thresholds: Tensor, valid: Tensor) -> Tensor:
     return thresholds.gather(-1, support - 1)
 
 
-def mumoe_layers(model: nn.Module) -> dict[str, MuMoE]:
-    """Returns the muMoE layers of a model by module path, in module order."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, MuMoE)}
-
-
 def logit_scale(spec: MuMoESpec) -> float:
     """The factor on the logits before the activation: entmax15 works on halves."""
     return 0.5 if spec.activation == "entmax15" else 1.0

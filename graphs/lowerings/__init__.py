@@ -11,8 +11,6 @@ from types import MappingProxyType
 from ...common.text import near_miss
 from ...errors import LoweringError
 from ..layers.base import Kind
-from ..layers.experts import ExpertsSpec
-from ..layers.mumoe import MuMoESpec
 from . import (
     block_grouped,
     conditional,
@@ -24,7 +22,7 @@ from . import (
     grouped,
     unfactorised,
 )
-from .base import AnyLowering, Lowering, LoweringOf
+from .base import AnyLowering, Lowering
 from .token_routed import block_grouped as routed_block_grouped
 from .token_routed import conditional as routed_conditional
 from .token_routed import dense as routed_dense
@@ -52,16 +50,6 @@ _EXPERTS = (
 
 LOWERINGS: Mapping[str, Lowering] = MappingProxyType({record.name: record for record in _SOFT_MOE})
 """Those of Soft MoE layers."""
-
-MUMOE_LOWERINGS: Mapping[str, LoweringOf[MuMoESpec]] = MappingProxyType(
-    {record.name: record for record in _MUMOE}
-)
-"""Those of muMoE layers."""
-
-EXPERTS_LOWERINGS: Mapping[str, LoweringOf[ExpertsSpec]] = MappingProxyType(
-    {record.name: record for record in _EXPERTS}
-)
-"""Those of token-routed experts."""
 
 ALL_LOWERINGS: Mapping[tuple[Kind, str], AnyLowering] = MappingProxyType(
     {(record.kind, record.name): record for record in (*_SOFT_MOE, *_MUMOE, *_EXPERTS)}

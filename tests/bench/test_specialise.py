@@ -14,9 +14,9 @@ from matplotlib.image import imread
 from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import SoftMoEMnist, load_digits, save
 from moexport.bench.specialise import ExpertEffect, Specialisation, polysemanticity
-from moexport.graphs.layers.mumoe import mumoe_layers
 from moexport.tests.bench.heads import trained_head
 from moexport.tests.command import run, run_program
+from moexport.tests.graphs.mumoe_layers import mumoe_layers
 from moexport.tests.recorded import DATA, ENTMAX
 
 CONFIG = {"input_rank": 2, "act": "entmax15"}

@@ -16,8 +16,8 @@ from moexport.exporter.job import calibration_job
 from moexport.exporter.model import Model
 from moexport.exporter.quantization.calibrate import CalibrationOptions, Observed, observe_model
 from moexport.graphs.layers.base import algorithm_1
-from moexport.graphs.layers.mumoe import mumoe_layers
 from moexport.graphs.layers.soft_moe import SoftMoE, soft_moe_layers
+from moexport.tests.graphs.mumoe_layers import mumoe_layers
 from moexport.tests.recorded import SOFT_MOE, read_case
 
 

@@ -15,9 +15,9 @@ import onnx
 import pytest
 import torch
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.graphs.layers.mumoe import mumoe_layers
 from moexport.tests.command import Outcome, run
 from moexport.tests.commands.test_errors import assert_refused
+from moexport.tests.graphs.mumoe_layers import mumoe_layers
 from moexport.tests.recorded import DATA, ENTMAX, VIT_CONFIG, VIT_SETS, read_case
 
 VIT = DATA / "soft_moe_vit" / "weights.pt"  # blocks.2.mlp and blocks.3.mlp, 8 experts each

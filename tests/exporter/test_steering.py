@@ -12,9 +12,10 @@ import pytest
 import torch
 from moexport.errors import FeedError
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.graphs.layers.mumoe import MuMoE, mumoe_layers
+from moexport.graphs.layers.mumoe import MuMoE
 from moexport.tests.command import run
 from moexport.tests.commands.test_errors import assert_refused
+from moexport.tests.graphs.mumoe_layers import mumoe_layers
 from moexport.tests.recorded import DATA, ENTMAX, VIT_SETS, read_case
 
 CP = DATA / "mumoe_cp" / "weights.pt"  # 32 experts, 24 wide

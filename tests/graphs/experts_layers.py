@@ -13,7 +13,7 @@ import torch
 from moexport.graphs.layers.base import StoredPart
 from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from moexport.graphs.lower import Lowered, LoweringRequest, lower
-from moexport.graphs.lowerings import EXPERTS_LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.names import DOMAIN, operand_of
 from moexport.graphs.precision.types import (
     DYNAMIC_ROW,
@@ -225,7 +225,7 @@ def lowered(
     choice = LoweringRequest(
         spec,
         InMemory(layer, compute),
-        EXPERTS_LOWERINGS[lowering],
+        lowerings_of("experts")[lowering],
         spec.k,
         compute=compute,
         target=target,

@@ -16,17 +16,23 @@ from moexport.exporter.families.mumoe import tensor_names
 from moexport.graphs.builder import Builder
 from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoE, MuMoESpec, MuMoEWeights
 from moexport.graphs.layers.stored import MuMoELayer
-from moexport.graphs.lowerings import MUMOE_LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.precision.types import FP32, ComputeTypes
 from moexport.graphs.precision.weights import converted
 from moexport.graphs.rewrites import Rewrite
 from moexport.tests.exporter.families.reference import Array, gelu, layer_norm, softmax
+from torch import nn
 
 
 def tensor(form: Form, levels: tuple[int, ...], d: int, o: int, *, bias: bool) -> FactorisedSpec:
     different = tuple(range(3, 3 + len(levels) + 2))
     ranks = {"cp": (7,), "tr": different, "tucker": different, "full": ()}
     return FactorisedSpec(form, levels, d, o, ranks[form], bias)
+
+
+def mumoe_layers(model: nn.Module) -> dict[str, MuMoE]:
+    """Returns the muMoE layers of a model by module path, in module order."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, MuMoE)}
 
 
 def name_of(spec: MuMoESpec) -> str:
@@ -112,7 +118,9 @@ def graph(
 ) -> ir.Model:
     """The layer alone as a model from `x` [b, m, d] to `output`; m is `tokens`, or any."""
     spec = layer.spec
-    record = MUMOE_LOWERINGS[lowering or ("unfactorised" if spec.form == "full" else "factorised")]
+    record = lowerings_of("mumoe")[
+        lowering or ("unfactorised" if spec.form == "full" else "factorised")
+    ]
     x = ir.Value(
         name="x",
         shape=ir.Shape(["b", "m" if tokens is None else tokens, spec.dim]),

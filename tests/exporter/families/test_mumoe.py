@@ -13,8 +13,8 @@ from moexport.errors import CheckpointError, FamilyError
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.families import FAMILIES
 from moexport.graphs.layers.base import algorithm_1
-from moexport.graphs.layers.mumoe import mumoe_layers
 from moexport.tests.command import run
+from moexport.tests.graphs.mumoe_layers import mumoe_layers
 from moexport.tests.recorded import DATA, MUMOE, RecordedCase, read_case
 
 TOLERANCE = 1e-5  # of max|y|: ten times tighter than what exported graphs must hold

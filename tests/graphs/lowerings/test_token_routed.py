@@ -8,7 +8,7 @@ import numpy as np
 import onnx_ir as ir
 import pytest
 from moexport.graphs.layers.experts import ExpertsSpec
-from moexport.graphs.lowerings import EXPERTS_LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.precision.types import (
     EIGHT_BITS,
     EIGHT_BITS_UNSIGNED,
@@ -38,7 +38,7 @@ TARGETS_HERE: tuple[Target, ...] = ("onnx", "ort-cpu", "tensorrt")
 
 CASES = [
     (name, target)
-    for name, record in EXPERTS_LOWERINGS.items()
+    for name, record in lowerings_of("experts").items()
     for target in TARGETS_HERE
     if target in record.targets
 ]
@@ -47,7 +47,7 @@ CASES = [
 def serving(spec: ExpertsSpec) -> list[tuple[str, Target]]:
     return [
         (name, target)
-        for name, record in EXPERTS_LOWERINGS.items()
+        for name, record in lowerings_of("experts").items()
         for target in TARGETS_HERE
         if target in record.targets and record.unable(spec) is None and record.inexact(spec) is None
     ]
@@ -131,7 +131,7 @@ def test_every_precision(option: str, biases: bool, precision: Precision) -> Non
     exact = layer if precision == "fp16" else rounded(layer, precision)
     expected = formula(exact, *inputs)
     for lowering, target in serving(layer.spec):
-        record = EXPERTS_LOWERINGS[lowering]
+        record = lowerings_of("experts")[lowering]
         if record.no_kernel(precision, target) is not None or (
             target == "tensorrt" and precision == "int8"
         ):
