@@ -718,6 +718,7 @@ def bench_on_ray(
     ray: str = "auto",
     on: str | Sequence[str] = ("CPU",),
     out: AnyPath | None = None,
+    before: Results | Mapping[str, Results] | None = None,
     **options: Any,
 ) -> dict[str, Results]:
     """Measures models and bundles on the nodes of a Ray cluster; returns results by kind of node.
@@ -730,7 +731,10 @@ def bench_on_ray(
         on: the resources that tell the kinds of node to measure on: CPU, accelerator_type:L4, ...
             (("CPU",)).
         out: a folder for results and report; with several kinds of node one folder for each, and a
-            table of all (None: nothing is written).
+            table of all; a call that was interrupted goes on where it stopped, if it is the same
+            (None: nothing is written).
+        before: earlier results to compare with in the report, those of each kind of node where
+            there are several (None).
         **options: those of `bench`.
 
     Raises:
@@ -739,8 +743,10 @@ def bench_on_ray(
     """
     check_pytorch("a benchmark")
     from .bench.cluster import sweep_on_ray
+    from .bench.report.compare import compare
     from .bench.report.kinds import folder_of, write_kinds
     from .bench.report.page import write_all
+    from .bench.results import Results
     from .bench.run import BenchRequest
     from .common.writing import check_folder, make_folder
 
@@ -754,12 +760,14 @@ def bench_on_ray(
     place = None if out is None else Path(out)
     if place is not None:
         check_folder(place)
+        asked["out"] = place
 
     def keep(kind: str, results: Results) -> None:
         if place is not None:
             folder = place if len(kinds) == 1 else place / folder_of(kind)
             make_folder(folder)
-            write_all(results, folder)
+            old = before if isinstance(before, Results | None) else before.get(kind)
+            write_all(results, folder, None if old is None else compare(old, results))
 
     def everywhere(where: Any) -> Any:
         """A path as nodes with another working directory see it."""
@@ -770,7 +778,7 @@ def bench_on_ray(
     found = sweep_on_ray(
         [str(everywhere(each)) for each in listed],
         BenchRequest(**asked),
-        loading,
+        {name: everywhere(each) for name, each in loading.items()},
         address=ray,
         on=kinds,
         keep=keep,

@@ -9,47 +9,39 @@ tasks, and runs those of a lost node again.
 
 from __future__ import annotations
 
-import logging
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import asdict, dataclass, field, fields, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
 from typing import Any
 
-from ..common.console import Progress, Silent
+import msgspec
+
+from ..calibration.shards import shards_of
+from ..common.cluster import Cluster, NodeKind, Task, connected, kinds_of
+from ..common.console import Silent
+from ..common.environment import PACKAGES, versions
+from ..common.locations import state_of
 from ..common.timing import in_one_line
 from ..common.user_code import names_code
-from ..errors import ClusterError, MissingExtraError, MoexportError, UsageError
+from ..common.writing import make_folder
+from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.manifest import is_bundle
 from ..exporter.model import Model
 from .evaluate import EvaluationState, evaluate_share
+from .journal import FILE, Journal
 from .plan import Case
 from .results import Results
-from .run import BenchRequest, opened, prepared, sweep
+from .run import BenchRequest, analysed, analyses_wanted, opened, prepared, sweep, with_threads
 from .runners.base import Runner
-from .runners.pytorch import loaders
+from .runners.pytorch import CUDA, loaders, without_tf32
 
-RETRIES = 2
-"""How often the task of a lost node is run again."""
-
-GRACE_S = 60.0
-"""How long a task waits for a node of its kind where there is none left."""
-
-POLL_S = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeKind:
-    """Nodes that have a resource; `claim` is what a task takes of a node, so that it is alone."""
-
-    name: str
-    nodes: int
-    claim: Mapping[str, Any]
+Batches = dict[str, dict[int, EvaluationState]]
+"""The sums of each batch by its number, for each candidate by its name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,64 +64,33 @@ def sweep_on_ray(
 ) -> dict[str, Results]:
     """Returns the results of each kind of node; `keep` gets those of a kind when it is complete.
 
-    Raises `UsageError` for what other machines cannot do, and `ClusterError` where the cluster
-    cannot be reached, lacks a resource that is asked for, or loses a task's nodes again and again;
-    what was measured by then went to `keep`.
+    With a folder `out` what nodes have found is kept there until all is complete, and not done
+    again by a run of the same. Raises `UsageError` for what other machines cannot do, and
+    `ClusterError` where the cluster cannot be reached, lacks a resource that is asked for, or loses
+    a task's nodes again and again; what was measured by then went to `keep`.
     """
     watcher = asked.progress or Silent()
+    out = asked.out
     asked = replace(asked, progress=None, out=None, before=None)
     cells = [Cells(each, asked, loading) for each in _by_model(models)]
     _check(cells)
-    with _connected(address) as ray:
-        kinds = kinds_of(ray.nodes(), on)
+    found = {}
+    with connected(address, watcher) as cluster:
+        kinds = kinds_of(cluster.ray.nodes(), on)
         watcher.step(_described(kinds, cells))
-        found, lost = {}, []
+        if out is not None:
+            make_folder(out)
+        journal = Journal(None if out is None else out / FILE, _what(cells))
+        if journal.told:
+            watcher.step(journal.told)
         for kind in kinds:
-            results, missing = _measured_on(ray, kind, cells, watcher)
-            lost += missing
+            results = _Sweep(cluster, kind, cells, journal).results()
             if results is not None:
                 found[kind.name] = results
                 keep(kind.name, results)
-    if lost:
-        raise ClusterError(
-            f"not measured: {'; '.join(lost)}",
-            hint="look at the nodes' logs: a node that dies twice lacks memory, or is taken away",
-        )
+    cluster.check_lost("measured")
+    journal.remove()
     return found
-
-
-def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[NodeKind]:
-    """Returns the kinds of node that are asked for, by the resources that `ray.nodes()` tells.
-
-    Raises `ClusterError` for a resource that no node has, or that would not keep two timed cells
-    apart.
-    """
-    alive = [node["Resources"] for node in nodes if node["Alive"]]
-    kinds = []
-    for name in on:
-        having = [each for each in alive if each.get(name, 0) > 0]
-        if not having:
-            held = sorted({r for each in alive for r in each if not r.startswith("node:")})
-            raise ClusterError(
-                f"--on {name}: no node of the cluster has this resource",
-                hint=f"its {len(alive)} nodes have {', '.join(held) or 'none'}",
-            )
-        least, most = (pick(each[name] for each in having) for pick in (min, max))
-        if most >= 2 * least:
-            raise ClusterError(
-                f"--on {name}: nodes have between {least:g} and {most:g} of it, so that two cells "
-                "would be timed on one node at once",
-                hint="name a resource that tells the nodes apart: --on accelerator_type:L4, or one "
-                """of your own (ray start --resources='{"big": 1}')""",
-            )
-        claim: dict[str, Any] = {
-            "num_cpus": min(each.get("CPU", 0) for each in having),
-            "num_gpus": min(each.get("GPU", 0) for each in having),
-        }
-        if name not in ("CPU", "GPU"):
-            claim["resources"] = {name: least}
-        kinds.append(NodeKind(name, len(having), claim))
-    return kinds
 
 
 def merged(parts: Sequence[tuple[str, Results]], command: str) -> Results:
@@ -170,13 +131,25 @@ def _by_model(models: Sequence[str]) -> list[tuple[str, ...]]:
     return [tuple(each) for each in found]
 
 
+def _what(cells: Sequence[Cells]) -> dict[str, Any]:
+    """What the numbers depend on: pieces of anything else are not used."""
+    asked, loading = cells[0].asked, cells[0].loading
+    data = asked.data if isinstance(asked.data, str | Path) else None
+    files = () if data is None else shards_of(data) or (data,)
+    request = {each.name: getattr(asked, each.name) for each in fields(asked)}
+    return {
+        "run": "on Ray",
+        "models": [(each, state_of(each)) for one in cells for each in one.models],
+        "data": [(str(each), state_of(each)) for each in files],
+        "settings": {n: v for n, v in request.items() if n not in ("data", "command")},
+        "loading": [(name, str(v), state_of(v)) for name, v in sorted(loading.items())],
+        "packages": versions(PACKAGES),
+    }
+
+
 def _check(cells: Sequence[Cells]) -> None:
     asked = cells[0].asked
-    for option, given in (("--analysis", asked.analysis), ("--group-by", asked.group_by)):
-        if given:
-            raise UsageError(
-                f"{option} with --ray: analyses run on one machine", hint=f"leave {option} out"
-            )
+    analyses_wanted(asked)
     if asked.data is not None and not isinstance(asked.data, str | Path):
         raise UsageError("data in memory: nodes read data by a path, URL or package.module:name")
     listed = [each for one in cells for each in one.models]
@@ -197,69 +170,106 @@ def _described(kinds: Sequence[NodeKind], cells: Sequence[Cells]) -> str:
     )
 
 
-@contextmanager
-def _connected(address: str) -> Iterator[Any]:
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError(
-            "--ray needs Ray, which is not installed", hint='pip install "moexport[ray]"'
-        ) from error
-    mine = not ray.is_initialized()
-    try:
-        if mine:
-            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
-    except Exception as error:  # Ray raises errors of several kinds, also of its network library
-        raise ClusterError(
-            f"--ray {address}: no cluster that can be used ({in_one_line(error)})",
-            hint="`ray status` tells of the cluster; `ray start --head` starts one here; "
-            "--ray auto takes that of this machine, --ray local starts one for this run",
-        ) from error
-    try:
-        yield ray
-    finally:
-        if mine:
-            ray.shutdown()
+@dataclass
+class _Sweep:
+    """The tasks of one kind of node; what an earlier run has left of them is not done again."""
 
+    cluster: Cluster
+    kind: NodeKind
+    cells: Sequence[Cells]
+    journal: Journal
+    pieces: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
-def _measured_on(
-    ray: Any, kind: NodeKind, cells: Sequence[Cells], watcher: Progress
-) -> tuple[Results | None, list[str]]:
-    """The results of a kind of node, and which cells were lost."""
-
-    def task(function: Callable[..., Any]) -> Callable[..., Any]:
-        run: Callable[..., Any] = (
-            ray.remote(function).options(**kind.claim, max_retries=RETRIES).remote
+    def results(self) -> Results | None:
+        """Everything that was found, as one; None where nothing could be timed."""
+        for name in ("accuracy", "analyses", "timed"):
+            for piece in self.journal.found(name, on=self.kind.name):
+                self.pieces[name, piece["model"], piece["part"]] = piece
+        known = self._known()
+        analyses = self._analyses()
+        timing = [(one, b) for one in self.cells for b in one.asked.batch if one.models in known]
+        found = self._done(
+            "timed",
+            {
+                (one.models[0], batch): (
+                    f"batch {batch}",
+                    time_cells,
+                    (one, batch, known[one.models]),
+                )
+                for one, batch in timing
+            },
         )
-        return run
+        keys = ((one.models[0], batch) for one, batch in timing)
+        parts = [msgspec.convert(found[key], tuple[str, Results]) for key in keys if key in found]
+        if not parts:
+            return None
+        return replace(merged(parts, self.cells[0].asked.command), analyses=analyses)
 
-    shares = range(kind.nodes)
-    evaluating = {
-        task(evaluate_cells)(one, (index, kind.nodes)): (one, f"accuracy, shard {index + 1}")
-        for one in cells
-        for index in shares
-    }
-    found: dict[tuple[str, ...], list[dict[str, dict[int, EvaluationState]]]] = {}
-    lost: list[str] = []
-    for one, _, result in _finished(ray, kind, evaluating, watcher, lost):
-        found.setdefault(one.models, []).append(result)
-    known = {models: _joined(each) for models, each in found.items() if len(each) == kind.nodes}
-    timing = {
-        task(time_cells)(one, batch, known[one.models]): (one, f"batch {batch}")
-        for one in cells
-        for batch in one.asked.batch
-        if one.models in known
-    }
-    parts = {(o.models, w): each for o, w, each in _finished(ray, kind, timing, watcher, lost)}
-    ordered = [parts[o.models, w] for o, w in timing.values() if (o.models, w) in parts]
-    return (merged(ordered, cells[0].asked.command) if ordered else None), lost
+    def _known(self) -> dict[tuple[str, ...], dict[str, EvaluationState]]:
+        """The qualities of each model's candidates, of those whose shards are complete."""
+        # As many shards as the interrupted run had, whatever nodes there are now.
+        begun = [str(part) for name, _, part in self.pieces if name == "accuracy"]
+        shards = int(begun[0].partition("/")[2]) if begun else self.kind.nodes
+        names = [f"{index + 1}/{shards}" for index in range(shards)]
+        found = self._done(
+            "accuracy",
+            {
+                (one.models[0], name): (
+                    f"accuracy, shard {name}",
+                    evaluate_cells,
+                    (one, (index, shards)),
+                )
+                for one in self.cells
+                for index, name in enumerate(names)
+            },
+        )
+        known = {}
+        for one in self.cells:
+            keys = [(one.models[0], name) for name in names]
+            if all(key in found for key in keys):
+                parts = [msgspec.convert(found[key], Batches, strict=False) for key in keys]
+                known[one.models] = _joined(parts)
+        return known
+
+    def _analyses(self) -> dict[str, Any]:
+        """What was asked about experts and subgroups: that of each model, in their order."""
+        asked = self.cells[0].asked
+        if not asked.analysis and asked.group_by is None:
+            return {}
+        found = self._done(
+            "analyses",
+            {(one.models[0], None): ("analyses", analyse_cells, (one,)) for one in self.cells},
+        )
+        joined: dict[str, Any] = {}
+        for one in self.cells:
+            for name, listed in found.get((one.models[0], None), {}).items():
+                joined[name] = [*joined.get(name, ()), *listed]
+        return joined
+
+    def _done(
+        self,
+        name: str,
+        wanted: Mapping[tuple[str, Any], tuple[str, Callable[..., Any], tuple[Any, ...]]],
+    ) -> dict[tuple[str, Any], Any]:
+        """What tasks found, by model and part, as plain data; lost ones are left out."""
+        found = {
+            key: self.pieces[name, *key]["found"] for key in wanted if (name, *key) in self.pieces
+        }
+        open_ = [key for key in wanted if key not in found]
+        tasks = [
+            Task(f"{model}, {wanted[model, part][0]}", *wanted[model, part][1:])
+            for model, part in open_
+        ]
+        for number, result in self.cluster.finished(self.kind, tasks):
+            model, part = open_[number]
+            found[model, part] = result
+            self.journal.add(name, on=self.kind.name, model=model, part=part, found=result)
+        return found
 
 
-def _joined(
-    shards: Sequence[Mapping[str, Mapping[int, EvaluationState]]],
-) -> dict[str, EvaluationState]:
+def _joined(shards: Sequence[Batches]) -> dict[str, EvaluationState]:
     """The sums of each candidate over all batches, added in the order of the data."""
-    batches: dict[str, dict[int, EvaluationState]] = {}
+    batches: Batches = {}
     for shard in shards:
         for name, states in shard.items():
             batches.setdefault(name, {}).update(states)
@@ -269,58 +279,23 @@ def _joined(
     }
 
 
-def _finished(
-    ray: Any,
-    kind: NodeKind,
-    tasks: Mapping[Any, tuple[Cells, str]],
-    watcher: Progress,
-    lost: list[str],
-) -> Iterator[tuple[Cells, str, Any]]:
-    """Yields what each task found as it ends; tells of those that are lost."""
-    pending, waiting_since = list(tasks), None
-    while pending:
-        ended, pending = ray.wait(pending, timeout=POLL_S)
-        present = ended or any(
-            node["Alive"] and node["Resources"].get(kind.name, 0) > 0 for node in ray.nodes()
-        )
-        waiting_since = None if present else waiting_since or time.monotonic()
-        if waiting_since is not None and time.monotonic() - waiting_since > GRACE_S:
-            for one in pending:
-                ray.cancel(one, force=True)
-                cells, what = tasks[one]
-                lost.append(f"{cells.models[0]}, {what}: no node with {kind.name} is left")
-            return
-        for one in ended:
-            cells, what = tasks[one]
-            try:
-                result = ray.get(one)
-            except ray.exceptions.RayTaskError as error:
-                for other in pending:
-                    ray.cancel(other, force=True)
-                if isinstance(error.cause, MoexportError):
-                    raise error.cause from error
-                raise ClusterError(
-                    f"{cells.models[0]}, {what}: failed on its node ({in_one_line(error.cause)})"
-                ) from error
-            except ray.exceptions.RayError as error:
-                lost.append(f"{cells.models[0]}, {what}: {in_one_line(error)}")
-                continue
-            watcher.step(f"{kind.name}: {cells.models[0]}, {what}: done, {len(pending)} left")
-            yield cells, what, result
+# --- what the nodes run: it returns plain data, which can be kept --------------------------------
 
 
-# --- what the nodes run --------------------------------------------------------------------------
-
-
-def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, dict[int, EvaluationState]]:
+def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
     """Returns the sums of a share of the batches, each by its number, for every candidate."""
-    found = {}
-    with prepared(_opened(cells), cells.asked) as (candidates, data, settings, _):
+    found: Batches = {}
+    with prepared(_opened(cells), _plain(cells.asked)) as (candidates, data, settings, _):
         for candidate in candidates:
+            opening = loaders(candidate, settings.batches)
+            on_gpu = any(case.provider == CUDA for case in opening)
             runners: dict[Case, Runner] = {}
             failures: dict[str, str] = {}
             with ExitStack() as stack:
-                for case, loader in loaders(candidate, settings.batches).items():
+                # As `bench` has it on one machine.
+                stack.enter_context(with_threads(settings.threads))
+                stack.enter_context(without_tf32() if on_gpu else nullcontext())
+                for case, loader in opening.items():
                     try:
                         runners[case] = stack.enter_context(loader())
                     except Exception as error:  # noqa: BLE001  the row says what failed
@@ -334,17 +309,30 @@ def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, dict[int, 
                 number: replace(state, failures=failures | state.failures)
                 for number, state in states.items()
             }
-    return found
+    return {
+        name: {number: asdict(state) for number, state in states.items()}
+        for name, states in found.items()
+    }
+
+
+def analyse_cells(cells: Cells) -> dict[str, Any]:
+    """Returns what was asked about the experts of a model and its bundles, and about subgroups."""
+    return analysed(_opened(cells), cells.asked)
 
 
 def time_cells(
     cells: Cells, batch: int, known: Mapping[str, EvaluationState]
-) -> tuple[str, Results]:
+) -> tuple[str, dict[str, Any]]:
     """Returns the node and the results of one batch size, whose qualities are known."""
     import ray
 
     node = f"{socket.gethostname()}-{ray.get_runtime_context().get_node_id()[:8]}"
-    return node, sweep(_opened(cells), cells.asked, only=batch, known=known)
+    return node, asdict(sweep(_opened(cells), _plain(cells.asked), only=batch, known=known))
+
+
+def _plain(asked: BenchRequest) -> BenchRequest:
+    """The same without analyses, which are tasks of their own."""
+    return replace(asked, analysis="", group_by=None, max_subsets=None)
 
 
 def _opened(cells: Cells) -> list[Model | Bundle]:

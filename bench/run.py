@@ -238,12 +238,7 @@ def sweep(
     measured, for what cannot be meant.
     """
     watcher = asked.progress or Silent()
-    most = asked.max_subsets
-    wanted = Wanted(parse_analyses(asked.analysis), max_subsets=most) if asked.analysis else None
-    if most is not None and not (wanted and "subsets" in wanted.names):
-        raise UsageError(
-            f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
-        )
+    analyses_wanted(asked)
     with prepared(listed, asked) as (candidates, data, settings, absent):
         return bench(
             candidates,
@@ -254,10 +249,27 @@ def sweep(
             progress=watcher,
             absent=absent,
             before=asked.before,
-            analyses=_analyses(candidates, data, wanted, asked, watcher),
+            analyses=_analyses(candidates, data, asked, watcher),
             only=only,
             known=known,
         )
+
+
+def analyses_wanted(asked: BenchRequest) -> Wanted | None:
+    """Returns which analyses of experts are asked for; raises `UsageError` for what are none."""
+    most = asked.max_subsets
+    wanted = Wanted(parse_analyses(asked.analysis), max_subsets=most) if asked.analysis else None
+    if most is not None and not (wanted and "subsets" in wanted.names):
+        raise UsageError(
+            f"--max-subsets {most}: no subsets are tried", hint="add --analysis subsets"
+        )
+    return wanted
+
+
+def analysed(listed: Sequence[Model | Bundle], asked: BenchRequest) -> dict[str, Any]:
+    """Returns what is asked about experts and subgroups; measures nothing else."""
+    with prepared(listed, asked) as (candidates, data, _, _):
+        return _analyses(candidates, data, asked, asked.progress or Silent())
 
 
 @contextmanager
@@ -309,11 +321,11 @@ def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[
 def _analyses(
     candidates: Sequence[Candidate],
     data: Labelled,
-    wanted: Wanted | None,
     asked: BenchRequest,
     watcher: Progress,
 ) -> dict[str, Any]:
     """What was asked about experts and subgroups."""
+    wanted = analyses_wanted(asked)
     found = studied(candidates, data, wanted, asked.samples, watcher) if wanted else {}
     if asked.group_by is None:
         return found

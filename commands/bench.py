@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -13,7 +14,7 @@ import typer
 from .. import api
 from ..common.console import Console, show
 from ..common.pytorch import check_pytorch
-from ..errors import UsageError
+from ..errors import CheckError, UsageError
 from .options import (
     AsJson,
     ModelFlags,
@@ -234,21 +235,24 @@ def _bench_on_ray(
     *,
     as_json: bool,
 ) -> None:
+    from ..bench.report.compare import check_regression, earlier, parse_share
     from ..bench.report.kinds import folder_of, kinds_text
     from ..bench.results import as_json as plain
 
-    if flags.compare is not None or flags.fail_if_slower is not None:
-        raise UsageError(
-            "--compare with --ray: machines of a cluster are not compared with earlier results",
-            hint="compare afterwards: moexport report NEW.JSON --compare OLD.JSON",
-        )
+    share = None if flags.fail_if_slower is None else parse_share(flags.fail_if_slower)
     on = [part.strip() for part in (flags.on or "CPU").split(",") if part.strip()]
     assert flags.ray is not None  # it was given
+    own = {kind: output / folder_of(kind) if len({*on}) > 1 else output for kind in on}
+    before: dict[str, Results] = {}
+    for kind, folder in own.items():
+        old = earlier(folder, _compared(flags.compare, kind, own), wanted=share is not None)
+        before |= {} if old is None else {kind: old}
     found = api.bench_on_ray(
         models,
         ray=flags.ray,
         on=on,
         out=output,
+        before=before,
         command=_command(),
         progress=console,
         **given,
@@ -256,10 +260,39 @@ def _bench_on_ray(
     console.finish()
     if as_json:
         show(json_text({kind: plain(results) for kind, results in found.items()}))
-        return
-    show(kinds_text(found))
-    folders = [output / folder_of(kind) for kind in found] if len(found) > 1 else [output]
-    show("\n" + "\n".join(f"report: {folder / 'report.html'}" for folder in folders))
+    else:
+        show(kinds_text(found))
+        show("\n" + "\n".join(f"report: {own[kind] / 'report.html'}" for kind in found))
+    failures = []
+    for kind, results in found.items():
+        if kind in before:
+            try:
+                lines = check_regression(before[kind], results, share)
+            except CheckError as error:  # after the other kinds were compared, too
+                failures.append(error)
+                continue
+            for line in lines:
+                console.note(f"{kind}: {line}")
+        elif share is not None:
+            console.note(f"--fail-if-slower: {own[kind]} holds no earlier results to compare with")
+    for failure in failures:
+        raise failure
+
+
+def _compared(named: Path | None, kind: str, own: Mapping[str, Path]) -> Path | None:
+    """The earlier results of a kind of node, where `--compare` names a file or a run's folder."""
+    from ..bench.report.kinds import folder_of
+
+    if named is None:
+        return None
+    if named.is_dir():
+        return (named / folder_of(kind) if len(own) > 1 else named) / "results.json"
+    if len(own) > 1:
+        raise UsageError(
+            f"--compare {named}: one file of results, and {len(own)} kinds of node",
+            hint="name the folder of an earlier run on these kinds",
+        )
+    return named
 
 
 def _print_results(results: Results, text: str, output: Path, *, as_json: bool) -> None:

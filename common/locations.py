@@ -114,6 +114,30 @@ def holds(where: AnyPlace, name: str) -> bool:
         return bool(system.exists(f"{path}/{name}"))
 
 
+def state_of(where: object) -> str:
+    """Returns what tells whether a file, folder or URL has changed; empty for what is none.
+
+    Of files it is the size and the time of the last change; of a URL what its server tells.
+    """
+    url = url_of(where)
+    if url is not None:
+        with _reading(url) as (system, path):
+            if _is_folder(url, system, path):
+                names = _listed(system, path)
+            else:
+                names = ["manifest.json"] if system.exists(f"{path}/manifest.json") else []
+            places = [f"{path}/{name}" for name in names] or [path]
+            return " ".join(str(system.ukey(each)) for each in places)
+    if not isinstance(where, str | Path) or not Path(where).exists():
+        return ""
+    found = Path(where)
+    files = (
+        sorted(each for each in found.rglob("*") if each.is_file()) if found.is_dir() else [found]
+    )
+    states = ((str(file), file.stat()) for file in files)
+    return " ".join(f"{name} {each.st_size} {each.st_mtime_ns}" for name, each in states)
+
+
 @contextmanager
 def named_by_url() -> Iterator[None]:
     """Within the block, errors name URLs and not their copies."""

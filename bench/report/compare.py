@@ -120,9 +120,19 @@ def compare(before: Results, now: Results) -> Comparison:
     other = [m.name for m in now.models if hashes.get(m.name, m.sha256) not in ("", m.sha256)]
     if other:
         notes.append(f"Other weights: {', '.join(other)}.")
+    moved_rows = sum(_host(each.before) != _host(each.now) for each in changes)
+    if moved_rows:
+        notes.append(
+            f"{moved_rows} rows were timed on another machine than before: compare ratios."
+        )
     if only_before or only_now:
         notes.append(f"{only_before} rows are in the earlier file only, {only_now} in this one.")
     return Comparison(changes, tuple(notes))
+
+
+def _host(row: Row) -> str | None:
+    """The machine of a row: a node's name without what Ray calls it, which every start changes."""
+    return None if row.node is None else row.node.rpartition("-")[0]
 
 
 def parse_share(text: str) -> float:

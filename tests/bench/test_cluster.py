@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 import pytest
 from moexport import api
-from moexport.bench import cluster
 from moexport.bench.results import Results, read
+from moexport.common import cluster
 from moexport.errors import CheckpointError, ClusterError, MissingExtraError, UsageError
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
@@ -33,7 +33,17 @@ ASKED = QUICK | {"k": ["n", 1], "batch": [1, 2], "engine": "onnxruntime", "threa
 def nodes() -> Iterator[Any]:
     """Two nodes of one CPU each; the second can be killed and another one added."""
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
+    head: dict[str, Any] = {
+        "num_cpus": 1,
+        "include_dashboard": False,
+        "object_store_memory": 80 << 20,
+    }
+    # A killed node is noticed in two seconds, not in half a minute.
+    head["_system_config"] = {
+        "health_check_initial_delay_ms": 1000,
+        "health_check_period_ms": 500,
+        "health_check_failure_threshold": 4,
+    }
     started: Any = Cluster(initialize_head=True, head_node_args=head, connect=False)
     started.add_node(num_cpus=1, object_store_memory=80 << 20, resources={"second": 1})
     started.wait_for_nodes()
@@ -56,7 +66,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     inputs = rng.standard_normal((150, *SHAPE)).astype(
         np.float32
     )  # three batches of the evaluation
-    np.savez(path, input=inputs, label=rng.integers(0, 10, 150))
+    label, side = rng.integers(0, 10, 150), rng.integers(0, 2, 150)
+    np.savez(path, input=inputs, label=label, side=side)
     return str(path)
 
 
@@ -68,32 +79,47 @@ def values(results: Results) -> list[tuple[object, ...]]:
     return [(r.identity, r.accuracy, r.routing, r.parity, r.error) for r in results.rows]
 
 
-def test_values_are_those_of_one_machine_and_times_are_of_one_node_although_a_node_is_killed(
-    nodes: Any, data: str, tmp_path: Path
+def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_interrupted(
+    nodes: Any, connected: None, data: str, tmp_path: Path
 ) -> None:
-    local = api.bench(WEIGHTS, data=data, **ASKED)
+    asked = ASKED | {"data": data, "analysis": "retention", "group_by": "side"}
+    local = api.bench(WEIGHTS, **asked)
     (doomed,) = nodes.worker_nodes
     steps: list[str] = []
 
     class Killer:
-        """Kills the second node while its first task runs: a process takes seconds to begin one."""
+        """Kills the second node in its first task, and the run when the last shard is done."""
 
         def step(self, text: str, total: int | None = None, unit: str = "") -> None:
-            if not steps:
+            if not steps:  # a process takes seconds to begin a task
                 kill = partial(nodes.remove_node, doomed, allow_graceful=False)
                 threading.Timer(1.0, kill).start()
             steps.append(text)
+            if "accuracy, shard" in text and text.endswith("done, 0 left"):
+                raise KeyboardInterrupt
 
         def advance(self, count: int = 1) -> None:
             pass
 
+    class Follower(Killer):
+        def step(self, text: str, total: int | None = None, unit: str = "") -> None:
+            steps.append(text)
+
     out = tmp_path / "out"
-    asked = ASKED | {"data": data, "out": out, "progress": Killer()}
-    found = api.bench_on_ray(WEIGHTS, ray=nodes.address, **asked)
+    asked |= {"out": out, "ray": nodes.address}
+    with pytest.raises(KeyboardInterrupt):
+        api.bench_on_ray(WEIGHTS, **asked, progress=Killer())
     assert doomed not in nodes.worker_nodes
     assert any("2 nodes with CPU" in step for step in steps)
+    assert not (out / "results.json").exists()
+    steps.clear()
+    found = api.bench_on_ray(WEIGHTS, **asked, before=local, progress=Follower())
+    assert "going on with an unfinished run: 2 measurements are done" in steps
+    assert not any("accuracy" in step for step in steps)  # no shard was evaluated again
     results = found["CPU"]
     assert values(results) == values(local)
+    assert results.analyses == local.analyses
+    assert results.analyses.keys() == {"experts", "subgroups"}
     for batch in (1, 2):  # a ratio has times of one node alone
         assert len({row.node for row in results.rows if row.batch == batch}) == 1
     assert all(row.latency_ms is not None for row in results.rows)
@@ -101,7 +127,9 @@ def test_values_are_those_of_one_machine_and_times_are_of_one_node_although_a_no
     assert {row.node for row in results.rows} == machines.keys()
     assert all(each["cpu"]["cores"] for each in machines.values())
     assert values(read(out / "results.json")) == values(results)
-    assert (out / "report.html").is_file()
+    page = (out / "report.html").read_text(encoding="utf-8")
+    assert f"{len(results.rows)} rows were timed on another machine than before" in page
+    assert not (out / "unfinished.jsonl").exists()
     nodes.add_node(num_cpus=1, object_store_memory=80 << 20, resources={"second": 1})
     nodes.wait_for_nodes()
 
@@ -115,6 +143,12 @@ def test_each_kind_of_node_has_its_report_and_one_table_says_which_k_on_which(
         *("--no-memory", "--samples", "64"),
     )
     assert outcome.code == 0, outcome.err
+    outcome_of_one = run(  # earlier results of one kind, for two
+        *("bench", WEIGHTS, "-o", tmp_path / "again", "--ray", nodes.address, "--on", "second,CPU"),
+        *("--compare", tmp_path / "out" / "CPU" / "results.json"),
+    )
+    assert outcome_of_one.code == 2
+    assert "name the folder of an earlier run" in outcome_of_one.err
     table = (tmp_path / "out" / "kinds.md").read_text(encoding="utf-8")
     for kind in ("second", "CPU"):
         results = read(tmp_path / "out" / kind / "results.json")
@@ -137,8 +171,8 @@ def test_what_a_cluster_cannot_do_is_said_at_once(
         bench(on="accelerator_type:L4")
     assert caught.value.hint is not None
     assert "its 2 nodes have CPU, memory, object_store_memory, second" in caught.value.hint
-    with pytest.raises(UsageError, match="--analysis with --ray"):
-        bench(analysis="retention")
+    with pytest.raises(UsageError, match="--analysis no-such"):
+        bench(analysis="no-such")
     with pytest.raises(UsageError, match="data in memory"):
         bench(data=np.zeros((1, 3), np.float32))
     with pytest.raises(UsageError, match="two models have the same name"):
@@ -156,7 +190,7 @@ def test_cells_whose_nodes_die_again_and_again_are_named(
     threading.Timer(0.5, lambda: nodes.remove_node(doomed, allow_graceful=False)).start()
     # Rounds that take longer than the node lives.
     asked = ASKED | {"data": data, "on": "second", "round_s": 1.0}
-    lost = r"not measured: .*weights\.pt, (accuracy, shard 1|batch 1): "
+    lost = r"not measured: .*weights\.pt, (accuracy, shard 1/1|batch 1): "
     with pytest.raises(ClusterError, match=lost):
         api.bench_on_ray(WEIGHTS, ray=nodes.address, **asked)
 

@@ -1,0 +1,173 @@
+"""Calls on the nodes of a Ray cluster, each alone on a node of its kind.
+
+Ray places them, and runs those of a lost node again. What is called is a function of a module and
+takes plain data: nodes have the same moexport.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ClusterError, MissingExtraError, MoexportError
+from .console import Progress
+from .timing import in_one_line
+
+RETRIES = 2
+"""How often the task of a lost node is run again."""
+
+GRACE_S = 60.0
+"""How long a task waits for a node of its kind where there is none left."""
+
+POLL_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class NodeKind:
+    """Nodes that have a resource; `claim` is what a task takes of a node, so that it is alone."""
+
+    name: str
+    nodes: int
+    claim: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A call that some node makes; `name` is what progress and errors call it."""
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+@dataclass
+class Cluster:
+    """A connection to a cluster; `lost` tells in words which tasks it could not finish."""
+
+    ray: Any
+    watcher: Progress
+    lost: list[str] = field(default_factory=list)
+
+    def finished(self, kind: NodeKind, tasks: Sequence[Task]) -> Iterator[tuple[int, Any]]:
+        """Yields the number of each task and what it returned, as they end.
+
+        What a task raises is raised here. One whose nodes are lost again and again goes to `lost`.
+        """
+        ray = self.ray
+        started = {
+            ray.remote(each.function)
+            .options(**kind.claim, max_retries=RETRIES)
+            .remote(*each.arguments): number
+            for number, each in enumerate(tasks)
+        }
+        pending, waiting_since = list(started), None
+        try:
+            while pending:
+                # All that ended since the last look: ever one of many would take long to find.
+                ended, pending = ray.wait(pending, num_returns=len(pending), timeout=POLL_S)
+                present = ended or any(
+                    node["Alive"] and node["Resources"].get(kind.name, 0) > 0
+                    for node in ray.nodes()
+                )
+                waiting_since = None if present else waiting_since or time.monotonic()
+                if waiting_since is not None and time.monotonic() - waiting_since > GRACE_S:
+                    names = (tasks[started[one]].name for one in pending)
+                    self.lost += [f"{name}: no node with {kind.name} is left" for name in names]
+                    return
+                for place, one in enumerate(ended):
+                    number = started[one]
+                    try:
+                        result = self._result(one, tasks[number].name)
+                    except ray.exceptions.RayError as error:
+                        self.lost.append(f"{tasks[number].name}: {in_one_line(error)}")
+                        continue
+                    yield number, result
+                    left = len(pending) + len(ended) - place - 1
+                    self.watcher.step(f"{kind.name}: {tasks[number].name}: done, {left} left")
+        finally:
+            for one in pending:
+                ray.cancel(one, force=True)
+
+    def _result(self, one: Any, name: str) -> Any:
+        """What a task returned; raises what it raised, and Ray's error where its node is lost."""
+        try:
+            return self.ray.get(one)
+        except self.ray.exceptions.RayTaskError as error:
+            if isinstance(error.cause, MoexportError):
+                raise error.cause from error
+            raise ClusterError(
+                f"{name}: failed on its node ({in_one_line(error.cause)})"
+            ) from error
+
+    def check_lost(self, what: str) -> None:
+        """Raises `ClusterError` that names the tasks which were lost."""
+        if self.lost:
+            raise ClusterError(
+                f"not {what}: {'; '.join(self.lost)}",
+                hint="look at the nodes' logs: a node that dies twice lacks memory, or is taken "
+                "away",
+            )
+
+
+def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[NodeKind]:
+    """Returns the kinds of node that are asked for, by the resources that `ray.nodes()` tells.
+
+    Raises `ClusterError` for a resource that no node has, or that would not keep two timed cells
+    apart.
+    """
+    alive = [node["Resources"] for node in nodes if node["Alive"]]
+    kinds = []
+    for name in on:
+        having = [each for each in alive if each.get(name, 0) > 0]
+        if not having:
+            held = sorted({r for each in alive for r in each if not r.startswith("node:")})
+            raise ClusterError(
+                f"--on {name}: no node of the cluster has this resource",
+                hint=f"its {len(alive)} nodes have {', '.join(held) or 'none'}",
+            )
+        least, most = (pick(each[name] for each in having) for pick in (min, max))
+        if most >= 2 * least:
+            raise ClusterError(
+                f"--on {name}: nodes have between {least:g} and {most:g} of it, so that two cells "
+                "would be timed on one node at once",
+                hint="name a resource that tells the nodes apart: --on accelerator_type:L4, or one "
+                """of your own (ray start --resources='{"big": 1}')""",
+            )
+        claim: dict[str, Any] = {
+            "num_cpus": min(each.get("CPU", 0) for each in having),
+            "num_gpus": min(each.get("GPU", 0) for each in having),
+        }
+        if name not in ("CPU", "GPU"):
+            claim["resources"] = {name: least}
+        kinds.append(NodeKind(name, len(having), claim))
+    return kinds
+
+
+@contextmanager
+def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
+    """Yields a connection to a cluster: the caller's own where Ray has one already."""
+    try:
+        import ray
+    except ImportError as error:
+        raise MissingExtraError(
+            "--ray needs Ray, which is not installed", hint='pip install "moexport[ray]"'
+        ) from error
+    mine = not ray.is_initialized()
+    try:
+        if mine:
+            ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:  # Ray raises errors of several kinds, also of its network library
+        raise ClusterError(
+            f"--ray {address}: no cluster that can be used ({in_one_line(error)})",
+            hint="`ray status` tells of the cluster; `ray start --head` starts one here; "
+            "--ray auto takes that of this machine, --ray local starts one for this run",
+        ) from error
+    try:
+        yield Cluster(ray, watcher)
+    finally:
+        if mine:
+            ray.shutdown()
