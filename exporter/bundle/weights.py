@@ -8,6 +8,7 @@ never held whole.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -125,12 +126,24 @@ class WeightsWriter:
             array = np.ascontiguousarray(part, dtype=np.uint8 if packed else dtype.numpy())
             # Not ndarray.tofile, whose errors do not tell a full disk from any other failure. As
             # bytes, since bfloat16 has no place in the buffer protocol.
-            self._file.write(array.reshape(-1).view(np.uint8).data)
+            self._write(array.reshape(-1).view(np.uint8).data)
             self._progress.advance(array.nbytes)
             self._reading.advance(part.nbytes)
         written = self._file.tell() - stored.offset
         assert written == stored.bytes, f"{written} bytes written for shape {shape}"
         return stored
+
+    def _write(self, data: memoryview) -> None:
+        begin = self._file.tell()
+        try:
+            self._file.write(data)
+        except OSError as error:
+            if error.errno != errno.EFAULT:
+                raise
+            # The mapped checkpoint was cut short. Read by this process and not by the system, what
+            # is no more is zeros (`Watched`), and the export is refused at its end.
+            self._file.seek(begin)
+            self._file.write(bytes(data))
 
     def _align(self, size: int) -> int:
         """Pads to a page before a tensor that fills one, so that runtimes can map it."""

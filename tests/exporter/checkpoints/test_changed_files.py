@@ -50,6 +50,33 @@ def test_a_checkpoint_that_is_cut_short_during_an_export_is_told(tmp_path: Path)
     assert not out.exists()
 
 
+WRITER = """
+import os, sys
+from pathlib import Path
+import numpy as np
+from moexport.common.files import Watched
+from moexport.exporter.bundle.weights import WeightsWriter
+
+source = Path(sys.argv[1])
+np.ones(1 << 20, np.float32).tofile(source)
+watched, mapped = Watched.now([source]), np.memmap(source, np.float32, "r")
+os.truncate(source, 1 << 20)
+with WeightsWriter(source.parent) as writer:
+    writer.add([mapped, mapped[:8]], (len(mapped) + 8,))
+written = np.fromfile(source.parent / "weights.bin", np.float32)
+print(len(written), written.sum())
+"""
+
+
+def test_what_is_written_straight_from_a_file_that_is_cut_short_does_not_fail_in_the_system(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", WRITER, str(tmp_path / "source")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr  # a write from no more pages is EFAULT, not SIGBUS
+    assert done.stdout.split() == [str((1 << 20) + 8), str(float((1 << 18) + 8))]
+
+
 def overwritten(path: Path) -> None:
     with path.open("r+b") as file:
         file.seek(path.stat().st_size // 2)
