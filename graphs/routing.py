@@ -105,13 +105,18 @@ def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -
     return b.cast(output, inner, layer.y_type, OUTPUT)
 
 
+def one_hot_experts(b: Builder, index: ir.Value, n: int) -> ir.Value:
+    """Adds ones where the experts of an index [r, k] are, and zeros: float [r, k, n]."""
+    experts = b.constant(np.arange(n, dtype=np.int64))
+    column = b.op("Unsqueeze", index, b.ints(2), name="router/index")
+    one_hot = b.op("Equal", column, experts, name="router/one_hot")
+    return b.op("Cast", one_hot, to=ir.DataType.FLOAT.value, name="router/one_hot_float")
+
+
 def selection_mask(b: Builder, layer: Layer, selected: ir.Value) -> ir.Value:
     """Adds the selection as ones and zeros, float [b, n]."""
-    experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
-    index = b.op("Unsqueeze", selected, b.ints(2), name="router/index")
-    one_hot = b.op("Equal", index, experts, name="router/one_hot")
-    counted = b.op("Cast", one_hot, to=ir.DataType.FLOAT.value, name="router/one_hot_float")
-    return b.op("ReduceMax", counted, b.ints(1), keepdims=0, name="router/mask")
+    one_hot = one_hot_experts(b, selected, layer.spec.experts)
+    return b.op("ReduceMax", one_hot, b.ints(1), keepdims=0, name="router/mask")
 
 
 def masked_slots(b: Builder, layer: Layer, routed: Routed) -> tuple[Slots, ir.Value | None]:

@@ -17,12 +17,13 @@ import onnx_ir as ir
 
 from ..builder import Builder
 from ..layers.stored import Layer
-from ..precision.types import FLOAT_TYPES
+from ..precision.types import FLOAT_TYPES, ComputeTypes
 from ..routing import combine_outputs, route, selected_slots
 from ..targets import ENGINES, Precision
 from . import dense
 from .base import Lowering, no_int4
 from .cost import (
+    AnyWork,
     Machine,
     Work,
     around_experts_us,
@@ -69,12 +70,18 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
 
 def _tile_for(layer: Layer) -> int:
     """The tile that is predicted to be fastest at the layer's usual batch."""
-    compute, spec = layer.compute, layer.spec
-    names: dict[ir.DataType, Precision] = {dtype: name for name, dtype in FLOAT_TYPES.items()}
-    precision = "int8" if compute.quantized is not None else names[compute.inner]  # fp8 costs it
+    spec, precision = layer.spec, costed_precision(layer.compute)
     k = layer.k if isinstance(layer.k, int) else max(1, spec.experts // 4)
     work = Work(spec, k, layer.batch, layer.tokens or 1, precision)
     return best_tile(work, machine_for(layer.target, precision))
+
+
+def costed_precision(compute: ComputeTypes) -> Precision:
+    """Returns the precision whose cost tells the tile: FP8 costs what INT8 does."""
+    if compute.quantized is not None:
+        return "int8"
+    names: dict[ir.DataType, Precision] = {dtype: name for name, dtype in FLOAT_TYPES.items()}
+    return names[compute.inner]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +206,17 @@ def best_tile(work: Work, machine: Machine) -> int:
 
 
 def _experts_us(work: Work, machine: Machine, tile: int) -> float:
+    pairs = _tiles(work, tile) * tile / work.spec.slots
+    return tiles_us(work, machine, tile, _tiles(work, tile)) + between_us(work, pairs, machine)
+
+
+def tiles_us(work: AnyWork, machine: Machine, tile: int, tiles: int) -> float:
     """Copies a matrix for each tile, which is then read again, and computes all of its rows."""
-    tiles = _tiles(work, tile)
     copied, layer = expert_bytes(work, tiles), expert_bytes(work, work.spec.experts)
-    rows = tiles * tile
     return (
         stream_us(work, copied, layer, machine.bytes_per_us, machine)
         + stream_us(work, copied, copied, machine.copy_bytes_per_us, machine)
-        + rows * work.spec.parameters_per_expert / machine.macs_per_us
-        + between_us(work, rows / work.spec.slots, machine)
+        + tiles * tile * float(work.spec.parameters_per_expert) / machine.macs_per_us
     )
 
 

@@ -27,14 +27,8 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     slots, mask = masked_slots(b, layer, route(b, layer, x))
     rows = expert_rows(b, layer, slots.rows)
     by_input = b.op("Reshape", rows, b.ints(0, n, p, d), name="dispatch/slots_by_expert")
-    parts = b.ops(
-        "Split",
-        by_input,
-        axis=1,
-        num_outputs=n,
-        names=[f"dispatch/expert_{e}" for e in range(n)],
-    )
-    wanted = None if mask is None else _wanted(b, mask, n)
+    parts = split(b, by_input, n, 1, "dispatch/expert")
+    wanted = None if mask is None else chosen_at_all(b, mask, n)
     outputs = []
     for e, part in enumerate(parts):
         rows = b.op("Reshape", part, b.ints(-1, d), name=f"experts/{e}/rows")  # [b·p, d]
@@ -42,12 +36,13 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
             outputs.append(one_expert(b, layer, e, rows))
             continue
         run, skip = b.nested(f"experts/{e}/run"), b.nested(f"experts/{e}/skip")
+        nothing = zero_rows(skip, rows, o, layer.compute.inner)
         outputs.append(
             b.op(
                 "If",
                 wanted[e],
                 then_branch=b.branch(run, one_expert(run, layer, e, rows), f"experts/{e}/run"),
-                else_branch=b.branch(skip, _zeros(skip, layer, rows), f"experts/{e}/skip"),
+                else_branch=b.branch(skip, nothing, f"experts/{e}/skip"),
                 name=f"experts/{e}/outputs",
             )
         )
@@ -58,25 +53,27 @@ def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
     return combine_outputs(b, layer, slots, b.op("Concat", *shaped, axis=1, name="combine/outputs"))
 
 
-def _wanted(b: Builder, mask: ir.Value, n: int) -> list[ir.Value]:
-    """One boolean per expert: whether any input of the batch chose it, from the mask [b, n]."""
+def chosen_at_all(b: Builder, mask: ir.Value, n: int) -> list[ir.Value]:
+    """Adds one boolean per expert: whether any row of the mask [r, n] chose it."""
     chosen = b.op("ReduceMax", mask, b.ints(0), keepdims=0, name="group/chosen")
     wanted = b.op("Cast", chosen, to=ir.DataType.BOOL.value, name="group/wanted")
-    parts = b.ops(
-        "Split",
-        wanted,
-        axis=0,
-        num_outputs=n,
-        names=[f"group/wanted_{e}" for e in range(n)],
-    )
+    parts = split(b, wanted, n, 0, "group/wanted")
     return [b.op("Squeeze", part, b.ints(0), name=f"group/if_{e}") for e, part in enumerate(parts)]
 
 
-def _zeros(b: Builder, layer: Layer, rows: ir.Value) -> ir.Value:
-    """Zeros [b·p, o] for the rows [b·p, d] of an expert that nobody chose."""
+def split(b: Builder, value: ir.Value, n: int, axis: int, name: str) -> list[ir.Value]:
+    """Adds n equal parts of a value."""
+    if n == 1:
+        return [value]
+    names = [f"{name}_{e}" for e in range(n)]
+    return b.ops("Split", value, axis=axis, num_outputs=n, names=names)
+
+
+def zero_rows(b: Builder, rows: ir.Value, width: int, dtype: ir.DataType) -> ir.Value:
+    """Adds zeros [r, width] for the rows [r, d] of an expert that nobody chose."""
     count = b.op("Shape", rows, start=0, end=1, name="row_count")
-    shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="shape")
-    return b.op("Expand", b.number(0.0, layer.compute.inner), shape, name="zeros")
+    shape = b.op("Concat", count, b.ints(width), axis=0, name="shape")
+    return b.op("Expand", b.number(0.0, dtype), shape, name="zeros")
 
 
 def predict_us(work: Work, machine: Machine) -> float:

@@ -297,6 +297,18 @@ def expert_macs(work: AnyWork, rows: float) -> float:
     return rows * float(work.spec.slots * work.spec.parameters_per_expert)
 
 
+def lone_products_us(
+    work: AnyWork, active: float, products: float, pairs: float, machine: Machine
+) -> float:
+    """So many products with the matrices of `active` experts, on the rows of so many pairs."""
+    macs, layer = expert_macs(work, pairs), expert_bytes(work, work.spec.experts)
+    return (
+        stream_us(work, expert_bytes(work, active), layer, machine.bytes_per_us, machine)
+        + (macs + min(macs, products * machine.lone_macs)) / machine.macs_per_us
+        + products * machine.product_us
+    )
+
+
 def expert_nodes(work: Work) -> int:
     """Nodes per expert: two matmuls and an activation, or one matmul."""
     return 1 if work.spec.expert == "linear" else 3
@@ -320,11 +332,6 @@ def between_us(work: Work, pairs: float, machine: Machine) -> float:
 def apart_us(work: Work, active: float, pairs: float, machine: Machine) -> float:
     """So many experts one by one, on so many (input, expert) pairs together; without the nodes."""
     products = active * (1 if work.spec.expert == "linear" else 2)
-    macs = expert_macs(work, pairs)
-    layer = expert_bytes(work, work.spec.experts)
-    return (
-        stream_us(work, expert_bytes(work, active), layer, machine.bytes_per_us, machine)
-        + (macs + min(macs, products * machine.lone_macs)) / machine.macs_per_us
-        + products * machine.product_us
-        + between_us(work, pairs, machine)
+    return lone_products_us(work, active, products, pairs, machine) + between_us(
+        work, pairs, machine
     )

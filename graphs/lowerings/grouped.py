@@ -7,6 +7,8 @@ it costs 40 µs, so no control flow is needed and the node count is the only pri
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 import onnx_ir as ir
 
@@ -49,31 +51,54 @@ def _chosen_rows(b: Builder, layer: Layer, slots: ir.Value, selected: ir.Value) 
     A row here is one (input, expert) pair with its p slots: b·k rows of p·d numbers.
     """
     n, p, d, o = layer.spec.experts, layer.spec.slots, layer.spec.dim, layer.spec.out
-    pairs = b.op("Reshape", selected, b.ints(1, -1), name="group/expert_of_pair")
-    experts = b.constant(np.arange(n, dtype=np.int64)[:, None])
-    one_hot = b.op("Equal", pairs, experts, name="group/one_hot")  # [n, b·k]
-    # NonZero reads row by row, so the pairs come out sorted by expert: a counting sort in one op.
-    coordinates = b.op("NonZero", one_hot, name="group/coordinates")
-    order = b.op("Gather", coordinates, b.integer(1), axis=0, name="group/order")  # [b·k]
-    counted = b.op("Cast", one_hot, to=ir.DataType.INT64.value, name="group/one_hot_int")
-    counts = b.op("ReduceSum", counted, b.ints(1), keepdims=0, name="group/pairs_per_expert")
+    expert_of_pair = b.op("Reshape", selected, b.ints(1, -1), name="group/expert_of_pair")
+    pairs = sorted_by_expert(b, expert_of_pair, n, "group/pairs_per_expert")
+    counts = pairs.counts
     if p > 1:
         counts = b.op("Mul", counts, b.integer(p), name="group/rows_per_expert")
 
     flat = b.op("Reshape", slots, b.ints(-1, p * d), name="group/pairs")
-    rows = b.op("Gather", flat, order, axis=0, name="group/sorted")
+    rows = b.op("Gather", flat, pairs.order, axis=0, name="group/sorted")
     if p > 1:
         rows = b.op("Reshape", rows, b.ints(-1, d), name="group/rows")
     outputs = _by_expert(b, layer, rows, counts)
     if p > 1:
         outputs = b.op("Reshape", outputs, b.ints(-1, p * o), name="group/outputs_by_pair")
 
-    place = _inverse(b, order)
+    place = inverse(b, pairs.order)
     outputs = b.op("Gather", outputs, place, axis=0, name="group/unsorted")
     return b.op("Reshape", outputs, _output_shape(b, layer), name="combine/outputs")
 
 
-def _inverse(b: Builder, order: ir.Value) -> ir.Value:
+@dataclass(frozen=True, slots=True)
+class SortedPairs:
+    """Pairs of a row and an expert, sorted by expert.
+
+    `order` [r] says which of the pairs each one is, `coordinates` [2, r] its expert and the same,
+    and `counts` [n] how many pairs each expert has.
+    """
+
+    order: ir.Value
+    coordinates: ir.Value
+    counts: ir.Value
+
+
+def sorted_by_expert(b: Builder, expert_of_pair: ir.Value, n: int, counts: str) -> SortedPairs:
+    """Adds the order of pairs, for the expert of each, [r] or [1, r]; `counts` names those."""
+    experts = b.constant(np.arange(n, dtype=np.int64)[:, None])
+    one_hot = b.op("Equal", expert_of_pair, experts, name="group/one_hot")  # [n, r]
+    # NonZero reads row by row, so the pairs come out sorted by expert: a counting sort in one op.
+    coordinates = b.op("NonZero", one_hot, name="group/coordinates")
+    order = b.op("Gather", coordinates, b.integer(1), axis=0, name="group/order")
+    counted = b.op("Cast", one_hot, to=ir.DataType.INT64.value, name="group/one_hot_int")
+    return SortedPairs(
+        order=order,
+        coordinates=coordinates,
+        counts=b.op("ReduceSum", counted, b.ints(1), keepdims=0, name=counts),
+    )
+
+
+def inverse(b: Builder, order: ir.Value) -> ir.Value:
     """The inverse of a permutation [r]."""
     shape = b.op("Shape", order, name="group/pair_count")
     count = b.op("Squeeze", shape, name="group/pair_count_scalar")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from ...builder import Builder
@@ -13,6 +12,7 @@ from ...layers.experts import ExpertsSpec
 from ...layers.stored import LayerOf
 from ...names import EXPERT_HIDDEN, EXPERT_INPUT, EXPERT_OUTPUTS, EXPERT_PRODUCTS, MICROSOFT, OUTPUT
 from ...precision.products import Linear, operand, product, scaled_rows
+from ...routing import one_hot_experts
 from ...targets import MICROSOFT_OPS
 from ..experts import stacked_linear
 
@@ -217,10 +217,7 @@ def by_expert(
     b: Builder, layer: ExpertsLayer, index: ir.Value, values: ir.Value | None
 ) -> ir.Value:
     """Adds [t, n]: each token's weight of each expert; for `values` None 1 where it chose it."""
-    experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64))
-    column = b.op("Unsqueeze", index, b.ints(2), name="router/index")
-    one_hot = b.op("Equal", column, experts, name="router/one_hot")  # [t, k, n]
-    spread = b.op("Cast", one_hot, to=ir.DataType.FLOAT.value, name="router/one_hot_float")
+    spread = one_hot_experts(b, index, layer.spec.experts)
     if values is not None:
         weights = b.op("Unsqueeze", values, b.ints(2), name="router/weights")
         spread = b.op("Mul", spread, weights, name="router/one_hot_weights")

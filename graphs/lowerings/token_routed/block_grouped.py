@@ -12,11 +12,18 @@ import onnx_ir as ir
 from ...builder import Builder
 from ...layers.experts import ExpertsSpec
 from ...precision.products import product
-from ...precision.types import FLOAT_TYPES
-from ...targets import ENGINES, Precision
+from ...targets import ENGINES
 from ..base import LoweringOf
-from ..block_grouped import SORTING_NODES, TILES, from_tiles, into_tiles, tiles_at_most
-from ..cost import Machine, expert_bytes, machine_for, stream_us
+from ..block_grouped import (
+    SORTING_NODES,
+    TILES,
+    costed_precision,
+    from_tiles,
+    into_tiles,
+    tiles_at_most,
+    tiles_us,
+)
+from ..cost import Machine, expert_bytes, machine_for
 from ..experts import stacked_linear
 from .arithmetic import (
     ExpertsLayer,
@@ -72,9 +79,7 @@ def _products(
 
 def _tile_for(layer: ExpertsLayer) -> int:
     """The tile that is predicted to be fastest for a prompt: one token fills none anyway."""
-    compute, spec = layer.compute, layer.spec
-    names: dict[ir.DataType, Precision] = {dtype: name for name, dtype in FLOAT_TYPES.items()}
-    precision = "int8" if compute.quantized is not None else names[compute.inner]
+    spec, precision = layer.spec, costed_precision(layer.compute)
     work = ExpertsWork(spec, spec.k, 1, spec.typical_tokens[-1], precision)
     return best_tile(work, machine_for(layer.target, precision))
 
@@ -85,16 +90,8 @@ def best_tile(work: ExpertsWork, machine: Machine) -> int:
 
 
 def _experts_us(work: ExpertsWork, machine: Machine, tile: int) -> float:
-    """Copies a matrix for each tile, which is then read again, and computes all of its rows."""
     tiles = tiles_at_most(work.selections, 1, work.spec.experts, tile)
-    copied, layer = expert_bytes(work, tiles), expert_bytes(work, work.spec.experts)
-    rows = tiles * tile
-    return (
-        stream_us(work, copied, layer, machine.bytes_per_us, machine)
-        + stream_us(work, copied, copied, machine.copy_bytes_per_us, machine)
-        + rows * work.spec.parameters_per_expert / machine.macs_per_us
-        + between_us(work, rows, machine)
-    )
+    return tiles_us(work, machine, tile, tiles) + between_us(work, tiles * tile, machine)
 
 
 def _prompt(work: ExpertsWork) -> ExpertsWork:

@@ -8,6 +8,7 @@ from ...builder import Builder
 from ...layers.experts import ExpertsSpec
 from ...targets import EVERY_TARGET
 from ..base import LoweringOf
+from ..conditional import chosen_at_all, split, zero_rows
 from ..cost import Machine, packing_us
 from .arithmetic import (
     ExpertsLayer,
@@ -42,14 +43,15 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
             layer.compute.inner,
             "dispatch/weights",
         )
-        own = _parts(b, columns, n, 1, "dispatch/weight")
+        own = split(b, columns, n, 1, "dispatch/weight")
         rows = Rows(tokens)
     else:
         shares = by_expert(b, layer, index, weights)
         rows = first_rows(b, layer, tokens)
     outputs = []
-    for e, wanted in enumerate(_wanted(b, mask, n)):
+    for e, wanted in enumerate(chosen_at_all(b, mask, n)):
         run, skip = b.nested(f"experts/{e}/run"), b.nested(f"experts/{e}/skip")
+        nothing = zero_rows(skip, tokens, layer.spec.out, ir.DataType.FLOAT)
         given = rows
         if own is not None:
             given = first_rows(run, layer, run.op("Mul", tokens, own[e], name="weighted"))
@@ -58,7 +60,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
                 "If",
                 wanted,
                 then_branch=b.branch(run, _expert(run, layer, e, given), f"experts/{e}/run"),
-                else_branch=b.branch(skip, _zeros(skip, layer, tokens), f"experts/{e}/skip"),
+                else_branch=b.branch(skip, nothing, f"experts/{e}/skip"),
                 name=f"experts/{e}/outputs",
             )
         )
@@ -75,28 +77,6 @@ def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: Rows) -> ir.Value:
     between = second_rows(b, layer, activate(b, layer, first, "hidden"), "hidden")
     raw = products(b, layer, e, "2", between.values, "outputs")
     return normalised(b, layer, finished(b, layer, "2", raw, between.scale, e, "outputs"))
-
-
-def _wanted(b: Builder, mask: ir.Value, n: int) -> list[ir.Value]:
-    """One boolean per expert: whether any token chose it, from the mask [t, n]."""
-    chosen = b.op("ReduceMax", mask, b.ints(0), keepdims=0, name="group/chosen")
-    wanted = b.op("Cast", chosen, to=ir.DataType.BOOL.value, name="group/wanted")
-    parts = _parts(b, wanted, n, 0, "group/wanted")
-    return [b.op("Squeeze", part, b.ints(0), name=f"group/if_{e}") for e, part in enumerate(parts)]
-
-
-def _parts(b: Builder, value: ir.Value, n: int, axis: int, name: str) -> list[ir.Value]:
-    names = [f"{name}_{e}" for e in range(n)]
-    if n == 1:
-        return [value]
-    return b.ops("Split", value, axis=axis, num_outputs=n, names=names)
-
-
-def _zeros(b: Builder, layer: ExpertsLayer, tokens: ir.Value) -> ir.Value:
-    """Zeros [t, o] for an expert that nobody chose."""
-    count = b.op("Shape", tokens, start=0, end=1, name="row_count")
-    shape = b.op("Concat", count, b.ints(layer.spec.out), axis=0, name="shape")
-    return b.op("Expand", b.number(0.0), shape, name="zeros")
 
 
 NODES = 8

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from ...layers.experts import ExpertActivation, ExpertsSpec
-from ..cost import Machine, WorkOf, expert_bytes, expert_macs, stream_us
+from ..cost import Machine, WorkOf, lone_products_us
 
 ExpertsWork = WorkOf[ExpertsSpec]
 
@@ -29,13 +29,8 @@ def between_us(work: ExpertsWork, pairs: float, machine: Machine) -> float:
 
 def one_by_one_us(work: ExpertsWork, active: float, pairs: float, machine: Machine) -> float:
     """So many experts one by one, on so many (token, expert) pairs together; without the nodes."""
-    products, macs = 2 * active, expert_macs(work, pairs)
-    layer = expert_bytes(work, work.spec.experts)
-    return (
-        stream_us(work, expert_bytes(work, active), layer, machine.bytes_per_us, machine)
-        + (macs + min(macs, products * machine.lone_macs)) / machine.macs_per_us
-        + products * machine.product_us
-        + between_us(work, pairs, machine)
+    return lone_products_us(work, active, 2 * active, pairs, machine) + between_us(
+        work, pairs, machine
     )
 
 

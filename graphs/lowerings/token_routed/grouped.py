@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import onnx_ir as ir
 
 from ...builder import Builder
@@ -17,6 +16,7 @@ from ...layers.experts import ExpertsSpec
 from ...targets import DATA_SIZES
 from ..base import LoweringOf
 from ..cost import Machine
+from ..grouped import inverse, sorted_by_expert
 from .arithmetic import (
     ExpertsLayer,
     Rows,
@@ -56,24 +56,19 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     else:
         rows = _token_rows(b, layer, x, pairs)
     outputs = _through_experts(b, layer, rows, pairs)
-    outputs = b.op("Gather", outputs, _inverse(b, pairs.order), axis=0, name="group/unsorted")
+    outputs = b.op("Gather", outputs, inverse(b, pairs.order), axis=0, name="group/unsorted")
     return by_token(b, layer, outputs, index, weights)
 
 
 def _sorted_pairs(b: Builder, layer: ExpertsLayer, index: ir.Value) -> _Pairs:
     """The pairs of an index [t, k]."""
     flat = b.op("Reshape", index, b.ints(-1), name="group/expert_of_pair")
-    experts = b.constant(np.arange(layer.spec.experts, dtype=np.int64)[:, None])
-    one_hot = b.op("Equal", flat, experts, name="group/one_hot")  # [n, t·k]
-    # NonZero reads row by row, so the pairs come out sorted by expert: a counting sort in one op.
-    coordinates = b.op("NonZero", one_hot, name="group/coordinates")
-    order = b.op("Gather", coordinates, b.integer(1), axis=0, name="group/order")
-    counted = b.op("Cast", one_hot, to=ir.DataType.INT64.value, name="group/one_hot_int")
+    pairs = sorted_by_expert(b, flat, layer.spec.experts, "group/rows_per_expert")
     return _Pairs(
-        order=order,
-        token=b.op("Div", order, _chosen(b, index), name="group/token_of_row"),
-        expert=b.op("Gather", coordinates, b.integer(0), axis=0, name="group/expert_of_row"),
-        counts=b.op("ReduceSum", counted, b.ints(1), keepdims=0, name="group/rows_per_expert"),
+        order=pairs.order,
+        token=b.op("Div", pairs.order, _chosen(b, index), name="group/token_of_row"),
+        expert=b.op("Gather", pairs.coordinates, b.integer(0), axis=0, name="group/expert_of_row"),
+        counts=pairs.counts,
     )
 
 
@@ -125,14 +120,6 @@ def _chosen(b: Builder, index: ir.Value) -> ir.Value:
         return b.integer(k)
     width = b.op("Shape", index, start=1, end=2, name="group/k")
     return b.op("Squeeze", width, name="group/k_scalar")
-
-
-def _inverse(b: Builder, order: ir.Value) -> ir.Value:
-    """The inverse of a permutation [r]."""
-    shape = b.op("Shape", order, name="group/pair_count")
-    count = b.op("Squeeze", shape, name="group/pair_count_scalar")
-    positions = b.op("Range", b.integer(0), count, b.integer(1), name="group/positions")
-    return b.op("ScatterElements", order, order, positions, axis=0, name="group/place")
 
 
 NODES = 20
