@@ -181,12 +181,7 @@ class SoftMoE:
 
     def _listed(self, d: int, n: int) -> _Experts:
         """The experts from a list of them; their matrices are views, one per expert."""
-        if not all(each is None for each in (self.w1, self.b1, self.w2, self.b2)):
-            raise UsageError(
-                "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
-            )
-        assert self.experts is not None
-        listed = _several(self.experts)
+        listed = _only_listed(self.experts, self.w1, self.b1, self.w2, self.b2)
         if len(listed) != n:
             slots = n // len(listed) if listed and n % len(listed) == 0 else 0
             raise UsageError(
@@ -516,12 +511,8 @@ class Experts:
 
     def _listed(self) -> _Routed:
         """The experts from a list of them; their matrices are views, one per expert."""
-        if not all(each is None for each in (self.w1, self.b1, self.w2, self.b2)):
-            raise UsageError(
-                "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
-            )
-        assert self.experts is not None
-        experts = [_maps(f"experts[{e}]", each) for e, each in enumerate(_several(self.experts))]
+        listed = _only_listed(self.experts, self.w1, self.b1, self.w2, self.b2)
+        experts = [_maps(f"experts[{e}]", each) for e, each in enumerate(listed)]
         counts = {len(maps) for maps in experts}
         if len(counts) != 1 or not counts <= {2, 3}:
             raise UsageError(
@@ -727,6 +718,15 @@ def _several(given: object) -> list[Any]:
     """The entries of a list, of PyTorch's own kinds too; empty for what is none."""
     is_list = isinstance(given, list | tuple | nn.ModuleList | nn.ParameterList)
     return list(given) if is_list else []  # type: ignore[call-overload]
+
+
+def _only_listed(experts: object, *stacked: object) -> list[Any]:
+    """The entries of a list of experts, which must not be given as stacked tensors as well."""
+    if any(each is not None for each in stacked):
+        raise UsageError(
+            "the experts are given twice: experts and w1, b1, w2 or b2", hint="give one of them"
+        )
+    return _several(experts)
 
 
 def _tensor(what: str, given: object, ranks: tuple[int, ...] | None, expected: str) -> Tensor:
