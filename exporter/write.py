@@ -125,13 +125,13 @@ def _exposed(lowered: Lowered, plan: GraphPlan) -> Lowered:
         choices: dict[str, str] = {}
         for level, (choice, name) in enumerate(found.choices.items()):
             value, dtype = made[name], ir.DataType.INT64
-            if spec.kind == "experts":
-                value = _by_input(graph, layer.name, value)
-                sizes = [first[0], "tokens", k]
-            elif spec.kind == "mumoe":
+            if spec.chooses_sets:
+                sizes = [shape[0], k]
+            elif spec.rewritable:
                 dtype, sizes = ir.DataType.FLOAT, [*shape[:2], spec.levels[level]]
             else:
-                sizes = [shape[0], k]
+                value = _by_input(graph, layer.name, value)
+                sizes = [first[0], "tokens", k]
             value.type, value.shape = ir.TensorType(dtype), ir.Shape(sizes)
             graph.outputs.append(value)
             choices[choice] = str(value.name)

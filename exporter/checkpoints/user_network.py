@@ -379,7 +379,7 @@ def _check_adapter(place: FoundLayer, call: Call, source: str) -> None:
         return
     x, y = call.x, call.y
     spec, backbone = place.make("").spec, _backbone(place.path, x, y)
-    ranks = (3, 4) if spec.kind == "soft-moe" else (2, 3, 4)
+    ranks = (2, 3, 4) if spec.routes_tokens else (3, 4)
     if x.ndim not in ranks or x.shape[1 if backbone is PixelBackbone else -1] != spec.dim:
         raise UsageError(
             f"{source}: {place.at} is called on {list(x.shape)}, and what its adapter says takes "
