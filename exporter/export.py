@@ -45,7 +45,12 @@ def export(
     options allow, `EngineError` when an engine that was asked for cannot be compiled, and leaves
     nothing behind on any failure.
     """
-    progress, options = progress or Silent(), job.options
+    with job.model.source.changes_told():
+        return _exported(job, progress or Silent(), traced)
+
+
+def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bundle:
+    options = job.options
     place, force = options.destination, options.force
     assert place is not None, "an export has a destination"
     inputs = None

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from ..common.files import Reading, Watched, hash_files
 from ..common.user_code import names_code
-from ..errors import CheckpointError, UsageError
+from ..errors import CheckpointError, MoexportError, UsageError
 from ..graphs.layers.base import (
     LayerEdits,
     MoELayer,
@@ -106,6 +107,18 @@ class Source:
             return hash_files(self.files)
         self.watched.check(CheckpointError)
         return self.watched.sha256
+
+    @contextmanager
+    def changes_told(self) -> Iterator[None]:
+        """Within the block, an error says where one of the files was changed: it may come of that.
+
+        What is no more of a file that was cut short reads as zeros.
+        """
+        try:
+            yield
+        except MoexportError:
+            self.sha256()
+            raise
 
 
 @dataclass(frozen=True)

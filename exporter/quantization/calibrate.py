@@ -139,8 +139,9 @@ def calibrate(
     Raises `CalibrationError` that names a tensor whose values give no range, and what
     `observe_model` raises.
     """
-    seen = observe_model(job, workspace=workspace, progress=progress)
-    return seen.table(job.options.method, job.options.share)
+    with job.model.source.changes_told():
+        seen = observe_model(job, workspace=workspace, progress=progress)
+        return seen.table(job.options.method, job.options.share)
 
 
 def observe_model(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from moexport.common.files import sha256
-from moexport.errors import CheckpointError
+from moexport.errors import CalibrationError, CheckpointError
 from moexport.exporter.checkpoints.load import load
 from moexport.tests.exporter.families.states import lucidrains_state
 
@@ -75,6 +75,17 @@ def test_what_is_written_straight_from_a_file_that_is_cut_short_does_not_fail_in
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr  # a write from no more pages is EFAULT, not SIGBUS
     assert done.stdout.split() == [str((1 << 20) + 8), str(float((1 << 18) + 8))]
+
+
+def test_an_error_that_comes_of_a_changed_checkpoint_says_so(tmp_path: Path) -> None:
+    path = saved(tmp_path)
+    model = load(path)
+    replaced(path)
+    with (
+        pytest.raises(CheckpointError, match=r"w\.pt was changed while it was read"),
+        model.source.changes_told(),
+    ):
+        raise CalibrationError("a tensor is zero throughout")
 
 
 def overwritten(path: Path) -> None:
