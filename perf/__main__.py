@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from moexport.bench.results import Results, read, write
@@ -19,7 +20,7 @@ from .measure import keep, kept
 RESULTS = Path(__file__).parent / "results"
 LAYERS = tuple(RESULTS / f"{name}.json" for name in ("layers-cpu", "layers-vnni-cpu"))
 """The grid of the speed targets, as two machines measured it."""
-MINUTES = "--minutes="
+MINUTES, NETWORK = "--minutes=", "--network="
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +36,13 @@ def main(arguments: list[str]) -> None:
     """Runs the named benchmarks, all without a name.
 
     `tables` prints what was kept, `fit` what it says of the cost model; `--minutes=12` is what
-    `auto` may take.
+    `auto` may take; `tune --network=vit` prints what one network gives, and keeps nothing.
     """
     minutes = [float(each.partition("=")[2]) for each in arguments if each.startswith(MINUTES)]
+    single = [each.partition("=")[2] for each in arguments if each.startswith(NETWORK)]
+    if single:
+        _network(single[0])
+        return
     wanted = [each for each in arguments if not each.startswith(MINUTES)] or list(BENCHMARKS)
     unknown = set(wanted) - {*BENCHMARKS, "tables", "fit"}
     if unknown:
@@ -55,6 +60,16 @@ def main(arguments: list[str]) -> None:
     if "fit" in wanted:
         cells = auto.read_cells(BENCHMARKS["auto"].file, auto.FITTED)
         print(fit.report([read(file) for file in LAYERS], cells))
+
+
+def _network(name: str) -> None:
+    if name not in tune.NETWORKS:
+        sys.exit(f"error: no network {name}: use {', '.join(tune.NETWORKS)}")
+    with Console() as console, TemporaryDirectory(prefix="moexport-tune-") as folder:
+        figures = tune.measure(console, name)
+        if figures is not None:
+            keep(Path(folder) / "one.json", "tune", **figures)
+            print(tune.table(kept(Path(folder) / "one.json")))
 
 
 def _rows(

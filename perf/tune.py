@@ -6,6 +6,7 @@ which confirms. What each found is timed in turn. A whole run takes about ten mi
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -101,12 +102,17 @@ class Row:
     optuna_areas: tuple[float, ...]
 
 
-def measure(progress: Progress) -> Mapping[str, object]:
-    """Returns a row for each network."""
+def measure(progress: Progress, only: str = "") -> Mapping[str, object] | None:
+    """Returns a row for each network, or for one alone; None where Optuna is not there."""
+    if importlib.util.find_spec("optuna") is None:
+        progress.step("optuna is not installed: pip install optuna")
+        return None
     count = threads()
     rows = []
     with TemporaryDirectory(prefix="moexport-tune-") as folder:
-        for train in NETWORKS:
+        for name, train in NETWORKS.items():
+            if only not in ("", name):
+                continue
             network = train(Path(folder), progress)
             progress.step(network.title)
             longer = 3.0 if train is _language_model else 1.0
@@ -230,19 +236,20 @@ def _language_model(folder: Path, progress: Progress) -> Network:
     return Network("token-routed demo, three layers, 4 of 16", model, data)
 
 
-NETWORKS: tuple[Callable[[Path, Progress], Network], ...] = (
-    partial(_digits_network, digits.Training(16)),
-    partial(_digits_network, digits.Training(64)),
-    partial(
+NETWORKS: Mapping[str, Callable[[Path, Progress], Network]] = {
+    "mnist-16": partial(_digits_network, digits.Training(16)),
+    "mnist-64": partial(_digits_network, digits.Training(64)),
+    "mnist-128": partial(
         _digits_network,
         digits.Training(
             128, hidden=64, normalise=True, scale=16.0, epochs=6, batch=64, learning_rate=4e-3
         ),
     ),
-    _vit,
-    _mixer,
-    _language_model,
-)
+    "vit": _vit,
+    "mixer": _mixer,
+    "language": _language_model,
+}
+"""By the names that `--network=` takes."""
 
 
 def row_of(

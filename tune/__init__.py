@@ -16,12 +16,13 @@ layer is computed.
 3. `times.py` measures each layer alone, in each of its forms, with every lowering that can serve
    (`exporter.measured_lowerings`). A model's time is that of the network around its layers plus the
    sum over the layers; whole graphs correct it.
-4. `search.py` orders the steps from the model as trained to the smallest one by accuracy lost per
-   millisecond gained, finds by halving how far along this path one may go, and tries what lies
-   beside. Each look is a whole graph (`graphs.py`): written, run over the search's half, timed.
-5. `confirm.py` runs the graphs of the front over the other half, in one pass, and takes the fastest
-   that holds, from the safest on and up to the first that does not: in a sequence that was fixed
-   before, every one that is passed holds with the confidence of a single test.
+4. `search.py` looks at models of one k and one precision, then orders the steps from the model as
+   trained to the smallest one by accuracy lost per millisecond gained, finds by halving how far
+   along this path one may go, and tries what lies beside. Each look is a whole graph (`graphs.py`):
+   written, run over the search's half, timed in turn with the model as trained.
+5. `confirm.py` runs the best graphs over the other half, in one pass, and takes the fastest that
+   holds: in two sequences that were fixed before, each up to the first that does not, which
+   together err in 5% of cases at the most.
 6. `tune.py` is the job from top to bottom. What it found becomes a recipe
    (`exporter.bundle.recipe`), which is exported as any model is, and results with the whole front,
    which the report draws (`findings.py`).

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 import msgspec
+import numpy as np
 
 from ..bench.data import InputsAndLabels, LabelledData
 from ..bench.journal import Journal
@@ -47,6 +48,9 @@ CAREFUL = Protocol(rounds=7, warmup=3, round_s=0.1, inputs=4)
 """Of the graphs of the front, which take turns."""
 
 
+TOLD_APART = 0.97
+"""A lowering takes at most so much of another's time to be taken in its place."""
+
 LOOK, RUN, OPEN = "look", "run", "open"
 """Steps of a search: a whole graph, in it the run over the search's half, and writing and opening.
 """
@@ -57,7 +61,8 @@ class Look:
     """What was found of one point as a whole graph.
 
     `ms` is the median time of a batch of OPT, corrected for how fast the machine was just then, by
-    the graph of the model as trained. `bytes` are those of the graph and its weights.
+    the graph of the model as trained, which takes turns. `bytes` are those of the graph and its
+    weights.
     """
 
     point: Point
@@ -90,6 +95,7 @@ class Graphs:
         self.clock = clock
         self.looks: dict[str, Look] = {}
         self.batch = batch_size(outputs)
+        self._beside: tuple[Look, Session] | None = None
         for each in journal.found("look"):
             look = msgspec.convert(each["look"], Look)
             self.looks[look.point.key] = look
@@ -112,17 +118,54 @@ class Graphs:
     ) -> Look:
         with self.clock.step(RUN):
             tally = self._tally(session)
-        calls: dict[str, Callable[[int], object]] = {"own": self.call(session)}
         files = (folder / MAIN_GRAPH, folder / WEIGHTS_FILE)
-        found = measure(calls, QUICK, title="timing").latencies["own"]
         return Look(
             point,
             lowerings,
             self.metric.quality(tally),
-            found.median,
+            self._ms([session])[0],
             self.times.predicted_ms(point),
             sum(file.stat().st_size for file in files),
         )
+
+    @contextmanager
+    def beside(self, base: Look) -> Iterator[None]:
+        """Within the context every graph is timed in turn with that of the model as trained."""
+        with self.opened([(base.point, base.lowerings)]) as (session,):
+            self._beside = base, session
+            try:
+                yield
+            finally:
+                self._beside = None
+
+    def _ms(self, sessions: Sequence[Session]) -> list[float]:
+        """What graphs take, in turn: as many times as the one beside as in the median round."""
+        calls = {str(index): self.call(session) for index, session in enumerate(sessions)}
+        if self._beside is None:
+            found = measure(calls, QUICK, title="timing").latencies
+            return [found[name].median for name in calls]
+        base, session = self._beside
+        found = measure({**calls, UNTOUCHED: self.call(session)}, QUICK, title="timing").latencies
+        beside = np.array(found[UNTOUCHED].rounds)
+        return [base.ms * float(np.median(np.array(found[n].rounds) / beside)) for n in calls]
+
+    def lowered(self, look: Look) -> Look:
+        """Returns a point with its fastest lowerings, timed as whole graphs.
+
+        What is fastest for a layer alone need not be among others, which fill the caches.
+        """
+        ways = self.times.ways(look.point, look.lowerings)
+        if len(ways) == 1:
+            return look
+        with self.clock.step(LOOK), self.opened([(look.point, way) for way in ways]) as sessions:
+            times = self._ms(sessions)
+        at = int(np.argmin(times))
+        if times[at] > TOLD_APART * times[0]:
+            return look
+        found = replace(look, lowerings=ways[at], ms=times[at])
+        self.looks[look.point.key] = found
+        self.journal.add("look", look=msgspec.to_builtins(found))
+        return found
 
     def _tally(self, session: Session) -> Tally:
         """The sums of a graph over the search's half."""

@@ -15,9 +15,9 @@ from ..bench.metrics import (
     Sums,
     Z,
     one_per_sample,
-    paired_ratio,
     wilson,
 )
+from ..bench.results import Interval
 from ..bench.runners.base import first_of
 from ..calibration.feeds import IGNORED, Array, Labels, check_classes
 from ..common.user_code import callable_named
@@ -120,9 +120,9 @@ class Metric:
             share = wilson(round(tally.own), n)
             return Quality(kept, share.low, share.high, moved, n, *scores)
         if self.name == "accuracy" and not self.tokens:
-            ratio = paired_ratio(round(tally.own), round(tally.base), round(tally.both))
-            low, high = (0.0, 0.0) if ratio is None else (ratio.low, ratio.high)
-            return Quality(kept, low, high, moved, n, *scores)
+            both = round(tally.both)
+            pair = score_interval(both, round(tally.base) - both, round(tally.own) - both)
+            return Quality(kept, pair.low, pair.high, moved, n, *scores)
         half = _half_width(tally, kept)
         return Quality(kept, kept - half, kept + half, moved, n, *scores)
 
@@ -133,11 +133,10 @@ class Metric:
         """
         if self.tokens:  # how much one input tells depends on its tokens
             return None
-        if self.name == "accuracy":
-            return math.ceil(Z / -math.log(keep) / max(share, 1e-9)) + 1
-        if self.name == "agreement":
-            return math.ceil(Z**2 * keep / (1 - keep)) + 1
-        return None
+        if self.name == "function":
+            return None
+        right = share if self.name == "accuracy" else 1.0
+        return math.ceil(Z**2 * keep / (1 - keep) / max(right, 1e-9)) + 1
 
     def _scores(self, y: Array, base: Array, labels: Labels | None) -> Array:
         """A score [b] of each input."""
@@ -231,6 +230,48 @@ def _own_scores(title: str, function: Function, y: Array, labels: Labels | None)
             hint="a score is a finite number for each input: leave such inputs out, or give them 0",
         )
     return scores
+
+
+def score_interval(both: int, lost: int, won: int) -> Interval:
+    """Returns the 95% interval of (both + won) / (both + lost): what is kept of the right answers.
+
+    Of the same inputs `both` models have so many right, the untouched one alone `lost`, the other
+    alone `won`. It holds the ratios that the score test does not reject (Nam and Blackwelder,
+    Statistics in Medicine 21, 2002). Wald's interval of the logarithm, which `bench` gives, lets 5
+    to 7% of the models pass that keep just less than asked, in place of 2.5%, where few differ.
+    """
+    high = _lowest_kept(both, won, lost)
+    return Interval(_lowest_kept(both, lost, won), 1 / high if high else math.inf)
+
+
+def _lowest_kept(both: int, lost: int, won: int) -> float:
+    """The lower end of the interval of (both + won) / (both + lost), by halving."""
+    if both + won == 0:
+        return 0.0
+    low, high = 0.0, (both + won) / max(both + lost, 1e-3)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _score(both, lost, won, middle) >= Z:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _score(both: int, lost: int, won: int, ratio: float) -> float:
+    """How many standard deviations what is kept lies above a ratio, were that the true one.
+
+    Were it, a share x of the inputs that either model has right would be lost, and (x + ratio − 1)
+    / ratio won: x is the likeliest one, the larger root of a quadratic.
+    """
+    count, short, twice = both + lost + won, 1 - ratio, 1 + ratio
+    linear = won + lost + short * twice * (both + lost)
+    root = math.sqrt(max(0.0, linear**2 - 4 * count * twice * lost * short))
+    x = max(0.0, short, (linear + root) / (2 * count * twice))
+    gained = (x - short) / ratio
+    variance = count * (gained + ratio**2 * x + short**2 * max(0.0, 1 - x - gained))
+    above = won - ratio * lost + short * both
+    return above / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, above)
 
 
 def _half_width(tally: Tally, ratio: float) -> float:

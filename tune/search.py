@@ -1,13 +1,14 @@
-"""The search: a path from the model as trained to the smallest one, and what lies beside it.
+"""The search: uniform models, a path from the one as trained on, and what lies beside it.
 
-What a choice costs in time and in quality is known layer by layer; a path takes the steps that lose
-least for what they gain first. Halving finds how far along it one may go, each look a whole graph,
-and single choices beside the best point are then tried, the likeliest first.
+Models with one k and one precision come first. What a choice costs in time and in quality is known
+layer by layer; a path takes the steps that lose least for what they gain first. Halving
+finds how far along it one may go, each look a whole graph, and single choices beside the best point
+are then tried, the likeliest first.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ..common.console import Progress
@@ -54,6 +55,19 @@ class Search:
     def looks(self) -> list[Look]:
         """Every point that was looked at."""
         return [*self.graphs.looks.values()]
+
+    def seeds(self, ladder: Iterable[Point]) -> Look | None:
+        """Looks at models that are all alike, from the largest on while they may keep enough.
+
+        Returns what was found of the first.
+        """
+        first = None
+        for point in ladder:
+            look = self._look(point)
+            first = first or look
+            if look is None or (self.request.keep or 0.0) > look.quality.high:
+                break
+        return first
 
     def along(self, start: Point, options: Options) -> None:
         """Looks along the path of some options, and beside where it must end."""
@@ -181,11 +195,15 @@ def _neighbours(point: Point, options: Options) -> list[Point]:
     return [each for _, each in sorted(found, key=lambda pair: pair[0])]
 
 
-def front_of(looks: Sequence[Look], size: Callable[[Look], float]) -> list[Look]:
-    """Returns the points that no other beats in both size and what is kept, the largest first."""
+def front_of(
+    looks: Sequence[Look],
+    size: Callable[[Look], float],
+    worth: Callable[[Look], float] = lambda look: look.quality.kept,
+) -> list[Look]:
+    """Returns the points that no other beats in both size and worth, the largest first."""
     front: list[Look] = []
-    for look in sorted(looks, key=lambda each: (size(each), -each.quality.kept)):
-        if not front or look.quality.kept > front[-1].quality.kept:
+    for look in sorted(looks, key=lambda each: (size(each), -worth(each))):
+        if not front or worth(look) > worth(front[-1]):
             front.append(look)
     return front[::-1]
 

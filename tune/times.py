@@ -23,6 +23,13 @@ BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
 """Of one lowering of one layer: its order among others is what counts; whole graphs are timed
 longer."""
 
+NEAR = 2.0
+"""A lowering that takes so many times as long as the fastest of a layer alone may be the fastest in
+a whole graph."""
+
+MOST_WAYS = 6
+"""So many whole graphs are compared for their lowerings, at the most."""
+
 FORMS = "forms"
 """The step of a search in which all layers are timed in one form each."""
 
@@ -42,12 +49,14 @@ class LayerTimes:
     """The time of each layer's forms, and of a model that is made of them.
 
     `around_ms` is what the network around the layers takes, by its precision: known once a whole
-    graph with it was timed.
+    graph with it was timed. `scale` is how many times as long layers of a precision take in a whole
+    graph as alone (`corrected`).
     """
 
     def __init__(self) -> None:
         self.forms: dict[tuple[str, Form], FormTime] = {}
         self.around_ms: dict[Precision, float] = {}
+        self.scale: dict[Precision, float] = {}
 
     def of(self, layer: str, choice: Choice) -> FormTime | None:
         """Returns what a layer takes; None where no lowering serves that form."""
@@ -58,6 +67,10 @@ class LayerTimes:
 
         None where nothing like it was measured.
         """
+        found = self._alone(layer, choice)
+        return found and replace(found, ms=found.ms * self.scale.get(choice.precision, 1.0))
+
+    def _alone(self, layer: str, choice: Choice) -> FormTime | None:
         found = self.of(layer, choice)
         if found is not None:
             return found
@@ -86,6 +99,36 @@ class LayerTimes:
     def lowerings(self, point: Point) -> dict[str, str]:
         """Returns the fastest lowering of each layer of a point."""
         return {name: self._sure(name, choice).lowering for name, choice in point.layers}
+
+    def corrected(self, point: Point, ms: float) -> None:
+        """Takes what a whole graph of one precision took, in place of the sum over its layers.
+
+        At least half of the time is taken to be that of the layers.
+        """
+        (precision,) = {choice.precision for _, choice in point.layers}
+        self.scale.pop(precision, None)
+        alone = self.layers_ms(point)
+        around = self.around_ms.setdefault(point.around, max(0.0, min(ms - alone, ms / 2)))
+        self.scale[precision] = max(ms - around, ms / 10) / alone
+
+    def ways(self, point: Point, lowerings: Mapping[str, str]) -> list[dict[str, str]]:
+        """Returns the lowerings of a point: those given, and each other one that may be as fast.
+
+        Layers of one form are changed together.
+        """
+        ways = [dict(lowerings)]
+        for form in {choice.form: None for _, choice in point.layers}:
+            names = [name for name, choice in point.layers if choice.form == form]
+            times = [self._alone(name, point.choices[name]) for name in names]
+            alike = [{each.lowering: each.ms, **each.others} for each in times if each]
+            for other in alike[0]:
+                near = all(
+                    other in each and each[other] <= NEAR * min(each.values()) for each in alike
+                )
+                way = {**lowerings, **dict.fromkeys(names, other)}
+                if near and way not in ways:
+                    ways.append(way)
+        return ways[:MOST_WAYS]
 
     def layers_ms(self, point: Point) -> float:
         """Returns what the layers of a point take together."""

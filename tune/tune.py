@@ -45,7 +45,7 @@ from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision
 from . import layers
 from .clock import Clock
-from .confirm import MOST, Confirmed, confirmed, holding, sequence_of, shortfall
+from .confirm import MOST, Confirmed, confirmed, holding, sequences_of, shortfall, worth_confirming
 from .graphs import CAREFUL, LOOK, OPEN, RUN, UNTOUCHED, Graphs, Look, batch_size
 from .halves import Halves, in_batches, rows_of
 from .layers import Replay, in_turn
@@ -75,6 +75,9 @@ for what it takes to confirm the answer and to write it."""
 
 FEWEST = 4
 """Points for whose confirmation time is kept, the model as trained among them."""
+
+UNIFORM = (1, 2, 4, 8, 16)
+"""The shares of its experts that every layer computes in the models that are looked at first."""
 
 FINISH_S, REPORT_S = 0.5, 3.0
 """About what a bundle takes beside its graph and its check, and what a report takes."""
@@ -260,10 +263,11 @@ def _kept_in(work: Path | None) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found: every look, those of the front (measured again), and where it began."""
+    """What a search found: every look, the front, what was timed again, and where it began."""
 
     looks: tuple[Look, ...]
     front: tuple[Look, ...]
+    timed: tuple[Look, ...]
     base: Look
     graphs: Graphs
     latencies: dict[str, Latency]
@@ -354,8 +358,8 @@ class Job:
             *(self.base, Traces(self.base, self.traced), times, self.halves.search, self.outputs),
             *(self.metric, self.journal, progress, self.request.threads or _threads(), clock),
         )
-        base = graphs.look(start)
-        times.around_ms["fp32"] = base.ms - times.layers_ms(start)
+        base = graphs.lowered(graphs.look(start))
+        times.corrected(start, base.ms)
         self._check_base(base)
         each_s, once_s = self._end_s(graphs, base)
         clock.reserve += FEWEST * each_s + once_s
@@ -366,14 +370,55 @@ class Job:
         self._times(times, choices, replay.tokens(), progress)
         shifts = self._shifts(replay, choices, progress)
         search = Search(graphs, self.request, partial(clock.over, step=LOOK), progress)
-        moved = self._moved_by_integers(graphs, times, base, progress)
-        for floats, integer in (*((f, None) for f in self.space.floats), *self._widths()):
-            for by_size in self._costs():
-                found = self._options(
-                    *(floats, integer, choices, times, shifts, moved), by_size=by_size
+        with graphs.beside(base):
+            self._seed(search, times)
+            moved = self._moved_by_integers(graphs, times, base, progress)
+            for floats, integer in (*((f, None) for f in self.space.floats), *self._widths()):
+                for by_size in self._costs():
+                    found = self._options(
+                        *(floats, integer, choices, times, shifts, moved), by_size=by_size
+                    )
+                    search.along(start.in_floats(floats), found)
+            return self._front(search, graphs, base, choices)
+
+    def _seed(self, search: Search, times: LayerTimes) -> None:
+        """Looks at what `bench` would be asked for: one k and one precision for all layers.
+
+        Smaller k of integers are looked at where integers are faster than floats at the largest.
+        What whole graphs of one precision take corrects the times of its layers.
+        """
+        first = None
+        for floats in self.space.floats:
+            ladder = (each.in_floats(floats) for each in self._uniform("fp32"))
+            first = search.seeds(filter(times.knows, ladder)) or first
+        for integer, parts in self.space.integers.items():
+            whole = partial(Point.with_around, precision=integer)
+            for around in (False, True)[: 1 + (AROUND in parts)]:
+                ladder = self._uniform(integer)
+                points = [whole(point) if around else point for point in ladder]
+                points = [point for point in points if times.knows(point)]
+                look = search.seeds(points[:1])
+                if look is None:
+                    continue
+                if not around and len({c.precision for _, c in look.point.layers}) == 1:
+                    times.corrected(look.point, look.ms)
+                if first is None or look.ms < first.ms:
+                    search.seeds(points[1:])
+
+    def _uniform(self, precision: Precision) -> list[Point]:
+        """The model as trained with every layer that serves it in a precision, then smaller k."""
+        within = self.space.integers.get(precision, (*self.space.choices,))
+        found = []
+        for share in UNIFORM:
+            layers = []
+            for name, listed in self.space.choices.items():
+                k = max(1, listed[0].k // share)
+                choice = next((each for each in listed if each.k <= k), listed[-1])
+                layers.append(
+                    (name, replace(choice, precision=precision) if name in within else choice)
                 )
-                search.along(start.in_floats(floats), found)
-        return self._front(search, graphs, base, choices)
+            found.append(Point(tuple(layers)))
+        return [*dict.fromkeys(found)]
 
     def _widths(self) -> list[tuple[Precision, Precision]]:
         """Each width of integers, with the floats around it."""
@@ -552,31 +597,29 @@ class Job:
         base: Look,
         choices: dict[str, tuple[Choice, ...]],
     ) -> Found:
-        looks = search.looks
-        within = [look for look in looks if self._within(look)]
-        front = front_of(within or looks, lambda look: look.ms)
-        others = [each for each in front if each.point != base.point]
-        room = self._room(graphs, base)
-        if len(others) >= room and self.request.seconds is not None:
-            others = sequence_of(front, base, self.request.keep, room)[1:]
-        latencies = graphs.timed([base, *others])
-        again = {key: latency.median for key, latency in latencies.items()}
-        front = [with_ms(each, again.get(each.point.key, each.ms)) for each in front]
-        base = with_ms(base, again.get(base.point.key, base.ms))
-        front = front_of(front, lambda look: look.ms)
-        return Found(tuple(looks), tuple(front), base, graphs, latencies, choices)
+        keep, room = self.request.keep, self._room(graphs, base)
+        within = [look for look in search.looks if self._within(look)] or search.looks
+        sequences = sequences_of(worth_confirming(within), base, keep, room)
+        again = [base, *(graphs.lowered(look) for look in sequences.looks[1:])]
+        latencies = graphs.timed(again)
+        timed = {look.point.key: with_ms(look, latencies[look.point.key].median) for look in again}
+        looks = [timed.get(look.point.key, look) for look in search.looks]
+        within = [look for look in looks if self._within(look)] or looks
+        return Found(
+            *(tuple(looks), tuple(front_of(within, lambda look: look.ms)), tuple(timed.values())),
+            *(timed[base.point.key], graphs, latencies, choices),
+        )
 
     def contract(self, found: Found, progress: Progress) -> tuple[list[Confirmed], Confirmed]:
         """Confirms the front on the other half; returns all that was, and the point to write."""
         keep = self.request.keep
-        timed = [look for look in found.front if look.point.key in found.latencies]
         most = self._room(found.graphs, found.base)
-        sequence = sequence_of(timed, found.base, keep, most)
+        sequences = sequences_of(found.timed, found.base, keep, most)
         done = self.journal.found("confirmed")
         if done:
             checked = [msgspec.convert(each, Confirmed) for each in done[-1]["points"]]
         else:
-            checked = confirmed(found.graphs, sequence, self.halves, progress)
+            checked = confirmed(found.graphs, sequences, self.halves, progress)
             self.journal.add("confirmed", points=[msgspec.to_builtins(each) for each in checked])
         held = holding(checked, keep)
         if keep is not None and not held:

@@ -10,7 +10,6 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
 from moexport.errors import UsageError
-from moexport.tune.confirm import Confirmed, holding
 from moexport.tune.graphs import Look
 from moexport.tune.halves import Halves
 from moexport.tune.layers import _given_up
@@ -132,15 +131,6 @@ def look(ms: float, kept: float, low: float = 0.0) -> Look:
 def test_the_front_holds_what_nothing_beats() -> None:
     looks = [look(3.0, 1.0), look(2.0, 0.9), look(1.0, 0.95), look(0.5, 0.5)]
     assert [each.ms for each in front_of(looks, lambda each: each.ms)] == [3.0, 1.0, 0.5]
-
-
-def test_the_first_that_fails_ends_the_tests() -> None:
-    def confirmed(low: float) -> Confirmed:
-        return Confirmed(look(1.0, 1.0), Quality(1.0, low, 1.0, 0.0, 100))
-
-    found = [confirmed(0.995), confirmed(0.992), confirmed(0.98), confirmed(0.999)]
-    assert holding(found, 0.99) == found[:2]
-    assert holding(found, None) == found
 
 
 def test_experts_go_in_the_order_of_what_is_missing_without_them() -> None:

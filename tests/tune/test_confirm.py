@@ -1,0 +1,142 @@
+"""What is confirmed: the interval covers, the orders are fixed before, and together they err in 5%.
+
+What a search half says of candidates here is drawn apart from what the other half says.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from moexport.tune.confirm import (
+    Confirmed,
+    Sequences,
+    holding,
+    sequences_of,
+    worth_confirming,
+)
+from moexport.tune.graphs import Look
+from moexport.tune.quality import Quality, score_interval
+from moexport.tune.space import Choice, Point
+
+KEEP, RIGHT = 0.99, 430
+"""What is asked, and how many inputs at least one of two models has right."""
+
+
+def look(ms: float, kept: float = 1.0, low: float = 0.99) -> Look:
+    point = Point((("a", Choice(round(1000 * ms))),))
+    return Look(point, {}, Quality(kept, low, 1.0, 0.0, 100), ms, ms, 10)
+
+
+def confirmed(low: float, *, bold: bool = False) -> Confirmed:
+    return Confirmed(look(1.0), Quality(1.0, low, 1.0, 0.0, 100), bold)
+
+
+def passes(lost: int, won: int) -> bool:
+    return score_interval(RIGHT - lost - won, lost, won).low >= KEEP
+
+
+@pytest.mark.parametrize("lost", [0.01, 0.011, 0.013, 0.02, 0.04])
+def test_a_model_that_keeps_just_less_than_asked_passes_in_one_of_forty_at_the_most(
+    lost: float,
+) -> None:
+    # On the edge: a share of the inputs is lost, and as many won that 99% are kept.
+    won = max(0.0, (lost - (1 - KEEP)) / KEEP)
+    both, error, seen = 1 - lost - won, 0.0, 0.0
+    for b in range(50):
+        for c in range(50):
+            ways = math.lgamma(RIGHT + 1) - math.lgamma(b + 1) - math.lgamma(c + 1)
+            ways -= math.lgamma(RIGHT - b - c + 1)
+            if won == 0 and c:
+                continue
+            chance = math.exp(
+                ways
+                + b * math.log(lost)
+                + (c * math.log(won) if c else 0.0)
+                + (RIGHT - b - c) * math.log(both)
+            )
+            seen += chance
+            if KEEP * (RIGHT - c) <= RIGHT - b + 1 and passes(b, c):
+                error += chance
+    assert seen == pytest.approx(1.0, abs=1e-3)
+    assert error <= 0.025
+
+
+def test_the_interval_is_that_of_the_score_test() -> None:
+    # No input apart: 1 / (1 + z² / n), as Wilson's.
+    same = score_interval(RIGHT, 0, 0)
+    assert same.low == pytest.approx(1 / (1 + 1.95996**2 / RIGHT), abs=1e-6)
+    assert same.high == pytest.approx(1 / same.low)
+    # Of models that differ on many inputs, Wald's interval says the same.
+    many = score_interval(8000, 600, 500)
+    half = 1.95996 * math.sqrt(1100 / (8600 * 8500))
+    assert many.low == pytest.approx(8500 / 8600 * math.exp(-half), abs=2e-4)
+    assert many.high == pytest.approx(8500 / 8600 * math.exp(half), abs=2e-4)
+    turned = score_interval(8000, 500, 600)
+    assert turned.low == pytest.approx(1 / many.high)
+    assert score_interval(0, 10, 0).low == 0.0
+    assert 1 < score_interval(0, 0, 10).low < math.inf
+
+
+def test_the_first_that_fails_ends_its_sequence_and_not_the_other() -> None:
+    safe = [confirmed(0.995), confirmed(0.98), confirmed(0.999)]
+    bold = [confirmed(0.993, bold=True), confirmed(0.9, bold=True), confirmed(0.995, bold=True)]
+    assert holding([*safe, *bold], 0.99) == [safe[0], bold[0]]
+    failed = [confirmed(0.98, bold=True), confirmed(0.995, bold=True)]
+    assert holding([*safe[::2], *failed], 0.99) == safe[::2]
+    assert holding([*safe, *bold], None) == [*safe, *bold]
+
+
+def test_one_noisy_point_before_it_does_not_cost_the_one_that_promises_most() -> None:
+    base = look(10.0)
+    safest, noisy, fast, risky = look(9.0), look(8.0), look(2.0), look(1.9, 0.991, 0.95)
+    found = sequences_of([noisy, risky, fast, safest], base, KEEP)
+    assert found.safe == (base, safest, noisy)
+    assert found.bold == (fast, risky)
+    assert found.looks == (base, safest, noisy, fast, risky)
+    few = sequences_of([noisy, risky, fast, safest], base, KEEP, most=2)
+    assert few == Sequences((base,), (fast,))
+
+
+def test_what_the_search_saw_to_lose_too_much_or_to_be_no_faster_is_not_confirmed() -> None:
+    base = look(1.0)
+    assert sequences_of([look(0.5, 0.98, 0.97), look(1.1)], base, KEEP) == Sequences((base,))
+
+
+def test_of_points_that_keep_as_much_the_surer_one_is_confirmed_too() -> None:
+    sure, unsure = look(3.0, 1.0, 0.991), look(2.0, 1.0, 0.985)
+    assert worth_confirming([sure, unsure, look(4.0, 1.0, 0.991)]) == [unsure, sure]
+
+
+def test_together_they_pass_a_point_that_keeps_too_little_in_5_percent_at_the_most() -> None:
+    # Of six points all keep a little less than asked; some lose the same inputs, some their own.
+    random = np.random.default_rng(0)
+    names, runs, wrong = 6, 3000, 0
+    known: dict[tuple[int, int], float] = {}
+    base = look(10.0)
+    for _ in range(runs):
+        shared = random.random() < 0.5
+        lost = 0.0102 + (0.0 if shared else random.choice([0.0, 0.01]))
+        won = (lost - 0.0102) / KEEP
+        count = 1 if shared else names
+        draws = random.multinomial(RIGHT, (lost, won, 1 - lost - won), size=(2, count))
+        draws = np.broadcast_to(draws, (2, count, 3)).repeat(names // count, axis=1)
+        lows, kept = np.zeros((2, names)), np.zeros((2, names))
+        for half, name in np.ndindex(2, names):
+            b, c = int(draws[half, name, 0]), int(draws[half, name, 1])
+            if (b, c) not in known:
+                known[b, c] = score_interval(RIGHT - b - c, b, c).low
+            lows[half, name] = known[b, c]
+            kept[half, name] = (RIGHT - b) / (RIGHT - c)
+        looks = [look(9.0 - name, kept[0, name], lows[0, name]) for name in range(names)]
+        asked = sequences_of(looks, base, KEEP)
+        at = {each.point.key: name for name, each in enumerate(looks)}
+        found = [Confirmed(base, Quality(1.0, 1.0, 1.0, 0.0, RIGHT))]
+        for index, each in enumerate(asked.looks[1:], 1):
+            name = at[each.point.key]
+            quality = Quality(kept[1, name], lows[1, name], 1.0, 0.0, RIGHT)
+            found.append(Confirmed(each, quality, index >= len(asked.safe)))
+        wrong += len(holding(found, KEEP)) > 1
+    assert wrong / runs <= 0.05
+    assert wrong  # it is a test of what may go wrong
