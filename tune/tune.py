@@ -389,21 +389,21 @@ class Job:
         """
         first = None
         for floats in self.space.floats:
-            ladder = (each.in_floats(floats) for each in self._uniform("fp32"))
-            first = search.seeds(filter(times.knows, ladder)) or first
+            points = (each.in_floats(floats) for each in self._uniform("fp32"))
+            first = search.seeds(filter(times.knows, points)) or first
         for integer, parts in self.space.integers.items():
-            whole = partial(Point.with_around, precision=integer)
             for around in (False, True)[: 1 + (AROUND in parts)]:
-                ladder = self._uniform(integer)
-                points = [whole(point) if around else point for point in ladder]
-                points = [point for point in points if times.knows(point)]
-                look = search.seeds(points[:1])
+                ladder = [
+                    each.with_around(integer) if around else each for each in self._uniform(integer)
+                ]
+                ladder = [point for point in ladder if times.knows(point)]
+                look = search.seeds(ladder[:1])
                 if look is None:
                     continue
-                if not around and len({c.precision for _, c in look.point.layers}) == 1:
+                if not around and len({choice.precision for _, choice in look.point.layers}) == 1:
                     times.corrected(look.point, look.ms)
                 if first is None or look.ms < first.ms:
-                    search.seeds(points[1:])
+                    search.seeds(ladder[1:])
 
     def _uniform(self, precision: Precision) -> list[Point]:
         """The model as trained with every layer that serves it in a precision, then smaller k."""
@@ -605,9 +605,12 @@ class Job:
         timed = {look.point.key: with_ms(look, latencies[look.point.key].median) for look in again}
         looks = [timed.get(look.point.key, look) for look in search.looks]
         within = [look for look in looks if self._within(look)] or looks
+        front = front_of(within, lambda look: look.ms)
         return Found(
-            *(tuple(looks), tuple(front_of(within, lambda look: look.ms)), tuple(timed.values())),
-            *(timed[base.point.key], graphs, latencies, choices),
+            *(tuple(looks), tuple(front), tuple(timed.values()), timed[base.point.key]),
+            graphs,
+            latencies,
+            choices,
         )
 
     def contract(self, found: Found, progress: Progress) -> tuple[list[Confirmed], Confirmed]:
