@@ -10,6 +10,7 @@ import onnx_ir as ir
 from ..calibration.table import CalibrationTable
 from ..common.console import Progress
 from ..errors import UsageError
+from ..graphs.fusion import fuse
 from ..graphs.lowerings.choice import LoweringChoice, Span, batch_spans, check, choose
 from ..graphs.lowerings.cost import AnyWork
 from ..graphs.targets import ENGINES, TARGETS
@@ -134,6 +135,8 @@ def plan(
     lowerings are to be measured.
     """
     traced = traced.clone()
+    if fuses(job):
+        fuse(traced)
     precision = apply_precision(job, traced, table, floats=floats, retention=retention)
     tuning = None
     if job.options.recipe is not None:
@@ -149,6 +152,17 @@ def plan(
             for index, name in enumerate(job.options.lowerings)
         )
     return _loadable(Plan(job, traced, table, precision, graphs, tuning))
+
+
+def fuses(job: ExportJob) -> bool:
+    """Whether a job's graphs have the backbone's attention and norms as one op each.
+
+    For language models in FP32 around their experts: ONNX Runtime's CPU kernels are of that type.
+    """
+    target = job.options.target
+    routed = any(layer.spec.kind == "experts" for layer in job.model.layers.values())
+    single = job.options.precision.float_name(target) == "fp32"
+    return routed and single and TARGETS[target].cpu_forms
 
 
 def _loadable(plan: Plan) -> Plan:

@@ -214,7 +214,7 @@ def manifest_of(
         precision=options.precision.name,
         numbers=precision_record(plan.precision, options),
         renormalize=options.renormalize,
-        opset=options.opset,
+        opset=lowered[main.file].model.opset_imports[""],
         batch=str(options.batch),
         tokens=str(options.tokens),
         inputs=[*(_port(spec, job) for spec in model.inputs), *k_port],

@@ -61,15 +61,31 @@ def backbone_linears(graph: ir.Graph) -> Iterator[BackboneLinear]:
     for node in graph:
         if node.domain or node.op_type not in ("MatMul", "Gemm") or node in routers:
             continue
-        x, weight = node.inputs[0], node.inputs[1]
-        if x is None or weight is None or x.const_value is not None:
+        x, given = node.inputs[0], node.inputs[1]
+        if x is None or given is None or x.const_value is not None:
             continue
+        weight, turned = _stored(given)
         tensor = weight.const_value
         if tensor is None or tensor.dtype != ir.DataType.FLOAT or len(tensor.shape) != 2:
             continue
         if node.attributes.get_int("transA", 0):
             continue
-        yield BackboneLinear(node, x, weight, bool(node.attributes.get_int("transB", 0)))
+        transposed = bool(node.attributes.get_int("transB", 0)) != turned
+        yield BackboneLinear(node, x, weight, transposed)
+
+
+def _stored(weight: ir.Value) -> tuple[ir.Value, bool]:
+    """A weight as it is stored, and whether the graph transposes it.
+
+    PyTorch's exporter transposes small weights itself and leaves large ones, a language model's
+    head, to the graph; one that is also the embedding is stored as that.
+    """
+    node = weight.producer()
+    if node is None or node.op_type != "Transpose" or node.domain or node.inputs[0] is None:
+        return weight, False
+    if list(node.attributes.get_ints("perm", [1, 0])) != [1, 0]:
+        return weight, False
+    return node.inputs[0], True
 
 
 HEAD = "it gives the graph's output"

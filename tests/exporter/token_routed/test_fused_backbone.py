@@ -1,0 +1,78 @@
+"""The backbone of a language model for ONNX Runtime: few ops, the same values."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import moexport
+import numpy as np
+import onnx
+import pytest
+import torch
+from moexport.exporter.bundle.bundle import Bundle
+from moexport.tests.exporter.token_routed.architectures import (
+    ARCHITECTURES,
+    Library,
+    check_steps,
+    check_values,
+    save,
+)
+
+
+def ops_of(bundle: Bundle) -> Counter[str]:
+    graph = onnx.load(bundle.path / "model.onnx", load_external_data=False).graph
+    return Counter(node.op_type for node in graph.node)
+
+
+@pytest.fixture(scope="module", params=["mixtral", "qwen3_moe"])
+def exported(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model whose queries and keys come from products, and one that normalises them first."""
+    place = tmp_path_factory.mktemp("fused")
+    save(ARCHITECTURES[request.param], place / "model")
+    moexport.export(moexport.load(place / "model"), place / "out", target="ort-cpu")
+    return place
+
+
+def test_attention_and_norms_are_one_op_each_with_the_values_of_the_library(
+    exported: Path,
+) -> None:
+    bundle = Bundle.open(exported / "out")
+    ops = ops_of(bundle)
+    assert ops["Attention"] == 2 and ops["RotaryEmbedding"] == 4, ops
+    assert ops["RMSNormalization"] >= 5 and not ops["Reciprocal"], ops
+    assert bundle.manifest.opset == 23
+    check_steps(bundle, Library(ARCHITECTURES[bundle.manifest.source.family], exported / "model"))
+
+
+def test_inputs_that_are_padded_on_the_left_are_not_attended_to(exported: Path) -> None:
+    bundle = Bundle.open(exported / "out")
+    name = bundle.manifest.source.family
+    ids = np.arange(1, 13).reshape(2, 6)
+    mask = np.ones_like(ids)
+    mask[0, :2] = 0
+    logits = bundle.session().run({"input_ids": ids, "attention_mask": mask})["logits"]
+    positions = np.maximum(np.cumsum(mask, axis=1) - 1, 0)
+    expected, _ = Library(ARCHITECTURES[name], exported / "model")(
+        input_ids=torch.from_numpy(ids),
+        attention_mask=torch.from_numpy(mask),
+        position_ids=torch.from_numpy(positions),
+    )
+    check_values(logits[1], expected[1])
+    check_values(logits[0, 2:], expected[0, 2:])
+
+
+def test_a_head_that_is_also_the_embedding_becomes_integers(tmp_path: Path) -> None:
+    """It is stored as the embedding, and the graph transposes it, as it does with large heads."""
+    folder = save(ARCHITECTURES["mixtral"], tmp_path / "model", tie_word_embeddings=True)
+    model = moexport.load(folder, config={"use_cache": False})
+    ids = np.arange(24).reshape(2, 12)
+    expected, _ = Library(ARCHITECTURES["mixtral"], folder)(input_ids=torch.from_numpy(ids))
+    bundle = moexport.export(
+        model, tmp_path / "out", precision="int8", quantize="all", target="ort-cpu", verify=False
+    )
+    linears = bundle.manifest.numbers["linears"]
+    assert len(linears) == 2 * 4 + 1 and set(linears.values()) == {None}
+    assert ops_of(bundle)["MatMul"] == 2  # each layer weights its experts' outputs
+    far = np.abs(bundle.session().run(ids)["logits"] - expected).max()
+    assert far <= 0.1 * np.abs(expected).max()
