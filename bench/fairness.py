@@ -39,7 +39,7 @@ class Estimate:
 
 @dataclass(frozen=True, slots=True)
 class SubgroupRates:
-    """How often a class is told right in one subgroup: of all its inputs, and of the class's own.
+    """How often a class is decided right in one subgroup: over all inputs, and over its own.
 
     `true_positive_rate` is None for a subgroup without `positives`, inputs of the class.
     """
@@ -53,7 +53,7 @@ class SubgroupRates:
 
 @dataclass(frozen=True, slots=True)
 class ClassFairness:
-    """How a class is told in two subgroups or more.
+    """How often a class is decided right in two subgroups or more.
 
     `target` is the subgroup that is looked at, `target_accuracy` its accuracy.
     `equality_of_opportunity` is |difference| of the true-positive rates of the target and of all
@@ -167,7 +167,7 @@ def fairness(
     *,
     targets: Sequence[Subgroup] | None = None,
 ) -> Fairness:
-    """Returns how fairly each class is told, for the classes [s] that were predicted.
+    """Returns how fairly each class is decided, for the classes [s] that were predicted.
 
     `targets` names the subgroup that is looked at for each class; by default that of the lowest
     accuracy, the smaller one of two.

@@ -1,4 +1,4 @@
-"""From what was observed to the range that is represented: four ways to choose where to clip."""
+"""Four ways to choose the range that INT8 represents, from the values that were observed."""
 
 from __future__ import annotations
 

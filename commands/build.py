@@ -1,4 +1,4 @@
-"""`build` and `triton`: what is made of a bundle to deploy it, engines and a model repository."""
+"""`build` and `triton`: make engines, or a model repository, from a bundle."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Files that are read: their hashes, remembered, and the memory that mapped ones take.
+"""Reads files: hashes, which are cached, and mapped files.
 
-The pages of a mapped file are given back, so that reading a large one does not fill the memory.
+Pages of a mapped file are released, so that reading a large one does not fill the memory.
 """
 
 from __future__ import annotations

@@ -81,7 +81,7 @@ class KeptExperts:
 class Steer:
     """An expert whose cluster centre is added to every token of its layer, times `strength`.
 
-    `strength` is None where it is told at run time.
+    `strength` is None where it is given at run time.
     """
 
     layer: str
@@ -114,7 +114,7 @@ class Edits:
 
     @property
     def at_run_time(self) -> tuple[Steer, ...]:
-        """The steerings whose strengths are told per run, in the order of the input `steer`."""
+        """The steerings whose strengths are given per run, in the order of the input `steer`."""
         return tuple(each for each in self.steers if each.strength is None)
 
     def texts(self) -> list[str]:
@@ -221,7 +221,7 @@ def _parse_steers(texts: Sequence[str]) -> tuple[Steer, ...]:
         layer, level, expert, strength = found.groups()
         if told and strength is not None:
             raise UsageError(
-                f"--steer {part}: with --steer input its strength is told at run time",
+                f"--steer {part}: with --steer input its strength is given at run time",
                 hint=f"leave :{strength} out, or leave --steer input out",
             )
         given = None if told else _strength(part, strength or "1")

@@ -210,7 +210,7 @@ def _check_used(model: Model, options: ExportOptions) -> None:
 
 
 def _check_steering(options: ExportOptions) -> None:
-    """Raises `UsageError` where strengths that are told per run cannot be: only one input is."""
+    """Raises `UsageError` where strengths cannot be given per run, as a second input."""
     if not options.edits.at_run_time:
         return
     for option, given in {

@@ -251,7 +251,7 @@ def _router(tokens: ir.Value, work: AnyWork) -> tuple[list[ir.Node], list[ir.Val
 def _alone(node: ir.Node, opset: int, work: AnyWork) -> ir.Model:
     """A traced layer as a graph of its own: FP32 tokens in and out, whatever is between.
 
-    For a layer that is told its experts there is a router besides, the same for all candidates.
+    A layer whose experts are chosen outside it gets a router, the same for all candidates.
     """
     (x, *routed), (y,) = node.inputs, node.outputs
     assert x is not None

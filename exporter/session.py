@@ -154,7 +154,7 @@ class Session:
     def bound(
         self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
     ) -> Callable[[], list[np.ndarray]]:
-        """Returns the runtime's own call for a batch x, the first output's unless told: to time it.
+        """Returns the runtime's own call for a batch x, by default its first output's: to time it.
 
         Inputs are checked here, once, and not by the call. Raises what `run` raises.
         """
@@ -190,7 +190,7 @@ class Session:
         """Returns the runtime's own call for a batch x whose values stay with the runtime.
 
         So a text is generated: a call takes what the one before returned, where it is. Of the
-        outputs, all unless told, the first is handed to numpy. Raises what `run` raises.
+        outputs, by default all, the first is handed to numpy. Raises what `run` raises.
         """
         from ..common.onnx_runtime import ort
 

@@ -209,7 +209,7 @@ def _program(
 
 
 def _check_calls(graph: ir.Model) -> None:
-    """Each layer must be one node: values and choices are told apart by the layer's name."""
+    """Each layer must be one node: values and choices are identified by the layer's name."""
     calls = Counter(
         node.attributes.get_string("layer") for node in graph.graph if node.domain == DOMAIN
     )

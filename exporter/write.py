@@ -1,4 +1,4 @@
-"""Writes what was planned: weights, graphs and the manifest, and runs a graph against PyTorch."""
+"""Writes what was planned: weights, graphs and the manifest, and compares a graph with PyTorch."""
 
 from __future__ import annotations
 

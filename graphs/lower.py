@@ -121,7 +121,7 @@ def _add_k_input(model: ir.Model, choices: Mapping[str, LoweringRequest]) -> ir.
 
 
 def _add_steer_input(model: ir.Model, choices: Mapping[str, LoweringRequest]) -> ir.Value | None:
-    """The strengths [b, s] of steerings that are told per run; None where no layer has any."""
+    """The strengths [b, s] of steerings that are given per run; None where no layer has any."""
     for choice in choices.values():
         if choice.tensors.has(STEER_CENTRES):
             told, _ = choice.tensors.stacked(STEER_CENTRES).shape.numpy()

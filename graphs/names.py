@@ -20,11 +20,11 @@ K_INPUT = "k"
 """The graph input that holds k, int64 [1], where k is chosen per run."""
 
 STEER_INPUT = "steer"
-"""The graph input [b, s] that holds the strength of each steering, where they are told per run; and
-in a layer what is added to its tokens."""
+"""The graph input [b, s] that holds the strength of each steering, if given per run; and in
+a layer what is added to its tokens."""
 
 STEER_CENTRES = "steer.centres"
-"""The cluster centres [s, d] of a layer's steerings whose strengths are told per run."""
+"""The cluster centres [s, d] of a layer's steerings whose strengths are given per run."""
 
 SELECTED = "selected"
 """The value of a Soft MoE layer that holds the chosen experts, int64 [b, k]."""

@@ -1,4 +1,4 @@
-"""What a user chooses a graph by: who runs it, in what numbers. Importing it loads nothing."""
+"""Targets and precisions: what runs a graph, and what it computes in. Importing loads nothing."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What the Soft MoE paper asks of a classifier: which k of its experts, and how good a choice."""
+"""Analyses in a results file: experts and subgroups of a classifier, and what a search found."""

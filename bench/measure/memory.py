@@ -55,7 +55,7 @@ def measure_memories(
     title: str,
     progress: Progress,
 ) -> Iterator[tuple[str, Memory]]:
-    """Yields the memory of each case as its process ends; one that fails is told and left out."""
+    """Yields the memory of each case as its process ends; failures are reported and left out."""
     jobs = {
         label: data for label, loader in loaders.items() if (data := pickled(loader)) is not None
     }

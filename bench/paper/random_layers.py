@@ -17,7 +17,7 @@ from ..data import LabelledData
 def soft_moe_spec(
     name: str, *, experts: int, dim: int, hidden: int, slots: int = 1, **options: object
 ) -> SoftMoESpec:
-    """Returns a layer of the ViT family: L2-normalised tokens, exact GELU unless told otherwise."""
+    """Returns a layer of the ViT family: L2-normalised tokens, exact GELU; `options` change it."""
     return SoftMoESpec(
         *(name, experts, slots, dim, hidden, dim),
         norm="l2",

@@ -14,11 +14,11 @@ FAIR_HEADS = (
 
 
 def fairness_text(found: Fairness) -> str:
-    """Returns a row per class, of the subgroup in which it is told worst; with 95% intervals."""
+    """Returns a row per class, of the subgroup with its lowest accuracy; with 95% intervals."""
     rows = [fair_row(str(each.output), each) for each in found.classes]
     undefined = [str(each.output) for each in found.classes if each.undefined]
     lines = [
-        "Each class told from the others, in the subgroup where that goes worst (95% intervals):",
+        "Each class against all others, in the subgroup with the lowest accuracy (95% intervals):",
         table(FAIR_HEADS, rows),
     ]
     if undefined:

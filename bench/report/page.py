@@ -449,5 +449,5 @@ def subgroups_card(found: Sequence[ModelFairness]) -> Card:
         for output, row in compared_rows(each):
             groups.setdefault(f"{each.model}, class {output}", []).append(row)
     heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS[1:]))
-    note = "Each class told from the others, in PyTorch; 95% intervals."
+    note = "Each class against all others, in PyTorch; 95% intervals."
     return _card("subgroups", "Subgroups", [("", heads, groups)], notes=[note])

@@ -188,8 +188,8 @@ def select(names: Iterable[str], models: Sequence[Serves] = (ONE, HF)) -> Select
     """Returns which of the named engines can run here, and why each other known one is left out.
 
     `models` are what the models are that will be measured; an engine for others that was not named
-    is not told of. The untouched model takes part wherever another engine runs: on the CPU always,
-    on the GPU with the first engine there.
+    is not mentioned. The untouched model takes part wherever another engine runs: always on the
+    CPU, on the GPU with the first engine there.
     """
     asked = set(names) | {PYTORCH_EAGER}
     if any(KINDS[name].provider != "cpu" and KINDS[name].missing() is None for name in asked):

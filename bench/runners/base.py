@@ -1,4 +1,4 @@
-"""What a benchmark runs, and what opens it: declared once for every runtime.
+"""`Runner` and `Loader`: what every runtime offers to a benchmark.
 
 Loads no runtime: the process that measures a graph's memory must not hold PyTorch.
 """

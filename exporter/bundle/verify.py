@@ -246,7 +246,7 @@ def _listed(names: set[str]) -> str:
 
 
 def _why_no_reference(manifest: Manifest) -> str:
-    """A bundle that was never compared is told from one that has lost its reference."""
+    """A bundle that was never compared is distinguished from one that has lost its reference."""
     if manifest.parity is None and all(graph.parity is None for graph in manifest.graphs):
         return "the bundle was exported with --no-verify: no reference"
     return f"{MANIFEST_FILE} tells of a comparison and does not list {PARITY_FILE}: it is not whole"

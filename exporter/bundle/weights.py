@@ -88,7 +88,7 @@ class WeightsWriter:
     """Appends tensors to a weights file; a context manager that closes it.
 
     The tensors may be mapped from `sources`, whose pages are dropped as they are done with.
-    `progress` is told the bytes written.
+    `progress` gets the bytes written.
     """
 
     def __init__(

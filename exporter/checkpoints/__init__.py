@@ -1,1 +1,1 @@
-"""From what a user names to a model: files, state dicts, networks and layers of one's own."""
+"""Loads what a user names as a model: files, state dicts, networks and layers of the user's own."""

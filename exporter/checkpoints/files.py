@@ -1,7 +1,7 @@
-"""From a path to what its files hold: every kind of file in which people keep weights.
+"""Reads files of weights, in every common format.
 
-Nothing that a file says is executed, and what it declares bounds what it may cost: a file that
-would unpack to far more than its own size is refused before it is unpacked.
+No code of a file is executed, and its size limits what it may cost: a file that would unpack to far
+more than its own size is refused before it is unpacked.
 """
 
 from __future__ import annotations

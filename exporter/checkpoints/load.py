@@ -1,4 +1,4 @@
-"""From what the user names, a checkpoint or a factory, to a `Model`."""
+"""Loads a `Model` from what the user names: a checkpoint or a factory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""From a path to named float32 tensors: unwrapped, cleaned and checked.
+"""Reads a checkpoint as named float32 tensors: unwrapped, cleaned and checked.
 
-`read_checkpoint` is the way in. What weights of other types become is a temporary file of float32,
-mapped as the checkpoint is, so that loading holds no second copy of them.
+Begin at `read_checkpoint`. Weights of other types are converted to float32 in a temporary file,
+which is mapped as the checkpoint is, so that loading holds no second copy of them.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Decides in what numbers each layer and the backbone compute, and narrows a traced model so.
+"""Decides the precision of each layer and of the backbone, and converts a traced model to it.
 
-What cannot be held stays wider, layer by layer, and every such decision keeps its reason: weights
-beyond a 16-bit float's range or below it, and values that were observed to come too close.
+What a 16-bit float cannot hold stays in FP32, layer by layer, and the reason is kept: weights that
+are too large or too small, and values that were observed to come close to that.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Finished engines, kept for the next time: the same request gives the same file at once.
+"""The cache of finished engines: the same request gives the same file at once.
 
 An engine's key is a hash of everything that makes it what it is: the graph, its weights, the
 options, the profiles, TensorRT's version, and the GPU where the engine is for that GPU alone. A
-file that does not hash to what was written down is thrown away and built again. Builds that run at
-once share the folder: each holds it while it takes an engine out or puts one in.
+file whose hash is not the recorded one is deleted and built again. Builds that run at the same time
+share the folder: each locks it while it reads or writes an engine.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What ONNX Runtime's TensorRT provider is told: profiles, where it keeps engines, and no TF32.
+"""Options of ONNX Runtime's TensorRT provider: profiles, the folder of its engines, and no TF32.
 
 The option names are those of "TensorRT Execution Provider" on onnxruntime.ai (read for 1.22).
 """

@@ -32,7 +32,7 @@ from .records import EngineRecord, engines_of
 TRUST = "--trust-engine loads it all the same: do that only for a file of your own"
 
 MAGIC = {b"vtrt": TENSORRT_RTX}
-"""First bytes of a plan as TensorRT-RTX 1.7.1 writes them; others are told by their record."""
+"""First bytes of a plan as TensorRT-RTX 1.7.1 writes them; others are known by their record."""
 
 SIZE_AT, VERSION_AT, HEADER_BYTES = 16, 24, 64
 """Where that header keeps the file's size (8 bytes, little-endian) and version (4 bytes)."""

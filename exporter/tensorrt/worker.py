@@ -99,7 +99,7 @@ def compile_engine(
 ) -> Compiled:
     """Returns the engine of a request; raises what Polygraphy raises, and `DishonouredError`.
 
-    `on_step` is told how far it is, in per mille, and says whether to go on.
+    `on_step` gets the progress in per mille, and returns whether to go on.
     """
     trt = importlib.import_module(BACKENDS[request["flavour"]].module)
     network = _network(loaders, trt, request)

@@ -1,9 +1,8 @@
-"""From the experts of `transformers` to our layer: their options, and that it computes the same.
+"""Converts the experts of `transformers` to our layer, and checks that it computes the same.
 
-Every architecture whose experts class has the decorator `use_experts_implementation` keeps its
-weights in the same few ways, told by the flags that the decorator sets. What the class computes
-between its two products is code: it is tried on numbers, and refused where it is none of the forms
-that the layer has.
+Architectures whose experts class has the decorator `use_experts_implementation` store their weights
+in a few layouts, which the flags of the decorator identify. What the class computes between its two
+products is code: it is run on test values, and refused where the layer has no such form.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From a folder with `config.json` and safetensors to a `Model`, through `transformers`."""
+"""Loads a folder with `config.json` and safetensors as a `Model`, through `transformers`."""
 
 from __future__ import annotations
 

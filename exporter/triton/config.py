@@ -1,4 +1,4 @@
-"""`config.pbtxt`: what Triton is told of a model, in protobuf's text format.
+"""`config.pbtxt`: a model's configuration for Triton, in protobuf's text format.
 
 The fields are those of `ModelConfig` in model_config.proto (triton-inference-server/common) and of
 the page "Model Configuration", read in November 2026; a test reads the text with the protobuf of

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 class Steering:
     """An expert's cluster centre, its column of the gating matrix, added to every token.
 
-    Times `strength`; where it is told at run time, times the number at `place` among the `told`
+    Times `strength`; where it is given at run time, times the number at `place` among the `told`
     numbers of each input.
     """
 
@@ -207,7 +207,7 @@ class MoELayer(nn.Module, ABC):
         self.algorithm: Algorithm = "masked"
         self.edits = NO_EDITS
         self.strengths: Tensor | None = None
-        """What is told of the steerings at run time, [b, s], while the model runs."""
+        """The strengths [b, s] that are given at run time, while the model runs."""
 
     def tokens(self, x: Tensor) -> Tensor:
         """Returns an input as the layer's node takes it: [b, m, d]."""

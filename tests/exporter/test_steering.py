@@ -142,7 +142,7 @@ def test_a_steered_bundle_is_measured_beside_the_untouched_model(tmp_path: Path)
         ("layer:3:strong", "strong is not a strength", "LAYER:EXPERT:STRENGTH", CP),
         ("layer:3,layer:3:2", "this expert is named twice", "the sum", CP),
         ("input", "no expert is named", "LAYER:EXPERT", CP),
-        ("layer:3:2,input", "its strength is told at run time", "leave :2 out", CP),
+        ("layer:3:2,input", "its strength is given at run time", "leave :2 out", CP),
         ("blocks.2.mlp:1", "a soft-moe layer, whose experts have no", "only muMoE", VIT),
     ],
 )
