@@ -204,6 +204,66 @@ def calibrate(
     return run(job, workspace=place, progress=progress)
 
 
+def calibrate_on_ray(
+    model: AnyPath,
+    data: AnyPath,
+    *,
+    ray: str = "auto",
+    on: str = "CPU",
+    k: K = "n",
+    method: Method = "percentile",
+    percentile: float | None = None,
+    samples: int | None = None,
+    batch: int = 16,
+    renormalize: bool = False,
+    out: AnyPath | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+    **loading: Any,
+) -> CalibrationTable:
+    """Returns the table of `calibrate`, with the inputs shared between the nodes of a Ray cluster.
+
+    Every node must have moexport, and read model and data by the same paths or URLs.
+
+    Args:
+        model: what names the model, as in `load`.
+        data: what names its inputs, as in `export`.
+        ray: the address of the cluster; auto is that of this machine, local starts one ("auto").
+        on: the resource of the nodes that take part: CPU, accelerator_type:L4, ... ("CPU").
+        k: as in `calibrate` ("n").
+        method: as in `calibrate` ("percentile").
+        percentile: as in `calibrate` (None: 99.99).
+        samples: as in `calibrate` (None: all).
+        batch: as in `calibrate` (16).
+        renormalize: as in `calibrate` (False).
+        out: as in `calibrate` (None).
+        force: as in `calibrate` (False).
+        progress: receives every step (None: no progress).
+        **loading: `family`, `config` and `weights`, as `load` takes them.
+
+    Raises:
+        ClusterError: the cluster cannot be reached, lacks the resource, or loses its nodes.
+        CalibrationError: as `calibrate` raises it.
+    """
+    check_pytorch("calibration")
+    from .exporter.options import parse_k
+    from .exporter.quantization.calibrate import CalibrationOptions
+    from .exporter.quantization.cluster import Source
+    from .exporter.quantization.cluster import calibrate_on_ray as run
+
+    options = CalibrationOptions(parse_k(k), method, percentile, samples, batch, renormalize)
+    places = {name: _everywhere(each) for name, each in loading.items()}
+    source = Source(str(_everywhere(model)), places, str(_everywhere(data)), options)
+    place = None if out is None else Path(out)
+    return run(source, address=ray, on=on, out=place, force=force, progress=progress)
+
+
+def _everywhere(where: Any) -> Any:
+    """A path as nodes with another working directory see it; all else as it is."""
+    here = isinstance(where, str | Path) and Path(where).exists()
+    return str(Path(where).absolute()) if here else where
+
+
 def sensitivity(
     model: Model,
     table: CalibrationTable,
@@ -769,16 +829,11 @@ def bench_on_ray(
             old = before if isinstance(before, Results | None) else before.get(kind)
             write_all(results, folder, None if old is None else compare(old, results))
 
-    def everywhere(where: Any) -> Any:
-        """A path as nodes with another working directory see it."""
-        here = isinstance(where, str | Path) and Path(where).exists()
-        return str(Path(where).absolute()) if here else where
-
-    asked["data"] = everywhere(asked["data"])
+    asked["data"] = _everywhere(asked["data"])
     found = sweep_on_ray(
-        [str(everywhere(each)) for each in listed],
+        [str(_everywhere(each)) for each in listed],
         BenchRequest(**asked),
-        {name: everywhere(each) for name, each in loading.items()},
+        {name: _everywhere(each) for name, each in loading.items()},
         address=ray,
         on=kinds,
         keep=keep,

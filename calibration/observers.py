@@ -200,34 +200,58 @@ def _named(value: ir.Value) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Observations:
-    """What was seen: a histogram of each ranged tensor, the largest |x| of each other."""
+    """What was seen: a histogram of each ranged tensor, the largest |x| of each other.
+
+    `unseen` are ranged tensors that no input has reached.
+    """
 
     histograms: Mapping[str, Histogram]
     peaks: Mapping[str, float]
+    unseen: frozenset[str] = frozenset()
+
+    def __add__(self, other: Observations) -> Observations:
+        """What both saw: exact, and the same in whatever order parts are added."""
+        histograms = dict(self.histograms)
+        for key, seen in other.histograms.items():
+            histograms[key] = histograms[key] + seen if key in histograms else seen
+        peaks = {key: max(peak, other.peaks[key]) for key, peak in self.peaks.items()}
+        return Observations(histograms, peaks, self.unseen & other.unseen)
+
+    def check(self) -> None:
+        """Raises `CalibrationError` that names a tensor which gives no range."""
+        for key in sorted(self.unseen):
+            raise CalibrationError(
+                f"{key}: no input reached this tensor", hint="the feed holds no inputs"
+            )
+        for key, seen in self.histograms.items():
+            if seen.peak == 0.0:
+                raise CalibrationError(
+                    f"{key} is zero throughout: no scale can be found",
+                    hint="give a feed of real inputs; if the model's own weights are zero here, it "
+                    "cannot be quantised",
+                )
 
 
-def observe(path: Path, graph: ObservingGraph, batches: Iterable[np.ndarray]) -> Observations:
-    """Returns what the graph that was saved at `path` sees over all batches.
+def observe(
+    path: Path, graph: ObservingGraph, batches: Iterable[tuple[int, np.ndarray]]
+) -> Observations:
+    """Returns what the graph that was saved at `path` sees over batches, each with its first input.
 
-    Raises `CalibrationError` that names the tensor for values that are not finite, for one that is
-    zero throughout, and for one that no input ever reached.
+    Raises `CalibrationError` that names the tensor for values that are not finite.
     """
     session = _session(path)
     (name,) = [value.name for value in session.get_inputs()]
     wanted = [value.name for value in session.get_outputs()]
     histograms: dict[str, Histogram] = {}
     peaks = dict.fromkeys(graph.peaks, 0.0)
-    done = 0
-    for batch in batches:
+    for first, batch in batches:
         values = dict(zip(wanted, session.run(wanted, {name: batch}), strict=True))
         for key, observed in graph.ranged.items():
-            seen = _seen(key, values, observed, f"inputs {done} to {done + len(batch) - 1}")
+            seen = _seen(key, values, observed, f"inputs {first} to {first + len(batch) - 1}")
             histograms[key] = histograms[key] + seen if key in histograms else seen
         for key, output in graph.peaks.items():
             peaks[key] = max(peaks[key], float(values[output]))
-        done += len(batch)
-    _check(graph, histograms)
-    return Observations(histograms, peaks)
+    return Observations(histograms, peaks, frozenset(graph.ranged) - histograms.keys())
 
 
 def _session(path: Path) -> ort.InferenceSession:
@@ -253,17 +277,3 @@ def _seen(key: str, values: Mapping[str, np.ndarray], names: Observed, where: st
         float(values[names.minimum]),
         float(values[names.maximum]),
     )
-
-
-def _check(graph: ObservingGraph, histograms: Mapping[str, Histogram]) -> None:
-    for key in graph.ranged:
-        if key not in histograms:
-            raise CalibrationError(
-                f"{key}: no input reached this tensor", hint="the feed holds no inputs"
-            )
-        if histograms[key].peak == 0.0:
-            raise CalibrationError(
-                f"{key} is zero throughout: no scale can be found",
-                hint="give a feed of real inputs; if the model's own weights are zero here, it "
-                "cannot be quantised",
-            )

@@ -19,6 +19,7 @@ from .options import (
     FEED,
     AsJson,
     CallOptions,
+    ClusterFlags,
     ModelArgument,
     ModelFlags,
     Verbosity,
@@ -221,6 +222,7 @@ def calibrate(
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Rank the layers by their sensitivity to INT8.")
     ] = False,
+    cluster: ClusterFlags,
     force: Annotated[
         bool, typer.Option("--force", help="Replace a table of another origin.")
     ] = False,
@@ -228,9 +230,14 @@ def calibrate(
     verbosity: Verbosity,
 ) -> None:
     """Measure tensor ranges on real inputs, for INT8 and FP16."""
+    places = cluster.given()
     with verbosity.console() as console:
         load = cache(reading.loader(model, console, data))
-        found = api.calibrate(load, data, **given, out=output, force=force, progress=console)
+        kept: dict[str, Any] = {"out": output, "force": force, "progress": console}
+        if places:
+            found = api.calibrate_on_ray(model, data, **places, **given, **reading.given(), **kept)
+        else:
+            found = api.calibrate(load, data, **given, **kept)
         if sensitivity:
             same = {n: given[n] for n in ("k", "samples", "renormalize") if n in given}
             ranked = api.sensitivity(load(), found, data, **same, progress=console)

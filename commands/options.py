@@ -155,6 +155,36 @@ class Verbosity:
         return Console(verbose=self.verbose, quiet=self.quiet)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterFlags:
+    """A Ray cluster, and which of its nodes."""
+
+    HEADINGS: ClassVar = {"ray": "Cluster"}
+
+    ray: Annotated[
+        str | None,
+        typer.Option(
+            metavar="ADDRESS",
+            help="Use the nodes of a Ray cluster: its address, auto (that of this machine) or "
+            "local.",
+        ),
+    ] = None
+    on: Annotated[
+        str | None,
+        typer.Option(
+            metavar="RESOURCE",
+            help="The resource of its nodes: accelerator_type:L4 [default: CPU].",
+        ),
+    ] = None
+
+    def given(self) -> dict[str, Any]:
+        """Returns what was typed, as the calls of `api.py` take it; nothing without a cluster."""
+        if self.ray is None:
+            refuse_idle(self, why="there is no cluster: name one with --ray")
+        named = {"ray": self.ray, "on": self.on}
+        return {name: value for name, value in named.items() if value is not None}
+
+
 PARSED: Mapping[str, Any] = {
     **{"Sequence[str]": list[str], "AnyPath": Path},
     **{"Target": Target, "Precision": Precision, "Scope": Scope, "FloatName": FloatName},

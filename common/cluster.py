@@ -7,6 +7,7 @@ takes plain data: nodes have the same moexport.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -159,15 +160,36 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
     mine = not ray.is_initialized()
     try:
         if mine:
+            _knock(address)
             ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except ray.exceptions.AuthenticationError as error:
+        raise ClusterError(
+            f"--ray {address}: the cluster wants a token, and this is not the one that was given",
+            hint="put the cluster's token into RAY_AUTH_TOKEN or ~/.ray/auth_token, and set "
+            "RAY_AUTH_MODE=token; `ray get-auth-token` shows it on the head node",
+        ) from error
     except Exception as error:  # Ray raises errors of several kinds, also of its network library
         raise ClusterError(
             f"--ray {address}: no cluster that can be used ({in_one_line(error)})",
             hint="`ray status` tells of the cluster; `ray start --head` starts one here; "
-            "--ray auto takes that of this machine, --ray local starts one for this run",
+            "--ray auto takes that of this machine, --ray local starts one for this run; one that "
+            "wants a token is told it by RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
         ) from error
     try:
         yield Cluster(ray, watcher)
     finally:
         if mine:
             ray.shutdown()
+
+
+def _knock(address: str) -> None:
+    """Raises Ray's `AuthenticationError` at once where a cluster denies this process.
+
+    `ray.init` itself tries for 20 s then, and says that it could not connect.
+    """
+    if re.fullmatch(r"[^:/]+:\d+", address):
+        from ray import _raylet
+
+        client: Any = getattr(_raylet, "GcsClient", None)  # not public: it may go
+        if client is not None:
+            client(address=address)

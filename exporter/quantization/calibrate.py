@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -96,6 +97,13 @@ class CalibrationJob:
             seen.update(batch)
             yield batch
 
+    def whole_origin(self) -> Origin:
+        """What a table of this job is made from: all inputs are read for it."""
+        seen = FeedHash()
+        for _ in self.inputs(seen):
+            pass
+        return self.origin(seen)
+
     def origin(self, seen: FeedHash) -> Origin:
         """What a table is made from that is made of these inputs."""
         options = self.options
@@ -150,7 +158,25 @@ def observe_model(
     """Returns what the model's tensors hold over the inputs of a feed, for any method.
 
     The model's weights are written to a temporary folder in `workspace` while it runs, at FP32.
-    Raises `FeedError` for inputs that do not fit.
+    Raises `FeedError` for inputs that do not fit, and `CalibrationError` that names a tensor which
+    gives no range.
+    """
+    found = observe_share(job, (0, 1), workspace=workspace, progress=progress)
+    found.seen.check()
+    return found
+
+
+def observe_share(
+    job: CalibrationJob,
+    share: tuple[int, int],
+    *,
+    workspace: Path | None = None,
+    progress: Progress | None = None,
+) -> Observed:
+    """Returns what tensors hold over some batches: of every s-th, from the i-th on, for (i, s).
+
+    The origin is that of all inputs, which are read in any case. What all shares saw, added, is
+    what `observe_model` returns; a share may leave tensors unseen.
     """
     progress = progress or Silent()
     total = count(job.data, job.model.input.name)
@@ -165,7 +191,7 @@ def observe_model(
         graph = _write(job, traced, path)
         progress.step("observing", total=total, unit="inputs")
         batches = rebatched(job.inputs(feed_hash), job.options.batch)
-        seen = observe(path, graph, _reported(batches, progress))
+        seen = observe(path, graph, islice(_numbered(batches, progress), share[0], None, share[1]))
     return Observed(seen, job.origin(feed_hash))
 
 
@@ -193,9 +219,14 @@ def _observed_lowering(spec: MoESpec) -> AnyLowering:
     return next(lowering for lowering in serving if lowering.unable(spec) is None)
 
 
-def _reported(batches: Iterator[np.ndarray], progress: Progress) -> Iterator[np.ndarray]:
+def _numbered(
+    batches: Iterator[np.ndarray], progress: Progress
+) -> Iterator[tuple[int, np.ndarray]]:
+    """The batches, each with the number of its first input."""
+    done = 0
     for batch in batches:
-        yield batch
+        yield done, batch
+        done += len(batch)
         progress.advance(len(batch))
 
 
@@ -205,7 +236,23 @@ AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"
 def calibrate_to(
     path: Path, job: CalibrationJob, *, force: bool = False, progress: Progress | None = None
 ) -> CalibrationTable:
-    """Returns the table at `path`, made now unless it is there already.
+    """Returns the table at `path`, made now unless it is there already; raises as `kept_table`."""
+
+    def make() -> CalibrationTable:
+        return calibrate(job, workspace=path.absolute().parent, progress=progress)
+
+    return kept_table(path, job.whole_origin, make, force=force, progress=progress)
+
+
+def kept_table(
+    path: Path,
+    origin: Callable[[], Origin],
+    make: Callable[[], CalibrationTable],
+    *,
+    force: bool,
+    progress: Progress | None,
+) -> CalibrationTable:
+    """Returns the table at `path`, which `make` makes unless it is there already.
 
     A table that is there is used where it has the same origin: model, feed, k and method. Raises
     `CalibrationError` that says what differs otherwise, unless `force` replaces it; what is no
@@ -219,11 +266,9 @@ def calibrate_to(
             hint="choose another -o",
         )
     if path.exists() and not force:
-        table, feed_hash = CalibrationTable.read(path), FeedHash()
+        table = CalibrationTable.read(path)
         progress.step("comparing with the table that is there")
-        for _ in job.inputs(feed_hash):
-            pass
-        reason = _difference(table.origin, job.origin(feed_hash))
+        reason = _difference(table.origin, origin())
         if reason is not None:
             raise CalibrationError(
                 f"{path}: a calibration table exists there, of {reason}",
@@ -232,7 +277,7 @@ def calibrate_to(
         progress.step(f"{path} is up to date: same model, feed, k and method")
         return table
     make_folder(path.absolute().parent)
-    table = calibrate(job, workspace=path.absolute().parent, progress=progress)
+    table = make()
     table.write(path)
     return table
 

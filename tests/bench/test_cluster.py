@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -182,6 +184,23 @@ def test_what_a_cluster_cannot_do_is_said_at_once(
         bench(model=str(tmp_path / "gone.pt"))
 
 
+def test_ranges_are_those_of_one_machine_by_every_method(
+    nodes: Any, connected: None, data: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "ranges.json"
+    asked = (WEIGHTS, "--data", data, "-o", out, "--method", "entropy", "--batch", "8", "--k", "2")
+    cluster_of = ("--ray", nodes.address, "--on", "CPU")
+    outcome = run("calibrate", *asked, *cluster_of, "--verbose")
+    assert outcome.code == 0, outcome.err
+    assert "ranges 2/2: done" in outcome.err
+    local = api.calibrate(api.load(WEIGHTS), data, k=2, method="entropy", batch=8)
+    assert out.read_text(encoding="utf-8") == local.to_json()
+    assert "up to date" in run("calibrate", *asked, *cluster_of, "--verbose").err
+    other = run("calibrate", *asked[:-1], "4", *cluster_of)
+    assert other.code == 1
+    assert "a calibration table exists there, of k = 2, not 4" in other.err
+
+
 def test_cells_whose_nodes_die_again_and_again_are_named(
     nodes: Any, connected: None, data: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,11 +217,9 @@ def test_cells_whose_nodes_die_again_and_again_are_named(
 def test_without_a_cluster_or_without_ray_the_user_is_told(
     monkeypatch: pytest.MonkeyPatch, data: str
 ) -> None:
-    import sys
-
     ray.shutdown()
     with monkeypatch.context() as patch:
-        patch.setattr(ray, "init", refuse)
+        patch.setattr(ray._raylet, "GcsClient", refuse)
         with pytest.raises(ClusterError, match=r"--ray 10\.0\.0\.9:6379: no cluster"):
             api.bench_on_ray(WEIGHTS, ray="10.0.0.9:6379", data=data, **ASKED)
     monkeypatch.setitem(sys.modules, "ray", None)
@@ -228,3 +245,59 @@ def test_nodes_of_unequal_size_are_told_apart_by_another_resource() -> None:
         2,
         {"num_cpus": 8, "num_gpus": 0, "resources": {"big": 1}},
     )
+
+
+CLUSTER_WITH_A_TOKEN = """
+import sys
+from ray.cluster_utils import Cluster
+head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": 80 << 20}
+cluster = Cluster(initialize_head=True, head_node_args=head, connect=False)
+print(cluster.address, flush=True)
+sys.stdin.read()
+cluster.shutdown()
+"""
+
+CLIENT = """
+import sys
+from moexport.common.cluster import connected
+from moexport.common.console import Silent
+from moexport.errors import MoexportError
+try:
+    with connected(sys.argv[1], Silent()) as cluster:
+        print(len(cluster.ray.nodes()), "node")
+except MoexportError as error:
+    print(error.message, error.hint)
+"""
+
+
+def test_a_cluster_with_a_token_says_at_once_what_to_do_without_it(tmp_path: Path) -> None:
+    def environment(token: str | None) -> dict[str, str]:
+        given = {} if token is None else {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token}
+        kept = {name: each for name, each in os.environ.items() if not name.startswith("RAY_AUTH")}
+        return kept | given | {"HOME": str(tmp_path), "RAY_USAGE_STATS_ENABLED": "0"}
+
+    def said(address: str, token: str | None) -> str:
+        command = [sys.executable, "-c", CLIENT, address]
+        done = subprocess.run(
+            command, env=environment(token), capture_output=True, text=True, timeout=60, check=True
+        )
+        return done.stdout
+
+    command = [sys.executable, "-c", CLUSTER_WITH_A_TOKEN]
+    with subprocess.Popen(
+        command,
+        env=environment("a" * 32),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as started:
+        assert started.stdout is not None
+        address = started.stdout.readline().strip()
+        assert said(address, "a" * 32) == "1 node\n"
+        for token in (None, "b" * 32):
+            begun = time.monotonic()
+            told = said(address, token)
+            assert f"--ray {address}: the cluster wants a token" in told
+            assert "RAY_AUTH_MODE=token" in told
+            assert time.monotonic() - begun < 15  # Ray itself tries for 20 s
+        started.communicate()

@@ -1,0 +1,110 @@
+"""Calibration on a Ray cluster: every node observes a share of the batches.
+
+What they saw is counts, extremes and peaks, which add up exactly: the table is that of one machine,
+to the last bit, by every method.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
+from pathlib import Path
+from typing import Any
+
+from ...calibration.table import CalibrationTable, Origin
+from ...common.cluster import Cluster, NodeKind, Task, connected, kinds_of
+from ...common.console import Progress, Silent
+from ...errors import ClusterError
+from ..checkpoints.load import load
+from ..job import calibration_job
+from .calibrate import CalibrationJob, CalibrationOptions, Observed, kept_table, observe_share
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A calibration as nodes are told it: what names the model, how it is loaded, and the feed."""
+
+    model: str
+    loading: Mapping[str, Any]
+    data: str
+    options: CalibrationOptions
+
+    def job(self) -> CalibrationJob:
+        """Returns the job, with the model loaded."""
+        model = load(self.model, **{"example": self.data, **self.loading})
+        return calibration_job(model, self.data, self.options)
+
+
+def calibrate_on_ray(
+    source: Source,
+    *,
+    address: str,
+    on: str,
+    out: Path | None = None,
+    force: bool = False,
+    progress: Progress | None = None,
+) -> CalibrationTable:
+    """Returns the ranges of a model's tensors; `out` and `force` are those of `calibrate_to`.
+
+    Raises what nodes raise, and `ClusterError` where the cluster cannot be reached or used, or its
+    nodes read different inputs.
+    """
+    with connected(address, progress or Silent()) as cluster:
+        (kind,) = kinds_of(cluster.ray.nodes(), [on])
+
+        def origin() -> Origin:
+            (found,) = _all_of(cluster, kind, "comparing", whole_origin, [(source,)])
+            assert isinstance(found, Origin)
+            return found
+
+        def make() -> CalibrationTable:
+            shares = [(source, (index, kind.nodes)) for index in range(kind.nodes)]
+            observed = merged(_all_of(cluster, kind, "ranges", observed_share, shares))
+            return observed.table(source.options.method, source.options.share)
+
+        if out is None:
+            return make()
+        return kept_table(out, origin, make, force=force, progress=progress)
+
+
+def merged(parts: list[Observed]) -> Observed:
+    """Returns what all shares saw; raises `CalibrationError` for a tensor that gives no range."""
+    first, *others = parts
+    if any(each.origin != first.origin for each in others):
+        raise ClusterError(
+            "the nodes do not read the same model and inputs",
+            hint="compare the files that the path names on each node, or give a URL",
+        )
+    seen = reduce(add, (each.seen for each in parts))
+    seen.check()
+    return replace(first, seen=seen)
+
+
+def _all_of(
+    cluster: Cluster,
+    kind: NodeKind,
+    name: str,
+    function: Callable[..., Any],
+    arguments: list[tuple[Any, ...]],
+) -> list[Any]:
+    """What a function returns for each of some arguments, in their order."""
+    count = len(arguments)
+    tasks = [Task(f"{name} {i + 1}/{count}", function, each) for i, each in enumerate(arguments)]
+    found = dict(cluster.finished(kind, tasks))
+    cluster.check_lost("calibrated")
+    return [found[number] for number in range(count)]
+
+
+# --- what the nodes run --------------------------------------------------------------------------
+
+
+def observed_share(source: Source, share: tuple[int, int]) -> Observed:
+    """Returns what the model's tensors hold over a share of the batches."""
+    return observe_share(source.job(), share)
+
+
+def whole_origin(source: Source) -> Origin:
+    """Returns what a table would be made from."""
+    return source.job().whole_origin()
