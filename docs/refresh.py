@@ -40,7 +40,7 @@ from moexport.bench.results import Results, read
 from moexport.common.text import markdown
 from moexport.docs import performance_page, results_schema, site_hooks
 from moexport.graphs.layers.soft_moe import SoftMoESpec
-from moexport.graphs.lowerings import LOWERINGS as LOWERINGS_OF_LAYERS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.cost import GPUS, Work
 from moexport.perf import cache, calibration, models, scale, startup, tune
 from moexport.perf.__main__ import BENCHMARKS
@@ -168,7 +168,7 @@ def gpu_table() -> str:
                 work = Work(spec, experts // 4, batch, GPU_TOKENS, "fp16")
                 times = {
                     name: record.predict_us(work, machines["fp16"]) / 1e3
-                    for name, record in LOWERINGS_OF_LAYERS.items()
+                    for name, record in lowerings_of("soft-moe").items()
                     if "tensorrt" in record.targets
                 }
                 best = min(times, key=lambda name: times[name])

@@ -22,7 +22,7 @@ from . import (
     grouped,
     unfactorised,
 )
-from .base import AnyLowering, Lowering
+from .base import AnyLowering
 from .token_routed import block_grouped as routed_block_grouped
 from .token_routed import conditional as routed_conditional
 from .token_routed import dense as routed_dense
@@ -47,9 +47,6 @@ _EXPERTS = (
     routed_block_grouped.LOWERING,
     routed_fused.LOWERING,
 )
-
-LOWERINGS: Mapping[str, Lowering] = MappingProxyType({record.name: record for record in _SOFT_MOE})
-"""Those of Soft MoE layers."""
 
 ALL_LOWERINGS: Mapping[tuple[Kind, str], AnyLowering] = MappingProxyType(
     {(record.kind, record.name): record for record in (*_SOFT_MOE, *_MUMOE, *_EXPERTS)}

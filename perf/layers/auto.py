@@ -24,13 +24,15 @@ from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
-from moexport.graphs.lowerings import LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.choice import able, batch_spans, choose
 from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.targets import Precision
 
 from ..measure import keep, kept, measured_on, threads
 from .soft_moe import Layer
+
+LOWERINGS = lowerings_of("soft-moe")
 
 BATCHES = (1, 8, 32)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 from moexport.bench.results import Results
-from moexport.graphs.lowerings import LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.cost import Machine, Work, machine_for
 from moexport.graphs.targets import Precision, Target
 from scipy.optimize import least_squares
@@ -22,6 +22,8 @@ from scipy.optimize import least_squares
 from . import auto
 from .soft_moe import HELD_OUT, SHAPES
 from .tables import Cell, cells
+
+LOWERINGS = lowerings_of("soft-moe")
 
 APART = ("sort_us",)
 """Measured by itself, in graphs of those nodes alone."""

@@ -41,7 +41,7 @@ from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.exporter.model import Model
 from moexport.graphs.layers.soft_moe import Activation, SoftMoE, SoftMoESpec
-from moexport.graphs.lowerings import LOWERINGS as SOFT_MOE_LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.lowerings.cost import Work
 from moexport.graphs.targets import Precision
@@ -208,7 +208,7 @@ def _fits(layer: Layer, graph: GraphSource, batch: int) -> bool:
     if layer == LARGE:
         return graph.lowering == layer.chosen(graph.k, batch, precision)
     work = layer.work(graph.k, batch, precision)
-    return SOFT_MOE_LOWERINGS[graph.lowering].copied_bytes(work) <= GATHER_LIMIT_BYTES
+    return lowerings_of("soft-moe")[graph.lowering].copied_bytes(work) <= GATHER_LIMIT_BYTES
 
 
 @contextlib.contextmanager

@@ -22,11 +22,13 @@ from moexport.graphs.layers.soft_moe import (
 )
 from moexport.graphs.layers.stored import LayerTensors
 from moexport.graphs.lower import Lowered, LoweringRequest, lower
-from moexport.graphs.lowerings import LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.names import DOMAIN
 from moexport.graphs.precision.types import FP32, ComputeTypes
 from moexport.graphs.precision.weights import converted
 from moexport.graphs.targets import Target
+
+LOWERINGS = lowerings_of("soft-moe")
 
 Array = np.ndarray
 

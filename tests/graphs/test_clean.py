@@ -9,9 +9,11 @@ from pathlib import Path
 import onnx
 import onnx_ir as ir
 import pytest
-from moexport.graphs.lowerings import LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.targets import MICROSOFT_OPS
 from moexport.tests.graphs.soft_moe_layers import TinyLayer, lowered, tiny_layer
+
+LOWERINGS = lowerings_of("soft-moe")
 
 KEPT = [2, 5, None]
 

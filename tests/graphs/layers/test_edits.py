@@ -12,7 +12,7 @@ import torch
 from moexport.graphs.layers.base import LayerEdits, sharing_weights
 from moexport.graphs.layers.mumoe import Form, MuMoE
 from moexport.graphs.layers.soft_moe import ExpertKind, SoftMoE, SoftMoEWeights
-from moexport.graphs.lowerings import LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.rewrites import Rewrite
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import InMemory, formula, graph, random_layer, run
@@ -26,6 +26,8 @@ from moexport.tests.graphs.soft_moe_layers import (
     tokens,
     torch_module,
 )
+
+LOWERINGS = lowerings_of("soft-moe")
 
 RTOL = 2e-5  # of max|y|: float32 against float64
 ABLATED = (1, 4)

@@ -11,7 +11,7 @@ import pytest
 from moexport.common.onnx_runtime import ort
 from moexport.graphs.builder import Builder
 from moexport.graphs.layers.soft_moe import ExpertKind, SoftMoESpec
-from moexport.graphs.lowerings import LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.block_grouped import (
     TILES,
     best_tile,
@@ -22,6 +22,8 @@ from moexport.graphs.lowerings.block_grouped import (
 from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.lowerings.cost import GPUS, Work
 from moexport.tests.graphs.soft_moe_layers import lowered, session, soft_moe, tiny_layer, tokens
+
+LOWERINGS = lowerings_of("soft-moe")
 
 WIDTH = 3
 

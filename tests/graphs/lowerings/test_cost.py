@@ -10,7 +10,7 @@ from typing import get_args
 import pytest
 from moexport.errors import LoweringError
 from moexport.graphs.layers.soft_moe import SoftMoESpec
-from moexport.graphs.lowerings import LOWERINGS, NAMES, check_name
+from moexport.graphs.lowerings import NAMES, check_name, lowerings_of
 from moexport.graphs.lowerings.choice import (
     CALL_US,
     DIVIDED,
@@ -22,6 +22,8 @@ from moexport.graphs.lowerings.choice import (
 )
 from moexport.graphs.lowerings.cost import CPU, Work, machine_for
 from moexport.graphs.targets import Target
+
+LOWERINGS = lowerings_of("soft-moe")
 
 TARGETS: tuple[Target, ...] = get_args(Target)
 

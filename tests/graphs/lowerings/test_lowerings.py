@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.graphs.layers.soft_moe import Activation, ExpertKind, NormKind, SlotSource
-from moexport.graphs.lowerings import LOWERINGS
+from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.grouped import MANY_EXPERTS
 from moexport.graphs.targets import Target
 from moexport.tests.graphs.soft_moe_layers import (
@@ -21,6 +21,8 @@ from moexport.tests.graphs.soft_moe_layers import (
     tokens,
     torch_module,
 )
+
+LOWERINGS = lowerings_of("soft-moe")
 
 RTOL = 2e-5  # of max|y|: float32 against float64
 SIZES = [(1, 9), (5, 4), (2, 1)]  # batch and tokens; no graph here was made for any size
