@@ -97,14 +97,6 @@ class Point:
         return Point(layers, around=precision)
 
 
-def point_of(data: Mapping[str, Any]) -> Point:
-    """Returns the point that plain data hold, as a journal keeps it."""
-    layers = tuple(
-        (name, Choice(c["k"], tuple(c["experts"]), c["precision"])) for name, c in data["layers"]
-    )
-    return Point(layers, data["quantize"], data["around"])
-
-
 FEW = 8
 """Of so many experts every number is looked at."""
 
