@@ -9,7 +9,7 @@ language model reads as much as its experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,6 +50,27 @@ class BackboneLinear:
         """The name of the input in a table of ranges."""
         assert self.node.name is not None
         return range_key(self.node.name, INPUT)
+
+    @property
+    def width(self) -> int:
+        """The numbers of a row of the input."""
+        return int(self._tensor.shape.numpy()[1 if self.transposed else 0])
+
+    @property
+    def bias(self) -> ir.Value | None:
+        """What is added to each row, where the node adds it."""
+        adds = self.node.op_type == "Gemm" and len(self.node.inputs) > 2
+        return self.node.inputs[2] if adds else None
+
+    @property
+    def matrix(self) -> np.ndarray:
+        """The weight as [in, out]."""
+        return self._tensor.numpy().T if self.transposed else self._tensor.numpy()
+
+    @property
+    def _tensor(self) -> ir.TensorProtocol:
+        assert self.weight.const_value is not None
+        return self.weight.const_value
 
 
 def backbone_linears(graph: ir.Graph) -> Iterator[BackboneLinear]:
@@ -112,18 +133,20 @@ def quantize_backbone(
     `float_type` is what the model will compute in: scales are numbers that it holds. Without ranges
     each row gets a scale of its own while the graph runs.
     """
+    if range_of is None:
+        for group in _of_one_input(linears):
+            steps = {group[0].key: DYNAMIC_ROW}
+            quantized = QuantizedProducts(form, weights, steps, dynamic=True)
+            _replace(model.graph, group, ComputeTypes(quantized=quantized), float_type)
     made = []
     for linear in linears:
         name = linear.node.name
         assert name is not None
         head = range_of is not None and _is_head(model.graph, linear.node)
-        if not head:
-            scale = DYNAMIC_ROW
-            if range_of is not None:
-                scale = activation_scale(range_of(linear.key), float_type, qdq=form == "qdq")
-            steps = {linear.key: scale}
-            quantized = QuantizedProducts(form, weights, steps, dynamic=range_of is None)
-            _replace(model.graph, linear, ComputeTypes(quantized=quantized), float_type)
+        if range_of is not None and not head:
+            scale = activation_scale(range_of(linear.key), float_type, qdq=form == "qdq")
+            quantized = QuantizedProducts(form, weights, {linear.key: scale})
+            _replace(model.graph, [linear], ComputeTypes(quantized=quantized), float_type)
         made.append(QuantizedLinear(name, HEAD if head else None))
     if form == "kernel" and any(each.reason is None for each in made):
         model.graph.opset_imports.setdefault(MICROSOFT, 1)
@@ -134,16 +157,16 @@ def block_backbone(
     model: ir.Model, linears: list[BackboneLinear], form: QuantFormat
 ) -> list[QuantizedLinear]:
     """Replaces the weights of a traced model's linear layers by ones of four bits, in place."""
+    for group in _of_one_input(linears):
+        if group[0].width % INT4_BLOCK == 0:
+            compute = ComputeTypes(blocked=BlockedWeights(form, frozenset({group[0].key})))
+            _replace(model.graph, group, compute, ir.DataType.FLOAT)
     made = []
     for linear in linears:
-        name, shape = linear.node.name, linear.weight.shape
-        assert name is not None and shape is not None
-        width = shape.numpy()[1 if linear.transposed else 0]
-        whole = width % INT4_BLOCK == 0
-        if whole:
-            compute = ComputeTypes(blocked=BlockedWeights(form, frozenset({linear.key})))
-            _replace(model.graph, linear, compute, ir.DataType.FLOAT)
-        reason = f"its rows of {width} numbers are no whole blocks of {INT4_BLOCK}"
+        name = linear.node.name
+        assert name is not None
+        reason = f"its rows of {linear.width} numbers are no whole blocks of {INT4_BLOCK}"
+        whole = linear.width % INT4_BLOCK == 0
         made.append(QuantizedLinear(name, None if whole else reason))
     if form == "kernel" and any(each.reason is None for each in made):
         model.graph.opset_imports.setdefault(MICROSOFT, 1)
@@ -162,43 +185,67 @@ def _is_head(graph: ir.Graph, node: ir.Node) -> bool:
     return False
 
 
+def _of_one_input(linears: Iterable[BackboneLinear]) -> list[list[BackboneLinear]]:
+    """Linear layers that multiply the same rows, as queries, keys and values do, in a group each.
+
+    One product takes less than several, and the rows are rounded once.
+    """
+    groups: dict[tuple[ir.Value, int | None], list[BackboneLinear]] = {}
+    for index, linear in enumerate(linears):
+        alone = None if linear.node.op_type == "MatMul" else index
+        groups.setdefault((linear.input, alone), []).append(linear)
+    return list(groups.values())
+
+
 def _replace(
-    graph: ir.Graph, linear: BackboneLinear, compute: ComputeTypes, float_type: ir.DataType
+    graph: ir.Graph,
+    group: Sequence[BackboneLinear],
+    compute: ComputeTypes,
+    float_type: ir.DataType,
 ) -> None:
-    node, tensor = linear.node, linear.weight.const_value
-    assert tensor is not None and node.name is not None
-    matrix = tensor.numpy().T if linear.transposed else tensor.numpy()
+    """Puts one product in the place of linear layers of one input."""
+    first = group[0]
+    node, key = first.node, first.key
+    assert node.name is not None
+    matrix = first.matrix
+    if len(group) > 1:
+        matrix = np.concatenate([linear.matrix for linear in group], axis=1)
     b = Builder(node.name)
-    rows, by_row = linear.input, None
+    rows, by_row = first.input, None
     if compute.quantized is not None and compute.quantized.dynamic:
         rows, by_row = scaled_rows(b, rows, "products")
-    rows = operand(b, compute, linear.key, rows, "products")
+    rows = operand(b, compute, key, rows, "products")
     weight, scales = (
         b.weight(tensor, f"{node.name}/{name}")
         for name, tensor in zip(
-            ("weight", "scale"), _integers(linear.key, matrix, compute, float_type), strict=True
+            ("weight", "scale"), _integers(key, matrix, compute, float_type), strict=True
         )
     )
-    constants = Linear(linear.key, weight, scales, None, "tokens")
-    y = product(b, compute, rows, constants, "products")
+    y = product(b, compute, rows, Linear(key, weight, scales, None, "tokens"), "products")
     if by_row is not None:
         y = b.op("Mul", y, by_row, name="unscaled")
-    bias = node.inputs[2] if node.op_type == "Gemm" and len(node.inputs) > 2 else None
-    if bias is not None:
-        y = b.op("Add", y, bias, name="output")
+    if first.bias is not None:
+        y = b.op("Add", y, first.bias, name="output")
+    outputs = [y]
+    if len(group) > 1:
+        widths = b.ints(*(linear.matrix.shape[1] for linear in group))
+        names = [f"part/{index}" for index in range(len(group))]
+        outputs = b.ops("Split", y, widths, names=names, axis=-1)
     b.insert_before(graph, node)
     for each in b.nodes:  # what narrows the backbone to 16 bits goes by the types
         zero = each.inputs[2] if each.op_type == "QuantizeLinear" else None
         integer = ir.DataType.INT32 if each.op_type == "MatMulInteger" else ir.DataType.FLOAT
         dtype = integer if zero is None else zero.dtype
         assert dtype is not None
-        each.outputs[0].type = ir.TensorType(dtype)
-    old = node.outputs[0]
-    y.shape = old.shape
-    if old in graph.outputs:
-        y.name = old.name  # the graph's own outputs keep their names
-    ir.convenience.replace_all_uses_with(old, y, replace_graph_outputs=True)
-    graph.remove(node, safe=True)
+        for value in each.outputs:
+            value.type = ir.TensorType(dtype)
+    for linear, output in zip(group, outputs, strict=True):
+        old = linear.node.outputs[0]
+        output.shape = old.shape
+        if old in graph.outputs:
+            output.name = old.name  # the graph's own outputs keep their names
+        ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
+        graph.remove(linear.node, safe=True)
 
 
 def _integers(

@@ -130,6 +130,18 @@ def test_an_export_holds_against_pytorch(
 
 
 @pytest.mark.parametrize("precision", ["int8", "int4"])
+def test_the_fused_op_weights_what_a_softmax_chose_and_takes_each_token_once(
+    precision: Precision, tmp_path: Path
+) -> None:
+    bundle = exported(tmp_path, precision, lowering="fused")
+    fused = [node for node in nodes_of(bundle) if node.op_type == "QMoE"]
+    assert len(fused) == 2 and all(node.input[-1] == node.input[1] for node in fused)
+    assert all(att.i == 2 for node in fused for att in node.attribute if att.name == "k")
+    (graph,) = bundle.manifest.graphs
+    assert graph.parity is not None and graph.parity["passed"]
+
+
+@pytest.mark.parametrize("precision", ["int8", "int4"])
 @pytest.mark.parametrize("target", ["onnx", "ort-cpu"])
 def test_the_linear_layers_around_are_quantised_without_calibration_and_the_router_is_not(
     precision: Precision, target: Target, tmp_path: Path

@@ -4,6 +4,9 @@ The op routes by itself, from logits. Here every pair of a token and an expert i
 logits send it to that expert with a weight of exactly 1; the weights that the graph around it
 gives, of whatever sign, follow.
 
+`QMoE` takes weights as well, and a token once for all its experts, but leaves out an expert whose
+weight is negative: it is given them where they come of a softmax or of the like.
+
 `QMoE` has a fast kernel for weights in blocks alone, and rounds a row block by block. INT8 has one
 scale for a column: the scale of all its blocks.
 """
@@ -23,7 +26,15 @@ from ...targets import CPU_PROVIDER, CUDA_PROVIDER, MICROSOFT_OPS, TARGETS, Prec
 from ..base import LoweringOf
 from ..cost import PACKED_ROWS, Machine, expert_bytes, expert_macs, stacked_us, stream_us
 from ..fused import EXPONENTIAL, NEVER, inexact_gelu, other_width
-from .arithmetic import ExpertsLayer, by_token, pair_rows, routed
+from .arithmetic import (
+    ExpertsLayer,
+    by_expert,
+    by_token,
+    output,
+    pair_rows,
+    routed,
+    token_rows,
+)
 from .cost import ExpertsWork, combine_us
 
 _ACTIVATIONS = {"silu": "silu", "gelu": "gelu", "gelu-tanh": "gelu", "relu": "relu"}
@@ -34,9 +45,43 @@ than SiLU."""
 def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer around one fused node."""
     index, weights = routed(b, layer)
+    if _weights_itself(layer):
+        spread = by_expert(b, layer, index, weights)  # whose k largest are those chosen
+        assert isinstance(layer.k, int)
+        return output(b, layer, _node(b, layer, token_rows(b, layer, x), spread, layer.k))
     rows = pair_rows(b, layer, x, index, weights)
     outputs = _node(b, layer, rows, _logits(b, layer, index))
     return by_token(b, layer, outputs, index, weights)
+
+
+def _weights_itself(layer: ExpertsLayer) -> bool:
+    """Whether the op may weight the experts' outputs and sum them up."""
+    spec, summed = layer.spec, layer.spec.weights_on == "output" and not layer.spec.post_norm
+    known = isinstance(layer.k, int) and layer.k <= spec.experts
+    return _integers(layer) is not None and summed and known and _positive(layer.routed[1])
+
+
+MOVING = ("Cast", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Slice", "Expand", "ReduceSum")
+CHOOSING = ("Gather", "GatherElements", "GatherND", "TopK")
+
+
+def _positive(value: ir.Value | None) -> bool:
+    """Whether no number of a value can be negative, by the nodes that made it."""
+    node = None if value is None else value.producer()
+    if node is None:
+        tensor = None if value is None else value.const_value
+        return tensor is not None and bool((tensor.numpy() >= 0).all())
+    if node.domain:
+        return False
+    match node.op_type:
+        case "Softmax" | "Sigmoid" | "Exp" | "Relu" | "Abs" | "Sqrt" | "Softplus":
+            return True
+        case "Add" | "Mul" | "Div":
+            return all(_positive(each) for each in node.inputs)
+        case moved if moved in MOVING or moved in CHOOSING:
+            return value is node.outputs[0] and _positive(node.inputs[0])
+        case _:
+            return False
 
 
 def _logits(b: Builder, layer: ExpertsLayer, index: ir.Value) -> ir.Value:
@@ -48,10 +93,18 @@ def _logits(b: Builder, layer: ExpertsLayer, index: ir.Value) -> ir.Value:
     return b.op("Where", own, b.number(0.0, inner), b.number(NEVER, inner), name="experts/logits")
 
 
-def _node(b: Builder, layer: ExpertsLayer, rows: ir.Value, logits: ir.Value) -> ir.Value:
-    """The op on rows [r, d]: [r, o]."""
+def _node(
+    b: Builder, layer: ExpertsLayer, rows: ir.Value, logits: ir.Value, k: int | None = None
+) -> ir.Value:
+    """The op on rows [r, d]: [r, o].
+
+    With k the logits are the weights of k experts, and what the others of a row have is zero.
+    """
     spec, integers = layer.spec, _integers(layer)
-    options: dict[str, int | float | str] = {"k": 1, "normalize_routing_weights": 1}
+    options: dict[str, int | float | str] = {
+        "k": 1 if k is None else k,
+        "normalize_routing_weights": int(k is None),
+    }
     if spec.gate == "none":
         options["activation_type"] = _ACTIVATIONS[spec.activation]
     else:
@@ -73,8 +126,14 @@ def _node(b: Builder, layer: ExpertsLayer, rows: ir.Value, logits: ir.Value) -> 
         options |= {"expert_weight_bits": integers.bits, "accuracy_level": INT8_ROWS}
         if integers.block is not None:
             options["block_size"] = integers.block
+    if k is not None:
+        inputs += [None] * (ROUTER_WEIGHTS - len(inputs)) + [logits]
     op = "MoE" if integers is None else "QMoE"
     return b.op(op, *inputs, domain=MICROSOFT, name="experts/outputs", **options)
+
+
+ROUTER_WEIGHTS = 14
+"""The place of the weights among the inputs of `QMoE`."""
 
 
 @dataclass(frozen=True, slots=True)
