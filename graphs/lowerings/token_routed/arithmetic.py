@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import onnx_ir as ir
@@ -115,6 +115,25 @@ def _apart(layer: ExpertsLayer) -> bool:
     """Whether a bias can be added only after the scales of the rows."""
     quantized = layer.compute.quantized
     return quantized is not None and quantized.dynamic
+
+
+Multiply = Callable[[str, ir.Value, str], ir.Value]
+"""Adds the first or second product ("1", "2") of rows, under a name."""
+
+
+def both_products(
+    b: Builder,
+    layer: ExpertsLayer,
+    rows: Rows,
+    multiply: Multiply,
+    experts: int | ir.Value | None,
+) -> ir.Value:
+    """Adds the outputs [..., o] for rows of `first_rows`; `experts` is as in `finished`."""
+    raw = multiply("1", rows.values, "experts/products")
+    first = finished(b, layer, "1", raw, rows.scale, experts, "experts/products")
+    between = second_rows(b, layer, activate(b, layer, first, "experts"), "experts")
+    raw = multiply("2", between.values, "experts/outputs")
+    return finished(b, layer, "2", raw, between.scale, experts, "experts/outputs")
 
 
 def activate(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ir.Value:

@@ -6,6 +6,7 @@ Every shape follows from the inputs' alone, as engines need it (`graphs.lowering
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import onnx_ir as ir
 
@@ -27,13 +28,11 @@ from ..cost import Machine, expert_bytes, machine_for
 from ..experts import stacked_linear
 from .arithmetic import (
     ExpertsLayer,
-    activate,
+    both_products,
     by_token,
-    finished,
     first_rows,
     pair_rows,
     routed,
-    second_rows,
 )
 from .cost import ExpertsWork, between_us, combine_us
 
@@ -50,16 +49,12 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         width=layer.spec.dim,
     )
     rows = first_rows(b, layer, tiles.rows)
-    raw = _products(b, layer, "1", rows.values, tiles.expert, "experts/products")
-    first = finished(b, layer, "1", raw, rows.scale, None, "experts/products")
-    between = second_rows(b, layer, activate(b, layer, first, "experts"), "experts")
-    raw = _products(b, layer, "2", between.values, tiles.expert, "experts/outputs")
-    outputs = finished(b, layer, "2", raw, between.scale, None, "experts/outputs")
+    outputs = both_products(b, layer, rows, partial(_products, b, layer, tiles.expert), None)
     return by_token(b, layer, from_tiles(b, tiles, outputs, layer.spec.out), index, weights)
 
 
 def _products(
-    b: Builder, layer: ExpertsLayer, which: str, rows: ir.Value, expert: ir.Value, name: str
+    b: Builder, layer: ExpertsLayer, expert: ir.Value, which: str, rows: ir.Value, name: str
 ) -> ir.Value:
     """Adds each tile's product [tiles, T, ·] with the matrix of its expert [tiles]."""
     linear = stacked_linear(b, layer, which)

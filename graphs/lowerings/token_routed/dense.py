@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import onnx_ir as ir
 
 from ...builder import Builder
@@ -11,13 +13,11 @@ from ..base import LoweringOf, no_int4
 from ..cost import Machine, expert_macs, stacked_us
 from .arithmetic import (
     ExpertsLayer,
-    activate,
+    both_products,
     by_expert,
-    finished,
     first_rows,
     normalised,
     routed,
-    second_rows,
     stacked_products,
     token_rows,
     weighted_sum,
@@ -34,13 +34,8 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
         tokens = weighted_tokens(b, layer, tokens, shares)
         shares = by_expert(b, layer, index, None)
     rows = first_rows(b, layer, tokens)
-    raw = stacked_products(b, layer, "1", rows.values, "experts/products")  # [n, t, inner]
-    first = finished(b, layer, "1", raw, rows.scale, None, "experts/products")
-    between = second_rows(b, layer, activate(b, layer, first, "experts"), "experts")
-    raw = stacked_products(b, layer, "2", between.values, "experts/outputs")
-    outputs = normalised(
-        b, layer, finished(b, layer, "2", raw, between.scale, None, "experts/outputs")
-    )
+    multiply = partial(stacked_products, b, layer)  # [n, t, inner], then [n, t, o]
+    outputs = normalised(b, layer, both_products(b, layer, rows, multiply, None))
     by_token = b.op("Transpose", outputs, perm=[1, 0, 2], name="combine/outputs")  # [t, n, o]
     return weighted_sum(b, layer, by_token, shares)
 

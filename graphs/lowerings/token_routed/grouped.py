@@ -8,6 +8,7 @@ all rows, so that an expert costs two nodes.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import onnx_ir as ir
 
@@ -20,14 +21,12 @@ from ..grouped import inverse, sorted_by_expert
 from .arithmetic import (
     ExpertsLayer,
     Rows,
-    activate,
+    both_products,
     by_token,
-    finished,
     first_rows,
     joined,
     products,
     routed,
-    second_rows,
     token_rows,
 )
 from .cost import ExpertsWork, combine_us, one_by_one_us
@@ -94,15 +93,12 @@ def _weighted_rows(
 
 def _through_experts(b: Builder, layer: ExpertsLayer, rows: Rows, pairs: _Pairs) -> ir.Value:
     """Each expert on its rows: [r, d] to [r, o], both sorted by expert."""
-    raw = _by_expert(b, layer, "1", rows.values, pairs.counts, "experts/products")
-    first = finished(b, layer, "1", raw, rows.scale, pairs.expert, "experts/products")
-    between = second_rows(b, layer, activate(b, layer, first, "experts"), "experts")
-    raw = _by_expert(b, layer, "2", between.values, pairs.counts, "experts/outputs")
-    return finished(b, layer, "2", raw, between.scale, pairs.expert, "experts/outputs")
+    multiply = partial(_by_expert, b, layer, pairs.counts)
+    return both_products(b, layer, rows, multiply, pairs.expert)
 
 
 def _by_expert(
-    b: Builder, layer: ExpertsLayer, which: str, rows: ir.Value, counts: ir.Value, name: str
+    b: Builder, layer: ExpertsLayer, counts: ir.Value, which: str, rows: ir.Value, name: str
 ) -> ir.Value:
     n, (first, last) = layer.spec.experts, name.split("/")
     names = [f"group/{last}_{e}" for e in range(n)]
