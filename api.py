@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect as introspection
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -948,6 +949,8 @@ def tune(
     time: str | float | None = None,
     threads: int | None = None,
     pixels: str | None = None,
+    ray: str | None = None,
+    on: str | None = None,
     report: AnyPath | None = None,
     command: str = "",
     force: bool = False,
@@ -978,6 +981,9 @@ def tune(
         time: the time limit of the search, 10min (None: until no better candidate is expected).
         threads: the number of threads of every engine (None: PyTorch's own choice).
         pixels: the scale of images: unit, symmetric or imagenet (None: as the folder says).
+        ray: the address of a Ray cluster whose nodes evaluate the graphs of the search, auto (that
+            of this machine) or local; times are measured on this machine (None: no cluster).
+        on: the resource of these nodes, accelerator_type:L4 (None: CPU).
         report: a folder for results.json, report.html and figures (None: nothing is written).
         command: what the results say they were made by ("").
         force: replace an existing bundle (False).
@@ -987,29 +993,41 @@ def tune(
         UsageError: before the search, if an argument is invalid.
         FeedError: before the search, where the data do not fit, or are too few to confirm.
         ContractError: nothing meets the bounds, or what was found is not confirmed.
+        ClusterError: the cluster cannot be reached, lacks the resource, or loses its nodes.
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
     check_pytorch("tune")
+    from .common.console import Silent
     from .common.writing import check_folder
+    from .errors import UsageError
     from .exporter.bundle.destination import check_destination
     from .tune.clock import Clock
     from .tune.findings import write_findings
+    from .tune.shards import evaluate_here, evaluating_on_ray
     from .tune.tune import tune as run_it
 
     request = _tune_request(**asked)
+    if on is not None and ray is None:
+        raise UsageError(f"--on {on}: there is no cluster", hint="name one with --ray")
     clock = Clock(request.seconds)
     check_destination(Path(destination), force=force)
     place = None if report is None else Path(report)
     if place is not None:
         check_folder(place, "--report")
     loaded, given = _tune_data(**asked)
-    found = run_it(
-        *(loaded, given, Path(destination), request),
-        work=place,
-        force=force,
-        progress=progress,
-        clock=clock,
-    )
+    with (
+        nullcontext(evaluate_here)
+        if ray is None
+        else evaluating_on_ray(ray, on or "CPU", progress or Silent())
+    ) as evaluate:
+        found = run_it(
+            *(loaded, given, Path(destination), request),
+            work=place,
+            force=force,
+            progress=progress,
+            clock=clock,
+            evaluate=evaluate,
+        )
     if place is not None:
         write_findings(found, place, command)
     return found

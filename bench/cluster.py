@@ -9,6 +9,7 @@ tasks, and runs those of a lost node again.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
@@ -207,9 +208,11 @@ class _Sweep:
 
     def _known(self) -> dict[tuple[str, ...], dict[str, EvaluationState]]:
         """The qualities of each model's candidates, of those whose shards are complete."""
-        # As many shards as the interrupted run had, whatever nodes there are now.
+        # As many shards as the interrupted run had, whatever nodes there are now; at first as many
+        # as give every node one, since each of them loads and exports its model.
         begun = [str(part) for name, _, part in self.pieces if name == "accuracy"]
-        shards = int(begun[0].partition("/")[2]) if begun else self.kind.nodes
+        spread = math.ceil(self.kind.nodes / len(self.cells))
+        shards = int(begun[0].partition("/")[2]) if begun else spread
         names = [f"{index + 1}/{shards}" for index in range(shards)]
         found = self._done(
             "accuracy",

@@ -29,13 +29,20 @@ if TYPE_CHECKING:
 BOUNDS = CallOptions(
     api.tune,
     "keep max_latency max_bytes metric target batch tokens precision all_experts time threads "
-    "pixels",
-    headings={"keep": "Requirements", "target": "Search space", "time": "Search"},
+    "pixels ray on",
+    headings={
+        "keep": "Requirements",
+        "target": "Search space",
+        "time": "Search",
+        "ray": "Cluster",
+    },
     more={
         "keep": {"metavar": "SHARE"},
         "max_latency": {"metavar": "TIME"},
         "max_bytes": {"metavar": "BYTES"},
         "time": {"metavar": "TIME"},
+        "ray": {"metavar": "ADDRESS"},
+        "on": {"metavar": "RESOURCE"},
         "batch": {"metavar": "MIN:OPT:MAX"},
         "tokens": {"metavar": "MIN:OPT:MAX"},
     },

@@ -27,9 +27,10 @@ from ..exporter.session import Session, SessionOptions
 from ..exporter.write import write_graphs
 from ..graphs.targets import TARGETS
 from .clock import Clock
-from .halves import in_batches, rows_of
-from .quality import Metric, Quality, Tally
+from .halves import rows_of
+from .quality import Metric, Quality
 from .routed import Traces
+from .shards import Evaluate, Half, evaluate_here
 from .space import Point, job_of
 from .times import LayerTimes
 
@@ -88,6 +89,7 @@ class Graphs:
         progress: Progress,
         threads: int,
         clock: Clock,
+        evaluate: Evaluate = evaluate_here,
     ) -> None:
         self.base, self.traces, self.times = base, traces, times
         self.data, self.outputs, self.metric = data, outputs, metric
@@ -95,6 +97,9 @@ class Graphs:
         self.clock = clock
         self.looks: dict[str, Look] = {}
         self.batch = batch_size(outputs)
+        self.evaluate = evaluate
+        fixed = base.fixed_batch
+        self.half = Half(data, outputs, metric, fixed or self.batch, fixed is not None)
         self._beside: tuple[Look, Session] | None = None
         for each in journal.found("look"):
             look = msgspec.convert(each["look"], Look)
@@ -117,7 +122,7 @@ class Graphs:
         self, point: Point, lowerings: dict[str, str], folder: Path, session: Session
     ) -> Look:
         with self.clock.step(RUN):
-            tally = self._tally(session)
+            tally = self.evaluate(session, self.half)
         files = (folder / MAIN_GRAPH, folder / WEIGHTS_FILE)
         return Look(
             point,
@@ -166,15 +171,6 @@ class Graphs:
         self.looks[look.point.key] = found
         self.journal.add("look", look=msgspec.to_builtins(found))
         return found
-
-    def _tally(self, session: Session) -> Tally:
-        """The sums of a graph over the search's half."""
-        tally, size = Tally(), self.base.fixed_batch or self.batch
-        for rows, x, labels in in_batches(self.data, size):
-            if self.base.fixed_batch and rows.stop - rows.start < size:
-                break
-            tally += self.metric.tally(session(x), self.outputs[rows], x, labels)
-        return tally
 
     @contextmanager
     def opened(self, listed: Sequence[tuple[Point, Mapping[str, str]]]) -> Iterator[list[Session]]:

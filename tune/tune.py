@@ -53,6 +53,7 @@ from .quality import Metric, Quality, Tally, metric_for
 from .request import TuneRequest
 from .routed import Traces, asked_for, routed_layers
 from .search import AROUND, LOOKS, Option, Search, front_of, with_ms
+from .shards import Evaluate, evaluate_here
 from .space import FEW, INTEGERS, RANGED, Choice, Point, ks_of, recipe_of, unlowered
 from .times import LayerTimes, served
 
@@ -170,13 +171,14 @@ def tune(
     force: bool = False,
     progress: Progress | None = None,
     clock: Clock | None = None,
+    evaluate: Evaluate = evaluate_here,
 ) -> Tuned:
     """Returns the best bundle that meets a request, written to `destination`.
 
     `work` is a folder in which a search that is ended goes on; `clock` began with the call, and
-    with the loading of the model. Raises `UsageError` and `FeedError`
-    for what cannot be meant, before the search; `ContractError` where nothing meets the bounds, or
-    where they are not confirmed.
+    with the loading of the model. `evaluate` runs graphs over the search's half. Raises
+    `UsageError` and `FeedError` for what cannot be meant, before the search; `ContractError` where
+    nothing meets the bounds, or where they are not confirmed.
     """
     progress, started = progress or Silent(), time.monotonic()
     clock = clock or Clock(request.seconds)
@@ -185,7 +187,7 @@ def tune(
     with with_threads(request.threads), _kept_in(work) as folder:
         clock.reserve = FINISH_S + (0.0 if work is None else REPORT_S)
         job = Job.begin(model, data, request, folder, progress, clock)
-        found = job.search(progress)
+        found = job.search(progress, evaluate)
         sequence, chosen = job.contract(found, progress)
         bundle = job.written(chosen, sequence, destination, force=force, progress=progress)
     return Tuned(
@@ -346,7 +348,7 @@ class Job:
             one_s,
         )
 
-    def search(self, progress: Progress) -> Found:
+    def search(self, progress: Progress, evaluate: Evaluate = evaluate_here) -> Found:
         """Measures layers, looks along the paths, and measures the front."""
         clock = self.clock
         over = partial(clock.over, RANGES_SHARE)
@@ -357,6 +359,7 @@ class Job:
         graphs = Graphs(
             *(self.base, Traces(self.base, self.traced), times, self.halves.search, self.outputs),
             *(self.metric, self.journal, progress, self.request.threads or _threads(), clock),
+            evaluate,
         )
         base = graphs.lowered(graphs.look(start))
         times.corrected(start, base.ms)

@@ -15,11 +15,17 @@ from typing import Any
 import numpy as np
 import pytest
 from moexport import api
+from moexport.bench.data import LabelledData
 from moexport.bench.results import Results, read
+from moexport.bench.runners.pytorch import untouched
 from moexport.common import cluster
+from moexport.common.console import Silent
 from moexport.errors import CheckpointError, ClusterError, MissingExtraError, UsageError
+from moexport.exporter.session import Session, SessionOptions
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
+from moexport.tune.quality import Metric
+from moexport.tune.shards import Half, evaluate_here, evaluating_on_ray
 
 WEIGHTS = str(DATA / "soft_moe_mnist" / "weights.pt")
 
@@ -199,6 +205,26 @@ def test_ranges_are_those_of_one_machine_by_every_method(
     other = run("calibrate", *asked[:-1], "4", *cluster_of)
     assert other.code == 1
     assert "a calibration table exists there, of k = 2, not 4" in other.err
+
+
+def test_a_search_s_graphs_are_judged_as_on_one_machine(
+    nodes: Any, connected: None, data: str, tmp_path: Path
+) -> None:
+    bundle = api.export(api.load(WEIGHTS), tmp_path / "out", k=2, verify=False, engine=False)
+    session = Session(bundle.path / "model.onnx", SessionOptions(threads=1))
+    with np.load(data) as held:
+        inputs, labels = held["input"], held["label"]
+    outputs = untouched(api.load(WEIGHTS)).infer(inputs)
+    for size, fixed in ((16, True), (7, False)):
+        half = Half(LabelledData(inputs, labels), outputs, Metric("accuracy"), size, fixed)
+        with evaluating_on_ray(nodes.address, "CPU", Silent()) as evaluate:
+            found = [evaluate(session, half) for _ in range(2)]
+        assert found == [evaluate_here(session, half)] * 2
+        assert found[0].inputs == (144 if fixed else 150)
+    asked = ("tune", WEIGHTS, "--data", data, "-o", tmp_path / "best")
+    assert "there is no cluster" in run(*asked, "--on", "CPU").err
+    lacking = run(*asked, "--ray", nodes.address, "--on", "accelerator_type:L4")
+    assert "no node of the cluster has this resource" in lacking.err
 
 
 def test_cells_whose_nodes_die_again_and_again_are_named(

@@ -119,6 +119,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "adapter": ((*CALIBRATE, *READING["adapter"]),),
         "percentile": ((*CALIBRATE, "--method", "mse", "--percentile", "99"),),
         "renormalize": (("calibrate", *MUMOE, *CALIBRATE[2:], "--renormalize"),),
+        "on": ((*CALIBRATE, "--on", "CPU"),),
     },
     "triton": {"k": ((*TRITON, "--k", "2"),)},
     "run": {
@@ -149,6 +150,7 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "adapter": ((*TUNE, *READING["adapter"]),),
         "tokens": (("tune", *VIT, *TUNE[2:], "--tokens", "4"),),
         "pixels": ((*TUNE, *MEASURED["pixels"]),),
+        "on": ((*TUNE, "--on", "CPU"),),
     },
     "specialise": {
         "family": (("specialise", "json:loads", "--data", "x.npz", *READING["family"]),),
@@ -168,14 +170,24 @@ ACTING = {
     | {"ablate", "rewrite", "steer", "recipe", "no_verify", "dry_run", "model"},
     "inspect": {"model"},
     "calibrate": {"model", "config", "sets", "data", "k", "method", "samples", "batch"}
-    | {"sensitivity"},
+    | {"sensitivity", "ray"},
     # What a backend lacks and what its profiles leave no room for is refused in its own tests.
     "build": {"bundle", "target", "graph", "batch", "tokens", "dry_run", *BUILDING},
     "verify": {"bundle", "atol", "rtol", "trust_engine"},
     "run": {"bundle", "input_file", "graph", "batch_size", "engine", "no_check"},
     "bench": {"models", "threads", "paper"},
     "tune": {"model", "config", "sets", "data", "keep", "max_latency", "max_bytes", "metric"}
-    | {"target", "batch", "precision", "all_experts", "time", "threads", "report", "dry_run"},
+    | {
+        "target",
+        "batch",
+        "precision",
+        "all_experts",
+        "time",
+        "threads",
+        "report",
+        "dry_run",
+        "ray",
+    },
     "specialise": {"models", "config", "sets", "data", "layer", "group_by"},
     # What a backend does not take, or what makes no batches, is refused in its own tests.
     "triton": {"bundles", "name", "backend", "device", "version", "instances", "threads"}
