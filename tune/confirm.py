@@ -55,13 +55,19 @@ class Sequences:
 
 
 def worth_confirming(looks: Sequence[Look]) -> list[Look]:
-    """Returns the points that no faster one beats, by what is kept or by its interval's lower end.
+    """Returns the points that no faster one beats in one of three things that tell how safe it is.
 
-    What keeps as much need not do so as surely.
+    They are what is kept, the lower end of its interval, and how little the outputs moved: of many
+    points that classify the search's half alike, the last tells apart.
     """
-    by_low = front_of(looks, lambda look: look.ms, lambda look: look.quality.low)
-    found = {look.point.key: look for look in (*front_of(looks, lambda look: look.ms), *by_low)}
+    found: dict[str, Look] = {}
+    for worth in (_kept, lambda look: look.quality.low, lambda look: -look.quality.shift):
+        found |= {each.point.key: each for each in front_of(looks, lambda look: look.ms, worth)}
     return [*found.values()]
+
+
+def _kept(look: Look) -> float:
+    return look.quality.kept
 
 
 def sequences_of(
@@ -87,7 +93,7 @@ def sequences_of(
     bold = [look for look in best if look.ms <= first.ms]
     safe = [look for look in best if look.ms > first.ms]
     return Sequences(
-        (base, *sorted(safe, key=lambda look: (-_likely(look.quality, keep), -look.ms))),
+        (base, *sorted(safe, key=lambda look: (-_likely(look.quality, keep), look.quality.shift))),
         tuple(sorted(bold, key=lambda look: -look.ms)),
     )
 

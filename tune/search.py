@@ -63,7 +63,7 @@ class Search:
         """
         first = None
         for point in ladder:
-            look = self._look(point)
+            look = self.look(point)
             first = first or look
             if look is None or (self.request.keep or 0.0) > look.quality.high:
                 break
@@ -77,14 +77,14 @@ class Search:
         # Of the points before `first` all are on the side of the start, from `last` on none is.
         while first < last and not self.over():
             middle = (first + last) // 2
-            look = self._look(path[middle])
+            look = self.look(path[middle])
             if look is not None and enough(look):
                 first = middle + 1
             else:
                 last = middle
         ends = path[max(0, first - 1) : first + 2]
         for point in ends:
-            self._look(point)
+            self.look(point)
         self._beside(options)
 
     def _beside(self, options: Options) -> None:
@@ -100,7 +100,7 @@ class Search:
                 return
             tried.add(point.key)
             known = point.key in self.graphs.looks
-            look = self._look(point)
+            look = self.look(point)
             looked += not known
             failed = 0 if look is not None and self.best() is look else failed + 1
 
@@ -115,7 +115,7 @@ class Search:
         smaller = self.request.latency_ms is None and self.request.bytes is not None
         return min(meets, key=lambda look: look.bytes if smaller else look.ms, default=None)
 
-    def _look(self, point: Point) -> Look | None:
+    def look(self, point: Point) -> Look | None:
         """Looks at a point; None where its graph cannot be made or run."""
         if self.over() and point.key not in self.graphs.looks:
             return None

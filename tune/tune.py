@@ -80,6 +80,9 @@ FEWEST = 4
 UNIFORM = (1, 2, 4, 8, 16)
 """The shares of its experts that every layer computes in the models that are looked at first."""
 
+FINEST = 8
+"""Sizes of a layer are told apart by so many parts of it, at the most."""
+
 FINISH_S, REPORT_S = 0.5, 3.0
 """About what a bundle takes beside its graph and its check, and what a report takes."""
 
@@ -382,6 +385,7 @@ class Job:
                         *(floats, integer, choices, times, shifts, moved), by_size=by_size
                     )
                     search.along(start.in_floats(floats), found)
+            self._refine(search, replay, choices, times)
             return self._front(search, graphs, base, choices)
 
     def _seed(self, search: Search, times: LayerTimes) -> None:
@@ -407,6 +411,35 @@ class Job:
                     times.corrected(look.point, look.ms)
                 if first is None or look.ms < first.ms:
                     search.seeds(ladder[1:])
+
+    def _refine(
+        self,
+        search: Search,
+        replay: Replay,
+        choices: Mapping[str, Sequence[Choice]],
+        times: LayerTimes,
+    ) -> None:
+        """Looks between the sizes of the best point's layers and the next smaller, by halving."""
+        for name, listed in choices.items():
+            best = search.best()
+            if best is None:
+                return
+            now = best.point.choices[name]
+            size = len(now.experts) or now.k
+            subsets = now.k == size and any(each.experts for each in listed)
+            order = replay.nested_experts(name) if subsets else ()
+            smaller = [each.k for each in listed if bool(each.experts) == subsets and each.k < size]
+            least = max(smaller, default=size)
+            while size - least > max(1, size // FINEST) and not self.clock.over(1.0, LOOK):
+                k = (size + least) // 2
+                point = best.point.with_layer(
+                    name, Choice(k, tuple(sorted(order[:k])), now.precision)
+                )
+                look = search.look(point) if times.knows(point) else None
+                if look is not None and search.best() is look:
+                    best, size = look, k
+                else:
+                    least = k
 
     def _uniform(self, precision: Precision) -> list[Point]:
         """The model as trained with every layer that serves it in a precision, then smaller k."""
@@ -898,5 +931,6 @@ def _timed(listed: Sequence[Choice]) -> list[Choice]:
     if n <= FEW:
         return [*listed]
     sizes = [*ks_of(n)]
-    measured = {*sizes[::2], sizes[-1]}
+    # Not beyond the largest subset either: it would seem as fast as the next one that was measured.
+    measured = {*sizes[::2], sizes[1], sizes[-1]}
     return [each for each in listed if (len(each.experts) or each.k) in measured]

@@ -24,9 +24,9 @@ KEEP, RIGHT = 0.99, 430
 """What is asked, and how many inputs at least one of two models has right."""
 
 
-def look(ms: float, kept: float = 1.0, low: float = 0.99) -> Look:
+def look(ms: float, kept: float = 1.0, low: float = 0.99, shift: float = 0.0) -> Look:
     point = Point((("a", Choice(round(1000 * ms))),))
-    return Look(point, {}, Quality(kept, low, 1.0, 0.0, 100), ms, ms, 10)
+    return Look(point, {}, Quality(kept, low, 1.0, shift, 100), ms, ms, 10)
 
 
 def confirmed(low: float, *, bold: bool = False) -> Confirmed:
@@ -104,9 +104,12 @@ def test_what_the_search_saw_to_lose_too_much_or_to_be_no_faster_is_not_confirme
     assert sequences_of([look(0.5, 0.98, 0.97), look(1.1)], base, KEEP) == Sequences((base,))
 
 
-def test_of_points_that_keep_as_much_the_surer_one_is_confirmed_too() -> None:
+def test_of_points_that_keep_as_much_the_surer_ones_are_confirmed_too() -> None:
     sure, unsure = look(3.0, 1.0, 0.991), look(2.0, 1.0, 0.985)
-    assert worth_confirming([sure, unsure, look(4.0, 1.0, 0.991)]) == [unsure, sure]
+    moved, unmoved = look(3.5, 1.0, 0.991, 0.3), look(4.0, 1.0, 0.991)
+    assert worth_confirming([sure, unsure, moved, unmoved]) == [unsure, sure]
+    further = look(1.5, 1.0, 0.991, 0.1)
+    assert worth_confirming([sure, unsure, further]) == [further, unsure]
 
 
 def test_together_they_pass_a_point_that_keeps_too_little_in_5_percent_at_the_most() -> None:
