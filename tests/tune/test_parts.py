@@ -17,6 +17,8 @@ from moexport.tune.quality import Metric, Quality, Tally, metric_for
 from moexport.tune.request import parse_seconds, parse_share, parse_size
 from moexport.tune.search import Option, _path, front_of
 from moexport.tune.space import Choice, Point, ks_of
+from moexport.tune.times import FormTime, LayerTimes
+from moexport.tune.tune import _timed
 
 
 def test_the_halves_are_even_apart_and_whole() -> None:
@@ -140,6 +142,65 @@ def test_experts_go_in_the_order_of_what_is_missing_without_them() -> None:
     assert order[0] == 0
     assert {*order} == {0, 1, 2, 3}
     assert order[-1] != 0
+
+
+def of_times() -> tuple[LayerTimes, Point]:
+    """Two layers alike, alone 1 ms each with one lowering and 1.5 or 4 with others."""
+    times = LayerTimes()
+    for name in ("a", "b"):
+        times.forms[name, (8, 0, "fp32")] = FormTime(1.0, "dense", {"gather": 1.5, "fused": 4.0})
+        times.forms[name, (4, 0, "fp32")] = FormTime(0.5, "gather")
+    return times, Point((("a", Choice(8)), ("b", Choice(8))))
+
+
+def test_a_whole_graph_corrects_the_times_of_single_layers() -> None:
+    times, point = of_times()
+    times.corrected(point, 5.0)
+    assert times.predicted_ms(point) == pytest.approx(5.0)
+    smaller = times.predicted_ms(point.with_layer("a", Choice(4)))
+    times.corrected(point, 6.0)  # what is around them is known by now
+    assert times.predicted_ms(point) == pytest.approx(6.0)
+    assert times.predicted_ms(point.with_layer("a", Choice(4))) > smaller
+
+
+def test_a_graph_that_is_faster_than_its_layers_alone_leaves_no_negative_time() -> None:
+    times, point = of_times()
+    times.corrected(point, 1.2)
+    assert times.predicted_ms(point) == pytest.approx(1.2)
+    assert 0 < times.predicted_ms(point.with_layer("a", Choice(4))) < 1.2
+
+
+def test_lowerings_that_may_be_as_fast_in_a_whole_graph_are_tried_in_layers_alike_together() -> (
+    None
+):
+    times, point = of_times()
+    first = {"a": "dense", "b": "dense"}
+    assert times.ways(point, first) == [first, {"a": "gather", "b": "gather"}]
+    mixed = point.with_layer("b", Choice(4))
+    chosen = {"a": "dense", "b": "gather"}
+    assert times.ways(mixed, chosen) == [chosen, {"a": "gather", "b": "gather"}]
+
+
+def test_the_largest_subset_is_timed_itself() -> None:
+    listed = [Choice(k) for k in ks_of(64)]
+    listed += [Choice(size, tuple(range(size))) for size in ks_of(64)[1:]]
+    timed = _timed(listed)
+    assert Choice(45, tuple(range(45))) in timed
+    assert len(timed) < len(listed)
+
+
+def test_agreement_of_token_models_counts_the_tokens_of_each_sequence() -> None:
+    random = np.random.default_rng(3)
+    ids, base = random.integers(0, 7, (50, 9)), np.zeros((50, 9, 7), np.float32)
+    base[..., 0] = 1.0
+    own = base.copy()
+    own[:, :3, 1] = 2.0  # a third of the tokens of each
+    metric = metric_for("agreement", base, ids, None)
+    assert metric.tokens
+    quality = metric.quality(metric.tally(own, base, ids, None))
+    assert quality.kept == pytest.approx(2 / 3)
+    assert quality.low < 2 / 3 < quality.high
+    assert metric.quality(metric.tally(base, base, ids, None)).kept == 1.0
 
 
 def test_numbers_of_experts_are_two_to_a_halving() -> None:
