@@ -13,7 +13,7 @@ from moexport.perf import models
 from moexport.perf.layers import auto, mumoe
 from moexport.perf.layers.soft_moe import LOOP, SHAPES, STACKED
 from moexport.perf.layers.tables import Cell, cells
-from moexport.perf.measure import kept, ms, times
+from moexport.perf.measure import kept, measured_on, ms, times
 
 Groups = Mapping[str, Sequence[float]]
 """Values by the name of their series, one for each place on the axis."""
@@ -56,6 +56,24 @@ def layer_in_int8(results: Results) -> str:
             )
     header = ("layer", "batch", "k", "FP32", "INT8", "limit", "vs FP32", "vs PyTorch, stacked")
     return markdown(header, rows)
+
+
+def routed_layer(body: Any) -> str:
+    """Returns a token-routed layer's time beside PyTorch's, for each number of tokens."""
+    columns = {
+        "PyTorch, eager": "PyTorch eager",
+        "PyTorch, `grouped_mm`": "PyTorch grouped_mm",
+        "FP32, `grouped`": "grouped fp32",
+        "INT8, `grouped`": "grouped int8",
+        "INT8, `fused`": "fused int8",
+        "INT4, `fused`": "fused int4",
+        "reading the FP32 weights in use": "bytes",
+    }
+    rows = [
+        (tokens, *(f"{found[name]:.3g}" for name in columns.values()))
+        for tokens, found in body["times"].items()
+    ]
+    return f"Measured on {measured_on(body)}.\n\n{markdown(('tokens', *columns), rows)}"
 
 
 def draw(results: Path, folder: Path) -> None:

@@ -42,8 +42,9 @@ from moexport.docs import performance_page, results_schema, site_hooks
 from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.cost import GPUS, Work
-from moexport.perf import cache, calibration, models, scale, startup, tune
+from moexport.perf import cache, calibration, granite, models, scale, startup, tune
 from moexport.perf.__main__ import BENCHMARKS
+from moexport.perf.experts import table as experts_table
 from moexport.perf.layers import auto, mumoe
 from moexport.perf.layers.tables import (
     integer_table,
@@ -269,6 +270,7 @@ def refresh_performance() -> None:
     """Puts what was measured into the pages on performance, and draws their charts."""
     for page, tables in (
         ("performance.md", performance_tables()),
+        ("token-routed.md", token_routed_tables()),
         ("history.md", history_tables()),
         ("one-run.md", one_run_tables(RESULTS / "one-run")),
     ):
@@ -291,7 +293,26 @@ def performance_tables() -> dict[str, str]:
         "scale": f"{where}\n\n{scale.table(scales)}\n",
         "startup": startup.table(kept(RESULTS / "startup-cpu.json")) + "\n",
         "auto": auto.table(RESULTS / "auto-cpu.json") + "\n",
+        "experts": _wrapped(experts_table(kept(RESULTS / "experts-cpu.json"))),
+        "granite": _wrapped(granite.table(kept(RESULTS / "granite-cpu.json"))),
     }
+
+
+def token_routed_tables() -> dict[str, str]:
+    """Returns what docs/token-routed.md shows of the kept results, by its markers."""
+    return {
+        "experts": performance_page.routed_layer(kept(RESULTS / "experts-cpu.json")) + "\n",
+        "granite": _wrapped(granite.table(kept(RESULTS / "granite-cpu.json"))),
+    }
+
+
+def _wrapped(content: str) -> str:
+    """A benchmark's tables, with the paragraphs around them as lines of a page."""
+    parts = (
+        part if part.startswith("|") else textwrap.fill(part, 100, break_on_hyphens=False)
+        for part in content.split("\n\n")
+    )
+    return "\n\n".join(parts) + "\n"
 
 
 def history_tables() -> dict[str, str]:

@@ -14,11 +14,13 @@ from moexport.docs.refresh import (
     history_tables,
     one_run_tables,
     performance_tables,
+    token_routed_tables,
 )
 from moexport.docs.site_hooks import DEMO
 
 PAGES: dict[str, Callable[[], dict[str, str]]] = {
     "performance.md": performance_tables,
+    "token-routed.md": token_routed_tables,
     "history.md": history_tables,
     "one-run.md": partial(one_run_tables, RESULTS / "one-run"),
 }
