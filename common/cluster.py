@@ -59,10 +59,13 @@ class Cluster:
         What a task raises is raised here. One whose nodes are lost again and again goes to `lost`.
         """
         ray = self.ray
+        # Each is sent to the nodes once: made anew for every task, it would be another one to Ray.
+        functions = {
+            each: ray.remote(each).options(**kind.claim, max_retries=RETRIES)
+            for each in {task.function for task in tasks}
+        }
         started = {
-            ray.remote(each.function)
-            .options(**kind.claim, max_retries=RETRIES)
-            .remote(*each.arguments): number
+            functions[each.function].remote(*each.arguments): number
             for number, each in enumerate(tasks)
         }
         pending, waiting_since = list(started), None
