@@ -1,7 +1,7 @@
 """`tune` beside the best uniform k and precision of `bench`, and beside Optuna as the search.
 
 Each network is trained on one part of its data; `tune` and all others get the other part, half of
-which confirms. What each found is timed in turn. A whole run takes about ten minutes.
+which confirms. What each found is timed in turn. A whole run takes about fifteen minutes.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "int8", "int4")
 
 PROTOCOL = Protocol(rounds=7, warmup=5, round_s=0.1, inputs=8)
 
-TUNE_S, OPTUNA_S = 35.0, 25.0
+TUNE_S, OPTUNA_S = 60.0, 40.0
 """What the two searches may take for a network; of the language model three times as much, which is
 traced again for another k."""
 
@@ -375,7 +375,8 @@ def _optuna(found: Found, job: Job, limit: int, seconds: float, progress: Progre
     sampler = optuna.samplers.TPESampler(seed=0)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
     progress.step(f"Optuna: {limit} graphs", total=limit)
-    study.optimize(objective, n_trials=limit, timeout=seconds, catch=(MoexportError,))
+    with found.graphs.beside(found.base):
+        study.optimize(objective, n_trials=limit, timeout=seconds, catch=(MoexportError,))
     return looks
 
 
