@@ -158,11 +158,12 @@ def fuses(job: ExportJob) -> bool:
     """Whether a job's graphs have the backbone's attention and norms as one op each.
 
     For language models in FP32 around their experts: ONNX Runtime's CPU kernels are of that type.
+    Whether onnxruntime-web has those kernels was not tried.
     """
     target = job.options.target
     routed = any(layer.spec.kind == "experts" for layer in job.model.layers.values())
     single = job.options.precision.float_name(target) == "fp32"
-    return routed and single and TARGETS[target].cpu_forms
+    return routed and single and target == "ort-cpu"
 
 
 def _loadable(plan: Plan) -> Plan:
