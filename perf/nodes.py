@@ -47,7 +47,9 @@ def main(nodes: int, cells: int) -> None:
             for number, found in cluster.finished(kind, tasks):
                 journal.add("timed", on=kind.name, part=number, found=found)
             took, own = time.monotonic() - began, time.process_time() - own
-            load = "not known" if sys.platform == "win32" else f"{os.getloadavg()[0]:.1f}"
+            load = "not known"
+            if sys.platform != "win32":
+                load = f"{os.getloadavg()[0]:.1f}"
             print(
                 f"{name}: {count} cells on {kind.nodes} nodes in {took:.1f} s, "
                 f"{1e3 * took / count:.2f} ms each, {1e3 * own / count:.2f} ms of them here "

@@ -118,13 +118,13 @@ def measure(progress: Progress, only: str = "") -> Mapping[str, object] | None:
             longer = 3.0 if train is _language_model else 1.0
             found = row_of(network, Path(folder), progress, longer * TUNE_S, longer * OPTUNA_S)
             rows.append(asdict(found))
-    return {"threads": count, "keep": KEEP, "rows": rows}
+    return {"threads": count, "keep": KEEP, "networks": rows}
 
 
 def table(body: Any) -> str:
     """The results as Markdown."""
     cells, fronts = [], []
-    for row in body["rows"]:
+    for row in body["networks"]:
         ours, theirs = row["areas"], row["optuna_areas"]
         cells.append(
             (
@@ -151,7 +151,7 @@ def table(body: Any) -> str:
             )
         )
     heads = ("network", "best uniform", "ms", "kept", "tune", "ms", "kept", "faster")
-    gains = [row["uniform_ms"] / row["tuned_ms"] for row in body["rows"]]
+    gains = [row["uniform_ms"] / row["tuned_ms"] for row in body["networks"]]
     searches = ("network", "s", "graphs", "Optuna's after as many", "at its end", "as good after")
     return (
         f"Measured on {measured_on(body)}, {body['threads']} threads; at least {body['keep']:.0%} "
