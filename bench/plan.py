@@ -223,7 +223,7 @@ class TimingGroup:
     def seconds(self, call_ms: float) -> float:
         """How long it takes with calls of so many milliseconds: more than `round_s` if need be."""
         round_s = max(self.protocol.round_s, self.protocol.inputs * call_ms / 1e3)
-        return len(self.cases) * self.protocol.rounds * round_s
+        return len(self.cases) * self.protocol.rounds * (round_s + timing.WAIT_S)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,6 +20,14 @@ from .console import Progress, Silent
 NS_PER_MS = 1e6
 MIN_ROUNDS = 5
 
+LOOK_S, LONGEST_S, IDLE = 0.01, 0.25, 0.2
+"""How long the process is looked at before it counts as idle, how long at most that is waited for,
+and the share of one core that an idle one may take. Systems count a thread that is running only
+every 4 ms or so."""
+
+WAIT_S = 0.05
+"""How long it is after a call of ONNX Runtime."""
+
 Call = Callable[[int], object]
 """One call to be timed; its argument says which of the inputs to use (0, 1, …, taken in turn)."""
 
@@ -80,9 +88,9 @@ class Latency:
 class Protocol:
     """How long and in what order to measure.
 
-    `warmup` calls come first, untimed, and one more before each round. A round goes over the
-    `inputs` distinct inputs a whole number of times, until `round_s` seconds have passed: every
-    case is timed on the same mix of inputs.
+    `warmup` calls come first, untimed, and one more before each round, which begins once the
+    threads of the case before sleep. A round goes over the `inputs` distinct inputs a whole number
+    of times, until `round_s` seconds have passed: every case is timed on the same mix of inputs.
     """
 
     rounds: int = MIN_ROUNDS
@@ -157,6 +165,7 @@ def measure(
             if name not in failures:
                 try:
                     call = calls[name]
+                    _wait_until_idle()
                     if name not in warm or call.reopens:
                         _warm_up(call, protocol.warmup)
                     warm.add(name)
@@ -193,6 +202,20 @@ def in_one_line(error: Exception) -> str:
     """Returns what an exception says in one line, with its type unless it is our own."""
     text = " ".join(str(error).split()) or "no message"
     return text if isinstance(error, MoexportError) else f"{type(error).__name__}: {text}"
+
+
+def _wait_until_idle() -> None:
+    """Waits until no thread of this process runs.
+
+    The threads of a runtime go on spinning when a call has ended, those of ONNX Runtime for about
+    35 ms: they would take the cores of the case that comes next.
+    """
+    end = time.monotonic() + LONGEST_S
+    while time.monotonic() < end:
+        began, used = time.monotonic(), time.process_time()
+        time.sleep(LOOK_S)
+        if time.process_time() - used <= IDLE * (time.monotonic() - began):
+            return
 
 
 def _warm_up(call: TimedCall, calls: int) -> None:

@@ -7,8 +7,7 @@ graph with its cache, PyTorch with the same cache, and PyTorch that computes the
 from __future__ import annotations
 
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,8 @@ from moexport.bench.demo.mumoe import save, trainable_gpt2
 from moexport.bench.run import with_threads
 from moexport.common.console import Progress
 from moexport.common.text import markdown
+from moexport.common.timing import Call, Protocol
+from moexport.common.timing import measure as measure_calls
 from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
 
 from .measure import measured_on, threads
@@ -26,7 +27,7 @@ from .measure import measured_on, threads
 SPEC = GPT2Spec(1024, 50304, depth=12, heads=12, dim=768, bias=True)
 EXPERTS, HIDDEN, RANK = 64, 3072, 512
 CONTEXTS = (16, 128, 512, 1000)
-CALLS, ROUNDS = 5, 5
+PROTOCOL = Protocol(warmup=1)
 
 
 def measure(
@@ -34,10 +35,11 @@ def measure(
     spec: GPT2Spec = SPEC,
     contexts: tuple[int, ...] = CONTEXTS,
     sizes: tuple[int, int, int] = (EXPERTS, HIDDEN, RANK),
+    protocol: Protocol = PROTOCOL,
 ) -> dict[str, object]:
-    """Times the step to the next token; the three take turns, `ROUNDS` times.
+    """Times the step to the next token; the three take turns.
 
-    `tokens_per_s` are medians over rounds.
+    `tokens_per_s` are by the medians of all calls.
     """
     experts, hidden, rank = sizes
     with tempfile.TemporaryDirectory(prefix="moexport-cache-") as folder, with_threads(threads()):
@@ -58,28 +60,21 @@ def measure(
             feed = dict.fromkeys(names[1:], past) | {names[0]: np.zeros((1, 1), np.int64)}
             tensors = [torch.from_numpy(feed[name]) for name in names]
             whole = torch.zeros((1, context + 1), dtype=torch.int64)
-            steps: dict[str, Callable[[], object]] = {
-                "exported": session.bound(feed, outputs=session.output_names),
-                "pytorch": lambda given=tensors: model.module(*given),  # type: ignore[misc]
-                "pytorch_again": lambda given=whole: model.module(given),  # type: ignore[misc]
+            exported = session.bound(feed, outputs=session.output_names)
+            steps: dict[str, Call] = {
+                "exported": lambda index, call=exported: call(),  # type: ignore[misc]
+                "pytorch": lambda index, given=tensors: model.module(*given),  # type: ignore[misc]
+                "pytorch_again": lambda index, given=whole: model.module(given),  # type: ignore[misc]
             }
-            rows.append({"context": context, "tokens_per_s": _in_turn(steps)})
+            rows.append({"context": context, "tokens_per_s": _in_turn(steps, protocol)})
     return {"contexts": rows, "spec": {"experts": experts, "hidden": hidden, "rank": rank}}
 
 
 @torch.inference_mode()
-def _in_turn(steps: dict[str, Callable[[], object]]) -> dict[str, float]:
-    """Steps per second of each, by the median of rounds in which they take turns."""
-    seconds: dict[str, list[float]] = {name: [] for name in steps}
-    for step in steps.values():
-        step()
-    for _ in range(ROUNDS):
-        for name, step in steps.items():
-            began = time.perf_counter()
-            for _ in range(CALLS):
-                step()
-            seconds[name].append((time.perf_counter() - began) / CALLS)
-    return {name: 1 / float(np.median(each)) for name, each in seconds.items()}
+def _in_turn(steps: Mapping[str, Call], protocol: Protocol) -> dict[str, float]:
+    """Steps per second of each, by the median of calls in rounds in which they take turns."""
+    found = measure_calls(steps, protocol).latencies
+    return {name: 1e3 / latency.median for name, latency in found.items()}
 
 
 def table(body: Any) -> str:

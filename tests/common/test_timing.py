@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 
@@ -93,6 +94,28 @@ class Waiting(TimedCall):
         begun = time.thread_time_ns()
         self(index)
         return (time.thread_time_ns() - begun) / 1e6
+
+
+def test_a_round_begins_when_the_threads_of_the_case_before_sleep() -> None:
+    spinning: list[threading.Thread] = []
+    beside: list[bool] = []
+
+    def spin(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            pass
+
+    def spins(index: int) -> None:
+        del index
+        spinning.append(threading.Thread(target=spin, args=(0.06,)))
+        spinning[-1].start()
+
+    def looks(index: int) -> None:
+        del index
+        beside.append(any(each.is_alive() for each in spinning))
+
+    measure({"spins": spins, "looks": looks}, Protocol(warmup=0, round_s=0.0))
+    assert len(spinning) == len(beside) == 10 and not any(beside)
 
 
 def test_a_device_that_tells_its_time_is_asked_as_often_in_the_same_rounds() -> None:
