@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from .bench.demo.demo import Outcome
     from .bench.report.compare import Comparison
     from .bench.results import Results
+    from .bench.run import BenchRequest
     from .bench.specialise import Specialisation
     from .calibration.feeds import Feed
     from .calibration.table import CalibrationTable
@@ -61,6 +62,9 @@ ServingBackend = Literal["onnxruntime", "tensorrt", "python"]
 
 Device = Literal["cpu", "gpu"]
 """Where it runs there."""
+
+CpuTarget = Literal["onnx", "ort-cpu"]
+"""What graphs of a benchmark are exported for that ONNX Runtime runs on the CPU."""
 
 
 def load(
@@ -694,12 +698,12 @@ def bench(
     models: Model | Bundle | AnyPath | Sequence[Model | Bundle | AnyPath],
     *,
     data: AnyPath | Labelled | np.ndarray | None = None,
-    k: Sequence[int | float | str] = ("n", "1/2", "1/4", "1/8"),
+    k: str | Sequence[int | float | str] = "n,0.5,0.25,0.125",
     lowering: str = "auto",
     precision: str = "fp32",
     engine: str = "all",
-    target: Literal["onnx", "ort-cpu"] = "onnx",
-    batch: Sequence[int] = (1,),
+    target: CpuTarget = "onnx",
+    batch: str | Sequence[int] = "1",
     out: AnyPath | None = None,
     rounds: int = 5,
     round_s: float = 0.2,
@@ -725,31 +729,29 @@ def bench(
 
     Args:
         models: loaded models, bundles, or what names them; one or a list.
-        data: labelled data: an .npz, a folder of images by class, "package.module:iterable" or an
-            array of inputs; of a language model a file of text or token ids (None: random inputs,
-            which tell latency and parity only, and for a language model text of Python's own).
-        k: experts kept: numbers, shares or "n" (('n', '1/2', '1/4', '1/8')).
-        lowering: names of lowerings, a list as text; auto predicts the fastest ("auto").
-        precision: a list as text: fp32, fp16, bf16, int8, int4; ranges from `data` ("fp32").
-        engine: a list as text: pytorch-compile, onnxruntime, tensorrt-rtx, ... ("all").
-        target: what graphs of models are exported for that ONNX Runtime runs on the CPU: onnx, as
-            `export` does by itself, or ort-cpu ("onnx").
-        batch: inputs per call ((1,)).
+        data: labelled inputs: an .npz, a folder of images by class, package.module:iterable; for a
+            language model a text file or token ids (None: random inputs, which tell latency and
+            parity only; for a language model text of Python's own).
+        k: a list of numbers of experts: n,0.5,0.25 or 16,8,4 ("n,0.5,0.25,0.125").
+        lowering: a list of lowerings, or auto ("auto").
+        precision: a list: fp32,fp16,bf16,int8,int4 (INT8 ranges from the data) ("fp32").
+        engine: a list: pytorch-compile, onnxruntime, tensorrt-rtx, …, or all ("all").
+        target: the target of graphs that ONNX Runtime runs on the CPU ("onnx").
+        batch: a list of batch sizes: 1,16 ("1").
         out: a folder for results.json, report.html and figures (None: nothing is written).
-        rounds: how many times all cases take turns, 5 at least (5).
-        round_s: seconds of each case's turn (0.2).
-        samples: inputs for accuracy (None: all).
-        threads: of every engine (None: PyTorch's own choice).
-        memory: measure peak memory, in a process of each case's own (True).
+        rounds: rounds; all engines take turns in each, 5 at least (5).
+        round_s: seconds of each engine's turn (0.2).
+        samples: number of inputs for the accuracy (None: all).
+        threads: threads of every engine (None: PyTorch's).
+        memory: measure the peak memory of each engine in its own process (True).
         parts: measure the time of the parts of a graph (True).
-        pixels: the scale of images: unit, symmetric or imagenet (None: as the folder says).
-        tokens: those of a language model's prompt (None: 128, fewer where it has fewer positions).
+        pixels: pixel scale of images: unit, symmetric or imagenet (None: as the folder says).
+        tokens: tokens of a language model's prompt (None: 128, fewer if it has fewer positions).
         before: earlier results to compare with in the report (None).
-        analysis: a list as text of what to find out about the experts of classifiers: retention,
-            random, subsets, shares, or all (""; nothing).
-        max_subsets: the most sets of experts that are tried (None: the analysis's own bound).
-        group_by: the array of the .npz that names the subgroup of each input: how fairly they are
-            treated (None: not compared).
+        analysis: analyse the experts, a list: retention, random, subsets, shares, or all; needs
+            labels ("").
+        max_subsets: try at most this many sets of experts in an analysis (None).
+        group_by: compare subgroups: an array of the .npz with the labels (None).
         command: what the results say they were made by ("").
         progress: receives every step (None: no progress).
         **loading: `family`, `config` and `weights`, as `load` takes them.
@@ -760,17 +762,27 @@ def bench(
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
     check_pytorch("a benchmark")
-    from .bench.run import BenchRequest, opened, sweep
-    from .common.writing import check_folder
+    from .bench.run import opened, sweep
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
 
-    if out is not None:
-        asked["out"] = Path(out)
-        check_folder(asked["out"])
+    request = _bench_request(**asked)
     listed = [models] if isinstance(models, Model | Bundle | str | Path) else models
+    return sweep(opened(listed, data, pixels, loading, progress), request)
+
+
+def _bench_request(**asked: Any) -> BenchRequest:
+    """What the parameters of `bench` ask for, beside the models."""
+    from .bench.run import BenchRequest
+    from .bench.runners.candidates import parse_batches
+    from .common.writing import check_folder
+
     del asked["models"], asked["loading"]
-    return sweep(opened(listed, data, pixels, loading, progress), BenchRequest(**asked))
+    asked["batch"] = parse_batches(asked["batch"])
+    if asked["out"] is not None:
+        asked["out"] = Path(asked["out"])
+        check_folder(asked["out"])
+    return BenchRequest(**asked)
 
 
 def bench_on_ray(
@@ -808,20 +820,14 @@ def bench_on_ray(
     from .bench.report.kinds import folder_of, write_kinds
     from .bench.report.page import write_all
     from .bench.results import Results
-    from .bench.run import BenchRequest
-    from .common.writing import check_folder, make_folder
+    from .common.writing import make_folder
 
     listed = [models] if isinstance(models, str | Path) else models
-    given = introspection.signature(bench).bind(listed, **options)
+    given = introspection.signature(bench).bind(listed, out=out, **options)
     given.apply_defaults()
-    asked = given.arguments
-    loading = asked.pop("loading")
-    del asked["models"]
+    request = _bench_request(**given.arguments)
     kinds = list(dict.fromkeys([on] if isinstance(on, str) else on))
-    place = None if out is None else Path(out)
-    if place is not None:
-        check_folder(place)
-        asked["out"] = place
+    place = request.out
 
     def keep(kind: str, results: Results) -> None:
         if place is not None:
@@ -830,11 +836,10 @@ def bench_on_ray(
             old = before if isinstance(before, Results | None) else before.get(kind)
             write_all(results, folder, None if old is None else compare(old, results))
 
-    asked["data"] = _everywhere(asked["data"])
     found = sweep_on_ray(
         [str(_everywhere(each)) for each in listed],
-        BenchRequest(**asked),
-        {name: _everywhere(each) for name, each in loading.items()},
+        replace(request, data=_everywhere(request.data)),
+        {name: _everywhere(each) for name, each in given.arguments["loading"].items()},
         address=ray,
         on=kinds,
         keep=keep,

@@ -171,7 +171,7 @@ class BenchRequest:
     """What `moexport.bench` is asked beside the models; it says what each field is."""
 
     data: str | Path | Labelled | np.ndarray | None
-    k: Sequence[int | float | str]
+    k: str | Sequence[int | float | str]
     lowering: str
     precision: str
     engine: str

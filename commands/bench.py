@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -17,11 +15,13 @@ from ..common.pytorch import check_pytorch
 from ..errors import CheckError, UsageError
 from .options import (
     AsJson,
+    CallOptions,
     ModelFlags,
     Verbosity,
     json_text,
     output_option,
     refuse_idle,
+    typed_command,
     typed_source,
 )
 
@@ -37,59 +37,35 @@ Trained = Literal["soft-moe", "mumoe", "experts"]
 """Kinds of MoE layers that the demo trains."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchFlags:
-    """What is measured, and over which settings."""
-
-    HEADINGS: ClassVar = {
+MEASURED = CallOptions(
+    api.bench,
+    "k lowering precision engine target batch data rounds samples threads memory pixels tokens "
+    "analysis max_subsets group_by",
+    headings={
         "k": "What is measured",
         "data": "Data",
         "rounds": "How it is measured",
-        "compare": "Comparison",
         "analysis": "Experts",
-        "ray": "Cluster",
-    }
+    },
+    more={
+        "data": {"metavar": "DATA"},
+        "rounds": {"min": 5},
+        "samples": {"min": 1},
+        "threads": {"min": 1},
+        "tokens": {"min": 1},
+        "max_subsets": {"min": 1},
+        "group_by": {"metavar": "ARRAY"},
+    },
+)
+"""What is measured, and over which settings."""
 
-    k: Annotated[str, typer.Option(help="A list of numbers of experts: n,0.5,0.25 or 16,8,4.")] = (
-        "n,0.5,0.25,0.125"
-    )
-    lowering: Annotated[str, typer.Option(help="A list of lowerings, or auto.")] = "auto"
-    precision: Annotated[
-        str, typer.Option(help="A list: fp32,fp16,bf16,int8,int4 (INT8 ranges from --data).")
-    ] = "fp32"
-    engine: Annotated[
-        str, typer.Option(help="A list: pytorch-compile, onnxruntime, tensorrt-rtx, …, or all.")
-    ] = "all"
-    target: Annotated[
-        Literal["onnx", "ort-cpu"],
-        typer.Option(help="The target of graphs that ONNX Runtime runs on the CPU."),
-    ] = "onnx"
-    batch: Annotated[str, typer.Option(help="A list of batch sizes: 1,16.")] = "1"
-    data: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATA",
-            help="Labelled inputs: an .npz, a folder of images by class, package.module:iterable; "
-            "for a language model a text file or token ids.",
-        ),
-    ] = None
-    rounds: Annotated[int, typer.Option(help="Rounds; all engines take turns in each.", min=5)] = 5
-    samples: Annotated[
-        int | None, typer.Option(help="Number of inputs for the accuracy [default: all].", min=1)
-    ] = None
-    threads: Annotated[
-        int | None, typer.Option(help="Threads of every engine [default: PyTorch's].", min=1)
-    ] = None
-    memory: Annotated[
-        bool, typer.Option(help="Measure the peak memory of each engine in its own process.")
-    ] = True
-    pixels: Annotated[
-        str | None, typer.Option(help="Pixel scale of images: unit, symmetric or imagenet.")
-    ] = None
-    tokens: Annotated[
-        int | None,
-        typer.Option(help="Tokens of a language model's prompt [default: 128].", min=1),
-    ] = None
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchFlags:
+    """What the results are compared with, and where they are measured."""
+
+    HEADINGS: ClassVar = {"compare": "Comparison", "ray": "Cluster"}
+
     compare: Annotated[
         Path | None,
         typer.Option(metavar="OLD.JSON", help="Compare with these results [default: those in -o]."),
@@ -97,23 +73,6 @@ class BenchFlags:
     fail_if_slower: Annotated[
         str | None,
         typer.Option(metavar="5%", help="Exit with 3 if a row is slower than before by more."),
-    ] = None
-    analysis: Annotated[
-        str,
-        typer.Option(
-            help="Analyse the experts, a list: retention, random, subsets, shares, or all. "
-            "Needs labels."
-        ),
-    ] = ""
-    max_subsets: Annotated[
-        int | None,
-        typer.Option(help="Try at most this many sets of experts in an analysis.", min=1),
-    ] = None
-    group_by: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ARRAY", help="Compare subgroups: an array of the .npz with the labels."
-        ),
     ] = None
     ray: Annotated[
         str | None,
@@ -144,6 +103,7 @@ def bench(
         ),
     ] = None,
     reading: ModelFlags,
+    given: Annotated[dict[str, Any], MEASURED],
     flags: BenchFlags,
     paper: Annotated[
         Paper | None, typer.Option(help="Run an experiment of the papers instead of a model.")
@@ -157,7 +117,21 @@ def bench(
     """
     console = verbosity.console()
     if paper is not None:
-        _bench_paper(paper, models, reading, flags, output, console, as_json=as_json)
+        if models:
+            raise UsageError(
+                f"--paper {paper} makes its own models, and {models[0]} was named too",
+                hint="leave the model or --paper out",
+            )
+        why = f"--paper {paper} says itself what is measured"
+        refuse_idle(reading, (MEASURED, given), flags, why=why, but=("threads",))
+        with console:
+            results, text = api.paper(
+                *(paper, output),
+                threads=given.get("threads"),
+                command=typed_command(),
+                progress=console,
+            )
+        _print_results(results, text, output, as_json=as_json)
         return
     if not models:
         raise UsageError(
@@ -172,21 +146,18 @@ def bench(
 
     share = None if flags.fail_if_slower is None else parse_share(flags.fail_if_slower)
     before = earlier(output, flags.compare, wanted=share is not None)
-    given = {f.name: getattr(flags, f.name) for f in fields(flags) if f.name not in _JUDGED}
-    given["k"] = [part.strip() for part in flags.k.split(",") if part.strip()]
-    given["batch"] = _sizes(flags.batch, "--batch")
+    given |= reading.given()
     if flags.ray is not None:
-        _bench_on_ray(models, flags, given | reading.given(), output, console, as_json=as_json)
+        _bench_on_ray(models, flags, given, output, console, as_json=as_json)
         return
     if flags.on is not None:
         raise UsageError(f"--on {flags.on}: there is no cluster", hint="name one with --ray")
     results = api.bench(
         models,
         **given,
-        **reading.given(),
         out=output,
         before=before,
-        command=_command(),
+        command=typed_command(),
         progress=console,
     )
     console.finish()
@@ -196,34 +167,6 @@ def bench(
             console.note(line)
     elif share is not None:
         console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
-
-
-_JUDGED = ("compare", "fail_if_slower", "ray", "on")
-"""What is done with the results, and where: nothing that is measured."""
-
-
-def _bench_paper(
-    paper: Paper,
-    models: list[str] | None,
-    reading: ModelFlags,
-    flags: BenchFlags,
-    output: Path,
-    console: Console,
-    *,
-    as_json: bool,
-) -> None:
-    if models:
-        raise UsageError(
-            f"--paper {paper} makes its own models, and {models[0]} was named too",
-            hint="leave the model or --paper out",
-        )
-    why = f"--paper {paper} says itself what is measured"
-    refuse_idle(reading, flags, why=why, but=("threads",))
-    with console:
-        results, text = api.paper(
-            paper, output, threads=flags.threads, command=_command(), progress=console
-        )
-    _print_results(results, text, output, as_json=as_json)
 
 
 def _bench_on_ray(
@@ -253,7 +196,7 @@ def _bench_on_ray(
         on=on,
         out=output,
         before=before,
-        command=_command(),
+        command=typed_command(),
         progress=console,
         **given,
     )
@@ -446,17 +389,3 @@ def demo(
         outcome = api.demo(output, family=family, force=force, progress=console)
     made = {"output": str(outcome.directory), "report": str(outcome.report)}
     show(json_text(made) if as_json else outcome.text)
-
-
-def _sizes(text: str, option: str) -> list[int]:
-    try:
-        sizes = [int(part) for part in text.split(",") if part.strip()]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise UsageError(f"{option} {text}: not a list of sizes", hint=f"for example {option} 1,16")
-    return sizes
-
-
-def _command() -> str:
-    return shlex.join(["moexport", *sys.argv[1:]])

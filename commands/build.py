@@ -14,6 +14,7 @@ from ..common.console import show
 from ..common.text import lines, size
 from ..errors import UsageError
 from .options import (
+    SIZES,
     AsJson,
     BundleArgument,
     CallOptions,
@@ -145,11 +146,7 @@ def wished(engine: bool | None, flags: BuildFlags) -> EngineOptions | bool | Non
     return options if engine or asked else engine
 
 
-ENGINES = CallOptions(
-    api.build,
-    "target graph batch tokens",
-    more={"batch": {"metavar": "MIN:OPT:MAX"}, "tokens": {"metavar": "MIN:OPT:MAX"}},
-)
+ENGINES = CallOptions(api.build, "target graph batch tokens", more=SIZES)
 """Which engines are built."""
 
 

@@ -17,6 +17,7 @@ from .build import BuildFlags, wished
 from .look import backbone_departures, precisions_text, tuning_text
 from .options import (
     FEED,
+    SIZES,
     AsJson,
     CallOptions,
     ClusterFlags,
@@ -49,8 +50,7 @@ GRAPH = CallOptions(
         "ablate": "Edits",
     },
     more={
-        "batch": {"metavar": "MIN:OPT:MAX"},
-        "tokens": {"metavar": "MIN:OPT:MAX"},
+        **SIZES,
         "min_retention": {"metavar": "SHARE"},
         "calibration": {"metavar": "TABLE.JSON"},
         "ablate": {"metavar": "LAYER:EXPERT"},

@@ -5,6 +5,8 @@ from __future__ import annotations
 import inspect
 import json
 import re
+import shlex
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -69,12 +71,20 @@ FEED: Any = typer.Option(
 
 Data = Annotated[str | None, FEED]
 
+SIZES = {"batch": {"metavar": "MIN:OPT:MAX"}, "tokens": {"metavar": "MIN:OPT:MAX"}}
+"""What the parser has to know of ranges of sizes (`CallOptions.more`)."""
+
 TrustEngine = Annotated[
     bool,
     typer.Option("--trust-engine", help="Load an unverified engine file; it may execute code."),
 ]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
+
+
+def typed_command() -> str:
+    """The command as it was typed, to be typed again."""
+    return shlex.join(["moexport", *sys.argv[1:]])
 
 
 def json_text(content: Any) -> str:
@@ -186,10 +196,10 @@ class ClusterFlags:
 
 
 PARSED: Mapping[str, Any] = {
-    **{"Sequence[str]": list[str], "AnyPath": Path},
+    **{"Sequence[str]": list[str], "Labelled": str, "AnyPath": Path},
     **{"Target": Target, "Precision": Precision, "Scope": Scope, "FloatName": FloatName},
     **{"Method": Method, "Engine": api.Engine, "Provider": api.Provider},
-    **{"ServingBackend": api.ServingBackend, "Device": api.Device},
+    **{"ServingBackend": api.ServingBackend, "Device": api.Device, "CpuTarget": api.CpuTarget},
     **{"K": str, "str": str, "bool": bool, "float": float, "int": int},
 }
 """What the parser makes of a parameter of `api.py`: of the words in its type the first of these."""
@@ -216,7 +226,7 @@ class CallOptions:
         options = []
         for name in self.names.split():
             default, kind = declared[name].default, _parsed(declared[name].annotation)
-            flag = [f"--{name.replace('_', '-')}"] if kind is bool else []
+            flag = [f"--{name.replace('_', '-')}"] if default is False else []
             heading = self.headings.get(name, heading)
             more = {"help": told[name], "rich_help_panel": heading, **self.more.get(name, {})}
             if default is None or default == ():
@@ -305,12 +315,19 @@ def _fields(group: Any) -> list[inspect.Parameter]:
 def refuse_idle(*groups: Any, why: str, but: Sequence[str] = ()) -> None:
     """Raises `UsageError` for the first option of groups that was given and would do nothing.
 
-    An option is given where its value is not its default; those named in `but` do something.
+    A group is a dataclass of options, or `CallOptions` with what was typed. An option is given
+    where its value is not its default; those named in `but` do something.
     """
     for group in groups:
-        for parameter in _fields(type(group)):
-            value = getattr(group, parameter.name)
-            if parameter.name in but or value in (parameter.default, []):
+        if isinstance(group, tuple):
+            options, typed = group
+            parameters = options.parameters()
+        else:
+            parameters = _fields(type(group))
+            typed = {each.name: getattr(group, each.name) for each in parameters}
+        for parameter in parameters:
+            value = typed.get(parameter.name)
+            if parameter.name in but or value in (parameter.default, None, []):
                 continue
             declared = parameter.annotation.__metadata__[
                 0

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -14,6 +12,7 @@ from .. import api
 from ..common.console import show
 from ..common.text import count
 from .options import (
+    SIZES,
     AsJson,
     CallOptions,
     ModelArgument,
@@ -21,6 +20,7 @@ from .options import (
     Verbosity,
     json_text,
     output_option,
+    typed_command,
 )
 
 if TYPE_CHECKING:
@@ -37,14 +37,13 @@ BOUNDS = CallOptions(
         "ray": "Cluster",
     },
     more={
+        **SIZES,
         "keep": {"metavar": "SHARE"},
         "max_latency": {"metavar": "TIME"},
         "max_bytes": {"metavar": "BYTES"},
         "time": {"metavar": "TIME"},
         "ray": {"metavar": "ADDRESS"},
         "on": {"metavar": "RESOURCE"},
-        "batch": {"metavar": "MIN:OPT:MAX"},
-        "tokens": {"metavar": "MIN:OPT:MAX"},
     },
 )
 """What is asked of a search."""
@@ -96,7 +95,7 @@ def tune(
             **given,
             report=place,
             force=force,
-            command=shlex.join(["moexport", *sys.argv[1:]]),
+            command=typed_command(),
             progress=console,
         )
     from ..tune.findings import text

@@ -464,15 +464,28 @@ def parse_precisions(text: str) -> tuple[Precision, ...]:
     return tuple(cast(Precision, name) for name in dict.fromkeys(names))
 
 
-def parse_ks(k: Sequence[int | float | str]) -> tuple[KOption, ...]:
+def parse_ks(k: str | Sequence[int | float | str]) -> tuple[KOption, ...]:
     """Returns the k of a sweep: at least one, and none left to the run, else UsageError.
 
     A string is a list as the command line takes it: `n,0.5`.
     """
-    ks = tuple(map(parse_k, k.split(",") if isinstance(k, str) else k))
+    parts = [part for part in k.split(",") if part.strip()] if isinstance(k, str) else k
+    ks = tuple(map(parse_k, parts))
     if not ks or "input" in ks:
         raise UsageError(
             "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
             hint="for example --k n,0.5,0.25; a bundle whose k is an input is measured at each",
         )
     return ks
+
+
+def parse_batches(batch: str | Sequence[int]) -> list[int]:
+    """Returns the batch sizes of a list; UsageError for one that is none. `1,16` is a list, too."""
+    parts = [part for part in batch.split(",") if part.strip()] if isinstance(batch, str) else batch
+    try:
+        sizes = [int(part) for part in parts]
+    except ValueError:
+        sizes = []
+    if not sizes or min(sizes) < 1:
+        raise UsageError(f"--batch {batch}: not a list of sizes", hint="for example --batch 1,16")
+    return sizes

@@ -296,9 +296,9 @@ def test_the_command_that_a_report_shows_can_be_typed_again(
 ) -> None:
     typed = ["moexport", "bench", "my models/vit.pt", "--k", "n,0.5", "--data", "größe.npz"]
     monkeypatch.setattr(sys, "argv", typed)
-    from moexport.commands.bench import _command
+    from moexport.commands.options import typed_command
 
-    assert shlex.split(_command()) == typed
+    assert shlex.split(typed_command()) == typed
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="limits memory as Linux does")
