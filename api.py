@@ -729,9 +729,9 @@ def bench(
 
     Args:
         models: loaded models, bundles, or what names them; one or a list.
-        data: labelled inputs: an .npz, a folder of images by class, package.module:iterable; for a
-            language model a text file or token ids (None: random inputs, which tell latency and
-            parity only; for a language model text of Python's own).
+        data: labelled inputs: an .npz, .tar or .parquet shards, a folder of images by class,
+            package.module:iterable; for a language model a text file or token ids (None: random
+            inputs, which tell latency and parity only; for a language model text of Python's own).
         k: a list of numbers of experts: n,0.5,0.25 or 16,8,4 ("n,0.5,0.25,0.125").
         lowering: a list of lowerings, or auto ("auto").
         precision: a list: fp32,fp16,bf16,int8,int4 (INT8 ranges from the data) ("fp32").
@@ -986,8 +986,8 @@ def tune(
         time: the time limit of the search, 10min (None: until no better candidate is expected).
         threads: the number of threads of every engine (None: PyTorch's own choice).
         pixels: the scale of images: unit, symmetric or imagenet (None: as the folder says).
-        ray: the address of a Ray cluster whose nodes evaluate the graphs of the search, auto (that
-            of this machine) or local; times are measured on this machine (None: no cluster).
+        ray: the address of a Ray cluster whose nodes judge the graphs, auto (that of this machine)
+            or local; times are measured on this machine (None: no cluster).
         on: the resource of these nodes, accelerator_type:L4 (None: CPU).
         report: a folder for results.json, report.html and figures (None: nothing is written).
         command: what the results say they were made by ("").

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
@@ -12,7 +11,7 @@ import typer
 from .. import api
 from ..common.console import Console, show
 from ..common.pytorch import check_pytorch
-from ..errors import CheckError, UsageError
+from ..errors import UsageError
 from .options import (
     AsJson,
     CallOptions,
@@ -145,13 +144,13 @@ def bench(
     from ..bench.report.text import rows_table
 
     share = None if flags.fail_if_slower is None else parse_share(flags.fail_if_slower)
-    before = earlier(output, flags.compare, wanted=share is not None)
     given |= reading.given()
     if flags.ray is not None:
-        _bench_on_ray(models, flags, given, output, console, as_json=as_json)
+        _bench_on_ray(models, flags, given, share, output, console, as_json=as_json)
         return
     if flags.on is not None:
         raise UsageError(f"--on {flags.on}: there is no cluster", hint="name one with --ray")
+    before = earlier(output, flags.compare, wanted=share is not None)
     results = api.bench(
         models,
         **given,
@@ -173,23 +172,21 @@ def _bench_on_ray(
     models: list[str],
     flags: BenchFlags,
     given: dict[str, Any],
+    share: float | None,
     output: Path,
     console: Console,
     *,
     as_json: bool,
 ) -> None:
-    from ..bench.report.compare import check_regression, earlier, parse_share
-    from ..bench.report.kinds import folder_of, kinds_text
+    from ..bench.report.kinds import compare_kinds, earlier_kinds, folder_of, kinds_text
     from ..bench.results import as_json as plain
 
-    share = None if flags.fail_if_slower is None else parse_share(flags.fail_if_slower)
-    on = [part.strip() for part in (flags.on or "CPU").split(",") if part.strip()]
     assert flags.ray is not None  # it was given
-    own = {kind: output / folder_of(kind) if len({*on}) > 1 else output for kind in on}
-    before: dict[str, Results] = {}
-    for kind, folder in own.items():
-        old = earlier(folder, _compared(flags.compare, kind, own), wanted=share is not None)
-        before |= {} if old is None else {kind: old}
+    named = (part.strip() for part in (flags.on or "CPU").split(","))
+    on = [*dict.fromkeys(part for part in named if part)]
+    if not on:
+        raise UsageError(f"--on {flags.on}: names no resource", hint="`ray status` lists them")
+    before = earlier_kinds(output, flags.compare, on, wanted=share is not None)
     found = api.bench_on_ray(
         models,
         ray=flags.ray,
@@ -204,38 +201,17 @@ def _bench_on_ray(
     if as_json:
         show(json_text({kind: plain(results) for kind, results in found.items()}))
     else:
+        folders = {kind: output / folder_of(kind) if len(on) > 1 else output for kind in found}
         show(kinds_text(found))
-        show("\n" + "\n".join(f"report: {own[kind] / 'report.html'}" for kind in found))
-    failures = []
-    for kind, results in found.items():
-        if kind in before:
-            try:
-                lines = check_regression(before[kind], results, share)
-            except CheckError as error:  # after the other kinds were compared, too
-                failures.append(error)
-                continue
-            for line in lines:
-                console.note(f"{kind}: {line}")
-        elif share is not None:
-            console.note(f"--fail-if-slower: {own[kind]} holds no earlier results to compare with")
-    for failure in failures:
-        raise failure
-
-
-def _compared(named: Path | None, kind: str, own: Mapping[str, Path]) -> Path | None:
-    """The earlier results of a kind of node, where `--compare` names a file or a run's folder."""
-    from ..bench.report.kinds import folder_of
-
-    if named is None:
-        return None
-    if named.is_dir():
-        return (named / folder_of(kind) if len(own) > 1 else named) / "results.json"
-    if len(own) > 1:
-        raise UsageError(
-            f"--compare {named}: one file of results, and {len(own)} kinds of node",
-            hint="name the folder of an earlier run on these kinds",
-        )
-    return named
+        show("\n" + "\n".join(f"report: {each / 'report.html'}" for each in folders.values()))
+    if before:
+        lines, failure = compare_kinds(before, found, share)
+        for line in lines:
+            console.note(line)
+        if failure is not None:
+            raise failure
+    elif share is not None:
+        console.note(f"--fail-if-slower: {output} holds no earlier results to compare with")
 
 
 def _print_results(results: Results, text: str, output: Path, *, as_json: bool) -> None:

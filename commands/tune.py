@@ -56,7 +56,8 @@ def tune(
         str,
         typer.Option(
             metavar="DATA",
-            help="Labelled inputs: an .npz, a folder of images by class, package.module:iterable.",
+            help="Labelled inputs: an .npz, .tar or .parquet shards, a folder of images by class, "
+            "package.module:iterable.",
         ),
     ],
     output: Annotated[Path, output_option("BUNDLE", "The folder to write.")],

@@ -2,11 +2,12 @@
 
 The nodes are Ray's own, each with its processes and one CPU that it is told to have. The cells do
 nothing: what is measured is how they are placed, run, collected and kept by the code of `bench
---ray`. A node takes about 200 MB of memory and some seconds to start.
+--ray`. What a node takes of memory and of time to start is printed.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
@@ -20,6 +21,13 @@ from moexport.common.console import Silent
 
 STORE_BYTES = 80 << 20
 
+CONFIG = {
+    "memory_monitor_refresh_ms": 0,  # every node would watch the memory of all
+    "health_check_timeout_ms": 60_000,  # a node that must wait for a core is not lost
+    "health_check_period_ms": 30_000,
+}
+"""What nodes that share a machine need otherwise than real ones."""
+
 
 def nothing(cell: int) -> dict[str, int]:
     """Returns what a cell found."""
@@ -31,12 +39,14 @@ def main(nodes: int, cells: int) -> None:
     from ray.cluster_utils import Cluster
 
     began = time.monotonic()
-    head = {"num_cpus": 1, "include_dashboard": False, "object_store_memory": STORE_BYTES}
+    head: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
+    head |= {"include_dashboard": False, "_system_config": CONFIG}
     started: Any = Cluster(initialize_head=True, head_node_args=head, connect=False)
     for _ in range(nodes - 1):
         started.add_node(wait=False, num_cpus=1, object_store_memory=STORE_BYTES)
     started.wait_for_nodes(timeout=600)
-    print(f"{nodes} nodes started in {time.monotonic() - began:.0f} s", flush=True)
+    took = time.monotonic() - began
+    print(f"{nodes} nodes started in {took:.0f} s, load {_load()}", flush=True)
     with TemporaryDirectory() as folder, connected(started.address, Silent()) as cluster:
         (kind,) = kinds_of(cluster.ray.nodes(), ["CPU"])
         # The first run starts a process on each node.
@@ -47,16 +57,29 @@ def main(nodes: int, cells: int) -> None:
             for number, found in cluster.finished(kind, tasks):
                 journal.add("timed", on=kind.name, part=number, found=found)
             took, own = time.monotonic() - began, time.process_time() - own
-            load = "not known"
-            if sys.platform != "win32":
-                load = f"{os.getloadavg()[0]:.1f}"
             print(
                 f"{name}: {count} cells on {kind.nodes} nodes in {took:.1f} s, "
-                f"{1e3 * took / count:.2f} ms each, {1e3 * own / count:.2f} ms of them here "
-                f"(load {load})",
+                f"{1e3 * took / count:.2f} ms each, {1e3 * own / count:.2f} ms of them here, "
+                f"load {_load()}, {_memory_mb() / nodes:.0f} MB a node",
                 flush=True,
             )
     started.shutdown()
+
+
+def _load() -> str:
+    return "not known" if sys.platform == "win32" else f"{os.getloadavg()[0]:.1f}"
+
+
+def _memory_mb() -> float:
+    """What the processes of all nodes take for themselves, beside what they share."""
+    psutil: Any = importlib.import_module("psutil")  # Ray brings it
+    found = 0
+    for process in psutil.Process().children(recursive=True):
+        try:
+            found += process.memory_full_info().uss
+        except psutil.Error:  # it ended just now
+            continue
+    return found / 1e6
 
 
 if __name__ == "__main__":

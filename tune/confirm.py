@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
@@ -14,8 +14,9 @@ from ..common.console import Progress
 from ..errors import CheckError, FeedError
 from .graphs import Graphs, Look
 from .halves import Halves
-from .quality import Quality, Tally
+from .quality import Quality
 from .search import front_of
+from .shards import Batch
 
 MOST = 8
 """Points that are confirmed at the most: each is a graph that is open."""
@@ -111,13 +112,14 @@ def confirmed(
     base, metric = untouched(graphs.base.model), graphs.metric
     listed = sequences.looks
     progress.step("confirming", total=halves.confirming_count, unit="inputs")
-    tallies = [Tally() for _ in listed]
-    with graphs.opened([(each.point, each.lowerings) for each in listed]) as sessions:
+
+    def batches() -> Iterator[Batch]:
         for x, labels in graphs.whole(halves.confirming()):
-            outputs = base.infer(x)
-            for index, session in enumerate(sessions):
-                tallies[index] += metric.tally(session(x), outputs, x, labels)
+            yield Batch(x, labels, base.infer(x), metric)
             progress.advance(len(first_of(x)))
+
+    with graphs.opened([(each.point, each.lowerings) for each in listed]) as sessions:
+        tallies = graphs.evaluate(batches())(sessions)
     if not tallies[0].inputs:
         raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
     return [

@@ -27,10 +27,10 @@ from ..exporter.session import Session, SessionOptions
 from ..exporter.write import write_graphs
 from ..graphs.targets import TARGETS
 from .clock import Clock
-from .halves import rows_of
+from .halves import in_batches, rows_of
 from .quality import Metric, Quality
 from .routed import Traces
-from .shards import Evaluate, Half, evaluate_here
+from .shards import Batch, Evaluate, evaluate_here
 from .space import Point, job_of
 from .times import LayerTimes
 
@@ -98,8 +98,15 @@ class Graphs:
         self.looks: dict[str, Look] = {}
         self.batch = batch_size(outputs)
         self.evaluate = evaluate
-        fixed = base.fixed_batch
-        self.half = Half(data, outputs, metric, fixed or self.batch, fixed is not None)
+        size = base.fixed_batch
+        # A shorter batch than the one size of a graph is left out.
+        self.tallies = evaluate(
+            [
+                Batch(x, labels, outputs[rows], metric)
+                for rows, x, labels in in_batches(data, size or self.batch)
+                if size in (None, rows.stop - rows.start)
+            ]
+        )
         self._beside: tuple[Look, Session] | None = None
         for each in journal.found("look"):
             look = msgspec.convert(each["look"], Look)
@@ -122,7 +129,7 @@ class Graphs:
         self, point: Point, lowerings: dict[str, str], folder: Path, session: Session
     ) -> Look:
         with self.clock.step(RUN):
-            tally = self.evaluate(session, self.half)
+            (tally,) = self.tallies([session])
         files = (folder / MAIN_GRAPH, folder / WEIGHTS_FILE)
         return Look(
             point,

@@ -1,4 +1,4 @@
-"""The sums of a whole graph over the search's half: here, or in shards on a Ray cluster.
+"""The sums of whole graphs over a half of the data: here, or in shards on a Ray cluster.
 
 Shards are batches apart, which are added in the order of the data: the sums are those of one
 machine, to the last bit where the nodes compute alike. Times are none of a cluster's business.
@@ -6,7 +6,8 @@ machine, to the last bit where the nodes compute alike. Times are none of a clus
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import reduce
@@ -16,48 +17,58 @@ from typing import Any
 
 import numpy as np
 
-from ..bench.data import LabelledData
-from ..calibration.feeds import Array
+from ..calibration.feeds import Array, Labels
 from ..common.cluster import Task, connected, kinds_of
 from ..common.console import Progress
 from ..common.writing import scratch_folder
 from ..exporter.bundle.manifest import MAIN_GRAPH
+from ..exporter.inputs import Inputs
 from ..exporter.session import Session, SessionOptions
-from .halves import in_batches
 from .quality import Metric, Tally
+
+SHARD_BYTES = 1 << 30
+"""Inputs and outputs that a task is sent, at the most: its node holds them in memory."""
 
 
 @dataclass(frozen=True, slots=True)
-class Half:
-    """The search's half with the untouched model's outputs, as graphs are run over it.
+class Batch:
+    """Inputs with their labels and the untouched model's outputs, by which graphs are judged."""
 
-    Batches have `size` inputs; where that is `fixed` in the graph a shorter one is left out.
-    """
-
-    data: LabelledData
+    inputs: Inputs
+    labels: Labels | None
     outputs: Array
     metric: Metric
-    size: int
-    fixed: bool
 
-    def tallies(self, session: Session, share: tuple[int, int]) -> dict[int, Tally]:
-        """Returns the sums of every s-th batch from the i-th on, by its number, for (i, s)."""
-        first, step = share
-        found = {}
-        for number, (rows, x, labels) in enumerate(in_batches(self.data, self.size)):
-            whole = rows.stop - rows.start == self.size
-            if number % step == first and (whole or not self.fixed):
-                found[number] = self.metric.tally(session(x), self.outputs[rows], x, labels)
+    @property
+    def bytes(self) -> int:
+        """What inputs and outputs take."""
+        each = [self.inputs] if isinstance(self.inputs, np.ndarray) else self.inputs.values()
+        return self.outputs.nbytes + sum(array.nbytes for array in each)
+
+    def tally(self, session: Session) -> Tally:
+        """Returns the sums of a graph."""
+        return self.metric.tally(session(self.inputs), self.outputs, self.inputs, self.labels)
+
+
+Tallies = Callable[[Sequence[Session]], list[Tally]]
+"""Returns the sums of each of some graphs over the same batches."""
+
+Evaluate = Callable[[Iterable[Batch]], Tallies]
+"""Takes batches, and returns what evaluates graphs over them: once, where they are an iterator."""
+
+
+def evaluate_here(batches: Iterable[Batch]) -> Tallies:
+    """Returns what evaluates graphs on this machine, all of them batch by batch."""
+
+    def tallies(sessions: Sequence[Session]) -> list[Tally]:
+        found = [Tally() for _ in sessions]
+        for batch in batches:
+            found = [
+                tally + batch.tally(session) for tally, session in zip(found, sessions, strict=True)
+            ]
         return found
 
-
-Evaluate = Callable[[Session, Half], Tally]
-"""Returns the sums of a graph over a half."""
-
-
-def evaluate_here(session: Session, half: Half) -> Tally:
-    """Returns the sums of a graph over a half, on this machine."""
-    return _added(half.tallies(session, (0, 1)))
+    return tallies
 
 
 @contextmanager
@@ -65,43 +76,47 @@ def evaluating_on_ray(address: str, on: str, progress: Progress) -> Iterator[Eva
     """Yields what evaluates graphs on the nodes of a cluster; raises `ClusterError`."""
     with connected(address, progress) as cluster:
         (kind,) = kinds_of(cluster.ray.nodes(), [on])
-        held: dict[int, Any] = {}
 
-        def evaluate(session: Session, half: Half) -> Tally:
-            if id(half) not in held:  # sent once, and kept by the nodes
-                held[id(half)] = cluster.ray.put(half)
-            folder = session.path.parent
-            files = {each.name: np.fromfile(each, np.uint8) for each in sorted(folder.iterdir())}
-            sent = cluster.ray.put(files)
-            tasks = [
-                Task(
-                    f"quality, shard {index + 1}/{kind.nodes}",
-                    evaluate_share,
-                    (held[id(half)], sent, session.options, (index, kind.nodes)),
-                )
-                for index in range(kind.nodes)
-            ]
-            found: dict[int, Tally] = {}
-            for _, share in cluster.finished(kind, tasks):
-                found |= share
-            cluster.check_lost("evaluated")
-            return _added(found)
+        def evaluate(batches: Iterable[Batch]) -> Tallies:
+            held: list[Any] = []  # sent once, and kept by the cluster
+            total = 0
+            for batch in batches:
+                held.append(cluster.ray.put(batch))
+                total += batch.bytes
+            count = min(len(held), max(kind.nodes, math.ceil(total / SHARD_BYTES)))
+
+            def tally(session: Session) -> Tally:
+                folder = session.path.parent
+                files = {f.name: np.fromfile(f, np.uint8) for f in sorted(folder.iterdir())}
+                sent = cluster.ray.put(files)
+                tasks = [
+                    Task(
+                        f"quality, shard {index + 1}/{count}",
+                        evaluate_shard,
+                        (sent, session.options, *held[index::count]),
+                    )
+                    for index in range(count)
+                ]
+                found: dict[int, Tally] = {}
+                for index, shard in cluster.finished(kind, tasks):
+                    found |= zip(range(index, len(held), count), shard, strict=True)
+                cluster.check_lost("evaluated")
+                return reduce(add, (found[number] for number in sorted(found)), Tally())
+
+            return lambda sessions: [tally(session) for session in sessions]
 
         yield evaluate
-
-
-def _added(tallies: Mapping[int, Tally]) -> Tally:
-    return reduce(add, (tallies[number] for number in sorted(tallies)), Tally())
 
 
 # --- what the nodes run --------------------------------------------------------------------------
 
 
-def evaluate_share(
-    half: Half, files: Mapping[str, Array], options: SessionOptions, share: tuple[int, int]
-) -> dict[int, Tally]:
-    """Returns the sums of some batches by their numbers, of a graph that comes as its files."""
+def evaluate_shard(
+    files: Mapping[str, Array], options: SessionOptions, *batches: Batch
+) -> list[Tally]:
+    """Returns the sums of each of some batches, of a graph that comes as its files."""
     with scratch_folder("tune") as folder:
         for name, content in files.items():
             content.tofile(Path(folder) / name)
-        return half.tallies(Session(Path(folder) / MAIN_GRAPH, options), share)
+        session = Session(Path(folder) / MAIN_GRAPH, options)
+        return [batch.tally(session) for batch in batches]

@@ -179,7 +179,7 @@ def tune(
     """Returns the best bundle that meets a request, written to `destination`.
 
     `work` is a folder in which a search that is ended goes on; `clock` began with the call, and
-    with the loading of the model. `evaluate` runs graphs over the search's half. Raises
+    with the loading of the model. `evaluate` runs graphs over the data. Raises
     `UsageError` and `FeedError` for what cannot be meant, before the search; `ContractError` where
     nothing meets the bounds, or where they are not confirmed.
     """

@@ -1,15 +1,17 @@
-"""Which k on which kind of node: one table over the reports of a sweep on several kinds."""
+"""A sweep on several kinds of node: which k on which, and each compared with itself earlier."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 
 from ...common.text import table
 from ...common.writing import write_text
-from ..results import Results
+from ...errors import CheckError, MoexportError, UsageError
+from ..results import Results, read
+from .compare import check_regression
 from .summary import headline, line_name, milliseconds, percent, sections, times
 
 HEADS = ("model", "sizes", "nodes", "k", "engine", "ms", "speed", "kept", "on node")
@@ -72,3 +74,63 @@ def write_kinds(found: Mapping[str, Results], folder: Path) -> None:
         f"<table><tr>{head}</tr>{body}</table><p>{escape(RULE)}</p><ul>{links}</ul></html>\n"
     )
     write_text(page, folder / "kinds.html")
+
+
+def earlier_kinds(
+    out: Path, named: Path | None, kinds: Sequence[str], *, wanted: bool
+) -> dict[str, Results]:
+    """Returns the results to compare each kind with: of the run that is named, else those in `out`.
+
+    A kind that the run did not measure is left out. Raises `UsageError` for one file of results and
+    several kinds, and for a folder that has none of them.
+    """
+    if named is not None and not named.is_dir():
+        results = read(named)
+        if len(kinds) > 1:
+            raise UsageError(
+                f"--compare {named}: one file of results, and {len(kinds)} kinds of node",
+                hint="name the folder of an earlier run on these kinds",
+            )
+        return {kinds[0]: results}
+    if named is None and not wanted:
+        return {}
+    folder = named or out
+    found = {}
+    for kind in kinds:
+        # A run on one kind has no folders of kinds.
+        places = [folder / folder_of(kind), *([folder] if len(kinds) == 1 else [])]
+        files = [file for place in places if (file := place / "results.json").is_file()]
+        if files:
+            found[kind] = read(files[-1])
+    if named is not None and not found:
+        raise UsageError(
+            f"--compare {named}: holds no results of {' or '.join(kinds)}",
+            hint="name the folder of an earlier run on these kinds",
+        )
+    return found
+
+
+def compare_kinds(
+    before: Mapping[str, Results], found: Mapping[str, Results], share: float | None
+) -> tuple[list[str], MoexportError | None]:
+    """Returns what changed on each kind, in lines, and the error where one is slower than allowed.
+
+    Each is compared with itself. The error names every kind that is slower, or that has no row in
+    common with its earlier results.
+    """
+    lines: list[str] = []
+    failures: list[MoexportError] = []
+    for kind, results in found.items():
+        if kind not in before:
+            lines.append(f"{kind}: the earlier run has no results of this kind: not compared")
+            continue
+        try:
+            lines += [f"{kind}: {each}" for each in check_regression(before[kind], results, share)]
+        except MoexportError as error:
+            error.message = f"{kind}: {error.message}"
+            failures.append(error)
+    if not failures:
+        return lines, None
+    slower = any(isinstance(each, CheckError) for each in failures)
+    said = "; ".join(each.message for each in failures)
+    return lines, (CheckError if slower else MoexportError)(said, hint=failures[0].hint)

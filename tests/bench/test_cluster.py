@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +18,25 @@ from typing import Any
 import numpy as np
 import pytest
 from moexport import api
-from moexport.bench.data import LabelledData
-from moexport.bench.results import Results, read
+from moexport.bench.analyses.tuning import tuning_in
+from moexport.bench.report.kinds import compare_kinds, earlier_kinds
+from moexport.bench.results import Results, Row, read, to_json
 from moexport.bench.runners.pytorch import untouched
 from moexport.common import cluster
 from moexport.common.console import Silent
-from moexport.errors import CheckpointError, ClusterError, MissingExtraError, UsageError
+from moexport.common.timing import measure
+from moexport.errors import (
+    CheckError,
+    CheckpointError,
+    ClusterError,
+    MissingExtraError,
+    UsageError,
+)
 from moexport.exporter.session import Session, SessionOptions
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA
 from moexport.tune.quality import Metric
-from moexport.tune.shards import Half, evaluate_here, evaluating_on_ray
+from moexport.tune.shards import Batch, evaluate_here, evaluating_on_ray
 
 WEIGHTS = str(DATA / "soft_moe_mnist" / "weights.pt")
 
@@ -87,11 +98,18 @@ def values(results: Results) -> list[tuple[object, ...]]:
     return [(r.identity, r.accuracy, r.routing, r.parity, r.error) for r in results.rows]
 
 
+ANALYSED = ASKED | {"analysis": "retention", "group_by": "side"}
+
+
+@pytest.fixture(scope="module")
+def local(data: str) -> Results:
+    return api.bench(WEIGHTS, **ANALYSED, data=data)
+
+
 def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_interrupted(
-    nodes: Any, connected: None, data: str, tmp_path: Path
+    nodes: Any, connected: None, data: str, local: Results, tmp_path: Path
 ) -> None:
-    asked = ASKED | {"data": data, "analysis": "retention", "group_by": "side"}
-    local = api.bench(WEIGHTS, **asked)
+    asked = ANALYSED | {"data": data}
     (doomed,) = nodes.worker_nodes
     steps: list[str] = []
 
@@ -143,14 +161,19 @@ def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_i
 
 
 def test_each_kind_of_node_has_its_report_and_one_table_says_which_k_on_which(
-    nodes: Any, connected: None, data: str, tmp_path: Path
+    nodes: Any, connected: None, data: str, local: Results, tmp_path: Path
 ) -> None:
+    before = tmp_path / "before" / "second"  # the earlier run had one of the two kinds
+    before.mkdir(parents=True)
+    (before / "results.json").write_text(to_json(slower(local, 100.0)), encoding="utf-8")
     outcome = run(
         *("bench", WEIGHTS, "-o", tmp_path / "out", "--ray", nodes.address, "--on", "second,CPU"),
         *("--data", data, "--engine", "onnxruntime", "--k", "1", "--threads", "1"),
-        *("--no-memory", "--samples", "64"),
+        *("--no-memory", "--samples", "64", "--compare", before.parent, "--fail-if-slower", "5%"),
     )
     assert outcome.code == 0, outcome.err
+    assert "second: Of 2 rows in both files 2 are faster and 0 slower" in outcome.err
+    assert "CPU: the earlier run has no results of this kind: not compared" in outcome.err
     outcome_of_one = run(  # earlier results of one kind, for two
         *("bench", WEIGHTS, "-o", tmp_path / "again", "--ray", nodes.address, "--on", "second,CPU"),
         *("--compare", tmp_path / "out" / "CPU" / "results.json"),
@@ -165,6 +188,42 @@ def test_each_kind_of_node_has_its_report_and_one_table_says_which_k_on_which(
         assert results.command.startswith("moexport bench ")
         assert f"| {kind} |" in table
     assert f"{tmp_path / 'out' / 'second' / 'report.html'}" in outcome.out
+
+
+def slower(results: Results, times: float) -> Results:
+    """The same, with rows that take so many times as long."""
+
+    def longer(row: Row) -> Row:
+        assert row.latency_ms is not None
+        rounds = tuple(times * ms for ms in row.latency_ms.rounds)
+        latency = replace(row.latency_ms, median=times * row.latency_ms.median, rounds=rounds)
+        return replace(row, latency_ms=latency)
+
+    return replace(results, rows=tuple(map(longer, results.rows)))
+
+
+def test_each_kind_is_compared_with_itself_and_all_that_are_slower_are_named(
+    local: Results, tmp_path: Path
+) -> None:
+    kinds = ["L4", "A100", "T4"]
+    folder = tmp_path / "before"
+    for kind, times in (("L4", 1.0), ("A100", 0.01), ("T4", 0.1)):
+        (folder / kind).mkdir(parents=True)
+        text = to_json(slower(local, times))
+        (folder / kind / "results.json").write_text(text, encoding="utf-8")
+    before = earlier_kinds(tmp_path / "out", folder, kinds, wanted=True)
+    found = dict.fromkeys((*kinds, "H100"), local)
+    lines, failure = compare_kinds(before, found, 0.05)
+    assert isinstance(failure, CheckError)
+    assert re.match(r"A100: \d+ of \d+ rows are slower by more than 5%.*; T4: ", failure.message)
+    assert "L4: Of" in lines[0]
+    assert lines[-1] == "H100: the earlier run has no results of this kind: not compared"
+    assert compare_kinds(before, found, None)[1] is None
+    assert earlier_kinds(folder / "T4", None, ["T4"], wanted=True) == {"T4": before["T4"]}
+    assert earlier_kinds(folder, None, ["T4"], wanted=True) == {"T4": before["T4"]}
+    assert not earlier_kinds(tmp_path, None, kinds, wanted=True)  # the first run of all
+    with pytest.raises(UsageError, match="holds no results of H100 or B200"):
+        earlier_kinds(tmp_path / "out", folder, ["H100", "B200"], wanted=False)
 
 
 def test_what_a_cluster_cannot_do_is_said_at_once(
@@ -207,7 +266,36 @@ def test_ranges_are_those_of_one_machine_by_every_method(
     assert "a calibration table exists there, of k = 2, not 4" in other.err
 
 
-def test_a_search_s_graphs_are_judged_as_on_one_machine(
+def test_a_search_finds_and_confirms_what_one_machine_does(
+    nodes: Any, connected: None, data: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Every call takes a millisecond: what is found depends on quality and size alone.
+    ticks = itertools.count(step=1_000_000)
+    monkeypatch.setitem(measure.__kwdefaults__ or {}, "clock_ns", lambda: next(ticks))
+    asked = ("tune", WEIGHTS, "--data", data, "--metric", "agreement", "--max-bytes", "700kB")
+    settings = ("--precision", "fp32", "--batch", "8", "--threads", "1")
+    cluster_of = ("--ray", nodes.address, "--on", "CPU", "--verbose")
+    for out, more in (("here", ()), ("there", cluster_of)):
+        outcome = run(*asked, *settings, "-o", tmp_path / out, *more)
+        assert outcome.code == 0, outcome.err
+    assert "quality, shard 2/2: done" in outcome.err
+    for name in ("recipe.yaml", "model.onnx", "weights.bin"):
+        here, there = (tmp_path / out / name for out in ("here", "there"))
+        assert here.read_bytes() == there.read_bytes(), name
+    found = [read(tmp_path / f"{out}-report" / "results.json") for out in ("here", "there")]
+    records = [tuning_in(each.analyses) for each in found]
+    assert records[0] is not None
+    assert records[1] is not None
+    assert records[0].points == records[1].points
+    assert records[1].confirming == 72  # of 75, since the graph takes batches of 8 alone
+    assert any(point.confirmed and not point.chosen for point in records[1].points)
+    assert "there is no cluster" in run(*asked, "-o", tmp_path / "x", "--on", "CPU").err
+    on = ("--ray", nodes.address, "--on", "accelerator_type:L4")
+    lacking = run(*asked, "-o", tmp_path / "x", *on)
+    assert "no node of the cluster has this resource" in lacking.err
+
+
+def test_shards_of_uneven_batches_add_up_to_the_sums_of_one_machine(
     nodes: Any, connected: None, data: str, tmp_path: Path
 ) -> None:
     bundle = api.export(api.load(WEIGHTS), tmp_path / "out", k=2, verify=False, engine=False)
@@ -215,16 +303,13 @@ def test_a_search_s_graphs_are_judged_as_on_one_machine(
     with np.load(data) as held:
         inputs, labels = held["input"], held["label"]
     outputs = untouched(api.load(WEIGHTS)).infer(inputs)
-    for size, fixed in ((16, True), (7, False)):
-        half = Half(LabelledData(inputs, labels), outputs, Metric("accuracy"), size, fixed)
-        with evaluating_on_ray(nodes.address, "CPU", Silent()) as evaluate:
-            found = [evaluate(session, half) for _ in range(2)]
-        assert found == [evaluate_here(session, half)] * 2
-        assert found[0].inputs == (144 if fixed else 150)
-    asked = ("tune", WEIGHTS, "--data", data, "-o", tmp_path / "best")
-    assert "there is no cluster" in run(*asked, "--on", "CPU").err
-    lacking = run(*asked, "--ray", nodes.address, "--on", "accelerator_type:L4")
-    assert "no node of the cluster has this resource" in lacking.err
+    rows = [slice(start, start + 7) for start in range(0, 150, 7)]
+    batches = [Batch(inputs[r], labels[r], outputs[r], Metric("accuracy")) for r in rows]
+    with evaluating_on_ray(nodes.address, "CPU", Silent()) as evaluate:
+        found = evaluate(iter(batches))([session, session])
+    assert found == evaluate_here(iter(batches))([session, session])
+    assert found[0] == found[1]
+    assert found[0].inputs == 150
 
 
 def test_cells_whose_nodes_die_again_and_again_are_named(
