@@ -11,6 +11,7 @@ import typer
 from .. import api
 from ..common.console import Console, show
 from ..common.pytorch import check_pytorch
+from ..common.text import listed
 from ..errors import UsageError
 from .options import (
     AsJson,
@@ -182,8 +183,7 @@ def _bench_on_ray(
     from ..bench.results import as_json as plain
 
     assert flags.ray is not None  # it was given
-    named = (part.strip() for part in (flags.on or "CPU").split(","))
-    on = [*dict.fromkeys(part for part in named if part)]
+    on = [*dict.fromkeys(listed(flags.on or "CPU"))]
     if not on:
         raise UsageError(f"--on {flags.on}: names no resource", hint="`ray status` lists them")
     before = earlier_kinds(output, flags.compare, on, wanted=share is not None)

@@ -11,7 +11,7 @@ import typer
 
 from .. import api
 from ..common.console import show
-from ..common.text import lines, size
+from ..common.text import lines, listed, size
 from ..errors import UsageError
 from .options import (
     SIZES,
@@ -107,7 +107,7 @@ class BuildFlags:
         """Returns them parsed; `UsageError` for one that cannot be meant."""
         from ..common.writing import check_folder
         from ..exporter.tensorrt.cache import default_cache
-        from ..exporter.tensorrt.options import EngineOptions, parse_bytes, parse_capabilities
+        from ..exporter.tensorrt.options import EngineOptions, parse_bytes
         from ..exporter.tensorrt.profiles import parse_profile
 
         workspace, asked = self.workspace, self.engine_cache
@@ -116,7 +116,7 @@ class BuildFlags:
             check_folder(cache, "--engine-cache")
         return EngineOptions(
             profiles=tuple(parse_profile(each) for each in self.profiles or ()),
-            compute_capabilities=parse_capabilities(self.compute_capability or ""),
+            compute_capabilities=tuple(listed(self.compute_capability or "")),
             timing_cache=self.timing_cache,
             workspace=None if workspace is None else parse_bytes(workspace, "--workspace"),
             optimization_level=self.optimization_level,

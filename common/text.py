@@ -43,6 +43,11 @@ def csv_cell(value: object) -> object:
     return value
 
 
+def listed(text: str) -> list[str]:
+    """Returns the entries of a list as the command line takes it: `n,0.5`; empty ones are none."""
+    return [part.strip() for part in text.split(",") if part.strip()]
+
+
 def near_miss(value: str, known: Iterable[str]) -> str:
     """Returns `did you mean 'ort-cpu'? choose one of: …`: the likest of the known names, if any."""
     names = list(known)

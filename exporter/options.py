@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
-from ..common.text import near_miss
+from ..common.text import listed, near_miss
 from ..errors import FeedError, LoweringError, UsageError
 from ..graphs.lowerings import check_name
 from ..graphs.precision.types import (
@@ -502,7 +502,7 @@ def _of_layer(value: int | Fraction | str, spec: MoESpec) -> int:
 
 def parse_lowerings(text: str) -> tuple[str, ...]:
     """Returns the names of a comma-separated list; `UsageError` for a name that is not one."""
-    names = tuple(part.strip() for part in text.split(",") if part.strip())
+    names = tuple(listed(text))
     if not names:
         raise UsageError("--lowering is empty", hint="--lowering auto lets the cost model choose")
     for name in names:

@@ -101,8 +101,10 @@ class Session:
         self._session = _open(path, self.options)
         inputs = {value.name: value for value in self._session.get_inputs()}
         self.takes_k = inputs.pop(K_INPUT, None) is not None
-        self._experts = _fewest_experts(self._session) if self.takes_k else None
-        defaults, limits = _facts(self._session)
+        facts = _facts(self._session)
+        layers = () if facts is None else facts.layers.values()
+        self._experts = min((layer.n for layer in layers), default=None) if self.takes_k else None
+        defaults, limits = ({}, {}) if facts is None else (facts.defaults, facts.limits)
         self._ports = [
             PortRecord(
                 value.name,
@@ -116,8 +118,7 @@ class Session:
         ]
         given = [port for port in self._ports if port.default is None]
         # Without a record of ours several inputs say nothing of which is the first.
-        foreign = METADATA not in self._session.get_modelmeta().custom_metadata_map
-        if len(self._ports) != len(inputs) or not given or (foreign and len(given) > 1):
+        if len(self._ports) != len(inputs) or not given or (facts is None and len(given) > 1):
             taken = ", ".join(f"{value.name} ({value.type})" for value in inputs.values())
             raise BundleError(
                 f"{path.name}: takes {taken or 'no inputs'}; one of numbers is expected, beside k",
@@ -302,18 +303,10 @@ _NUMPY_TYPES: dict[str, np.dtype[Any]] = {
 }
 
 
-def _facts(session: ort.InferenceSession) -> tuple[dict[str, str], dict[str, int]]:
-    """The defaults of a graph's inputs and the limits of axes together, as its metadata tells."""
+def _facts(session: ort.InferenceSession) -> GraphFacts | None:
+    """What a graph's own metadata tell of it; None of one that is not ours."""
     text = session.get_modelmeta().custom_metadata_map.get(METADATA)
-    facts = None if text is None else GraphFacts.read(text, "the graph")
-    return ({}, {}) if facts is None else (dict(facts.defaults), dict(facts.limits))
-
-
-def _fewest_experts(session: ort.InferenceSession) -> int | None:
-    """The largest k that every layer takes, as the graph's own metadata tells."""
-    text = session.get_modelmeta().custom_metadata_map.get(METADATA)
-    facts = None if text is None else GraphFacts.read(text, "the graph")
-    return min((layer.n for layer in facts.layers.values()), default=None) if facts else None
+    return None if text is None else GraphFacts.read(text, "the graph")
 
 
 def check_provider(provider: str) -> None:

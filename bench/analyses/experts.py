@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ...common.console import Progress, Silent
-from ...common.text import near_miss
+from ...common.text import listed, near_miss
 from ...errors import FeedError, UsageError
 from ...exporter.model import Model
 from ...graphs.layers.base import recorded_choices, sharing_weights
@@ -269,7 +269,7 @@ class Wanted:
 
 def parse_analyses(text: str) -> tuple[str, ...]:
     """Returns the analyses that `--analysis` names: a list, or `all`. Raises UsageError."""
-    names = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
+    names = tuple(dict.fromkeys(listed(text)))
     if not names:
         raise UsageError("--analysis: no analysis named", hint=f"known are {', '.join(NAMES)}")
     return NAMES if names == ("all",) else Wanted(names).names

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import chain
 from typing import Literal
 
-from ...common.text import near_miss
+from ...common.text import listed, near_miss
 from ...errors import UsageError
 from ...exporter.doctor import Ability, diagnose
 from ...exporter.tensorrt.backends import BACKENDS, first_gpu
@@ -174,7 +174,7 @@ class Selection:
 
 def parse_engines(text: str) -> tuple[str, ...]:
     """Returns engine names from a list, `all` for every one; UsageError for what is no name."""
-    parts = [part.strip() for part in text.split(",") if part.strip()]
+    parts = listed(text)
     for part in (each for each in parts if each not in (*KINDS, ALL)):
         hint = near_miss(part, (*KINDS, ALL))
         raise UsageError(f"--engine {part}: there is no such engine", hint=hint)

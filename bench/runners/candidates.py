@@ -14,7 +14,7 @@ import onnx_ir as ir
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
 from ...common.locations import url_of
-from ...common.text import near_miss
+from ...common.text import listed, near_miss
 from ...common.user_code import names_code
 from ...common.writing import scratch_folder
 from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
@@ -456,7 +456,7 @@ def _source_of(bundle: Bundle) -> Model:
 
 def parse_precisions(text: str) -> tuple[Precision, ...]:
     """Returns the precisions of a list; UsageError for a name that is none."""
-    names, known = [part.strip() for part in text.split(",") if part.strip()], get_args(Precision)
+    names, known = listed(text), get_args(Precision)
     unknown = [name for name in names if name not in known]
     if unknown or not names:
         hint = near_miss("".join(unknown[:1]), known)
@@ -469,8 +469,7 @@ def parse_ks(k: str | Sequence[int | float | str]) -> tuple[KOption, ...]:
 
     A string is a list as the command line takes it: `n,0.5`.
     """
-    parts = [part for part in k.split(",") if part.strip()] if isinstance(k, str) else k
-    ks = tuple(map(parse_k, parts))
+    ks = tuple(map(parse_k, listed(k) if isinstance(k, str) else k))
     if not ks or "input" in ks:
         raise UsageError(
             "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
@@ -481,9 +480,8 @@ def parse_ks(k: str | Sequence[int | float | str]) -> tuple[KOption, ...]:
 
 def parse_batches(batch: str | Sequence[int]) -> list[int]:
     """Returns the batch sizes of a list; UsageError for one that is none. `1,16` is a list, too."""
-    parts = [part for part in batch.split(",") if part.strip()] if isinstance(batch, str) else batch
     try:
-        sizes = [int(part) for part in parts]
+        sizes = [int(part) for part in (listed(batch) if isinstance(batch, str) else batch)]
     except ValueError:
         sizes = []
     if not sizes or min(sizes) < 1:

@@ -176,8 +176,3 @@ def parse_bytes(text: str, option: str) -> int:
             f"{option} {text}: not a number of bytes", hint=f"for example {option} 2GiB"
         )
     return int(match[1]) * _UNITS[match[2]]
-
-
-def parse_capabilities(text: str) -> tuple[str, ...]:
-    """Returns the capabilities of a comma-separated list."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
