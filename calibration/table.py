@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-from ..common.json_data import from_data, parse
+from ..common.json_data import from_data, object_in, parse
 from ..common.writing import write_text
 from ..errors import CalibrationError
 from ..graphs.precision.types import Range
@@ -101,11 +101,7 @@ class CalibrationTable:
 
 def is_table(path: Path) -> bool:
     """Whether a file is a calibration table of any version, as far as its keys tell."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
-    return isinstance(content, dict) and {"schema", "moexport", "ranges"} <= content.keys()
+    return {"schema", "moexport", "ranges"} <= object_in(path).keys()
 
 
 def _check(path: Path, table: CalibrationTable) -> None:

@@ -21,6 +21,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..errors import MoexportError, OutputError
+from .json_data import object_in
 from .writing import locked, whole_file, write_text
 
 STEP_BYTES = 256 << 20
@@ -259,11 +260,7 @@ def _remembered() -> dict[str, str]:
     folder = cache_folder()
     if folder is None or why_not_private(folder) is not None:
         return {}
-    try:
-        content = json.loads((folder / "hashes.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    entries = content.items() if isinstance(content, dict) else ()
+    entries = object_in(folder / "hashes.json").items()
     return {key: value for key, value in entries if isinstance(value, str)}
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, TypeVar
 
 from ..errors import MoexportError, ResultsError
@@ -59,6 +60,15 @@ def parse(
     except (ValueError, RecursionError) as found:
         raise error(f"{file}: not JSON ({found})") from found
     return data
+
+
+def object_in(file: Path) -> dict[str, Any]:
+    """Returns the object that a JSON file holds, an empty one where none can be read."""
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 def from_data(

@@ -277,13 +277,8 @@ def _shades(count: int) -> list[Any]:
 
 
 def _share_axis(axes: Axes, label: str) -> None:
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
-
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_locator(FixedLocator([2.0**-p for p in range(8)]))
-    axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: "1" if v == 1 else f"1/{1 / v:.0f}"))
-    axes.set_xlabel(label)
+    shares = [2.0**-power for power in range(8)]
+    log2_axis(axes, shares, label, lambda share: "1" if share == 1 else f"1/{1 / share:.0f}")
 
 
 def _experts_axis(axes: Axes, studies: Sequence[ExpertStudy]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -275,12 +275,14 @@ def _look(index: int) -> dict[str, Any]:
     }
 
 
-def log2_axis(axes: Axes, ticks: Sequence[int], label: str) -> None:
+def log2_axis(
+    axes: Axes, ticks: Sequence[float], label: str, text: Callable[[float], str] = "{:g}".format
+) -> None:
     """A logarithmic axis with a tick for each value: k is halved from point to point."""
     from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(list(ticks)))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: text(value)))
     axes.set_xlabel(label)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import errno
-import json
 import shutil
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...common.json_data import object_in
 from ...common.writing import (
     HINTS,
     PARTIAL,
@@ -114,11 +114,8 @@ def _files_of_bundle(folder: Path) -> set[str] | None:
 
     Other programs keep a `manifest.json`, too.
     """
-    try:
-        content = json.loads((folder / MANIFEST_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return None
-    if not isinstance(content, dict) or not {"schema", "moexport", "layers"} <= content.keys():
+    content = object_in(folder / MANIFEST_FILE)
+    if not {"schema", "moexport", "layers"} <= content.keys():
         return None
     files = content.get("files")
     return {MANIFEST_FILE, *(files if isinstance(files, dict) else ())}

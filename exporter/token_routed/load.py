@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch
 from torch import nn
 
 from ...common.files import Reading, Watched, release
+from ...common.json_data import object_in
 from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError
 from ...graphs.layers.base import sharing_weights
 from ..checkpoints.files import find_files
@@ -75,7 +75,7 @@ class _Kind:
 
 def architecture_of(folder: Path) -> str | None:
     """Returns the `model_type` that a folder's `config.json` names; None where there is none."""
-    found = _json(folder).get("model_type")
+    found = object_in(folder / "config.json").get("model_type")
     return found if isinstance(found, str) else None
 
 
@@ -208,7 +208,7 @@ def _config(folder: Path) -> Any:
             str(folder), trust_remote_code=False, local_files_only=True
         )
     except (ValueError, OSError, KeyError, TypeError) as error:
-        own = "auto_map" in _json(folder)
+        own = "auto_map" in object_in(folder / "config.json")
         raise FamilyError(
             f"{folder}: transformers {library.__version__} cannot read its config.json: "
             f"{_first(error)}",
@@ -235,14 +235,6 @@ def _leave_out_further_outputs(config: Any) -> tuple[str, ...]:
     if not asked:
         return ()
     return (f"{', '.join(sorted(asked))} of config.json left out: the graph has no such outputs",)
-
-
-def _json(folder: Path) -> Mapping[str, Any]:
-    try:
-        content = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}  # whoever reads it next says what is wrong
-    return content if isinstance(content, dict) else {}
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:
