@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from ..bench.analyses.tuning import TUNING, FrontPoint, TunedLayer, TuningRecord
+from ..bench.analyses.findings import TUNING, FrontPoint, TunedLayer, TuningRecord
 from ..bench.journal import FILE
 from ..bench.plan import Candidate
 from ..bench.report.page import write_all

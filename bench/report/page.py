@@ -23,10 +23,9 @@ from typing import Any
 from ...common.text import count, size
 from ...common.writing import check_file, told, write_text
 from ...errors import UsageError
-from ..analyses.findings import ExpertStudy, studies_in
+from ..analyses.findings import ExpertStudy, FrontPoint, TuningRecord, studies_in, tuning_in
 from ..analyses.report import figures as charts
 from ..analyses.report import titled
-from ..analyses.tuning import FrontPoint, TuningRecord, tuning_in
 from ..fairness import ModelFairness, compared_in
 from ..results import TOKEN_ROUTED, Interval, ModelInfo, Results, Row, as_json, write
 from ..runners.available import KINDS

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 from moexport import api
-from moexport.bench.analyses.tuning import tuning_in
+from moexport.bench.analyses.findings import tuning_in
 from moexport.bench.report.kinds import compare_kinds, earlier_kinds
 from moexport.bench.results import Results, Row, read, to_json
 from moexport.bench.runners.pytorch import untouched
