@@ -99,20 +99,20 @@ CACHE_BYTES = 16 << 20
 """So many bytes stay in the caches from one run to the next."""
 
 CPU = Machine(
-    bytes_per_us=31e3,
+    bytes_per_us=33e3,
     stacked_bytes_per_us=29e3,
-    copy_bytes_per_us=20e3,
-    macs_per_us=158e3,
-    batched_macs_per_us=71e3,
-    node_us=0.48,
-    branch_us=0.81,
-    pack_bytes_per_us=56e3,
-    cached=2.4,
-    number_us=0.00023,
-    product_us=0.073,
+    copy_bytes_per_us=15e3,
+    macs_per_us=171e3,
+    batched_macs_per_us=62e3,
+    node_us=0.60,
+    branch_us=0.24,
+    pack_bytes_per_us=50e3,
+    cached=4.8,
+    number_us=0.00016,
+    product_us=0.10,
     sort_us=0.003,
-    routing_us=0.0066,
-    scalar_us=0.00077,
+    routing_us=0.0043,
+    scalar_us=0.00078,
     lone_macs=1 << 16,
 )
 """What `python -m perf fit` found on two cores with AVX-512; they choose as well on two with AVX2.
@@ -162,16 +162,16 @@ GPUS: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
 was measured. `auto` takes a GPU to be an RTX 4090."""
 
 CPU_INT8 = Machine(
-    bytes_per_us=94e3,
-    stacked_bytes_per_us=56e3,
-    copy_bytes_per_us=43e3,
-    macs_per_us=254e3,
-    batched_macs_per_us=89e3,
-    node_us=0.46,
-    branch_us=0.70,
-    cached=2.0,
-    number_us=0.00016,
-    product_us=0.24,
+    bytes_per_us=77e3,
+    stacked_bytes_per_us=52e3,
+    copy_bytes_per_us=35e3,
+    macs_per_us=265e3,
+    batched_macs_per_us=96e3,
+    node_us=0.55,
+    branch_us=0.38,
+    cached=4.3,
+    number_us=0.000084,
+    product_us=0.32,
     sort_us=0.003,
     routing_us=CPU.routing_us,
     lone_macs=1 << 16,
@@ -271,6 +271,11 @@ def stream_us(
     return weights_bytes / bytes_per_us * (held / machine.cached + 1.0 - held)
 
 
+def products_of(work: AnyWork, experts: float) -> float:
+    """How many products so many experts take."""
+    return experts * (1 if work.spec.expert == "linear" else 2)
+
+
 def stacked_us(work: AnyWork, experts: float, rows: int, machine: Machine) -> float:
     """Reads so many experts' weights out of one constant, for products of so many rows each."""
     size = expert_bytes(work, experts)
@@ -331,7 +336,7 @@ def between_us(work: Work, pairs: float, machine: Machine) -> float:
 
 def apart_us(work: Work, active: float, pairs: float, machine: Machine) -> float:
     """So many experts one by one, on so many (input, expert) pairs together; without the nodes."""
-    products = active * (1 if work.spec.expert == "linear" else 2)
+    products = products_of(work, active)
     return lone_products_us(work, active, products, pairs, machine) + between_us(
         work, pairs, machine
     )

@@ -15,6 +15,7 @@ from .cost import (
     around_experts_us,
     between_us,
     expert_macs,
+    products_of,
     stacked_us,
     unselected_us,
 )
@@ -51,6 +52,7 @@ def predict_us(work: Work, machine: Machine) -> float:
     return (
         stacked_us(work, n, work.batch * work.spec.slots, machine)
         + expert_macs(work, pairs) / machine.macs_per_us
+        + products_of(work, n) * machine.product_us
         + between_us(work, pairs, machine)
         + unselected_us(work, machine)
         + 8 * machine.node_us

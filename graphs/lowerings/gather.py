@@ -18,6 +18,7 @@ from .cost import (
     expert_bytes,
     expert_macs,
     packing_us,
+    products_of,
     stream_us,
 )
 from .experts import batched_experts, expert_rows, stacked_weights
@@ -67,6 +68,7 @@ def predict_us(work: Work, machine: Machine) -> float:
         + stream_us(work, written, copied, machine.copy_bytes_per_us, machine)
         + packing_us(work, pairs, work.spec.slots, machine)
         + expert_macs(work, pairs) / machine.macs_per_us
+        + products_of(work, pairs) * machine.product_us
         + between_us(work, pairs, machine)
         + 12 * machine.node_us
         + around_experts_us(work, machine)

@@ -42,11 +42,7 @@ OUTLIER = 0.2
 DISTURBED = 1.3
 """From a median so many times the least time on, other work took its share: it counts for less."""
 
-ABOVE = 0.35
-"""The share of the times that should lie below their predictions: other work makes calls slower,
-nothing makes them faster."""
-
-HELD = 0.3
+HELD = 0.1
 """What it takes to move a constant, in residuals per factor e: what is barely measured stays."""
 
 
@@ -106,7 +102,7 @@ def fitted(measured: Sequence[Measured], precision: Precision) -> dict[str, floa
         for each in measured:
             predicted = LOWERINGS[each.lowering].predict_us(each.work, tried[each.target])
             off = float(np.log(predicted / each.us))
-            found.append(each.weight * off * (2 * (ABOVE if off < 0 else 1 - ABOVE)) ** 0.5)
+            found.append(each.weight * off)
         return [*found, *(HELD * (logarithms - start)).tolist()]
 
     return constants(least_squares(residuals, start, loss="soft_l1", f_scale=OUTLIER).x)
