@@ -25,6 +25,7 @@ CONFIG = {
     "memory_monitor_refresh_ms": 0,  # every node would watch the memory of all
     "health_check_timeout_ms": 60_000,  # a node that must wait for a core is not lost
     "health_check_period_ms": 30_000,
+    "worker_register_timeout_seconds": 900,
 }
 """What nodes that share a machine need otherwise than real ones."""
 
@@ -42,14 +43,14 @@ def main(nodes: int, cells: int) -> None:
     head: dict[str, Any] = {"num_cpus": 1, "object_store_memory": STORE_BYTES}
     head |= {"include_dashboard": False, "_system_config": CONFIG}
     started: Any = Cluster(initialize_head=True, head_node_args=head, connect=False)
-    for _ in range(nodes - 1):
-        started.add_node(wait=False, num_cpus=1, object_store_memory=STORE_BYTES)
-    started.wait_for_nodes(timeout=600)
-    took = time.monotonic() - began
-    print(f"{nodes} nodes started in {took:.0f} s, load {_load()}", flush=True)
     with TemporaryDirectory() as folder, connected(started.address, Silent()) as cluster:
+        for _ in range(nodes - 1):  # each starts its process for tasks as soon as it is there
+            started.add_node(wait=False, num_cpus=1, object_store_memory=STORE_BYTES)
+        started.wait_for_nodes(timeout=600)
+        took = time.monotonic() - began
+        print(f"{nodes} nodes started in {took:.0f} s, load {_load()}", flush=True)
         (kind,) = kinds_of(cluster.ray.nodes(), ["CPU"])
-        # The first run starts a process on each node.
+        # The first run starts the processes that are missing.
         for name, count in (("first", kind.nodes), ("again", cells), ("again", cells)):
             journal = Journal(Path(folder) / FILE, {"name": name})
             tasks = [Task(f"cell {i}", nothing, (i,)) for i in range(count)]
