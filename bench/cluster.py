@@ -164,11 +164,12 @@ def _check(cells: Sequence[Cells]) -> None:
 
 
 def _described(kinds: Sequence[NodeKind], cells: Sequence[Cells]) -> str:
-    sizes = len(cells[0].asked.batch)
-    return (
-        f"{len(cells)} models at {sizes} batch sizes on "
-        f"{', '.join(f'{kind.nodes} nodes with {kind.name}' for kind in kinds)}"
-    )
+    def counted(number: int, what: str) -> str:
+        return f"{number} {what}{'' if number == 1 else 's'}"
+
+    nodes = ", ".join(f"{counted(kind.nodes, 'node')} with {kind.name}" for kind in kinds)
+    sizes = counted(len(cells[0].asked.batch), "batch size")
+    return f"{counted(len(cells), 'model')} at {sizes} on {nodes}"
 
 
 @dataclass
