@@ -99,7 +99,7 @@ def measure(progress: Progress, layers: int = LAYERS) -> dict[str, object] | Non
         "active": active_weights(layers),
         "ours": ours,
         "theirs": theirs,
-        "decode": {name: _together(found) for name, found in turns.items()},
+        "decode": {name: together(found) for name, found in turns.items()},
         "stream_gb_s": statistics.median(streams),
         "threads": threads,
     }
@@ -224,7 +224,7 @@ def decode(graph: Path, layers: int, threads: int) -> dict[str, object]:
     return {"ms": latency.median, "opened_s": opened, "peak_bytes": peak_bytes()}
 
 
-def _together(turns: Sequence[Mapping[str, float]]) -> dict[str, object]:
+def together(turns: Sequence[Mapping[str, float]]) -> dict[str, object]:
     """Returns what the turns of a graph say: the median time, what each took, the most memory."""
     ms = [each["ms"] for each in turns]
     return {
