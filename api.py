@@ -307,7 +307,7 @@ def export(
     lowering: str = "auto",
     batch: str | int = "1:1:32",
     tokens: str | int = "1:196:1024",
-    opset: int = 20,
+    opset: int | None = None,
     renormalize: bool = False,
     expose_routing: bool = False,
     precision: Precision = "fp32",
@@ -351,7 +351,8 @@ def export(
             ("auto").
         batch: the range of batch sizes, optimised for OPT; one number fixes the axis ("1:1:32").
         tokens: the same for the number of tokens, if that axis is dynamic ("1:196:1024").
-        opset: the ONNX opset, 20 to 23 (20).
+        opset: the ONNX opset, 20 to 23 (None: 20; 23 for a language model for ort-cpu, whose
+            attention and norms are then one op each).
         renormalize: divide C by its sum over the selected experts (False).
         expose_routing: add the selected experts of every layer as outputs of the graphs and their
             engines; for a muMoE layer, its coefficients (False).
@@ -429,6 +430,7 @@ def _job(**asked: Any) -> ExportJob:
     from .exporter.inputs import parse_range
     from .exporter.job import export_job
     from .exporter.options import (
+        MIN_OPSET,
         ExportOptions,
         PrecisionOptions,
         parse_k,
@@ -442,6 +444,9 @@ def _job(**asked: Any) -> ExportJob:
         _check_alone(asked | {"calibration": table})
     numbers = ("precision", "rest", "quantize", "io_precision", "weight_bits", "keep_floating")
     asked["keep_floating"] = frozenset(asked["keep_floating"])
+    asked["exact_opset"] = asked["opset"] is not None
+    if not asked["exact_opset"]:
+        asked["opset"] = MIN_OPSET
     options = ExportOptions(
         k=parse_k(asked.pop("k")),
         lowerings=parse_lowerings(asked.pop("lowering")),

@@ -48,6 +48,9 @@ FLOATS: tuple[FloatName, ...] = get_args(FloatName)
 
 WEIGHT_BITS = (7, 8)
 
+MIN_OPSET, MAX_OPSET = 20, 23
+"""Graphs have the first unless another is asked for, or ops of a later one replace many small."""
+
 CALIBRATED = ("int8", "fp8", "fp16")
 """Precisions for which ranges are found: to quantise, and to see what overflows."""
 
@@ -219,7 +222,8 @@ class ExportOptions:
     table or its file, or finds them on `data` by `method`; FP16 looks in either for what would
     overflow. With `expose_routing` what every layer chooses is an output of the graphs.
     `destination` is None where nothing is to be left behind. A `recipe` says the lowering of each
-    layer, and everything else that `recipe_options` takes from it.
+    layer, and everything else that `recipe_options` takes from it. With `exact_opset` no op of a
+    later opset is written, whatever it would save.
     """
 
     k: KOption = "n"
@@ -227,7 +231,8 @@ class ExportOptions:
     lowerings: tuple[str, ...] = (AUTO,)
     batch: AxisRange = DEFAULT_BATCH
     tokens: AxisRange = DEFAULT_TOKENS
-    opset: int = 20
+    opset: int = MIN_OPSET
+    exact_opset: bool = False
     renormalize: bool = False
     expose_routing: bool = False
     atol: float | None = None
@@ -397,10 +402,6 @@ def recipe_options(recipe: Recipe, options: ExportOptions) -> ExportOptions:
 
 BLOCKED_OPSET = 21
 """The first in which DequantizeLinear knows blocks, and INT4."""
-
-MIN_OPSET = 20
-
-MAX_OPSET = 23
 
 
 def parse_k(k: int | float | str | Sequence[int]) -> KOption:

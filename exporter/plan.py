@@ -10,7 +10,7 @@ import onnx_ir as ir
 from ..calibration.table import CalibrationTable
 from ..common.console import Progress
 from ..errors import UsageError
-from ..graphs.fusion import fuse
+from ..graphs.fusion import FUSED_OPSET, fuse
 from ..graphs.lowerings.choice import LoweringChoice, Span, batch_spans, check, choose
 from ..graphs.lowerings.cost import AnyWork
 from ..graphs.targets import ENGINES, TARGETS
@@ -158,11 +158,14 @@ def fuses(job: ExportJob) -> bool:
     """Whether a job's graphs have the backbone's attention and norms as one op each.
 
     For language models in FP32 around their experts: ONNX Runtime's CPU kernels are of that type.
-    Whether onnxruntime-web has those kernels was not tried.
+    Whether onnxruntime-web has those kernels was not tried. Not where an older opset was asked for.
     """
-    target = job.options.target
+    options = job.options
+    if options.exact_opset and options.opset < FUSED_OPSET:
+        return False
+    target = options.target
     routed = any(layer.spec.kind == "experts" for layer in job.model.layers.values())
-    single = job.options.precision.float_name(target) == "fp32"
+    single = options.precision.float_name(target) == "fp32"
     return routed and single and target == "ort-cpu"
 
 
