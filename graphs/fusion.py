@@ -1,5 +1,7 @@
 """Writes a traced backbone's attention, rotary embeddings and RMS norms as one op each.
 
+A norm of a sum takes the sum into its op, which is ONNX Runtime's.
+
 PyTorch's exporter writes them in small ops, about eighty for a layer, each of which takes some
 microseconds whatever it computes: that is most of what a token of a language model takes besides
 its weights. Opset 23 has an op for each. What does not have exactly the form that is looked for
@@ -15,6 +17,7 @@ import onnx_ir as ir
 
 from .builder import Builder
 from .lower import simplify
+from .names import MICROSOFT
 
 FUSED_OPSET = 23
 """The first with `Attention`, `RotaryEmbedding` and `RMSNormalization`."""
@@ -103,8 +106,23 @@ class _Fusion:
             if x is None or _other(scaled, node.outputs[0]) is not x or not (last_axis and known):
                 continue
             b = Builder(f"{_name(outer)}/norm")
-            y = b.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon, name="normalised")
+            parts = _same_shape(_made(x, "Add"))
+            if parts is None:
+                y = b.op("RMSNormalization", x, weight, axis=-1, epsilon=epsilon, name="normalised")
+            else:
+                y, *unused, total = b.ops(
+                    *("SkipSimplifiedLayerNormalization", *parts, weight),
+                    names=("normalised", "mean", "inverse", "sum"),
+                    domain=MICROSOFT,
+                    epsilon=epsilon,
+                )
+                for value in unused:  # which the kernel does not give
+                    value.name = ""
+                self.graph.opset_imports.setdefault(MICROSOFT, 1)
+                total.shape, total.type = x.shape, x.type
             self._put(b, outer, outer.outputs[0], y)
+            if parts is not None:
+                self._rename(x, total)
             return
 
     def attention(self, node: ir.Node) -> None:
@@ -236,6 +254,18 @@ def _appends(concat: ir.Node | None) -> bool:
         return False
     axis, past = concat.attributes.get_int("axis"), concat.inputs[0]
     return axis in (-2, 2) and past is not None and past.is_graph_input()
+
+
+def _same_shape(add: ir.Node | None) -> tuple[ir.Value, ir.Value] | None:
+    """The two values that a node adds, if neither is repeated for it."""
+    if add is None:
+        return None
+    x, y = add.inputs
+    total = add.outputs[0].shape
+    if x is None or y is None or total is None or x.const_value or y.const_value:
+        return None
+    known = all(isinstance(size, int) or size.value is not None for size in total)
+    return (x, y) if known and x.shape == total == y.shape else None
 
 
 def _new(joined: ir.Node) -> ir.Value:

@@ -34,6 +34,7 @@ from ...graphs.precision.types import (
     ComputeTypes,
     QuantizedProducts,
     Scale,
+    int4_block,
 )
 from ...graphs.precision.weights import CONVERTED, activation_scale
 from ...graphs.targets import ENGINES, FloatName, Precision, QuantFormat
@@ -241,11 +242,14 @@ def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) ->
     if left_out is not None:
         return LayerPrecision(floats, left_out, compute)
     shapes = {p.name: p.shape for p in layer.stored() if operand_of(p.name) is not None}
-    blocked = BlockedWeights(options.precision.quant_format(target), frozenset(shapes))
+    form = options.precision.quant_format(target)
     for name, shape in shapes.items():
-        if shape[-2] % blocked.block:
-            width = f"{name} has {shape[-2]} rows, which are no whole blocks of {blocked.block}"
+        if int4_block(form, shape[-2:-1]) is None:
+            width = f"{name} has {shape[-2]} rows, which are no whole blocks of {INT4_BLOCK}"
             return LayerPrecision(floats, f"{width}: kept in {floats.upper()}", compute)
+    block = int4_block(form, (shape[-2] for shape in shapes.values()))
+    assert block is not None  # each of them is whole blocks of the smallest size
+    blocked = BlockedWeights(form, frozenset(shapes), block)
     return LayerPrecision("int4", "asked for", replace(compute, blocked=blocked))
 
 
@@ -316,9 +320,12 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, A
         "usual_fp32_nodes": usual,
     }
     if asked.name == "int4":
+        blocked = (layer.compute.blocked for layer in plan.layers.values())
+        sizes = " or ".join(str(size) for size in sorted({b.block for b in blocked if b}))
         record |= {
             "form": asked.quant_format(target),
-            "weights": f"int4, per expert, in blocks of {INT4_BLOCK} of each output channel",
+            "weights": f"int4, per expert, in blocks of {sizes or INT4_BLOCK} of each output "
+            "channel",
             "activations": asked.float_name(target),
             "linears": {linear.node: linear.reason for linear in plan.linears},
         }

@@ -29,6 +29,7 @@ from .types import (
     QuantizedProducts,
     Range,
     WeightQuantization,
+    int4_block,
 )
 from .weights import activation_scale, converted, quantize
 
@@ -158,8 +159,9 @@ def block_backbone(
 ) -> list[QuantizedLinear]:
     """Replaces the weights of a traced model's linear layers by ones of four bits, in place."""
     for group in _of_one_input(linears):
-        if group[0].width % INT4_BLOCK == 0:
-            compute = ComputeTypes(blocked=BlockedWeights(form, frozenset({group[0].key})))
+        block = int4_block(form, [group[0].width])
+        if block is not None:
+            compute = ComputeTypes(blocked=BlockedWeights(form, frozenset({group[0].key}), block))
             _replace(model.graph, group, compute, ir.DataType.FLOAT)
     made = []
     for linear in linears:
@@ -207,9 +209,11 @@ def _replace(
     first = group[0]
     node, key = first.node, first.key
     assert node.name is not None
-    matrix = first.matrix
+    matrix, last = first.matrix, [linear.node for linear in group]
     if len(group) > 1:
         matrix = np.concatenate([linear.matrix for linear in group], axis=1)
+    elif first.bias is None and (scaled := _scaled_after(node)) is not None:
+        last, matrix = [scaled[0]], matrix * scaled[1]
     b = Builder(node.name)
     rows, by_row = first.input, None
     if compute.quantized is not None and compute.quantized.dynamic:
@@ -239,13 +243,34 @@ def _replace(
         assert dtype is not None
         for value in each.outputs:
             value.type = ir.TensorType(dtype)
-    for linear, output in zip(group, outputs, strict=True):
-        old = linear.node.outputs[0]
+    for replaced, output in zip(last, outputs, strict=True):
+        old = replaced.outputs[0]
         output.shape = old.shape
         if old in graph.outputs:
             output.name = old.name  # the graph's own outputs keep their names
         ir.convenience.replace_all_uses_with(old, output, replace_graph_outputs=True)
-        graph.remove(linear.node, safe=True)
+    graph.remove({*last, *(linear.node for linear in group)}, safe=True)
+
+
+def _scaled_after(node: ir.Node) -> tuple[ir.Node, np.float32] | None:
+    """The node that multiplies or divides a product by a constant, and what that is worth.
+
+    The weights take it: theirs are scales anyway.
+    """
+    users = [user for user, _ in node.outputs[0].uses()]
+    if len(users) != 1 or node.outputs[0].is_graph_output() or users[0].domain:
+        return None
+    user = users[0]
+    if user.op_type not in ("Mul", "Div") or user.inputs[0] is not node.outputs[0]:
+        return None
+    factor = user.inputs[1]
+    tensor = None if factor is None else factor.const_value
+    if tensor is None or tensor.size != 1 or tensor.dtype != ir.DataType.FLOAT:
+        return None
+    number = np.float32(tensor.numpy().reshape(()))
+    if len(tensor.shape) > 1 or number == 0:
+        return None
+    return user, number if user.op_type == "Mul" else np.float32(1) / number
 
 
 def _integers(

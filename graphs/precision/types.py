@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import get_args
@@ -128,6 +128,16 @@ DYNAMIC_ROW = Scale(1.0, 128)
 
 INT4_BLOCK = 32
 """How many numbers of a column share a scale."""
+
+KERNEL_BLOCKS = (64, INT4_BLOCK)
+"""The same for ONNX Runtime's kernels, the best first that divides a column."""
+
+
+def int4_block(form: QuantFormat, widths: Iterable[int]) -> int | None:
+    """Returns the size of a block for columns of so many numbers; None where none divides them."""
+    sizes = KERNEL_BLOCKS if form == "kernel" else (INT4_BLOCK,)
+    widths = tuple(widths)
+    return next((size for size in sizes if not any(width % size for width in widths)), None)
 
 
 @dataclass(frozen=True, slots=True)

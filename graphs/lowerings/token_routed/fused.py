@@ -28,7 +28,6 @@ from ..cost import PACKED_ROWS, Machine, expert_bytes, expert_macs, stacked_us, 
 from ..fused import EXPONENTIAL, NEVER, inexact_gelu, other_width
 from .arithmetic import (
     ExpertsLayer,
-    by_expert,
     by_token,
     output,
     pair_rows,
@@ -46,7 +45,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     """Adds the layer around one fused node."""
     index, weights = routed(b, layer)
     if _weights_itself(layer):
-        spread = by_expert(b, layer, index, weights)  # whose k largest are those chosen
+        spread = _spread(b, layer, index, weights)  # whose k largest are those chosen
         assert isinstance(layer.k, int)
         return output(b, layer, _node(b, layer, token_rows(b, layer, x), spread, layer.k))
     rows = pair_rows(b, layer, x, index, weights)
@@ -82,6 +81,25 @@ def _positive(value: ir.Value | None) -> bool:
             return value is node.outputs[0] and _positive(node.inputs[0])
         case _:
             return False
+
+
+def _spread(b: Builder, layer: ExpertsLayer, index: ir.Value, weights: ir.Value) -> ir.Value:
+    """Each token's weight of each expert [t, n], in the fewest nodes: a token alone waits for each.
+
+    An expert that was chosen twice has both weights.
+    """
+    tokens = b.op("Shape", index, start=0, end=1, name="router/tokens")
+    shape = b.op("Concat", tokens, b.ints(layer.spec.experts), axis=0, name="router/shape")
+    none = b.op("ConstantOfShape", shape, name="router/none")
+    return b.op(
+        "ScatterElements",
+        none,
+        index,
+        weights,
+        axis=1,
+        reduction="add",
+        name="router/by_expert",
+    )
 
 
 def _logits(b: Builder, layer: ExpertsLayer, index: ir.Value) -> ir.Value:

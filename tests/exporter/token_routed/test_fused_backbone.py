@@ -40,9 +40,19 @@ def test_attention_and_norms_are_one_op_each_with_the_values_of_the_library(
     bundle = Bundle.open(exported / "out")
     ops = ops_of(bundle)
     assert ops["Attention"] == 2 and ops["RotaryEmbedding"] == 4, ops
-    assert ops["RMSNormalization"] >= 5 and not ops["Reciprocal"], ops
+    of_sums = ops["SkipSimplifiedLayerNormalization"]
+    assert of_sums == 4 and not ops["Reciprocal"], ops  # all but the first norm are of a sum
+    assert ops["RMSNormalization"] + of_sums >= 5, ops
     assert bundle.manifest.opset == 23
     check_steps(bundle, Library(ARCHITECTURES[bundle.manifest.source.family], exported / "model"))
+
+
+def test_an_opset_that_was_asked_for_is_the_graphs_opset(exported: Path, tmp_path: Path) -> None:
+    model = moexport.load(exported / "model")
+    bundle = moexport.export(model, tmp_path / "out", target="ort-cpu", opset=20)
+    ops = ops_of(bundle)
+    assert bundle.manifest.opset == 20
+    assert not ops["Attention"] + ops["RotaryEmbedding"] + ops["RMSNormalization"], ops
 
 
 def test_inputs_that_are_padded_on_the_left_are_not_attended_to(exported: Path) -> None:
