@@ -72,11 +72,15 @@ def shard_batches(
     `array_of` reads the bytes of an `.npy`. Raises `FeedError` that names a shard which is missing,
     cut short or of another kind.
     """
+    # Told at once where looking costs nothing, and of a URL when its turn comes.
+    here = (shard for shard in shards if url_of(shard) is None)
+    missing = next((str(shard) for shard in here if not Path(shard).is_file()), None)
+    if missing is not None:
+        raise _no_such_shard(missing, shards)
     for shard in shards:
         path, name = local(shard), str(shard)
         if not path.is_file():
-            more = f"; it is one of {len(shards)} shards" if len(shards) > 1 else ""
-            raise FeedError(f"{name}: no such file{more}", hint="copy the shard there")
+            raise _no_such_shard(name, shards)
         read = _parquet(path, name) if path.suffix == PARQUET else _tar(path, name, array_of)
         empty = True
         for fields in read:
@@ -87,6 +91,11 @@ def shard_batches(
                 f"{name}: holds nothing that is read",
                 hint="a tar holds sample.npy or an image, and sample.cls; Parquet columns of these",
             )
+
+
+def _no_such_shard(name: str, shards: Sequence[AnyPlace]) -> FeedError:
+    more = f"; it is one of {len(shards)} shards" if len(shards) > 1 else ""
+    return FeedError(f"{name}: no such file{more}", hint="copy the shard there")
 
 
 def _tar(path: Path, name: str, array_of: Callable[[bytes, str], Array]) -> Iterator[Fields]:

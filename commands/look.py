@@ -11,6 +11,7 @@ import typer
 
 from .. import api
 from ..common.console import show
+from ..common.locations import url_of
 from ..common.text import count, lines, size, table
 from ..errors import CheckError, UsageError
 from .options import (
@@ -248,7 +249,7 @@ def verify(
         failed = [check for check in checks if not check.passed]
         first = f"{failed[0].name}: {failed[0].detail}"
         raise CheckError(
-            f"{bundle}: {len(failed)} of {len(checks)} checks failed; {first}",
+            f"{url_of(bundle) or bundle}: {len(failed)} of {len(checks)} checks failed; {first}",
             hint="export the bundle again, or copy it again",
         )
 

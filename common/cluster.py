@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
+import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -25,6 +26,9 @@ GRACE_S = 60.0
 """How long a task waits for a node of its kind where there is none left."""
 
 POLL_S = 1.0
+
+ANSWER_S = 10.0
+"""How long a cluster's address may take to answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,11 +190,13 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
 
 
 def _knock(address: str) -> None:
-    """Raises Ray's `AuthenticationError` at once where a cluster denies this process.
+    """Raises at once where nobody answers, and Ray's `AuthenticationError` where it is denied.
 
-    `ray.init` itself tries for 20 s then, and says that it could not connect.
+    `ray.init` itself tries for 20 s and longer then, and says that it could not connect.
     """
-    if re.fullmatch(r"[^:/]+:\d+", address):
+    named = re.fullmatch(r"([^:/]+):(\d+)", address)
+    if named:
+        socket.create_connection((named[1], int(named[2])), ANSWER_S).close()
         from ray import _raylet
 
         client: Any = getattr(_raylet, "GcsClient", None)  # not public: it may go

@@ -146,6 +146,7 @@ def test_a_bundle_by_url_whose_file_is_missing_or_changed_is_not_run(
     weights.write_bytes(weights.read_bytes()[:-4])
     with pytest.raises(BundleError, match="the content has changed"):
         Bundle.open(f"{url}/short").session()
+    assert f"error: {url}/short: " in run("verify", f"{url}/short").err
     shutil.copytree(exported, folder / "missing")
     (folder / "missing" / "weights.bin").unlink()
     with pytest.raises(BundleError, match="the file is missing"):
