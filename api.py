@@ -927,19 +927,19 @@ def demo(
     check_pytorch("the demo")
     from .common.console import Silent
 
-    told = progress or Silent()
+    watcher = progress or Silent()
     if family == "mumoe":
         from .bench.demo.mumoe import run_mumoe_demo
 
-        return run_mumoe_demo(Path(out), told, force=force)
+        return run_mumoe_demo(Path(out), watcher, force=force)
     if family == "experts":
         from .bench.demo.experts import run_experts_demo
 
-        return run_experts_demo(Path(out), told, force=force)
+        return run_experts_demo(Path(out), watcher, force=force)
     from .bench.demo.demo import run_demo
     from .tune.demo import tuned
 
-    return run_demo(Path(out), told, force=force, last=partial(tuned, told))
+    return run_demo(Path(out), watcher, force=force, last=partial(tuned, watcher))
 
 
 def tune(

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ..common.writing import told, write_text
+from ..common.writing import output_errors, write_text
 
 FILE = "unfinished.jsonl"
 
@@ -69,7 +69,7 @@ class Journal:
     def add(self, kind: str, **content: Any) -> None:
         """Adds a complete piece."""
         if self._path is not None:
-            with told(self._path), self._path.open("a", encoding="utf-8") as file:
+            with output_errors(self._path), self._path.open("a", encoding="utf-8") as file:
                 file.write(_line({"kind": kind} | content))
 
     def remove(self) -> None:

@@ -339,16 +339,16 @@ def report(
 
     console = verbosity.console()
     paths, comparison = api.report(results, output, compare=compare)
-    told = {"files": [str(path) for path in paths]}
+    result = {"files": [str(path) for path in paths]}
     if not any(path.suffix == ".png" for path in paths) and not can_draw():
         console.note("no figures beside the page: Matplotlib is not installed")
     if comparison is not None:
         changes = [change.label for change in comparison.notable]
-        told |= {"changed": [comparison.sentence, *changes, *comparison.notes]}
+        result |= {"changed": [comparison.sentence, *changes, *comparison.notes]}
         if not as_json:
-            show("\n  ".join(told["changed"]))
+            show("\n  ".join(result["changed"]))
     if as_json:
-        show(json_text(told))
+        show(json_text(result))
     console.note(f"wrote {', '.join(str(path) for path in paths)}")
 
 

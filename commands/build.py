@@ -183,15 +183,15 @@ def build(
 
 def engine_plans_text(plans: Sequence[EnginePlan]) -> str:
     """What `build --dry-run` says."""
-    told = []
+    rows = []
     for plan in plans:
         version = plan.backend.version()
-        told.append(f"{plan.file} from {plan.graph.file}, {plan.backend.title} {version}")
+        rows.append(f"{plan.file} from {plan.graph.file}, {plan.backend.title} {version}")
         if plan.cards:
-            told.append(f"  compute capability {', '.join(plan.cards)}")
-        told += [f"  profile {each}" for each in plan.profiles]
-    told.append("nothing was built (--dry-run)")
-    return lines(*told)
+            rows.append(f"  compute capability {', '.join(plan.cards)}")
+        rows += [f"  profile {each}" for each in plan.profiles]
+    rows.append("nothing was built (--dry-run)")
+    return lines(*rows)
 
 
 def engine_plan_json(plan: EnginePlan) -> dict[str, Any]:
@@ -257,8 +257,8 @@ def triton(
 
 def served_text(repository: Path, model: ServedModel) -> str:
     """One line about a model of a repository."""
-    told = model.as_json()
-    batch = told["max_batch_size"]
+    facts = model.as_json()
+    batch = facts["max_batch_size"]
     batches = f"batches to {batch}" if batch else "not batched by Triton"
-    inputs, outputs = ", ".join(told["inputs"]), ", ".join(told["outputs"])
-    return lines(f"{repository / model.name}: {told['backend']}, {batches}, {inputs} → {outputs}")
+    inputs, outputs = ", ".join(facts["inputs"]), ", ".join(facts["outputs"])
+    return lines(f"{repository / model.name}: {facts['backend']}, {batches}, {inputs} → {outputs}")

@@ -103,11 +103,11 @@ def export(
     """Export a checkpoint to a verified bundle of ONNX graphs."""
     console = verbosity.console()
     read = reading.loader(model, console, data)
-    told: list[str] = []  # before the work begins, so not again after it
+    shown: list[str] = []  # before the work begins, so not again after it
 
     def load() -> Model:
         loaded = read()
-        told.extend(loaded.notes)
+        shown.extend(loaded.notes)
         for note in loaded.notes:
             console.note(note)
         return loaded
@@ -125,11 +125,11 @@ def export(
     if as_json:
         show(bundle.manifest.to_json(), end="")
         return
-    _say_exported(output, bundle.manifest, console, told)
+    _say_exported(output, bundle.manifest, console, shown)
 
 
-def _say_exported(output: Path, manifest: Manifest, console: Console, told: Sequence[str]) -> None:
-    """Says what was written and how well it does, but for what was `told` before."""
+def _say_exported(output: Path, manifest: Manifest, console: Console, shown: Sequence[str]) -> None:
+    """Says what was written and how well it does, but for what was `shown` before."""
     from ..exporter.edits import Edits
     from ..exporter.parity import Parity, describe
 
@@ -145,7 +145,7 @@ def _say_exported(output: Path, manifest: Manifest, console: Console, told: Sequ
         console.note(text)
     if manifest.parity is not None:
         console.note(describe(Parity(**manifest.parity)))
-    for note in manifest.notes[len(told) :]:
+    for note in manifest.notes[len(shown) :]:
         console.note(note)
     total = sum(record.bytes for record in manifest.files.values())
     show(f"{output}: {', '.join(manifest.files)} ({size(total)})")

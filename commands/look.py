@@ -179,7 +179,7 @@ def _edit_texts(manifest: Manifest) -> list[str]:
 
 def engine_text(facts: Mapping[str, Any]) -> str:
     """What `inspect` says of an engine (`exporter.tensorrt.plan_file.engine_facts`)."""
-    told = [
+    head = [
         f"engine      {facts['file']} ({size(facts['bytes'])})",
         f"built by    {facts['flavour']} {facts['version'] or '(its version is not known)'}",
     ]
@@ -188,7 +188,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
         from ..exporter.tensorrt.profiles import Profile
 
         cards = ", ".join(facts["compute_capabilities"])
-        told += [
+        head += [
             f"from        {facts['graph']}",
             f"runs on     {facts['device'] or 'compute capability'} {cards}",
             f"took        {facts['seconds']:.1f} s, {size(facts['peak_memory_bytes'])} at the most",
@@ -206,7 +206,7 @@ def engine_text(facts: Mapping[str, Any]) -> str:
     if "not_loaded" in facts:
         why = f"Not loaded: {facts['not_loaded']}."
         source += f"\n{lines(why)}"
-    return "\n".join((lines(*told), *listed, "", source))
+    return "\n".join((lines(*head), *listed, "", source))
 
 
 BOUNDS = CallOptions(

@@ -222,28 +222,28 @@ class CallOptions:
 
     def parameters(self) -> list[inspect.Parameter]:
         """Returns them as Typer wants parameters."""
-        declared, told, heading = inspect.signature(self.call).parameters, self._told(), None
+        declared, helps, heading = inspect.signature(self.call).parameters, self._helps(), None
         options = []
         for name in self.names.split():
             default, kind = declared[name].default, _parsed(declared[name].annotation)
             flag = [f"--{name.replace('_', '-')}"] if default is False else []
             heading = self.headings.get(name, heading)
-            more = {"help": told[name], "rich_help_panel": heading, **self.more.get(name, {})}
+            more = {"help": helps[name], "rich_help_panel": heading, **self.more.get(name, {})}
             if default is None or default == ():
                 default, kind = None, kind | None
             options.append(_keyword(name, kind, typer.Option(*flag, **more), default))
         return options
 
-    def _told(self) -> dict[str, str]:
+    def _helps(self) -> dict[str, str]:
         """The explanation of each parameter; what None or nothing stands for is its default."""
         _, _, listed = (inspect.getdoc(self.call) or "").partition("Args:\n")
         found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", listed, flags=re.MULTILINE)
-        told = {}
+        helps = {}
         for name, text in found:
             what, _, default = " ".join(text.split()).removesuffix(").").rpartition(" (")
             shown = f" [default: {default[6:]}]" if default.startswith("None: ") else ""
-            told[name] = f"{what[:1].upper()}{what[1:]}{shown}."
-        return told
+            helps[name] = f"{what[:1].upper()}{what[1:]}{shown}."
+        return helps
 
 
 def _parsed(annotation: str) -> Any:

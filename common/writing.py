@@ -54,7 +54,7 @@ def check_file(place: Path) -> None:
 
     What is no file (a device, a pipe) is refused: a renamed file would take its place.
     """
-    with told(place):
+    with output_errors(place):
         mode = _mode(place)
     if mode is not None and not stat.S_ISREG(mode):
         folder = stat.S_ISDIR(mode)
@@ -90,12 +90,12 @@ def _check(folder: Path, place: Path, option: str = "-o") -> None:
 def make_folder(place: Path) -> None:
     """Makes a folder and those above it that are missing; OutputError where that fails."""
     check_folder(place)
-    with told(place):
+    with output_errors(place):
         place.mkdir(parents=True, exist_ok=True)
 
 
 @contextmanager
-def told(place: Path) -> Iterator[None]:
+def output_errors(place: Path) -> Iterator[None]:
     """Within the context, what the system refuses to write is an OutputError that names `place`.
 
     Of a full disk it names the file that did not fit, which may lie elsewhere.
@@ -120,7 +120,7 @@ def whole_file(place: Path) -> Iterator[Path]:
     check_file(place)
     target = place.resolve()
     make_folder(target.parent)
-    with told(place), _owned(target, target.suffix, _new_file) as partial:
+    with output_errors(place), _owned(target, target.suffix, _new_file) as partial:
         yield partial
         to_disk(partial)
         partial.replace(target)
@@ -147,7 +147,7 @@ def scratch_folder(name: str, within: Path | None = None) -> AbstractContextMana
     place = within or Path(tempfile.gettempdir())
 
     def make(path: Path) -> None:
-        with told(place):
+        with output_errors(place):
             path.mkdir(mode=0o700)
 
     return _owned(place / f"moexport-{name}", "", make)

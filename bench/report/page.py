@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.text import count, size
-from ...common.writing import check_file, told, write_text
+from ...common.writing import check_file, output_errors, write_text
 from ...errors import UsageError
 from ..analyses.findings import ExpertStudy, FrontPoint, TuningRecord, studies_in, tuning_in
 from ..analyses.report import figures as charts
@@ -104,7 +104,7 @@ def write_views(
     write_text(to_csv(results), rows)
     if not can_draw():
         return (page, markdown, rows)
-    with told(page.parent):
+    with output_errors(page.parent):
         drawn = (*figures(results, page.parent), *charts(studies_in(results.analyses), page.parent))
     return (page, markdown, rows, *drawn)
 

@@ -18,7 +18,13 @@ import numpy as np
 
 from ...common.console import Progress, Silent
 from ...common.text import near_miss
-from ...common.writing import PARTIAL, check_folder, replace_folder, temporary_folder, told
+from ...common.writing import (
+    PARTIAL,
+    check_folder,
+    output_errors,
+    replace_folder,
+    temporary_folder,
+)
 from ...errors import EngineError, OutputError, UsageError
 from ...graphs.names import K_INPUT, SELECTED
 from ...graphs.targets import TARGETS, Target
@@ -158,7 +164,7 @@ def write_repository(
         _check_free(place / model.name, model, options)
     progress.step(f"writing {', '.join(model.name for model in models)}")
     target = place.resolve()
-    with told(place):
+    with output_errors(place):
         target.parent.mkdir(parents=True, exist_ok=True)
         with temporary_folder(target) as staged:
             for model in models:
