@@ -23,9 +23,8 @@ from moexport.bench.analyses.findings import tuning_in
 from moexport.bench.report.kinds import compare_kinds, earlier_kinds
 from moexport.bench.results import Results, Row, read, to_json
 from moexport.bench.runners.pytorch import untouched
-from moexport.common import cluster
+from moexport.common import cluster, timing
 from moexport.common.console import Silent
-from moexport.common.timing import measure
 from moexport.errors import (
     CheckError,
     CheckpointError,
@@ -272,7 +271,8 @@ def test_a_search_finds_and_confirms_what_one_machine_does(
 ) -> None:
     # Every call takes a millisecond: what is found depends on quality and size alone.
     ticks = itertools.count(step=1_000_000)
-    monkeypatch.setitem(measure.__kwdefaults__ or {}, "clock_ns", lambda: next(ticks))
+    monkeypatch.setitem(timing.measure.__kwdefaults__ or {}, "clock_ns", lambda: next(ticks))
+    monkeypatch.setattr(timing, "_wait_until_idle", lambda: None)
     asked = ("tune", WEIGHTS, "--data", data, "--metric", "agreement", "--max-bytes", "700kB")
     settings = ("--precision", "fp32", "--batch", "8", "--threads", "1")
     cluster_of = ("--ray", nodes.address, "--on", "CPU", "--verbose")
