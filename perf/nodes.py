@@ -68,7 +68,10 @@ def main(nodes: int, cells: int) -> None:
 
 
 def _load() -> str:
-    return "not known" if sys.platform == "win32" else f"{os.getloadavg()[0]:.1f}"
+    load = "not known"
+    if sys.platform != "win32":
+        load = f"{os.getloadavg()[0]:.1f}"
+    return load
 
 
 def _memory_mb() -> float:
