@@ -160,15 +160,18 @@ def _allowed(tolerance: Tolerance) -> str:
 
 def way_out(parity: Parity, options: ExportOptions) -> str:
     """Returns what may help where a graph has missed the bounds of its parity check."""
+    real = ""
+    if options.data is None and options.precision.name in ("int8", "fp8"):
+        real = "random inputs may lie outside the ranges: give real ones with --data; or else "
     if parity.routing_agreement >= options.tolerance.routing:
-        return "raise --rtol if that is good enough, or choose another --lowering"
+        return f"{real}raise --rtol if that is good enough, or choose another --lowering"
     match options.precision.name:
         case "fp32":
             return "choose another --lowering"
         case "int8" | "fp8":
             return (
-                "no --rtol allows for other experts: try another --method or --precision, or "
-                "--min-retention, which keeps the layers that INT8 harms most in floats"
+                f"{real}no --rtol allows for other experts: try another --method or --precision, "
+                "or --min-retention, which keeps the layers that INT8 harms most in floats"
             )
         case _:
             return "no --rtol allows for other experts: take --precision fp32"

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 from moexport.exporter.export import way_out
 from moexport.exporter.options import ExportOptions, PrecisionOptions
@@ -45,3 +48,10 @@ def test_other_experts_are_not_a_matter_of_rtol(precision: Precision, advice: st
     advised = way_out(missed(0.9), options)
     assert advice in advised
     assert "raise --rtol" not in advised
+
+
+@pytest.mark.parametrize("routing", [1.0, 0.9])
+def test_without_data_int8_is_to_be_compared_on_real_inputs(routing: float) -> None:
+    options = ExportOptions(precision=PrecisionOptions("int8"))
+    assert "give real ones with --data" in way_out(missed(routing), options)
+    assert "--data" not in way_out(missed(routing), replace(options, data=np.zeros((1, 2))))
