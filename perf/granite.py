@@ -240,7 +240,7 @@ def table(body: Any) -> str:
     stream, active = body["stream_gb_s"], body["active"]
     least = {name: 1e-6 * active * size / stream for name, size in BYTES.items()}
     found = {name: one["ms"] for name, one in body["decode"].items()}
-    turns = {name: one.get("turns_ms", [one["ms"]]) for name, one in body["decode"].items()}
+    turns = {name: one["turns_ms"] for name, one in body["decode"].items()}
     rows = [
         (
             name,
