@@ -11,7 +11,6 @@ import typer
 
 from .. import api
 from ..common.console import show
-from ..common.locations import url_of
 from ..common.text import count, lines, size, table
 from ..errors import CheckError, UsageError
 from .options import (
@@ -246,6 +245,8 @@ def verify(
     if as_json:
         show(json_text({"passed": passed, "checks": [asdict(check) for check in checks]}))
     if not passed:
+        from ..common.locations import url_of
+
         failed = [check for check in checks if not check.passed]
         first = f"{failed[0].name}: {failed[0].detail}"
         raise CheckError(

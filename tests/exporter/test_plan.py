@@ -24,7 +24,7 @@ def planned(weights: Path, *options: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), "at batch 1 and 32, "),
+        (("--batch", "1:1:4"), "at batch 1 and 4, "),
         (("--batch", "2:4:16"), "at batch 2 and 4 and 16, "),
         (("--batch", "8"), "at batch 8 (others"),
         # An engine is compiled for OPT.
