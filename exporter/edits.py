@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -66,15 +66,22 @@ class LayerRewrite:
 
 @dataclass(frozen=True, slots=True)
 class KeptExperts:
-    """The experts of a layer that stay, ascending: the others are dropped, weights and all."""
+    """The experts of a layer that stay, ascending: the others are dropped, weights and all.
+
+    Where `constant`, the slots of those give the `constants` [dropped, p, o], else nothing. The
+    numbers are None in what a manifest or a recipe says, until `Edits.with_constants` adds them.
+    """
 
     layer: str
     experts: tuple[int, ...]
+    constant: bool = False
+    constants: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def text(self) -> str:
         """In words: the layer and the numbers."""
-        return f"{self.layer}:{','.join(map(str, self.experts))}"
+        others = ", the others constant" if self.constant else ""
+        return f"{self.layer}:{','.join(map(str, self.experts))}{others}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +119,16 @@ class Edits:
     def __bool__(self) -> bool:
         return bool(self.ablations or self.rewrites or self.kept or self.steers)
 
+    def with_constants(self, constants: Mapping[str, np.ndarray]) -> Edits:
+        """Returns the edits with what the constant experts of some layers give, [dropped, p, o]."""
+        kept = (
+            replace(each, constant=True, constants=constants[each.layer])
+            if each.layer in constants
+            else each
+            for each in self.kept
+        )
+        return replace(self, kept=tuple(kept))
+
     @property
     def at_run_time(self) -> tuple[Steer, ...]:
         """The steerings whose strengths are given per run, in the order of the input `steer`."""
@@ -146,6 +163,7 @@ class Edits:
             ),
             *(
                 {"edit": KEEP, "layer": each.layer, "experts": list(each.experts)}
+                | ({"constant": True} if each.constant else {})
                 for each in self.kept
             ),
             *(
@@ -166,7 +184,8 @@ class Edits:
                 if record["edit"] == REWRITE:
                     rewrites.append(_rewrite(entry, "a re-written output"))
                 elif record["edit"] == KEEP:
-                    kept.append(KeptExperts(entry["layer"], tuple(map(int, entry["experts"]))))
+                    entry["experts"] = tuple(map(int, entry["experts"]))
+                    kept.append(KeptExperts(**entry))
                 elif record["edit"] == STEER:
                     told = entry["strength"] == AT_RUN_TIME
                     entry["strength"] = None if told else _number(entry["strength"], "a strength")

@@ -79,7 +79,10 @@ class ExportJob:
         options, spec, k = self.options, self.model.layers[layer].spec, self.k[layer]
         # With k as an input the plan must be good for every k: a quarter of n stands for them.
         typical = k if k is not None else max(1, spec.experts // 4)
-        return WorkOf(spec, typical, options.batch.opt, tokens, options.precision.name)
+        asked = options.precision
+        floats = layer in asked.floating
+        precision = asked.float_name(options.target) if floats else asked.name
+        return WorkOf(spec, typical, options.batch.opt, tokens, precision)
 
     def works(self, traced: ir.Model) -> dict[str, AnyWork]:
         """The work of each traced layer, in the order of execution."""

@@ -24,6 +24,7 @@ from ..graphs.layers.base import (
     moe_layers,
     sharing_weights,
 )
+from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
 from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite, Steer
 
@@ -245,7 +246,9 @@ def _drop_others(module: nn.Module, kept: KeptExperts) -> None:
             f"keep {kept.text}: the model has no such layer, or not these experts",
             hint="experts are counted from 0; is the recipe of this model?",
         )
-    smaller = layer.with_experts(kept.experts)
+    if kept.constant:
+        _check_constants(kept, layer)
+    smaller = layer.with_experts(kept.experts, kept.constants)
     if smaller is None:
         raise UsageError(
             f"keep {kept.text}: no experts of a {layer.spec.kind} layer can be dropped",
@@ -254,6 +257,19 @@ def _drop_others(module: nn.Module, kept: KeptExperts) -> None:
     paths = [path for path, each in module.named_modules(remove_duplicate=False) if each is layer]
     for path in paths:
         module.set_submodule(path, smaller)
+
+
+def _check_constants(kept: KeptExperts, layer: MoELayer) -> None:
+    """Raises `UsageError` where the numbers of constant experts are not there, or do not fit."""
+    spec, constants = layer.spec, kept.constants
+    dropped = spec.experts - len(kept.experts)
+    wanted = (dropped, spec.slots, spec.out) if isinstance(spec, SoftMoESpec) else ()
+    if constants is None or constants.shape != wanted:
+        found = "nothing" if constants is None else f"an array {constants.shape}"
+        raise UsageError(
+            f"keep {kept.text}: the numbers of {dropped} constant experts are not there: {found}",
+            hint="constants.safetensors lies beside the recipe, and in the bundle it is of",
+        )
 
 
 def untouched_fingerprint(model: Model) -> str:

@@ -10,6 +10,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
+import numpy as np
+
 from ..common.text import listed, near_miss
 from ..errors import FeedError, LoweringError, UsageError
 from ..graphs.lowerings import check_name
@@ -378,8 +380,13 @@ class ExportOptions:
         )
 
 
-def recipe_options(recipe: Recipe, options: ExportOptions) -> ExportOptions:
-    """Returns options in which everything that decides graphs and weights is a recipe's."""
+def recipe_options(
+    recipe: Recipe, options: ExportOptions, constants: Mapping[str, np.ndarray] | None = None
+) -> ExportOptions:
+    """Returns options in which everything that decides graphs and weights is a recipe's.
+
+    `constants` are what the constant experts of each layer give, [dropped, p, o].
+    """
     integers = recipe.precision in ("int8", "int4", "fp8")
     return replace(
         options,
@@ -396,7 +403,7 @@ def recipe_options(recipe: Recipe, options: ExportOptions) -> ExportOptions:
             scope=recipe.quantize,
             floating=recipe.floating if integers else frozenset(),
         ),
-        edits=recipe.edits,
+        edits=recipe.edits.with_constants(constants or {}),
     )
 
 

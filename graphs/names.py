@@ -32,6 +32,10 @@ SELECTED = "selected"
 OUTPUT = "output"
 """The value of a Soft MoE layer that holds what it returns, [b, m, o]."""
 
+CONSTANTS = "constants"
+"""The weight of a Soft MoE layer that holds what the slots of dropped experts give, [d·p, o] for d
+of them."""
+
 INPUT = "input"
 """What a linear layer of the backbone multiplies, in a table of ranges."""
 

@@ -16,7 +16,7 @@ import onnx_ir as ir
 
 from .builder import Builder
 from .layers.stored import Layer
-from .names import OUTPUT, SELECTED
+from .names import CONSTANTS, OUTPUT, SELECTED
 from .targets import TARGETS
 
 
@@ -26,7 +26,8 @@ class Routed:
 
     `source` [b, m, d] is averaged into the slots, after the factor `scale` [b, 1, m] where the
     family normalises. `logits` is L, [b, m, n·p], and `logits_by_slot` the same with tokens last;
-    `combine` is C, [b, m, n·p]. `selected` [b, k] is None where every expert is kept.
+    `combine` is C, [b, m, n·p]. `selected` [b, k] is None where every expert is kept. `constant`
+    [b, m, o] is what constant experts add to the outputs, None where there are none.
     """
 
     source: ir.Value
@@ -35,6 +36,7 @@ class Routed:
     logits_by_slot: ir.Value
     combine: ir.Value
     selected: ir.Value | None
+    constant: ir.Value | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,12 @@ class Slots:
     """The inputs of the experts: `rows` [b, e·p, d] and their columns of C, `combine` [b, m, e·p].
 
     e is k for `selected_slots`, in the order of `Routed.selected`, and n for `all_slots`.
+    `constant` is that of `Routed`.
     """
 
     rows: ir.Value
     combine: ir.Value
+    constant: ir.Value | None
 
 
 def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
@@ -57,9 +61,18 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
     if scale is not None:
         logits = b.op("Mul", logits, scale, name="router/logits")
     combine = b.op("Softmax", logits, axis=-1, name="router/C")
+    constant = None
     if layer.spec.dropped:  # they had their part in that sum
-        columns = (b.ints(0), b.ints(layer.spec.experts * layer.spec.slots), b.ints(2))
-        combine = b.op("Slice", combine, *columns, name="router/C_kept")
+        spec = layer.spec
+        kept = spec.experts * spec.slots
+        columns = (b.ints(0), b.ints(kept), b.ints(2))
+        if spec.constants:
+            sizes = b.ints(kept, spec.dropped * spec.slots)
+            names = ("router/C_kept", "combine/C_constant")
+            combine, dropped = b.ops("Split", combine, sizes, axis=-1, names=names)
+            constant = _constant(b, layer, dropped)
+        else:
+            combine = b.op("Slice", combine, *columns, name="router/C_kept")
         logits = b.op("Slice", logits, *columns, name="router/logits_kept")
     selected = _select(b, layer, combine) if layer.selects else None
     return Routed(
@@ -69,13 +82,21 @@ def route(b: Builder, layer: Layer, x: ir.Value) -> Routed:
         logits_by_slot=b.op("Transpose", logits, perm=[0, 2, 1], name="router/logits_by_slot"),
         combine=combine,
         selected=selected,
+        constant=constant,
     )
+
+
+def _constant(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
+    """Adds what constant experts give, [b, m, o], for their columns of C, [b, m, dropped·p]."""
+    constants = layer.stacked(b, CONSTANTS)
+    added = b.op("MatMul", combine, constants, name="combine/constant")
+    return b.cast(added, ir.DataType.FLOAT, layer.y_type, "combine/constant_narrow")
 
 
 def all_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
     """Adds the dispatch for every expert: slots [b, n·p, d]."""
     slots = _dispatch(b, layer, routed, routed.logits_by_slot, layer.spec.experts)
-    return Slots(slots, routed.combine)
+    return Slots(slots, routed.combine, routed.constant)
 
 
 def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
@@ -92,17 +113,25 @@ def selected_slots(b: Builder, layer: Layer, routed: Routed) -> Slots:
         by_slot = _gather_experts(b, layer, by_slot, index, "combine/C_by_slot")
         combine = b.op("Transpose", by_slot, perm=[0, 2, 1], name="combine/C")
     experts = layer.k if isinstance(layer.k, int) else None
-    return Slots(_dispatch(b, layer, routed, logits, experts), combine)
+    return Slots(_dispatch(b, layer, routed, logits, experts), combine, routed.constant)
 
 
 def combine_outputs(b: Builder, layer: Layer, slots: Slots, outputs: ir.Value) -> ir.Value:
-    """Adds y [b, m, o] = C·Ỹ for the experts' outputs [b, e·p, o], in the experts' float type."""
+    """Adds y [b, m, o] = C·Ỹ for the experts' outputs [b, e·p, o], in the experts' float type.
+
+    What constant experts give is added to it.
+    """
     inner = layer.compute.inner
     combine = b.cast(slots.combine, ir.DataType.FLOAT, inner, "combine/C_narrow")
+    last = OUTPUT if slots.constant is None else "combine/computed"
     if inner == layer.y_type:
-        return b.op("MatMul", combine, outputs, name=OUTPUT)
-    output = b.op("MatMul", combine, outputs, name="combine/products")
-    return b.cast(output, inner, layer.y_type, OUTPUT)
+        output = b.op("MatMul", combine, outputs, name=last)
+    else:
+        output = b.op("MatMul", combine, outputs, name="combine/products")
+        output = b.cast(output, inner, layer.y_type, last)
+    if slots.constant is None:
+        return output
+    return b.op("Add", output, slots.constant, name=OUTPUT)
 
 
 def one_hot_experts(b: Builder, index: ir.Value, n: int) -> ir.Value:
@@ -142,7 +171,7 @@ def masked_slots(b: Builder, layer: Layer, routed: Routed) -> tuple[Slots, ir.Va
         combine = _renormalised(b, logits)
     else:
         combine = b.op("Mul", slots.combine, row, name="combine/C")
-    return Slots(slots.rows, combine), mask
+    return Slots(slots.rows, combine, routed.constant), mask
 
 
 def _renormalised(b: Builder, logits: ir.Value) -> ir.Value:

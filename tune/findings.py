@@ -25,8 +25,10 @@ from ..bench.run import model_info
 from ..calibration.table import CALIBRATION_FILE
 from ..common.environment import environment
 from ..common.text import size, table
+from ..common.writing import remove_folder
 from ..exporter.bundle.recipe import RECIPE_FILE
 from .confirm import Confirmed
+from .constants import FOLDER
 from .graphs import CAREFUL, Look
 from .quality import Quality
 from .tune import Tuned
@@ -37,6 +39,7 @@ def write_findings(found: Tuned, folder: Path, command: str = "") -> tuple[Path,
     written = write_all(results_of(found, command), folder)
     for name in (FILE, CALIBRATION_FILE):
         (folder / name).unlink(missing_ok=True)
+    remove_folder(folder / FOLDER)
     return written
 
 

@@ -190,7 +190,7 @@ class Graphs:
             for index, (point, lowerings) in enumerate(listed):
                 place = folder / str(index)
                 place.mkdir()
-                job = job_of(self.base, point, lowerings)
+                job = job_of(self.base, point, lowerings, self.times.constants.of_point(point))
                 traced = self.traces.of(job)
                 with self.clock.step(OPEN):
                     write_graphs(plan(job, traced, job.table), place)

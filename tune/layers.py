@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..exporter.inputs import Inputs
 from ..exporter.model import Model
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
 from ..graphs.layers.soft_moe import Chooser, SoftMoE
+from .constants import Constants
 from .graphs import batch_size
 from .halves import in_batches
 from .quality import Metric, Quality, Tally
@@ -40,9 +42,6 @@ MOST_TOKENS = 1 << 14
 HELD_BYTES = 1 << 29
 """What the inputs and outputs of all layers may take."""
 
-RANKED = 64
-"""Inputs by which experts are ranked."""
-
 
 class Replay:
     """A model on some inputs, of which every layer's inputs and outputs are kept."""
@@ -53,6 +52,7 @@ class Replay:
         data: LabelledData,
         outputs: Array,
         metric: Metric,
+        folder: Path,
         over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model, self.routed = model, routed_layers(model)
@@ -62,6 +62,7 @@ class Replay:
         self.at = 0
         self.inputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         self.outputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
+        self.constants = Constants(self.layers, self.inputs, folder)
         self._batches: list[tuple[Inputs, Array, Array | None]] = []
         held, of_tokens = 0, data.inputs.dtype.kind in "iu"
         most = max(1, MOST_TOKENS // data.inputs[0].size) if of_tokens else MOST
@@ -97,31 +98,9 @@ class Replay:
             changed = asked_for(self.model, {**k, name: choice.k})
             yield PyTorch(changed.module, changed.inputs).infer
             return
-        with self._playing_before(name), _as_chosen(self.layers[name], choice):
+        constants = self.constants.of(name, choice.experts) if choice.experts else None
+        with self._playing_before(name), _as_chosen(self.layers[name], choice, constants):
             yield self._run
-
-    @torch.inference_mode()
-    def nested_experts(self, name: str) -> tuple[int, ...]:
-        """Returns the experts of a Soft MoE layer in the order in which they are given up last.
-
-        The one whose absence, with that of those given up before, changes the layer's outputs
-        least goes first: outputs are sums over experts, so that products of what each adds tell it.
-        """
-        layer = self.layers[name]
-        assert isinstance(layer, SoftMoE), "only those have experts to drop"
-        n = layer.spec.experts
-        products = torch.zeros(n, n, dtype=torch.float64)
-        seen = 0
-        for batch in self.inputs[name]:
-            for x in batch:
-                added = layer.contributions(x[None])[0].flatten(1)  # [n, m·o]
-                products += (added @ added.T).double()
-                seen += 1
-                if seen >= RANKED:
-                    break
-            if seen >= RANKED:
-                break
-        return _given_up(products)[::-1]
 
     def _run(self, x: Inputs) -> Array:
         return PyTorch(self.module, self.model.inputs).infer(x)
@@ -165,21 +144,26 @@ class _Played(nn.Module):
 
 
 @contextmanager
-def _as_chosen(layer: MoELayer, choice: Choice) -> Iterator[None]:
-    """Within the context a layer computes what is chosen for it."""
+def _as_chosen(layer: MoELayer, choice: Choice, constants: np.ndarray | None) -> Iterator[None]:
+    """Within the context a layer computes what is chosen for it.
+
+    `constants` [n − e, p, o] are what the experts that are not among those of the choice give.
+    """
     before = layer.keep, layer.algorithm
     n = len(choice.experts) or layer.spec.experts
     try:
         layer.keep = None if choice.k >= layer.spec.experts else choice.k
         layer.algorithm = "selected" if layer.spec.chooses_sets else "masked"
-        if choice.experts:
+        if constants is not None:
             assert isinstance(layer, SoftMoE), "only those have experts to drop"
             layer.chooser = _chooser(choice.experts, all_of_them=choice.k >= n)
+            others = [e for e in range(layer.spec.experts) if e not in {*choice.experts}]
+            layer.unchosen = others, torch.from_numpy(constants)
         yield
     finally:
         layer.keep, layer.algorithm = before
         if isinstance(layer, SoftMoE):
-            layer.chooser = None
+            layer.chooser = layer.unchosen = None
 
 
 def _chooser(experts: Sequence[int], *, all_of_them: bool) -> Chooser:
@@ -194,23 +178,6 @@ def _chooser(experts: Sequence[int], *, all_of_them: bool) -> Chooser:
         return chosen
 
     return choose
-
-
-def _given_up(products: Tensor) -> tuple[int, ...]:
-    """The order in which experts go: at each step the one that adds least to what is missing.
-
-    `products` [n, n] are those of what each expert adds; what is missing without a set R is
-    Σ products[R, R].
-    """
-    left = list(range(len(products)))
-    crossed = torch.zeros(len(products), dtype=products.dtype)  # Σ over R of products[e, R]
-    order = []
-    while left:
-        costs = [float(products[e, e] + 2 * crossed[e]) for e in left]
-        gone = left.pop(int(np.argmin(costs)))
-        crossed += products[gone]
-        order.append(gone)
-    return tuple(order)
 
 
 def in_turn(choices: Mapping[str, Sequence[Choice]]) -> Iterator[tuple[str, Choice]]:

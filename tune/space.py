@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ..exporter.bundle.recipe import LayerRecipe, Recipe
 from ..exporter.job import ExportJob
 from ..exporter.model import edited
@@ -113,28 +115,31 @@ def job_of(
     base: ExportJob,
     point: Point,
     lowerings: Mapping[str, str],
-    why: Mapping[str, str] | None = None,
-    **facts: Any,
+    constants: Mapping[str, np.ndarray] | None = None,
 ) -> ExportJob:
     """Returns the job that exports a point, with a lowering for each layer.
 
     `base` is the job of the model as it was trained, with the table of ranges if there is one.
+    `constants` [n − e, p, o] are, for a layer of e experts, what the others give.
     """
-    recipe = recipe_of(base.options, point, lowerings, why or {}, **facts)
+    recipe = recipe_of(base.options, point, lowerings, {})
+    options = recipe_options(recipe, base.options, constants)
     k = {name: choice.k for name, choice in point.layers}
     return replace(
         base,
-        model=asked_for(edited(base.model, recipe.edits), k),
-        options=recipe_options(recipe, base.options),
+        model=asked_for(edited(base.model, options.edits), k),
+        options=options,
         k=k,
         table=base.table if point.precision in RANGED else None,
     )
 
 
-def unlowered(base: ExportJob, point: Point) -> ExportJob:
+def unlowered(
+    base: ExportJob, point: Point, constants: Mapping[str, np.ndarray] | None = None
+) -> ExportJob:
     """Returns the job of a point whose lowerings are not chosen yet."""
     names = {name: "" for name, _ in point.layers}
-    job = job_of(base, point, names)
+    job = job_of(base, point, names, constants)
     return replace(job, options=replace(base.options, precision=job.options.precision))
 
 

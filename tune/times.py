@@ -17,6 +17,7 @@ from ..exporter.measured_lowerings import Measuring, Tokens, tune
 from ..exporter.quantization.precision import apply_precision
 from ..graphs.targets import Precision
 from .clock import Clock
+from .constants import Constants
 from .space import Choice, Point, sheets, unlowered
 
 BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
@@ -53,7 +54,8 @@ class LayerTimes:
     graph as alone (`corrected`).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, constants: Constants) -> None:
+        self.constants = constants
         self.forms: dict[tuple[str, Form], FormTime] = {}
         self.around_ms: dict[Precision, float] = {}
         self.scale: dict[Precision, float] = {}
@@ -170,7 +172,7 @@ class LayerTimes:
             point = Point(tuple(sheet.items()))
             if (index or point.precision != "fp32") and clock.over(share, FORMS):
                 return
-            job, copy = unlowered(base, point), traced.clone()
+            job, copy = unlowered(base, point, self.constants.of_point(point)), traced.clone()
             with clock.step(FORMS):
                 numbers = apply_precision(job, copy, job.table)
                 found = tune(*(job, copy, numbers, progress), Measuring(BRIEF, inputs, alone=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import math
 import time
@@ -31,6 +32,7 @@ from ..common.timing import Latency
 from ..common.writing import make_folder, scratch_folder
 from ..errors import FeedError, MoexportError, UsageError
 from ..exporter.bundle.bundle import Bundle
+from ..exporter.bundle.constants import constants_bytes
 from ..exporter.bundle.destination import check_destination
 from ..exporter.bundle.weights import layer_bytes
 from ..exporter.export import export
@@ -192,7 +194,7 @@ def tune(
         job = Job.begin(model, data, request, folder, progress, clock)
         found = job.search(progress, evaluate)
         sequence, chosen = job.contract(found, progress)
-        bundle = job.written(chosen, sequence, destination, force=force, progress=progress)
+        bundle = job.written(chosen, found, destination, force=force, progress=progress)
     return Tuned(
         bundle,
         chosen,
@@ -355,8 +357,10 @@ class Job:
         """Measures layers, looks along the paths, and measures the front."""
         clock = self.clock
         over = partial(clock.over, RANGES_SHARE)
-        replay = Replay(self.model, self.halves.search, self.outputs, self.metric, over)
-        times, start = LayerTimes(), self.start
+        replay = Replay(
+            *(self.model, self.halves.search, self.outputs, self.metric, self.folder), over
+        )
+        times, start = LayerTimes(replay.constants), self.start
         as_trained = {name: (choice,) for name, choice in start.layers}
         self._measure(times, as_trained, replay.tokens(), progress)
         graphs = Graphs(
@@ -427,14 +431,12 @@ class Job:
             now = best.point.choices[name]
             size = len(now.experts) or now.k
             subsets = now.k == size and any(each.experts for each in listed)
-            order = replay.nested_experts(name) if subsets else ()
             smaller = [each.k for each in listed if bool(each.experts) == subsets and each.k < size]
             least = max(smaller, default=size)
             while size - least > max(1, size // FINEST) and not self.clock.over(1.0, LOOK):
                 k = (size + least) // 2
-                point = best.point.with_layer(
-                    name, Choice(k, tuple(sorted(order[:k])), now.precision)
-                )
+                experts = replay.constants.subset(name, k) if subsets else ()
+                point = best.point.with_layer(name, Choice(k, experts, now.precision))
                 look = search.look(point) if times.knows(point) else None
                 if look is not None and search.best() is look:
                     best, size = look, k
@@ -705,13 +707,13 @@ class Job:
     def written(
         self,
         chosen: Confirmed,
-        sequence: Sequence[Confirmed],
+        found: Found,
         destination: Path,
         *,
         force: bool,
         progress: Progress,
     ) -> Bundle:
-        """Exports the chosen point as its recipe says; returns the bundle."""
+        """Exports the chosen point of a search as its recipe says; returns the bundle."""
         look = chosen.look
         recipe = recipe_of(
             self.base.options,
@@ -734,7 +736,11 @@ class Job:
             path = self.folder / CALIBRATION_FILE
             recipe = replace(recipe, calibration=sha256(path))
             options = replace(options, calibration=path)
-        asked = recipe_options(recipe, options)
+        asked = recipe_options(recipe, options, found.graphs.times.constants.of_point(look.point))
+        constants = constants_bytes(asked.edits)
+        if constants:
+            recipe = replace(recipe, constants=hashlib.sha256(constants).hexdigest())
+            asked = replace(asked, recipe=recipe)
         inputs = self.halves.search.inputs[:CALIBRATED]
         # Where k is part of the graph, its trace is that of the k which was found.
         traced = None if routed_layers(self.model) else self.traced
@@ -920,10 +926,9 @@ def _subsets(
     layer = replay.layers[name]
     if not request.subsets or not isinstance(layer, SoftMoE):
         return []
-    order = replay.nested_experts(name)
     found = []
     for size in ks_of(layer.spec.experts)[1:]:
-        experts = tuple(sorted(order[:size]))
+        experts = replay.constants.subset(name, size)
         found += [Choice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
     return found
 

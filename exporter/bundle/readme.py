@@ -12,6 +12,7 @@ from ...graphs.names import K_INPUT
 from ...graphs.targets import TARGETS, Target
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
+from .constants import CONSTANTS_FILE
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, PortRecord
 
 README_FILE = "README.md"
@@ -20,6 +21,7 @@ CONTENTS = {
     "weights.bin": "the weights, shared by all graphs; keep it in the same folder",
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
+    CONSTANTS_FILE: "what experts that were dropped give in place of their outputs",
     MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
 }
 

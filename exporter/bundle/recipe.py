@@ -37,8 +37,9 @@ class Recipe:
     """Everything that decides the graphs and weights of a bundle.
 
     `model` is the model's fingerprint and `data` the SHA-256 of the data it was found on; layers
-    are in the order of execution. `calibration` is the SHA-256 of the table of ranges, which lies
-    beside the recipe; empty where none is needed. `contract` says what was asked and confirmed.
+    are in the order of execution. `calibration` and `constants` are the SHA-256 of files that lie
+    beside the recipe: the table of ranges, and what constant experts give in place of those that
+    were dropped. They are empty where none is needed. `contract` says what was asked and confirmed.
     """
 
     model: str
@@ -51,6 +52,7 @@ class Recipe:
     quantize: Scope
     layers: dict[str, LayerRecipe]
     calibration: str = ""
+    constants: str = ""
     contract: dict[str, Any] = field(default_factory=dict)
     moexport: str = ""
     schema: int = SCHEMA
@@ -60,7 +62,7 @@ class Recipe:
         """The experts that stay, of the layers in which not all do."""
         return Edits(
             kept=tuple(
-                KeptExperts(name, layer.experts)
+                KeptExperts(name, layer.experts, constant=bool(self.constants))
                 for name, layer in self.layers.items()
                 if layer.experts
             )
@@ -115,22 +117,22 @@ def read_recipe(path: Path) -> Recipe:
     return recipe
 
 
-def table_beside(path: Path, recipe: Recipe, file: str) -> Path | None:
-    """Returns the table of ranges that a recipe needs, which lies beside it; None for none.
+def file_beside(path: Path, digest: str, file: str) -> Path | None:
+    """Returns a file that a recipe needs, which lies beside it; None where it has no hash.
 
     Raises `UsageError` where it is missing, or is another.
     """
-    if not recipe.calibration:
+    if not digest:
         return None
-    table = path.parent / file
-    if not table.is_file():
+    found = path.parent / file
+    if not found.is_file():
         raise UsageError(
-            f"--recipe {path}: its table of ranges, {file}, does not lie beside it",
+            f"--recipe {path}: {file}, which it needs, does not lie beside it",
             hint=f"copy {file} from the bundle that the recipe is of",
         )
-    if sha256(table) != recipe.calibration:
+    if sha256(found) != digest:
         raise UsageError(
-            f"--recipe {path}: {table} is not the table that the recipe was found with",
+            f"--recipe {path}: {found} is not the file that the recipe was found with",
             hint=f"copy {file} from the bundle that the recipe is of",
         )
-    return table
+    return found

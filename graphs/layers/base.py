@@ -225,9 +225,14 @@ class MoELayer(nn.Module, ABC):
     def stored(self) -> Iterator[StoredPart]:
         """Yields the weights as the lowerings of this kind find them (`LayerTensors`)."""
 
-    def with_experts(self, experts: Sequence[int]) -> MoELayer | None:
-        """Returns the layer with some of its experts, ascending; None where none can be dropped."""
-        del experts
+    def with_experts(
+        self, experts: Sequence[int], constants: np.ndarray | None = None
+    ) -> MoELayer | None:
+        """Returns the layer with some of its experts, ascending; None where none can be dropped.
+
+        `constants` [n − e, p, o] are what the slots of the others give, None for nothing.
+        """
+        del experts, constants
         return None
 
 

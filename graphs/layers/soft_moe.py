@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..names import SELECTED
+from ..names import CONSTANTS, SELECTED
 from .base import Kind, MoELayer, RoutingDecision, StoredPart, frozen
 
 ExpertKind = Literal["mlp", "geglu", "linear"]
@@ -46,7 +46,9 @@ class SoftMoESpec:
     `hidden` is h, the width between an expert's two matmuls (0 for `linear` experts); a `geglu`
     expert's first matrix is [d, 2h]. `out` is o. C can be divided by its sum over the kept experts
     (`renormalizable`), and each input chooses a set of them. `dropped` counts the experts that were
-    left out for good: they have no weights, and take part in the softmax of C alone.
+    left out for good: they have no weights, and take part in the softmax of C. With `constants`
+    each of their slots gives one vector, whatever it is given: the constant experts of Jin et al.,
+    MoE++, 2024. Without, they give nothing.
     """
 
     kind: ClassVar[Kind] = "soft-moe"
@@ -71,6 +73,7 @@ class SoftMoESpec:
     norm_eps: float = 0.0
     slots_from: SlotSource = "normalised"
     dropped: int = 0
+    constants: bool = False
 
     @property
     def routed(self) -> int:
@@ -104,14 +107,15 @@ class SoftMoESpec:
         """Multiply-adds for one input of `tokens` tokens with k experts, by part.
 
         Router mdnp, dispatch mdkp, experts kp(d·inner + ho), combine mkpo: the router never
-        shrinks with k.
+        shrinks with k. Constant experts are combined, too.
         """
         m, p = tokens, self.slots
+        combined = k + (self.dropped if self.constants else 0)
         return {
             "router": m * self.dim * self.routed * p,
             "dispatch": m * self.dim * k * p,
             "experts": k * p * self.parameters_per_expert,
-            "combine": m * k * p * self.out,
+            "combine": m * combined * p * self.out,
         }
 
     def bytes_read(self, k: int) -> int:
@@ -144,7 +148,8 @@ class SoftMoEWeights:
     `phi` [d, n, p] is already normalised and scaled; behind those of the n experts come the columns
     of dropped ones. `w1` holds n matrices [d, inner], `w2` n
     matrices [h, o] (None for linear experts); `b1` [n, inner] and `b2` [n, o] may be None. `gain`
-    and `shift` [d] follow the normalisation of x where the family has them.
+    and `shift` [d] follow the normalisation of x where the family has them. `constants`
+    [dropped, p, o] are what the slots of dropped experts give, if anything.
     """
 
     phi: Tensor
@@ -154,19 +159,22 @@ class SoftMoEWeights:
     b2: Tensor | None
     gain: Tensor | None = None
     shift: Tensor | None = None
+    constants: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Routing:
     """What the router decides for a batch.
 
-    `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p]; `scores` [b, n] is s, the
+    `logits`, `combine` and `dispatch` are L, C and D, [b, m, n, p], `combine_dropped` are the
+    columns of C of dropped experts, [b, m, dropped, p]; `scores` [b, n] is s, the
     column sums of C; `selected` [b, k] the indices of the k largest, ascending; `margin` [b] is the
     distance from the k-th to the (k+1)-th score (infinite for k = n).
     """
 
     logits: Tensor
     combine: Tensor
+    combine_dropped: Tensor
     dispatch: Tensor
     scores: Tensor
     selected: Tensor
@@ -178,11 +186,13 @@ class SoftMoE(MoELayer):
 
     `keep` is Algorithm 1's k; None computes all experts, as the model was trained. C is a softmax
     over all experts and slots and is not renormalised after the selection unless `renormalize`.
-    `chooser` replaces Algorithm 1's choice, to study others; it is never exported.
+    `chooser` replaces Algorithm 1's choice, to study others, and `unchosen` are experts that it
+    never chooses with the constants [e, p, o] in their places; neither is ever exported.
     """
 
     spec: SoftMoESpec
     chooser: Chooser | None = None
+    unchosen: tuple[Sequence[int], Tensor] | None = None
 
     def __init__(self, spec: SoftMoESpec, weights: SoftMoEWeights) -> None:
         super().__init__()
@@ -192,6 +202,7 @@ class SoftMoE(MoELayer):
         self.b2 = _frozen(weights.b2)
         self.gain = _frozen(weights.gain)
         self.shift = _frozen(weights.shift)
+        self.constants = _frozen(weights.constants)
         self.w1 = _frozen_matrices(weights.w1)
         self.w2 = None if weights.w2 is None else _frozen_matrices(weights.w2)
 
@@ -217,7 +228,7 @@ class SoftMoE(MoELayer):
         """Returns C, D, the scores and the selection for tokens x [b, m, d] (Algorithm 1)."""
         n = self.spec.experts
         logits = torch.einsum("bmd,dnp->bmnp", self.normalise(x), self.phi)
-        combine = _over_slots(logits)[:, :, :n]
+        combine, dropped = _over_slots(logits).tensor_split([n], dim=2)
         logits = logits[:, :, :n]
         dispatch = logits.softmax(dim=1)
         scores = combine.sum(dim=(1, 3))
@@ -230,7 +241,7 @@ class SoftMoE(MoELayer):
             selected = ranked.indices[:, :k].sort(dim=1).values
         else:
             selected = self.chooser(scores, k)
-        return Routing(logits, combine, dispatch, scores, selected, margin)
+        return Routing(logits, combine, dropped, dispatch, scores, selected, margin)
 
     def choices(self, x: Tensor) -> dict[str, RoutingDecision]:
         """Returns the chosen experts, with the margin relative to the k-th score."""
@@ -252,6 +263,9 @@ class SoftMoE(MoELayer):
         for key, vector in (("gain", self.gain), ("shift", self.shift)):
             if vector is not None:
                 yield StoredPart(key, (spec.dim,), [vector.numpy()])
+        if self.constants is not None:
+            shape = (spec.dropped * spec.slots, spec.out)
+            yield StoredPart(CONSTANTS, shape, [self.constants.flatten(0, 1).numpy()])
         sizes = {
             "w1": (spec.dim, spec.inner),
             "b1": (spec.inner,),
@@ -277,10 +291,11 @@ class SoftMoE(MoELayer):
             phi = phi * self.gain.double()[:, None]
         return phi.to(torch.float32).numpy()
 
-    def with_experts(self, experts: Sequence[int]) -> SoftMoE:
-        """Returns the layer with some of its experts; the others stay in the softmax of C alone.
+    def with_experts(self, experts: Sequence[int], constants: np.ndarray | None = None) -> SoftMoE:
+        """Returns the layer with some of its experts; the others stay in the softmax of C.
 
-        Experts that are tensors of their own are shared, those of a stack copied.
+        They give nothing, or the `constants` [n − e, p, o], in their order. Experts that are
+        tensors of their own are shared, those of a stack copied.
         """
         kept = list(experts)
         others = [e for e in range(self.spec.routed) if e not in set(kept)]
@@ -298,14 +313,20 @@ class SoftMoE(MoELayer):
             b2=None if self.b2 is None else self.b2[kept],
             gain=self.gain,
             shift=self.shift,
+            constants=None if constants is None else torch.from_numpy(constants),
         )
-        return SoftMoE(replace(self.spec, experts=len(kept), dropped=len(others)), weights).eval()
+        spec = replace(
+            self.spec,
+            experts=len(kept),
+            dropped=len(others),
+            constants=constants is not None,
+        )
+        return SoftMoE(spec, weights).eval()
 
-    def contributions(self, x: Tensor) -> Tensor:
-        """Returns what each expert adds to the outputs for tokens x: [b, n, m, o]."""
+    def computed(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns what every expert gives for tokens x, [b, n, p, o], and C, [b, m, n, p]."""
         routing = self.route(x)
-        outputs = self._all_experts(self._slots(x, routing))
-        return torch.einsum("bnpo,bmnp->bnmo", outputs, routing.combine)
+        return self._all_experts(self._slots(x, routing)), routing.combine
 
     def _slots(self, x: Tensor, routing: Routing) -> Tensor:
         """What the experts are given, [b, n, p, d]."""
@@ -333,7 +354,13 @@ class SoftMoE(MoELayer):
             outputs = self._selected_experts(slots, chosen)
         else:
             outputs = self._all_experts(slots)
-        return torch.einsum("bnpo,bmnp->bmo", outputs, combine)
+        y = torch.einsum("bnpo,bmnp->bmo", outputs, combine)
+        if self.constants is not None:
+            y = y + torch.einsum("npo,bmnp->bmo", self.constants, routing.combine_dropped)
+        if self.unchosen is not None:
+            experts, constants = self.unchosen
+            y = y + torch.einsum("npo,bmnp->bmo", constants, routing.combine[:, :, experts])
+        return y
 
     def _all_experts(self, slots: Tensor) -> Tensor:
         """Every expert on its slots: [b, n, p, d] to [b, n, p, o], batched where stacked."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,9 +11,9 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
 from moexport.errors import UsageError
+from moexport.tune.constants import Constants, given_up
 from moexport.tune.graphs import Look
 from moexport.tune.halves import Halves
-from moexport.tune.layers import _given_up
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
 from moexport.tune.request import parse_seconds, parse_share, parse_size
 from moexport.tune.search import Option, _path, front_of
@@ -138,7 +139,7 @@ def test_the_front_holds_what_nothing_beats() -> None:
 def test_experts_go_in_the_order_of_what_is_missing_without_them() -> None:
     # Experts 1 and 2 cancel each other: without both nothing is missing.
     added = torch.tensor([[1.0, 0.0], [3.0, 0.0], [-3.0, 0.0], [0.0, 2.0]]).double()
-    order = _given_up(added @ added.T)
+    order = given_up(added @ added.T)
     assert order[0] == 0
     assert {*order} == {0, 1, 2, 3}
     assert order[-1] != 0
@@ -146,7 +147,7 @@ def test_experts_go_in_the_order_of_what_is_missing_without_them() -> None:
 
 def of_times() -> tuple[LayerTimes, Point]:
     """Two layers alike, alone 1 ms each with one lowering and 1.5 or 4 with others."""
-    times = LayerTimes()
+    times = LayerTimes(Constants({}, {}, Path()))
     for name in ("a", "b"):
         times.forms[name, (8, 0, "fp32")] = FormTime(1.0, "dense", {"gather": 1.5, "fused": 4.0})
         times.forms[name, (4, 0, "fp32")] = FormTime(0.5, "gather")

@@ -118,6 +118,7 @@ def test_dropped_experts_are_not_in_the_file_and_the_others_contribute_what_they
             recipe,
             precision="fp32",
             calibration="",
+            constants="",
             layers={name: LayerRecipe(k, "fp32", "gather", kept)},
         )
         fewer.write(tmp_path / "recipe.yaml")
