@@ -1,0 +1,40 @@
+"""`constants.safetensors`: what constant experts give, in a bundle and beside its recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save
+
+from ...errors import BundleError
+from ..edits import Edits
+
+CONSTANTS_FILE = "constants.safetensors"
+
+
+def constants_bytes(edits: Edits) -> bytes:
+    """Returns the file of the constant experts of some edits, a tensor [dropped, p, o] per layer.
+
+    Empty where there are none.
+    """
+    arrays = {each.layer: each.constants for each in edits.kept if each.constants is not None}
+    return save(arrays) if arrays else b""
+
+
+def read_constants(folder: Path) -> Mapping[str, np.ndarray]:
+    """Returns the constants of each layer in a folder; none where it has no such file.
+
+    Raises `BundleError` for a file that is damaged.
+    """
+    path = folder / CONSTANTS_FILE
+    if not path.is_file():
+        return {}
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise BundleError(
+            f"{path}: cannot be read ({error})", hint="copy it from the bundle again"
+        ) from error

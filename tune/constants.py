@@ -1,0 +1,157 @@
+"""Which experts of a Soft MoE layer go first, and the constants that take their places.
+
+A dropped expert leaves a constant expert (Jin et al., MoE++, 2024): each of its slots gives one
+vector, whatever it is given. The vectors are those with which the layer's outputs on the search's
+half differ least from what they were (least squares). As C is unchanged, a token still gets of them
+what the router says.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..common.writing import make_folder, whole_file
+from ..graphs.layers.base import MoELayer
+from ..graphs.layers.soft_moe import SoftMoE
+from .space import Point
+
+FOLDER = "constants"
+"""In a search's folder: what was fitted, so that a search that goes on has the same."""
+
+RANKED = 64
+"""Inputs by which experts are ranked."""
+
+MOST_SLOTS = 4096
+"""Of so many slots the constants are fitted together; of more, each alone."""
+
+RIDGE = 1e-3
+"""How strongly constants are drawn to those of each slot alone, beside what the inputs say."""
+
+
+class Constants:
+    """The constants of every subset of a layer's experts, each fitted when it is first asked for.
+
+    `inputs` are the tokens [b, m, d] that each layer is given, in batches.
+    """
+
+    def __init__(
+        self, layers: Mapping[str, MoELayer], inputs: Mapping[str, Sequence[Tensor]], folder: Path
+    ) -> None:
+        self._layers, self._inputs, self._folder = layers, inputs, folder / FOLDER
+        self._orders: dict[str, tuple[int, ...]] = {}
+        self._alone: dict[str, Tensor] = {}
+        self._found: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
+
+    def subset(self, name: str, size: int) -> tuple[int, ...]:
+        """Returns the experts of a layer that stay where so many do, ascending."""
+        if name not in self._orders:
+            alone = self._of_slots(name)
+            self._orders[name] = given_up(self._products(name, alone))[::-1]
+        return tuple(sorted(self._orders[name][:size]))
+
+    def of(self, name: str, experts: tuple[int, ...]) -> np.ndarray:
+        """Returns what the slots of the other experts give: [n − e, p, o], float32."""
+        if (name, experts) not in self._found:
+            digest = hashlib.sha256(f"{name} {experts}".encode()).hexdigest()
+            path = self._folder / f"{digest[:16]}.npy"
+            if path.is_file():
+                self._found[name, experts] = np.load(path, allow_pickle=False)
+            else:
+                fitted = self._found[name, experts] = self._fitted(name, experts)
+                make_folder(self._folder)
+                with whole_file(path) as place, place.open("wb") as file:
+                    np.save(file, fitted)
+        return self._found[name, experts]
+
+    def of_point(self, point: Point) -> dict[str, np.ndarray]:
+        """Returns the constants of each layer of a point that keeps a subset of its experts."""
+        return {n: self.of(n, choice.experts) for n, choice in point.layers if choice.experts}
+
+    @torch.inference_mode()
+    def _fitted(self, name: str, experts: tuple[int, ...]) -> np.ndarray:
+        spec = self._layer(name).spec
+        dropped = [e for e in range(spec.experts) if e not in {*experts}]
+        alone = self._of_slots(name)
+        found = alone[dropped].flatten(0, 1)
+        if len(found) <= MOST_SLOTS:
+            square = torch.zeros(len(found), len(found), dtype=torch.float64)
+            missing = torch.zeros(len(found), spec.out, dtype=torch.float64)
+            for outputs, combine in self._batches(name):
+                shares = combine[:, :, dropped].flatten(2).flatten(0, 1).double()  # [b·m, d·p]
+                apart = (outputs - alone.to(outputs.dtype))[:, dropped].flatten(1, 2)
+                added = combine[:, :, dropped].flatten(2) @ apart  # [b, m, o]
+                square += shares.T @ shares
+                missing += shares.T @ added.flatten(0, 1).double()
+            ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+            square.diagonal().add_(ridge)
+            found = found + torch.linalg.solve(square, missing)
+        return found.view(len(dropped), spec.slots, spec.out).float().numpy()
+
+    @torch.inference_mode()
+    def _of_slots(self, name: str) -> Tensor:
+        """The best constant of each slot if it alone had one, [n, p, o] float64.
+
+        It is the mean of what it gives, each input weighted by the squares of its column of C.
+        """
+        if name not in self._alone:
+            spec = self._layer(name).spec
+            total = torch.zeros(spec.experts, spec.slots, spec.out, dtype=torch.float64)
+            weights = torch.full((spec.experts, spec.slots), 1e-300, dtype=torch.float64)
+            for outputs, combine in self._batches(name):
+                squares = combine.double().square().sum(dim=1)  # [b, n, p]
+                total += torch.einsum("bnpo,bnp->npo", outputs.double(), squares)
+                weights += squares.sum(dim=0)
+            self._alone[name] = total / weights[..., None]
+        return self._alone[name]
+
+    @torch.inference_mode()
+    def _products(self, name: str, alone: Tensor) -> Tensor:
+        """Products [n, n] of what goes missing with each expert when its constants take over.
+
+        Outputs are sums over experts, so that they say what goes missing with a set of them.
+        """
+        n = self._layer(name).spec.experts
+        products, seen = torch.zeros(n, n, dtype=torch.float64), 0
+        for outputs, combine in self._batches(name):
+            apart = outputs.double() - alone
+            for one, shares in zip(apart, combine.double(), strict=True):
+                added = torch.einsum("npo,mnp->nmo", one, shares).flatten(1)  # [n, m·o]
+                products += added @ added.T
+                seen += 1
+                if seen == RANKED:
+                    return products
+        return products
+
+    def _batches(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields what all experts give, [b, n, p, o], and C, [b, m, n, p]."""
+        layer = self._layer(name)
+        for x in self._inputs[name]:
+            yield layer.computed(x)
+
+    def _layer(self, name: str) -> SoftMoE:
+        layer = self._layers[name]
+        assert isinstance(layer, SoftMoE), "only those have experts to drop"
+        return layer
+
+
+def given_up(products: Tensor) -> tuple[int, ...]:
+    """The order in which experts go: at each step the one that adds least to what is missing.
+
+    `products` [n, n] are those of what goes missing with each expert; without a set R of them it is
+    Σ products[R, R].
+    """
+    left = list(range(len(products)))
+    crossed = torch.zeros(len(products), dtype=products.dtype)  # Σ over R of products[e, R]
+    order = []
+    while left:
+        costs = [float(products[e, e] + 2 * crossed[e]) for e in left]
+        gone = left.pop(int(np.argmin(costs)))
+        crossed += products[gone]
+        order.append(gone)
+    return tuple(order)
