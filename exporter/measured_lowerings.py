@@ -6,6 +6,7 @@ sizes that the export is asked to be fast at. The candidates take turns (`timing
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -78,12 +79,14 @@ Tokens = Mapping[str, np.ndarray]
 class Measuring:
     """How layers are measured: for how long, and on what inputs (random ones where none are given).
 
-    `alone` measures a lowering that has no other to be compared with, too.
+    `alone` measures a lowering that has no other to be compared with, too. One that is predicted to
+    take over `within` times as long as the fastest is left out.
     """
 
     protocol: Protocol = PROTOCOL
     inputs: Tokens = field(default_factory=dict)
     alone: bool = False
+    within: float = math.inf
 
 
 @dataclass(frozen=True)
@@ -161,6 +164,10 @@ def _measured(
 ) -> TunedLayers:
     work, name = group.work, group.names[0]
     candidates = able(work, job.options.target)
+    machine = machine_for(job.options.target, work.precision)
+    predicted = [each.predict_us(work, machine) for each in candidates]
+    most = measuring.within * min(predicted)
+    candidates = [each for each, us in zip(candidates, predicted, strict=True) if us <= most]
     latencies: dict[str, Latency] = {}
     left_out: dict[str, str] = {}
     if len(candidates) > 1 or measuring.alone:

@@ -7,6 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+TRAINING_S, TRAINING_SHARE = 4.0, 0.04
+"""What training for one whole graph may take: seconds, and a share of the time that is left."""
+
 
 class Clock:
     """The time of a search; without `seconds` nothing ends it.
@@ -30,6 +33,10 @@ class Clock:
         """Whether one more step of a kind would end after a share of the time for searching."""
         used = self.seconds - self.left if math.isfinite(self.seconds) else 0.0
         return used + self.longest.get(step, 0.0) > share * (self.seconds - self.reserve)
+
+    def training_s(self) -> float:
+        """How long the training for one point may take."""
+        return min(TRAINING_S, TRAINING_SHARE * max(0.0, self.left - self.reserve))
 
     @contextmanager
     def step(self, kind: str) -> Iterator[None]:

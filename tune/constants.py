@@ -3,26 +3,33 @@
 A dropped expert leaves a constant expert (Jin et al., MoE++, 2024): each of its slots gives one
 vector, whatever it is given. The vectors are those with which the layer's outputs on the search's
 half differ least from what they were (least squares). As C is unchanged, a token still gets of them
-what the router says.
+what the router says. For a whole model they are then trained (`tune.distill`).
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor
+from safetensors.numpy import load_file, save_file
+from torch import Tensor, nn
 
+from ..bench.runners.pytorch import PyTorch
 from ..common.writing import make_folder, whole_file
-from ..graphs.layers.base import MoELayer
+from ..exporter.edits import Edits, KeptExperts
+from ..exporter.model import Model, edited
+from ..graphs.layers.base import MoELayer, algorithm_1
 from ..graphs.layers.soft_moe import SoftMoE
+from .distill import Samples, distil
 from .space import Point
 
 FOLDER = "constants"
-"""In a search's folder: what was fitted, so that a search that goes on has the same."""
+"""In a search's folder: what was trained."""
 
 RANKED = 64
 """Inputs by which experts are ranked."""
@@ -34,19 +41,35 @@ RIDGE = 1e-3
 """How strongly constants are drawn to those of each slot alone, beside what the inputs say."""
 
 
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a model was seen to do on some inputs, in batches: to fit constants to.
+
+    `tokens` [b, m, d] are what each layer is given; `samples` the inputs with the untouched model's
+    outputs, which are class scores or not.
+    """
+
+    tokens: Mapping[str, Sequence[Tensor]]
+    samples: Samples
+    scores: bool
+
+
 class Constants:
     """The constants of every subset of a layer's experts, each fitted when it is first asked for.
 
-    `inputs` are the tokens [b, m, d] that each layer is given, in batches.
+    What was trained is kept in the search's `folder`, so that a search that goes on has the same.
+    `seconds` is how long the training for one point may take now.
     """
 
     def __init__(
-        self, layers: Mapping[str, MoELayer], inputs: Mapping[str, Sequence[Tensor]], folder: Path
+        self, model: Model, seen: Seen, folder: Path, seconds: Callable[[], float]
     ) -> None:
-        self._layers, self._inputs, self._folder = layers, inputs, folder / FOLDER
+        self._model, self._seen, self._seconds = model, seen, seconds
+        self._folder = folder / FOLDER
         self._orders: dict[str, tuple[int, ...]] = {}
         self._alone: dict[str, Tensor] = {}
-        self._found: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
+        self._fitted: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
+        self._trained: dict[str, dict[str, np.ndarray]] = {}
 
     def subset(self, name: str, size: int) -> tuple[int, ...]:
         """Returns the experts of a layer that stay where so many do, ascending."""
@@ -55,26 +78,48 @@ class Constants:
             self._orders[name] = given_up(self._products(name, alone))[::-1]
         return tuple(sorted(self._orders[name][:size]))
 
-    def of(self, name: str, experts: tuple[int, ...]) -> np.ndarray:
-        """Returns what the slots of the other experts give: [n − e, p, o], float32."""
-        if (name, experts) not in self._found:
-            digest = hashlib.sha256(f"{name} {experts}".encode()).hexdigest()
-            path = self._folder / f"{digest[:16]}.npy"
-            if path.is_file():
-                self._found[name, experts] = np.load(path, allow_pickle=False)
-            else:
-                fitted = self._found[name, experts] = self._fitted(name, experts)
-                make_folder(self._folder)
-                with whole_file(path) as place, place.open("wb") as file:
-                    np.save(file, fitted)
-        return self._found[name, experts]
+    def fitted(self, name: str, experts: tuple[int, ...]) -> np.ndarray:
+        """Returns what the slots of the other experts give: [n − e, p, o], by least squares."""
+        key = name, experts
+        if key not in self._fitted:
+            self._fitted[key] = self._least_squares(name, experts)
+        return self._fitted[key]
 
-    def of_point(self, point: Point) -> dict[str, np.ndarray]:
-        """Returns the constants of each layer of a point that keeps a subset of its experts."""
-        return {n: self.of(n, choice.experts) for n, choice in point.layers if choice.experts}
+    def fitted_to(self, point: Point) -> dict[str, np.ndarray]:
+        """Returns the constants of each layer of a point, by least squares."""
+        return {n: self.fitted(n, choice.experts) for n, choice in point.layers if choice.experts}
+
+    def trained_for(self, point: Point) -> dict[str, np.ndarray]:
+        """Returns the constants of each layer of a point, trained for it as a whole model."""
+        parts = [(name, c.k, c.experts) for name, c in point.layers if c.experts]
+        if not parts:
+            return {}
+        key = json.dumps([(name, choice.k, choice.experts) for name, choice in point.layers])
+        if key not in self._trained:
+            path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
+            if path.is_file():
+                self._trained[key] = load_file(path)
+            else:
+                self._trained[key] = found = self._train(point)
+                make_folder(self._folder)
+                with whole_file(path) as place:
+                    save_file(found, place)
+        return self._trained[key]
+
+    def _train(self, point: Point) -> dict[str, np.ndarray]:
+        start = self.fitted_to(point)
+        kept = tuple(KeptExperts(n, c.experts) for n, c in point.layers if n in start)
+        changed = edited(self._model, Edits(kept=kept).with_constants(start))
+        layers = changed.layers
+        constants = {name: _constants(layers[name]) for name in start}
+        model = PyTorch(changed.module, changed.inputs)
+        seen, seconds = self._seen, self._seconds()
+        k = {name: choice.k for name, choice in point.layers}
+        with algorithm_1(changed.module, k):
+            return distil(model, constants, seen.samples, scores=seen.scores, seconds=seconds)
 
     @torch.inference_mode()
-    def _fitted(self, name: str, experts: tuple[int, ...]) -> np.ndarray:
+    def _least_squares(self, name: str, experts: tuple[int, ...]) -> np.ndarray:
         spec = self._layer(name).spec
         dropped = [e for e in range(spec.experts) if e not in {*experts}]
         alone = self._of_slots(name)
@@ -131,13 +176,18 @@ class Constants:
     def _batches(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
         """Yields what all experts give, [b, n, p, o], and C, [b, m, n, p]."""
         layer = self._layer(name)
-        for x in self._inputs[name]:
+        for x in self._seen.tokens[name]:
             yield layer.computed(x)
 
     def _layer(self, name: str) -> SoftMoE:
-        layer = self._layers[name]
+        layer = self._model.layers[name]
         assert isinstance(layer, SoftMoE), "only those have experts to drop"
         return layer
+
+
+def _constants(layer: MoELayer) -> nn.Parameter:
+    assert isinstance(layer, SoftMoE) and layer.constants is not None, "it was given some"
+    return layer.constants
 
 
 def given_up(products: Tensor) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from ..exporter.session import Session, SessionOptions
 from ..exporter.write import write_graphs
 from ..graphs.targets import TARGETS
 from .clock import Clock
+from .constants import Constants
 from .halves import in_batches, rows_of
 from .quality import Metric, Quality
 from .routed import Traces
@@ -89,12 +90,13 @@ class Graphs:
         progress: Progress,
         threads: int,
         clock: Clock,
+        constants: Constants,
         evaluate: Evaluate = evaluate_here,
     ) -> None:
         self.base, self.traces, self.times = base, traces, times
         self.data, self.outputs, self.metric = data, outputs, metric
         self.journal, self.progress, self.threads = journal, progress, threads
-        self.clock = clock
+        self.clock, self.constants = clock, constants
         self.looks: dict[str, Look] = {}
         self.batch = batch_size(outputs)
         self.evaluate = evaluate
@@ -190,7 +192,7 @@ class Graphs:
             for index, (point, lowerings) in enumerate(listed):
                 place = folder / str(index)
                 place.mkdir()
-                job = job_of(self.base, point, lowerings, self.times.constants.of_point(point))
+                job = job_of(self.base, point, lowerings, self.constants.trained_for(point))
                 traced = self.traces.of(job)
                 with self.clock.step(OPEN):
                     write_graphs(plan(job, traced, job.table), place)

@@ -7,10 +7,10 @@ as a whole.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from ..exporter.inputs import Inputs
 from ..exporter.model import Model
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
 from ..graphs.layers.soft_moe import Chooser, SoftMoE
-from .constants import Constants
+from .constants import Seen
 from .graphs import batch_size
 from .halves import in_batches
 from .quality import Metric, Quality, Tally
@@ -35,6 +35,9 @@ BATCH = 32
 
 MOST = 512
 """Inputs on which single layers are tried: they rank choices, and whole graphs decide."""
+
+MOST_SEEN, SEEN_S = 8192, 5.0
+"""Inputs that constants are fitted to. Beyond `MOST` they are recorded for so long at the most."""
 
 MOST_TOKENS = 1 << 14
 """Tokens on which single layers of a language model are tried."""
@@ -52,7 +55,6 @@ class Replay:
         data: LabelledData,
         outputs: Array,
         metric: Metric,
-        folder: Path,
         over: Callable[[], bool] = lambda: False,
     ) -> None:
         self.model, self.routed = model, routed_layers(model)
@@ -62,13 +64,13 @@ class Replay:
         self.at = 0
         self.inputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
         self.outputs: dict[str, list[Tensor]] = {name: [] for name in self.layers}
-        self.constants = Constants(self.layers, self.inputs, folder)
         self._batches: list[tuple[Inputs, Array, Array | None]] = []
         held, of_tokens = 0, data.inputs.dtype.kind in "iu"
-        most = max(1, MOST_TOKENS // data.inputs[0].size) if of_tokens else MOST
-        size = min(BATCH, batch_size(outputs))
-        for rows, x, labels in in_batches(data.head(min(most, MOST)), size):
-            if self._batches and (held > HELD_BYTES or over()):
+        most = max(1, MOST_TOKENS // data.inputs[0].size) if of_tokens else MOST_SEEN
+        size, began = min(BATCH, batch_size(outputs)), time.monotonic()
+        for rows, x, labels in in_batches(data.head(min(most, MOST_SEEN)), size):
+            long = rows.start >= MOST and time.monotonic() - began > SEEN_S
+            if self._batches and (held > HELD_BYTES or long or over()):
                 break
             if not self.routed:
                 with self._recorded():
@@ -81,24 +83,34 @@ class Replay:
         """Returns what each layer is given, [s, m, d], of a model without routers."""
         return {name: torch.cat(each).numpy() for name, each in self.inputs.items() if each}
 
-    def quality(self, name: str, choice: Choice) -> Quality:
-        """Returns what is kept with one layer changed; its precision plays no part."""
+    @property
+    def seen(self) -> Seen:
+        """What the model was seen to do."""
+        samples = [(x, base) for x, base, _ in self._batches]
+        return Seen(self.inputs, samples, self.metric.name != "function")
+
+    def quality(self, name: str, choice: Choice, constants: np.ndarray | None = None) -> Quality:
+        """Returns what is kept with one layer changed; its precision plays no part.
+
+        `constants` [n − e, p, o] are what experts give that are not among those of the choice.
+        """
         tally = Tally()
-        with self._changed(name, choice) as run:
-            for index, (x, base, labels) in enumerate(self._batches):
+        with self._changed(name, choice, constants) as run:
+            for index, (x, base, labels) in enumerate(self._batches[: -(-MOST // BATCH)]):
                 self.at = index
                 tally = tally + self.metric.tally(run(x), base, x, labels)
         return self.metric.quality(tally)
 
     @contextmanager
-    def _changed(self, name: str, choice: Choice) -> Iterator[Callable[[Inputs], Array]]:
+    def _changed(
+        self, name: str, choice: Choice, constants: np.ndarray | None
+    ) -> Iterator[Callable[[Inputs], Array]]:
         """Yields the model with one layer as it is chosen."""
         if self.routed:
             k = {each: layer.spec.trained_k for each, layer in self.layers.items()}
             changed = asked_for(self.model, {**k, name: choice.k})
             yield PyTorch(changed.module, changed.inputs).infer
             return
-        constants = self.constants.of(name, choice.experts) if choice.experts else None
         with self._playing_before(name), _as_chosen(self.layers[name], choice, constants):
             yield self._run
 

@@ -10,6 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
+
+import numpy as np
 
 from ..common.console import Progress
 from ..errors import MoexportError
@@ -20,6 +23,9 @@ from .space import Choice, Point
 
 AROUND = ""
 """The part of a model that is no layer: the network around them."""
+
+SAFER = 4
+"""Points of a path before its end that are looked at."""
 
 LOOKS = 24
 """Whole graphs beside the path, at the most, for each width of integers."""
@@ -86,6 +92,7 @@ class Search:
         for point in ends:
             self.look(point)
         self._beside(options)
+        self._before(path[: max(1, first)], options)
 
     def _beside(self, options: Options) -> None:
         """Tries single other choices at the best point, until several in turn are no better."""
@@ -103,6 +110,20 @@ class Search:
             look = self.look(point)
             looked += not known
             failed = 0 if look is not None and self.best() is look else failed + 1
+
+    def _before(self, path: Sequence[Point], options: Options) -> None:
+        """Looks at safer points than the end of a path, evenly over the factors of time.
+
+        Where the fastest are not confirmed, these are what is left.
+        """
+        path = [
+            *(p for pair in pairwise(path) for p in (pair[0], *_between(*pair, options))),
+            path[-1],
+        ]
+        times = [self.graphs.times.predicted_ms(point) for point in path]
+        factors = np.log(times) - np.log(times[-1])
+        for step in range(1, SAFER + 1):
+            self.look(path[int(np.argmin(np.abs(factors - step / (SAFER + 1) * factors[0])))])
 
     def best(self) -> Look | None:
         """Returns the best point so far: the fastest that meets all bounds, by the search's half.
@@ -156,6 +177,29 @@ def _path(start: Point, options: Options) -> Iterator[Point]:
         yield point
 
 
+def _between(one: Point, other: Point, options: Options) -> Iterator[Point]:
+    """Yields the points between two of a path, where one part has another of its options.
+
+    They cost more than the second and move the outputs less; of these, what nothing beats in both.
+    """
+    for part, listed in options.items():
+        here, there = (
+            next(o for o in listed if o.choice == _choice(point, part)) for point in (one, other)
+        )
+        if here is there:
+            continue
+        most = here.cost
+        least = there.shift
+        for each in sorted(listed, key=lambda option: (option.shift, option.cost)):
+            if each.cost < most and here.shift <= each.shift < least and each.cost > there.cost:
+                most = each.cost
+                yield taken(one, part, each)
+
+
+def _choice(point: Point, part: str) -> Choice | Precision:
+    return point.around if part == AROUND else point.choices[part]
+
+
 def taken(point: Point, part: str, option: Option) -> Point:
     """Returns a point with an option for one of its parts."""
     if isinstance(option.choice, Choice):
@@ -183,8 +227,7 @@ def _neighbours(point: Point, options: Options) -> list[Point]:
     """The points that differ in one part and cost less, those that move the outputs least first."""
     found = []
     for part, listed in options.items():
-        now: Choice | Precision = point.around if part == AROUND else point.choices[part]
-        own = next((each for each in listed if each.choice == now), None)
+        own = next((each for each in listed if each.choice == _choice(point, part)), None)
         if own is None:
             continue
         found += [

@@ -24,6 +24,9 @@ BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
 """Of one lowering of one layer: its order among others is what counts; whole graphs are timed
 longer."""
 
+LIKELY = 2.5
+"""A lowering that is predicted to take so many times as long as the fastest is not measured."""
+
 NEAR = 2.0
 """A lowering that takes so many times as long as the fastest of a layer alone may be the fastest in
 a whole graph."""
@@ -51,11 +54,11 @@ class LayerTimes:
 
     `around_ms` is what the network around the layers takes, by its precision: known once a whole
     graph with it was timed. `scale` is how many times as long layers of a precision take in a whole
-    graph as alone (`corrected`).
+    graph as alone (`corrected`). `constants` take the places of experts that are dropped.
     """
 
-    def __init__(self, constants: Constants) -> None:
-        self.constants = constants
+    def __init__(self, constants: Constants | None = None) -> None:
+        self._constants = constants
         self.forms: dict[tuple[str, Form], FormTime] = {}
         self.around_ms: dict[Precision, float] = {}
         self.scale: dict[Precision, float] = {}
@@ -81,7 +84,7 @@ class LayerTimes:
             (
                 (form[0], time)
                 for (name, form), time in self.forms.items()
-                if name == layer and form[2] == precision and _alike(form, choice.form)
+                if name == layer and form[2] == precision and self._alike(name, form, choice.form)
             ),
             key=lambda each: each[0],
         )
@@ -93,6 +96,17 @@ class LayerTimes:
         share = 0.0 if high == low else (k - low) / (high - low)
         nearer = fewer if share < 1 / 2 else more
         return replace(nearer, ms=fewer.ms + share * (more.ms - fewer.ms))
+
+    def _alike(self, layer: str, form: Form, wanted: Form) -> bool:
+        """Whether two forms of a layer differ in size alone: all computed, or k of all, or of some.
+
+        The layer as it was trained is one of those in which all are computed.
+        """
+        n = max(k for name, (k, subset, _) in self.forms if name == layer and not subset)
+        whole, all_wanted = (each[0] == (each[1] or n) for each in (form, wanted))
+        if not wanted[1]:
+            return not form[1]
+        return whole if all_wanted else bool(form[1]) and not whole
 
     def knows(self, point: Point) -> bool:
         """Whether the time of every layer of a point is known."""
@@ -172,22 +186,17 @@ class LayerTimes:
             point = Point(tuple(sheet.items()))
             if (index or point.precision != "fp32") and clock.over(share, FORMS):
                 return
-            job, copy = unlowered(base, point, self.constants.of_point(point)), traced.clone()
+            constants = None if self._constants is None else self._constants.fitted_to(point)
+            job, copy = unlowered(base, point, constants), traced.clone()
             with clock.step(FORMS):
                 numbers = apply_precision(job, copy, job.table)
-                found = tune(*(job, copy, numbers, progress), Measuring(BRIEF, inputs, alone=True))
+                measuring = Measuring(BRIEF, inputs, alone=True, within=LIKELY)
+                found = tune(job, copy, numbers, progress, measuring)
             for name, choice in sheet.items():
                 k, n, precision = choice.form
                 self.forms[name, choice.form] = time = _time(found.of(name))
                 told = msgspec.to_builtins(time)
                 journal.add("form", layer=name, k=k, n=n, precision=precision, time=told)
-
-
-def _alike(one: Form, other: Form) -> bool:
-    """Whether two forms of a layer differ in size alone."""
-    if not one[1] or not other[1]:
-        return one[1] == other[1]
-    return (one[0] == one[1]) == (other[0] == other[1])
 
 
 def _time(found: TunedLayers) -> FormTime:

@@ -42,12 +42,13 @@ from ..exporter.options import ExportOptions, recipe_options
 from ..exporter.quantization.calibrate import CalibrationOptions, calibrate
 from ..exporter.quantization.precision import apply_precision
 from ..exporter.trace import trace
-from ..graphs.layers.soft_moe import SoftMoE
+from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision
 from . import layers
 from .clock import Clock
 from .confirm import MOST, Confirmed, confirmed, holding, sequences_of, shortfall, worth_confirming
+from .constants import Constants
 from .graphs import CAREFUL, LOOK, OPEN, RUN, UNTOUCHED, Graphs, Look, batch_size
 from .halves import Halves, in_batches, rows_of
 from .layers import Replay, in_turn
@@ -357,16 +358,15 @@ class Job:
         """Measures layers, looks along the paths, and measures the front."""
         clock = self.clock
         over = partial(clock.over, RANGES_SHARE)
-        replay = Replay(
-            *(self.model, self.halves.search, self.outputs, self.metric, self.folder), over
-        )
-        times, start = LayerTimes(replay.constants), self.start
+        replay = Replay(self.model, self.halves.search, self.outputs, self.metric, over)
+        constants = Constants(self.model, replay.seen, self.folder, clock.training_s)
+        times, start = LayerTimes(constants), self.start
         as_trained = {name: (choice,) for name, choice in start.layers}
         self._measure(times, as_trained, replay.tokens(), progress)
         graphs = Graphs(
             *(self.base, Traces(self.base, self.traced), times, self.halves.search, self.outputs),
             *(self.metric, self.journal, progress, self.request.threads or _threads(), clock),
-            evaluate,
+            *(constants, evaluate),
         )
         base = graphs.lowered(graphs.look(start))
         times.corrected(start, base.ms)
@@ -374,11 +374,14 @@ class Job:
         each_s, once_s = self._end_s(graphs, base)
         clock.reserve += FEWEST * each_s + once_s
         choices: dict[str, tuple[Choice, ...]] = {
-            name: (*listed, *(() if over() else _subsets(replay, name, listed, self.request)))
+            name: (
+                *listed,
+                *(() if over() else self._subsets(constants, name)),
+            )
             for name, listed in self.space.choices.items()
         }
         self._times(times, choices, replay.tokens(), progress)
-        shifts = self._shifts(replay, choices, progress)
+        shifts = self._shifts(replay, constants, choices, progress)
         search = Search(graphs, self.request, partial(clock.over, step=LOOK), progress)
         with graphs.beside(base):
             self._seed(search, times)
@@ -389,7 +392,7 @@ class Job:
                         *(floats, integer, choices, times, shifts, moved), by_size=by_size
                     )
                     search.along(start.in_floats(floats), found)
-            self._refine(search, replay, choices, times)
+            self._refine(search, constants, choices, times)
             return self._front(search, graphs, base, choices)
 
     def _seed(self, search: Search, times: LayerTimes) -> None:
@@ -419,7 +422,7 @@ class Job:
     def _refine(
         self,
         search: Search,
-        replay: Replay,
+        constants: Constants,
         choices: Mapping[str, Sequence[Choice]],
         times: LayerTimes,
     ) -> None:
@@ -435,13 +438,24 @@ class Job:
             least = max(smaller, default=size)
             while size - least > max(1, size // FINEST) and not self.clock.over(1.0, LOOK):
                 k = (size + least) // 2
-                experts = replay.constants.subset(name, k) if subsets else ()
+                experts = constants.subset(name, k) if subsets else ()
                 point = best.point.with_layer(name, Choice(k, experts, now.precision))
                 look = search.look(point) if times.knows(point) else None
                 if look is not None and search.best() is look:
                     best, size = look, k
                 else:
                     least = k
+
+    def _subsets(self, constants: Constants, name: str) -> list[Choice]:
+        """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half."""
+        spec = self.model.layers[name].spec
+        if not self.request.subsets or not isinstance(spec, SoftMoESpec):
+            return []
+        found = []
+        for size in ks_of(spec.experts)[1:]:
+            experts = constants.subset(name, size)
+            found += [Choice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
+        return found
 
     def _uniform(self, precision: Precision) -> list[Point]:
         """The model as trained with every layer that serves it in a precision, then smaller k."""
@@ -526,7 +540,11 @@ class Job:
         )
 
     def _shifts(
-        self, replay: Replay, choices: Mapping[str, Sequence[Choice]], progress: Progress
+        self,
+        replay: Replay,
+        constants: Constants,
+        choices: Mapping[str, Sequence[Choice]],
+        progress: Progress,
     ) -> dict[tuple[str, Choice], float]:
         """How far each choice of each layer alone moves the outputs."""
         # As it was trained, a layer moves nothing.
@@ -544,7 +562,8 @@ class Job:
             if self.clock.over(EFFECTS_SHARE, EFFECT):
                 break
             with self.clock.step(EFFECT):
-                found[name, choice] = shift = replay.quality(name, choice).shift
+                others = constants.fitted(name, choice.experts) if choice.experts else None
+                found[name, choice] = shift = replay.quality(name, choice, others).shift
             told = msgspec.to_builtins(choice)
             self.journal.add("effect", layer=name, choice=told, shift=shift)
             progress.advance(1)
@@ -736,7 +755,8 @@ class Job:
             path = self.folder / CALIBRATION_FILE
             recipe = replace(recipe, calibration=sha256(path))
             options = replace(options, calibration=path)
-        asked = recipe_options(recipe, options, found.graphs.times.constants.of_point(look.point))
+        trained = found.graphs.constants.trained_for(look.point)
+        asked = recipe_options(recipe, options, trained)
         constants = constants_bytes(asked.edits)
         if constants:
             recipe = replace(recipe, constants=hashlib.sha256(constants).hexdigest())
@@ -917,20 +937,6 @@ def _in_precision(point: Point, part: str, precision: Precision) -> Point:
     if part == AROUND:
         return point.with_around(precision)
     return point.with_layer(part, replace(point.choices[part], precision=precision))
-
-
-def _subsets(
-    replay: Replay, name: str, listed: Sequence[Choice], request: TuneRequest
-) -> list[Choice]:
-    """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half."""
-    layer = replay.layers[name]
-    if not request.subsets or not isinstance(layer, SoftMoE):
-        return []
-    found = []
-    for size in ks_of(layer.spec.experts)[1:]:
-        experts = replay.constants.subset(name, size)
-        found += [Choice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
-    return found
 
 
 def _timed(listed: Sequence[Choice]) -> list[Choice]:

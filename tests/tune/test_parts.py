@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
 from moexport.errors import UsageError
-from moexport.tune.constants import Constants, given_up
+from moexport.tune.constants import given_up
 from moexport.tune.graphs import Look
 from moexport.tune.halves import Halves
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
@@ -147,7 +146,7 @@ def test_experts_go_in_the_order_of_what_is_missing_without_them() -> None:
 
 def of_times() -> tuple[LayerTimes, Point]:
     """Two layers alike, alone 1 ms each with one lowering and 1.5 or 4 with others."""
-    times = LayerTimes(Constants({}, {}, Path()))
+    times = LayerTimes()
     for name in ("a", "b"):
         times.forms[name, (8, 0, "fp32")] = FormTime(1.0, "dense", {"gather": 1.5, "fused": 4.0})
         times.forms[name, (4, 0, "fp32")] = FormTime(0.5, "gather")

@@ -1,0 +1,105 @@
+"""Training the constants of dropped experts until the whole model answers as the untouched one.
+
+Least squares bring a layer's own outputs near (`tune.constants`), but most directions of those
+matter little to what the model says. No labels are used: the target is what the untouched model
+gives (Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..bench.runners.pytorch import PyTorch
+from ..calibration.feeds import Array
+from ..exporter.inputs import Inputs
+from ..exporter.reference import first_output
+
+STEPS = 1200
+"""Batches that constants are trained on, at the most."""
+
+FEWEST = 50
+"""With time for fewer steps than this, nothing is trained."""
+
+STEP = 4.0
+"""About how many times as long as running a batch a step of the training takes."""
+
+RATE = 0.1
+"""How far a number moves in the first steps, as a share of the numbers' mean size."""
+
+LOOKS = 8
+"""How often the batches that are held out are asked."""
+
+HELD_OUT = 5
+"""One of so many batches is held out: they say which of the looks is best."""
+
+Samples = Sequence[tuple[Inputs, Array]]
+"""Batches of inputs with the untouched model's outputs [b, …]."""
+
+
+def distil(
+    model: PyTorch,
+    constants: Mapping[str, nn.Parameter],
+    samples: Samples,
+    *,
+    scores: bool,
+    seconds: float,
+) -> dict[str, np.ndarray]:
+    """Returns the constants [dropped, p, o] of each layer of a model, which are trained in place.
+
+    The loss is the Kullback-Leibler divergence of class scores where outputs are such (`scores`),
+    else their squared distance. What is returned did best on batches that were held out: the
+    constants as they came where training has not helped.
+    """
+    held, fitted = samples[::HELD_OUT], [s for i, s in enumerate(samples) if i % HELD_OUT]
+    began = time.monotonic()
+    least, best = _mean_loss(model, held, scores=scores), _copied(constants)
+    batch_s = (time.monotonic() - began) / len(held)
+    steps = min(STEPS, int(seconds / (STEP * batch_s)))
+    if steps < FEWEST or not fitted:
+        return best
+    sizes = {name: RATE * max(np.abs(each).mean(), 1e-6) for name, each in best.items()}
+    groups = [{"params": [each], "lr": sizes[name]} for name, each in constants.items()]
+    optimiser = torch.optim.Adam(groups)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, total_iters=steps)
+    order: list[int] = []
+    generator = np.random.default_rng(0)
+    for each in constants.values():
+        each.requires_grad_(True)
+    for step in range(1, steps + 1):
+        order = order or [*generator.permutation(len(fitted))]
+        x, base = fitted[order.pop()]
+        optimiser.zero_grad()
+        _loss(model, x, base, scores=scores).backward()  # type: ignore[no-untyped-call]
+        optimiser.step()
+        schedule.step()
+        late = time.monotonic() - began > 2 * seconds
+        if late or step % (steps // LOOKS) == 0:
+            found = _mean_loss(model, held, scores=scores)
+            if found < least:
+                least, best = found, _copied(constants)
+        if late:
+            break
+    return best
+
+
+def _copied(constants: Mapping[str, nn.Parameter]) -> dict[str, np.ndarray]:
+    return {name: each.detach().numpy().copy() for name, each in constants.items()}
+
+
+@torch.no_grad()
+def _mean_loss(model: PyTorch, samples: Samples, *, scores: bool) -> float:
+    return float(np.mean([float(_loss(model, *each, scores=scores)) for each in samples]))
+
+
+def _loss(model: PyTorch, x: Inputs, base: Array, *, scores: bool) -> Tensor:
+    y, wanted = first_output(model.module(*model.tensors(x))), torch.from_numpy(base)
+    if not scores:
+        return F.mse_loss(y, wanted)
+    own, theirs = (each.flatten(0, -2).log_softmax(dim=-1) for each in (y, wanted))
+    return F.kl_div(own, theirs, reduction="batchmean", log_target=True)
