@@ -60,7 +60,7 @@ TUNE_S, OPTUNA_S = 150.0, 100.0
 """What the two searches may take for a network; of the language model three times as much, which is
 traced again for another k."""
 
-COPIES = 11
+COPIES = 16
 """How often each digit is among the inputs."""
 
 TURNED, SCALED, SHIFTED = 0.09, 0.05, 0.07

@@ -19,7 +19,7 @@ BLOCK = 4096
 
 BATCH = 64
 
-SEEN = 4096
+SEEN = 8192
 SEEN_BYTES = 1 << 30
 """The most inputs, and bytes of them, that the search holds."""
 

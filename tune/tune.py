@@ -72,6 +72,9 @@ OUTPUT_BYTES = 1 << 30
 LEAST = 512
 """Inputs that a search sees, whatever its time, if there are as many."""
 
+MANY, MANY_S = 4096, 20.0
+"""Inputs beyond which a search sees more only while the untouched model has taken so long."""
+
 UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE = 0.1, 0.3, 0.5, 0.7
 """Of a search's time, when what comes before has ended: the untouched model's outputs, the ranges,
 the times of single layers, and what they do when they are changed. Whole graphs have the rest, but
@@ -818,12 +821,13 @@ def _outputs(model: Model, data: LabelledData, progress: Progress, clock: Clock)
     base, parts = untouched(model), []
     progress.step("running the untouched model", total=len(data), unit="inputs")
     parts.append(outputs_of(base, rows_of(data.batch(0, 1), slice(0, 1)), model.source.path))
-    size = batch_size(parts[0])
+    size, began = batch_size(parts[0]), time.monotonic()
     held = 0
     for rows, x, _ in in_batches(data, size):
         if rows.start:
             short = clock.over(UNTOUCHED_SHARE) and rows.start >= LEAST
-            if short or held > OUTPUT_BYTES:
+            slow = rows.start >= MANY and time.monotonic() - began > MANY_S
+            if short or slow or held > OUTPUT_BYTES:
                 break
         parts.append(outputs_of(base, x, model.source.path))
         held += parts[-1].nbytes
