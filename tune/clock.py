@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 TRAINING_S, TRAINING_SHARE = 4.0, 0.04
-"""What training for one whole graph may take: seconds, and a share of the time that is left."""
+"""What the training for a whole graph takes: so many seconds, and at most a share of those left."""
 
 
 class Clock:
@@ -34,9 +34,10 @@ class Clock:
         used = self.seconds - self.left if math.isfinite(self.seconds) else 0.0
         return used + self.longest.get(step, 0.0) > share * (self.seconds - self.reserve)
 
-    def training_s(self) -> float:
-        """How long the training for one point may take."""
-        return min(TRAINING_S, TRAINING_SHARE * max(0.0, self.left - self.reserve))
+    def training_s(self, step: str) -> float:
+        """How long the training for one point may take: some seconds, or as a step of a kind."""
+        usual = max(TRAINING_S, self.longest.get(step, 0.0))
+        return min(usual, TRAINING_SHARE * max(0.0, self.left - self.reserve))
 
     @contextmanager
     def step(self, kind: str) -> Iterator[None]:

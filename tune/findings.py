@@ -28,7 +28,7 @@ from ..common.text import size, table
 from ..common.writing import remove_folder
 from ..exporter.bundle.recipe import RECIPE_FILE
 from .confirm import Confirmed
-from .constants import FOLDER
+from .dropped.constants import FOLDER
 from .graphs import CAREFUL, Look
 from .quality import Quality
 from .tune import Tuned

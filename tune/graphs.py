@@ -27,7 +27,7 @@ from ..exporter.session import Session, SessionOptions
 from ..exporter.write import write_graphs
 from ..graphs.targets import TARGETS
 from .clock import Clock
-from .constants import Constants
+from .dropped.constants import Constants
 from .halves import in_batches, rows_of
 from .quality import Metric, Quality
 from .routed import Traces

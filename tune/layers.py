@@ -24,7 +24,7 @@ from ..exporter.inputs import Inputs
 from ..exporter.model import Model
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
 from ..graphs.layers.soft_moe import Chooser, SoftMoE
-from .constants import Seen
+from .dropped.constants import Seen
 from .graphs import batch_size
 from .halves import in_batches
 from .quality import Metric, Quality, Tally

@@ -38,7 +38,7 @@ class Choice:
 
     def text(self, experts: int) -> str:
         """In words: `k = 4 of 16, int8`."""
-        of = f"{len(self.experts)} experts kept of {experts}, " if self.experts else ""
+        of = f"{len(self.experts)} of {experts} experts kept, " if self.experts else ""
         n = len(self.experts) or experts
         return f"{of}k = {self.k} of {n}, {self.precision}"
 

@@ -17,7 +17,7 @@ from ..exporter.measured_lowerings import Measuring, Tokens, tune
 from ..exporter.quantization.precision import apply_precision
 from ..graphs.targets import Precision
 from .clock import Clock
-from .constants import Constants
+from .dropped.constants import Constants
 from .space import Choice, Point, sheets, unlowered
 
 BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)

@@ -46,9 +46,9 @@ from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision
 from . import layers
-from .clock import Clock
+from .clock import TRAINING_S, Clock
 from .confirm import MOST, Confirmed, confirmed, holding, sequences_of, shortfall, worth_confirming
-from .constants import Constants
+from .dropped.constants import Constants
 from .graphs import CAREFUL, LOOK, OPEN, RUN, UNTOUCHED, Graphs, Look, batch_size
 from .halves import Halves, in_batches, rows_of
 from .layers import Replay, in_turn
@@ -251,7 +251,7 @@ def plan_search(
         began
         + job.space.forms * FORM_S
         + (choices + subsets) * one * min(count, layers.MOST)
-        + graphs * (GRAPH_S + one * count)
+        + graphs * (GRAPH_S + one * count + (TRAINING_S if subsets else 0.0))
     )
     return SearchPlan(
         *(job.space.size, choices, job.space.forms, graphs),
@@ -362,7 +362,7 @@ class Job:
         clock = self.clock
         over = partial(clock.over, RANGES_SHARE)
         replay = Replay(self.model, self.halves.search, self.outputs, self.metric, over)
-        constants = Constants(self.model, replay.seen, self.folder, clock.training_s)
+        constants = Constants(self.model, replay.seen, self.folder, partial(clock.training_s, RUN))
         times, start = LayerTimes(constants), self.start
         as_trained = {name: (choice,) for name, choice in start.layers}
         self._measure(times, as_trained, replay.tokens(), progress)

@@ -10,7 +10,7 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
 from moexport.errors import UsageError
-from moexport.tune.constants import given_up
+from moexport.tune.dropped.constants import given_up
 from moexport.tune.graphs import Look
 from moexport.tune.halves import Halves
 from moexport.tune.quality import Metric, Quality, Tally, metric_for

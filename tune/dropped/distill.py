@@ -1,6 +1,6 @@
 """Training the constants of dropped experts until the whole model answers as the untouched one.
 
-Least squares bring a layer's own outputs near (`tune.constants`), but most directions of those
+Least squares bring a layer's own outputs near (`tune.dropped.constants`), but most directions of those
 matter little to what the model says. No labels are used: the target is what the untouched model
 gives (Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015).
 """
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..bench.runners.pytorch import PyTorch
-from ..calibration.feeds import Array
-from ..exporter.inputs import Inputs
-from ..exporter.reference import first_output
+from ...bench.runners.pytorch import PyTorch
+from ...calibration.feeds import Array
+from ...exporter.inputs import Inputs
+from ...exporter.reference import first_output
 
 STEPS = 1200
 """Batches that constants are trained on, at the most."""
 
-FEWEST = 50
+FEWEST = 25
 """With time for fewer steps than this, nothing is trained."""
 
 STEP = 4.0

@@ -3,7 +3,7 @@
 A dropped expert leaves a constant expert (Jin et al., MoE++, 2024): each of its slots gives one
 vector, whatever it is given. The vectors are those with which the layer's outputs on the search's
 half differ least from what they were (least squares). As C is unchanged, a token still gets of them
-what the router says. For a whole model they are then trained (`tune.distill`).
+what the router says. For a whole model they are then trained (`tune.dropped.distill`).
 """
 
 from __future__ import annotations
@@ -19,20 +19,23 @@ import torch
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
-from ..bench.runners.pytorch import PyTorch
-from ..common.writing import make_folder, whole_file
-from ..exporter.edits import Edits, KeptExperts
-from ..exporter.model import Model, edited
-from ..graphs.layers.base import MoELayer, algorithm_1
-from ..graphs.layers.soft_moe import SoftMoE
+from ...bench.runners.pytorch import PyTorch
+from ...common.writing import make_folder, whole_file
+from ...exporter.edits import Edits, KeptExperts
+from ...exporter.model import Model, edited
+from ...graphs.layers.base import MoELayer, algorithm_1
+from ...graphs.layers.soft_moe import SoftMoE
+from ..space import Point
 from .distill import Samples, distil
-from .space import Point
 
 FOLDER = "constants"
 """In a search's folder: what was trained."""
 
 RANKED = 64
-"""Inputs by which experts are ranked."""
+"""Inputs by which experts are ranked. Constants are fitted to at least so many."""
+
+ROWS = 16
+"""Tokens that constants are fitted to, for each of the layer's slots."""
 
 MOST_SLOTS = 4096
 """Of so many slots the constants are fitted together; of more, each alone."""
@@ -91,8 +94,7 @@ class Constants:
 
     def trained_for(self, point: Point) -> dict[str, np.ndarray]:
         """Returns the constants of each layer of a point, trained for it as a whole model."""
-        parts = [(name, c.k, c.experts) for name, c in point.layers if c.experts]
-        if not parts:
+        if not any(choice.experts for _, choice in point.layers):
             return {}
         key = json.dumps([(name, choice.k, choice.experts) for name, choice in point.layers])
         if key not in self._trained:
@@ -162,22 +164,24 @@ class Constants:
         Outputs are sums over experts, so that they say what goes missing with a set of them.
         """
         n = self._layer(name).spec.experts
-        products, seen = torch.zeros(n, n, dtype=torch.float64), 0
+        products, left = torch.zeros(n, n, dtype=torch.float64), RANKED
         for outputs, combine in self._batches(name):
-            apart = outputs.double() - alone
-            for one, shares in zip(apart, combine.double(), strict=True):
-                added = torch.einsum("npo,mnp->nmo", one, shares).flatten(1)  # [n, m·o]
+            for one, shares in zip(outputs[:left], combine[:left], strict=True):
+                apart = one.double() - alone
+                added = torch.einsum("npo,mnp->nmo", apart, shares.double()).flatten(1)  # [n, m·o]
                 products += added @ added.T
-                seen += 1
-                if seen == RANKED:
-                    return products
+            left = max(0, left - len(outputs))
         return products
 
     def _batches(self, name: str) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields what all experts give, [b, n, p, o], and C, [b, m, n, p]."""
+        """Yields what all experts give, [b, n, p, o], and C, [b, m, n, p], of enough inputs."""
         layer = self._layer(name)
+        inputs = rows = 0
         for x in self._seen.tokens[name]:
             yield layer.computed(x)
+            inputs, rows = inputs + x.shape[0], rows + x.shape[0] * x.shape[1]
+            if inputs >= RANKED and rows >= ROWS * layer.spec.experts * layer.spec.slots:
+                return
 
     def _layer(self, name: str) -> SoftMoE:
         layer = self._model.layers[name]

@@ -1,0 +1,1 @@
+"""Experts that are dropped for good: which go first, and the constants that take their places."""
