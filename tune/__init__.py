@@ -12,7 +12,8 @@ layer is computed.
    in two: one that the search sees, and one that is read once, at the end. `quality.py` says what
    is kept of the untouched model, with a paired 95% interval.
 2. `layers.py` looks at one layer at a time, from activations that are computed once: what each k
-   and each subset does to the outputs, while the layers before it are played back.
+   and each subset does to the outputs, while the layers before it are played back. Experts that are
+   dropped leave constants, which are fitted and trained to make up for them (`dropped/`).
 3. `times.py` measures each layer alone, in each of its forms, with every lowering that can serve
    (`exporter.measured_lowerings`). A model's time is that of the network around its layers plus the
    sum over the layers; whole graphs correct it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -89,9 +89,9 @@ class TinyLayer:
 class ConvertedTensors:
     """A layer's weights in the numbers of an arithmetic, in memory."""
 
-    def __init__(self, layer: TinyLayer, compute: ComputeTypes) -> None:
+    def __init__(self, parts: Iterable[StoredPart], compute: ComputeTypes) -> None:
         self._arrays: dict[str, ir.TensorProtocol] = {}
-        for part in converted(layer.parts(), compute):
+        for part in converted(parts, compute):
             array = np.concatenate([np.ravel(piece) for piece in part.parts]).reshape(part.shape)
             self._arrays[part.name] = ir.tensor(array.astype(part.dtype.numpy()), name=part.name)
 
@@ -272,7 +272,7 @@ def lowered(
     node = ir.node(spec.op_type, [x], attributes={"layer": spec.name}, domain=DOMAIN, outputs=[y])
     graph = ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, DOMAIN: 1}, name="one_layer")
     if tensors is None:
-        tensors = layer if compute == FP32 else ConvertedTensors(layer, compute)
+        tensors = layer if compute == FP32 else ConvertedTensors(layer.parts(), compute)
     choice = LoweringRequest(spec, tensors, LOWERINGS[lowering], kept, renormalize, compute, target)
     return lower(ir.Model(graph, ir_version=10), {spec.name: choice})
 

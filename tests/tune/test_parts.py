@@ -15,7 +15,7 @@ from moexport.tune.graphs import Look
 from moexport.tune.halves import Halves
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
 from moexport.tune.request import parse_seconds, parse_share, parse_size
-from moexport.tune.search import Option, _path, front_of
+from moexport.tune.search import Option, _between, _path, front_of
 from moexport.tune.space import Choice, Point, ks_of
 from moexport.tune.times import FormTime, LayerTimes
 from moexport.tune.tune import _timed
@@ -123,6 +123,23 @@ def test_the_path_takes_what_loses_least_for_its_gain_first() -> None:
     }
     points = [tuple(choice.k for _, choice in point.layers) for point in _path(start, listed)]
     assert points == [(6, 8), (6, 7), (5, 7)]
+
+
+def test_between_two_points_of_a_path_lie_the_options_that_nothing_beats() -> None:
+    options = [
+        Option(Choice(8 - index), cost, shift)
+        for index, (cost, shift) in enumerate(
+            [(8.0, 0.0), (6.0, 0.5), (7.0, 0.6), (4.0, 0.9), (3.0, 2.0), (1.0, 1.0)]
+        )
+    ]
+    other = [Option(Choice(8), 1.0, 0.0)]
+    start = Point((("a", Choice(8)), ("b", Choice(8))))
+    (end,) = _path(start, {"a": options, "b": other})
+    assert end.choices["a"].k == 3
+    between = [*_between(start, end, {"a": options, "b": other})]
+    # (7, 0.6) is slower and less safe than (6, 0.5); (3, 2) less safe than the end.
+    assert [point.choices["a"].k for point in between] == [7, 5]
+    assert {point.choices["b"].k for point in between} == {8}
 
 
 def look(ms: float, kept: float, low: float = 0.0) -> Look:

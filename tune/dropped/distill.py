@@ -1,8 +1,8 @@
 """Training the constants of dropped experts until the whole model answers as the untouched one.
 
-Least squares bring a layer's own outputs near (`tune.dropped.constants`), but most directions of those
-matter little to what the model says. No labels are used: the target is what the untouched model
-gives (Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015).
+Least squares bring a layer's own outputs near (`constants.py`), but most directions of those matter
+little to what the model says. No labels are used: the target is what the untouched model gives
+(Hinton, Vinyals and Dean, Distilling the Knowledge in a Neural Network, 2015).
 """
 
 from __future__ import annotations

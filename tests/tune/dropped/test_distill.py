@@ -1,0 +1,97 @@
+"""Constants that are trained bring the model nearer to the untouched one, or stay as they came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moexport
+import numpy as np
+import pytest
+import torch
+from moexport.bench.demo import digits
+from moexport.bench.runners.pytorch import PyTorch
+from moexport.graphs.layers.base import replaced_layers
+from moexport.graphs.layers.soft_moe import SoftMoE
+from moexport.tune.dropped.distill import HELD_OUT, Samples, distil
+from torch import nn
+
+
+@pytest.fixture(scope="module")
+def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[moexport.Model, Samples, Samples]:
+    """A trained network, and what it gives for inputs to fit on and for others."""
+    data = digits.load_digits(test_share=0.5)
+    path: Path = tmp_path_factory.mktemp("distill") / "digits.pt"
+    asked = digits.Training(16, hidden=16, normalise=True, scale=16.0, epochs=6, batch=64)
+    digits.save(digits.train(asked, data.train), path)
+    model = moexport.load(path)
+    runner = PyTorch(model.module)
+    batches = [data.test.inputs[start : start + 32] for start in range(0, 896, 32)]
+    samples = [(x, runner.infer(x)) for x in batches]
+    return model, samples[:20], samples[20:]
+
+
+def changed(model: moexport.Model) -> tuple[nn.Module, SoftMoE, np.ndarray]:
+    """The network with two experts, random constants for the others, and these."""
+    ((_, layer),) = model.layers.items()
+    assert isinstance(layer, SoftMoE)
+    shape = (layer.spec.experts - 2, layer.spec.slots, layer.spec.out)
+    start = 0.01 * np.random.default_rng(0).standard_normal(shape).astype(np.float32)
+    return model.module, layer.with_experts((0, 1), start.copy()), start
+
+
+def apart(module: nn.Module, samples: Samples) -> float:
+    """The mean divergence of class scores from those in the samples, in float64."""
+    found = []
+    for x, base in samples:
+        with torch.inference_mode():
+            y = module(torch.from_numpy(x)).double().log_softmax(dim=-1)
+        p = torch.from_numpy(base).double().log_softmax(dim=-1)
+        found.append(float((p.exp() * (p - y)).sum(dim=-1).mean()))
+    return float(np.mean(found))
+
+
+@pytest.mark.parametrize("scores", [True, False])
+def test_training_brings_outputs_nearer_on_inputs_it_has_not_seen(
+    network: tuple[moexport.Model, Samples, Samples], scores: bool
+) -> None:
+    model, samples, others = network
+    module, layer, start = changed(model)
+    assert layer.constants is not None
+    with replaced_layers(module, lambda _, __: layer):
+        before = apart(module, others)
+        runner = PyTorch(module)
+        found = distil(runner, {"layer": layer.constants}, samples, scores=scores, seconds=20.0)
+        layer.constants.requires_grad_(False).copy_(torch.from_numpy(found["layer"]))
+        assert apart(module, others) < (0.2 if scores else 0.5) * before
+    assert not np.array_equal(found["layer"], start)
+
+
+def test_without_time_the_constants_stay_as_they_came(
+    network: tuple[moexport.Model, Samples, Samples],
+) -> None:
+    model, samples, _ = network
+    module, layer, start = changed(model)
+    assert layer.constants is not None
+    with replaced_layers(module, lambda _, __: layer):
+        for part, seconds in ((samples, 0.0), (samples[:1], 20.0)):  # none to fit on in the second
+            found = distil(
+                PyTorch(module), {"layer": layer.constants}, part, scores=True, seconds=seconds
+            )
+            assert np.array_equal(found["layer"], start)
+
+
+def test_training_that_does_not_help_inputs_that_are_held_out_is_left(
+    network: tuple[moexport.Model, Samples, Samples],
+) -> None:
+    model, samples, _ = network
+    module, layer, start = changed(model)
+    assert layer.constants is not None
+    with replaced_layers(module, lambda _, __: layer):
+        runner = PyTorch(module)
+        # What is held out agrees with the constants as they came; what is fitted to says another.
+        mixed = [
+            (x, runner.infer(x) if index % HELD_OUT == 0 else np.roll(base, 1, axis=1))
+            for index, (x, base) in enumerate(samples)
+        ]
+        found = distil(runner, {"layer": layer.constants}, mixed, scores=True, seconds=20.0)
+    assert np.array_equal(found["layer"], start)
