@@ -12,6 +12,10 @@ import numpy as np
 import pytest
 from moexport.exporter import measured_lowerings as tune
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.checkpoints.load import load
+from moexport.exporter.job import export_job
+from moexport.exporter.quantization.precision import apply_precision
+from moexport.exporter.trace import trace
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import RecordedCase, read_case
 
@@ -67,6 +71,20 @@ def test_the_fastest_measured_is_taken_and_the_figures_are_kept_and_shown(tmp_pa
     shown = run("inspect", tmp_path / "out").out
     assert all(f"{median:.3g}" in shown for median in found.values())
     assert run("verify", tmp_path / "out").code == 0
+
+
+def test_what_is_predicted_to_be_far_slower_is_not_measured() -> None:
+    case = read_case("soft_moe_vit")
+    job = export_job(load(case.weights, config=case.config), target="ort-cpu", verify=False)
+    traced = trace(job.model, opset=job.options.opset, fixed=job.fixed)
+    numbers = apply_precision(job, traced, None)
+    found = {}
+    for within in (1.0, 1e9):
+        measuring = tune.Measuring(tune.PROTOCOL, alone=True, within=within)
+        (group,) = tune.tune(job, traced, numbers, measuring=measuring).measured
+        found[within] = {each.lowering for each in group.candidates}
+    assert found[1e9] == STANDARD
+    assert found[1.0] < STANDARD
 
 
 def test_layers_with_another_k_are_measured_apart_and_a_dry_run_tells(tmp_path: Path) -> None:

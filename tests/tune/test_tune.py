@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,17 +14,19 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits, Training, load_digits, save, train
 from moexport.common.console import Progress, Silent
-from moexport.errors import MoexportError
+from moexport.common.files import sha256
+from moexport.errors import MoexportError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.constants import CONSTANTS_FILE, read_constants
 from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
 from moexport.exporter.job import export_job
-from moexport.exporter.model import Model
+from moexport.exporter.model import Model, edited
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.plan import plan
 from moexport.exporter.trace import trace
 from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.command import run
-from moexport.tests.recorded import DATA
+from moexport.tests.recorded import DATA, read_case
 from moexport.tune.confirm import ContractError
 from moexport.tune.request import TuneRequest
 from moexport.tune.space import Choice, Point, job_of
@@ -167,6 +170,73 @@ def test_a_recipe_is_exported_again_bit_for_bit(
         assert (again / name).read_bytes() == (tuned.bundle.path / name).read_bytes(), name
     assert read_recipe(recipe).data
     assert all(check.passed for check in Bundle.open(again).verify())
+
+
+def test_dropped_experts_leave_constants_which_lie_beside_the_recipe(
+    tuned: Tuned, checkpoint: Path, digits: Digits, tmp_path: Path
+) -> None:
+    place = tuned.bundle.path
+    recipe, constants = read_recipe(place / "recipe.yaml"), read_constants(place)
+    (name,) = recipe.layers
+    kept = recipe.layers[name].experts
+    assert recipe.constants == sha256(place / CONSTANTS_FILE)
+    assert constants[name].shape[0] == 16 - len(kept)
+    assert tuned.bundle.manifest.edits == [
+        {"edit": "keep", "layer": name, "experts": [*kept], "constant": True}
+    ]
+    # The bundle stands beside the untouched model, not beside one with constants.
+    results = moexport.bench(
+        [checkpoint, place], data=digits.test, k="n", round_s=0.0, memory=False, parts=False
+    )
+    (row,) = (row for row in results.rows if row.engine == "onnxruntime" and row.model == "out")
+    assert row.kept is not None and row.kept != 1.0
+    assert abs(row.kept - tuned.chosen.quality.kept) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda place: place.unlink(), "does not lie beside it"),
+        (lambda place: place.write_bytes(place.read_bytes()[:-4]), "is not the file that"),
+    ],
+)
+def test_a_recipe_without_its_constants_is_refused(
+    tuned: Tuned, checkpoint: Path, tmp_path: Path, damage: Callable[[Path], object], said: str
+) -> None:
+    for name in ("recipe.yaml", CONSTANTS_FILE):
+        (tmp_path / name).write_bytes((tuned.bundle.path / name).read_bytes())
+    damage(tmp_path / CONSTANTS_FILE)
+    options = ("--recipe", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
+    outcome = run("export", checkpoint, *options)
+    assert outcome.code == 2
+    assert CONSTANTS_FILE in outcome.error
+    assert said in outcome.error
+    assert not (tmp_path / "out").exists()
+
+
+def test_constants_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoint: Path) -> None:
+    recipe = read_recipe(tuned.bundle.path / "recipe.yaml")
+    (name,) = recipe.layers
+    model = moexport.load(checkpoint)
+    for edits in (
+        recipe.edits,  # the numbers were not read
+        recipe.edits.with_constants({name: np.zeros((1, 1, 1), np.float32)}),
+    ):
+        with pytest.raises(UsageError, match="constant experts are not there"):
+            edited(model, edits)
+
+
+def test_a_layer_that_stays_in_floats_is_planned_in_floats() -> None:
+    case = read_case("soft_moe_vit")
+    model = moexport.load(case.weights, config=case.config)
+    base = export_job(model, ExportOptions(target="ort-cpu", verify=False))
+    first, *others = model.layers
+    layers = [(first, Choice(2)), *((name, Choice(2, (), "int4")) for name in others)]
+    lowerings = {first: "dense", **dict.fromkeys(others, "grouped")}  # dense has no INT4
+    planned = plan(job_of(base, Point(tuple(layers)), lowerings), trace(base.model), None)
+    (graph,) = planned.graphs
+    assert {each.name: each.choice.lowering.name for each in graph.layers} == lowerings
+    assert planned.precision.layers[first].precision == "fp32"
 
 
 def test_a_recipe_is_refused_for_another_model_and_beside_what_it_says(

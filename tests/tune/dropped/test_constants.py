@@ -34,7 +34,7 @@ def seen(model: Model, images: torch.Tensor) -> Seen:
     (layer,) = model.layers.values()
     tokens: list[torch.Tensor] = []
     hook = layer.register_forward_hook(lambda _, args, __: tokens.append(args[0].clone()))
-    parts = images.split(32)
+    parts = torch.split(images, 32)
     with torch.inference_mode():
         outputs = [model.module(part).numpy() for part in parts]
     hook.remove()
