@@ -264,11 +264,20 @@ def _check_constants(kept: KeptExperts, layer: MoELayer) -> None:
     spec, constants = layer.spec, kept.constants
     dropped = spec.experts - len(kept.experts)
     wanted = (dropped, spec.slots, spec.out) if isinstance(spec, SoftMoESpec) else ()
-    if constants is None or constants.shape != wanted:
-        found = "nothing" if constants is None else f"an array {constants.shape}"
+    hint = "constants.safetensors lies beside the recipe, and in the bundle it is of"
+    if constants is None:
         raise UsageError(
-            f"keep {kept.text}: the numbers of {dropped} constant experts are not there: {found}",
-            hint="constants.safetensors lies beside the recipe, and in the bundle it is of",
+            f"keep {kept.text}: the numbers of {dropped} constant experts are not there", hint=hint
+        )
+    if constants.shape != wanted or constants.dtype != np.float32:
+        raise UsageError(
+            f"keep {kept.text}: the numbers of constant experts are {constants.dtype} "
+            f"{constants.shape}, not float32 {wanted}",
+            hint=hint,
+        )
+    if not np.isfinite(constants).all():
+        raise UsageError(
+            f"keep {kept.text}: a number of a constant expert is not finite", hint=hint
         )
 
 

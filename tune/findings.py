@@ -37,9 +37,9 @@ from .tune import Tuned
 def write_findings(found: Tuned, folder: Path, command: str = "") -> tuple[Path, ...]:
     """Writes results.json and every view of it to a folder, where the search's journal ends."""
     written = write_all(results_of(found, command), folder)
+    remove_folder(folder / FOLDER)
     for name in (FILE, CALIBRATION_FILE):
         (folder / name).unlink(missing_ok=True)
-    remove_folder(folder / FOLDER)
     return written
 
 

@@ -64,7 +64,7 @@ class Look:
 
     `ms` is the median time of a batch of OPT, corrected for how fast the machine was just then, by
     the graph of the model as trained, which takes turns. `bytes` are those of the graph and its
-    weights.
+    weights. `constants` is the SHA-256 of what takes the places of dropped experts.
     """
 
     point: Point
@@ -73,6 +73,7 @@ class Look:
     ms: float
     predicted_ms: float
     bytes: int
+    constants: str = ""
 
 
 class Graphs:
@@ -112,7 +113,8 @@ class Graphs:
         self._beside: tuple[Look, Session] | None = None
         for each in journal.found("look"):
             look = msgspec.convert(each["look"], Look)
-            self.looks[look.point.key] = look
+            if look.constants == constants.digest(look.point):
+                self.looks[look.point.key] = look
 
     def look(self, point: Point) -> Look:
         """Returns what there is to know of a point; writes, runs and times it the first time.
@@ -140,6 +142,7 @@ class Graphs:
             self._ms([session])[0],
             self.times.predicted_ms(point),
             sum(file.stat().st_size for file in files),
+            self.constants.digest(point),
         )
 
     @contextmanager

@@ -184,9 +184,10 @@ def _between(one: Point, other: Point, options: Options) -> Iterator[Point]:
     """
     for part, listed in options.items():
         here, there = (
-            next(o for o in listed if o.choice == _choice(point, part)) for point in (one, other)
+            next((o for o in listed if o.choice == _choice(point, part)), None)
+            for point in (one, other)
         )
-        if here is there:
+        if here is None or there is None or here is there:
             continue
         most = here.cost
         least = there.shift

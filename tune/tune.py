@@ -29,7 +29,7 @@ from ..common.console import Progress, Silent
 from ..common.environment import environment
 from ..common.files import STEP_BYTES, sha256
 from ..common.timing import Latency
-from ..common.writing import make_folder, scratch_folder
+from ..common.writing import make_folder, remove_folder, scratch_folder
 from ..errors import FeedError, MoexportError, UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.constants import constants_bytes
@@ -46,9 +46,18 @@ from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision
 from . import layers
-from .clock import TRAINING_S, Clock
-from .confirm import MOST, Confirmed, confirmed, holding, sequences_of, shortfall, worth_confirming
-from .dropped.constants import Constants
+from .clock import Clock
+from .confirm import (
+    MOST,
+    Confirmed,
+    ContractError,
+    confirmed,
+    holding,
+    sequences_of,
+    shortfall,
+    worth_confirming,
+)
+from .dropped.constants import FOLDER, Constants
 from .graphs import CAREFUL, LOOK, OPEN, RUN, UNTOUCHED, Graphs, Look, batch_size
 from .halves import Halves, in_batches, rows_of
 from .layers import Replay, in_turn
@@ -251,7 +260,7 @@ def plan_search(
         began
         + job.space.forms * FORM_S
         + (choices + subsets) * one * min(count, layers.MOST)
-        + graphs * (GRAPH_S + one * count + (TRAINING_S if subsets else 0.0))
+        + graphs * (GRAPH_S + one * count + (TRAINED_S if subsets else 0.0))
     )
     return SearchPlan(
         *(job.space.size, choices, job.space.forms, graphs),
@@ -259,8 +268,9 @@ def plan_search(
     )
 
 
-FORM_S, GRAPH_S = 0.6, 0.5
-"""About what a form of a layer takes, and a whole graph, beside running the model itself."""
+FORM_S, GRAPH_S, TRAINED_S = 0.6, 0.5, 1.0
+"""About what a form of a layer takes, a whole graph, beside running the model itself, and its
+constants."""
 
 
 @contextmanager
@@ -340,6 +350,8 @@ class Job:
         journal = Journal(folder / FILE, what)
         if journal.told:
             progress.step(journal.told)
+        if not journal.resumed:
+            remove_folder(folder / FOLDER)
         progress.step("tracing")
         with clock.step(TRACE):
             traced = trace(base.model, opset=options.opset, fixed=base.fixed)
@@ -684,6 +696,8 @@ class Job:
         done = self.journal.found("confirmed")
         if done:
             checked = [msgspec.convert(each, Confirmed) for each in done[-1]["points"]]
+            for each in checked:
+                self._check_same(each.look, found)
         else:
             checked = confirmed(found.graphs, sequences, self.halves, progress)
             self.journal.add("confirmed", points=[msgspec.to_builtins(each) for each in checked])
@@ -697,6 +711,14 @@ class Job:
             return checked, max(within, key=lambda each: each.look.quality.kept)
         return checked, min(within, key=lambda each: (each.look.ms, each.look.bytes))
 
+    def _check_same(self, look: Look, found: Found) -> None:
+        """Raises where the constants of a point that was looked at are not what they were."""
+        if found.graphs.constants.digest(look.point) != look.constants:
+            raise ContractError(
+                f"{self.folder / FOLDER}: the constants of what was confirmed are gone or changed",
+                hint=f"remove {self.folder} and search again",
+            )
+
     def _within(self, look: Look) -> bool:
         request = self.request
         slow = request.latency_ms is not None and look.ms > request.latency_ms
@@ -704,8 +726,6 @@ class Job:
 
     def _nearest(self, held: Sequence[Confirmed]) -> MoexportError:
         """The error that says what comes nearest to bounds that nothing meets."""
-        from .confirm import ContractError
-
         request = self.request
 
         def beyond(each: Confirmed) -> float:
@@ -737,6 +757,7 @@ class Job:
     ) -> Bundle:
         """Exports the chosen point of a search as its recipe says; returns the bundle."""
         look = chosen.look
+        self._check_same(look, found)
         recipe = recipe_of(
             self.base.options,
             look.point,
@@ -762,7 +783,9 @@ class Job:
         asked = recipe_options(recipe, options, trained)
         constants = constants_bytes(asked.edits)
         if constants:
-            recipe = replace(recipe, constants=hashlib.sha256(constants).hexdigest())
+            digest = hashlib.sha256(constants).hexdigest()
+            layers = {n: replace(r, constant=bool(r.experts)) for n, r in recipe.layers.items()}
+            recipe = replace(recipe, constants=digest, layers=layers)
             asked = replace(asked, recipe=recipe)
         inputs = self.halves.search.inputs[:CALIBRATED]
         # Where k is part of the graph, its trace is that of the k which was found.
@@ -798,7 +821,7 @@ class Job:
 
 def shortfall_of_base(quality: Quality, keep: float) -> MoexportError:
     """Returns the error for data on which even the model as trained cannot be shown to keep it."""
-    from .confirm import ContractError, would_decide
+    from .confirm import would_decide
 
     return ContractError(
         f"--keep {keep:.4g}: the model as trained, in FP32, keeps between {quality.low:.2%} and "

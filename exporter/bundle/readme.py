@@ -14,6 +14,7 @@ from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
 from .constants import CONSTANTS_FILE
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, PortRecord
+from .recipe import RECIPE_FILE
 
 README_FILE = "README.md"
 
@@ -21,6 +22,7 @@ CONTENTS = {
     "weights.bin": "the weights, shared by all graphs; keep it in the same folder",
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
+    RECIPE_FILE: "what `moexport tune` found for each layer, to export it again",
     CONSTANTS_FILE: "what experts that were dropped give in place of their outputs",
     MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
 }

@@ -22,7 +22,7 @@ class LayerRecipe:
     """What one MoE layer is exported as, and why.
 
     `experts` are those that stay, by their numbers in the checkpoint; empty where all do. `k` of
-    them are computed.
+    them are computed. Where `constant`, the others give constants, else nothing.
     """
 
     k: int
@@ -30,6 +30,7 @@ class LayerRecipe:
     lowering: str
     experts: tuple[int, ...] = ()
     why: str = ""
+    constant: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +63,7 @@ class Recipe:
         """The experts that stay, of the layers in which not all do."""
         return Edits(
             kept=tuple(
-                KeptExperts(name, layer.experts, constant=bool(self.constants))
+                KeptExperts(name, layer.experts, constant=layer.constant)
                 for name, layer in self.layers.items()
                 if layer.experts
             )

@@ -28,9 +28,11 @@ from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tune.confirm import ContractError
+from moexport.tune.dropped.constants import FOLDER
 from moexport.tune.request import TuneRequest
 from moexport.tune.space import Choice, Point, job_of
 from moexport.tune.tune import Tuned
+from safetensors.numpy import load_file, save_file
 
 
 @pytest.fixture(scope="module")
@@ -214,15 +216,62 @@ def test_a_recipe_without_its_constants_is_refused(
     assert not (tmp_path / "out").exists()
 
 
+class EndedAt(Silent):
+    """Ends a search at a step."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
+        if text.startswith(self.text):
+            raise KeyboardInterrupt
+
+
+def test_constants_that_changed_since_they_were_confirmed_are_not_written(
+    checkpoint: Path, digits: Digits, tmp_path: Path
+) -> None:
+    def search(progress: Progress, data: LabelledData) -> Tuned:
+        return moexport.tune(
+            moexport.load(checkpoint),
+            data,
+            tmp_path / "out",
+            keep="97%",
+            precision="fp32",
+            threads=1,
+            report=tmp_path / "report",
+            progress=progress,
+        )
+
+    with pytest.raises(KeyboardInterrupt):
+        search(EndedAt("writing weights"), digits.test)
+    trained = [*(tmp_path / "report" / FOLDER).iterdir()]
+    assert trained
+    for path in trained:
+        save_file({name: 2 * array for name, array in load_file(path).items()}, path)
+    with pytest.raises(ContractError, match="gone or changed"):
+        search(Silent(), digits.test)
+    assert not (tmp_path / "out").exists()
+    # Those of another search are never read.
+    labels = digits.test.labels
+    assert labels is not None
+    other = LabelledData(digits.test.inputs[::-1].copy(), labels[::-1].copy())
+    with pytest.raises(KeyboardInterrupt):
+        search(EndedAt("trying each layer"), other)
+    assert not (tmp_path / "report" / FOLDER).exists()
+
+
 def test_constants_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoint: Path) -> None:
     recipe = read_recipe(tuned.bundle.path / "recipe.yaml")
     (name,) = recipe.layers
-    model = moexport.load(checkpoint)
+    model, whole = moexport.load(checkpoint), read_constants(tuned.bundle.path)[name]
+    with pytest.raises(UsageError, match="is not finite"):
+        edited(model, recipe.edits.with_constants({name: np.full_like(whole, np.nan)}))
     for edits in (
         recipe.edits,  # the numbers were not read
         recipe.edits.with_constants({name: np.zeros((1, 1, 1), np.float32)}),
+        recipe.edits.with_constants({name: whole.astype(np.float16)}),
     ):
-        with pytest.raises(UsageError, match="constant experts are not there"):
+        with pytest.raises(UsageError, match=r"the numbers of .*constant experts are"):
             edited(model, edits)
 
 

@@ -16,10 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 from torch import Tensor, nn
 
 from ...bench.runners.pytorch import PyTorch
+from ...common.files import sha256
 from ...common.writing import make_folder, whole_file
 from ...exporter.edits import Edits, KeptExperts
 from ...exporter.model import Model, edited
@@ -72,7 +74,7 @@ class Constants:
         self._orders: dict[str, tuple[int, ...]] = {}
         self._alone: dict[str, Tensor] = {}
         self._fitted: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
-        self._trained: dict[str, dict[str, np.ndarray]] = {}
+        self._trained: dict[Path, dict[str, np.ndarray]] = {}
 
     def subset(self, name: str, size: int) -> tuple[int, ...]:
         """Returns the experts of a layer that stay where so many do, ascending."""
@@ -96,17 +98,25 @@ class Constants:
         """Returns the constants of each layer of a point, trained for it as a whole model."""
         if not any(choice.experts for _, choice in point.layers):
             return {}
-        key = json.dumps([(name, choice.k, choice.experts) for name, choice in point.layers])
-        if key not in self._trained:
-            path = self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
-            if path.is_file():
-                self._trained[key] = load_file(path)
-            else:
-                self._trained[key] = found = self._train(point)
+        path = self._place(point)
+        if path not in self._trained:
+            try:
+                self._trained[path] = load_file(path)
+            except (SafetensorError, OSError):  # it was not trained yet, or the file is damaged
+                self._trained[path] = found = self._train(point)
                 make_folder(self._folder)
                 with whole_file(path) as place:
                     save_file(found, place)
-        return self._trained[key]
+        return self._trained[path]
+
+    def digest(self, point: Point) -> str:
+        """Returns the SHA-256 of what was trained for a point; empty where nothing was."""
+        path = self._place(point)
+        return sha256(path) if path.is_file() else ""
+
+    def _place(self, point: Point) -> Path:
+        key = json.dumps([(name, choice.k, choice.experts) for name, choice in point.layers])
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
 
     def _train(self, point: Point) -> dict[str, np.ndarray]:
         start = self.fitted_to(point)
@@ -167,9 +177,9 @@ class Constants:
         products, left = torch.zeros(n, n, dtype=torch.float64), RANKED
         for outputs, combine in self._batches(name):
             for one, shares in zip(outputs[:left], combine[:left], strict=True):
-                apart = one.double() - alone
-                added = torch.einsum("npo,mnp->nmo", apart, shares.double()).flatten(1)  # [n, m·o]
-                products += added @ added.T
+                apart = one - alone.to(one.dtype)
+                added = torch.einsum("npo,mnp->nmo", apart, shares).flatten(1)  # [n, m·o]
+                products += (added @ added.T).double()
             left = max(0, left - len(outputs))
         return products
 

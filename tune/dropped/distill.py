@@ -38,6 +38,9 @@ LOOKS = 8
 HELD_OUT = 5
 """One of so many batches is held out: they say which of the looks is best."""
 
+MOST_HELD = 32
+"""Batches that are held out, at the most."""
+
 Samples = Sequence[tuple[Inputs, Array]]
 """Batches of inputs with the untouched model's outputs [b, …]."""
 
@@ -56,13 +59,15 @@ def distil(
     else their squared distance. What is returned did best on batches that were held out: the
     constants as they came where training has not helped.
     """
-    held, fitted = samples[::HELD_OUT], [s for i, s in enumerate(samples) if i % HELD_OUT]
-    began = time.monotonic()
-    least, best = _mean_loss(model, held, scores=scores), _copied(constants)
-    batch_s = (time.monotonic() - began) / len(held)
+    held = samples[::HELD_OUT][:MOST_HELD]
+    fitted = [sample for index, sample in enumerate(samples) if index % HELD_OUT]
+    best = _copied(constants)
+    batch_s = min(_seconds(model, held[0], scores=scores) for _ in range(2))
     steps = min(STEPS, int(seconds / (STEP * batch_s)))
     if steps < FEWEST or not fitted:
         return best
+    began = time.monotonic()
+    least = _mean_loss(model, held, scores=scores)
     sizes = {name: RATE * max(np.abs(each).mean(), 1e-6) for name, each in best.items()}
     groups = [{"params": [each], "lr": sizes[name]} for name, each in constants.items()]
     optimiser = torch.optim.Adam(groups)
@@ -75,7 +80,10 @@ def distil(
         order = order or [*generator.permutation(len(fitted))]
         x, base = fitted[order.pop()]
         optimiser.zero_grad()
-        _loss(model, x, base, scores=scores).backward()  # type: ignore[no-untyped-call]
+        try:
+            _loss(model, x, base, scores=scores).backward()  # type: ignore[no-untyped-call]
+        except RuntimeError:  # a network that was written without gradients in mind
+            break
         optimiser.step()
         schedule.step()
         late = time.monotonic() - began > 2 * seconds
@@ -86,6 +94,12 @@ def distil(
         if late:
             break
     return best
+
+
+def _seconds(model: PyTorch, sample: tuple[Inputs, Array], *, scores: bool) -> float:
+    began = time.monotonic()
+    _mean_loss(model, [sample], scores=scores)
+    return time.monotonic() - began
 
 
 def _copied(constants: Mapping[str, nn.Parameter]) -> dict[str, np.ndarray]:

@@ -80,6 +80,31 @@ def test_without_time_the_constants_stay_as_they_came(
             assert np.array_equal(found["layer"], start)
 
 
+class WithoutGradients(nn.Module):
+    """A network whose forward forbids gradients."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.network(x)
+        return found
+
+
+def test_a_network_without_gradients_keeps_the_constants_as_they_came(
+    network: tuple[moexport.Model, Samples, Samples],
+) -> None:
+    model, samples, _ = network
+    module, layer, start = changed(model)
+    assert layer.constants is not None
+    with replaced_layers(module, lambda _, __: layer):
+        runner = PyTorch(WithoutGradients(module))
+        found = distil(runner, {"layer": layer.constants}, samples, scores=True, seconds=20.0)
+    assert np.array_equal(found["layer"], start)
+
+
 def test_training_that_does_not_help_inputs_that_are_held_out_is_left(
     network: tuple[moexport.Model, Samples, Samples],
 ) -> None:
