@@ -12,8 +12,15 @@ from moexport.bench.demo import digits
 from moexport.bench.runners.pytorch import PyTorch
 from moexport.graphs.layers.base import replaced_layers
 from moexport.graphs.layers.soft_moe import SoftMoE
+from moexport.tune.dropped import distill
 from moexport.tune.dropped.distill import HELD_OUT, Samples, distil
 from torch import nn
+
+
+@pytest.fixture(autouse=True)
+def as_long_as_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other tests train more briefly (`conftest.py`)."""
+    monkeypatch.setattr(distill, "STEPS", 1200)
 
 
 @pytest.fixture(scope="module")
