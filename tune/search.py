@@ -24,8 +24,11 @@ from .space import Choice, Point
 AROUND = ""
 """The part of a model that is no layer: the network around them."""
 
-SAFER = 4
-"""Points of a path before its end that are looked at."""
+EACH_SIDE = 4
+"""Points of a path that are looked at before where it must end, and after."""
+
+WORTH_KEEPING = 0.9
+"""Who keeps less deploys nothing: what is riskier still is not looked at."""
 
 LOOKS = 24
 """Whole graphs beside the path, at the most, for each width of integers."""
@@ -92,7 +95,9 @@ class Search:
         for point in ends:
             self.look(point)
         self._beside(options)
-        self._before(path[: max(1, first)], options)
+        end = max(1, first)
+        self._spread(path[:end][::-1], options)
+        self._spread(path[end - 1 :], options)
 
     def _beside(self, options: Options) -> None:
         """Tries single other choices at the best point, until several in turn are no better."""
@@ -111,19 +116,26 @@ class Search:
             looked += not known
             failed = 0 if look is not None and self.best() is look else failed + 1
 
-    def _before(self, path: Sequence[Point], options: Options) -> None:
-        """Looks at safer points than the end of a path, evenly over the factors of time.
+    def _spread(self, path: Sequence[Point], options: Options) -> None:
+        """Looks at points of a part of a path, from its first on, evenly over the factors of time.
 
-        Where the fastest are not confirmed, these are what is left.
+        Where the fastest are not confirmed, safer ones are what is left; riskier ones tell what
+        another share to keep would give.
         """
-        path = [
-            *(p for pair in pairwise(path) for p in (pair[0], *_between(*pair, options))),
-            path[-1],
-        ]
-        times = [self.graphs.times.predicted_ms(point) for point in path]
-        factors = np.log(times) - np.log(times[-1])
-        for step in range(1, SAFER + 1):
-            self.look(path[int(np.argmin(np.abs(factors - step / (SAFER + 1) * factors[0])))])
+        points = [path[0]]
+        for one, other in pairwise(path):
+            safer, riskier = (one, other) if self._ms(one) > self._ms(other) else (other, one)
+            points += [*_between(safer, riskier, options), other]
+        factors = np.log([self._ms(point) for point in points])
+        factors -= factors[0]
+        for step in range(1, EACH_SIDE + 1):
+            at = int(np.argmin(np.abs(factors - step / EACH_SIDE * factors[-1])))
+            look = self.look(points[at])
+            if look is not None and look.quality.high < WORTH_KEEPING:
+                return
+
+    def _ms(self, point: Point) -> float:
+        return self.graphs.times.predicted_ms(point)
 
     def best(self) -> Look | None:
         """Returns the best point so far: the fastest that meets all bounds, by the search's half.

@@ -64,7 +64,7 @@ from .layers import Replay, in_turn
 from .quality import Metric, Quality, Tally, metric_for
 from .request import TuneRequest
 from .routed import Traces, asked_for, routed_layers
-from .search import AROUND, LOOKS, Option, Search, front_of, with_ms
+from .search import AROUND, EACH_SIDE, LOOKS, Option, Search, front_of, with_ms
 from .shards import Evaluate, evaluate_here
 from .space import FEW, INTEGERS, RANGED, Choice, Point, ks_of, recipe_of, unlowered
 from .times import LayerTimes, served
@@ -255,7 +255,7 @@ def plan_search(
     subsets = 2 * len(job.space.choices) if request.subsets else 0
     parts = sum(map(len, job.space.integers.values()))
     paths = len(job.space.floats) + len(job.space.integers)
-    graphs = 1 + parts + paths * (LOOKS // 2)
+    graphs = 1 + parts + paths * (LOOKS // 2 + EACH_SIDE)
     seconds = (
         began
         + job.space.forms * FORM_S
