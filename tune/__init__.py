@@ -20,7 +20,7 @@ layer is computed.
 4. `search.py` looks at models of one k and one precision, then orders the steps from the model as
    trained to the smallest one by accuracy lost per millisecond gained, finds by halving how far
    along this path one may go, and tries what lies beside, before and after. Each look is a whole
-   graph (`graphs.py`): written, run over the search's half, timed in turn with the model as trained.
+   graph (`graphs.py`): written, run over the search's half, timed beside the model as trained.
 5. `confirm.py` runs the best graphs over the other half, in one pass, and takes the fastest that
    holds: in two sequences that were fixed before, each up to the first that does not, which
    together err in 5% of cases at the most.
