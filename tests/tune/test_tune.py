@@ -238,7 +238,6 @@ def test_constants_that_changed_since_they_were_confirmed_are_not_written(
             keep="97%",
             precision="fp32",
             threads=1,
-            time="12s",
             report=tmp_path / "report",
             progress=progress,
         )
