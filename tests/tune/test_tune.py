@@ -60,12 +60,29 @@ class Steps(Silent):
         self.told.append(text)
 
 
-class Ended(Silent):
-    """Ends a search when it looks at its first graphs."""
+class EndedAt(Silent):
+    """Ends a search at a step."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
 
     def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
-        if text.startswith("searching"):
+        if text.startswith(self.text):
             raise KeyboardInterrupt
+
+
+def search(checkpoint: Path, data: LabelledData, folder: Path, progress: Progress) -> Tuned:
+    """A search in FP32 for 97%, with its report beside the bundle."""
+    return moexport.tune(
+        moexport.load(checkpoint),
+        data,
+        folder / "out",
+        keep="97%",
+        precision="fp32",
+        threads=1,
+        report=folder / "report",
+        progress=progress,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -73,23 +90,11 @@ def tuned(checkpoint: Path, digits: Digits, tmp_path_factory: pytest.TempPathFac
     """A search that was ended in its middle and went on."""
     folder = tmp_path_factory.mktemp("tuned")
 
-    def search(progress: Progress) -> Tuned:
-        return moexport.tune(
-            moexport.load(checkpoint),
-            digits.test,
-            folder / "out",
-            keep="97%",
-            precision="fp32",
-            threads=1,
-            report=folder / "report",
-            progress=progress,
-        )
-
     with pytest.raises(KeyboardInterrupt):
-        search(Ended())
+        search(checkpoint, digits.test, folder, EndedAt("searching"))
     assert not (folder / "out").exists()
     steps = Steps()
-    found = search(steps)
+    found = search(checkpoint, digits.test, folder, steps)
     # What was measured is not measured again.
     assert not [each for each in steps.told if each.startswith("measuring")]
     assert any(each.startswith("going on") for each in steps.told)
@@ -217,49 +222,26 @@ def test_a_recipe_without_its_constants_is_refused(
     assert not (tmp_path / "out").exists()
 
 
-class EndedAt(Silent):
-    """Ends a search at a step."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text
-
-    def step(self, text: str, total: int | None = None, unit: str | None = None) -> None:
-        if text.startswith(self.text):
-            raise KeyboardInterrupt
-
-
 def test_constants_that_changed_since_they_were_confirmed_are_not_written(
     checkpoint: Path, digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(timing, "LONGEST_S", 0.0)  # times play no part here
 
-    def search(progress: Progress, data: LabelledData) -> Tuned:
-        return moexport.tune(
-            moexport.load(checkpoint),
-            data,
-            tmp_path / "out",
-            keep="97%",
-            precision="fp32",
-            threads=1,
-            report=tmp_path / "report",
-            progress=progress,
-        )
-
     with pytest.raises(KeyboardInterrupt):
-        search(EndedAt("writing weights"), digits.test)
+        search(checkpoint, digits.test, tmp_path, EndedAt("writing weights"))
     trained = [*(tmp_path / "report" / FOLDER).iterdir()]
     assert trained
     for path in trained:
         save_file({name: 2 * array for name, array in load_file(path).items()}, path)
     with pytest.raises(ContractError, match="gone or changed"):
-        search(Silent(), digits.test)
+        search(checkpoint, digits.test, tmp_path, Silent())
     assert not (tmp_path / "out").exists()
     # Those of another search are never read.
     labels = digits.test.labels
     assert labels is not None
     other = LabelledData(digits.test.inputs[::-1].copy(), labels[::-1].copy())
     with pytest.raises(KeyboardInterrupt):
-        search(EndedAt("trying each layer"), other)
+        search(checkpoint, other, tmp_path, EndedAt("trying each layer"))
     assert not (tmp_path / "report" / FOLDER).exists()
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import moexport
@@ -37,13 +39,19 @@ def network(tmp_path_factory: pytest.TempPathFactory) -> tuple[moexport.Model, S
     return model, samples[:20], samples[20:]
 
 
-def changed(model: moexport.Model) -> tuple[nn.Module, SoftMoE, np.ndarray]:
-    """The network with two experts, random constants for the others, and these."""
+@contextmanager
+def changed(
+    model: moexport.Model,
+) -> Iterator[tuple[nn.Module, dict[str, nn.Parameter], np.ndarray]]:
+    """Yields the network with two experts, the random constants of the others, and a copy."""
     ((_, layer),) = model.layers.items()
     assert isinstance(layer, SoftMoE)
     shape = (layer.spec.experts - 2, layer.spec.slots, layer.spec.out)
     start = 0.01 * np.random.default_rng(0).standard_normal(shape).astype(np.float32)
-    return model.module, layer.with_experts((0, 1), start.copy()), start
+    smaller = layer.with_experts((0, 1), start.copy())
+    assert smaller.constants is not None
+    with replaced_layers(model.module, lambda _, __: smaller) as module:
+        yield module, {"layer": smaller.constants}, start
 
 
 def apart(module: nn.Module, samples: Samples) -> float:
@@ -62,13 +70,11 @@ def test_training_brings_outputs_nearer_on_inputs_it_has_not_seen(
     network: tuple[moexport.Model, Samples, Samples], scores: bool
 ) -> None:
     model, samples, others = network
-    module, layer, start = changed(model)
-    assert layer.constants is not None
-    with replaced_layers(module, lambda _, __: layer):
+    with changed(model) as (module, constants, start):
         before = apart(module, others)
         runner = PyTorch(module)
-        found = distil(runner, {"layer": layer.constants}, samples, scores=scores, seconds=20.0)
-        layer.constants.requires_grad_(False).copy_(torch.from_numpy(found["layer"]))
+        found = distil(runner, constants, samples, scores=scores, seconds=20.0)
+        constants["layer"].requires_grad_(False).copy_(torch.from_numpy(found["layer"]))
         assert apart(module, others) < (0.2 if scores else 0.5) * before
     assert not np.array_equal(found["layer"], start)
 
@@ -77,13 +83,9 @@ def test_without_time_the_constants_stay_as_they_came(
     network: tuple[moexport.Model, Samples, Samples],
 ) -> None:
     model, samples, _ = network
-    module, layer, start = changed(model)
-    assert layer.constants is not None
-    with replaced_layers(module, lambda _, __: layer):
+    with changed(model) as (module, constants, start):
         for part, seconds in ((samples, 0.0), (samples[:1], 20.0)):  # none to fit on in the second
-            found = distil(
-                PyTorch(module), {"layer": layer.constants}, part, scores=True, seconds=seconds
-            )
+            found = distil(PyTorch(module), constants, part, scores=True, seconds=seconds)
             assert np.array_equal(found["layer"], start)
 
 
@@ -104,11 +106,9 @@ def test_a_network_without_gradients_keeps_the_constants_as_they_came(
     network: tuple[moexport.Model, Samples, Samples],
 ) -> None:
     model, samples, _ = network
-    module, layer, start = changed(model)
-    assert layer.constants is not None
-    with replaced_layers(module, lambda _, __: layer):
+    with changed(model) as (module, constants, start):
         runner = PyTorch(WithoutGradients(module))
-        found = distil(runner, {"layer": layer.constants}, samples, scores=True, seconds=20.0)
+        found = distil(runner, constants, samples, scores=True, seconds=20.0)
     assert np.array_equal(found["layer"], start)
 
 
@@ -116,14 +116,12 @@ def test_training_that_does_not_help_inputs_that_are_held_out_is_left(
     network: tuple[moexport.Model, Samples, Samples],
 ) -> None:
     model, samples, _ = network
-    module, layer, start = changed(model)
-    assert layer.constants is not None
-    with replaced_layers(module, lambda _, __: layer):
+    with changed(model) as (module, constants, start):
         runner = PyTorch(module)
         # What is held out agrees with the constants as they came; what is fitted to says another.
         mixed = [
             (x, runner.infer(x) if index % HELD_OUT == 0 else np.roll(base, 1, axis=1))
             for index, (x, base) in enumerate(samples)
         ]
-        found = distil(runner, {"layer": layer.constants}, mixed, scores=True, seconds=20.0)
+        found = distil(runner, constants, mixed, scores=True, seconds=20.0)
     assert np.array_equal(found["layer"], start)
