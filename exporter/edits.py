@@ -5,6 +5,7 @@ Experts and outputs are counted from 0, as in every array; levels from 1, as `in
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,7 @@ import numpy as np
 from ..errors import BundleError, UsageError
 from ..graphs.rewrites import Rewrite
 
-ABLATE, REWRITE, KEEP, STEER = "ablate", "rewrite", "keep", "steer"
+ABLATE, REWRITE, KEEP, MERGE, STEER = "ablate", "rewrite", "keep", "merge", "steer"
 AT_RUN_TIME = "input"
 """The word for strengths that are an input of the graph."""
 
@@ -79,9 +80,35 @@ class KeptExperts:
 
     @property
     def text(self) -> str:
-        """In words: the layer and the numbers."""
+        """The edit in words."""
         others = ", the others constant" if self.constant else ""
-        return f"{self.layer}:{','.join(map(str, self.experts))}{others}"
+        return f"{KEEP} {self.layer}:{','.join(map(str, self.experts))}{others}"
+
+
+@dataclass(frozen=True, slots=True)
+class MergedExperts:
+    """A layer whose experts become one: a matrix [d + 1, o] for each of its weight tensors.
+
+    The `matrices` are None in what a manifest or a recipe says, until `Edits.with_constants` adds
+    them.
+    """
+
+    layer: str
+    matrices: tuple[np.ndarray, ...] | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def text(self) -> str:
+        """The edit in words."""
+        return f"{MERGE} the experts of {self.layer}"
+
+    def key(self, tensor: int) -> str:
+        """The name of the matrix of one of the layer's tensors, from 0, in a file."""
+        return f"{self.layer}:{tensor}"
+
+    def of(self, constants: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
+        """Returns the layer's matrices from a file; None where it has none."""
+        keys = itertools.takewhile(constants.__contains__, map(self.key, itertools.count()))
+        return tuple(constants[key] for key in keys) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,20 +141,41 @@ class Edits:
     ablations: tuple[Ablation, ...] = ()
     rewrites: tuple[LayerRewrite, ...] = ()
     kept: tuple[KeptExperts, ...] = ()
+    merged: tuple[MergedExperts, ...] = ()
     steers: tuple[Steer, ...] = ()
 
     def __bool__(self) -> bool:
-        return bool(self.ablations or self.rewrites or self.kept or self.steers)
+        return bool(self.ablations or self.rewrites or self.fewer or self.steers)
+
+    @property
+    def fewer(self) -> bool:
+        """Whether a layer has fewer experts than in the checkpoint."""
+        return bool(self.kept or self.merged)
+
+    @property
+    def constants(self) -> dict[str, np.ndarray]:
+        """What takes the places of experts, by its name in a file.
+
+        For a layer's dropped experts an array [dropped, p, o], for its merged ones [d + 1, o] each.
+        """
+        kept = ((each.layer, each.constants) for each in self.kept)
+        merged = (
+            (each.key(index), matrix)
+            for each in self.merged
+            for index, matrix in enumerate(each.matrices or ())
+        )
+        return {name: array for name, array in (*kept, *merged) if array is not None}
 
     def with_constants(self, constants: Mapping[str, np.ndarray]) -> Edits:
-        """Returns the edits with what the constant experts of some layers give, [dropped, p, o]."""
+        """Returns the edits with what takes the places of experts (`constants`)."""
         kept = (
             replace(each, constant=True, constants=constants[each.layer])
             if each.layer in constants
             else each
             for each in self.kept
         )
-        return replace(self, kept=tuple(kept))
+        merged = (replace(each, matrices=each.of(constants)) for each in self.merged)
+        return replace(self, kept=tuple(kept), merged=tuple(merged))
 
     @property
     def at_run_time(self) -> tuple[Steer, ...]:
@@ -139,7 +187,8 @@ class Edits:
         return [
             *(f"{ABLATE} {each.text}" for each in self.ablations),
             *(f"{REWRITE} {each.text}" for each in self.rewrites),
-            *(f"{KEEP} {each.text}" for each in self.kept),
+            *(each.text for each in self.kept),
+            *(each.text for each in self.merged),
             *(f"{STEER} {each.text}" for each in self.steers),
         ]
 
@@ -166,6 +215,7 @@ class Edits:
                 | ({"constant": True} if each.constant else {})
                 for each in self.kept
             ),
+            *({"edit": MERGE, "layer": each.layer} for each in self.merged),
             *(
                 {"edit": STEER, "layer": s.layer, "expert": s.expert}
                 | ({} if s.level is None else {"level": s.level})
@@ -177,7 +227,7 @@ class Edits:
     @staticmethod
     def from_records(records: Sequence[Mapping[str, Any]], where: str) -> Edits:
         """Reads the records of a manifest; a `BundleError` names `where` and the wrong one."""
-        ablations, rewrites, kept, steers = [], [], [], []
+        ablations, rewrites, kept, merged, steers = [], [], [], [], []
         for index, record in enumerate(records):
             try:
                 entry = {key: value for key, value in record.items() if key != "edit"}
@@ -186,6 +236,8 @@ class Edits:
                 elif record["edit"] == KEEP:
                     entry["experts"] = tuple(map(int, entry["experts"]))
                     kept.append(KeptExperts(**entry))
+                elif record["edit"] == MERGE:
+                    merged.append(MergedExperts(**entry))
                 elif record["edit"] == STEER:
                     told = entry["strength"] == AT_RUN_TIME
                     entry["strength"] = None if told else _number(entry["strength"], "a strength")
@@ -197,7 +249,9 @@ class Edits:
                     f"{where}: edit {index} is none that this version knows ({error})",
                     hint="use the version of moexport that wrote the bundle, or export again",
                 ) from error
-        return Edits(tuple(ablations), tuple(rewrites), tuple(kept), tuple(steers))
+        return Edits(
+            *(tuple(ablations), tuple(rewrites), tuple(kept), tuple(merged), tuple(steers))
+        )
 
 
 NO_EDITS = Edits()

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
+import torch
 from torch import Tensor, nn
 
 from ..common.files import Reading, Watched, hash_files
@@ -24,9 +27,18 @@ from ..graphs.layers.base import (
     moe_layers,
     sharing_weights,
 )
+from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
-from .edits import NO_EDITS, Ablation, Edits, KeptExperts, LayerRewrite, Steer
+from .edits import (
+    NO_EDITS,
+    Ablation,
+    Edits,
+    KeptExperts,
+    LayerRewrite,
+    MergedExperts,
+    Steer,
+)
 
 Dimension = int | str
 """A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `past`, `height`, `width`), or
@@ -227,7 +239,9 @@ def edited(model: Model, edits: Edits) -> Model:
     for name, found in by_layer.items():
         layers[name].edits = found
     for kept in edits.kept:
-        _drop_others(module, kept)
+        _replace(module, kept.layer, partial(_without, kept))
+    for merged in edits.merged:
+        _replace(module, merged.layer, partial(_merged, merged))
     untouched = model.original if model.original is not None else model.module
     if told:
         strengths = TensorSpec(STEER_INPUT, "float32", ("batch", len(told)), default="zeros")
@@ -237,53 +251,74 @@ def edited(model: Model, edits: Edits) -> Model:
     return replace(model, module=module, original=untouched, edits=edits)
 
 
-def _drop_others(module: nn.Module, kept: KeptExperts) -> None:
-    """Puts a layer with some of its experts at the places of one, in place."""
-    layer = moe_layers(module).get(kept.layer)
-    known = range(0 if layer is None else layer.spec.experts)
-    if layer is None or not kept.experts or not set(kept.experts) <= set(known):
+def _replace(module: nn.Module, name: str, smaller: Callable[[MoELayer], MoELayer]) -> None:
+    """Puts a layer with fewer experts at the places of one, in place."""
+    layer = moe_layers(module).get(name)
+    if layer is None:
+        raise UsageError(f"the model has no MoE layer {name}", hint="is the recipe of this model?")
+    new = smaller(layer)
+    for path, each in [*module.named_modules(remove_duplicate=False)]:
+        if each is layer:
+            module.set_submodule(path, new)
+
+
+def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
+    """A layer with some of its experts."""
+    spec = layer.spec
+    if not kept.experts or not set(kept.experts) <= set(range(spec.experts)):
         raise UsageError(
-            f"keep {kept.text}: the model has no such layer, or not these experts",
+            f"{kept.text}: the layer has {spec.experts} experts",
             hint="experts are counted from 0; is the recipe of this model?",
         )
     if kept.constant:
-        _check_constants(kept, layer)
+        slots = spec.slots if isinstance(spec, SoftMoESpec) else 0
+        wanted = (spec.experts - len(kept.experts), slots, spec.out)
+        _check_constants(kept.text, [kept.constants], [wanted])
     smaller = layer.with_experts(kept.experts, kept.constants)
     if smaller is None:
         raise UsageError(
-            f"keep {kept.text}: no experts of a {layer.spec.kind} layer can be dropped",
+            f"{kept.text}: no experts of a {spec.kind} layer can be dropped",
             hint="only those of Soft MoE layers can",
         )
-    paths = [path for path, each in module.named_modules(remove_duplicate=False) if each is layer]
-    for path in paths:
-        module.set_submodule(path, smaller)
+    return smaller
 
 
-def _check_constants(kept: KeptExperts, layer: MoELayer) -> None:
-    """Raises `UsageError` where the numbers of constant experts are not there, or do not fit."""
-    spec, constants = layer.spec, kept.constants
-    dropped = spec.experts - len(kept.experts)
-    wanted = (dropped, spec.slots, spec.out) if isinstance(spec, SoftMoESpec) else ()
+def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
+    """A layer whose experts are one."""
+    spec = layer.spec
+    if not isinstance(spec, MuMoESpec):
+        raise UsageError(
+            f"{edit.text}: the experts of a {spec.kind} layer cannot be merged",
+            hint="only those of muMoE layers can",
+        )
+    found = edit.matrices or (None,) * len(spec.tensors)
+    _check_constants(edit.text, found, [(each.dim + 1, each.out) for each in spec.tensors])
+    smaller = layer.merged([torch.from_numpy(matrix) for matrix in edit.matrices or ()])
+    assert smaller is not None, "the experts of this kind can be merged"
+    return smaller
+
+
+def _check_constants(
+    what: str, found: Sequence[np.ndarray | None], wanted: Sequence[tuple[int, ...]]
+) -> None:
+    """Raises `UsageError` where the numbers that take the places of experts do not fit."""
     hint = "constants.safetensors lies beside the recipe, and in the bundle it is of"
-    if constants is None:
-        raise UsageError(
-            f"keep {kept.text}: the numbers of {dropped} constant experts are not there", hint=hint
-        )
-    if constants.shape != wanted or constants.dtype != np.float32:
-        raise UsageError(
-            f"keep {kept.text}: the numbers of constant experts are {constants.dtype} "
-            f"{constants.shape}, not float32 {wanted}",
-            hint=hint,
-        )
-    if not np.isfinite(constants).all():
-        raise UsageError(
-            f"keep {kept.text}: a number of a constant expert is not finite", hint=hint
-        )
+    numbers = "the numbers that take the places of experts"
+    for array, shape in zip_longest(found, wanted):
+        if array is None:
+            raise UsageError(f"{what}: {numbers} are not there", hint=hint)
+        if array.shape != shape or array.dtype != np.float32:
+            raise UsageError(
+                f"{what}: {numbers} are {array.dtype} {array.shape}, not float32 {shape}",
+                hint=hint,
+            )
+        if not np.isfinite(array).all():
+            raise UsageError(f"{what}: {numbers} are not all finite", hint=hint)
 
 
 def untouched_fingerprint(model: Model) -> str:
-    """Returns the fingerprint of a model as it was before experts were dropped."""
-    if model.original is None or not model.edits.kept or model.edits.ablations:
+    """Returns the fingerprint of a model as it was before experts were dropped or merged."""
+    if model.original is None or not model.edits.fewer or model.edits.ablations:
         return fingerprint(model)
     return fingerprint(replace(model, module=model.original, edits=NO_EDITS))
 

@@ -385,7 +385,7 @@ def recipe_options(
 ) -> ExportOptions:
     """Returns options in which everything that decides graphs and weights is a recipe's.
 
-    `constants` are what the constant experts of each layer give, [dropped, p, o].
+    `constants` are what takes the places of experts (`Edits.constants`).
     """
     integers = recipe.precision in ("int8", "int4", "fp8")
     return replace(

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,8 @@ MOST_SEEN, SEEN_S = 8192, 5.0
 
 MOST_TOKENS = 1 << 14
 """Tokens on which single layers of a language model are tried."""
+
+NOTHING: Mapping[str, np.ndarray] = MappingProxyType({})
 
 HELD_BYTES = 1 << 29
 """What the inputs and outputs of all layers may take."""
@@ -89,10 +92,12 @@ class Replay:
         samples = [(x, base) for x, base, _ in self._batches]
         return Seen(self.inputs, samples, self.metric.name != "function")
 
-    def quality(self, name: str, choice: Choice, constants: np.ndarray | None = None) -> Quality:
+    def quality(
+        self, name: str, choice: Choice, constants: Mapping[str, np.ndarray] = NOTHING
+    ) -> Quality:
         """Returns what is kept with one layer changed; its precision plays no part.
 
-        `constants` [n − e, p, o] are what experts give that are not among those of the choice.
+        `constants` take the places of experts that are not among those of the choice.
         """
         tally = Tally()
         with self._changed(name, choice, constants) as run:
@@ -103,7 +108,7 @@ class Replay:
 
     @contextmanager
     def _changed(
-        self, name: str, choice: Choice, constants: np.ndarray | None
+        self, name: str, choice: Choice, constants: Mapping[str, np.ndarray]
     ) -> Iterator[Callable[[Inputs], Array]]:
         """Yields the model with one layer as it is chosen."""
         if self.routed:
@@ -111,7 +116,15 @@ class Replay:
             changed = asked_for(self.model, {**k, name: choice.k})
             yield PyTorch(changed.module, changed.inputs).infer
             return
-        with self._playing_before(name), _as_chosen(self.layers[name], choice, constants):
+        layer = self.layers[name]
+        with ExitStack() as changes:
+            changes.enter_context(self._playing_before(name))
+            if choice.merged:
+                merged = layer.merged([torch.from_numpy(each) for each in constants.values()])
+                assert merged is not None, "only layers that can be are tried so"
+                changes.enter_context(_replaced(self.module, layer, merged))
+            else:
+                changes.enter_context(_as_chosen(layer, choice, constants.get(name)))
             yield self._run
 
     def _run(self, x: Inputs) -> Array:
@@ -132,12 +145,8 @@ class Replay:
     @contextmanager
     def _playing_before(self, name: str) -> Iterator[None]:
         names = list(self.layers)
-        before = names[: names.index(name)]
-
-        def stand_in(each: str, layer: MoELayer) -> nn.Module:
-            return _Played(self, each) if each in before else layer
-
-        with replaced_layers(self.module, stand_in):
+        before = {self.layers[each]: _Played(self, each) for each in names[: names.index(name)]}
+        with replaced_layers(self.module, lambda _, layer: before.get(layer, layer)):
             yield
 
 
@@ -153,6 +162,13 @@ class _Played(nn.Module):
         """Returns the layer's outputs, computed before."""
         at: int = self._at()
         return self._returned[at]
+
+
+@contextmanager
+def _replaced(module: nn.Module, layer: MoELayer, other: MoELayer) -> Iterator[None]:
+    """Within the context another layer is at the places of one."""
+    with replaced_layers(module, lambda _, each: other if each is layer else each):
+        yield
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..exporter.bundle.recipe import LayerRecipe, Recipe
+from ..exporter.edits import Edits, KeptExperts, MergedExperts
 from ..exporter.job import ExportJob
 from ..exporter.model import edited
 from ..exporter.options import ExportOptions, recipe_options
@@ -25,19 +26,35 @@ RANGED: tuple[Precision, ...] = ("int8", "fp16")
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What one layer is to be: `experts` are those that stay, empty for all; `k` are computed."""
+    """What one layer is to be: `experts` are those that stay, empty for all; `k` are computed.
+
+    Where `merged`, one expert takes the place of all.
+    """
 
     k: int
     experts: tuple[int, ...] = ()
     precision: Precision = "fp32"
+    merged: bool = False
+
+    @property
+    def fewer(self) -> bool:
+        """Whether the layer has fewer experts than in the checkpoint."""
+        return bool(self.experts) or self.merged
+
+    @property
+    def n(self) -> int:
+        """How many experts the layer has, 0 for all."""
+        return 1 if self.merged else len(self.experts)
 
     @property
     def form(self) -> tuple[int, int, Precision]:
         """What its time depends on: k, how many experts there are (0: all), and the precision."""
-        return self.k, len(self.experts), self.precision
+        return self.k, self.n, self.precision
 
     def text(self, experts: int) -> str:
         """In words: `k = 4 of 16, int8`."""
+        if self.merged:
+            return f"{experts} experts merged into one, {self.precision}"
         of = f"{len(self.experts)} of {experts} experts kept, " if self.experts else ""
         n = len(self.experts) or experts
         return f"{of}k = {self.k} of {n}, {self.precision}"
@@ -120,7 +137,7 @@ def job_of(
     """Returns the job that exports a point, with a lowering for each layer.
 
     `base` is the job of the model as it was trained, with the table of ranges if there is one.
-    `constants` [n − e, p, o] are, for a layer of e experts, what the others give.
+    `constants` are what takes the places of experts (`Edits.constants`).
     """
     recipe = recipe_of(base.options, point, lowerings, {})
     options = recipe_options(recipe, base.options, constants)
@@ -161,10 +178,23 @@ def recipe_of(
         quantize=point.quantize,
         layers={
             name: LayerRecipe(
-                choice.k, choice.precision, lowerings[name], choice.experts, why.get(name, "")
+                choice.k,
+                choice.precision,
+                lowerings[name],
+                choice.experts,
+                why.get(name, ""),
+                merged=choice.merged,
             )
             for name, choice in point.layers
         },
+    )
+
+
+def edits_of(point: Point) -> Edits:
+    """Returns what a point drops and merges of the experts in the checkpoint."""
+    return Edits(
+        kept=tuple(KeptExperts(name, each.experts) for name, each in point.layers if each.experts),
+        merged=tuple(MergedExperts(name) for name, each in point.layers if each.merged),
     )
 
 

@@ -42,6 +42,7 @@ from ..exporter.options import ExportOptions, recipe_options
 from ..exporter.quantization.calibrate import CalibrationOptions, calibrate
 from ..exporter.quantization.precision import apply_precision
 from ..exporter.trace import trace
+from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision
@@ -391,7 +392,7 @@ class Job:
         choices: dict[str, tuple[Choice, ...]] = {
             name: (
                 *listed,
-                *(() if over() else self._subsets(constants, name)),
+                *(() if over() else self._fewer(constants, name)),
             )
             for name, listed in self.space.choices.items()
         }
@@ -447,7 +448,7 @@ class Job:
             if best is None:
                 return
             now = best.point.choices[name]
-            size = len(now.experts) or now.k
+            size = now.n or now.k
             subsets = now.k == size and any(each.experts for each in listed)
             smaller = [each.k for each in listed if bool(each.experts) == subsets and each.k < size]
             least = max(smaller, default=size)
@@ -461,9 +462,14 @@ class Job:
                 else:
                     least = k
 
-    def _subsets(self, constants: Constants, name: str) -> list[Choice]:
-        """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half."""
+    def _fewer(self, constants: Constants, name: str) -> list[Choice]:
+        """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half.
+
+        Of a muMoE layer one in place of all.
+        """
         spec = self.model.layers[name].spec
+        if self.request.subsets and isinstance(spec, MuMoESpec):
+            return [Choice(1, merged=True)]
         if not self.request.subsets or not isinstance(spec, SoftMoESpec):
             return []
         found = []
@@ -577,7 +583,7 @@ class Job:
             if self.clock.over(EFFECTS_SHARE, EFFECT):
                 break
             with self.clock.step(EFFECT):
-                others = constants.fitted(name, choice.experts) if choice.experts else None
+                others = constants.fitted(name, choice)
                 found[name, choice] = shift = replay.quality(name, choice, others).shift
             told = msgspec.to_builtins(choice)
             self.journal.add("effect", layer=name, choice=told, shift=shift)
@@ -653,6 +659,9 @@ class Job:
         """About what a layer's weights take."""
         layer = self.model.layers[name]
         share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
+        if choice.merged and isinstance(layer.spec, MuMoESpec):
+            matrices = sum((each.dim + 1) * each.out for each in layer.spec.tensors)
+            share = matrices / layer.spec.parameters
         width = {"fp16": 1 / 2, "int8": 1 / 4, "int4": 4.5 / 32}.get(choice.precision, 1.0)
         return layer_bytes(layer, FP32) * share * width
 
@@ -974,4 +983,4 @@ def _timed(listed: Sequence[Choice]) -> list[Choice]:
     sizes = [*ks_of(n)]
     # Not beyond the largest subset either: it would seem as fast as the next one that was measured.
     measured = {*sizes[::2], sizes[1], sizes[-1]}
-    return [each for each in listed if (len(each.experts) or each.k) in measured]
+    return [each for each in listed if (each.n or each.k) in measured]

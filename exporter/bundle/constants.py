@@ -1,4 +1,4 @@
-"""`constants.safetensors`: what constant experts give, in a bundle and beside its recipe."""
+"""`constants.safetensors`: what takes the places of experts, in a bundle and beside its recipe."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ CONSTANTS_FILE = "constants.safetensors"
 
 
 def constants_bytes(edits: Edits) -> bytes:
-    """Returns the file of the constant experts of some edits, a tensor [dropped, p, o] per layer.
+    """Returns the file of what takes the places of experts (`Edits.constants`).
 
     Empty where there are none.
     """
-    arrays = {each.layer: each.constants for each in edits.kept if each.constants is not None}
-    return save(arrays) if arrays else b""
+    return save(edits.constants) if edits.constants else b""
 
 
 def read_constants(folder: Path) -> Mapping[str, np.ndarray]:
-    """Returns the constants of each layer in a folder; none where it has no such file.
+    """Returns what takes the places of experts, from a folder; none where it has no such file.
 
     Raises `BundleError` for a file that is damaged.
     """

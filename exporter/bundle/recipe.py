@@ -10,7 +10,7 @@ from ...common.files import sha256
 from ...common.json_data import from_data
 from ...errors import UsageError
 from ...graphs.targets import Precision, Scope, Target
-from ..edits import Edits, KeptExperts
+from ..edits import Edits, KeptExperts, MergedExperts
 
 RECIPE_FILE = "recipe.yaml"
 
@@ -22,7 +22,8 @@ class LayerRecipe:
     """What one MoE layer is exported as, and why.
 
     `experts` are those that stay, by their numbers in the checkpoint; empty where all do. `k` of
-    them are computed. Where `constant`, the others give constants, else nothing.
+    them are computed. Where `constant`, the others give constants, else nothing. Where `merged`,
+    one takes the place of all.
     """
 
     k: int
@@ -31,6 +32,7 @@ class LayerRecipe:
     experts: tuple[int, ...] = ()
     why: str = ""
     constant: bool = False
+    merged: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,8 +41,8 @@ class Recipe:
 
     `model` is the model's fingerprint and `data` the SHA-256 of the data it was found on; layers
     are in the order of execution. `calibration` and `constants` are the SHA-256 of files that lie
-    beside the recipe: the table of ranges, and what constant experts give in place of those that
-    were dropped. They are empty where none is needed. `contract` says what was asked and confirmed.
+    beside the recipe: the table of ranges, and what takes the places of experts that were dropped
+    or merged. They are empty where none is needed. `contract` says what was asked and confirmed.
     """
 
     model: str
@@ -60,13 +62,16 @@ class Recipe:
 
     @property
     def edits(self) -> Edits:
-        """The experts that stay, of the layers in which not all do."""
+        """The experts that stay, of the layers in which not all do; the layers of merged ones."""
         return Edits(
             kept=tuple(
                 KeptExperts(name, layer.experts, constant=layer.constant)
                 for name, layer in self.layers.items()
                 if layer.experts
-            )
+            ),
+            merged=tuple(
+                MergedExperts(name) for name, layer in self.layers.items() if layer.merged
+            ),
         )
 
     @property

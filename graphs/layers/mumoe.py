@@ -8,7 +8,7 @@ exported is written independently, in `graphs.gating` and `graphs.lowerings.fact
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import ClassVar, Literal
 
@@ -20,10 +20,11 @@ from torch.nn import functional as F
 from .. import names
 from .base import Kind, LayerEdits, MoELayer, RoutingDecision, StoredPart, frozen
 
-Form = Literal["cp", "tr", "tucker", "full"]
+Form = Literal["cp", "tr", "tucker", "full", "matrix"]
 """`cp`: factors [n, R] …, [d, R], [o, R]; `tr`: cores [r1, n, r2] …, [r, d, r'], [r', o, r1];
 `tucker`: a core [R_1, …, R_E, R_d, R_o], then factors [n, R_1] …, [d, R_d], [o, R_o]; `full`: the
-unfactorised tensor itself, [n, …, d, o]."""
+unfactorised tensor itself, [n, …, d, o]; `matrix`: [d, o] alone, of a layer whose experts are
+merged into one, so that it has no levels."""
 
 GateNorm = Literal["bn", "ln"]
 """What stands before the gate's activation, over the experts and without gain or shift: batch
@@ -72,7 +73,7 @@ class FactorisedSpec:
                 return tuple(zip(self.ranks, self.modes, following, strict=True))
             case "tucker":
                 return (self.ranks, *zip(self.modes, self.ranks, strict=True))
-            case "full":
+            case "full" | "matrix":
                 return (self.modes,)
 
     @property
@@ -96,6 +97,8 @@ class FactorisedSpec:
                 "experts": self.combinations_of(k) * width,
                 "mix": self.combinations_of(k) * self.out,
             }
+        if self.form == "matrix":
+            return {"input mode": self.parameters}
         shapes = self.shapes if self.form != "tucker" else self.shapes[1:]
         parts = {
             "expert modes": sum(prod(shape) for shape in shapes[:-2]),
@@ -164,8 +167,8 @@ class MuMoESpec:
 
     @property
     def experts(self) -> int:
-        """The largest level: k keeps min(k, n) of each."""
-        return max(self.levels)
+        """The largest level: k keeps min(k, n) of each. One, if they are merged."""
+        return max(self.levels, default=1)
 
     @property
     def dim(self) -> int:
@@ -287,6 +290,20 @@ class MuMoE(MoELayer):
 
     def forward(self, x: Tensor) -> Tensor:
         """Maps tokens x [b, m, d] to [b, m, o]."""
+        coefficients, products = self.products(x)
+        y = products[-1][1]
+        for rewrite in self.edits.rewrites:
+            added = torch.full_like(y[..., 0], rewrite.strength)
+            for a, mean in zip(coefficients, rewrite.coefficients, strict=True):
+                added = added * (a @ a.new_tensor(mean))
+            y[..., rewrite.output] += added  # Eq. 5
+        return y
+
+    def products(self, x: Tensor) -> tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor]]]:
+        """Returns each level's coefficients [b, m, n], and what each tensor is given and gives.
+
+        Those are [b, m, d] and [b, m, o].
+        """
         coefficients = self.coefficients(x, self.keep)
         x = self._steered(x)
         if self.edits.ablated:
@@ -296,17 +313,28 @@ class MuMoE(MoELayer):
             )
         if self.gain is not None:
             x = F.layer_norm(x, (self.spec.dim,), self.gain, self.shift, NORM_EPS)
-        for index, (spec, factors) in enumerate(zip(self.spec.tensors, self.tensors, strict=True)):
-            if index:
-                x = F.gelu(x)
-            assert isinstance(factors, _Factors)
-            x = contract(spec, list(factors.factors), coefficients, x)
-        for rewrite in self.edits.rewrites:
-            added = torch.full_like(x[..., 0], rewrite.strength)
-            for a, mean in zip(coefficients, rewrite.coefficients, strict=True):
-                added = added * (a @ a.new_tensor(mean))
-            x[..., rewrite.output] += added  # Eq. 5
-        return x
+        products: list[tuple[Tensor, Tensor]] = []
+        for index, spec in enumerate(self.spec.tensors):
+            z = F.gelu(products[-1][1]) if products else x
+            products.append((z, contract(spec, self.factors(index), coefficients, z)))
+        return coefficients, products
+
+    def factors(self, index: int) -> list[nn.Parameter]:
+        """The factors or cores of a tensor, as `FactorisedSpec.shapes` lists them."""
+        module = self.tensors[index]
+        assert isinstance(module, _Factors)
+        return list(module.factors)
+
+    def merged(self, matrices: Sequence[Tensor]) -> MuMoE:
+        """Returns the layer with one matrix [d + 1, o], the bias last, in place of each tensor."""
+        tensors = tuple(
+            FactorisedSpec("matrix", (), each.dim, each.out, (), bias=True)
+            for each in self.spec.tensors
+        )
+        weights = MuMoEWeights(
+            (), tuple((matrix,) for matrix in matrices), gain=self.gain, shift=self.shift
+        )
+        return MuMoE(replace(self.spec, tensors=tensors), weights).eval()
 
     def _steered(self, x: Tensor) -> Tensor:
         """The tokens [b, m, d] as gate and tensors see them: moved towards experts' centres."""
@@ -350,13 +378,13 @@ class _Factors(nn.Module):
 
 
 def contract(
-    spec: FactorisedSpec, factors: list[Tensor], coefficients: tuple[Tensor, ...], z: Tensor
+    spec: FactorisedSpec, factors: Sequence[Tensor], coefficients: tuple[Tensor, ...], z: Tensor
 ) -> Tensor:
     """Returns y [b, m, o] = W(a_1, …, a_E, z) for inputs z [b, m, d] (Eqs. 2 and 4)."""
     if spec.bias:
         z = torch.cat((z, torch.ones_like(z[..., :1])), dim=-1)
     vectors = (*coefficients, z)
-    if spec.form == "full":
+    if spec.form in ("full", "matrix"):
         return contract_whole(factors[0], vectors)
     if spec.form == "tucker":
         reduced = [
@@ -445,9 +473,10 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
     `tensor.{t}.input`, `tensor.{t}.bias` and `tensor.{t}.output`, as matrices:
 
     CP [n, R], [d, R], [R], [R, o]; TR [n, r·r'], [d, r·r'], [r·r'], [r1·r', o]; Tucker
-    [n, R_e], [d, R_d], [R_d], [R_o, o] and `tensor.{t}.core` [R_d, ΠR_e·R_o]. An unfactorised
-    tensor is `tensor.{t}.experts` [N, o, d], a matrix per combination of experts, contiguous so
-    that single ones can be gathered, and `tensor.{t}.biases` [N, o].
+    [n, R_e], [d, R_d], [R_d], [R_o, o] and `tensor.{t}.core` [R_d, ΠR_e·R_o]; of a matrix
+    `tensor.{t}.input` [d, o] and `tensor.{t}.bias` [o]. An unfactorised tensor is
+    `tensor.{t}.experts` [N, o, d], a matrix per combination of experts, contiguous so that single
+    ones can be gathered, and `tensor.{t}.biases` [N, o].
 
     `steer` [d] is what is added to every token, `steer.centres` [s, d] what is added times each of
     the s strengths of a run. An ablated expert's rows are zero. With re-written outputs,
@@ -468,16 +497,14 @@ def folded(layer: MuMoE) -> Iterator[StoredPart]:
         yield _part("gain", layer.gain)
         yield _part("shift", layer.shift)
     yield from _steerings(layer)
-    for index, (tensor, module) in enumerate(zip(spec.tensors, layer.tensors, strict=True)):
-        factors = module.factors
-        assert isinstance(factors, nn.ParameterList)
-        yield from _tensor(f"tensor.{index}", tensor, list(factors), layer.edits)
+    for index, tensor in enumerate(spec.tensors):
+        yield from _tensor(f"tensor.{index}", tensor, layer.factors(index), layer.edits)
     if layer.edits.rewrites:
         yield from _rewrites(spec, layer.edits)
 
 
 def _tensor(
-    prefix: str, spec: FactorisedSpec, factors: list[Tensor], edits: LayerEdits
+    prefix: str, spec: FactorisedSpec, factors: Sequence[Tensor], edits: LayerEdits
 ) -> Iterator[StoredPart]:
     if spec.form == "full":
         whole = factors[0]
@@ -488,6 +515,10 @@ def _tensor(
         yield StoredPart(f"{prefix}.experts", tuple(weights.shape), map(_array, weights))
         if spec.bias:
             yield _part(f"{prefix}.biases", experts[:, :, spec.dim])
+        return
+    if spec.form == "matrix":
+        yield _part(f"{prefix}.input", factors[0][: spec.dim])
+        yield _part(f"{prefix}.bias", factors[0][spec.dim])
         return
     if spec.form == "tucker":
         core, *factors = factors

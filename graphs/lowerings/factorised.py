@@ -1,7 +1,8 @@
 """`factorised`: a muMoE layer as products with its factors; the weight tensor is never written out.
 
 Every product is a MatMul of tokens [b, m, ·] with a constant matrix, but for TR's products of two
-small matrices per token and Tucker's mix of what the core gives. In INT8 the factors of the input
+small matrices per token and Tucker's mix of what the core gives. A layer of merged experts is one
+product with a matrix for each tensor, without a gate. In INT8 the factors of the input
 and the output, and Tucker's core, are integers; gate and experts' factors stay in floats.
 """
 
@@ -121,7 +122,20 @@ def _tucker(
     return factor_product(b, layer, f"{name}.output", mix, f"{name}/output")
 
 
-_CONTRACTIONS = {"cp": _cp, "tr": _tr, "tucker": _tucker}
+def _matrix(
+    gates: list[ir.Value],
+    b: Builder,
+    layer: MuMoELayer,
+    name: str,
+    spec: FactorisedSpec,
+    z: ir.Value,
+) -> ir.Value:
+    """Adds y = z·W + w: the experts are merged, so that there is nothing to choose."""
+    del gates, spec
+    return input_product(b, layer, name, z)
+
+
+_CONTRACTIONS = {"cp": _cp, "tr": _tr, "tucker": _tucker, "matrix": _matrix}
 
 
 def _unable(spec: MuMoESpec) -> str | None:

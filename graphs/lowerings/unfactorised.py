@@ -53,7 +53,10 @@ def _contract(
 
 def unable(spec: MuMoESpec) -> str | None:
     """Why a lowering of whole tensors cannot serve a layer, or None."""
-    return None if spec.form == "full" else "its weight tensor is in factors"
+    return {
+        "full": None,
+        "matrix": "its experts are merged into one matrix",
+    }.get(spec.form, "its weight tensor is in factors")
 
 
 LOWERING: LoweringOf[MuMoESpec] = LoweringOf(

@@ -1,9 +1,10 @@
-"""Which experts of a Soft MoE layer go first, and the constants that take their places.
+"""What takes the places of experts: of a Soft MoE layer's constants, and which experts go first.
 
 A dropped expert leaves a constant expert (Jin et al., MoE++, 2024): each of its slots gives one
 vector, whatever it is given. The vectors are those with which the layer's outputs on the search's
 half differ least from what they were (least squares). As C is unchanged, a token still gets of them
-what the router says. For a whole model they are then trained (`tune.dropped.distill`).
+what the router says. A muMoE layer's experts are merged into one (`tune.dropped.merged`). For a
+whole model all of these are then trained (`tune.dropped.distill`).
 """
 
 from __future__ import annotations
@@ -23,12 +24,16 @@ from torch import Tensor, nn
 from ...bench.runners.pytorch import PyTorch
 from ...common.files import sha256
 from ...common.writing import make_folder, whole_file
-from ...exporter.edits import Edits, KeptExperts
+from ...exporter.edits import Edits, MergedExperts
 from ...exporter.model import Model, edited
-from ...graphs.layers.base import MoELayer, algorithm_1
+from ...graphs.layers.base import algorithm_1
+from ...graphs.layers.mumoe import MuMoE
 from ...graphs.layers.soft_moe import SoftMoE
-from ..space import Point
+from ..space import Choice, Point, edits_of
 from .distill import Samples, distil
+from .merged import merged
+
+Arrays = dict[str, np.ndarray]
 
 FOLDER = "constants"
 """In a search's folder: what was trained."""
@@ -60,7 +65,7 @@ class Seen:
 
 
 class Constants:
-    """The constants of every subset of a layer's experts, each fitted when it is first asked for.
+    """What takes the places of a layer's experts, fitted when it is first asked for.
 
     What was trained is kept in the search's `folder`, so that a search that goes on has the same.
     `seconds` is how long the training for one point may take now.
@@ -73,8 +78,8 @@ class Constants:
         self._folder = folder / FOLDER
         self._orders: dict[str, tuple[int, ...]] = {}
         self._alone: dict[str, Tensor] = {}
-        self._fitted: dict[tuple[str, tuple[int, ...]], np.ndarray] = {}
-        self._trained: dict[Path, dict[str, np.ndarray]] = {}
+        self._fitted: dict[tuple[str, tuple[int, ...]], Arrays] = {}
+        self._trained: dict[Path, Arrays] = {}
 
     def subset(self, name: str, size: int) -> tuple[int, ...]:
         """Returns the experts of a layer that stay where so many do, ascending."""
@@ -83,20 +88,28 @@ class Constants:
             self._orders[name] = given_up(self._products(name, alone))[::-1]
         return tuple(sorted(self._orders[name][:size]))
 
-    def fitted(self, name: str, experts: tuple[int, ...]) -> np.ndarray:
-        """Returns what the slots of the other experts give: [n − e, p, o], by least squares."""
-        key = name, experts
+    def fitted(self, name: str, choice: Choice) -> Arrays:
+        """Returns what takes the places of a layer's experts, by least squares (`Edits.constants`).
+
+        Nothing where all of them stay.
+        """
+        if not choice.fewer:
+            return {}
+        key = name, choice.experts
         if key not in self._fitted:
-            self._fitted[key] = self._least_squares(name, experts)
+            self._fitted[key] = (
+                self._merged(name) if choice.merged else self._constant(name, choice.experts)
+            )
         return self._fitted[key]
 
-    def fitted_to(self, point: Point) -> dict[str, np.ndarray]:
-        """Returns the constants of each layer of a point, by least squares."""
-        return {n: self.fitted(n, choice.experts) for n, choice in point.layers if choice.experts}
+    def fitted_to(self, point: Point) -> Arrays:
+        """Returns what takes the places of the experts of a whole model, by least squares."""
+        each = (self.fitted(name, choice) for name, choice in point.layers)
+        return {name: array for arrays in each for name, array in arrays.items()}
 
-    def trained_for(self, point: Point) -> dict[str, np.ndarray]:
-        """Returns the constants of each layer of a point, trained for it as a whole model."""
-        if not any(choice.experts for _, choice in point.layers):
+    def trained_for(self, point: Point) -> Arrays:
+        """Returns what takes the places of the experts of a whole model, trained for it."""
+        if not any(choice.fewer for _, choice in point.layers):
             return {}
         path = self._place(point)
         if path not in self._trained:
@@ -115,20 +128,29 @@ class Constants:
         return sha256(path) if path.is_file() else ""
 
     def _place(self, point: Point) -> Path:
-        key = json.dumps([(name, choice.k, choice.experts) for name, choice in point.layers])
+        layers = [(name, each.k, each.experts, each.merged) for name, each in point.layers]
+        key = json.dumps(layers)
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
 
-    def _train(self, point: Point) -> dict[str, np.ndarray]:
-        start = self.fitted_to(point)
-        kept = tuple(KeptExperts(n, c.experts) for n, c in point.layers if n in start)
-        changed = edited(self._model, Edits(kept=kept).with_constants(start))
-        layers = changed.layers
-        constants = {name: _constants(layers[name]) for name in start}
+    def _train(self, point: Point) -> Arrays:
+        edits = edits_of(point).with_constants(self.fitted_to(point))
+        changed = edited(self._model, edits)
+        constants = _trained(changed, edits)
         model = PyTorch(changed.module, changed.inputs)
         seen, seconds = self._seen, self._seconds()
         k = {name: choice.k for name, choice in point.layers}
         with algorithm_1(changed.module, k):
             return distil(model, constants, seen.samples, scores=seen.scores, seconds=seconds)
+
+    def _merged(self, name: str) -> Arrays:
+        layer = self._model.layers[name]
+        assert isinstance(layer, MuMoE), "only the experts of those are merged"
+        matrices = merged(layer, self._seen.tokens[name])
+        return Edits(merged=(MergedExperts(name, matrices),)).constants
+
+    def _constant(self, name: str, experts: tuple[int, ...]) -> Arrays:
+        """What the slots of the other experts give: [n − e, p, o]."""
+        return {name: self._least_squares(name, experts)}
 
     @torch.inference_mode()
     def _least_squares(self, name: str, experts: tuple[int, ...]) -> np.ndarray:
@@ -199,9 +221,19 @@ class Constants:
         return layer
 
 
-def _constants(layer: MoELayer) -> nn.Parameter:
-    assert isinstance(layer, SoftMoE) and layer.constants is not None, "it was given some"
-    return layer.constants
+def _trained(model: Model, edits: Edits) -> dict[str, nn.Parameter]:
+    """What takes the places of experts in a model, by the names of `Edits.constants`."""
+    layers, found = model.layers, {}
+    for kept in edits.kept:
+        layer = layers[kept.layer]
+        assert isinstance(layer, SoftMoE) and layer.constants is not None, "it was given some"
+        found[kept.layer] = layer.constants
+    for each in edits.merged:
+        layer = layers[each.layer]
+        assert isinstance(layer, MuMoE), "only the experts of those are merged"
+        for index in range(len(layer.spec.tensors)):
+            (found[each.key(index)],) = layer.factors(index)
+    return found
 
 
 def given_up(products: Tensor) -> tuple[int, ...]:

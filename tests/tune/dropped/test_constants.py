@@ -63,7 +63,11 @@ def test_constants_are_the_least_squares_of_what_goes_missing(
     constants = Constants(model, what, tmp_path, lambda: 0.0)
     kept = constants.subset(name, 2)
     dropped = [e for e in range(layer.spec.experts) if e not in kept]
-    found = constants.fitted(name, kept).astype(np.float64).reshape(-1, layer.spec.out)
+    found = (
+        constants.fitted(name, Choice(len(kept), kept))[name]
+        .astype(np.float64)
+        .reshape(-1, layer.spec.out)
+    )
     with torch.inference_mode():
         x = torch.cat([*what.tokens[name]])[:RANKED]  # few experts: more inputs are not needed
         outputs, combine = (each[:, dropped].double().numpy() for each in both(layer, x))
@@ -93,7 +97,7 @@ def test_an_expert_that_always_gives_the_same_goes_first_and_nothing_is_lost(
     constants = Constants(model, what, tmp_path, lambda: 0.0)
     kept = constants.subset(name, n - 1)
     assert kept == tuple(e for e in range(n) if e != 1)
-    smaller = layer.with_experts(kept, constants.fitted(name, kept))
+    smaller = layer.with_experts(kept, constants.fitted(name, Choice(len(kept), kept))[name])
     with torch.inference_mode():
         x = what.tokens[name][0]
         assert torch.allclose(smaller(x), layer(x), atol=1e-6)
@@ -117,7 +121,7 @@ def test_what_was_trained_is_the_same_when_a_search_goes_on(
     kept = first.subset(name, 2)
     point = Point(((name, Choice(2, kept)),))
     trained = first.trained_for(point)[name]
-    assert not np.array_equal(trained, first.fitted(name, kept))
+    assert not np.array_equal(trained, first.fitted(name, Choice(len(kept), kept))[name])
     # Another that has no time to train finds what the first one kept.
     again = Constants(model, seen(model, images[:32]), tmp_path, lambda: 0.0)
     assert np.array_equal(again.trained_for(point)[name], trained)
