@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
@@ -251,6 +250,10 @@ def edited(model: Model, edits: Edits) -> Model:
     return replace(model, module=module, original=untouched, edits=edits)
 
 
+BESIDE = "constants.safetensors lies beside the recipe, and in the bundle it is of"
+"""Where what takes the places of experts is."""
+
+
 def _replace(module: nn.Module, name: str, smaller: Callable[[MoELayer], MoELayer]) -> None:
     """Puts a layer with fewer experts at the places of one, in place."""
     layer = moe_layers(module).get(name)
@@ -291,8 +294,13 @@ def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
             f"{edit.text}: the experts of a {spec.kind} layer cannot be merged",
             hint="only those of muMoE layers can",
         )
-    found = edit.matrices or (None,) * len(spec.tensors)
-    _check_constants(edit.text, found, [(each.dim + 1, each.out) for each in spec.tensors])
+    tensors = spec.tensors
+    found = edit.matrices or (None,) * len(tensors)
+    if len(found) != len(tensors):
+        raise UsageError(
+            f"{edit.text}: {len(found)} matrices, and it has {len(tensors)} tensors", hint=BESIDE
+        )
+    _check_constants(edit.text, found, [(each.dim + 1, each.out) for each in tensors])
     smaller = layer.merged([torch.from_numpy(matrix) for matrix in edit.matrices or ()])
     assert smaller is not None, "the experts of this kind can be merged"
     return smaller
@@ -302,18 +310,17 @@ def _check_constants(
     what: str, found: Sequence[np.ndarray | None], wanted: Sequence[tuple[int, ...]]
 ) -> None:
     """Raises `UsageError` where the numbers that take the places of experts do not fit."""
-    hint = "constants.safetensors lies beside the recipe, and in the bundle it is of"
     numbers = "the numbers that take the places of experts"
-    for array, shape in zip_longest(found, wanted):
+    for array, shape in zip(found, wanted, strict=True):
         if array is None:
-            raise UsageError(f"{what}: {numbers} are not there", hint=hint)
+            raise UsageError(f"{what}: {numbers} are not there", hint=BESIDE)
         if array.shape != shape or array.dtype != np.float32:
             raise UsageError(
                 f"{what}: {numbers} are {array.dtype} {array.shape}, not float32 {shape}",
-                hint=hint,
+                hint=BESIDE,
             )
         if not np.isfinite(array).all():
-            raise UsageError(f"{what}: {numbers} are not all finite", hint=hint)
+            raise UsageError(f"{what}: {numbers} are not all finite", hint=BESIDE)
 
 
 def untouched_fingerprint(model: Model) -> str:

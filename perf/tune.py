@@ -69,6 +69,9 @@ TURNED, SCALED, SHIFTED = 0.09, 0.05, 0.07
 FLOOR = 0.9
 """What must be kept before a point counts in the comparison of fronts."""
 
+SLACK = 1.1
+"""By how much a time of a search may be off."""
+
 MORE = 3
 """Optuna may look at so many times as many graphs."""
 
@@ -412,11 +415,12 @@ def _optuna(found: Found, job: Job, limit: int, seconds: float, progress: Progre
 def _areas(
     ours: Sequence[Look], theirs: Sequence[Look], found: Found, progress: Progress
 ) -> tuple[float, float]:
-    """The areas that two fronts dominate, all of their graphs timed again, in turn.
+    """The areas that two fronts dominate, by times that are taken again, in turn.
 
-    The machine was in another state while the second search ran.
+    The machine was in another state while the second search ran. Both searches' times are those of
+    short measurements, so that what is on a front is decided by the new ones.
     """
-    fronts = [_worth_keeping(looks, found.base) for looks in (ours, theirs)]
+    fronts = [_maybe_on_front(looks, found.base) for looks in (ours, theirs)]
     points = {look.point.key: look for look in (found.base, *fronts[0], *fronts[1])}
     with found.graphs.opened([(each.point, each.lowerings) for each in points.values()]) as opened:
         calls = dict(zip(points, map(found.graphs.call, opened), strict=True))
@@ -425,6 +429,19 @@ def _areas(
     again = [[with_ms(each, times[each.point.key].median) for each in front] for front in fronts]
     area, other = (round(_area(front, base), 4) for front in again)
     return area, other
+
+
+def _maybe_on_front(looks: Sequence[Look], base: Look) -> list[Look]:
+    """The looks that no other beats by more than what two times of a graph differ by."""
+    kept = [look for look in looks if look.quality.kept >= FLOOR]
+    return [
+        look
+        for look in kept
+        if not any(
+            SLACK * other.ms < look.ms and other.quality.kept >= look.quality.kept
+            for other in (*kept, base)
+        )
+    ]
 
 
 def _worth_keeping(looks: Sequence[Look], base: Look) -> list[Look]:

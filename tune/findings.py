@@ -187,6 +187,7 @@ def _point(
             choice.precision,
             look.lowerings[name],
             choice.experts,
+            choice.merged,
         )
         for name, choice in look.point.layers
     )

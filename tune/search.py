@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
 
 import numpy as np
 
@@ -29,6 +28,11 @@ EACH_SIDE = 4
 
 WORTH_KEEPING = 0.9
 """Who keeps less deploys nothing: what is riskier still is not looked at."""
+
+MOST_PREDICTED = 512
+"""Points of a predicted front, at the most."""
+
+TINY = 1e-9
 
 LOOKS = 24
 """Whole graphs beside the path, at the most, for each width of integers."""
@@ -95,9 +99,10 @@ class Search:
         for point in ends:
             self.look(point)
         self._beside(options)
-        end = max(1, first)
-        self._spread(path[:end][::-1], options)
-        self._spread(path[end - 1 :], options)
+        front = predicted_front(start, options)
+        end = _costs(path[max(1, first) - 1], options)
+        self._spread([each for each in front if each.cost >= end][::-1])
+        self._spread([each for each in front if each.cost <= end])
 
     def _beside(self, options: Options) -> None:
         """Tries single other choices at the best point, until several in turn are no better."""
@@ -116,26 +121,20 @@ class Search:
             looked += not known
             failed = 0 if look is not None and self.best() is look else failed + 1
 
-    def _spread(self, path: Sequence[Point], options: Options) -> None:
-        """Looks at points of a part of a path, from its first on, evenly over the factors of time.
+    def _spread(self, points: Sequence[Predicted]) -> None:
+        """Looks at some of the points, from the first on, evenly over the factors of cost.
 
         Where the fastest are not confirmed, safer ones are what is left; riskier ones tell what
         another share to keep would give.
         """
-        points = [path[0]]
-        for one, other in pairwise(path):
-            safer, riskier = (one, other) if self._ms(one) > self._ms(other) else (other, one)
-            points += [*_between(safer, riskier, options), other]
-        factors = np.log([self._ms(point) for point in points])
-        factors -= factors[0]
+        if len(points) < 2:
+            return
+        factors = np.log([max(point.cost / points[0].cost, TINY) for point in points])
         for step in range(1, EACH_SIDE + 1):
             at = int(np.argmin(np.abs(factors - step / EACH_SIDE * factors[-1])))
-            look = self.look(points[at])
+            look = self.look(points[at].point)
             if look is not None and look.quality.high < WORTH_KEEPING:
                 return
-
-    def _ms(self, point: Point) -> float:
-        return self.graphs.times.predicted_ms(point)
 
     def best(self) -> Look | None:
         """Returns the best point so far: the fastest that meets all bounds, by the search's half.
@@ -189,24 +188,48 @@ def _path(start: Point, options: Options) -> Iterator[Point]:
         yield point
 
 
-def _between(one: Point, other: Point, options: Options) -> Iterator[Point]:
-    """Yields the points between two of a path, where one part has another of its options.
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A point with the sums of what its parts cost and of how far they move the outputs."""
 
-    They cost more than the second and move the outputs less; of these, what nothing beats in both.
+    point: Point
+    cost: float
+    shift: float
+
+
+def predicted_front(start: Point, options: Options) -> list[Predicted]:
+    """Returns the points that no other beats in both sums, those that cost most first.
+
+    The parts are added one by one, and what is beaten so far is left out; of more than
+    `MOST_PREDICTED` some are. The steps of a path are the convex hull of these points.
     """
-    for part, listed in options.items():
-        here, there = (
-            next((o for o in listed if o.choice == _choice(point, part)), None)
-            for point in (one, other)
-        )
-        if here is None or there is None or here is there:
-            continue
-        most = here.cost
-        least = there.shift
-        for each in sorted(listed, key=lambda option: (option.shift, option.cost)):
-            if each.cost < most and here.shift <= each.shift < least and each.cost > there.cost:
-                most = each.cost
-                yield taken(one, part, each)
+    costs, shifts = np.zeros(1), np.zeros(1)
+    chosen = np.zeros((1, 0), dtype=int)
+    for listed in options.values():
+        cost = np.add.outer(costs, [option.cost for option in listed]).ravel()
+        shift = np.add.outer(shifts, [option.shift for option in listed]).ravel()
+        order = np.lexsort((shift, cost))
+        least = np.minimum.accumulate(shift[order])
+        best = order[np.flatnonzero(shift[order] < np.concatenate(([np.inf], least[:-1])))]
+        best = best[np.linspace(0, len(best) - 1, min(len(best), MOST_PREDICTED)).astype(int)]
+        before, own = np.divmod(best, len(listed))
+        costs, shifts = cost[best], shift[best]
+        chosen = np.column_stack((chosen[before], own))
+    found = []
+    for cost, shift, row in zip(costs[::-1], shifts[::-1], chosen[::-1], strict=True):
+        point = start
+        for (part, listed), index in zip(options.items(), row, strict=True):
+            point = taken(point, part, listed[index])
+        found.append(Predicted(point, float(cost), float(shift)))
+    return found
+
+
+def _costs(point: Point, options: Options) -> float:
+    """What the parts of a point cost together."""
+    return sum(
+        next(each.cost for each in listed if each.choice == _choice(point, part))
+        for part, listed in options.items()
+    )
 
 
 def _choice(point: Point, part: str) -> Choice | Precision:

@@ -129,7 +129,10 @@ TUNING = "tuning"
 
 @dataclass(frozen=True, slots=True)
 class TunedLayer:
-    """What one layer is at a point: `experts` are those that stay, empty where all do."""
+    """What one layer is at a point: `experts` are those that stay, empty where all do.
+
+    Where `merged`, one takes the place of all.
+    """
 
     layer: str
     k: int
@@ -137,6 +140,7 @@ class TunedLayer:
     precision: str
     lowering: str
     experts: tuple[int, ...] = ()
+    merged: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import cast
@@ -10,6 +11,7 @@ from ...common.files import sha256
 from ...common.text import markdown
 from ...graphs.names import K_INPUT
 from ...graphs.targets import TARGETS, Target
+from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
 from .constants import CONSTANTS_FILE
@@ -23,7 +25,7 @@ CONTENTS = {
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
     RECIPE_FILE: "what `moexport tune` found for each layer, to export it again",
-    CONSTANTS_FILE: "what experts that were dropped give in place of their outputs",
+    CONSTANTS_FILE: "what takes the places of experts that were dropped or merged",
     MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
 }
 
@@ -57,6 +59,7 @@ def readme(manifest: Manifest) -> str:
         "each MoE layer selects k experts and computes only these.",
         f"It was made from weights of the family `{source.family}` (SHA-256 `{source.sha256}`)"
         + (f" with {config}." if config else "."),
+        *_edited(manifest),
         markdown(("layer", "kind", "experts computed", "lowering", "precision"), layers),
         "## Checked against PyTorch",
         _parity(manifest),
@@ -74,6 +77,14 @@ def readme(manifest: Manifest) -> str:
         ),
     )
     return "\n\n".join(parts) + "\n"
+
+
+def _edited(manifest: Manifest) -> Iterator[str]:
+    """In what the model is not the one of the weights."""
+    edits = Edits.from_records(manifest.edits, MANIFEST_FILE)
+    if edits:
+        lines = "\n".join(f"- {text}" for text in edits.texts())
+        yield f"The MoE layers are not as in those weights:\n\n{lines}"
 
 
 ROUTING = "The outputs whose names begin with a layer's tell which experts it chose."

@@ -23,10 +23,13 @@ from moexport.graphs.rewrites import Rewrite
 from moexport.tests.exporter.families.reference import Array, gelu, layer_norm, softmax
 from torch import nn
 
+FORMS: tuple[Form, ...] = ("cp", "tr", "tucker", "full")
+"""The forms of a tensor with experts."""
+
 
 def tensor(form: Form, levels: tuple[int, ...], d: int, o: int, *, bias: bool) -> FactorisedSpec:
     different = tuple(range(3, 3 + len(levels) + 2))
-    ranks = {"cp": (7,), "tr": different, "tucker": different, "full": ()}
+    ranks = {"cp": (7,), "tr": different, "tucker": different, "full": (), "matrix": ()}
     return FactorisedSpec(form, levels, d, o, ranks[form], bias)
 
 
@@ -230,8 +233,8 @@ def formula(
 
 
 def full_tensor(spec: FactorisedSpec, factors: list[Array]) -> Array:
-    """The weight tensor [n_1, …, n_E, d, o]."""
-    if spec.form == "full":
+    """The weight tensor [n_1, …, n_E, d, o]; [d, o] of merged experts."""
+    if spec.form in ("full", "matrix"):
         return factors[0]
     if spec.form == "tucker":
         whole, *matrices = factors

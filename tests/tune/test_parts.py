@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import numpy as np
@@ -15,7 +16,7 @@ from moexport.tune.graphs import Look
 from moexport.tune.halves import Halves
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
 from moexport.tune.request import parse_seconds, parse_share, parse_size
-from moexport.tune.search import Option, _between, _path, front_of
+from moexport.tune.search import Option, _path, front_of, predicted_front
 from moexport.tune.space import Choice, Point, ks_of
 from moexport.tune.times import FormTime, LayerTimes
 from moexport.tune.tune import _timed
@@ -125,21 +126,36 @@ def test_the_path_takes_what_loses_least_for_its_gain_first() -> None:
     assert points == [(6, 8), (6, 7), (5, 7)]
 
 
-def test_between_two_points_of_a_path_lie_the_options_that_nothing_beats() -> None:
-    options = [
-        Option(Choice(8 - index), cost, shift)
-        for index, (cost, shift) in enumerate(
-            [(8.0, 0.0), (6.0, 0.5), (7.0, 0.6), (4.0, 0.9), (3.0, 2.0), (1.0, 1.0)]
+def test_the_predicted_front_is_that_of_all_combinations() -> None:
+    random = np.random.default_rng(3)
+    options = {
+        part: [
+            Option(Choice(9 - index), cost, shift)
+            for index, (cost, shift) in enumerate([(1.0, 0.0), *random.random((count, 2)).tolist()])
+        ]
+        for part, count in (("a", 5), ("b", 7), ("c", 4))
+    }
+    start = Point(tuple((part, Choice(9)) for part in options))
+    sums = {
+        tuple(each.choice.k for each in row if isinstance(each.choice, Choice)): (
+            sum(each.cost for each in row),
+            sum(each.shift for each in row),
         )
-    ]
-    other = [Option(Choice(8), 1.0, 0.0)]
-    start = Point((("a", Choice(8)), ("b", Choice(8))))
-    (end,) = _path(start, {"a": options, "b": other})
-    assert end.choices["a"].k == 3
-    between = [*_between(start, end, {"a": options, "b": other})]
-    # (7, 0.6) is slower and less safe than (6, 0.5); (3, 2) less safe than the end.
-    assert [point.choices["a"].k for point in between] == [7, 5]
-    assert {point.choices["b"].k for point in between} == {8}
+        for row in itertools.product(*options.values())
+    }
+    wanted = {
+        row: one
+        for row, one in sums.items()
+        if not any(o[0] <= one[0] and o[1] <= one[1] and o != one for o in sums.values())
+    }
+    front = predicted_front(start, options)
+    found = {tuple(c.k for _, c in each.point.layers): (each.cost, each.shift) for each in front}
+    assert len(wanted) > 5
+    assert found.keys() == wanted.keys()
+    assert all(found[row] == pytest.approx(wanted[row]) for row in wanted)
+    assert [each.cost for each in front] == sorted((c for c, _ in wanted.values()), reverse=True)
+    # Every step of the path lies on it.
+    assert {tuple(c.k for _, c in p.layers) for p in _path(start, options)} <= {*wanted}
 
 
 def look(ms: float, kept: float, low: float = 0.0) -> Look:

@@ -23,6 +23,7 @@ from moexport.graphs.layers.mumoe import (
 from moexport.graphs.lowerings.choice import choose
 from moexport.graphs.lowerings.cost import WorkOf
 from moexport.tests.graphs.mumoe_layers import (
+    FORMS,
     formula,
     graph,
     name_of,
@@ -52,13 +53,15 @@ def spec_of(
 
 
 SPECS = [
-    *(spec_of(form, levels) for form in get_args(Form) for levels in ((8,), (8, 4), (4, 3, 2))),
+    *(spec_of(form, levels) for form in FORMS for levels in ((8,), (8, 4), (4, 3, 2))),
     *(spec_of(form, (3, 2, 2, 2)) for form in ("tr", "tucker", "full")),
     *(spec_of("cp", (8,), activation=name, norm="bn") for name in get_args(GateActivation)),
     *(spec_of("cp", (8,), activation=name, norm="ln") for name in get_args(GateActivation)),
     spec_of("cp", (8,), block=True, norm="ln", input_norm=True),
     *(spec_of(form, (8, 4), block=True, bias=False) for form in ("tr", "tucker", "full")),
     *(spec_of(form, (8,), block=True, norm="ln", input_norm=True) for form in ("tucker", "full")),
+    spec_of("matrix", ()),
+    spec_of("matrix", (), block=True, norm="ln", input_norm=True),
 ]
 
 
