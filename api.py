@@ -991,7 +991,7 @@ def tune(
         batch: the range of batch sizes, optimised for OPT ("1:1:32").
         tokens: the same for the number of tokens, if that axis is dynamic ("1:196:1024").
         precision: the precisions to try, as fp32,int8 (None: all that the target computes).
-        all_experts: do not remove experts permanently (False).
+        all_experts: do not remove or merge experts (False).
         time: the time limit of the search, 10min (None: until no better candidate is expected).
         threads: the number of threads of every engine (None: PyTorch's own choice).
         pixels: the scale of images: unit, symmetric or imagenet (None: as the folder says).

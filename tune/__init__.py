@@ -3,8 +3,8 @@
 It is found on one half of the data and confirmed on the other.
 
 What is searched, together: k of each MoE layer, a fixed subset of its experts (the others are
-dropped, which makes the file smaller), its precision, that of the network around, and how each
-layer is computed.
+dropped, which makes the file smaller) or one in place of all, its precision, that of the network
+around, and how each layer is computed.
 
     request ──▶ halves ──▶ measured layers ──▶ path ──▶ graphs ──▶ front ──▶ confirmed ──▶ bundle
 
@@ -13,7 +13,8 @@ layer is computed.
    is kept of the untouched model, with a paired 95% interval.
 2. `layers.py` looks at one layer at a time, from activations that are computed once: what each k
    and each subset does to the outputs, while the layers before it are played back. Experts that are
-   dropped leave constants, which are fitted and trained to make up for them (`dropped/`).
+   dropped leave constants, and those of a muMoE layer are merged into one: what takes their places
+   is fitted and trained to make up for them (`dropped/`).
 3. `times.py` measures each layer alone, in each of its forms, with every lowering that can serve
    (`exporter.measured_lowerings`). A model's time is that of the network around its layers plus the
    sum over the layers; whole graphs correct it.

@@ -1,1 +1,1 @@
-"""Experts that are dropped for good: which go first, and the constants that take their places."""
+"""Experts that are dropped or merged for good: which go first, and what takes their places."""
