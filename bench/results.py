@@ -134,7 +134,8 @@ class Row:
     batches of this size, `runtime_memory_mb` what that process held before it opened anything.
     `computed_in` is what the matrix products were computed in, for engines that tell it. A row that
     failed has `error` and no numbers. `node` names the machine of a cluster on which the row was
-    timed; the protocol's `nodes` tell the environment of each.
+    timed; the protocol's `nodes` tell the environment of each. `point` says what each layer is
+    where k alone does not: of a search, whose layers may have fewer experts.
     """
 
     engine: str
@@ -166,6 +167,7 @@ class Row:
     tokens_per_s: float | None = None
     computed_in: str | None = None
     node: str | None = None
+    point: str | None = None
 
     @property
     def is_reference(self) -> bool:
@@ -220,7 +222,7 @@ class Row:
         """What tells this row from all others of a file."""
         return (
             *(self.model, self.engine, self.provider or "cpu", self.precision, self.lowering),
-            *(self.k, self.experts, self.batch, self.phase, self.tokens, self.past),
+            *(self.k, self.experts, self.batch, self.phase, self.tokens, self.past, self.point),
         )
 
 

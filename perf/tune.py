@@ -1,7 +1,7 @@
 """`tune` beside the best uniform k and precision of `bench`, and beside Optuna as the search.
 
 Each network is trained on one part of its data; `tune` and all others get the other part, half of
-which confirms. What each found is timed in turn. A whole run takes about fifteen minutes.
+which confirms. What each found is timed in turn. A whole run takes about forty minutes.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ FLOOR = 0.9
 
 SLACK = 1.25
 """By how much a time of a search may be off: the machine changes its speed."""
+
+REPEATED = 10
+"""Optuna asks for points again that it knows: those are no graphs, but end at so many times."""
 
 MORE = 3
 """Optuna may look at so many times as many graphs."""
@@ -381,7 +384,7 @@ def _optuna(found: Found, job: Job, limit: int, seconds: float, progress: Progre
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    looks: list[Look] = []
+    looks: dict[str, Look] = {}
 
     def objective(trial: Any) -> tuple[float, float]:
         width = trial.suggest_categorical("width", ["fp32", *job.space.integers])
@@ -400,18 +403,21 @@ def _optuna(found: Found, job: Job, limit: int, seconds: float, progress: Progre
             point = point.with_around(width)
         if not found.graphs.times.knows(point):
             raise optuna.TrialPruned  # there was no time to time such a layer
-        look = found.graphs.look(point)
-        looks.append(look)
-        progress.advance(1)
+        known = point.key in looks
+        looks[point.key] = look = found.graphs.look(point)
+        progress.advance(not known)
+        if len(looks) == limit:
+            study.stop()
         return look.ms, look.quality.kept
 
-    job.clock.seconds = math.inf  # what replaces experts is trained as long as in our search
+    job.clock.seconds = math.inf  # what takes the places of experts is trained no less
     sampler = optuna.samplers.TPESampler(seed=0)
     study = optuna.create_study(directions=["minimize", "maximize"], sampler=sampler)
     progress.step(f"Optuna: {limit} graphs", total=limit)
     with found.graphs.beside(found.base):
-        study.optimize(objective, n_trials=limit, timeout=seconds, catch=(MoexportError,))
-    return looks
+        most = REPEATED * limit
+        study.optimize(objective, n_trials=most, timeout=seconds, catch=(MoexportError,))
+    return [*looks.values()]
 
 
 def _areas(

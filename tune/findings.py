@@ -135,6 +135,7 @@ def _row(found: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:
         provider="cpu",
         precision=look.point.precision,
         lowering="+".join(sorted(set(look.lowerings.values()))),
+        point=look.point.text(found.experts) if look.point.fewer else None,
         latency_ms=latency,
         throughput=None if latency is None else 1e3 * batch / latency.median,
         **_judged(found, confirmed.quality),

@@ -201,7 +201,7 @@ def predicted_front(start: Point, options: Options) -> list[Predicted]:
     """Returns the points that no other beats in both sums, those that cost most first.
 
     The parts are added one by one, and what is beaten so far is left out; of more than
-    `MOST_PREDICTED` some are. The steps of a path are the convex hull of these points.
+    `MOST_PREDICTED` some are. The steps of a path are corners of it.
     """
     costs, shifts = np.zeros(1), np.zeros(1)
     chosen = np.zeros((1, 0), dtype=int)

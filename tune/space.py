@@ -54,7 +54,7 @@ class Choice:
     def text(self, experts: int) -> str:
         """In words: `k = 4 of 16, int8`."""
         if self.merged:
-            return f"{experts} experts merged into one, {self.precision}"
+            return f"all experts merged into one, {self.precision}"
         of = f"{len(self.experts)} of {experts} experts kept, " if self.experts else ""
         n = len(self.experts) or experts
         return f"{of}k = {self.k} of {n}, {self.precision}"
@@ -95,6 +95,11 @@ class Point:
         )
         around = "" if self.around == "fp32" else f"; around them {self.around}"
         return "; ".join(parts) + around
+
+    @property
+    def fewer(self) -> bool:
+        """Whether a layer has fewer experts than in the checkpoint."""
+        return any(choice.fewer for _, choice in self.layers)
 
     @property
     def key(self) -> str:

@@ -186,9 +186,9 @@ class LayerTimes:
             point = Point(tuple(sheet.items()))
             if (index or point.precision != "fp32") and clock.over(share, FORMS):
                 return
-            constants = None if self._constants is None else self._constants.fitted_to(point)
-            job, copy = unlowered(base, point, constants), traced.clone()
             with clock.step(FORMS):
+                constants = None if self._constants is None else self._constants.fitted_to(point)
+                job, copy = unlowered(base, point, constants), traced.clone()
                 numbers = apply_precision(job, copy, job.table)
                 measuring = Measuring(BRIEF, inputs, alone=True, within=LIKELY)
                 found = tune(job, copy, numbers, progress, measuring)

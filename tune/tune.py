@@ -468,9 +468,12 @@ class Job:
         Of a muMoE layer one in place of all.
         """
         spec = self.model.layers[name].spec
-        if self.request.subsets and isinstance(spec, MuMoESpec):
+        # Beside layers that a router chooses for, the inputs of single ones are not recorded.
+        if not self.request.subsets or routed_layers(self.model):
+            return []
+        if isinstance(spec, MuMoESpec):
             return [Choice(1, merged=True)]
-        if not self.request.subsets or not isinstance(spec, SoftMoESpec):
+        if not isinstance(spec, SoftMoESpec):
             return []
         found = []
         for size in ks_of(spec.experts)[1:]:
@@ -640,12 +643,11 @@ class Job:
                     cost = self._bytes(name, own) if by_size else time.ms
                     shift += alone
                     options[name].append(Option(own, cost, shift))
+        around = times.around_ms["fp32"]
+        options[AROUND] = [Option(floats, 1.0 if by_size else around, 0.0)]
         if integer and (AROUND, integer) in moved:
-            cost = 0.0 if by_size else times.around_ms["fp32"] - times.around_ms[integer]
-            options[AROUND] = [
-                Option("fp32", cost, 0.0),
-                Option(integer, -1.0 if by_size else 0.0, moved[AROUND, integer]),
-            ]
+            cost = 0.0 if by_size else times.around_ms[integer]
+            options[AROUND].append(Option(integer, cost, moved[AROUND, integer]))
         return options
 
     def _costs(self) -> tuple[bool, ...]:

@@ -426,7 +426,7 @@ def _told(point: FrontPoint) -> list[str]:
         lines.append(f"confirmed: {percent(point.confirmed_kept)}, {_interval(point.confirmed)}")
     for layer in point.layers:
         of = f"{len(layer.experts)} of {layer.of}" if layer.experts else str(layer.of)
-        chosen = f"{of} experts merged into one" if layer.merged else f"k = {layer.k}, experts {of}"
+        chosen = "all experts merged into one" if layer.merged else f"k = {layer.k}, experts {of}"
         lines.append(f"{layer.layer}: {chosen}, {layer.precision}")
     return lines
 

@@ -266,6 +266,7 @@ def claim(section: Section, row: Row) -> str:
     all_of_them = whole if row.k == section.full_k else ""
     engine = f", {line_name(row)}" if row.engine.startswith("pytorch") else ""
     told = f"k = {row.k} of {row.experts}{all_of_them} in {row.precision.upper()}{engine}"
+    told = row.point or told
     if row.perplexity is not None:
         base = None if section.reference is None else section.reference.perplexity
         untouched = "" if base is None else f" (PyTorch: {base.value:.4g})"

@@ -79,7 +79,7 @@ class Constants:
         self._orders: dict[str, tuple[int, ...]] = {}
         self._alone: dict[str, Tensor] = {}
         self._fitted: dict[tuple[str, tuple[int, ...]], Arrays] = {}
-        self._trained: dict[Path, Arrays] = {}
+        self._last: tuple[Path, Arrays] | None = None
 
     def subset(self, name: str, size: int) -> tuple[int, ...]:
         """Returns the experts of a layer that stay where so many do, ascending."""
@@ -109,18 +109,26 @@ class Constants:
 
     def trained_for(self, point: Point) -> Arrays:
         """Returns what takes the places of the experts of a whole model, trained for it."""
-        if not any(choice.fewer for _, choice in point.layers):
+        if not point.fewer:
             return {}
         path = self._place(point)
-        if path not in self._trained:
-            try:
-                self._trained[path] = load_file(path)
-            except (SafetensorError, OSError):  # it was not trained yet, or the file is damaged
-                self._trained[path] = found = self._train(point)
-                make_folder(self._folder)
-                with whole_file(path) as place:
-                    save_file(found, place)
-        return self._trained[path]
+        if self._last is None or self._last[0] != path:  # of large layers not all are held
+            self._last = path, self._read(path) or self._kept(path, self._train(point))
+        return self._last[1]
+
+    def _read(self, path: Path) -> Arrays:
+        """What was trained before; nothing where the file is not there, or damaged."""
+        try:
+            return load_file(path)
+        except (SafetensorError, OSError):
+            return {}
+
+    def _kept(self, path: Path, found: Arrays) -> Arrays:
+        """Writes what was trained."""
+        make_folder(self._folder)
+        with whole_file(path) as place:
+            save_file(found, place)
+        return found
 
     def digest(self, point: Point) -> str:
         """Returns the SHA-256 of what was trained for a point; empty where nothing was."""
@@ -133,7 +141,9 @@ class Constants:
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
 
     def _train(self, point: Point) -> Arrays:
-        edits = edits_of(point).with_constants(self.fitted_to(point))
+        # Copies: what is trained in place must not be where the next training starts.
+        start = {name: array.copy() for name, array in self.fitted_to(point).items()}
+        edits = edits_of(point).with_constants(start)
         changed = edited(self._model, edits)
         constants = _trained(changed, edits)
         model = PyTorch(changed.module, changed.inputs)

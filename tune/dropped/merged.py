@@ -32,25 +32,24 @@ def merged(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray, ...]:
 
     `tokens` [b, m, d], in batches, are what the layer is given.
     """
-    seen: list[tuple[tuple[Tensor, ...], list[tuple[Tensor, Tensor]]]] = []
-    rows, wanted = 0, ROWS * (1 + max(each.dim for each in layer.spec.tensors))
+    specs = layer.spec.tensors
+    totals = [torch.zeros(n, dtype=torch.float64) for n in layer.spec.levels]
+    sums = {index: _Sums(spec) for index, spec in enumerate(specs) if spec.dim <= WIDEST}
+    rows, wanted = 0, ROWS * (1 + max((specs[index].dim for index in sums), default=0))
     for x in tokens:
-        seen.append(layer.products(x))
+        coefficients, products = layer.products(x)
+        added = (a.flatten(0, 1).double().sum(dim=0) for a in coefficients)
+        totals = [total + each for total, each in zip(totals, added, strict=True)]
+        for index, each in sums.items():
+            each.add(*(part.flatten(0, 1).double() for part in products[index]))
         rows += x.shape[0] * x.shape[1]
         if rows >= wanted:
             break
-    levels = zip(*(coefficients for coefficients, _ in seen), strict=True)
-    means = [torch.cat([a.flatten(0, 1) for a in level]).double().mean(dim=0) for level in levels]
     found = []
-    for index, spec in enumerate(layer.spec.tensors):
-        matrix = _mean(spec, layer.factors(index), means)
-        if spec.dim <= WIDEST:
-            products = [pairs[index] for _, pairs in seen]
-            z, y = (
-                torch.cat([pair[side].flatten(0, 1) for pair in products]).double()
-                for side in (0, 1)
-            )
-            matrix = matrix + _fitted(z, y, matrix)
+    for index, spec in enumerate(specs):
+        matrix = _mean(spec, layer.factors(index), [total / rows for total in totals])
+        if index in sums:
+            matrix = matrix + sums[index].fitted(matrix)
         found.append(matrix.float().numpy())
     return tuple(found)
 
@@ -68,11 +67,24 @@ def _mean(spec: FactorisedSpec, factors: Sequence[Tensor], means: list[Tensor]) 
     return torch.cat((outputs[:-1] - outputs[-1], outputs[-1:]))
 
 
-def _fitted(z: Tensor, y: Tensor, matrix: Tensor) -> Tensor:
-    """What to add to a matrix so that inputs z [r, d] give outputs nearer to y [r, o]."""
-    z = torch.cat((z, torch.ones_like(z[:, :1])), dim=1)
-    square = z.T @ z
-    ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
-    square.diagonal().add_(ridge)
-    added: Tensor = torch.linalg.solve(square, z.T @ (y - z @ matrix))
-    return added
+class _Sums:
+    """What least squares need of a tensor's inputs z [r, d] and outputs y [r, o]: zᵀz and zᵀy."""
+
+    def __init__(self, spec: FactorisedSpec) -> None:
+        size = spec.dim + 1
+        self.square = torch.zeros(size, size, dtype=torch.float64)
+        self.product = torch.zeros(size, spec.out, dtype=torch.float64)
+
+    def add(self, z: Tensor, y: Tensor) -> None:
+        z = torch.cat((z, torch.ones_like(z[:, :1])), dim=1)
+        self.square += z.T @ z
+        self.product += z.T @ y
+
+    def fitted(self, matrix: Tensor) -> Tensor:
+        """What to add to a matrix [d + 1, o] so that the inputs give outputs nearer to those."""
+        missing = self.product - self.square @ matrix
+        square = self.square.clone()
+        ridge = RIDGE * square.diagonal().mean().clamp_min(torch.finfo(torch.float64).tiny)
+        square.diagonal().add_(ridge)
+        added: Tensor = torch.linalg.solve(square, missing)
+        return added
