@@ -425,8 +425,8 @@ def plan(model: Model | Callable[[], Model], destination: AnyPath, **options: An
 def _job(**asked: Any) -> ExportJob:
     """The job that the parameters of `export` describe."""
     from .calibration.table import CALIBRATION_FILE
-    from .exporter.bundle.constants import CONSTANTS_FILE, read_constants
     from .exporter.bundle.recipe import file_beside, read_recipe
+    from .exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
     from .exporter.edits import read_edits
     from .exporter.inputs import parse_range
     from .exporter.job import export_job
@@ -463,9 +463,9 @@ def _job(**asked: Any) -> ExportJob:
         place = Path(recipe)
         found = read_recipe(place)
         ranges = file_beside(place, found.calibration, CALIBRATION_FILE)
-        beside = file_beside(place, found.constants, CONSTANTS_FILE)
-        constants = None if beside is None else read_constants(beside.parent)
-        options = replace(recipe_options(found, options, constants), calibration=ranges)
+        beside = file_beside(place, found.substitutes, SUBSTITUTES_FILE)
+        substitutes = None if beside is None else read_substitutes(beside.parent)
+        options = replace(recipe_options(found, options, substitutes), calibration=ranges)
     return export_job(model, options)
 
 

@@ -70,7 +70,7 @@ class KeptExperts:
     """The experts of a layer that stay, ascending: the others are dropped, weights and all.
 
     Where `constant`, the slots of those give the `constants` [dropped, p, o], else nothing. The
-    numbers are None in what a manifest or a recipe says, until `Edits.with_constants` adds them.
+    numbers are None in what a manifest or a recipe says, until `Edits.with_substitutes` adds them.
     """
 
     layer: str
@@ -89,7 +89,7 @@ class KeptExperts:
 class MergedExperts:
     """A layer whose experts become one: a matrix [d + 1, o] for each of its weight tensors.
 
-    The `matrices` are None in what a manifest or a recipe says, until `Edits.with_constants` adds
+    The `matrices` are None in what a manifest or a recipe says, until `Edits.with_substitutes` adds
     them.
     """
 
@@ -105,10 +105,10 @@ class MergedExperts:
         """The name of the matrix of one of the layer's tensors, from 0, in a file."""
         return f"{self.layer}:{tensor}"
 
-    def of(self, constants: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
+    def of(self, substitutes: Mapping[str, np.ndarray]) -> tuple[np.ndarray, ...] | None:
         """Returns the layer's matrices from a file; None where it has none."""
-        keys = itertools.takewhile(constants.__contains__, map(self.key, itertools.count()))
-        return tuple(constants[key] for key in keys) or None
+        keys = itertools.takewhile(substitutes.__contains__, map(self.key, itertools.count()))
+        return tuple(substitutes[key] for key in keys) or None
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ class Edits:
         return bool(self.kept or self.merged)
 
     @property
-    def constants(self) -> dict[str, np.ndarray]:
+    def substitutes(self) -> dict[str, np.ndarray]:
         """What takes the places of experts, by its name in a file.
 
         For a layer's dropped experts an array [dropped, p, o], for its merged ones [d + 1, o] each.
@@ -166,15 +166,15 @@ class Edits:
         )
         return {name: array for name, array in (*kept, *merged) if array is not None}
 
-    def with_constants(self, constants: Mapping[str, np.ndarray]) -> Edits:
-        """Returns the edits with what takes the places of experts (`constants`)."""
+    def with_substitutes(self, substitutes: Mapping[str, np.ndarray]) -> Edits:
+        """Returns the edits with what takes the places of experts (`substitutes`)."""
         kept = (
-            replace(each, constant=True, constants=constants[each.layer])
-            if each.layer in constants
+            replace(each, constant=True, constants=substitutes[each.layer])
+            if each.layer in substitutes
             else each
             for each in self.kept
         )
-        merged = (replace(each, matrices=each.of(constants)) for each in self.merged)
+        merged = (replace(each, matrices=each.of(substitutes)) for each in self.merged)
         return replace(self, kept=tuple(kept), merged=tuple(merged))
 
     @property

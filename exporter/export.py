@@ -17,11 +17,11 @@ from ..common.console import Progress, Silent
 from ..errors import ParityError
 from ..graphs.lower import Lowered
 from .bundle.bundle import Bundle
-from .bundle.constants import CONSTANTS_FILE, constants_bytes
 from .bundle.destination import atomic_directory, check_destination
 from .bundle.manifest import MANIFEST_FILE
 from .bundle.readme import with_readme
 from .bundle.recipe import RECIPE_FILE
+from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
 from .inputs import parity_batches
 from .job import ExportJob
 from .options import ExportOptions
@@ -67,9 +67,9 @@ def _exported(job: ExportJob, progress: Progress, traced: ir.Model | None) -> Bu
             planned.table.write(directory / CALIBRATION_FILE)
         if options.recipe is not None:
             options.recipe.write(directory / RECIPE_FILE)
-        constants = constants_bytes(options.edits)
+        constants = substitutes_bytes(options.edits)
         if constants:
-            (directory / CONSTANTS_FILE).write_bytes(constants)
+            (directory / SUBSTITUTES_FILE).write_bytes(constants)
         parities: dict[str, Parity] = {}
         if inputs is not None:
             progress.step("checking against PyTorch", unit="inputs")

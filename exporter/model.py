@@ -250,7 +250,7 @@ def edited(model: Model, edits: Edits) -> Model:
     return replace(model, module=module, original=untouched, edits=edits)
 
 
-BESIDE = "constants.safetensors lies beside the recipe, and in the bundle it is of"
+BESIDE = "substitutes.safetensors lies beside the recipe, and in the bundle it is of"
 """Where what takes the places of experts is."""
 
 
@@ -276,7 +276,7 @@ def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
     if kept.constant:
         slots = spec.slots if isinstance(spec, SoftMoESpec) else 0
         wanted = (spec.experts - len(kept.experts), slots, spec.out)
-        _check_constants(kept.text, [kept.constants], [wanted])
+        _check_substitutes(kept.text, [kept.constants], [wanted])
     smaller = layer.with_experts(kept.experts, kept.constants)
     if smaller is None:
         raise UsageError(
@@ -300,13 +300,13 @@ def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
         raise UsageError(
             f"{edit.text}: {len(found)} matrices, and it has {len(tensors)} tensors", hint=BESIDE
         )
-    _check_constants(edit.text, found, [(each.dim + 1, each.out) for each in tensors])
+    _check_substitutes(edit.text, found, [(each.dim + 1, each.out) for each in tensors])
     smaller = layer.merged([torch.from_numpy(matrix) for matrix in edit.matrices or ()])
     assert smaller is not None, "the experts of this kind can be merged"
     return smaller
 
 
-def _check_constants(
+def _check_substitutes(
     what: str, found: Sequence[np.ndarray | None], wanted: Sequence[tuple[int, ...]]
 ) -> None:
     """Raises `UsageError` where the numbers that take the places of experts do not fit."""

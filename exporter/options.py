@@ -381,11 +381,11 @@ class ExportOptions:
 
 
 def recipe_options(
-    recipe: Recipe, options: ExportOptions, constants: Mapping[str, np.ndarray] | None = None
+    recipe: Recipe, options: ExportOptions, substitutes: Mapping[str, np.ndarray] | None = None
 ) -> ExportOptions:
     """Returns options in which everything that decides graphs and weights is a recipe's.
 
-    `constants` are what takes the places of experts (`Edits.constants`).
+    `substitutes` are what takes the places of experts (`Edits.substitutes`).
     """
     integers = recipe.precision in ("int8", "int4", "fp8")
     return replace(
@@ -403,7 +403,7 @@ def recipe_options(
             scope=recipe.quantize,
             floating=recipe.floating if integers else frozenset(),
         ),
-        edits=recipe.edits.with_constants(constants or {}),
+        edits=recipe.edits.with_substitutes(substitutes or {}),
     )
 
 

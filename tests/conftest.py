@@ -18,7 +18,7 @@ from moexport.exporter.model import Model
 from moexport.exporter.trace import trace
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, SOFT_MOE, VIT_SETS, RecordedCase, read_case
-from moexport.tune.dropped import distill
+from moexport.tune.substitutes import distill
 
 
 @pytest.fixture(params=SOFT_MOE)
@@ -43,8 +43,8 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def constants_trained_briefly() -> Iterator[None]:
-    """Searches train constants in fewer steps: what the training does is tested by itself."""
+def substitutes_trained_briefly() -> Iterator[None]:
+    """Searches train substitutes in fewer steps: what the training does is tested by itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill, "STEPS", 200)
         yield

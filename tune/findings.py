@@ -28,9 +28,9 @@ from ..common.text import size, table
 from ..common.writing import remove_folder
 from ..exporter.bundle.recipe import RECIPE_FILE
 from .confirm import Confirmed
-from .dropped.constants import FOLDER
 from .graphs import CAREFUL, Look
 from .quality import Quality
+from .substitutes.substitutes import FOLDER
 from .tune import Tuned
 
 

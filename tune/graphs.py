@@ -27,12 +27,12 @@ from ..exporter.session import Session, SessionOptions
 from ..exporter.write import write_graphs
 from ..graphs.targets import TARGETS
 from .clock import Clock
-from .dropped.constants import Constants
 from .halves import in_batches, rows_of
 from .quality import Metric, Quality
 from .routed import Traces
 from .shards import Batch, Evaluate, evaluate_here
 from .space import Point, job_of
+from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
 
 BATCH = 64
@@ -64,7 +64,7 @@ class Look:
 
     `ms` is the median time of a batch of OPT, corrected for how fast the machine was just then, by
     the graph of the model as trained, which takes turns. `bytes` are those of the graph and its
-    weights. `constants` is the SHA-256 of what takes the places of dropped experts.
+    weights. `substitutes` is the SHA-256 of what takes the places of experts.
     """
 
     point: Point
@@ -73,7 +73,7 @@ class Look:
     ms: float
     predicted_ms: float
     bytes: int
-    constants: str = ""
+    substitutes: str = ""
 
 
 class Graphs:
@@ -91,13 +91,13 @@ class Graphs:
         progress: Progress,
         threads: int,
         clock: Clock,
-        constants: Constants,
+        substitutes: Substitutes,
         evaluate: Evaluate = evaluate_here,
     ) -> None:
         self.base, self.traces, self.times = base, traces, times
         self.data, self.outputs, self.metric = data, outputs, metric
         self.journal, self.progress, self.threads = journal, progress, threads
-        self.clock, self.constants = clock, constants
+        self.clock, self.substitutes = clock, substitutes
         self.looks: dict[str, Look] = {}
         self.batch = batch_size(outputs)
         self.evaluate = evaluate
@@ -113,7 +113,7 @@ class Graphs:
         self._beside: tuple[Look, Session] | None = None
         for each in journal.found("look"):
             look = msgspec.convert(each["look"], Look)
-            if look.constants == constants.digest(look.point):
+            if look.substitutes == substitutes.digest(look.point):
                 self.looks[look.point.key] = look
 
     def look(self, point: Point) -> Look:
@@ -142,7 +142,7 @@ class Graphs:
             self._ms([session])[0],
             self.times.predicted_ms(point),
             sum(file.stat().st_size for file in files),
-            self.constants.digest(point),
+            self.substitutes.digest(point),
         )
 
     @contextmanager
@@ -195,7 +195,7 @@ class Graphs:
             for index, (point, lowerings) in enumerate(listed):
                 place = folder / str(index)
                 place.mkdir()
-                job = job_of(self.base, point, lowerings, self.constants.trained_for(point))
+                job = job_of(self.base, point, lowerings, self.substitutes.trained_for(point))
                 traced = self.traces.of(job)
                 with self.clock.step(OPEN):
                     write_graphs(plan(job, traced, job.table), place)

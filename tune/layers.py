@@ -25,12 +25,12 @@ from ..exporter.inputs import Inputs
 from ..exporter.model import Model
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
 from ..graphs.layers.soft_moe import Chooser, SoftMoE
-from .dropped.constants import Seen
 from .graphs import batch_size
 from .halves import in_batches
 from .quality import Metric, Quality, Tally
 from .routed import asked_for, routed_layers
 from .space import Choice
+from .substitutes.substitutes import Seen
 
 BATCH = 32
 
@@ -38,7 +38,7 @@ MOST = 512
 """Inputs on which single layers are tried: they rank choices, and whole graphs decide."""
 
 MOST_SEEN, SEEN_S = 8192, 5.0
-"""Inputs that constants are fitted to. Beyond `MOST` they are recorded for so long at the most."""
+"""Inputs that substitutes are fitted to. Beyond `MOST` they are recorded for so long at most."""
 
 MOST_TOKENS = 1 << 14
 """Tokens on which single layers of a language model are tried."""
@@ -93,14 +93,14 @@ class Replay:
         return Seen(self.inputs, samples, self.metric.name != "function")
 
     def quality(
-        self, name: str, choice: Choice, constants: Mapping[str, np.ndarray] = NOTHING
+        self, name: str, choice: Choice, substitutes: Mapping[str, np.ndarray] = NOTHING
     ) -> Quality:
         """Returns what is kept with one layer changed; its precision plays no part.
 
-        `constants` take the places of experts that are not among those of the choice.
+        `substitutes` take the places of experts that are not among those of the choice.
         """
         tally = Tally()
-        with self._changed(name, choice, constants) as run:
+        with self._changed(name, choice, substitutes) as run:
             for index, (x, base, labels) in enumerate(self._batches[: -(-MOST // BATCH)]):
                 self.at = index
                 tally = tally + self.metric.tally(run(x), base, x, labels)
@@ -108,7 +108,7 @@ class Replay:
 
     @contextmanager
     def _changed(
-        self, name: str, choice: Choice, constants: Mapping[str, np.ndarray]
+        self, name: str, choice: Choice, substitutes: Mapping[str, np.ndarray]
     ) -> Iterator[Callable[[Inputs], Array]]:
         """Yields the model with one layer as it is chosen."""
         if self.routed:
@@ -120,11 +120,11 @@ class Replay:
         with ExitStack() as changes:
             changes.enter_context(self._playing_before(name))
             if choice.merged:
-                merged = layer.merged([torch.from_numpy(each) for each in constants.values()])
+                merged = layer.merged([torch.from_numpy(each) for each in substitutes.values()])
                 assert merged is not None, "only layers that can be are tried so"
                 changes.enter_context(_replaced(self.module, layer, merged))
             else:
-                changes.enter_context(_as_chosen(layer, choice, constants.get(name)))
+                changes.enter_context(_as_chosen(layer, choice, substitutes.get(name)))
             yield self._run
 
     def _run(self, x: Inputs) -> Array:

@@ -137,15 +137,15 @@ def job_of(
     base: ExportJob,
     point: Point,
     lowerings: Mapping[str, str],
-    constants: Mapping[str, np.ndarray] | None = None,
+    substitutes: Mapping[str, np.ndarray] | None = None,
 ) -> ExportJob:
     """Returns the job that exports a point, with a lowering for each layer.
 
     `base` is the job of the model as it was trained, with the table of ranges if there is one.
-    `constants` are what takes the places of experts (`Edits.constants`).
+    `substitutes` are what takes the places of experts (`Edits.substitutes`).
     """
     recipe = recipe_of(base.options, point, lowerings, {})
-    options = recipe_options(recipe, base.options, constants)
+    options = recipe_options(recipe, base.options, substitutes)
     k = {name: choice.k for name, choice in point.layers}
     return replace(
         base,
@@ -157,11 +157,11 @@ def job_of(
 
 
 def unlowered(
-    base: ExportJob, point: Point, constants: Mapping[str, np.ndarray] | None = None
+    base: ExportJob, point: Point, substitutes: Mapping[str, np.ndarray] | None = None
 ) -> ExportJob:
     """Returns the job of a point whose lowerings are not chosen yet."""
     names = {name: "" for name, _ in point.layers}
-    job = job_of(base, point, names, constants)
+    job = job_of(base, point, names, substitutes)
     return replace(job, options=replace(base.options, precision=job.options.precision))
 
 

@@ -17,8 +17,8 @@ from ..exporter.measured_lowerings import Measuring, Tokens, tune
 from ..exporter.quantization.precision import apply_precision
 from ..graphs.targets import Precision
 from .clock import Clock
-from .dropped.constants import Constants
 from .space import Choice, Point, sheets, unlowered
+from .substitutes.substitutes import Substitutes
 
 BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
 """Of one lowering of one layer: its order among others is what counts; whole graphs are timed
@@ -54,11 +54,11 @@ class LayerTimes:
 
     `around_ms` is what the network around the layers takes, by its precision: known once a whole
     graph with it was timed. `scale` is how many times as long layers of a precision take in a whole
-    graph as alone (`corrected`). `constants` take the places of experts that are dropped.
+    graph as alone (`corrected`). `substitutes` take the places of experts.
     """
 
-    def __init__(self, constants: Constants | None = None) -> None:
-        self._constants = constants
+    def __init__(self, substitutes: Substitutes | None = None) -> None:
+        self._substitutes = substitutes
         self.forms: dict[tuple[str, Form], FormTime] = {}
         self.around_ms: dict[Precision, float] = {}
         self.scale: dict[Precision, float] = {}
@@ -187,8 +187,8 @@ class LayerTimes:
             if (index or point.precision != "fp32") and clock.over(share, FORMS):
                 return
             with clock.step(FORMS):
-                constants = None if self._constants is None else self._constants.fitted_to(point)
-                job, copy = unlowered(base, point, constants), traced.clone()
+                fitted = self._substitutes.fitted_to(point) if self._substitutes else None
+                job, copy = unlowered(base, point, fitted), traced.clone()
                 numbers = apply_precision(job, copy, job.table)
                 measuring = Measuring(BRIEF, inputs, alone=True, within=LIKELY)
                 found = tune(job, copy, numbers, progress, measuring)

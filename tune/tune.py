@@ -32,8 +32,8 @@ from ..common.timing import Latency
 from ..common.writing import make_folder, remove_folder, scratch_folder
 from ..errors import FeedError, MoexportError, UsageError
 from ..exporter.bundle.bundle import Bundle
-from ..exporter.bundle.constants import constants_bytes
 from ..exporter.bundle.destination import check_destination
+from ..exporter.bundle.substitutes import substitutes_bytes
 from ..exporter.bundle.weights import layer_bytes
 from ..exporter.export import export
 from ..exporter.job import ExportJob, calibration_job, export_job
@@ -58,7 +58,6 @@ from .confirm import (
     shortfall,
     worth_confirming,
 )
-from .dropped.constants import FOLDER, Constants
 from .graphs import CAREFUL, LOOK, OPEN, RUN, UNTOUCHED, Graphs, Look, batch_size
 from .halves import Halves, in_batches, rows_of
 from .layers import Replay, in_turn
@@ -68,6 +67,7 @@ from .routed import Traces, asked_for, routed_layers
 from .search import AROUND, EACH_SIDE, LOOKS, Option, Search, front_of, with_ms
 from .shards import Evaluate, evaluate_here
 from .space import FEW, INTEGERS, RANGED, Choice, Point, ks_of, recipe_of, unlowered
+from .substitutes.substitutes import FOLDER, Substitutes
 from .times import LayerTimes, served
 
 CALIBRATED, CALIBRATED_FEW = 256, 32
@@ -271,7 +271,7 @@ def plan_search(
 
 FORM_S, GRAPH_S, TRAINED_S = 0.6, 0.5, 1.0
 """About what a form of a layer takes, a whole graph, beside running the model itself, and its
-constants."""
+substitutes."""
 
 
 @contextmanager
@@ -375,14 +375,15 @@ class Job:
         clock = self.clock
         over = partial(clock.over, RANGES_SHARE)
         replay = Replay(self.model, self.halves.search, self.outputs, self.metric, over)
-        constants = Constants(self.model, replay.seen, self.folder, partial(clock.training_s, RUN))
-        times, start = LayerTimes(constants), self.start
+        training_s = partial(clock.training_s, RUN)
+        substitutes = Substitutes(self.model, replay.seen, self.folder, training_s)
+        times, start = LayerTimes(substitutes), self.start
         as_trained = {name: (choice,) for name, choice in start.layers}
         self._measure(times, as_trained, replay.tokens(), progress)
         graphs = Graphs(
             *(self.base, Traces(self.base, self.traced), times, self.halves.search, self.outputs),
             *(self.metric, self.journal, progress, self.request.threads or _threads(), clock),
-            *(constants, evaluate),
+            *(substitutes, evaluate),
         )
         base = graphs.lowered(graphs.look(start))
         times.corrected(start, base.ms)
@@ -392,12 +393,12 @@ class Job:
         choices: dict[str, tuple[Choice, ...]] = {
             name: (
                 *listed,
-                *(() if over() else self._fewer(constants, name)),
+                *(() if over() else self._fewer(substitutes, name)),
             )
             for name, listed in self.space.choices.items()
         }
         self._times(times, choices, replay.tokens(), progress)
-        shifts = self._shifts(replay, constants, choices, progress)
+        shifts = self._shifts(replay, substitutes, choices, progress)
         search = Search(graphs, self.request, partial(clock.over, step=LOOK), progress)
         with graphs.beside(base):
             self._seed(search, times)
@@ -408,7 +409,7 @@ class Job:
                         *(floats, integer, choices, times, shifts, moved), by_size=by_size
                     )
                     search.along(start.in_floats(floats), found)
-            self._refine(search, constants, choices, times)
+            self._refine(search, substitutes, choices, times)
             return self._front(search, graphs, base, choices)
 
     def _seed(self, search: Search, times: LayerTimes) -> None:
@@ -438,7 +439,7 @@ class Job:
     def _refine(
         self,
         search: Search,
-        constants: Constants,
+        substitutes: Substitutes,
         choices: Mapping[str, Sequence[Choice]],
         times: LayerTimes,
     ) -> None:
@@ -454,7 +455,7 @@ class Job:
             least = max(smaller, default=size)
             while size - least > max(1, size // FINEST) and not self.clock.over(1.0, LOOK):
                 k = (size + least) // 2
-                experts = constants.subset(name, k) if subsets else ()
+                experts = substitutes.kept(name, k) if subsets else ()
                 point = best.point.with_layer(name, Choice(k, experts, now.precision))
                 look = search.look(point) if times.knows(point) else None
                 if look is not None and search.best() is look:
@@ -462,7 +463,7 @@ class Job:
                 else:
                     least = k
 
-    def _fewer(self, constants: Constants, name: str) -> list[Choice]:
+    def _fewer(self, substitutes: Substitutes, name: str) -> list[Choice]:
         """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half.
 
         Of a muMoE layer one in place of all.
@@ -477,7 +478,7 @@ class Job:
             return []
         found = []
         for size in ks_of(spec.experts)[1:]:
-            experts = constants.subset(name, size)
+            experts = substitutes.kept(name, size)
             found += [Choice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
         return found
 
@@ -566,7 +567,7 @@ class Job:
     def _shifts(
         self,
         replay: Replay,
-        constants: Constants,
+        substitutes: Substitutes,
         choices: Mapping[str, Sequence[Choice]],
         progress: Progress,
     ) -> dict[tuple[str, Choice], float]:
@@ -586,7 +587,7 @@ class Job:
             if self.clock.over(EFFECTS_SHARE, EFFECT):
                 break
             with self.clock.step(EFFECT):
-                others = constants.fitted(name, choice)
+                others = substitutes.fitted(name, choice)
                 found[name, choice] = shift = replay.quality(name, choice, others).shift
             told = msgspec.to_builtins(choice)
             self.journal.add("effect", layer=name, choice=told, shift=shift)
@@ -723,10 +724,11 @@ class Job:
         return checked, min(within, key=lambda each: (each.look.ms, each.look.bytes))
 
     def _check_same(self, look: Look, found: Found) -> None:
-        """Raises where the constants of a point that was looked at are not what they were."""
-        if found.graphs.constants.digest(look.point) != look.constants:
+        """Raises where the substitutes of a point that was looked at are not what they were."""
+        if found.graphs.substitutes.digest(look.point) != look.substitutes:
             raise ContractError(
-                f"{self.folder / FOLDER}: the constants of what was confirmed are gone or changed",
+                f"{self.folder / FOLDER}: what takes the places of experts is gone or changed since "
+                "it was confirmed",
                 hint=f"remove {self.folder} and search again",
             )
 
@@ -790,13 +792,13 @@ class Job:
             path = self.folder / CALIBRATION_FILE
             recipe = replace(recipe, calibration=sha256(path))
             options = replace(options, calibration=path)
-        trained = found.graphs.constants.trained_for(look.point)
+        trained = found.graphs.substitutes.trained_for(look.point)
         asked = recipe_options(recipe, options, trained)
-        constants = constants_bytes(asked.edits)
-        if constants:
-            digest = hashlib.sha256(constants).hexdigest()
+        substitutes = substitutes_bytes(asked.edits)
+        if substitutes:
+            digest = hashlib.sha256(substitutes).hexdigest()
             layers = {n: replace(r, constant=bool(r.experts)) for n, r in recipe.layers.items()}
-            recipe = replace(recipe, constants=digest, layers=layers)
+            recipe = replace(recipe, substitutes=digest, layers=layers)
             asked = replace(asked, recipe=recipe)
         inputs = self.halves.search.inputs[:CALIBRATED]
         # Where k is part of the graph, its trace is that of the k which was found.

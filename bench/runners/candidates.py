@@ -19,8 +19,8 @@ from ...common.user_code import names_code
 from ...common.writing import scratch_folder
 from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
 from ...exporter.bundle.bundle import Bundle
-from ...exporter.bundle.constants import read_constants
 from ...exporter.bundle.manifest import MANIFEST_FILE
+from ...exporter.bundle.substitutes import read_substitutes
 from ...exporter.bundle.verify import selected_values
 from ...exporter.edits import Edits
 from ...exporter.export import found_ranges
@@ -321,7 +321,7 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
     """
     record = bundle.manifest
     edits = Edits.from_records(record.edits, str(bundle.path / MANIFEST_FILE))
-    edits = edits.with_constants(read_constants(bundle.path))
+    edits = edits.with_substitutes(read_substitutes(bundle.path))
     takes_k = record.k == "input"
     baked = {layer.name: layer.k for layer in record.layers if layer.k is not None}
     loaded = model or _source_of(bundle)

@@ -187,7 +187,7 @@ class Manifest:
     numbers: dict[str, Any] = field(default_factory=dict)
     engines: list[dict[str, Any]] = field(default_factory=list)
     edits: list[dict[str, Any]] = field(default_factory=list)
-    """`--ablate` and `--rewrite` (`edits.Edits.records`); empty where the model is as trained."""
+    """What was edited (`edits.Edits.records`); empty where the model is as trained."""
     tokens: str = ""
     contract: dict[str, Any] = field(default_factory=dict)
     """What `tune` was asked, found and confirmed (`Recipe.contract`); empty without a recipe."""

@@ -14,9 +14,9 @@ from ...graphs.targets import TARGETS, Target
 from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
-from .constants import CONSTANTS_FILE
 from .manifest import MANIFEST_FILE, FileRecord, Manifest, PortRecord
 from .recipe import RECIPE_FILE
+from .substitutes import SUBSTITUTES_FILE
 
 README_FILE = "README.md"
 
@@ -25,7 +25,7 @@ CONTENTS = {
     "parity.npz": "reference inputs and PyTorch's outputs, which `moexport verify` uses",
     "calibration.json": "the value ranges of tensors that quantisation used",
     RECIPE_FILE: "what `moexport tune` found for each layer, to export it again",
-    CONSTANTS_FILE: "what takes the places of experts that were dropped or merged",
+    SUBSTITUTES_FILE: "what takes the places of experts that were dropped or merged",
     MANIFEST_FILE: "everything above and more, for programs; the hash of every file",
 }
 
@@ -41,10 +41,14 @@ def with_readme(directory: Path, manifest: Manifest) -> Manifest:
 def readme(manifest: Manifest) -> str:
     """Returns the page: what, from what, how well checked, how to run it, files."""
     source = manifest.source
-    each_k = {f"{each.k or K_INPUT} of {each.experts}" for each in manifest.layers}
-    chosen = f"k = {each_k.pop()}" if len(each_k) == 1 else "k of n"
+    computed = {each.name: f"{each.k or K_INPUT} of {each.experts}" for each in manifest.layers}
+    merged = {each.layer: "merged into one" for each in _edits(manifest).merged}
+    each_k = {text for name, text in computed.items() if name not in merged}
+    chosen = f"k = {each_k.pop()} experts per input" if len(each_k) == 1 else "k of n experts"
+    chosen = "experts merged" if len(merged) == len(computed) else chosen
+    selects = any(each.k is None or each.k < each.experts for each in manifest.layers)
     layers = [
-        (e.name, e.kind, f"{e.k or K_INPUT} of {e.experts}", e.lowering, e.precision)
+        (e.name, e.kind, merged.get(e.name, computed[e.name]), e.lowering, e.precision)
         for e in manifest.layers
     ]
     files = [
@@ -53,10 +57,10 @@ def readme(manifest: Manifest) -> str:
     ]
     config = ", ".join(f"{key} = {value}" for key, value in source.config.items())
     parts = (
-        f"# {PurePath(source.path).name or source.family}, {chosen} experts per input",
+        f"# {PurePath(source.path).name or source.family}, {chosen}",
         f"An ONNX model (opset {manifest.opset}) for `{manifest.target}` in {manifest.precision}, "
-        f"written by moexport {manifest.moexport} on {manifest.created[:10]}. For every input, "
-        "each MoE layer selects k experts and computes only these.",
+        f"written by moexport {manifest.moexport} on {manifest.created[:10]}."
+        + (" For every input, each MoE layer selects k experts and computes only these." * selects),
         f"It was made from weights of the family `{source.family}` (SHA-256 `{source.sha256}`)"
         + (f" with {config}." if config else "."),
         *_edited(manifest),
@@ -81,10 +85,14 @@ def readme(manifest: Manifest) -> str:
 
 def _edited(manifest: Manifest) -> Iterator[str]:
     """In what the model is not the one of the weights."""
-    edits = Edits.from_records(manifest.edits, MANIFEST_FILE)
+    edits = _edits(manifest)
     if edits:
         lines = "\n".join(f"- {text}" for text in edits.texts())
-        yield f"The MoE layers are not as in those weights:\n\n{lines}"
+        yield f"These edits of the MoE layers were made to it:\n\n{lines}"
+
+
+def _edits(manifest: Manifest) -> Edits:
+    return Edits.from_records(manifest.edits, MANIFEST_FILE)
 
 
 ROUTING = "The outputs whose names begin with a layer's tell which experts it chose."

@@ -40,7 +40,7 @@ class Recipe:
     """Everything that decides the graphs and weights of a bundle.
 
     `model` is the model's fingerprint and `data` the SHA-256 of the data it was found on; layers
-    are in the order of execution. `calibration` and `constants` are the SHA-256 of files that lie
+    are in the order of execution. `calibration` and `substitutes` are the SHA-256 of files that lie
     beside the recipe: the table of ranges, and what takes the places of experts that were dropped
     or merged. They are empty where none is needed. `contract` says what was asked and confirmed.
     """
@@ -55,7 +55,7 @@ class Recipe:
     quantize: Scope
     layers: dict[str, LayerRecipe]
     calibration: str = ""
-    constants: str = ""
+    substitutes: str = ""
     contract: dict[str, Any] = field(default_factory=dict)
     moexport: str = ""
     schema: int = SCHEMA

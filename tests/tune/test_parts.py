@@ -11,13 +11,13 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
 from moexport.errors import UsageError
-from moexport.tune.dropped.constants import given_up
 from moexport.tune.graphs import Look
 from moexport.tune.halves import Halves
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
 from moexport.tune.request import parse_seconds, parse_share, parse_size
 from moexport.tune.search import Option, _path, front_of, predicted_front
 from moexport.tune.space import Choice, Point, ks_of
+from moexport.tune.substitutes.constants import given_up
 from moexport.tune.times import FormTime, LayerTimes
 from moexport.tune.tune import _timed
 

@@ -18,8 +18,8 @@ from moexport.common.console import Progress, Silent
 from moexport.common.files import sha256
 from moexport.errors import MoexportError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.constants import CONSTANTS_FILE, read_constants
 from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
+from moexport.exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, edited
 from moexport.exporter.options import ExportOptions
@@ -29,9 +29,9 @@ from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tune.confirm import ContractError
-from moexport.tune.dropped.constants import FOLDER
 from moexport.tune.request import TuneRequest
 from moexport.tune.space import Choice, Point, job_of
+from moexport.tune.substitutes.substitutes import FOLDER
 from moexport.tune.tune import Tuned
 from safetensors.numpy import load_file, save_file
 
@@ -129,7 +129,7 @@ def test_dropped_experts_are_not_in_the_file_and_the_others_contribute_what_they
             recipe,
             precision="fp32",
             calibration="",
-            constants="",
+            substitutes="",
             layers={name: LayerRecipe(k, "fp32", "gather", kept)},
         )
         fewer.write(tmp_path / "recipe.yaml")
@@ -184,10 +184,10 @@ def test_dropped_experts_leave_constants_which_lie_beside_the_recipe(
     tuned: Tuned, checkpoint: Path, digits: Digits, tmp_path: Path
 ) -> None:
     place = tuned.bundle.path
-    recipe, constants = read_recipe(place / "recipe.yaml"), read_constants(place)
+    recipe, constants = read_recipe(place / "recipe.yaml"), read_substitutes(place)
     (name,) = recipe.layers
     kept = recipe.layers[name].experts
-    assert recipe.constants == sha256(place / CONSTANTS_FILE)
+    assert recipe.substitutes == sha256(place / SUBSTITUTES_FILE)
     assert constants[name].shape[0] == 16 - len(kept)
     assert tuned.bundle.manifest.edits == [
         {"edit": "keep", "layer": name, "experts": [*kept], "constant": True}
@@ -211,13 +211,13 @@ def test_dropped_experts_leave_constants_which_lie_beside_the_recipe(
 def test_a_recipe_without_its_constants_is_refused(
     tuned: Tuned, checkpoint: Path, tmp_path: Path, damage: Callable[[Path], object], said: str
 ) -> None:
-    for name in ("recipe.yaml", CONSTANTS_FILE):
+    for name in ("recipe.yaml", SUBSTITUTES_FILE):
         (tmp_path / name).write_bytes((tuned.bundle.path / name).read_bytes())
-    damage(tmp_path / CONSTANTS_FILE)
+    damage(tmp_path / SUBSTITUTES_FILE)
     options = ("--recipe", tmp_path / "recipe.yaml", "-o", tmp_path / "out")
     outcome = run("export", checkpoint, *options)
     assert outcome.code == 2
-    assert CONSTANTS_FILE in outcome.error
+    assert SUBSTITUTES_FILE in outcome.error
     assert said in outcome.error
     assert not (tmp_path / "out").exists()
 
@@ -233,7 +233,7 @@ def test_constants_that_changed_since_they_were_confirmed_are_not_written(
     assert trained
     for path in trained:
         save_file({name: 2 * array for name, array in load_file(path).items()}, path)
-    with pytest.raises(ContractError, match="gone or changed"):
+    with pytest.raises(ContractError, match="is gone or changed since"):
         search(checkpoint, digits.test, tmp_path, Silent())
     assert not (tmp_path / "out").exists()
     # Those of another search are never read.
@@ -248,13 +248,13 @@ def test_constants_that_changed_since_they_were_confirmed_are_not_written(
 def test_constants_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoint: Path) -> None:
     recipe = read_recipe(tuned.bundle.path / "recipe.yaml")
     (name,) = recipe.layers
-    model, whole = moexport.load(checkpoint), read_constants(tuned.bundle.path)[name]
+    model, whole = moexport.load(checkpoint), read_substitutes(tuned.bundle.path)[name]
     with pytest.raises(UsageError, match="not all finite"):
-        edited(model, recipe.edits.with_constants({name: np.full_like(whole, np.nan)}))
+        edited(model, recipe.edits.with_substitutes({name: np.full_like(whole, np.nan)}))
     for edits in (
         recipe.edits,  # the numbers were not read
-        recipe.edits.with_constants({name: np.zeros((1, 1, 1), np.float32)}),
-        recipe.edits.with_constants({name: whole.astype(np.float16)}),
+        recipe.edits.with_substitutes({name: np.zeros((1, 1, 1), np.float32)}),
+        recipe.edits.with_substitutes({name: whole.astype(np.float16)}),
     ):
         with pytest.raises(UsageError, match=r"the numbers that take the places of experts are"):
             edited(model, edits)

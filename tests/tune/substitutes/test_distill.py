@@ -14,8 +14,8 @@ from moexport.bench.demo import digits
 from moexport.bench.runners.pytorch import PyTorch
 from moexport.graphs.layers.base import replaced_layers
 from moexport.graphs.layers.soft_moe import SoftMoE
-from moexport.tune.dropped import distill
-from moexport.tune.dropped.distill import HELD_OUT, Samples, distil
+from moexport.tune.substitutes import distill
+from moexport.tune.substitutes.distill import HELD_OUT, Samples, distil
 from torch import nn
 
 

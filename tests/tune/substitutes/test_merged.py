@@ -17,8 +17,8 @@ from moexport.bench.demo import digits
 from moexport.bench.demo.mumoe import fit, save, trainable_mixer
 from moexport.errors import UsageError
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.constants import CONSTANTS_FILE, read_constants
 from moexport.exporter.bundle.recipe import read_recipe
+from moexport.exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
 from moexport.exporter.edits import Edits, MergedExperts
 from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.exporter.model import edited
@@ -26,7 +26,7 @@ from moexport.graphs.layers.mumoe import Form, GateActivation, MuMoESpec
 from moexport.tests.command import run
 from moexport.tests.graphs.mumoe_layers import FORMS, random_layer, tensor
 from moexport.tests.recorded import DATA, MUMOE, read_case
-from moexport.tune.dropped.merged import RIDGE, merged
+from moexport.tune.substitutes.merged import RIDGE, merged_matrices
 from moexport.tune.tune import Tuned
 
 
@@ -48,7 +48,7 @@ def test_experts_that_always_mix_alike_are_merged_without_a_loss(spec: MuMoESpec
     for projection in layer.projections:
         projection.zero_()  # every token gets the same coefficients
     tokens = torch.randn(3, 40, spec.dim, generator=torch.Generator().manual_seed(1))
-    matrices = merged(layer, [tokens])
+    matrices = merged_matrices(layer, [tokens])
     assert [each.shape for each in matrices] == [(t.dim + 1, t.out) for t in spec.tensors]
     other = torch.randn(2, 5, spec.dim, generator=torch.Generator().manual_seed(2))
     wanted = layer(other)
@@ -62,7 +62,7 @@ def test_a_matrix_is_the_least_squares_of_what_the_experts_give(activation: Gate
         MuMoESpec("layer", (tensor("cp", (4,), 6, 9, bias=True),), "ln", activation)
     )
     tokens = torch.randn(4, 40, 6, generator=torch.Generator().manual_seed(1))
-    (found,) = merged(layer, [tokens])
+    (found,) = merged_matrices(layer, [tokens])
     with torch.inference_mode():
         (a,) = layer.coefficients(tokens)
         z, y = tokens.flatten(0, 1).double().numpy(), layer(tokens).flatten(0, 1).double().numpy()
@@ -95,7 +95,7 @@ def test_a_family_with_merged_experts_is_exported_without_a_gate(name: str, tmp_
     case = read_case(name)
     model = moexport.load(case.weights, config=case.config)
     edits = Edits(merged=tuple(map(MergedExperts, model.layers)))
-    changed = edited(model, edits.with_constants(with_random_matrices(model)))
+    changed = edited(model, edits.with_substitutes(with_random_matrices(model)))
     bundle = moexport.export(changed, tmp_path / "out", data=case.x)
     assert all(check.passed for check in bundle.verify())
     nodes = onnx.load(bundle.path / "model.onnx", load_external_data=False).graph.node
@@ -115,7 +115,7 @@ def test_merged_experts_are_computed_in_other_precisions(
     case = read_case("mumoe_mixer_cp")
     model = moexport.load(case.weights, config=case.config)
     edits = Edits(merged=tuple(map(MergedExperts, model.layers)))
-    changed = edited(model, edits.with_constants(with_random_matrices(model)))
+    changed = edited(model, edits.with_substitutes(with_random_matrices(model)))
     bundle = moexport.export(changed, tmp_path / "out", data=case.x, precision=precision)
     assert {layer.precision for layer in bundle.manifest.layers} == {precision}
     assert all(check.passed for check in bundle.verify())
@@ -167,7 +167,7 @@ def test_a_search_merges_experts_where_that_keeps_enough(tuned: Tuned) -> None:
     assert tuned.chosen.look.ms < tuned.base.ms
     manifest = tuned.bundle.manifest
     assert manifest.edits == [{"edit": "merge", "layer": name} for name in merged_ones]
-    constants = read_constants(tuned.bundle.path)
+    constants = read_substitutes(tuned.bundle.path)
     assert {name.rpartition(":")[0] for name in constants} == {*merged_ones}
     page = (tuned.bundle.path / "README.md").read_text()
     assert f"merge the experts of {merged_ones[0]}" in page
@@ -184,7 +184,7 @@ def test_its_recipe_is_exported_again_bit_for_bit(
     asked = ("export", checkpoint, "--config", config, "--recipe", recipe)
     outcome = run(*asked, "-o", tmp_path / "again")
     assert outcome.code == 0, outcome.err
-    for name in ("model.onnx", "weights.bin", "recipe.yaml", CONSTANTS_FILE):
+    for name in ("model.onnx", "weights.bin", "recipe.yaml", SUBSTITUTES_FILE):
         again = (tmp_path / "again" / name).read_bytes()
         assert again == (tuned.bundle.path / name).read_bytes(), name
     assert all(check.passed for check in Bundle.open(tmp_path / "again").verify())
@@ -192,7 +192,7 @@ def test_its_recipe_is_exported_again_bit_for_bit(
 
 def test_numbers_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoint: Path) -> None:
     recipe = read_recipe(tuned.bundle.path / "recipe.yaml")
-    constants = read_constants(tuned.bundle.path)
+    constants = read_substitutes(tuned.bundle.path)
     model, name = moexport.load(checkpoint, config=CONFIG), next(iter(constants))
     layer = name.rpartition(":")[0]
     with_more = {**constants, f"{layer}:2": constants[name]}
@@ -203,7 +203,7 @@ def test_numbers_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoint:
         (with_more, "3 matrices, and it has 2 tensors"),
     ):
         with pytest.raises(UsageError, match=said) as caught:
-            edited(model, recipe.edits.with_constants(wrong))
+            edited(model, recipe.edits.with_substitutes(wrong))
         assert layer in str(caught.value)
     other = replace(recipe.edits, merged=(MergedExperts("nowhere"),))
     with pytest.raises(UsageError, match="no MoE layer nowhere"):

@@ -1,4 +1,4 @@
-"""Training the constants of dropped experts until the whole model answers as the untouched one.
+"""Training what takes the places of experts until the whole model answers as the untouched one.
 
 Least squares bring a layer's own outputs near (`constants.py`), but most directions of those matter
 little to what the model says. No labels are used: the target is what the untouched model gives
@@ -21,7 +21,7 @@ from ...exporter.inputs import Inputs
 from ...exporter.reference import first_output
 
 STEPS = 1200
-"""Batches that constants are trained on, at the most."""
+"""Batches that are trained on, at the most."""
 
 FEWEST = 25
 """With time for fewer steps than this, nothing is trained."""
@@ -47,21 +47,21 @@ Samples = Sequence[tuple[Inputs, Array]]
 
 def distil(
     model: PyTorch,
-    constants: Mapping[str, nn.Parameter],
+    parameters: Mapping[str, nn.Parameter],
     samples: Samples,
     *,
     scores: bool,
     seconds: float,
 ) -> dict[str, np.ndarray]:
-    """Returns the constants [dropped, p, o] of each layer of a model, which are trained in place.
+    """Returns the arrays of some parameters of a model, which are trained in place.
 
     The loss is the Kullback-Leibler divergence of class scores where outputs are such (`scores`),
     else their squared distance. What is returned did best on batches that were held out: the
-    constants as they came where training has not helped.
+    parameters as they came where training has not helped.
     """
     held = samples[::HELD_OUT][:MOST_HELD]
     fitted = [sample for index, sample in enumerate(samples) if index % HELD_OUT]
-    best = _copied(constants)
+    best = _copied(parameters)
     batch_s = min(_seconds(model, held[0], scores=scores) for _ in range(2))
     steps = min(STEPS, int(seconds / (STEP * batch_s)))
     if steps < FEWEST or not fitted:
@@ -69,12 +69,12 @@ def distil(
     began = time.monotonic()
     least = _mean_loss(model, held, scores=scores)
     sizes = {name: RATE * max(np.abs(each).mean(), 1e-6) for name, each in best.items()}
-    groups = [{"params": [each], "lr": sizes[name]} for name, each in constants.items()]
+    groups = [{"params": [each], "lr": sizes[name]} for name, each in parameters.items()]
     optimiser = torch.optim.Adam(groups)
     schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, total_iters=steps)
     order: list[int] = []
     generator = np.random.default_rng(0)
-    for each in constants.values():
+    for each in parameters.values():
         each.requires_grad_(True)
     for step in range(1, steps + 1):
         order = order or [*generator.permutation(len(fitted))]
@@ -90,7 +90,7 @@ def distil(
         if late or step % (steps // LOOKS) == 0:
             found = _mean_loss(model, held, scores=scores)
             if found < least:
-                least, best = found, _copied(constants)
+                least, best = found, _copied(parameters)
         if late:
             break
     return best
@@ -102,8 +102,8 @@ def _seconds(model: PyTorch, sample: tuple[Inputs, Array], *, scores: bool) -> f
     return time.monotonic() - began
 
 
-def _copied(constants: Mapping[str, nn.Parameter]) -> dict[str, np.ndarray]:
-    return {name: each.detach().numpy().copy() for name, each in constants.items()}
+def _copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, np.ndarray]:
+    return {name: each.detach().numpy().copy() for name, each in parameters.items()}
 
 
 @torch.no_grad()

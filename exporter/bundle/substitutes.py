@@ -1,4 +1,4 @@
-"""`constants.safetensors`: what takes the places of experts, in a bundle and beside its recipe."""
+"""`substitutes.safetensors`: what takes the places of experts, beside a recipe and in a bundle."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from safetensors.numpy import load_file, save
 from ...errors import BundleError
 from ..edits import Edits
 
-CONSTANTS_FILE = "constants.safetensors"
+SUBSTITUTES_FILE = "substitutes.safetensors"
 
 
-def constants_bytes(edits: Edits) -> bytes:
-    """Returns the file of what takes the places of experts (`Edits.constants`).
+def substitutes_bytes(edits: Edits) -> bytes:
+    """Returns the file of what takes the places of experts (`Edits.substitutes`).
 
     Empty where there are none.
     """
-    return save(edits.constants) if edits.constants else b""
+    return save(edits.substitutes) if edits.substitutes else b""
 
 
-def read_constants(folder: Path) -> Mapping[str, np.ndarray]:
+def read_substitutes(folder: Path) -> Mapping[str, np.ndarray]:
     """Returns what takes the places of experts, from a folder; none where it has no such file.
 
     Raises `BundleError` for a file that is damaged.
     """
-    path = folder / CONSTANTS_FILE
+    path = folder / SUBSTITUTES_FILE
     if not path.is_file():
         return {}
     try:

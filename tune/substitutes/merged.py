@@ -27,7 +27,7 @@ RIDGE = 1e-3
 
 
 @torch.inference_mode()
-def merged(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray, ...]:
+def merged_matrices(layer: MuMoE, tokens: Iterable[Tensor]) -> tuple[np.ndarray, ...]:
     """Returns a matrix [d + 1, o] for each tensor of a layer, the bias last.
 
     `tokens` [b, m, d], in batches, are what the layer is given.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import moexport
 import numpy as np
@@ -12,8 +11,7 @@ import torch
 from moexport.exporter.model import Model
 from moexport.graphs.layers.soft_moe import SoftMoE
 from moexport.tests.recorded import DATA
-from moexport.tune.dropped.constants import RANKED, RIDGE, Constants, Seen
-from moexport.tune.space import Choice, Point
+from moexport.tune.substitutes.constants import RANKED, RIDGE, ConstantExperts
 
 SEED = 3
 
@@ -29,24 +27,21 @@ def images() -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(SEED).random((96, 1, 28, 28), dtype=np.float32))
 
 
-def seen(model: Model, images: torch.Tensor) -> Seen:
-    """What the model's layer is given, in three batches, and the model's outputs."""
+def soft_moe(model: Model) -> SoftMoE:
     (layer,) = model.layers.values()
-    tokens: list[torch.Tensor] = []
-    hook = layer.register_forward_hook(lambda _, args, __: tokens.append(args[0].clone()))
-    parts = torch.split(images, 32)
-    with torch.inference_mode():
-        outputs = [model.module(part).numpy() for part in parts]
-    hook.remove()
-    (name,) = model.layers
-    samples = [(part.numpy(), y) for part, y in zip(parts, outputs, strict=True)]
-    return Seen({name: tokens}, samples, scores=True)
-
-
-def soft_moe(model: Model) -> tuple[str, SoftMoE]:
-    ((name, layer),) = model.layers.items()
     assert isinstance(layer, SoftMoE)
-    return name, layer
+    return layer
+
+
+def tokens_of(model: Model, images: torch.Tensor) -> list[torch.Tensor]:
+    """What the model's layer is given, in three batches."""
+    tokens: list[torch.Tensor] = []
+    hook = soft_moe(model).register_forward_hook(lambda _, args, __: tokens.append(args[0].clone()))
+    with torch.inference_mode():
+        for part in torch.split(images, 32):
+            model.module(part)
+    hook.remove()
+    return tokens
 
 
 def both(layer: SoftMoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -56,20 +51,15 @@ def both(layer: SoftMoE, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def test_constants_are_the_least_squares_of_what_goes_missing(
-    model: Model, images: torch.Tensor, tmp_path: Path
+    model: Model, images: torch.Tensor
 ) -> None:
-    name, layer = soft_moe(model)
-    what = seen(model, images)
-    constants = Constants(model, what, tmp_path, lambda: 0.0)
-    kept = constants.subset(name, 2)
+    layer, tokens = soft_moe(model), tokens_of(model, images)
+    constants = ConstantExperts(layer, tokens)
+    kept = constants.kept(2)
     dropped = [e for e in range(layer.spec.experts) if e not in kept]
-    found = (
-        constants.fitted(name, Choice(len(kept), kept))[name]
-        .astype(np.float64)
-        .reshape(-1, layer.spec.out)
-    )
+    found = constants.fitted(kept).astype(np.float64).reshape(-1, layer.spec.out)
     with torch.inference_mode():
-        x = torch.cat([*what.tokens[name]])[:RANKED]  # few experts: more inputs are not needed
+        x = torch.cat(tokens)[:RANKED]  # few experts: more inputs are not needed
         outputs, combine = (each[:, dropped].double().numpy() for each in both(layer, x))
     a = combine.transpose(0, 2, 1, 3).reshape(-1, len(found))
     b = np.einsum("bnmp,bnpo->bmo", combine, outputs).reshape(-1, layer.spec.out)
@@ -86,45 +76,26 @@ def test_constants_are_the_least_squares_of_what_goes_missing(
 
 
 def test_an_expert_that_always_gives_the_same_goes_first_and_nothing_is_lost(
-    images: torch.Tensor, tmp_path: Path
+    images: torch.Tensor,
 ) -> None:
     model = moexport.load(DATA / "soft_moe_mnist" / "weights.pt")
-    name, layer = soft_moe(model)
+    layer = soft_moe(model)
     assert isinstance(layer.w2, torch.nn.ParameterList)
     layer.w2[1].zero_()  # without biases it gives zeros for every input
     n = layer.spec.experts
-    what = seen(model, images)
-    constants = Constants(model, what, tmp_path, lambda: 0.0)
-    kept = constants.subset(name, n - 1)
+    tokens = tokens_of(model, images)
+    constants = ConstantExperts(layer, tokens)
+    kept = constants.kept(n - 1)
     assert kept == tuple(e for e in range(n) if e != 1)
-    smaller = layer.with_experts(kept, constants.fitted(name, Choice(len(kept), kept))[name])
+    smaller = layer.with_experts(kept, constants.fitted(kept))
     with torch.inference_mode():
-        x = what.tokens[name][0]
+        x = tokens[0]
         assert torch.allclose(smaller(x), layer(x), atol=1e-6)
 
 
-def test_a_smaller_subset_is_part_of_a_larger_one(
-    model: Model, images: torch.Tensor, tmp_path: Path
-) -> None:
-    name, layer = soft_moe(model)
-    constants = Constants(model, seen(model, images), tmp_path, lambda: 0.0)
-    subsets = [{*constants.subset(name, size)} for size in range(1, layer.spec.experts + 1)]
+def test_a_smaller_subset_is_part_of_a_larger_one(model: Model, images: torch.Tensor) -> None:
+    layer = soft_moe(model)
+    constants = ConstantExperts(layer, tokens_of(model, images))
+    subsets = [{*constants.kept(size)} for size in range(1, layer.spec.experts + 1)]
     assert [len(each) for each in subsets] == [*range(1, layer.spec.experts + 1)]
     assert all(one < other for one, other in pairwise(subsets))
-
-
-def test_what_was_trained_is_the_same_when_a_search_goes_on(
-    model: Model, images: torch.Tensor, tmp_path: Path
-) -> None:
-    name, _ = soft_moe(model)
-    first = Constants(model, seen(model, images), tmp_path, lambda: 2.0)
-    kept = first.subset(name, 2)
-    point = Point(((name, Choice(2, kept)),))
-    fitted = first.fitted(name, Choice(2, kept))[name].copy()
-    trained = first.trained_for(point)[name]
-    # The next training starts where this one did, whatever was trained in between.
-    assert np.array_equal(first.fitted(name, Choice(2, kept))[name], fitted)
-    # Another that has no time to train finds what the first one kept.
-    again = Constants(model, seen(model, images[:32]), tmp_path, lambda: 0.0)
-    assert np.array_equal(again.trained_for(point)[name], trained)
-    assert first.trained_for(Point(((name, Choice(2)),))) == {}

@@ -1,0 +1,80 @@
+"""What takes the places of experts in a whole model: trained once, and found again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import moexport
+import numpy as np
+import pytest
+import torch
+from moexport.exporter.model import Model
+from moexport.tests.recorded import DATA
+from moexport.tune.space import Choice, Point
+from moexport.tune.substitutes.substitutes import Seen, Substitutes
+
+
+@pytest.fixture(scope="module")
+def model() -> Model:
+    """The paper's MNIST network with random weights, recorded from its published code."""
+    return moexport.load(DATA / "soft_moe_mnist" / "weights.pt")
+
+
+@pytest.fixture(scope="module")
+def images() -> torch.Tensor:
+    return torch.from_numpy(np.random.default_rng(3).random((96, 1, 28, 28), dtype=np.float32))
+
+
+def seen(model: Model, images: torch.Tensor) -> Seen:
+    """What the model's layer is given, in batches, and the model's outputs."""
+    ((name, layer),) = model.layers.items()
+    tokens: list[torch.Tensor] = []
+    hook = layer.register_forward_hook(lambda _, args, __: tokens.append(args[0].clone()))
+    parts = torch.split(images, 32)
+    with torch.inference_mode():
+        outputs = [model.module(part).numpy() for part in parts]
+    hook.remove()
+    samples = [(part.numpy(), y) for part, y in zip(parts, outputs, strict=True)]
+    return Seen({name: tokens}, samples, scores=True)
+
+
+def test_what_was_trained_is_the_same_when_a_search_goes_on(
+    model: Model, images: torch.Tensor, tmp_path: Path
+) -> None:
+    (name,) = model.layers
+    first = Substitutes(model, seen(model, images), tmp_path, lambda: 2.0)
+    choice = Choice(2, first.kept(name, 2))
+    point, other = Point(((name, choice),)), Point(((name, Choice(1, first.kept(name, 1))),))
+    assert first.digest(point) == ""
+    trained, different = first.trained_for(point)[name], first.trained_for(other)[name]
+    assert trained.shape != different.shape
+    # Another that has no time to train, and saw less, finds what the first one kept.
+    again = Substitutes(model, seen(model, images[:32]), tmp_path, lambda: 0.0)
+    assert np.array_equal(again.trained_for(point)[name], trained)
+    assert again.digest(point) == first.digest(point) != first.digest(other)
+    assert first.trained_for(Point(((name, Choice(2)),))) == {}
+
+
+def test_each_training_starts_where_the_first_one_did(
+    model: Model, images: torch.Tensor, tmp_path: Path
+) -> None:
+    (name,) = model.layers
+    substitutes = Substitutes(model, seen(model, images), tmp_path, lambda: 2.0)
+    choice = Choice(2, substitutes.kept(name, 2))
+    fitted = substitutes.fitted(name, choice)[name].copy()
+    substitutes.trained_for(Point(((name, choice),)))
+    assert np.array_equal(substitutes.fitted(name, choice)[name], fitted)
+
+
+def test_a_damaged_file_is_trained_again(
+    model: Model, images: torch.Tensor, tmp_path: Path
+) -> None:
+    (name,) = model.layers
+    what = seen(model, images)
+    first = Substitutes(model, what, tmp_path, lambda: 0.0)
+    point = Point(((name, Choice(2, first.kept(name, 2))),))
+    trained = first.trained_for(point)[name]
+    (path,) = (tmp_path / "substitutes").iterdir()
+    path.write_bytes(path.read_bytes()[:20])
+    again = Substitutes(model, what, tmp_path, lambda: 0.0).trained_for(point)[name]
+    assert np.array_equal(again, trained)

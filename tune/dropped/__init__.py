@@ -1,1 +1,0 @@
-"""Experts that are dropped or merged for good: which go first, and what takes their places."""

@@ -1,0 +1,164 @@
+"""What takes the places of experts: fitted for each layer, then trained for a whole model.
+
+Dropped experts of a Soft MoE layer leave constants (`constants.py`), those of a muMoE layer are
+merged into one (`merged.py`). Least squares bring a layer's own outputs near what they were;
+the training (`distill.py`) looks at what the whole model says. What was trained is kept in a file.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError
+from safetensors.numpy import load_file, save_file
+from torch import Tensor, nn
+
+from ...bench.runners.pytorch import PyTorch
+from ...common.files import sha256
+from ...common.writing import make_folder, whole_file
+from ...exporter.edits import Edits, MergedExperts
+from ...exporter.model import Model, edited
+from ...graphs.layers.base import algorithm_1
+from ...graphs.layers.mumoe import MuMoE
+from ...graphs.layers.soft_moe import SoftMoE
+from ..space import Choice, Point, edits_of
+from .constants import ConstantExperts
+from .distill import Samples, distil
+from .merged import merged_matrices
+
+FOLDER = "substitutes"
+"""In a search's folder: what was trained."""
+
+Arrays = dict[str, np.ndarray]
+"""By the names of `Edits.substitutes`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """What a model was seen to do on some inputs, in batches: to fit to.
+
+    `tokens` [b, m, d] are what each layer is given; `samples` the inputs with the untouched model's
+    outputs, which are class scores or not.
+    """
+
+    tokens: Mapping[str, Sequence[Tensor]]
+    samples: Samples
+    scores: bool
+
+
+class Substitutes:
+    """What takes the places of a model's experts, fitted when it is first asked for.
+
+    What was trained is kept in the search's `folder`, so that a search that goes on has the same.
+    `seconds` is how long the training for one point may take now.
+    """
+
+    def __init__(
+        self, model: Model, seen: Seen, folder: Path, seconds: Callable[[], float]
+    ) -> None:
+        self._model, self._seen, self._seconds = model, seen, seconds
+        self._folder = folder / FOLDER
+        self._constants: dict[str, ConstantExperts] = {}
+        self._fitted: dict[tuple[str, tuple[int, ...]], Arrays] = {}
+        self._last: tuple[Path, Arrays] | None = None
+
+    def kept(self, name: str, size: int) -> tuple[int, ...]:
+        """Returns the experts of a Soft MoE layer that stay where so many do, ascending."""
+        return self._of_soft_moe(name).kept(size)
+
+    def fitted(self, name: str, choice: Choice) -> Arrays:
+        """Returns what takes the places of a layer's experts, by least squares.
+
+        Nothing where all of them stay.
+        """
+        if not choice.fewer:
+            return {}
+        key = name, choice.experts
+        if key not in self._fitted:
+            self._fitted[key] = self._fit(name, choice)
+        return self._fitted[key]
+
+    def fitted_to(self, point: Point) -> Arrays:
+        """Returns what takes the places of the experts of a whole model, by least squares."""
+        each = (self.fitted(name, choice) for name, choice in point.layers)
+        return {name: array for arrays in each for name, array in arrays.items()}
+
+    def trained_for(self, point: Point) -> Arrays:
+        """Returns what takes the places of the experts of a whole model, trained for it."""
+        if not point.fewer:
+            return {}
+        path = self._place(point)
+        if self._last is None or self._last[0] != path:  # of large layers not all are held
+            self._last = path, _read(path) or self._written(path, self._train(point))
+        return self._last[1]
+
+    def digest(self, point: Point) -> str:
+        """Returns the SHA-256 of what was trained for a point; empty where nothing was."""
+        path = self._place(point)
+        return sha256(path) if path.is_file() else ""
+
+    def _fit(self, name: str, choice: Choice) -> Arrays:
+        if not choice.merged:
+            return {name: self._of_soft_moe(name).fitted(choice.experts)}
+        layer = self._model.layers[name]
+        assert isinstance(layer, MuMoE), "only the experts of those are merged"
+        matrices = merged_matrices(layer, self._seen.tokens[name])
+        return Edits(merged=(MergedExperts(name, matrices),)).substitutes
+
+    def _of_soft_moe(self, name: str) -> ConstantExperts:
+        if name not in self._constants:
+            layer = self._model.layers[name]
+            assert isinstance(layer, SoftMoE), "only those have experts to drop"
+            self._constants[name] = ConstantExperts(layer, self._seen.tokens[name])
+        return self._constants[name]
+
+    def _train(self, point: Point) -> Arrays:
+        # Copies: what is trained in place must not be where the next training starts.
+        start = {name: array.copy() for name, array in self.fitted_to(point).items()}
+        edits = edits_of(point).with_substitutes(start)
+        changed = edited(self._model, edits)
+        model = PyTorch(changed.module, changed.inputs)
+        seen, seconds = self._seen, self._seconds()
+        k = {name: choice.k for name, choice in point.layers}
+        with algorithm_1(changed.module, k):
+            trained = _parameters(changed, edits)
+            return distil(model, trained, seen.samples, scores=seen.scores, seconds=seconds)
+
+    def _place(self, point: Point) -> Path:
+        layers = [(name, each.k, each.experts, each.merged) for name, each in point.layers]
+        key = json.dumps(layers)
+        return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
+
+    def _written(self, path: Path, found: Arrays) -> Arrays:
+        make_folder(self._folder)
+        with whole_file(path) as place:
+            save_file(found, place)
+        return found
+
+
+def _read(path: Path) -> Arrays:
+    """What was trained before; nothing where the file is not there, or damaged."""
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError):
+        return {}
+
+
+def _parameters(model: Model, edits: Edits) -> dict[str, nn.Parameter]:
+    """What takes the places of experts in a model, by the names of `Edits.substitutes`."""
+    layers, found = model.layers, {}
+    for kept in edits.kept:
+        layer = layers[kept.layer]
+        assert isinstance(layer, SoftMoE) and layer.constants is not None, "it was given some"
+        found[kept.layer] = layer.constants
+    for each in edits.merged:
+        layer = layers[each.layer]
+        assert isinstance(layer, MuMoE), "only the experts of those are merged"
+        for index in range(len(layer.spec.tensors)):
+            (found[each.key(index)],) = layer.factors(index)
+    return found
