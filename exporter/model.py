@@ -26,7 +26,7 @@ from ..graphs.layers.base import (
     moe_layers,
     sharing_weights,
 )
-from ..graphs.layers.mumoe import MuMoESpec
+from ..graphs.layers.mumoe import MuMoE
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
 from .edits import (
@@ -288,22 +288,19 @@ def _without(kept: KeptExperts, layer: MoELayer) -> MoELayer:
 
 def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
     """A layer whose experts are one."""
-    spec = layer.spec
-    if not isinstance(spec, MuMoESpec):
+    if not isinstance(layer, MuMoE):
         raise UsageError(
-            f"{edit.text}: the experts of a {spec.kind} layer cannot be merged",
+            f"{edit.text}: the experts of a {layer.spec.kind} layer cannot be merged",
             hint="only those of muMoE layers can",
         )
-    tensors = spec.tensors
+    tensors = layer.spec.tensors
     found = edit.matrices or (None,) * len(tensors)
     if len(found) != len(tensors):
         raise UsageError(
             f"{edit.text}: {len(found)} matrices, and it has {len(tensors)} tensors", hint=BESIDE
         )
     _check_substitutes(edit.text, found, [(each.dim + 1, each.out) for each in tensors])
-    smaller = layer.merged([torch.from_numpy(matrix) for matrix in edit.matrices or ()])
-    assert smaller is not None, "the experts of this kind can be merged"
-    return smaller
+    return layer.merged([torch.from_numpy(matrix) for matrix in edit.matrices or ()])
 
 
 def _check_substitutes(

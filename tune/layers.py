@@ -24,6 +24,7 @@ from ..calibration.feeds import Array
 from ..exporter.inputs import Inputs
 from ..exporter.model import Model
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
+from ..graphs.layers.mumoe import MuMoE
 from ..graphs.layers.soft_moe import Chooser, SoftMoE
 from .graphs import batch_size
 from .halves import in_batches
@@ -120,8 +121,8 @@ class Replay:
         with ExitStack() as changes:
             changes.enter_context(self._playing_before(name))
             if choice.merged:
+                assert isinstance(layer, MuMoE), "only the experts of those are merged"
                 merged = layer.merged([torch.from_numpy(each) for each in substitutes.values()])
-                assert merged is not None, "only layers that can be are tried so"
                 changes.enter_context(_replaced(self.module, layer, merged))
             else:
                 changes.enter_context(_as_chosen(layer, choice, substitutes.get(name)))

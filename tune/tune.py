@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -47,7 +47,7 @@ from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision
 from . import layers
-from .clock import Clock
+from .clock import TRAINING_S, Clock
 from .confirm import (
     MOST,
     Confirmed,
@@ -67,6 +67,7 @@ from .routed import Traces, asked_for, routed_layers
 from .search import AROUND, EACH_SIDE, LOOKS, Option, Search, front_of, with_ms
 from .shards import Evaluate, evaluate_here
 from .space import FEW, INTEGERS, RANGED, Choice, Point, ks_of, recipe_of, unlowered
+from .substitutes.distill import STEP, STEPS
 from .substitutes.substitutes import FOLDER, Substitutes
 from .times import LayerTimes, served
 
@@ -169,7 +170,8 @@ class Space:
     def forms(self) -> int:
         """How many forms of layers are to be measured."""
         return sum(
-            len(listed) * (len(self.floats) + sum(name in p for p in self.integers.values()))
+            len(_timed(listed))
+            * (len(self.floats) + sum(name in p for p in self.integers.values()))
             for name, listed in self.choices.items()
         )
 
@@ -252,26 +254,31 @@ def plan_search(
         started = time.monotonic()
         job = Job.begin(model, data, request, folder, progress, Clock(None))
         began, count, one = time.monotonic() - started, len(job.halves.search), job.one_s
-    choices = sum(map(len, job.space.choices.values()))
-    subsets = 2 * len(job.space.choices) if request.subsets else 0
+    listed = {
+        name: (*known, *job.fewer(name, lambda size: tuple(range(size))))
+        for name, known in job.space.choices.items()
+    }
+    space = replace(job.space, choices=listed)
+    choices = sum(map(len, listed.values()))
     parts = sum(map(len, job.space.integers.values()))
     paths = len(job.space.floats) + len(job.space.integers)
     graphs = 1 + parts + paths * (LOOKS // 2 + EACH_SIDE)
+    fewer = any(choice.fewer for known in listed.values() for choice in known)
+    trained_s = min(TRAINING_S, STEPS * STEP * layers.BATCH * one)
     seconds = (
         began
-        + job.space.forms * FORM_S
-        + (choices + subsets) * one * min(count, layers.MOST)
-        + graphs * (GRAPH_S + one * count + (TRAINED_S if subsets else 0.0))
+        + space.forms * FORM_S
+        + choices * one * min(count, layers.MOST)
+        + graphs * (GRAPH_S + one * count + (trained_s if fewer else 0.0))
     )
     return SearchPlan(
-        *(job.space.size, choices, job.space.forms, graphs),
+        *(space.size, choices, space.forms, graphs),
         *(count, job.halves.confirming_count, seconds),
     )
 
 
-FORM_S, GRAPH_S, TRAINED_S = 0.6, 0.5, 1.0
-"""About what a form of a layer takes, a whole graph, beside running the model itself, and its
-substitutes."""
+FORM_S, GRAPH_S = 0.6, 0.5
+"""About what a form of a layer takes, and a whole graph beside running the model itself."""
 
 
 @contextmanager
@@ -393,7 +400,7 @@ class Job:
         choices: dict[str, tuple[Choice, ...]] = {
             name: (
                 *listed,
-                *(() if over() else self._fewer(substitutes, name)),
+                *(() if over() else self.fewer(name, partial(substitutes.kept, name))),
             )
             for name, listed in self.space.choices.items()
         }
@@ -463,10 +470,10 @@ class Job:
                 else:
                     least = k
 
-    def _fewer(self, substitutes: Substitutes, name: str) -> list[Choice]:
+    def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[Choice]:
         """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half.
 
-        Of a muMoE layer one in place of all.
+        Of a muMoE layer one in place of all. `kept` returns the experts of a subset of some size.
         """
         spec = self.model.layers[name].spec
         # Beside layers that a router chooses for, the inputs of single ones are not recorded.
@@ -478,7 +485,7 @@ class Job:
             return []
         found = []
         for size in ks_of(spec.experts)[1:]:
-            experts = substitutes.kept(name, size)
+            experts = kept(size)
             found += [Choice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
         return found
 
@@ -727,8 +734,8 @@ class Job:
         """Raises where the substitutes of a point that was looked at are not what they were."""
         if found.graphs.substitutes.digest(look.point) != look.substitutes:
             raise ContractError(
-                f"{self.folder / FOLDER}: what takes the places of experts is gone or changed since "
-                "it was confirmed",
+                f"{self.folder / FOLDER}: what takes the places of experts is gone or changed "
+                "since it was confirmed",
                 hint=f"remove {self.folder} and search again",
             )
 

@@ -235,14 +235,6 @@ class MoELayer(nn.Module, ABC):
         del experts, constants
         return None
 
-    def merged(self, matrices: Sequence[Tensor]) -> MoELayer | None:
-        """Returns the layer with its experts merged into one; None where they cannot be.
-
-        `matrices` [d + 1, o] take the place of each weight tensor, the bias as the last row.
-        """
-        del matrices
-        return None
-
 
 def frozen(tensor: Tensor) -> nn.Parameter:
     """Returns a tensor as a parameter that is not trained."""
