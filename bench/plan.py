@@ -12,6 +12,7 @@ from ..errors import UsageError
 from ..exporter.job import ExportJob
 from ..exporter.model import Dimension, Model
 from ..exporter.token_routed.network import Network
+from ..graphs.layers.base import MoESpec, moe_layers
 from .results import (
     EXPERTS_FORMS,
     ONNXRUNTIME,
@@ -96,12 +97,18 @@ class Candidate:
     @property
     def trained_k(self) -> int:
         """The k of the untouched model: all experts, unless a router was trained to choose some."""
-        return max(layer.spec.trained_k for layer in self.model.layers.values())
+        return max(spec.trained_k for spec in self._as_trained)
 
     @property
     def experts(self) -> int:
         """The largest n of its MoE layers: a k of n keeps every expert of every layer."""
         return max(layer.spec.experts for layer in self.model.layers.values())
+
+    @property
+    def _as_trained(self) -> list[MoESpec]:
+        """The layers of the untouched model, which have more experts where some were dropped."""
+        layers = moe_layers(self.model.original) if self.model.original is not None else {}
+        return [layer.spec for layer in (layers or self.model.layers).values()]
 
     @property
     def weights_bytes(self) -> int:
@@ -120,8 +127,8 @@ class Candidate:
         found: dict[Case, GraphSource | None] = {}
         for kind in KINDS.values():
             if kind.in_pytorch and kind.name in (PYTORCH_EAGER, *self.engines):
-                for k in self._ks_in_pytorch(kind.engine):
-                    found[Case(self.name, kind.engine, k, n, kind.provider)] = None
+                for k, of in self._in_pytorch(kind.engine):
+                    found[Case(self.name, kind.engine, k, of, kind.provider)] = None
         for graph in self.graphs:
             case = Case(
                 *(self.name, graph.engine, graph.k, n, graph.provider, graph.precision),
@@ -139,16 +146,18 @@ class Candidate:
         """Each layer's k where routers choose: that of the job whose largest it is."""
         return whole_k(self.routed[k]) if k in self.routed else {}
 
-    def _ks_in_pytorch(self, engine: str) -> tuple[int, ...]:
-        """The k that an engine of PyTorch runs."""
+    def _in_pytorch(self, engine: str) -> Iterator[tuple[int, int]]:
+        """Yields each k that an engine of PyTorch runs, and of how many experts."""
+        n = self.experts
         if engine == PYTORCH_ALGORITHM_2:
             loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())
-            return tuple(k for k in self.ks if loops and k < self.experts)
-        if engine in EXPERTS_FORMS:
+            yield from ((k, n) for k in self.ks if loops and k < n)
+        elif engine in EXPERTS_FORMS:
             form = experts_form(self.model)
             own = form == EXPERTS_FORMS[engine]
-            return tuple(k for k in self.routed if form and not (own and k == self.trained_k))
-        return (self.trained_k,)
+            yield from ((k, n) for k in self.routed if form and not (own and k == self.trained_k))
+        else:
+            yield self.trained_k, max(spec.experts for spec in self._as_trained)
 
 
 def whole_k(job: ExportJob) -> dict[str, int]:

@@ -55,6 +55,7 @@ SQUARE = 1024
 """Rows of the matrices whose product is timed: 20 ms on a core, at the rate of larger ones."""
 
 INT4_UNCOUNTED = "what INT4 weights take at least is not counted"
+FEWER_EXPERTS = "the work is that of the layers of the bundle, which have fewer experts"
 
 NO_GPU_RATES = "the rates of a GPU are not measured"
 
@@ -374,6 +375,8 @@ class Limits:
         if case.precision == "int4":
             return Limit(reason=INT4_UNCOUNTED)
         layers = self._work.model.layers
+        if case.k > max(layer.spec.experts for layer in layers.values()):
+            return Limit(reason=FEWER_EXPERTS)
         ks = {name: min(case.k, layer.spec.experts) for name, layer in layers.items()}
         floating = frozenset() if graph is None else graph.floating
         try:

@@ -197,6 +197,9 @@ def test_dropped_experts_leave_constants_which_lie_beside_the_recipe(
         [checkpoint, place], data=digits.test, k="n", round_s=0.0, memory=False, parts=False
     )
     (row,) = (row for row in results.rows if row.engine == "onnxruntime" and row.model == "out")
+    (untouched,) = (row for row in results.rows if row.is_reference and row.model == "out")
+    assert (untouched.k, untouched.experts) == (16, 16)
+    assert (row.k, row.experts) == (recipe.layers[name].k, len(kept))
     assert row.kept is not None and row.kept != 1.0
     assert abs(row.kept - tuned.chosen.quality.kept) < 0.02
 
