@@ -30,19 +30,46 @@ def wilson(right: int, seen: int) -> Interval:
     return Interval(max(0.0, min(middle - half, share)), min(1.0, max(middle + half, share)))
 
 
-def paired_ratio(right: int, base: int, both: int) -> Interval | None:
-    """Returns the interval of right / base, two counts over the same samples; None for a zero.
+def score_interval(both: int, lost: int, won: int) -> Interval:
+    """Returns the 95% interval of (both + won) / (both + lost): what is kept of the right answers.
 
-    Wald's interval of the logarithm: its variance is the number of samples that only one of the
-    two gets right, over right · base. One such sample is added, so that two which agree on every
-    sample still get a width.
+    Of the same inputs `both` models have so many right, the untouched one alone `lost`, the other
+    alone `won`. It holds the ratios that the score test does not reject (Nam and Blackwelder,
+    Statistics in Medicine 21, 2002). Wald's interval of the logarithm would let 5 to 7% of the
+    models pass that keep just less than asked, in place of 2.5%, where few differ.
     """
-    if right == 0 or base == 0:
-        return None
-    apart = (right - both) + (base - both) + 1
-    half = Z * math.sqrt(apart / (right * base))
-    ratio = right / base
-    return Interval(ratio * math.exp(-half), ratio * math.exp(half))
+    high = _lowest_kept(both, won, lost)
+    return Interval(_lowest_kept(both, lost, won), 1 / high if high else math.inf)
+
+
+def _lowest_kept(both: int, lost: int, won: int) -> float:
+    """The lower end of the interval of (both + won) / (both + lost), by halving."""
+    if both + won == 0:
+        return 0.0
+    low, high = 0.0, (both + won) / max(both + lost, 1e-3)
+    for _ in range(60):
+        middle = (low + high) / 2
+        if _score(both, lost, won, middle) >= Z:
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def _score(both: int, lost: int, won: int, ratio: float) -> float:
+    """How many standard deviations what is kept lies above a ratio, were that the true one.
+
+    Were it, a share x of the inputs that either model has right would be lost, and (x + ratio − 1)
+    / ratio won: x is the likeliest one, the larger root of a quadratic.
+    """
+    count, short, twice = both + lost + won, 1 - ratio, 1 + ratio
+    linear = won + lost + short * twice * (both + lost)
+    root = math.sqrt(max(0.0, linear**2 - 4 * count * twice * lost * short))
+    x = max(0.0, short, (linear + root) / (2 * count * twice))
+    gained = (x - short) / ratio
+    variance = count * (gained + ratio**2 * x + short**2 * max(0.0, 1 - x - gained))
+    above = won - ratio * lost + short * both
+    return above / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, above)
 
 
 class Sums:
@@ -113,7 +140,9 @@ class TopKCounts(Sums):
             top5=None if among is None else among / seen,
             top1_interval=wilson(right, seen),
             top5_interval=None if among is None else wilson(among, seen),
-            retention_interval=None if both is None else paired_ratio(right, untouched.right, both),
+            retention_interval=None
+            if both is None or not untouched.right
+            else score_interval(both, untouched.right - both, right - both),
         )
 
 

@@ -175,7 +175,13 @@ class Edits:
             for each in self.kept
         )
         merged = (replace(each, matrices=each.of(substitutes)) for each in self.merged)
-        return replace(self, kept=tuple(kept), merged=tuple(merged))
+        found = replace(self, kept=tuple(kept), merged=tuple(merged))
+        for name in substitutes.keys() - found.substitutes.keys():
+            raise UsageError(
+                f"{name}: what takes the places of experts is there, but none go in that layer",
+                hint="substitutes.safetensors lies beside the recipe, and in the bundle it is of",
+            )
+        return found
 
     @property
     def at_run_time(self) -> tuple[Steer, ...]:

@@ -15,9 +15,9 @@ from ..bench.metrics import (
     Sums,
     Z,
     one_per_sample,
+    score_interval,
     wilson,
 )
-from ..bench.results import Interval
 from ..bench.runners.base import first_of
 from ..calibration.feeds import IGNORED, Array, Labels, check_classes
 from ..common.user_code import callable_named
@@ -230,48 +230,6 @@ def _own_scores(title: str, function: Function, y: Array, labels: Labels | None)
             hint="a score is a finite number for each input: leave such inputs out, or give them 0",
         )
     return scores
-
-
-def score_interval(both: int, lost: int, won: int) -> Interval:
-    """Returns the 95% interval of (both + won) / (both + lost): what is kept of the right answers.
-
-    Of the same inputs `both` models have so many right, the untouched one alone `lost`, the other
-    alone `won`. It holds the ratios that the score test does not reject (Nam and Blackwelder,
-    Statistics in Medicine 21, 2002). Wald's interval of the logarithm, which `bench` gives, lets 5
-    to 7% of the models pass that keep just less than asked, in place of 2.5%, where few differ.
-    """
-    high = _lowest_kept(both, won, lost)
-    return Interval(_lowest_kept(both, lost, won), 1 / high if high else math.inf)
-
-
-def _lowest_kept(both: int, lost: int, won: int) -> float:
-    """The lower end of the interval of (both + won) / (both + lost), by halving."""
-    if both + won == 0:
-        return 0.0
-    low, high = 0.0, (both + won) / max(both + lost, 1e-3)
-    for _ in range(60):
-        middle = (low + high) / 2
-        if _score(both, lost, won, middle) >= Z:
-            low = middle
-        else:
-            high = middle
-    return low
-
-
-def _score(both: int, lost: int, won: int, ratio: float) -> float:
-    """How many standard deviations what is kept lies above a ratio, were that the true one.
-
-    Were it, a share x of the inputs that either model has right would be lost, and (x + ratio − 1)
-    / ratio won: x is the likeliest one, the larger root of a quadratic.
-    """
-    count, short, twice = both + lost + won, 1 - ratio, 1 + ratio
-    linear = won + lost + short * twice * (both + lost)
-    root = math.sqrt(max(0.0, linear**2 - 4 * count * twice * lost * short))
-    x = max(0.0, short, (linear + root) / (2 * count * twice))
-    gained = (x - short) / ratio
-    variance = count * (gained + ratio**2 * x + short**2 * max(0.0, 1 - x - gained))
-    above = won - ratio * lost + short * both
-    return above / math.sqrt(variance) if variance > 0 else math.copysign(math.inf, above)
 
 
 def _half_width(tally: Tally, ratio: float) -> float:

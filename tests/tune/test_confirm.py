@@ -9,6 +9,7 @@ import math
 
 import numpy as np
 import pytest
+from moexport.bench.metrics import score_interval
 from moexport.tune.confirm import (
     Confirmed,
     Sequences,
@@ -17,7 +18,7 @@ from moexport.tune.confirm import (
     worth_confirming,
 )
 from moexport.tune.graphs import Look
-from moexport.tune.quality import Quality, score_interval
+from moexport.tune.quality import Quality
 from moexport.tune.space import Choice, Point
 
 KEEP, RIGHT = 0.99, 430
@@ -61,22 +62,6 @@ def test_a_model_that_keeps_just_less_than_asked_passes_in_one_of_forty_at_the_m
                 error += chance
     assert seen == pytest.approx(1.0, abs=1e-3)
     assert error <= 0.025
-
-
-def test_the_interval_is_that_of_the_score_test() -> None:
-    # No input apart: 1 / (1 + z² / n), as Wilson's.
-    same = score_interval(RIGHT, 0, 0)
-    assert same.low == pytest.approx(1 / (1 + 1.95996**2 / RIGHT), abs=1e-6)
-    assert same.high == pytest.approx(1 / same.low)
-    # Of models that differ on many inputs, Wald's interval says the same.
-    many = score_interval(8000, 600, 500)
-    half = 1.95996 * math.sqrt(1100 / (8600 * 8500))
-    assert many.low == pytest.approx(8500 / 8600 * math.exp(-half), abs=2e-4)
-    assert many.high == pytest.approx(8500 / 8600 * math.exp(half), abs=2e-4)
-    turned = score_interval(8000, 500, 600)
-    assert turned.low == pytest.approx(1 / many.high)
-    assert score_interval(0, 10, 0).low == 0.0
-    assert 1 < score_interval(0, 0, 10).low < math.inf
 
 
 def test_the_first_that_fails_ends_its_sequence_and_not_the_other() -> None:

@@ -201,10 +201,11 @@ def test_numbers_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoint:
         ({**constants, name: constants[name][:-1]}, "not float32"),
         ({**constants, name: np.full_like(constants[name], np.nan)}, "not all finite"),
         (with_more, "3 matrices, and it has 2 tensors"),
+        ({**constants, "head": constants[name]}, "none go in that layer"),
     ):
         with pytest.raises(UsageError, match=said) as caught:
             edited(model, recipe.edits.with_substitutes(wrong))
-        assert layer in str(caught.value)
+        assert layer in str(caught.value) or "head" in str(caught.value)
     other = replace(recipe.edits, merged=(MergedExperts("nowhere"),))
     with pytest.raises(UsageError, match="no MoE layer nowhere"):
         edited(model, other)
