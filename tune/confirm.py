@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
 
+import numpy as np
+
 from ..bench.metrics import Z
 from ..bench.runners.base import first_of
 from ..bench.runners.pytorch import untouched
@@ -15,7 +17,6 @@ from ..errors import CheckError, FeedError
 from .graphs import Graphs, Look
 from .halves import Halves
 from .quality import Quality
-from .search import front_of
 from .shards import Batch
 
 MOST = 8
@@ -56,19 +57,19 @@ class Sequences:
 
 
 def worth_confirming(looks: Sequence[Look]) -> list[Look]:
-    """Returns the points that no faster one beats in one of three things that tell how safe it is.
+    """Returns the points that faster ones do not beat in all of three things, the fastest first.
 
-    They are what is kept, the lower end of its interval, and how little the outputs moved: of many
-    points that classify the search's half alike, the last tells apart.
+    These are what is kept, the lower end of its interval, and how little the outputs moved. Ties
+    stay: of points that classify the search's half alike those that compute more are the surer.
     """
-    found: dict[str, Look] = {}
-    for worth in (_kept, lambda look: look.quality.low, lambda look: -look.quality.shift):
-        found |= {each.point.key: each for each in front_of(looks, lambda look: look.ms, worth)}
-    return [*found.values()]
-
-
-def _kept(look: Look) -> float:
-    return look.quality.kept
+    found: list[Look] = []
+    best = [-math.inf] * 3
+    for look in sorted(looks, key=lambda each: (each.ms, -each.quality.kept)):
+        safety = (look.quality.kept, look.quality.low, -look.quality.shift)
+        if any(own >= other for own, other in zip(safety, best, strict=True)):
+            found.append(look)
+        best = [max(pair) for pair in zip(safety, best, strict=True)]
+    return found
 
 
 def sequences_of(
@@ -77,7 +78,8 @@ def sequences_of(
     """Returns the points to confirm, those that keep enough on the search's half.
 
     What promises most is the gain in speed, of which a factor counts as another, times the
-    probability that the other half shows what the search's did.
+    probability that the other half shows what the search's did. Of slower points that are as sure
+    some are taken, evenly over the factors of time: if that one fails, they are what is left.
     """
     others = [look for look in front if look.point != base.point]
     if keep is None:
@@ -89,14 +91,28 @@ def sequences_of(
     def promise(look: Look) -> float:
         return math.log(base.ms / look.ms) * _likely(look.quality, keep)
 
-    best = sorted(others, key=promise)[1 - most :]
-    first = best[-1]
-    bold = [look for look in best if look.ms <= first.ms]
-    safe = [look for look in best if look.ms > first.ms]
+    others.sort(key=promise, reverse=True)
+    first = others[0]
+    bold = [look for look in others if look.ms <= first.ms][: max(1, most // 2)]
+    sure = _likely(first.quality, keep)
+    slower = [look for look in others if look.ms > first.ms and _likely(look.quality, keep) >= sure]
+    safe = _apart(slower, first.ms, base.ms, most - 1 - len(bold))
     return Sequences(
-        (base, *sorted(safe, key=lambda look: (-_likely(look.quality, keep), look.quality.shift))),
+        (base, *sorted(safe, key=lambda look: (-_likely(look.quality, keep), -look.ms))),
         tuple(sorted(bold, key=lambda look: -look.ms)),
     )
+
+
+def _apart(looks: Sequence[Look], fast: float, slow: float, count: int) -> list[Look]:
+    """Returns so many points whose times are evenly between two, by their factors."""
+    left = list(looks)
+    found = []
+    for ms in np.geomspace(fast, slow, count + 2)[1:-1]:
+        if left:
+            nearest = min(left, key=lambda look: abs(math.log(look.ms / ms)))
+            left.remove(nearest)
+            found.append(nearest)
+    return found
 
 
 def _likely(quality: Quality, keep: float) -> float:

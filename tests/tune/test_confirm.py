@@ -89,12 +89,20 @@ def test_what_the_search_saw_to_lose_too_much_or_to_be_no_faster_is_not_confirme
     assert sequences_of([look(0.5, 0.98, 0.97), look(1.1)], base, KEEP) == Sequences((base,))
 
 
-def test_of_points_that_keep_as_much_the_surer_ones_are_confirmed_too() -> None:
-    sure, unsure = look(3.0, 1.0, 0.991), look(2.0, 1.0, 0.985)
-    moved, unmoved = look(3.5, 1.0, 0.991, 0.3), look(4.0, 1.0, 0.991)
-    assert worth_confirming([sure, unsure, moved, unmoved]) == [unsure, sure]
-    further = look(1.5, 1.0, 0.991, 0.1)
-    assert worth_confirming([sure, unsure, further]) == [further, unsure]
+def test_of_points_that_keep_as_much_the_slower_ones_are_confirmed_too() -> None:
+    unsure, sure = look(2.0, 1.0, 0.985), look(3.0, 1.0, 0.991)
+    tied, worse = look(3.5, 1.0, 0.991, 0.3), look(4.0, 0.99, 0.98, 0.4)
+    assert worth_confirming([worse, tied, sure, unsure]) == [unsure, sure, tied]
+    unmoved = look(5.0, 0.99, 0.98, 0.0)
+    assert worth_confirming([unmoved, tied, worse]) == [tied, worse, unmoved][::2]
+
+
+def test_where_the_fastest_fails_slower_ones_are_left_at_every_factor_of_time() -> None:
+    base = look(16.0)
+    tied = [look(ms) for ms in (1.0, 1.1, 1.2, 1.3, 2.0, 2.1, 4.0, 4.2, 8.0, 8.1, 15.0)]
+    found = sequences_of(tied, base, KEEP, most=5)
+    assert [each.ms for each in found.bold] == [1.0]
+    assert [each.ms for each in found.safe] == [16.0, 8.0, 4.0, 2.0]
 
 
 def test_together_they_pass_a_point_that_keeps_too_little_in_5_percent_at_the_most() -> None:
