@@ -93,7 +93,7 @@ def sequences_of(
 
     others.sort(key=promise, reverse=True)
     first = others[0]
-    bold = [look for look in others if look.ms <= first.ms][: max(1, most // 2)]
+    bold = [look for look in others if look.ms <= first.ms][: max(1, (most - 1) // 2)]
     sure = _likely(first.quality, keep)
     slower = [look for look in others if look.ms > first.ms and _likely(look.quality, keep) >= sure]
     safe = _apart(slower, first.ms, base.ms, most - 1 - len(bold))

@@ -15,7 +15,7 @@ KEEP = 0.97
 """What 180 inputs can confirm: half of those that the network was not trained on."""
 
 SECONDS = 45.0
-"""Of the search, at the most: a quiet machine takes half of it, a busy one looks at less."""
+"""Of the search, at the most: a busy machine looks at less."""
 
 
 def tuned(progress: Progress, network: Network, data: LabelledData, directory: Path) -> str:

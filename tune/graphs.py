@@ -53,8 +53,9 @@ CAREFUL = Protocol(rounds=7, warmup=3, round_s=0.1, inputs=4)
 TOLD_APART = 0.97
 """A lowering takes at most so much of another's time to be taken in its place."""
 
-LOOK, RUN, OPEN = "look", "run", "open"
-"""Steps of a search: a whole graph, in it the run over the search's half, and writing and opening.
+LOOK, RUN, OPEN, WAYS = "look", "run", "open", "ways"
+"""Steps of a search: a whole graph, in it the run over the search's half, and writing and opening;
+a graph with other lowerings.
 """
 
 
@@ -174,7 +175,7 @@ class Graphs:
         ways = self.times.ways(look.point, look.lowerings)
         if len(ways) == 1:
             return look
-        with self.clock.step(LOOK), self.opened([(look.point, way) for way in ways]) as sessions:
+        with self.clock.step(WAYS), self.opened([(look.point, way) for way in ways]) as sessions:
             times = self._ms(sessions)
         at = int(np.argmin(times))
         if times[at] > TOLD_APART * times[0]:

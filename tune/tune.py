@@ -58,7 +58,7 @@ from .confirm import (
     shortfall,
     worth_confirming,
 )
-from .graphs import CAREFUL, LOOK, OPEN, RUN, UNTOUCHED, Graphs, Look, batch_size
+from .graphs import CAREFUL, LOOK, OPEN, RUN, UNTOUCHED, WAYS, Graphs, Look, batch_size
 from .halves import Halves, in_batches, rows_of
 from .layers import Replay, in_turn
 from .quality import Metric, Quality, Tally, metric_for
@@ -303,6 +303,18 @@ class Found:
     choices: dict[str, tuple[Choice, ...]]
 
 
+@dataclass(frozen=True, slots=True)
+class End:
+    """About how long the end of a search takes, in seconds: for each point, and once.
+
+    Each is written, opened and timed, then opened again to run over the confirming half.
+    """
+
+    timing_s: float
+    confirming_s: float
+    once_s: float
+
+
 @dataclass(frozen=True)
 class Job:
     """A search that can begin: the halves, the untouched model's outputs, ranges and the space.
@@ -395,8 +407,8 @@ class Job:
         base = graphs.lowered(graphs.look(start))
         times.corrected(start, base.ms)
         self._check_base(base)
-        each_s, once_s = self._end_s(graphs, base)
-        clock.reserve += FEWEST * each_s + once_s
+        end = self._end(base)
+        clock.reserve += FEWEST * (end.timing_s + end.confirming_s) + end.once_s
         choices: dict[str, tuple[Choice, ...]] = {
             name: (
                 *listed,
@@ -508,11 +520,8 @@ class Job:
         """Each width of integers, with the floats around it."""
         return [("fp32", integer) for integer in self.space.integers]
 
-    def _end_s(self, graphs: Graphs, base: Look) -> tuple[float, float]:
-        """About how long the end takes: for each point that is confirmed, and once.
-
-        Each is written, opened and timed, then all run over the confirming half.
-        """
+    def _end(self, base: Look) -> End:
+        """About how long the end takes."""
         longest, one = self.clock.longest, base.ms / 1e3
         searching = len(self.halves.search)
         count = self.halves.confirming_count or searching
@@ -524,16 +533,23 @@ class Job:
         once_s = timed_s + count * self.one_s + open_s + VERIFIED * (2 * self.one_s + run_s)
         if routed_layers(self.model):
             once_s += 2 * longest[TRACE]  # to find where k is, and of the k that was found
-        return 2 * open_s + timed_s + count * run_s, once_s
+        timed_s += longest.get(WAYS, 0.0)
+        return End(open_s + timed_s, open_s + count * run_s, once_s)
 
-    def _room(self, graphs: Graphs, base: Look) -> int:
-        """How many points there is time to confirm, the model as trained among them."""
+    def _room(self, base: Look, *, timed: bool = False) -> int:
+        """How many points there is time to confirm, the model as trained among them.
+
+        What is reserved for timing them is spent once they were `timed`.
+        """
         if not math.isfinite(self.clock.left):
             return MOST
-        each_s, _ = self._end_s(graphs, base)
-        return min(
-            MOST, max(2, math.floor(FEWEST + (self.clock.left - self.clock.reserve) / each_s))
-        )
+        end, left = self._end(base), self.clock.left - self.clock.reserve
+        each_s = end.confirming_s
+        if timed:
+            left += FEWEST * end.timing_s
+        else:
+            each_s += end.timing_s
+        return min(MOST, max(2, math.floor(FEWEST + left / each_s)))
 
     @property
     def start(self) -> Point:
@@ -688,7 +704,7 @@ class Job:
         base: Look,
         choices: dict[str, tuple[Choice, ...]],
     ) -> Found:
-        keep, room = self.request.keep, self._room(graphs, base)
+        keep, room = self.request.keep, self._room(base)
         within = [look for look in search.looks if self._within(look)] or search.looks
         sequences = sequences_of(worth_confirming(within), base, keep, room)
         again = [base, *(graphs.lowered(look) for look in sequences.looks[1:])]
@@ -710,7 +726,7 @@ class Job:
     def contract(self, found: Found, progress: Progress) -> tuple[list[Confirmed], Confirmed]:
         """Confirms the front on the other half; returns all that was, and the point to write."""
         keep = self.request.keep
-        most = self._room(found.graphs, found.base)
+        most = self._room(found.base, timed=True)
         sequences = sequences_of(found.timed, found.base, keep, most)
         done = self.journal.found("confirmed")
         if done:
