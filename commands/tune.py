@@ -108,10 +108,10 @@ def plan_text(planned: SearchPlan) -> str:
     """Returns what `tune --dry-run` says."""
     confirming = "the rest" if planned.confirming is None else f"{planned.confirming} inputs"
     return (
-        f"{count(planned.models)} models in all: {planned.choices} choices of single layers, "
-        f"{planned.forms} of them timed alone, and up to {planned.graphs} whole graphs\n"
+        f"{count(planned.models)} models in all: {planned.choices} choices of single layers, timed "
+        f"alone in {planned.forms} sizes and precisions, and up to {planned.graphs} whole graphs\n"
         f"{planned.searching} inputs serve the search, {confirming} confirm\n"
-        f"about {planned.seconds:.0f} s; nothing was written (--dry-run)"
+        f"at most about {planned.seconds:.0f} s; nothing was written (--dry-run)"
     )
 
 

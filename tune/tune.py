@@ -232,7 +232,7 @@ class SearchPlan:
     """How large a search is: the models that there are, and what will be looked at of them.
 
     `choices` are those of single layers, `forms` those that are timed alone and `graphs` the whole
-    graphs, at the most; `seconds` is about how long all of it takes.
+    graphs, at the most; `seconds` is about how long all of it takes then.
     """
 
     models: int
