@@ -97,6 +97,13 @@ def test_of_points_that_keep_as_much_the_slower_ones_are_confirmed_too() -> None
     assert worth_confirming([unmoved, tied, worse]) == [tied, worse, unmoved][::2]
 
 
+def test_more_right_answers_than_the_untouched_model_has_do_not_make_a_point_surer() -> None:
+    base, lucky, same = look(16.0), look(1.0, 1.01, 1.003), look(8.0, 1.0, 0.993)
+    assert worth_confirming([same, lucky]) == [lucky, same]
+    found = sequences_of([lucky, look(2.0, 1.02, 1.01), same], base, KEEP)
+    assert [each.ms for each in found.safe] == [16.0, 8.0, 2.0]
+
+
 def test_where_the_fastest_fails_slower_ones_are_left_at_every_factor_of_time() -> None:
     base = look(16.0)
     tied = [look(ms) for ms in (1.0, 1.1, 1.2, 1.3, 2.0, 2.1, 4.0, 4.2, 8.0, 8.1, 15.0)]
