@@ -454,7 +454,7 @@ def _maybe_on_front(looks: Sequence[Look], base: Look) -> list[Look]:
 
 def _worth_keeping(looks: Sequence[Look], base: Look) -> list[Look]:
     kept = [look for look in looks if look.ms <= base.ms and look.quality.kept >= FLOOR]
-    return front_of(kept, lambda look: look.ms)
+    return front_of(kept)
 
 
 def _area(looks: Sequence[Look], base: Look) -> float:

@@ -274,15 +274,11 @@ def _neighbours(point: Point, options: Options) -> list[Point]:
     return [each for _, each in sorted(found, key=lambda pair: pair[0])]
 
 
-def front_of(
-    looks: Sequence[Look],
-    size: Callable[[Look], float],
-    worth: Callable[[Look], float] = lambda look: look.quality.kept,
-) -> list[Look]:
-    """Returns the points that no other beats in both size and worth, the largest first."""
+def front_of(looks: Sequence[Look]) -> list[Look]:
+    """Returns the points that no other beats in both time and what is kept, the slowest first."""
     front: list[Look] = []
-    for look in sorted(looks, key=lambda each: (size(each), -worth(each))):
-        if not front or worth(look) > worth(front[-1]):
+    for look in sorted(looks, key=lambda each: (each.ms, -each.quality.kept)):
+        if not front or look.quality.kept > front[-1].quality.kept:
             front.append(look)
     return front[::-1]
 

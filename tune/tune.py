@@ -715,7 +715,7 @@ class Job:
             timed.get(look.point.key, with_ms(look, faster * look.ms)) for look in search.looks
         ]
         within = [look for look in looks if self._within(look)] or looks
-        front = front_of(within, lambda look: look.ms)
+        front = front_of(within)
         return Found(
             *(tuple(looks), tuple(front), tuple(timed.values()), timed[base.point.key]),
             graphs,

@@ -165,7 +165,7 @@ def look(ms: float, kept: float, low: float = 0.0) -> Look:
 
 def test_the_front_holds_what_nothing_beats() -> None:
     looks = [look(3.0, 1.0), look(2.0, 0.9), look(1.0, 0.95), look(0.5, 0.5)]
-    assert [each.ms for each in front_of(looks, lambda each: each.ms)] == [3.0, 1.0, 0.5]
+    assert [each.ms for each in front_of(looks)] == [3.0, 1.0, 0.5]
 
 
 def test_experts_go_in_the_order_of_what_is_missing_without_them() -> None:
