@@ -91,19 +91,24 @@ def export_plan(
     and what `calibrate`, `floats_for_retention` and `plan` raise.
     """
     progress = progress or Silent()
-    table = found_ranges(job, progress)
     if traced is None:
         progress.step("tracing")
         traced = trace(job.model, opset=job.options.opset, fixed=job.fixed)
+    table = found_ranges(job, traced, progress)
     retention = floats_for_retention(job, traced, table, progress)
     return plan(job, traced, table, retention=retention, progress=progress)
 
 
-def found_ranges(job: ExportJob, progress: Progress | None = None) -> CalibrationTable | None:
-    """Returns the ranges of a job: those given, those found now, or None where it needs none."""
+def found_ranges(
+    job: ExportJob, traced: ir.Model, progress: Progress | None = None
+) -> CalibrationTable | None:
+    """Returns the ranges of a job: those given, those found now, or None where it needs none.
+
+    `traced` is its model's trace, which is observed unless it has sizes that are fixed.
+    """
     if job.calibration is None:
         return job.table
-    return calibrate(job.calibration, progress=progress)
+    return calibrate(job.calibration, progress=progress, traced=None if job.fixed else traced)
 
 
 def _parities(

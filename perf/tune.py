@@ -35,6 +35,7 @@ from moexport.exporter.families.mumoe_mixer import MixerSpec
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model
 from moexport.exporter.options import PrecisionOptions, parse_k
+from moexport.exporter.session import SessionOptions
 from moexport.graphs.targets import Precision
 from moexport.tune.clock import Clock
 from moexport.tune.graphs import Look
@@ -370,7 +371,8 @@ def _qualities(
     progress.step("confirming uniform exports")
     metric, graphs = job.metric, found.graphs
     tallies = {name: Tally() for name in bundles}
-    sessions = {name: bundle.session() for name, bundle in bundles.items()}
+    resting = SessionOptions(spinning=False)
+    sessions = {name: bundle.session(options=resting) for name, bundle in bundles.items()}
     base = untouched(job.model)
     for x, labels in graphs.whole(job.halves.confirming()):
         outputs = base.infer(x)

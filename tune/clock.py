@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-TRAINING_S, TRAINING_SHARE = 4.0, 0.04
+TRAINING_S, TRAINING_SHARE = 4.0, 0.1
 """What the training for a whole graph takes: so many seconds, and at most a share of those left."""
 
 

@@ -143,7 +143,8 @@ def confirmed(
             yield Batch(x, labels, base.infer(x), metric)
             progress.advance(len(first_of(x)))
 
-    with graphs.opened([(each.point, each.lowerings) for each in listed]) as sessions:
+    points = [(each.point, each.lowerings) for each in listed]
+    with graphs.opened(points, spinning=False) as sessions:
         tallies = graphs.evaluate(batches())(sessions)
     if not tallies[0].inputs:
         raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")

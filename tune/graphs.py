@@ -186,11 +186,16 @@ class Graphs:
         return found
 
     @contextmanager
-    def opened(self, listed: Sequence[tuple[Point, Mapping[str, str]]]) -> Iterator[list[Session]]:
-        """Yields a session for each point, from graphs in a folder that is removed after."""
+    def opened(
+        self, listed: Sequence[tuple[Point, Mapping[str, str]]], *, spinning: bool = True
+    ) -> Iterator[list[Session]]:
+        """Yields a session for each point, from graphs in a folder that is removed after.
+
+        Where several run in turn, batch by batch, they take several times as long while `spinning`.
+        """
         provider = TARGETS[self.base.options.target].provider
         assert provider is not None, "tune is for graphs (`TuneRequest`)"
-        options = SessionOptions(provider=provider, threads=self.threads)
+        options = SessionOptions(provider=provider, threads=self.threads, spinning=spinning)
         with scratch_folder("tune") as folder:
             sessions = []
             for index, (point, lowerings) in enumerate(listed):

@@ -377,9 +377,10 @@ class Job:
             traced = trace(base.model, opset=options.opset, fixed=base.fixed)
         wanted = request.tried
         if {*wanted} & {*RANGED} and len(model.inputs) == 1:
-            samples = _samples(clock, one_s)
+            own = None if base.fixed else traced
+            samples = _samples(clock, one_s, tracing=own is None)
             if samples or (folder / CALIBRATION_FILE).is_file():
-                ranges = _ranges(model, halves.search, folder, journal, samples, progress)
+                ranges = _ranges(model, halves.search, folder, journal, samples, own, progress)
                 base = replace(base, table=ranges)
             else:
                 wanted = tuple(name for name in wanted if name not in RANGED)
@@ -421,8 +422,11 @@ class Job:
         search = Search(graphs, self.request, partial(clock.over, step=LOOK), progress)
         with graphs.beside(base):
             self._seed(search, times)
-            moved = self._moved_by_integers(graphs, times, base, progress)
+            moved: dict[tuple[str, Precision], float] = {}
+            # Without integers first: what computes fewer experts gains most where time is short.
             for floats, integer in (*((f, None) for f in self.space.floats), *self._widths()):
+                if integer is not None:
+                    moved |= self._moved_by(integer, graphs, times, base, progress)
                 for by_size in self._costs():
                     found = self._options(
                         *(floats, integer, choices, times, shifts, moved), by_size=by_size
@@ -617,24 +621,29 @@ class Job:
             progress.advance(1)
         return found
 
-    def _moved_by_integers(
-        self, graphs: Graphs, times: LayerTimes, base: Look, progress: Progress
+    def _moved_by(
+        self,
+        precision: Precision,
+        graphs: Graphs,
+        times: LayerTimes,
+        base: Look,
+        progress: Progress,
     ) -> dict[tuple[str, Precision], float]:
-        """How far each part alone moves the outputs when it computes in integers."""
+        """How far each part alone moves the outputs when it computes in some integers."""
         found: dict[tuple[str, Precision], float] = {}
-        for precision, parts in self.space.integers.items():
-            progress.step(f"trying each part in {precision}", total=len(parts), unit="parts")
-            for part in parts:
-                if self.clock.over(1.0, LOOK):
-                    break
-                point = _in_precision(self.start, part, precision)
-                if not times.knows(point):
-                    continue  # there was no time to look at it
-                look = graphs.look(point)
-                found[part, precision] = max(0.0, look.quality.shift - base.quality.shift)
-                if part == AROUND:
-                    times.around_ms[precision] = look.ms - times.layers_ms(self.start)
-                progress.advance(1)
+        parts = self.space.integers[precision]
+        progress.step(f"trying each part in {precision}", total=len(parts), unit="parts")
+        for part in parts:
+            if self.clock.over(1.0, LOOK):
+                break
+            point = _in_precision(self.start, part, precision)
+            if not times.knows(point):
+                continue  # there was no time to look at it
+            look = graphs.look(point)
+            found[part, precision] = max(0.0, look.quality.shift - base.quality.shift)
+            if part == AROUND:
+                times.around_ms[precision] = look.ms - times.layers_ms(self.start)
+            progress.advance(1)
         return found
 
     def _options(
@@ -895,13 +904,16 @@ def _outputs(model: Model, data: LabelledData, progress: Progress, clock: Clock)
     return found
 
 
-def _samples(clock: Clock, one_s: float) -> int:
-    """How many inputs there is time to take ranges from; 0 where there is none, or hardly any."""
+def _samples(clock: Clock, one_s: float, *, tracing: bool) -> int:
+    """How many inputs there is time to take ranges from; 0 where there is none, or hardly any.
+
+    `tracing`: the model is traced for it, too.
+    """
     if not math.isfinite(clock.left):
         return CALIBRATED
     until = RANGES_SHARE * (clock.seconds - clock.reserve) - (clock.seconds - clock.left)
-    # It traces the model, too.
-    fitting = (until - clock.longest[TRACE]) / (OBSERVED * one_s)
+    until -= clock.longest[TRACE] if tracing else 0.0
+    fitting = until / (OBSERVED * one_s)
     return 0 if fitting < CALIBRATED_FEW else min(CALIBRATED, math.floor(fitting))
 
 
@@ -934,13 +946,14 @@ def _ranges(
     folder: Path,
     journal: Journal,
     samples: int,
+    traced: ir.Model | None,
     progress: Progress,
 ) -> CalibrationTable:
     """The ranges of a model's tensors over the search's half; kept in the folder."""
     path = folder / CALIBRATION_FILE
     if not (journal.resumed and path.is_file()):
-        options = CalibrationOptions(samples=samples)
-        calibrate(calibration_job(model, data.inputs, options), progress=progress).write(path)
+        job = calibration_job(model, data.inputs, CalibrationOptions(samples=samples))
+        calibrate(job, traced=traced, progress=progress).write(path)
     return CalibrationTable.read(path)
 
 

@@ -193,7 +193,7 @@ def _sources(
     key = id(jobs[0].model), asked.options.opset, frozenset(asked.fixed.items())
     if key not in traces:
         traces[key] = trace(asked.model, opset=asked.options.opset, fixed=asked.fixed)
-    planned = plan(asked, traces[key], found_ranges(asked))
+    planned = plan(asked, traces[key], found_ranges(asked, traces[key]))
     graphs: dict[tuple[int, tuple[str, ...]], GraphPlan] = {}
     batches: dict[tuple[int, tuple[str, ...]], set[int]] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}

@@ -140,20 +140,29 @@ class Observed:
 
 
 def calibrate(
-    job: CalibrationJob, *, workspace: Path | None = None, progress: Progress | None = None
+    job: CalibrationJob,
+    *,
+    workspace: Path | None = None,
+    progress: Progress | None = None,
+    traced: ir.Model | None = None,
 ) -> CalibrationTable:
     """Returns the ranges of a model's tensors over the inputs of a feed.
 
-    Raises `CalibrationError` that names a tensor whose values give no range, and what
-    `observe_model` raises.
+    `traced` is the model's trace for any batch size, where that was made before. Raises
+    `CalibrationError` that names a tensor whose values give no range, and what `observe_model`
+    raises.
     """
     with job.model.source.changes_told():
-        seen = observe_model(job, workspace=workspace, progress=progress)
+        seen = observe_model(job, workspace=workspace, progress=progress, traced=traced)
         return seen.table(job.options.method, job.options.share)
 
 
 def observe_model(
-    job: CalibrationJob, *, workspace: Path | None = None, progress: Progress | None = None
+    job: CalibrationJob,
+    *,
+    workspace: Path | None = None,
+    progress: Progress | None = None,
+    traced: ir.Model | None = None,
 ) -> Observed:
     """Returns what the model's tensors hold over the inputs of a feed, for any method.
 
@@ -161,7 +170,7 @@ def observe_model(
     Raises `FeedError` for inputs that do not fit, and `CalibrationError` that names a tensor which
     gives no range.
     """
-    found = observe_share(job, (0, 1), workspace=workspace, progress=progress)
+    found = observe_share(job, (0, 1), workspace=workspace, progress=progress, traced=traced)
     found.seen.check()
     return found
 
@@ -172,6 +181,7 @@ def observe_share(
     *,
     workspace: Path | None = None,
     progress: Progress | None = None,
+    traced: ir.Model | None = None,
 ) -> Observed:
     """Returns what tensors hold over some batches: of every s-th, from the i-th on, for (i, s).
 
@@ -182,13 +192,14 @@ def observe_share(
     total = count(job.data, job.model.input.name)
     if total is not None and job.options.samples is not None:
         total = min(total, job.options.samples)
-    progress.step("tracing")
-    traced = trace(job.model)
+    if traced is None:
+        progress.step("tracing")
+        traced = trace(job.model)
     feed_hash = FeedHash()
     with scratch_folder("calibration", workspace) as folder:
         path = folder / GRAPH_FILE
         progress.step("writing the observing graph")
-        graph = _write(job, traced, path)
+        graph = _write(job, traced.clone(), path)
         progress.step("observing", total=total, unit="inputs")
         batches = rebatched(job.inputs(feed_hash), job.options.batch)
         seen = observe(path, graph, islice(_numbered(batches, progress), share[0], None, share[1]))

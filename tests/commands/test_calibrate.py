@@ -16,6 +16,7 @@ from moexport.errors import CalibrationError, OutputError, UsageError
 from moexport.exporter.export import found_ranges
 from moexport.exporter.job import check_table, export_job
 from moexport.exporter.options import ExportOptions, PrecisionOptions, parse_k
+from moexport.exporter.trace import trace
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 
@@ -126,7 +127,8 @@ def test_an_export_takes_a_table_of_as_many_experts_or_more(table: Path) -> None
 
 def test_ranges_for_a_k_chosen_per_run_are_those_of_all_experts(feed: Path) -> None:
     options = ExportOptions(k="input", precision=PrecisionOptions("int8"))
-    made = found_ranges(export_job(moexport.load(WEIGHTS), options, data=feed))
+    job = export_job(moexport.load(WEIGHTS), options, data=feed)
+    made = found_ranges(job, trace(job.model))
     assert made is not None
     assert made.origin.k == {"layer": 4}
 
