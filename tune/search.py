@@ -69,18 +69,17 @@ class Search:
         """Every point that was looked at."""
         return [*self.graphs.looks.values()]
 
-    def seeds(self, ladder: Iterable[Point]) -> Look | None:
-        """Looks at models that are all alike, from the largest on while they may keep enough.
-
-        Returns what was found of the first.
-        """
-        first = None
+    def seeds(self, ladder: Iterable[Point]) -> list[Look]:
+        """Looks at models that are all alike, from the largest on while they may keep enough."""
+        found: list[Look] = []
         for point in ladder:
             look = self.look(point)
-            first = first or look
-            if look is None or (self.request.keep or 0.0) > look.quality.high:
+            if look is None:
                 break
-        return first
+            found.append(look)
+            if (self.request.keep or 0.0) > look.quality.high:
+                break
+        return found
 
     def along(self, start: Point, options: Options) -> None:
         """Looks along the path of some options, and beside where it must end."""

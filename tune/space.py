@@ -78,6 +78,11 @@ class Point:
         return dict(self.layers)
 
     @property
+    def k(self) -> dict[str, int]:
+        """The k of each layer."""
+        return {name: choice.k for name, choice in self.layers}
+
+    @property
     def precision(self) -> Precision:
         """The precision of the export: that of its integers, if any."""
         names = {choice.precision for _, choice in self.layers} | {self.around}
@@ -146,7 +151,7 @@ def job_of(
     """
     recipe = recipe_of(base.options, point, lowerings, {})
     options = recipe_options(recipe, base.options, substitutes)
-    k = {name: choice.k for name, choice in point.layers}
+    k = point.k
     return replace(
         base,
         model=asked_for(edited(base.model, options.edits), k),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from statistics import geometric_mean
 
 import msgspec
 import onnx_ir as ir
@@ -53,15 +54,14 @@ class LayerTimes:
     """The time of each layer's forms, and of a model that is made of them.
 
     `around_ms` is what the network around the layers takes, by its precision: known once a whole
-    graph with it was timed. `scale` is how many times as long layers of a precision take in a whole
-    graph as alone (`corrected`). `substitutes` take the places of experts.
+    graph with it was timed. `substitutes` take the places of experts.
     """
 
     def __init__(self, substitutes: Substitutes | None = None) -> None:
         self._substitutes = substitutes
         self.forms: dict[tuple[str, Form], FormTime] = {}
         self.around_ms: dict[Precision, float] = {}
-        self.scale: dict[Precision, float] = {}
+        self._ratios: dict[tuple[Precision, bool], dict[Point, float]] = {}
 
     def of(self, layer: str, choice: Choice) -> FormTime | None:
         """Returns what a layer takes; None where no lowering serves that form."""
@@ -73,7 +73,14 @@ class LayerTimes:
         None where nothing like it was measured.
         """
         found = self._alone(layer, choice)
-        return found and replace(found, ms=found.ms * self.scale.get(choice.precision, 1.0))
+        return found and replace(found, ms=found.ms * self._scale(layer, choice))
+
+    def _scale(self, layer: str, choice: Choice) -> float:
+        """How many times as long such layers take in a whole graph as alone (`corrected`)."""
+        whole = self._whole(layer, choice.form)
+        seen = (self._ratios.get((choice.precision, each)) for each in (whole, True))
+        ratios = next((each for each in seen if each), None)
+        return 1.0 if ratios is None else geometric_mean(ratios.values())
 
     def _alone(self, layer: str, choice: Choice) -> FormTime | None:
         found = self.of(layer, choice)
@@ -102,11 +109,15 @@ class LayerTimes:
 
         The layer as it was trained is one of those in which all are computed.
         """
-        n = max(k for name, (k, subset, _) in self.forms if name == layer and not subset)
-        whole, all_wanted = (each[0] == (each[1] or n) for each in (form, wanted))
+        whole, all_wanted = (self._whole(layer, each) for each in (form, wanted))
         if not wanted[1]:
             return not form[1]
         return whole if all_wanted else bool(form[1]) and not whole
+
+    def _whole(self, layer: str, form: Form) -> bool:
+        """Whether all experts that there are are computed."""
+        n = max(k for name, (k, subset, _) in self.forms if name == layer and not subset)
+        return form[0] == (form[1] or n)
 
     def knows(self, point: Point) -> bool:
         """Whether the time of every layer of a point is known."""
@@ -117,15 +128,23 @@ class LayerTimes:
         return {name: self._sure(name, choice).lowering for name, choice in point.layers}
 
     def corrected(self, point: Point, ms: float) -> None:
-        """Takes what a whole graph of one precision took, in place of the sum over its layers.
+        """Takes what a whole graph took, in place of the sum over its layers.
 
-        At least half of the time is taken to be that of the layers.
+        It counts for all layers of its precision which compute all experts, or some, if its own are
+        alike in that; of several graphs the mean. At least half of the time of the first is taken
+        to be that of the layers.
         """
-        (precision,) = {choice.precision for _, choice in point.layers}
-        self.scale.pop(precision, None)
-        alone = self.layers_ms(point)
+        kinds = {(each.precision, self._whole(name, each.form)) for name, each in point.layers}
+        if len(kinds) > 1:
+            return
+        (kind,) = kinds
+        alone = 0.0
+        for name, choice in point.layers:
+            found = self._alone(name, choice)
+            assert found is not None, "points are made of choices whose time is known"
+            alone += found.ms
         around = self.around_ms.setdefault(point.around, max(0.0, min(ms - alone, ms / 2)))
-        self.scale[precision] = max(ms - around, ms / 10) / alone
+        self._ratios.setdefault(kind, {})[point] = max(ms - around, ms / 10) / alone
 
     def ways(self, point: Point, lowerings: Mapping[str, str]) -> list[dict[str, str]]:
         """Returns the lowerings of a point: those given, and each other one that may be as fast.

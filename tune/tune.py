@@ -6,7 +6,7 @@ import hashlib
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -86,7 +86,7 @@ LEAST = 512
 MANY, MANY_S = 4096, 20.0
 """Inputs beyond which a search sees more only while the untouched model has taken so long."""
 
-UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE = 0.1, 0.3, 0.5, 0.7
+UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE = 0.1, 0.3, 0.4, 0.6
 """Of a search's time, when what comes before has ended: the untouched model's outputs, the ranges,
 the times of single layers, and what they do when they are changed. Whole graphs have the rest, but
 for what it takes to confirm the answer and to write it."""
@@ -438,26 +438,30 @@ class Job:
     def _seed(self, search: Search, times: LayerTimes) -> None:
         """Looks at what `bench` would be asked for: one k and one precision for all layers.
 
-        Smaller k of integers are looked at where integers are faster than floats at the largest.
-        What whole graphs of one precision take corrects the times of its layers.
+        Smaller k of integers are looked at where integers are faster than floats at the largest,
+        and those alone that pay in floats. What these graphs take corrects the times of layers.
         """
-        first = None
+
+        def seeds(points: Iterable[Point]) -> list[Look]:
+            looks = search.seeds(filter(times.knows, points))
+            for look in looks:
+                if look.point.around == "fp32":
+                    times.corrected(look.point, look.ms)
+            return looks
+
+        first, pays = None, set()
         for floats in self.space.floats:
-            points = (each.in_floats(floats) for each in self._uniform("fp32"))
-            first = search.seeds(filter(times.knows, points)) or first
+            looks = seeds(each.in_floats(floats) for each in self._uniform("fp32"))
+            first = looks[0] if looks else first
+            pays |= {tuple(each.point.k.items()) for each in looks if each.ms < looks[0].ms}
         for integer, parts in self.space.integers.items():
             for around in (False, True)[: 1 + (AROUND in parts)]:
                 ladder = [
                     each.with_around(integer) if around else each for each in self._uniform(integer)
                 ]
-                ladder = [point for point in ladder if times.knows(point)]
-                look = search.seeds(ladder[:1])
-                if look is None:
-                    continue
-                if not around and len({choice.precision for _, choice in look.point.layers}) == 1:
-                    times.corrected(look.point, look.ms)
-                if first is None or look.ms < first.ms:
-                    search.seeds(ladder[1:])
+                looks = seeds(ladder[:1])
+                if first is None or (looks and looks[0].ms < first.ms):
+                    seeds(each for each in ladder[1:] if tuple(each.k.items()) in pays)
 
     def _refine(
         self,

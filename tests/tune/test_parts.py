@@ -196,6 +196,19 @@ def test_a_whole_graph_corrects_the_times_of_single_layers() -> None:
     assert times.predicted_ms(point.with_layer("a", Choice(4))) > smaller
 
 
+def test_a_whole_graph_that_computes_some_experts_corrects_what_computes_some_alone() -> None:
+    times, point = of_times()
+    times.corrected(point, 5.0)
+    fewer = Point((("a", Choice(4)), ("b", Choice(4))))
+    times.corrected(fewer, 8.0)
+    assert times.predicted_ms(fewer) == pytest.approx(8.0)
+    assert times.predicted_ms(point) == pytest.approx(5.0)
+    mixed = point.with_layer("a", Choice(4))
+    assert times.predicted_ms(mixed) == pytest.approx((5.0 + 8.0) / 2)
+    times.corrected(mixed, 100.0)  # of which of the two it tells is not known
+    assert times.predicted_ms(mixed) == pytest.approx((5.0 + 8.0) / 2)
+
+
 def test_a_graph_that_is_faster_than_its_layers_alone_leaves_no_negative_time() -> None:
     times, point = of_times()
     times.corrected(point, 1.2)

@@ -32,8 +32,8 @@ STEP = 4.0
 RATE = 0.1
 """How far a number moves in the first steps, as a share of the numbers' mean size."""
 
-LOOKS = 8
-"""How often the batches that are held out are asked."""
+LOOKS, LOOKS_SHARE = 4, 0.15
+"""How often the batches that are held out are asked on the way, and what of the time that takes."""
 
 HELD_OUT = 5
 """One of so many batches is held out: they say which of the looks is best."""
@@ -52,47 +52,60 @@ def distil(
     *,
     scores: bool,
     seconds: float,
+    other: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """Returns the arrays of some parameters of a model, which are trained in place.
 
-    The loss is the Kullback-Leibler divergence of class scores where outputs are such (`scores`),
-    else their squared distance. What is returned did best on batches that were held out: the
-    parameters as they came where training has not helped.
+    They begin as they came, or as the `other` arrays, whichever do better on what is held out.
+
+    It takes so many `seconds`, or less. The loss is the Kullback-Leibler divergence of class scores
+    where outputs are such (`scores`), else their squared distance. What is returned did best on
+    batches that were held out: the parameters as they began where training has not helped.
     """
-    held = samples[::HELD_OUT][:MOST_HELD]
+    began = time.monotonic()
+    held = samples[::HELD_OUT]
     fitted = [sample for index, sample in enumerate(samples) if index % HELD_OUT]
     best = _copied(parameters)
     batch_s = min(_seconds(model, held[0], scores=scores) for _ in range(2))
-    steps = min(STEPS, int(seconds / (STEP * batch_s)))
-    if steps < FEWEST or not fitted:
-        return best
-    began = time.monotonic()
+    affordable = int(LOOKS_SHARE * seconds / ((1 + LOOKS) * batch_s))
+    held = held[: max(1, min(MOST_HELD, affordable))]
     least = _mean_loss(model, held, scores=scores)
-    sizes = {name: RATE * max(np.abs(each).mean(), 1e-6) for name, each in best.items()}
-    groups = [{"params": [each], "lr": sizes[name]} for name, each in parameters.items()]
+    if other is not None:
+        _set(parameters, other)
+        found = _mean_loss(model, held, scores=scores)
+        if found < least:
+            least, best = found, _copied(parameters)
+        _set(parameters, best)
+    if seconds < FEWEST * STEP * batch_s or not fitted:
+        return best
+    rates = [RATE * max(np.abs(each).mean(), 1e-6) for each in best.values()]
+    groups = [{"params": [each]} for each in parameters.values()]
     optimiser = torch.optim.Adam(groups)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimiser, 1.0, 0.01, total_iters=steps)
     order: list[int] = []
     generator = np.random.default_rng(0)
     for each in parameters.values():
         each.requires_grad_(True)
-    for step in range(1, steps + 1):
+    step = looks = 0
+    while looks < LOOKS:
+        # The steps get smaller as the time goes: what they take is known only afterwards.
+        done = min(1.0, max(step / STEPS, (time.monotonic() - began) / seconds))
+        if done * LOOKS >= looks + 1:
+            looks = int(done * LOOKS)
+            found = _mean_loss(model, held, scores=scores)
+            if found < least:
+                least, best = found, _copied(parameters)
+            continue
+        for group, rate in zip(optimiser.param_groups, rates, strict=True):
+            group["lr"] = rate * (1 - done)
         order = order or [*generator.permutation(len(fitted))]
         x, base = fitted[order.pop()]
         optimiser.zero_grad()
         try:
             _loss(model, x, base, scores=scores).backward()  # type: ignore[no-untyped-call]
         except RuntimeError:  # a network that was written without gradients in mind
-            break
+            return best
         optimiser.step()
-        schedule.step()
-        late = time.monotonic() - began > 2 * seconds
-        if late or step % (steps // LOOKS) == 0:
-            found = _mean_loss(model, held, scores=scores)
-            if found < least:
-                least, best = found, _copied(parameters)
-        if late:
-            break
+        step += 1
     return best
 
 
@@ -104,6 +117,12 @@ def _seconds(model: PyTorch, sample: tuple[Inputs, Array], *, scores: bool) -> f
 
 def _copied(parameters: Mapping[str, nn.Parameter]) -> dict[str, np.ndarray]:
     return {name: each.detach().numpy().copy() for name, each in parameters.items()}
+
+
+@torch.no_grad()
+def _set(parameters: Mapping[str, nn.Parameter], arrays: Mapping[str, np.ndarray]) -> None:
+    for name, each in parameters.items():
+        each.copy_(torch.from_numpy(arrays[name]))
 
 
 @torch.no_grad()

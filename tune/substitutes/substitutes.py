@@ -54,8 +54,9 @@ class Seen:
 class Substitutes:
     """What takes the places of a model's experts, fitted when it is first asked for.
 
-    What was trained is kept in the search's `folder`, so that a search that goes on has the same.
-    `seconds` is how long the training for one point may take now.
+    What was trained is kept in the search's `folder`, so that a search that goes on has the same;
+    the training for another model goes on from it where that is nearer. `seconds` is how long the
+    training for one point may take now.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class Substitutes:
         self._constants: dict[str, ConstantExperts] = {}
         self._fitted: dict[tuple[str, tuple[int, ...]], Arrays] = {}
         self._last: tuple[Path, Arrays] | None = None
+        self._trained: dict[tuple[str, tuple[int, ...]], Path] = {}
 
     def kept(self, name: str, size: int) -> tuple[int, ...]:
         """Returns the experts of a Soft MoE layer that stay where so many do, ascending."""
@@ -124,10 +126,27 @@ class Substitutes:
         changed = edited(self._model, edits)
         model = PyTorch(changed.module, changed.inputs)
         seen, seconds = self._seen, self._seconds()
-        k = {name: choice.k for name, choice in point.layers}
-        with algorithm_1(changed.module, k):
+        elsewhere = self._trained_elsewhere(point)
+        with algorithm_1(changed.module, point.k):
             trained = _parameters(changed, edits)
-            return distil(model, trained, seen.samples, scores=seen.scores, seconds=seconds)
+            found = distil(
+                *(model, trained, seen.samples),
+                scores=seen.scores,
+                seconds=seconds,
+                other=start | elsewhere if elsewhere else None,
+            )
+        path = self._place(point)
+        self._trained |= {(n, c.experts): path for n, c in point.layers if c.fewer}
+        return found
+
+    def _trained_elsewhere(self, point: Point) -> Arrays:
+        """What was last trained for each layer as it is here, in another model."""
+        found: Arrays = {}
+        for name, choice in point.layers:
+            path = self._trained.get((name, choice.experts)) if choice.fewer else None
+            before = {} if path is None else _read(path)
+            found |= {key: before[key] for key in self.fitted(name, choice) if key in before}
+        return found
 
     def _place(self, point: Point) -> Path:
         layers = [(name, each.k, each.experts, each.merged) for name, each in point.layers]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import moexport
 import numpy as np
@@ -15,7 +17,7 @@ from moexport.bench.runners.pytorch import PyTorch
 from moexport.graphs.layers.base import replaced_layers
 from moexport.graphs.layers.soft_moe import SoftMoE
 from moexport.tune.substitutes import distill
-from moexport.tune.substitutes.distill import HELD_OUT, Samples, distil
+from moexport.tune.substitutes.distill import HELD_OUT, LOOKS, LOOKS_SHARE, Samples, distil
 from torch import nn
 
 
@@ -87,6 +89,48 @@ def test_without_time_the_constants_stay_as_they_came(
         for part, seconds in ((samples, 0.0), (samples[:1], 20.0)):  # none to fit on in the second
             found = distil(PyTorch(module), constants, part, scores=True, seconds=seconds)
             assert np.array_equal(found["layer"], start)
+
+
+@pytest.mark.parametrize("backward_s", [0.03, 0.3])
+def test_training_ends_in_its_time_whatever_a_step_takes(
+    network: tuple[moexport.Model, Samples, Samples],
+    backward_s: float,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, samples, _ = network
+    at, steps, forward_s, seconds = 0.0, 0, 0.01, 10.0
+    own = distill._loss
+
+    def taking(*given: Any, scores: bool) -> torch.Tensor:
+        nonlocal at, steps
+        training = torch.is_grad_enabled()
+        at += forward_s + training * backward_s
+        steps += training
+        return own(*given, scores=scores)
+
+    monkeypatch.setattr(distill, "_loss", taking)
+    monkeypatch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: at))
+    with changed(model) as (module, constants, _):
+        distil(PyTorch(module), constants, samples, scores=True, seconds=seconds)
+    look_s = LOOKS_SHARE * seconds / LOOKS
+    assert 0.9 * seconds <= at <= seconds + look_s + backward_s + 3 * forward_s
+    assert steps >= 0.8 * seconds / (forward_s + backward_s)
+
+
+def test_training_begins_with_what_does_better_on_inputs_that_are_held_out(
+    network: tuple[moexport.Model, Samples, Samples],
+) -> None:
+    model, samples, _ = network
+    with changed(model) as (module, constants, start):
+        runner = PyTorch(module)
+        trained = distil(runner, constants, samples, scores=True, seconds=20.0)
+        worse = {name: 10 * array for name, array in trained.items()}
+        for other, expected in ((trained, trained["layer"]), (worse, start)):
+            with torch.no_grad():
+                constants["layer"].copy_(torch.from_numpy(start))
+            found = distil(runner, constants, samples, scores=True, seconds=0.0, other=other)
+            assert np.array_equal(found["layer"], expected)
+            assert np.array_equal(constants["layer"].detach().numpy(), expected)
 
 
 class WithoutGradients(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import moexport
@@ -64,6 +65,23 @@ def test_each_training_starts_where_the_first_one_did(
     fitted = substitutes.fitted(name, choice)[name].copy()
     substitutes.trained_for(Point(((name, choice),)))
     assert np.array_equal(substitutes.fitted(name, choice)[name], fitted)
+
+
+def test_a_training_goes_on_from_what_was_trained_for_another_model(
+    model: Model, images: torch.Tensor, tmp_path: Path
+) -> None:
+    (name,) = model.layers
+    left = 20.0
+    # Of a network that is not trained the fit is as good as it gets, but not for other outputs.
+    what = seen(model, images)
+    what = replace(what, samples=[(x, 4 * y) for x, y in what.samples])
+    substitutes = Substitutes(model, what, tmp_path, lambda: left)
+    experts = substitutes.kept(name, 4)
+    trained = substitutes.trained_for(Point(((name, Choice(4, experts)),)))[name].copy()
+    left = 0.0  # for the next
+    found = substitutes.trained_for(Point(((name, Choice(3, experts)),)))[name]
+    assert np.array_equal(found, trained)
+    assert not np.array_equal(found, substitutes.fitted(name, Choice(3, experts))[name])
 
 
 def test_a_damaged_file_is_trained_again(
