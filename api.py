@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
 from .common.pytorch import check_pytorch
@@ -1010,6 +1011,7 @@ def tune(
         ClusterError: the cluster cannot be reached, lacks the resource, or loses its nodes.
     """
     asked = dict(locals())  # the parameters: nothing else is bound yet
+    started = monotonic()  # to import PyTorch takes its part of the time
     check_pytorch("tune")
     from .common.console import Silent
     from .common.writing import check_folder
@@ -1023,7 +1025,7 @@ def tune(
     request = _tune_request(**asked)
     if on is not None and ray is None:
         raise UsageError(f"--on {on}: there is no cluster", hint="name one with --ray")
-    clock = Clock(request.seconds)
+    clock = Clock(request.seconds, started=started)
     check_destination(Path(destination), force=force)
     place = None if report is None else Path(report)
     if place is not None:

@@ -130,6 +130,26 @@ class Graphs:
             self.journal.add("look", look=msgspec.to_builtins(found))
         return self.looks[point.key]
 
+    def trained_further(self, look: Look, seconds: float) -> bool:
+        """Trains what takes the places of a point's experts for so many seconds more.
+
+        Where that helps, it is looked at again, as are the points that have the same in other
+        precisions; returns whether it did.
+        """
+        with self.clock.step(LOOK):
+            if not self.substitutes.train_further(look.point, seconds):
+                return False
+            sharing = [
+                each.point
+                for each in self.looks.values()
+                if self.substitutes.shared(each.point, look.point)
+            ]
+            for point in sharing:
+                del self.looks[point.key]
+            for point in sharing:
+                self.look(point)
+        return True
+
     def _look(
         self, point: Point, lowerings: dict[str, str], folder: Path, session: Session
     ) -> Look:

@@ -37,6 +37,9 @@ TINY = 1e-9
 LOOKS = 24
 """Whole graphs beside the path, at the most, for each width of integers."""
 
+FURTHER = 2
+"""How often what takes the places of experts is trained further, in what promises most."""
+
 NEIGHBOURS = 4
 """Choices beside the best point that may fail in turn before the search ends."""
 
@@ -134,6 +137,30 @@ class Search:
             look = self.look(points[at].point)
             if look is not None and look.quality.high < WORTH_KEEPING:
                 return
+
+    def train_further(self, over: Callable[[], bool], seconds: Callable[[], float]) -> None:
+        """Trains further what takes the places of experts: in the best point, and in faster ones.
+
+        The fastest that may still keep enough comes first. Where that no longer helps, the next.
+        """
+        done: list[Look] = []
+        for _ in range(FURTHER):
+            best = self.best()
+            promising = [
+                look
+                for look in self.looks
+                if look.point.fewer
+                and not self._too_large(look)
+                and look.quality.high >= (self.request.keep or 0.0)
+                and (best is None or look is best or look.ms < best.ms)
+                and not any(self.graphs.substitutes.shared(look.point, o.point) for o in done)
+            ]
+            if not promising or over():
+                return
+            look = min(promising, key=lambda each: each.ms)
+            self.progress.step(f"training further: {look.ms:.3g} ms")
+            if not self.graphs.trained_further(look, seconds()):
+                done.append(look)
 
     def best(self) -> Look | None:
         """Returns the best point so far: the fastest that meets all bounds, by the search's half.

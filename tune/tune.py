@@ -86,13 +86,18 @@ LEAST = 512
 MANY, MANY_S = 4096, 20.0
 """Inputs beyond which a search sees more only while the untouched model has taken so long."""
 
-UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE = 0.1, 0.3, 0.4, 0.6
+UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE, LOOKS_SHARE = 0.1, 0.3, 0.4, 0.6, 0.85
 """Of a search's time, when what comes before has ended: the untouched model's outputs, the ranges,
-the times of single layers, and what they do when they are changed. Whole graphs have the rest, but
-for what it takes to confirm the answer and to write it."""
+the times of single layers, what they do when they are changed, and whole graphs. The rest is for
+the training of what promises most. What it takes to confirm the answer and to write it is not
+among them."""
 
-FEWEST = 4
-"""Points for whose confirmation time is kept, the model as trained among them."""
+LAST_SHARE = 0.5
+"""What a last training takes of the time that is left."""
+
+FEWEST, END_SHARE = 4, 0.35
+"""Points for whose confirmation time is kept, the model as trained among them, and the share of a
+search's time that it may take; two points have theirs in any case."""
 
 UNIFORM = (1, 2, 4, 8, 16)
 """The shares of its experts that every layer computes in the models that are looked at first."""
@@ -206,7 +211,7 @@ def tune(
     check_tunable(model)
     check_destination(destination, force=force)
     with with_threads(request.threads), _kept_in(work) as folder:
-        clock.reserve = FINISH_S + (0.0 if work is None else REPORT_S)
+        clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
         job = Job.begin(model, data, request, folder, progress, clock)
         found = job.search(progress, evaluate)
         sequence, chosen = job.contract(found, progress)
@@ -314,6 +319,12 @@ class End:
     confirming_s: float
     once_s: float
 
+    def reserve_s(self, left_s: float) -> float:
+        """What to keep of the time that is left: for the `FEWEST` points, or for fewer."""
+        points = (END_SHARE * left_s - self.once_s) / (self.timing_s + self.confirming_s)
+        count = min(FEWEST, max(2, math.floor(min(FEWEST, points))))
+        return count * (self.timing_s + self.confirming_s) + self.once_s
+
 
 @dataclass(frozen=True)
 class Job:
@@ -408,8 +419,7 @@ class Job:
         base = graphs.lowered(graphs.look(start))
         times.corrected(start, base.ms)
         self._check_base(base)
-        end = self._end(base)
-        clock.reserve += FEWEST * (end.timing_s + end.confirming_s) + end.once_s
+        clock.reserve += self._end(base).reserve_s(clock.left - clock.reserve)
         choices: dict[str, tuple[Choice, ...]] = {
             name: (
                 *listed,
@@ -419,20 +429,25 @@ class Job:
         }
         self._times(times, choices, replay.tokens(), progress)
         shifts = self._shifts(replay, substitutes, choices, progress)
-        search = Search(graphs, self.request, partial(clock.over, step=LOOK), progress)
+        trains = any(choice.fewer for listed in choices.values() for choice in listed)
+        looked = partial(clock.over, LOOKS_SHARE if trains else 1.0, LOOK)
+        search = Search(graphs, self.request, looked, progress)
         with graphs.beside(base):
             self._seed(search, times)
             moved: dict[tuple[str, Precision], float] = {}
             # Without integers first: what computes fewer experts gains most where time is short.
             for floats, integer in (*((f, None) for f in self.space.floats), *self._widths()):
                 if integer is not None:
-                    moved |= self._moved_by(integer, graphs, times, base, progress)
+                    moved |= self._moved_by(integer, search, times, base)
                 for by_size in self._costs():
                     found = self._options(
                         *(floats, integer, choices, times, shifts, moved), by_size=by_size
                     )
                     search.along(start.in_floats(floats), found)
             self._refine(search, substitutes, choices, times)
+            search.train_further(
+                partial(clock.over, step=LOOK), partial(clock.training_s, RUN, LAST_SHARE)
+            )
             return self._front(search, graphs, base, choices)
 
     def _seed(self, search: Search, times: LayerTimes) -> None:
@@ -480,7 +495,7 @@ class Job:
             subsets = now.k == size and any(each.experts for each in listed)
             smaller = [each.k for each in listed if bool(each.experts) == subsets and each.k < size]
             least = max(smaller, default=size)
-            while size - least > max(1, size // FINEST) and not self.clock.over(1.0, LOOK):
+            while size - least > max(1, size // FINEST) and not search.over():
                 k = (size + least) // 2
                 experts = substitutes.kept(name, k) if subsets else ()
                 point = best.point.with_layer(name, Choice(k, experts, now.precision))
@@ -541,23 +556,22 @@ class Job:
         once_s = timed_s + count * self.one_s + open_s + VERIFIED * (2 * self.one_s + run_s)
         if routed_layers(self.model):
             once_s += 2 * longest[TRACE]  # to find where k is, and of the k that was found
-        timed_s += longest.get(WAYS, 0.0)
+        ways_s = longest.get(WAYS, 0.0)
+        timed_s += ways_s
+        once_s -= ways_s  # those of the model as trained are known
         return End(open_s + timed_s, open_s + count * run_s, once_s)
 
     def _room(self, base: Look, *, timed: bool = False) -> int:
         """How many points there is time to confirm, the model as trained among them.
 
-        What is reserved for timing them is spent once they were `timed`.
+        They are timed before, unless they were `timed`.
         """
         if not math.isfinite(self.clock.left):
             return MOST
-        end, left = self._end(base), self.clock.left - self.clock.reserve
-        each_s = end.confirming_s
-        if timed:
-            left += FEWEST * end.timing_s
-        else:
-            each_s += end.timing_s
-        return min(MOST, max(2, math.floor(FEWEST + left / each_s)))
+        end = self._end(base)
+        left = self.clock.left - self.clock.writing_s - end.once_s
+        each_s = end.confirming_s + (0.0 if timed else end.timing_s)
+        return min(MOST, max(2, math.floor(left / each_s)))
 
     @property
     def start(self) -> Point:
@@ -628,22 +642,22 @@ class Job:
     def _moved_by(
         self,
         precision: Precision,
-        graphs: Graphs,
+        search: Search,
         times: LayerTimes,
         base: Look,
-        progress: Progress,
     ) -> dict[tuple[str, Precision], float]:
         """How far each part alone moves the outputs when it computes in some integers."""
         found: dict[tuple[str, Precision], float] = {}
         parts = self.space.integers[precision]
+        progress = search.progress
         progress.step(f"trying each part in {precision}", total=len(parts), unit="parts")
         for part in parts:
-            if self.clock.over(1.0, LOOK):
+            if search.over():
                 break
             point = _in_precision(self.start, part, precision)
             if not times.knows(point):
                 continue  # there was no time to look at it
-            look = graphs.look(point)
+            look = search.graphs.look(point)
             found[part, precision] = max(0.0, look.quality.shift - base.quality.shift)
             if part == AROUND:
                 times.around_ms[precision] = look.ms - times.layers_ms(self.start)

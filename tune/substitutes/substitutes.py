@@ -96,8 +96,26 @@ class Substitutes:
             return {}
         path = self._place(point)
         if self._last is None or self._last[0] != path:  # of large layers not all are held
-            self._last = path, _read(path) or self._written(path, self._train(point))
+            found = _read(path)
+            if not found:
+                elsewhere = self._trained_elsewhere(point)
+                found = self._written(path, self._train(point, elsewhere, self._seconds()))
+            self._last = path, found
         return self._last[1]
+
+    def train_further(self, point: Point, seconds: float) -> bool:
+        """Goes on with the training for a point; returns whether that has helped."""
+        before = self.trained_for(point)
+        found = self._train(point, before, seconds)
+        if all(np.array_equal(found[name], before[name]) for name in before):
+            return False
+        path = self._place(point)
+        self._last = path, self._written(path, found)
+        return True
+
+    def shared(self, point: Point, other: Point) -> bool:
+        """Whether two points have what was trained in common: they differ in precision alone."""
+        return self._place(point) == self._place(other)
 
     def digest(self, point: Point) -> str:
         """Returns the SHA-256 of what was trained for a point; empty where nothing was."""
@@ -119,21 +137,21 @@ class Substitutes:
             self._constants[name] = ConstantExperts(layer, self._seen.tokens[name])
         return self._constants[name]
 
-    def _train(self, point: Point) -> Arrays:
+    def _train(self, point: Point, before: Arrays, seconds: float) -> Arrays:
+        """Trains from the fit, or from what was trained `before` where that does better."""
         # Copies: what is trained in place must not be where the next training starts.
         start = {name: array.copy() for name, array in self.fitted_to(point).items()}
         edits = edits_of(point).with_substitutes(start)
         changed = edited(self._model, edits)
         model = PyTorch(changed.module, changed.inputs)
-        seen, seconds = self._seen, self._seconds()
-        elsewhere = self._trained_elsewhere(point)
+        seen = self._seen
         with algorithm_1(changed.module, point.k):
             trained = _parameters(changed, edits)
             found = distil(
                 *(model, trained, seen.samples),
                 scores=seen.scores,
                 seconds=seconds,
-                other=start | elsewhere if elsewhere else None,
+                other=start | before if before else None,
             )
         path = self._place(point)
         self._trained |= {(n, c.experts): path for n, c in point.layers if c.fewer}

@@ -39,6 +39,12 @@ def seen(model: Model, images: torch.Tensor) -> Seen:
     return Seen({name: tokens}, samples, scores=True)
 
 
+def other_outputs(model: Model, images: torch.Tensor) -> Seen:
+    """The same with outputs of another model, to which a training brings it nearer than the fit."""
+    what = seen(model, images)
+    return replace(what, samples=[(x, 4 * y) for x, y in what.samples])
+
+
 def test_what_was_trained_is_the_same_when_a_search_goes_on(
     model: Model, images: torch.Tensor, tmp_path: Path
 ) -> None:
@@ -72,16 +78,30 @@ def test_a_training_goes_on_from_what_was_trained_for_another_model(
 ) -> None:
     (name,) = model.layers
     left = 20.0
-    # Of a network that is not trained the fit is as good as it gets, but not for other outputs.
-    what = seen(model, images)
-    what = replace(what, samples=[(x, 4 * y) for x, y in what.samples])
-    substitutes = Substitutes(model, what, tmp_path, lambda: left)
+    substitutes = Substitutes(model, other_outputs(model, images), tmp_path, lambda: left)
     experts = substitutes.kept(name, 4)
     trained = substitutes.trained_for(Point(((name, Choice(4, experts)),)))[name].copy()
     left = 0.0  # for the next
     found = substitutes.trained_for(Point(((name, Choice(3, experts)),)))[name]
     assert np.array_equal(found, trained)
     assert not np.array_equal(found, substitutes.fitted(name, Choice(3, experts))[name])
+
+
+def test_a_training_that_goes_on_is_kept_where_it_helps(
+    model: Model, images: torch.Tensor, tmp_path: Path
+) -> None:
+    (name,) = model.layers
+    substitutes = Substitutes(model, other_outputs(model, images), tmp_path, lambda: 0.0)
+    choice = Choice(2, substitutes.kept(name, 2))
+    point, in_int8 = (Point(((name, replace(choice, precision=p)),)) for p in ("fp32", "int8"))
+    fitted, before = substitutes.trained_for(point)[name].copy(), substitutes.digest(point)
+    assert not substitutes.train_further(point, 0.0)
+    assert substitutes.digest(point) == before
+    assert substitutes.train_further(point, 20.0)
+    assert substitutes.digest(in_int8) == substitutes.digest(point) != before
+    assert not np.array_equal(substitutes.trained_for(in_int8)[name], fitted)
+    assert substitutes.shared(point, in_int8)
+    assert not substitutes.shared(point, Point(((name, Choice(1, choice.experts)),)))
 
 
 def test_a_damaged_file_is_trained_again(
