@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from statistics import geometric_mean
 
 import msgspec
+import numpy as np
 import onnx_ir as ir
 
 from ..bench.journal import Journal
@@ -34,6 +35,9 @@ a whole graph."""
 
 MOST_WAYS = 6
 """So many whole graphs are compared for their lowerings, at the most."""
+
+LITTLE = 1e-4
+"""By what share more a larger size takes where no difference was measured."""
 
 FORMS = "forms"
 """The step of a search in which all layers are timed in one form each."""
@@ -70,10 +74,30 @@ class LayerTimes:
     def known(self, layer: str, choice: Choice) -> FormTime | None:
         """Returns what a layer takes: measured, or for a size between two by interpolation.
 
-        None where nothing like it was measured.
+        Forms are measured one after the other, while the machine may change its speed: times that
+        fall from one size to the next larger are drawn together. None where nothing like it was
+        measured.
         """
-        found = self._alone(layer, choice)
-        return found and replace(found, ms=found.ms * self._scale(layer, choice))
+        near = self._near(layer, choice)
+        if not near:
+            return None
+        whole = self._whole(layer, choice.form)
+        alike = [time.ms for form, time in near if self._whole(layer, form) == whole]
+        # Beyond those of which some are computed, all may be: larger, and often faster.
+        times = [*rising(alike), *(time.ms for _, time in near[len(alike) :])]
+        ms = float(np.interp(choice.k, [form[0] for form, _ in near], times))
+        return replace(_nearest(near, choice.k), ms=ms * self._scale(layer, choice))
+
+    def _near(self, layer: str, choice: Choice) -> list[tuple[Form, FormTime]]:
+        """The forms of a layer that differ from a choice in size alone, the smallest first."""
+        near = [
+            (form, time)
+            for (name, form), time in self.forms.items()
+            if name == layer
+            and form[2] == choice.precision
+            and self._alike(name, form, choice.form)
+        ]
+        return sorted(near, key=lambda each: each[0])
 
     def _scale(self, layer: str, choice: Choice) -> float:
         """How many times as long such layers take in a whole graph as alone (`corrected`)."""
@@ -82,37 +106,17 @@ class LayerTimes:
         ratios = next((each for each in seen if each), None)
         return 1.0 if ratios is None else geometric_mean(ratios.values())
 
-    def _alone(self, layer: str, choice: Choice) -> FormTime | None:
-        found = self.of(layer, choice)
-        if found is not None:
-            return found
-        k, _, precision = choice.form
-        near = sorted(
-            (
-                (form[0], time)
-                for (name, form), time in self.forms.items()
-                if name == layer and form[2] == precision and self._alike(name, form, choice.form)
-            ),
-            key=lambda each: each[0],
-        )
-        if not near:
-            return None
-        below = [each for each in near if each[0] <= k] or near[:1]
-        above = [each for each in near if each[0] >= k] or near[-1:]
-        (low, fewer), (high, more) = below[-1], above[0]
-        share = 0.0 if high == low else (k - low) / (high - low)
-        nearer = fewer if share < 1 / 2 else more
-        return replace(nearer, ms=fewer.ms + share * (more.ms - fewer.ms))
-
     def _alike(self, layer: str, form: Form, wanted: Form) -> bool:
-        """Whether two forms of a layer differ in size alone: all computed, or k of all, or of some.
+        """Whether a form of a layer differs in size alone: all computed, or k of all, or of some.
 
-        The layer as it was trained is one of those in which all are computed.
+        The layer as it was trained is one of those in which all are computed, and the largest of
+        those in which k of all are.
         """
-        whole, all_wanted = (self._whole(layer, each) for each in (form, wanted))
+        if self._whole(layer, wanted):
+            return self._whole(layer, form)
         if not wanted[1]:
             return not form[1]
-        return whole if all_wanted else bool(form[1]) and not whole
+        return bool(form[1]) and not self._whole(layer, form)
 
     def _whole(self, layer: str, form: Form) -> bool:
         """Whether all experts that there are are computed."""
@@ -138,11 +142,7 @@ class LayerTimes:
         if len(kinds) > 1:
             return
         (kind,) = kinds
-        alone = 0.0
-        for name, choice in point.layers:
-            found = self._alone(name, choice)
-            assert found is not None, "points are made of choices whose time is known"
-            alone += found.ms
+        alone = sum(self._sure(n, c).ms / self._scale(n, c) for n, c in point.layers)
         around = self.around_ms.setdefault(point.around, max(0.0, min(ms - alone, ms / 2)))
         self._ratios.setdefault(kind, {})[point] = max(ms - around, ms / 10) / alone
 
@@ -154,8 +154,11 @@ class LayerTimes:
         ways = [dict(lowerings)]
         for form in {choice.form: None for _, choice in point.layers}:
             names = [name for name, choice in point.layers if choice.form == form]
-            times = [self._alone(name, point.choices[name]) for name in names]
-            alike = [{each.lowering: each.ms, **each.others} for each in times if each]
+            times = [
+                _nearest(self._near(name, point.choices[name]), point.choices[name].k)
+                for name in names
+            ]
+            alike = [{each.lowering: each.ms, **each.others} for each in times]
             for other in alike[0]:
                 near = all(
                     other in each and each[other] <= NEAR * min(each.values()) for each in alike
@@ -216,6 +219,27 @@ class LayerTimes:
                 self.forms[name, choice.form] = time = _time(found.of(name))
                 told = msgspec.to_builtins(time)
                 journal.add("form", layer=name, k=k, n=n, precision=precision, time=told)
+
+
+def _nearest(near: Sequence[tuple[Form, FormTime]], k: int) -> FormTime:
+    """The form whose size is nearest, of two the larger."""
+    return min(near, key=lambda each: (abs(each[0][0] - k), -each[0][0]))[1]
+
+
+def rising(values: Sequence[float]) -> list[float]:
+    """Returns the numbers nearest to some that rise from each to the next, if only by a little.
+
+    Isotonic regression: neighbours that fall become their mean.
+    """
+    pools: list[tuple[float, int]] = []
+    for value in values:
+        mean, count = value, 1
+        while pools and pools[-1][0] >= mean:
+            other, others = pools.pop()
+            mean, count = (mean * count + other * others) / (count + others), count + others
+        pools.append((mean, count))
+    found = [mean for mean, count in pools for _ in range(count)]
+    return [mean * (1 + LITTLE * index) for index, mean in enumerate(found)]
 
 
 def _time(found: TunedLayers) -> FormTime:

@@ -186,6 +186,18 @@ def of_times() -> tuple[LayerTimes, Point]:
     return times, Point((("a", Choice(8)), ("b", Choice(8))))
 
 
+def test_a_smaller_size_that_was_measured_as_slower_is_taken_to_be_hardly_faster() -> None:
+    times = LayerTimes()
+    # To compute all 8 is faster than to choose 6 of them, and stays so.
+    for k, found in ((8, 1.5), (6, 2.0), (4, 3.0), (2, 1.0)):
+        times.forms["a", (k, 0, "fp32")] = FormTime(found, f"{k}")
+    known = [times.known("a", Choice(k)) for k in (8, 7, 6, 5, 4, 3, 2)]
+    ms = [each.ms for each in known if each is not None]
+    assert ms == pytest.approx([1.5, 2.0, 2.5, 2.5, 2.5, 1.75, 1.0], rel=1e-3)
+    assert ms[2] > ms[3] > ms[4]
+    assert [each.lowering for each in known if each is not None] == list("8866442")
+
+
 def test_a_whole_graph_corrects_the_times_of_single_layers() -> None:
     times, point = of_times()
     times.corrected(point, 5.0)
