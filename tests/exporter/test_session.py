@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import moexport
@@ -119,6 +120,27 @@ def test_a_session_without_a_memory_plan_computes_the_same(tmp_path: Path) -> No
         answers = unplanned(x)
         assert np.abs(answers).max() > 0
         np.testing.assert_array_equal(answers, planned(x))
+
+
+def test_the_threads_of_a_session_without_spinning_rest_after_a_call(tmp_path: Path) -> None:
+    model = moexport.load(DATA / "soft_moe_mnist" / "weights.pt")
+    bundle = moexport.export(model, tmp_path / "out", lowering="dense")
+    x = np.random.default_rng(0).random((64, 1, 28, 28), dtype=np.float32)
+
+    def used_s(*, spinning: bool) -> float:
+        """Processor time in the 20 ms after a call, the median of ten."""
+        session = bundle.session(options=SessionOptions(threads=2, spinning=spinning))
+        found = []
+        for _ in range(10):
+            session(x)
+            begun = time.process_time()
+            time.sleep(0.02)
+            found.append(time.process_time() - begun)
+        return float(np.median(found))
+
+    resting = used_s(spinning=False)
+    assert resting < 0.005
+    assert used_s(spinning=True) > resting
 
 
 def test_python_refuses_what_is_no_feed(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ little to what the model says. No labels are used: the target is what the untouc
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Mapping, Sequence
 
@@ -31,6 +32,9 @@ STEP = 4.0
 
 RATE = 0.1
 """How far a number moves in the first steps, as a share of the numbers' mean size."""
+
+SMALLER = 4.0
+"""By how much smaller the steps get where a training has led to no numbers any more."""
 
 LOOKS, LOOKS_SHARE = 4, 0.15
 """How often the batches that are held out are asked on the way, and what of the time that takes."""
@@ -73,14 +77,12 @@ def distil(
     if other is not None:
         _set(parameters, other)
         found = _mean_loss(model, held, scores=scores)
-        if found < least:
-            least, best = found, _copied(parameters)
+        least, best = min((least, best), (found, _copied(parameters)), key=lambda each: each[0])
         _set(parameters, best)
     if seconds < FEWEST * STEP * batch_s or not fitted:
         return best
-    rates = [RATE * max(np.abs(each).mean(), 1e-6) for each in best.values()]
-    groups = [{"params": [each]} for each in parameters.values()]
-    optimiser = torch.optim.Adam(groups)
+    sizes = [max(np.abs(each).mean(), 1e-6) for each in best.values()]
+    optimiser, rate = _optimiser(parameters), RATE
     order: list[int] = []
     generator = np.random.default_rng(0)
     for each in parameters.values():
@@ -89,24 +91,37 @@ def distil(
     while looks < LOOKS:
         # The steps get smaller as the time goes: what they take is known only afterwards.
         done = min(1.0, max(step / STEPS, (time.monotonic() - began) / seconds))
-        if done * LOOKS >= looks + 1:
-            looks = int(done * LOOKS)
-            found = _mean_loss(model, held, scores=scores)
-            if found < least:
-                least, best = found, _copied(parameters)
-            continue
-        for group, rate in zip(optimiser.param_groups, rates, strict=True):
-            group["lr"] = rate * (1 - done)
-        order = order or [*generator.permutation(len(fitted))]
-        x, base = fitted[order.pop()]
-        optimiser.zero_grad()
+        looking = done * LOOKS >= looks + 1
+        for group, size in zip(optimiser.param_groups, sizes, strict=True):
+            group["lr"] = rate * size * (1 - done)
         try:
-            _loss(model, x, base, scores=scores).backward()  # type: ignore[no-untyped-call]
-        except RuntimeError:  # a network that was written without gradients in mind
-            return best
-        optimiser.step()
-        step += 1
+            if looking:
+                looks = int(done * LOOKS)
+                found = _mean_loss(model, held, scores=scores)
+            else:
+                order = order or [*generator.permutation(len(fitted))]
+                x, base = fitted[order.pop()]
+                optimiser.zero_grad()
+                loss = _loss(model, x, base, scores=scores)
+                loss.backward()  # type: ignore[no-untyped-call]
+                found = float(loss.detach())
+        except RuntimeError:
+            if not step:  # a network that was written without gradients in mind
+                return best
+            found = math.nan  # some operations take none
+        if not math.isfinite(found):  # the steps were too large
+            _set(parameters, best)
+            optimiser, rate = _optimiser(parameters), rate / SMALLER
+        elif looking and found < least:
+            least, best = found, _copied(parameters)
+        elif not looking:
+            optimiser.step()
+        step += not looking
     return best
+
+
+def _optimiser(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.Adam([{"params": [each]} for each in parameters.values()])
 
 
 def _seconds(model: PyTorch, sample: tuple[Inputs, Array], *, scores: bool) -> float:

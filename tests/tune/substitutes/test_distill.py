@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -131,6 +131,37 @@ def test_training_begins_with_what_does_better_on_inputs_that_are_held_out(
             found = distil(runner, constants, samples, scores=True, seconds=0.0, other=other)
             assert np.array_equal(found["layer"], expected)
             assert np.array_equal(constants["layer"].detach().numpy(), expected)
+
+
+class Fragile(nn.Module):
+    """A network that fails where its outputs are no numbers, as sparse gates do."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.network(x)
+        if not found.isfinite().all():
+            raise RuntimeError("index -1 is out of bounds")
+        return found
+
+
+@pytest.mark.parametrize("kind", [Fragile, nn.Sequential])
+def test_a_training_that_diverges_goes_on_in_smaller_steps(
+    network: tuple[moexport.Model, Samples, Samples],
+    kind: Callable[[nn.Module], nn.Module],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model, samples, others = network
+    monkeypatch.setattr(distill, "RATE", 1e41)
+    monkeypatch.setattr(distill, "SMALLER", 1e42)
+    with changed(model) as (module, constants, start):
+        before = apart(module, others)
+        found = distil(PyTorch(kind(module)), constants, samples, scores=True, seconds=20.0)
+        constants["layer"].requires_grad_(False).copy_(torch.from_numpy(found["layer"]))
+        assert apart(module, others) < 0.5 * before
+    assert not np.array_equal(found["layer"], start)
 
 
 class WithoutGradients(nn.Module):
