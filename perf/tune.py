@@ -297,8 +297,7 @@ def row_of(
         *(network.model, network.data, request, place / "work", progress, Clock(tune_s))
     )
     found = job.search(progress)
-    _, chosen = job.contract(found, progress)
-    tuned = job.written(chosen, found, place / "tuned", force=False, progress=progress)
+    _, chosen, tuned = job.answered(found, place / "tuned", force=False, progress=progress)
     seconds = time.monotonic() - began
     uniform = _uniform(network, job, found, place, progress)
     bundles = {"tuned": tuned, **{name: bundle for name, (bundle, _) in uniform.items()}}

@@ -30,7 +30,7 @@ from ..common.environment import environment
 from ..common.files import STEP_BYTES, sha256
 from ..common.timing import Latency
 from ..common.writing import make_folder, remove_folder, scratch_folder
-from ..errors import FeedError, MoexportError, UsageError
+from ..errors import FeedError, MoexportError, ParityError, UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.destination import check_destination
 from ..exporter.bundle.substitutes import substitutes_bytes
@@ -214,8 +214,7 @@ def tune(
         clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
         job = Job.begin(model, data, request, folder, progress, clock)
         found = job.search(progress, evaluate)
-        sequence, chosen = job.contract(found, progress)
-        bundle = job.written(chosen, found, destination, force=force, progress=progress)
+        sequence, chosen, bundle = job.answered(found, destination, force=force, progress=progress)
     return Tuned(
         bundle,
         chosen,
@@ -750,8 +749,31 @@ class Job:
             choices,
         )
 
-    def contract(self, found: Found, progress: Progress) -> tuple[list[Confirmed], Confirmed]:
-        """Confirms the front on the other half; returns all that was, and the point to write."""
+    def answered(
+        self, found: Found, destination: Path, *, force: bool, progress: Progress
+    ) -> tuple[list[Confirmed], Confirmed, Bundle]:
+        """Confirms the front on the other half and writes the best of what holds.
+
+        A point that an export refuses, because its graph is too far from PyTorch, gives way to the
+        next: ranges are those of the untouched model, and its outputs may be right all the same.
+        """
+        checked, ranked = self.contract(found, progress)
+        for chosen in ranked:
+            try:
+                bundle = self.written(chosen, found, destination, force=force, progress=progress)
+            except ParityError as error:
+                if chosen is ranked[-1]:
+                    raise
+                progress.step(f"left out: {error.message}")
+            else:
+                return checked, chosen, bundle
+        raise AssertionError("a contract holds for something, or is refused")
+
+    def contract(self, found: Found, progress: Progress) -> tuple[list[Confirmed], list[Confirmed]]:
+        """Confirms the front on the other half; returns all that was, and what holds.
+
+        What holds is in the order in which it answers the request.
+        """
         keep = self.request.keep
         most = self._room(found.base, timed=True)
         sequences = sequences_of(found.timed, found.base, keep, most)
@@ -770,8 +792,8 @@ class Job:
         if not within:
             raise self._nearest(held)
         if keep is None:
-            return checked, max(within, key=lambda each: each.look.quality.kept)
-        return checked, min(within, key=lambda each: (each.look.ms, each.look.bytes))
+            return checked, sorted(within, key=lambda each: -each.look.quality.kept)
+        return checked, sorted(within, key=lambda each: (each.look.ms, each.look.bytes))
 
     def _check_same(self, look: Look, found: Found) -> None:
         """Raises where the substitutes of a point that was looked at are not what they were."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,10 +17,11 @@ from moexport.bench.demo.digits import Digits, Training, load_digits, save, trai
 from moexport.common import timing
 from moexport.common.console import Progress, Silent
 from moexport.common.files import sha256
-from moexport.errors import MoexportError, UsageError
+from moexport.errors import MoexportError, ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.bundle.recipe import LayerRecipe, read_recipe
 from moexport.exporter.bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
+from moexport.exporter.export import export
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, edited
 from moexport.exporter.options import ExportOptions
@@ -246,6 +248,35 @@ def test_constants_that_changed_since_they_were_confirmed_are_not_written(
     with pytest.raises(KeyboardInterrupt):
         search(checkpoint, other, tmp_path, EndedAt("trying each layer"))
     assert not (tmp_path / "report" / FOLDER).exists()
+
+
+def test_a_graph_that_is_too_far_from_pytorch_gives_way_to_the_next_that_was_confirmed(
+    tuned: Tuned,
+    checkpoint: Path,
+    digits: Digits,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shutil.copytree(tuned.bundle.path.parent / "report", tmp_path / "report")
+    asked = []
+
+    def strict(*given: Any) -> Bundle:
+        """Refuses the first graph."""
+        asked.append(given)
+        if len(asked) == 1:
+            raise ParityError("model.onnx differs from PyTorch")
+        return export(*given)
+
+    monkeypatch.setattr("moexport.tune.tune.export", strict)
+    steps = Steps()
+    found = search(checkpoint, digits.test, tmp_path, steps)
+    assert len(asked) == 2
+    assert "left out: model.onnx differs from PyTorch" in steps.told
+    assert found.chosen.look.ms > tuned.chosen.look.ms
+    assert found.chosen.quality.low >= 0.97
+    contract = found.bundle.manifest.contract
+    assert contract is not None
+    assert contract["kept"] == found.chosen.quality.kept
 
 
 def test_constants_that_do_not_fit_the_layer_are_refused(tuned: Tuned, checkpoint: Path) -> None:
