@@ -105,7 +105,7 @@ UNIFORM = (1, 2, 4, 8, 16)
 FINEST = 8
 """Sizes of a layer are told apart by so many parts of it, at the most."""
 
-FINISH_S, REPORT_S = 0.5, 3.0
+FINISH_S, REPORT_S = 1.5, 3.0
 """About what a bundle takes beside its graph and its check, and what a report takes."""
 
 TRACE, EFFECT = "trace", "effect"

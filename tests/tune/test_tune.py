@@ -202,7 +202,15 @@ def test_dropped_experts_leave_constants_which_lie_beside_the_recipe(
     (untouched,) = (row for row in results.rows if row.is_reference and row.model == "out")
     assert (untouched.k, untouched.experts) == (16, 16)
     assert (row.k, row.experts) == (recipe.layers[name].k, len(kept))
-    assert row.kept is not None and row.kept != 1.0
+    with torch.inference_mode():
+        scores = moexport.load(checkpoint).module(torch.from_numpy(digits.test.inputs)).numpy()
+    of_bundle = tuned.bundle.session()(digits.test.inputs)
+    assert np.abs(of_bundle - scores).max() > 0.01
+    of_bundle_right, right = (
+        int((each.argmax(axis=1) == digits.test.labels).sum()) for each in (of_bundle, scores)
+    )
+    assert row.kept is not None
+    assert row.kept == pytest.approx(of_bundle_right / right)
     assert abs(row.kept - tuned.chosen.quality.kept) < 0.02
 
 
