@@ -86,7 +86,7 @@ LEAST = 512
 MANY, MANY_S = 4096, 20.0
 """Inputs beyond which a search sees more only while the untouched model has taken so long."""
 
-UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE, LOOKS_SHARE = 0.1, 0.3, 0.4, 0.6, 0.85
+UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE, LOOKS_SHARE = 0.1, 0.3, 0.5, 0.6, 0.85
 """Of a search's time, when what comes before has ended: the untouched model's outputs, the ranges,
 the times of single layers, what they do when they are changed, and whole graphs. The rest is for
 the training of what promises most. What it takes to confirm the answer and to write it is not
@@ -419,10 +419,11 @@ class Job:
         times.corrected(start, base.ms)
         self._check_base(base)
         clock.reserve += self._end(base).reserve_s(clock.left - clock.reserve)
+        late = clock.over(TIMES_SHARE)
         choices: dict[str, tuple[Choice, ...]] = {
             name: (
                 *listed,
-                *(() if over() else self.fewer(name, partial(substitutes.kept, name))),
+                *(() if late else self.fewer(name, partial(substitutes.kept, name))),
             )
             for name, listed in self.space.choices.items()
         }
