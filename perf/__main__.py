@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 from moexport.bench.results import Results, read, write
@@ -36,7 +35,7 @@ def main(arguments: list[str]) -> None:
     """Runs the named benchmarks, all without a name.
 
     `tables` prints what was kept, `fit` what it says of the cost model; `--minutes=12` is what
-    `auto` may take; `tune --network=vit` prints what one network gives, and keeps nothing.
+    `auto` may take; `tune --network=vit` measures one network, and keeps the rows of the others.
     """
     minutes = [float(each.partition("=")[2]) for each in arguments if each.startswith(MINUTES)]
     single = [each.partition("=")[2] for each in arguments if each.startswith(NETWORK)]
@@ -65,11 +64,11 @@ def main(arguments: list[str]) -> None:
 def _network(name: str) -> None:
     if name not in tune.NETWORKS:
         sys.exit(f"error: no network {name}: use {', '.join(tune.NETWORKS)}")
-    with Console() as console, TemporaryDirectory(prefix="moexport-tune-") as folder:
-        figures = tune.measure(console, name)
-        if figures is not None:
-            keep(Path(folder) / "one.json", "tune", **figures)
-            print(tune.table(kept(Path(folder) / "one.json")))
+    file = BENCHMARKS["tune"].file
+    with Console() as console:
+        tune.measure(file, console, name)
+    if file.exists():
+        print(tune.table(kept(file)))
 
 
 def _rows(
@@ -115,7 +114,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
     "mumoe": _rows("mumoe", mumoe.run, mumoe.table),
     "experts": _figures("experts", "experts-cpu.json", experts.measured, experts.table),
     "granite": _figures("granite", "granite-cpu.json", granite.measure, granite.table),
-    "tune": _figures("tune", "tune-cpu.json", tune.measure, tune.table),
+    "tune": Benchmark(RESULTS / "tune-cpu.json", tune.measure, lambda file: tune.table(kept(file))),
     "cache": _figures("cache", "cache-cpu.json", cache.measure, cache.table),
     "scale": _figures("scale", "scale-cpu.json", scale.measure, scale.table),
     "engine-scale": _figures(

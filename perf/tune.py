@@ -11,8 +11,10 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
+from statistics import geometric_mean
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -27,7 +29,7 @@ from moexport.bench.language import token_windows
 from moexport.bench.runners.pytorch import untouched
 from moexport.common.console import Progress
 from moexport.common.text import markdown
-from moexport.common.timing import Protocol
+from moexport.common.timing import Latency, Protocol
 from moexport.common.timing import measure as measure_calls
 from moexport.errors import MoexportError
 from moexport.exporter.export import export
@@ -47,7 +49,7 @@ from moexport.tune.tune import Found, Job
 from torch import nn
 from torch.nn import functional as F
 
-from .measure import measured_on, threads
+from .measure import keep, kept, measured_on, threads
 
 KEEP = 0.99
 
@@ -56,7 +58,16 @@ SHARES = ("n", "n/2", "n/4", "n/8", "n/16")
 
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8", "int4")
 
-PROTOCOL = Protocol(rounds=7, warmup=5, round_s=0.1, inputs=8)
+PROTOCOL = Protocol(rounds=21, warmup=5, round_s=0.02, inputs=8)
+"""Many short rounds: the machine changes its speed within tenths of a second."""
+
+FASTEST, OPENED = 3, 3
+"""So many of the uniform exports, the fastest of a first measurement, are timed again with what
+`tune` found, each of them opened so many times: sessions of one graph differ by 5%, and the fastest
+of ten is the one that was lucky."""
+
+AGAIN = replace(PROTOCOL, rounds=45)
+"""Of that."""
 
 TUNE_S, OPTUNA_S = 150.0, 500.0
 """What the two searches may take for a network, `tune` three times as much of the language model,
@@ -118,13 +129,19 @@ class Row:
     optuna_area: float
 
 
-def measure(progress: Progress, only: str = "") -> Mapping[str, object] | None:
-    """Returns a row for each network, or for one alone; None where Optuna is not there."""
+def measure(file: Path, progress: Progress, only: str = "") -> None:
+    """Writes a row for each network; what there is so far is written each time.
+
+    Of one alone the row is written in place of the one that was kept. Without Optuna nothing is
+    measured.
+    """
     if importlib.util.find_spec("optuna") is None:
         progress.step("optuna is not installed: pip install optuna")
-        return None
+        return
     count = threads()
-    rows = []
+    rows: dict[str, dict[str, Any]] = {}
+    if only and file.exists():
+        rows = {row["name"]: row for row in kept(file)["networks"]}
     with TemporaryDirectory(prefix="moexport-tune-") as folder:
         for name, train in NETWORKS.items():
             if only not in ("", name):
@@ -133,8 +150,9 @@ def measure(progress: Progress, only: str = "") -> Mapping[str, object] | None:
             progress.step(network.title)
             longer = 3.0 if train is _language_model else 1.0
             found = row_of(network, Path(folder), progress, longer * TUNE_S, OPTUNA_S)
-            rows.append(asdict(found))
-    return {"threads": count, "keep": KEEP, "networks": rows}
+            created = datetime.now(UTC).isoformat(timespec="seconds")
+            rows[found.name] = {"created": created, **asdict(found)}
+            keep(file, "tune", threads=count, keep=KEEP, networks=[*rows.values()])
 
 
 def table(body: Any) -> str:
@@ -300,12 +318,12 @@ def row_of(
     _, chosen, tuned = job.answered(found, place / "tuned", force=False, progress=progress)
     seconds = time.monotonic() - began
     uniform = _uniform(network, job, found, place, progress)
-    bundles = {"tuned": tuned, **{name: bundle for name, (bundle, _) in uniform.items()}}
-    calls: dict[str, Callable[[int], object]] = {
-        name: _call(bundle, network.data) for name, bundle in bundles.items()
-    }
-    times = measure_calls(calls, PROTOCOL, title=network.title, progress=progress).latencies
-    best = min(uniform, key=lambda name: times[name].median)
+    first = {name: bundle for name, (bundle, _) in uniform.items()}
+    times = _times(first, network, PROTOCOL, progress)
+    fastest = sorted(first, key=times.__getitem__)[:FASTEST]
+    again = {"tuned": tuned, **{name: first[name] for name in fastest}}
+    times = _times(again, network, AGAIN, progress, opened=OPENED)
+    best = min(fastest, key=times.__getitem__)
     looks = list(found.looks)
     theirs = _optuna(found, job, MORE * len(looks), optuna_s, progress)
     area, optuna_area = _areas(looks, theirs, found, progress)
@@ -314,10 +332,10 @@ def row_of(
         name=network.title,
         untouched=found.base.quality.untouched,
         uniform=best,
-        uniform_ms=times[best].median,
+        uniform_ms=times[best],
         uniform_kept=uniform[best][1].kept,
         tuned=chosen.look.point.text(sizes),
-        tuned_ms=times["tuned"].median,
+        tuned_ms=times["tuned"],
         tuned_kept=chosen.quality.kept,
         seconds=seconds,
         graphs=len(looks),
@@ -325,6 +343,35 @@ def row_of(
         optuna_graphs=len(theirs),
         optuna_area=optuna_area,
     )
+
+
+def _times(
+    bundles: Mapping[str, moexport.Bundle],
+    network: Network,
+    protocol: Protocol,
+    progress: Progress,
+    opened: int = 1,
+) -> dict[str, float]:
+    """What bundles take in turn, ms (`_typical`), each opened in so many sessions."""
+    calls: dict[str, Callable[[int], object]] = {
+        f"{index} {name}": _call(bundle, network.data)
+        for name, bundle in bundles.items()
+        for index in range(opened)
+    }
+    found = measure_calls(calls, protocol, title=network.title, progress=progress).latencies
+    return {
+        name: geometric_mean(_typical(found[f"{index} {name}"]) for index in range(opened))
+        for name in bundles
+    }
+
+
+def _typical(latency: Latency) -> float:
+    """The geometric mean of the medians of all rounds.
+
+    On a machine that is fast or slow for tenths of a second, the median of all calls is that of
+    one of both, whichever is there for a little more than half of the time.
+    """
+    return geometric_mean(latency.rounds)
 
 
 def _call(bundle: moexport.Bundle, data: LabelledData) -> Callable[[int], object]:
@@ -427,35 +474,54 @@ def _areas(
     """The areas that two fronts dominate, by times that are taken again, in turn.
 
     The machine was in another state while the second search ran. Both searches' times are those of
-    short measurements, so that what is on a front is decided by the new ones.
+    short measurements, so that what is on a front is decided by new ones. Its area is that of times
+    which are taken once more: of more graphs more are on a front by luck.
     """
-    fronts = [_maybe_on_front(looks, found.base) for looks in (ours, theirs)]
-    points = {look.point.key: look for look in (found.base, *fronts[0], *fronts[1])}
+    base, *points = _timed(
+        (found.base, *_maybe_on_front(ours, found.base), *_maybe_on_front(theirs, found.base)),
+        *(found, PROTOCOL, progress),
+    )
+    keys = [{look.point.key for look in looks} for looks in (ours, theirs)]
+    fronts = [
+        {each.point.key for each in _worth_keeping([p for p in points if p.point.key in own], base)}
+        for own in keys
+    ]
+    again = [each for each in points if each.point.key in fronts[0] | fronts[1]]
+    base, *points = _timed((base, *again), found, AGAIN, progress)
+    area, other = (
+        round(_area([each for each in points if each.point.key in front], base), 4)
+        for front in fronts
+    )
+    return area, other
+
+
+def _timed(
+    looks: Sequence[Look], found: Found, protocol: Protocol, progress: Progress
+) -> list[Look]:
+    """Returns looks, each once, with the times that they take in turn."""
+    points = {look.point.key: look for look in looks}
     with found.graphs.opened([(each.point, each.lowerings) for each in points.values()]) as opened:
         calls = dict(zip(points, map(found.graphs.call, opened), strict=True))
-        times = measure_calls(calls, PROTOCOL, title="both fronts", progress=progress).latencies
-    base = with_ms(found.base, times[found.base.point.key].median)
-    again = [[with_ms(each, times[each.point.key].median) for each in front] for front in fronts]
-    area, other = (round(_area(front, base), 4) for front in again)
-    return area, other
+        times = measure_calls(calls, protocol, title="both fronts", progress=progress).latencies
+    return [with_ms(look, _typical(times[key])) for key, look in points.items()]
 
 
 def _maybe_on_front(looks: Sequence[Look], base: Look) -> list[Look]:
     """The looks that no other beats by more than what two times of a graph differ by."""
-    kept = [look for look in looks if look.quality.kept >= FLOOR]
+    enough = [look for look in looks if look.quality.kept >= FLOOR]
     return [
         look
-        for look in kept
+        for look in enough
         if not any(
             SLACK * other.ms < look.ms and other.quality.kept >= look.quality.kept
-            for other in (*kept, base)
+            for other in (*enough, base)
         )
     ]
 
 
 def _worth_keeping(looks: Sequence[Look], base: Look) -> list[Look]:
-    kept = [look for look in looks if look.ms <= base.ms and look.quality.kept >= FLOOR]
-    return front_of(kept)
+    enough = [look for look in looks if look.ms <= base.ms and look.quality.kept >= FLOOR]
+    return front_of(enough)
 
 
 def _area(looks: Sequence[Look], base: Look) -> float:

@@ -28,7 +28,7 @@ from ..common.text import size, table
 from ..common.writing import remove_folder
 from ..exporter.bundle.recipe import RECIPE_FILE
 from .confirm import Confirmed
-from .graphs import CAREFUL, Look
+from .graphs import Look
 from .quality import Quality
 from .substitutes.substitutes import FOLDER
 from .tune import Tuned
@@ -85,8 +85,8 @@ def results_of(found: Tuned, command: str = "") -> Results:
         tuple(rows),
         environment(),
         {
-            "rounds": CAREFUL.rounds,
-            "round_s": CAREFUL.round_s,
+            "rounds": found.protocol.rounds,
+            "round_s": found.protocol.round_s,
             "samples": quality.inputs,
             "labelled": found.metric.name == "accuracy",
         },

@@ -43,12 +43,18 @@ BATCH_BYTES = 1 << 27
 UNTOUCHED = "untouched"
 """The PyTorch model among what is timed."""
 
-QUICK = Protocol(rounds=5, warmup=2, round_s=0.02, inputs=4)
+INPUTS = 4
+"""So many batches are timed in turn."""
+
+QUICK = Protocol(rounds=5, warmup=2, round_s=0.02, inputs=INPUTS)
 """Of a look at one graph."""
 
-CAREFUL = Protocol(rounds=7, warmup=3, round_s=0.1, inputs=4)
+CAREFUL = Protocol(rounds=7, warmup=3, round_s=0.1, inputs=INPUTS)
 """Of the graphs of the front, which take turns."""
 
+SHORT_MS, MORE_QUICK, MORE_CAREFUL = 5.0, 9, 15
+"""Graphs that take less are timed in so many rounds, as short as the quick ones: a machine may
+change its speed within tenths of a second, and then the median over many rounds tells more."""
 
 TOLD_APART = 0.97
 """A lowering takes at most so much of another's time to be taken in its place."""
@@ -75,6 +81,13 @@ class Look:
     predicted_ms: float
     bytes: int
     substitutes: str = ""
+
+
+def protocol_for(ms: float, *, careful: bool = False) -> Protocol:
+    """Returns how graphs are timed that take about as long as the one of the model as trained."""
+    if ms >= SHORT_MS:
+        return CAREFUL if careful else QUICK
+    return replace(QUICK, rounds=MORE_CAREFUL if careful else MORE_QUICK)
 
 
 class Graphs:
@@ -183,9 +196,9 @@ class Graphs:
             found = measure(calls, QUICK, title="timing").latencies
             return [found[name].median for name in calls]
         base, session = self._beside
-        found = measure({**calls, UNTOUCHED: self.call(session)}, QUICK, title="timing").latencies
-        beside = np.array(found[UNTOUCHED].rounds)
-        return [base.ms * float(np.median(np.array(found[n].rounds) / beside)) for n in calls]
+        both = {**calls, UNTOUCHED: self.call(session)}
+        found = measure(both, protocol_for(base.ms), title="timing").latencies
+        return [base.ms * times_as_long(found[name], found[UNTOUCHED]) for name in calls]
 
     def lowered(self, look: Look) -> Look:
         """Returns a point with its fastest lowerings, timed as whole graphs.
@@ -243,10 +256,10 @@ class Graphs:
     def call(self, session: Session) -> Callable[[int], object]:
         """Returns the call that is timed: batches of OPT from the search's half, in turn."""
         size = self.base.options.batch.opt
-        batches = [self.data.batch(index, size) for index in range(QUICK.inputs)]
+        batches = [self.data.batch(index, size) for index in range(INPUTS)]
         return partial(_run, [session.bound(batch) for batch in batches])
 
-    def timed(self, looks: Sequence[Look]) -> dict[str, Latency]:
+    def timed(self, looks: Sequence[Look], protocol: Protocol) -> dict[str, Latency]:
         """Returns the latency of several points by their keys, and of the untouched model.
 
         They are measured in turn.
@@ -257,10 +270,15 @@ class Graphs:
                 for each, session in zip(looks, sessions, strict=True)
             }
             size, model = self.base.options.batch.opt, untouched(self.base.model)
-            batches = [self.data.batch(index, size) for index in range(QUICK.inputs)]
+            batches = [self.data.batch(index, size) for index in range(INPUTS)]
             calls[UNTOUCHED] = partial(_run, [model.bound(batch) for batch in batches])
-            found = measure(calls, CAREFUL, title="timing the front", progress=self.progress)
+            found = measure(calls, protocol, title="timing the front", progress=self.progress)
         return found.latencies
+
+
+def times_as_long(latency: Latency, other: Latency) -> float:
+    """Returns how many times as long one takes as another, in the median of rounds in turn."""
+    return float(np.median(np.array(latency.rounds) / np.array(other.rounds)))
 
 
 def batch_size(outputs: Array) -> int:

@@ -28,7 +28,7 @@ from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..common.environment import environment
 from ..common.files import STEP_BYTES, sha256
-from ..common.timing import Latency
+from ..common.timing import WAIT_S, Latency, Protocol
 from ..common.writing import make_folder, remove_folder, scratch_folder
 from ..errors import FeedError, MoexportError, ParityError, UsageError
 from ..exporter.bundle.bundle import Bundle
@@ -58,7 +58,18 @@ from .confirm import (
     shortfall,
     worth_confirming,
 )
-from .graphs import CAREFUL, LOOK, OPEN, RUN, UNTOUCHED, WAYS, Graphs, Look, batch_size
+from .graphs import (
+    LOOK,
+    OPEN,
+    RUN,
+    UNTOUCHED,
+    WAYS,
+    Graphs,
+    Look,
+    batch_size,
+    protocol_for,
+    times_as_long,
+)
 from .halves import Halves, in_batches, rows_of
 from .layers import Replay, in_turn
 from .quality import Metric, Quality, Tally, metric_for
@@ -128,6 +139,7 @@ class Tuned:
     model: Model
     request: TuneRequest
     latencies: dict[str, Latency]
+    protocol: Protocol
     all_looks: tuple[Look, ...]
     seen: int
     seconds: float
@@ -225,6 +237,7 @@ def tune(
         model,
         request,
         found.latencies,
+        found.protocol,
         found.looks,
         len(job.halves.search),
         time.monotonic() - started,
@@ -296,7 +309,10 @@ def _kept_in(work: Path | None) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class Found:
-    """What a search found: every look, the front, what was timed again, and where it began."""
+    """What a search found: every look, the front, what was timed again, and where it began.
+
+    `protocol` is how the `latencies` were measured.
+    """
 
     looks: tuple[Look, ...]
     front: tuple[Look, ...]
@@ -304,6 +320,7 @@ class Found:
     base: Look
     graphs: Graphs
     latencies: dict[str, Latency]
+    protocol: Protocol
     choices: dict[str, tuple[Choice, ...]]
 
 
@@ -551,8 +568,10 @@ class Job:
         # A resumed search did not run it again: the untouched model is hardly faster.
         run_s = longest.get(RUN, self.one_s * searching) / searching
         open_s = longest.get(OPEN, 0.0)
-        calls = CAREFUL.warmup + CAREFUL.rounds * (1 + CAREFUL.inputs)
-        timed_s = max(CAREFUL.rounds * (CAREFUL.round_s + one), calls * one)
+        careful = protocol_for(base.ms, careful=True)
+        calls = careful.warmup + careful.rounds * (1 + careful.inputs)
+        timed_s = max(careful.rounds * (careful.round_s + one), calls * one)
+        timed_s += careful.rounds * WAIT_S
         once_s = timed_s + count * self.one_s + open_s + VERIFIED * (2 * self.one_s + run_s)
         if routed_layers(self.model):
             once_s += 2 * longest[TRACE]  # to find where k is, and of the k that was found
@@ -735,8 +754,15 @@ class Job:
         within = [look for look in search.looks if self._within(look)] or search.looks
         sequences = sequences_of(worth_confirming(within), base, keep, room)
         again = [base, *(graphs.lowered(look) for look in sequences.looks[1:])]
-        latencies = graphs.timed(again)
-        timed = {look.point.key: with_ms(look, latencies[look.point.key].median) for look in again}
+        careful = protocol_for(base.ms, careful=True)
+        latencies = graphs.timed(again, careful)
+        first = latencies[base.point.key]
+        timed = {
+            look.point.key: with_ms(
+                look, first.median * times_as_long(latencies[look.point.key], first)
+            )
+            for look in again
+        }
         faster = timed[base.point.key].ms / base.ms  # all others are told beside the base
         looks = [
             timed.get(look.point.key, with_ms(look, faster * look.ms)) for look in search.looks
@@ -747,6 +773,7 @@ class Job:
             *(tuple(looks), tuple(front), tuple(timed.values()), timed[base.point.key]),
             graphs,
             latencies,
+            careful,
             choices,
         )
 

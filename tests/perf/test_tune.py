@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 
 import pytest
 from moexport.common.console import Silent
@@ -20,10 +21,11 @@ class Steps(Silent):
         self.told.append(text)
 
 
-def test_without_optuna_nothing_is_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_optuna_nothing_is_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "optuna", None)
     steps = Steps()
-    assert tune.measure(steps) is None
+    tune.measure(tmp_path / "tune.json", steps)
+    assert not [*tmp_path.iterdir()]
     assert steps.told == ["optuna is not installed: pip install optuna"]
 
 

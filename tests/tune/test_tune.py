@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from moexport.exporter.trace import trace
 from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
-from moexport.tune.confirm import ContractError
+from moexport.tune.confirm import ContractError, holding
 from moexport.tune.request import TuneRequest
 from moexport.tune.space import Choice, Point, job_of
 from moexport.tune.substitutes.substitutes import FOLDER
@@ -259,13 +258,8 @@ def test_constants_that_changed_since_they_were_confirmed_are_not_written(
 
 
 def test_a_graph_that_is_too_far_from_pytorch_gives_way_to_the_next_that_was_confirmed(
-    tuned: Tuned,
-    checkpoint: Path,
-    digits: Digits,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    checkpoint: Path, digits: Digits, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shutil.copytree(tuned.bundle.path.parent / "report", tmp_path / "report")
     asked = []
 
     def strict(*given: Any) -> Bundle:
@@ -280,8 +274,9 @@ def test_a_graph_that_is_too_far_from_pytorch_gives_way_to_the_next_that_was_con
     found = search(checkpoint, digits.test, tmp_path, steps)
     assert len(asked) == 2
     assert "left out: model.onnx differs from PyTorch" in steps.told
-    assert found.chosen.look.ms > tuned.chosen.look.ms
-    assert found.chosen.quality.low >= 0.97
+    held = holding(found.sequence, 0.97)
+    assert found.chosen in held
+    assert sum(each.look.ms < found.chosen.look.ms for each in held) == 1
     contract = found.bundle.manifest.contract
     assert contract is not None
     assert contract["kept"] == found.chosen.quality.kept
