@@ -73,29 +73,38 @@ def worth_confirming(looks: Sequence[Look]) -> list[Look]:
 
 
 def sequences_of(
-    front: Sequence[Look], base: Look, keep: float | None, most: int = MOST
+    front: Sequence[Look],
+    base: Look,
+    keep: float | None,
+    most: int = MOST,
+    *,
+    base_meets: bool = True,
 ) -> Sequences:
     """Returns the points to confirm, those that keep enough on the search's half.
 
-    What promises most is the gain in speed, of which a factor counts as another, times the
-    probability that the other half shows what the search's did. Of slower points some are taken,
-    evenly over the factors of time: if that one fails, they are what is left.
+    `base_meets`: the model as trained meets the bounds of time and size itself, so that only what
+    is faster is worth confirming. What promises most is the gain in speed, of which a factor counts
+    as another, times the probability that the other half shows what the search's did. Of slower
+    points some are taken, evenly over the factors of time: if that one fails, they are what is left.
     """
     others = [look for look in front if look.point != base.point]
     if keep is None:
         return Sequences((base, *sorted(others, key=lambda each: -each.quality.kept)[: most - 1]))
-    others = [look for look in others if look.quality.kept >= keep and look.ms < base.ms]
+    others = [look for look in others if look.quality.kept >= keep]
+    if base_meets:
+        others = [look for look in others if look.ms < base.ms]
     if not others:
         return Sequences((base,))
+    slowest = max(each.ms for each in (base, *others))
 
     def promise(look: Look) -> float:
-        return math.log(base.ms / look.ms) * _likely(look.quality, keep)
+        return math.log(slowest / look.ms) * _likely(look.quality, keep)
 
     others.sort(key=promise, reverse=True)
     first = others[0]
     bold = [look for look in others if look.ms <= first.ms][: max(1, (most - 1) // 2)]
     slower = [look for look in others if look.ms > first.ms]
-    safe = _apart(slower, first.ms, base.ms, most - 1 - len(bold))
+    safe = _apart(slower, first.ms, slowest, most - 1 - len(bold))
     return Sequences(
         (base, *sorted(safe, key=lambda look: (-_likely(look.quality, keep), -look.ms))),
         tuple(sorted(bold, key=lambda look: -look.ms)),

@@ -170,8 +170,7 @@ class Search:
         meets = [look for look in self.looks if self._enough(look) and not self._too_large(look)]
         if self.request.keep is None:
             return min(meets, key=lambda look: (-look.quality.kept, look.ms), default=None)
-        smaller = self.request.latency_ms is None and self.request.bytes is not None
-        return min(meets, key=lambda look: look.bytes if smaller else look.ms, default=None)
+        return min(meets, key=lambda look: look.ms, default=None)
 
     def look(self, point: Point) -> Look | None:
         """Looks at a point; None where its graph cannot be made or run."""

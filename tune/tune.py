@@ -752,7 +752,8 @@ class Job:
     ) -> Found:
         keep, room = self.request.keep, self._room(base)
         within = [look for look in search.looks if self._within(look)] or search.looks
-        sequences = sequences_of(worth_confirming(within), base, keep, room)
+        worth, meets = worth_confirming(within), self._within(base)
+        sequences = sequences_of(worth, base, keep, room, base_meets=meets)
         again = [base, *(graphs.lowered(look) for look in sequences.looks[1:])]
         careful = protocol_for(base.ms, careful=True)
         latencies = graphs.timed(again, careful)
@@ -803,8 +804,8 @@ class Job:
         What holds is in the order in which it answers the request.
         """
         keep = self.request.keep
-        most = self._room(found.base, timed=True)
-        sequences = sequences_of(found.timed, found.base, keep, most)
+        most, meets = self._room(found.base, timed=True), self._within(found.base)
+        sequences = sequences_of(found.timed, found.base, keep, most, base_meets=meets)
         done = self.journal.found("confirmed")
         if done:
             checked = [msgspec.convert(each, Confirmed) for each in done[-1]["points"]]

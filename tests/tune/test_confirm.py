@@ -89,6 +89,14 @@ def test_what_the_search_saw_to_lose_too_much_or_to_be_no_faster_is_not_confirme
     assert sequences_of([look(0.5, 0.98, 0.97), look(1.1)], base, KEEP) == Sequences((base,))
 
 
+def test_where_the_model_as_trained_meets_no_bound_slower_points_that_do_are_confirmed() -> None:
+    base, smaller, faster = look(1.0), look(1.5), look(1.2)
+    assert sequences_of([smaller, faster], base, KEEP) == Sequences((base,))
+    found = sequences_of([smaller, faster], base, KEEP, base_meets=False)
+    assert found == Sequences((base, smaller), (faster,))
+    assert sequences_of([smaller], base, KEEP, base_meets=False).bold == (smaller,)
+
+
 def test_of_points_that_keep_as_much_the_slower_ones_are_confirmed_too() -> None:
     unsure, sure = look(2.0, 1.0, 0.985), look(3.0, 1.0, 0.991)
     tied, worse = look(3.5, 1.0, 0.991, 0.3), look(4.0, 0.99, 0.98, 0.4)

@@ -72,13 +72,18 @@ class EndedAt(Silent):
             raise KeyboardInterrupt
 
 
+MAX_BYTES = 300_000
+"""Less than the model takes with all of its experts: which bundle is faster is no matter of luck."""
+
+
 def search(checkpoint: Path, data: LabelledData, folder: Path, progress: Progress) -> Tuned:
-    """A search in FP32 for 97%, with its report beside the bundle."""
+    """A search in FP32 for 97% with fewer experts, with its report beside the bundle."""
     return moexport.tune(
         moexport.load(checkpoint),
         data,
         folder / "out",
         keep="97%",
+        max_bytes=MAX_BYTES,
         precision="fp32",
         threads=1,
         report=folder / "report",
@@ -274,7 +279,7 @@ def test_a_graph_that_is_too_far_from_pytorch_gives_way_to_the_next_that_was_con
     found = search(checkpoint, digits.test, tmp_path, steps)
     assert len(asked) == 2
     assert "left out: model.onnx differs from PyTorch" in steps.told
-    held = holding(found.sequence, 0.97)
+    held = [each for each in holding(found.sequence, 0.97) if each.look.bytes <= MAX_BYTES]
     assert found.chosen in held
     assert sum(each.look.ms < found.chosen.look.ms for each in held) == 1
     contract = found.bundle.manifest.contract
