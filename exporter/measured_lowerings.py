@@ -80,13 +80,14 @@ class Measuring:
     """How layers are measured: for how long, and on what inputs (random ones where none are given).
 
     `alone` measures a lowering that has no other to be compared with, too. One that is predicted to
-    take over `within` times as long as the fastest is left out.
+    take over `within` times as long as the fastest is left out. `spin_ms`: as in `SessionOptions`.
     """
 
     protocol: Protocol = PROTOCOL
     inputs: Tokens = field(default_factory=dict)
     alone: bool = False
     within: float = math.inf
+    spin_ms: float | None = None
 
 
 @dataclass(frozen=True)
@@ -117,7 +118,7 @@ def tune(
     provider, threads = TARGETS[job.options.target].provider, torch.get_num_threads()
     assert provider is not None, "graphs of this target run as engines (`ExportOptions`)"
     check_provider(provider)
-    session = SessionOptions(provider=provider, threads=threads)
+    session = SessionOptions(provider=provider, threads=threads, spin_ms=measuring.spin_ms)
     gpu = first_gpu() if provider != CPU else None
     return Tuning(
         machine=cpu_model() if gpu is None else gpu.name,

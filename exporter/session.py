@@ -51,8 +51,8 @@ class SessionOptions:
     nodes, and for thousands of them is most of what opening takes, so graphs that are only checked
     go without. `observe` names inner values to return beside the outputs, with their ONNX element
     type. `profile` makes the runtime time every node, into a file whose name begins with it.
-    `spinning` lets the runtime's threads spin for some 35 ms after a call, as they do by default:
-    the next call finds them awake, but whatever else runs in between waits for a core.
+    `spin_ms` is how long the runtime's threads spin after a call (None: some 35 ms, as they do by
+    default): the next call finds them awake, but whatever else runs in between waits for a core.
     `rounded` runs 16-bit graphs in FP32 with their own rounding (`fp16_emulation`): to check
     them, not to be fast.
     """
@@ -63,7 +63,7 @@ class SessionOptions:
     plan_memory: bool = True
     observe: Mapping[str, int] | None = None
     profile: Path | None = None
-    spinning: bool = True
+    spin_ms: float | None = None
     rounded: bool = False
 
 
@@ -345,8 +345,11 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     settings.add_session_config_entry("session.disable_quant_qdq", "1")
     if options.threads is not None:
         settings.intra_op_num_threads = options.threads
-    if not options.spinning:
+    if options.spin_ms == 0:
         settings.add_session_config_entry("session.force_spinning_stop", "1")
+    elif options.spin_ms is not None:
+        us = str(round(1e3 * options.spin_ms))
+        settings.add_session_config_entry("session.intra_op.spin_duration_us", us)
     if not options.prepack:
         settings.add_session_config_entry("session.disable_prepacking", "1")
     settings.enable_mem_reuse = options.plan_memory

@@ -40,7 +40,7 @@ from moexport.exporter.options import PrecisionOptions, parse_k
 from moexport.exporter.session import SessionOptions
 from moexport.graphs.targets import Precision
 from moexport.tune.clock import Clock
-from moexport.tune.graphs import Look
+from moexport.tune.graphs import Look, spin_for
 from moexport.tune.quality import Quality, Tally
 from moexport.tune.request import TuneRequest
 from moexport.tune.search import AROUND, front_of, with_ms
@@ -417,7 +417,7 @@ def _qualities(
     progress.step("confirming uniform exports")
     metric, graphs = job.metric, found.graphs
     tallies = {name: Tally() for name in bundles}
-    resting = SessionOptions(spinning=False)
+    resting = SessionOptions(spin_ms=0)
     sessions = {name: bundle.session(options=resting) for name, bundle in bundles.items()}
     base = untouched(job.model)
     for x, labels in graphs.whole(job.halves.confirming()):
@@ -500,7 +500,8 @@ def _timed(
 ) -> list[Look]:
     """Returns looks, each once, with the times that they take in turn."""
     points = {look.point.key: look for look in looks}
-    with found.graphs.opened([(each.point, each.lowerings) for each in points.values()]) as opened:
+    listed = [(each.point, each.lowerings) for each in points.values()]
+    with found.graphs.opened(listed, spin_ms=spin_for(looks[0].ms)) as opened:
         calls = dict(zip(points, map(found.graphs.call, opened), strict=True))
         times = measure_calls(calls, protocol, title="both fronts", progress=progress).latencies
     return [with_ms(look, _typical(times[key])) for key, look in points.items()]

@@ -18,6 +18,7 @@ from moexport.exporter.model import Model
 from moexport.exporter.trace import trace
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, SOFT_MOE, VIT_SETS, RecordedCase, read_case
+from moexport.tune import graphs
 from moexport.tune.substitutes import distill
 
 
@@ -47,6 +48,15 @@ def substitutes_trained_briefly() -> Iterator[None]:
     """Searches train substitutes in fewer steps: what the training does is tested by itself."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distill, "STEPS", 200)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def graphs_timed_briefly() -> Iterator[None]:
+    """Searches time short graphs in as few rounds as long ones: no test depends on these times."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(graphs, "MORE_QUICK", graphs.QUICK.rounds)
+        patch.setattr(graphs, "MORE_CAREFUL", graphs.QUICK.rounds)
         yield
 
 

@@ -84,8 +84,8 @@ def sequences_of(
 
     `base_meets`: the model as trained meets the bounds of time and size itself, so that only what
     is faster is worth confirming. What promises most is the gain in speed, of which a factor counts
-    as another, times the probability that the other half shows what the search's did. Of slower
-    points some are taken, evenly over the factors of time: if that one fails, they are what is left.
+    as another, times the probability that the other half shows what the search's did. Some slower
+    points are taken, evenly over the factors of time: if that one fails, they are what is left.
     """
     others = [look for look in front if look.point != base.point]
     if keep is None:
@@ -153,7 +153,7 @@ def confirmed(
             progress.advance(len(first_of(x)))
 
     points = [(each.point, each.lowerings) for each in listed]
-    with graphs.opened(points, spinning=False) as sessions:
+    with graphs.opened(points, spin_ms=0) as sessions:
         tallies = graphs.evaluate(batches())(sessions)
     if not tallies[0].inputs:
         raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")

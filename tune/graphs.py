@@ -33,7 +33,7 @@ from .routed import Traces
 from .shards import Batch, Evaluate, evaluate_here
 from .space import Point, job_of
 from .substitutes.substitutes import Substitutes
-from .times import LayerTimes
+from .times import SPIN_MS, LayerTimes
 
 BATCH = 64
 
@@ -90,6 +90,14 @@ def protocol_for(ms: float, *, careful: bool = False) -> Protocol:
     return replace(QUICK, rounds=MORE_CAREFUL if careful else MORE_QUICK)
 
 
+def spin_for(ms: float) -> float | None:
+    """Returns how long threads spin between calls of such graphs, in milliseconds (None: usual).
+
+    Of longer ones parts may run on one thread for longer than that: the others would fall asleep.
+    """
+    return SPIN_MS if ms < SHORT_MS else None
+
+
 class Graphs:
     """Looks at points as whole graphs, each once: a journal keeps what was found."""
 
@@ -137,7 +145,8 @@ class Graphs:
         """
         if point.key not in self.looks:
             lowerings = self.times.lowerings(point)
-            with self.clock.step(LOOK), self.opened([(point, lowerings)]) as (session,):
+            opened = self.opened([(point, lowerings)], spin_ms=self._spin_ms())
+            with self.clock.step(LOOK), opened as (session,):
                 found = self._look(point, lowerings, session.path.parent, session)
             self.looks[point.key] = found
             self.journal.add("look", look=msgspec.to_builtins(found))
@@ -182,12 +191,18 @@ class Graphs:
     @contextmanager
     def beside(self, base: Look) -> Iterator[None]:
         """Within the context every graph is timed in turn with that of the model as trained."""
-        with self.opened([(base.point, base.lowerings)]) as (session,):
+        opened = self.opened([(base.point, base.lowerings)], spin_ms=spin_for(base.ms))
+        with opened as (session,):
             self._beside = base, session
             try:
                 yield
             finally:
                 self._beside = None
+
+    def _spin_ms(self, look: Look | None = None) -> float | None:
+        """How long threads spin: as those of the graph beside, if there is one."""
+        beside = look if self._beside is None else self._beside[0]
+        return None if beside is None else spin_for(beside.ms)
 
     def _ms(self, sessions: Sequence[Session]) -> list[float]:
         """What graphs take, in turn: as many times as the one beside as in the median round."""
@@ -208,7 +223,8 @@ class Graphs:
         ways = self.times.ways(look.point, look.lowerings)
         if len(ways) == 1:
             return look
-        with self.clock.step(WAYS), self.opened([(look.point, way) for way in ways]) as sessions:
+        opened = self.opened([(look.point, way) for way in ways], spin_ms=self._spin_ms(look))
+        with self.clock.step(WAYS), opened as sessions:
             times = self._ms(sessions)
         at = int(np.argmin(times))
         if times[at] > TOLD_APART * times[0]:
@@ -220,15 +236,16 @@ class Graphs:
 
     @contextmanager
     def opened(
-        self, listed: Sequence[tuple[Point, Mapping[str, str]]], *, spinning: bool = True
+        self, listed: Sequence[tuple[Point, Mapping[str, str]]], *, spin_ms: float | None = None
     ) -> Iterator[list[Session]]:
         """Yields a session for each point, from graphs in a folder that is removed after.
 
-        Where several run in turn, batch by batch, they take several times as long while `spinning`.
+        Where several run in turn, batch by batch, they take several times as long while threads of
+        the others spin (`spin_ms`, as in `SessionOptions`).
         """
         provider = TARGETS[self.base.options.target].provider
         assert provider is not None, "tune is for graphs (`TuneRequest`)"
-        options = SessionOptions(provider=provider, threads=self.threads, spinning=spinning)
+        options = SessionOptions(provider=provider, threads=self.threads, spin_ms=spin_ms)
         with scratch_folder("tune") as folder:
             sessions = []
             for index, (point, lowerings) in enumerate(listed):
@@ -264,7 +281,8 @@ class Graphs:
 
         They are measured in turn.
         """
-        with self.opened([(each.point, each.lowerings) for each in looks]) as sessions:
+        points = [(each.point, each.lowerings) for each in looks]
+        with self.opened(points, spin_ms=spin_for(looks[0].ms)) as sessions:
             calls = {
                 each.point.key: self.call(session)
                 for each, session in zip(looks, sessions, strict=True)

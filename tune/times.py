@@ -26,6 +26,11 @@ BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
 """Of one lowering of one layer: its order among others is what counts; whole graphs are timed
 longer."""
 
+SPIN_MS = 1.0
+"""So long the runtime's threads spin after a call of a layer or of a short graph. Such calls take
+as long as with the 35 ms that are usual, and the next case need not wait for the threads to rest:
+four fifths of what a short round would take."""
+
 LIKELY = 2.5
 """A lowering that is predicted to take so many times as long as the fastest is not measured."""
 
@@ -212,7 +217,7 @@ class LayerTimes:
                 fitted = self._substitutes.fitted_to(point) if self._substitutes else None
                 job, copy = unlowered(base, point, fitted), traced.clone()
                 numbers = apply_precision(job, copy, job.table)
-                measuring = Measuring(BRIEF, inputs, alone=True, within=LIKELY)
+                measuring = Measuring(BRIEF, inputs, True, LIKELY, SPIN_MS)
                 found = tune(job, copy, numbers, progress, measuring)
             for name, choice in sheet.items():
                 k, n, precision = choice.form

@@ -28,7 +28,7 @@ from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..common.environment import environment
 from ..common.files import STEP_BYTES, sha256
-from ..common.timing import WAIT_S, Latency, Protocol
+from ..common.timing import LOOK_S, WAIT_S, Latency, Protocol
 from ..common.writing import make_folder, remove_folder, scratch_folder
 from ..errors import FeedError, MoexportError, ParityError, UsageError
 from ..exporter.bundle.bundle import Bundle
@@ -68,6 +68,7 @@ from .graphs import (
     Look,
     batch_size,
     protocol_for,
+    spin_for,
     times_as_long,
 )
 from .halves import Halves, in_batches, rows_of
@@ -446,9 +447,7 @@ class Job:
         }
         self._times(times, choices, replay.tokens(), progress)
         shifts = self._shifts(replay, substitutes, choices, progress)
-        trains = any(choice.fewer for listed in choices.values() for choice in listed)
-        looked = partial(clock.over, LOOKS_SHARE if trains else 1.0, LOOK)
-        search = Search(graphs, self.request, looked, progress)
+        search = Search(graphs, self.request, partial(_looked, graphs, clock), progress)
         with graphs.beside(base):
             self._seed(search, times)
             moved: dict[tuple[str, Precision], float] = {}
@@ -571,8 +570,9 @@ class Job:
         careful = protocol_for(base.ms, careful=True)
         calls = careful.warmup + careful.rounds * (1 + careful.inputs)
         timed_s = max(careful.rounds * (careful.round_s + one), calls * one)
-        timed_s += careful.rounds * WAIT_S
-        once_s = timed_s + count * self.one_s + open_s + VERIFIED * (2 * self.one_s + run_s)
+        untouched_s = timed_s + careful.rounds * WAIT_S
+        timed_s += careful.rounds * (WAIT_S if spin_for(base.ms) is None else LOOK_S)
+        once_s = untouched_s + count * self.one_s + open_s + VERIFIED * (2 * self.one_s + run_s)
         if routed_layers(self.model):
             once_s += 2 * longest[TRACE]  # to find where k is, and of the k that was found
         ways_s = longest.get(WAYS, 0.0)
@@ -931,6 +931,12 @@ class Job:
             name: f"tuned: {choice.text(specs[name].experts)}, {look.lowerings[name]}"
             for name, choice in look.point.layers
         }
+
+
+def _looked(graphs: Graphs, clock: Clock) -> bool:
+    """Whether the time for looks is over; what can be trained has its own."""
+    trains = any(look.point.fewer for look in graphs.looks.values())
+    return clock.over(LOOKS_SHARE if trains else 1.0, LOOK)
 
 
 def shortfall_of_base(quality: Quality, keep: float) -> MoexportError:

@@ -122,14 +122,14 @@ def test_a_session_without_a_memory_plan_computes_the_same(tmp_path: Path) -> No
         np.testing.assert_array_equal(answers, planned(x))
 
 
-def test_the_threads_of_a_session_without_spinning_rest_after_a_call(tmp_path: Path) -> None:
+def test_the_threads_of_a_session_rest_as_soon_after_a_call_as_is_asked(tmp_path: Path) -> None:
     model = moexport.load(DATA / "soft_moe_mnist" / "weights.pt")
     bundle = moexport.export(model, tmp_path / "out", lowering="dense")
     x = np.random.default_rng(0).random((64, 1, 28, 28), dtype=np.float32)
 
-    def used_s(*, spinning: bool) -> float:
+    def used_s(spin_ms: float | None) -> float:
         """Processor time in the 20 ms after a call, the median of ten."""
-        session = bundle.session(options=SessionOptions(threads=2, spinning=spinning))
+        session = bundle.session(options=SessionOptions(threads=2, spin_ms=spin_ms))
         found = []
         for _ in range(10):
             session(x)
@@ -138,9 +138,10 @@ def test_the_threads_of_a_session_without_spinning_rest_after_a_call(tmp_path: P
             found.append(time.process_time() - begun)
         return float(np.median(found))
 
-    resting = used_s(spinning=False)
+    resting = used_s(0)
     assert resting < 0.005
-    assert used_s(spinning=True) > resting
+    assert used_s(1) < 0.01
+    assert used_s(None) > max(resting, 0.01)
 
 
 def test_python_refuses_what_is_no_feed(tmp_path: Path) -> None:

@@ -73,7 +73,7 @@ class EndedAt(Silent):
 
 
 MAX_BYTES = 300_000
-"""Less than the model takes with all of its experts: which bundle is faster is no matter of luck."""
+"""Less than all experts take: whether few are faster on a busy machine plays no part then."""
 
 
 def search(checkpoint: Path, data: LabelledData, folder: Path, progress: Progress) -> Tuned:

@@ -151,7 +151,7 @@ def checkpoint(data: digits.Digits, tmp_path_factory: pytest.TempPathFactory) ->
 
 def searched(checkpoint: Path, data: LabelledData, folder: Path) -> Tuned:
     model = moexport.load(checkpoint, config=CONFIG)
-    return moexport.tune(model, data, folder / "tuned", keep=0.9, precision="fp32,int8", time=60)
+    return moexport.tune(model, data, folder / "tuned", keep=0.9, precision="fp32,int8")
 
 
 @pytest.fixture(scope="module")
