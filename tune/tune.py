@@ -848,14 +848,13 @@ class Job:
 
         nearest = min(held, key=beyond).look
         bounds = []
-        if self.request.latency_ms is not None:
-            bounds.append(f"--max-latency {self.request.latency_ms:g}ms")
-        if self.request.bytes is not None:
-            bounds.append(f"--max-bytes {self.request.bytes}")
-        if self.request.keep is not None:
-            bounds.insert(0, f"--keep {self.request.keep:g}")
+        if request.latency_ms is not None:
+            bounds.append(f"--max-latency {request.latency_ms:g}ms")
+        if request.bytes is not None:
+            bounds.append(f"--max-bytes {request.bytes}")
+        keep = "" if request.keep is None else f"--keep {request.keep:g} with "
         return ContractError(
-            f"{' with '.join(bounds)}: nothing that was found meets it; the nearest takes "
+            f"{keep}{' and '.join(bounds)}: nothing that was found meets it; the nearest takes "
             f"{nearest.ms:.3g} ms and {nearest.bytes} bytes and keeps {nearest.quality.kept:.2%}",
             hint="ask for less, or let the search take longer",
         )

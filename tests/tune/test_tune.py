@@ -425,7 +425,7 @@ def test_a_share_that_the_model_as_trained_cannot_be_shown_to_keep_is_told_befor
     assert not [told for told in steps.told if told.startswith(("trying", "searching"))]
 
 
-def test_two_bounds_that_contradict_each_other_are_both_named_with_the_nearest(
+def test_bounds_that_contradict_each_other_are_all_named_with_the_nearest(
     model: Model, digits: Digits, tmp_path: Path
 ) -> None:
     error = refused(
@@ -434,13 +434,15 @@ def test_two_bounds_that_contradict_each_other_are_both_named_with_the_nearest(
         tmp_path,
         keep="97%",
         max_latency="1us",
+        max_bytes="1kB",
         precision="fp32",
         all_experts=True,
         time="1s",
         threads=1,
     )
     assert isinstance(error, ContractError)
-    assert "--keep 0.97 with --max-latency 0.001ms: nothing that was found meets it" in str(error)
+    bounds = "--keep 0.97 with --max-latency 0.001ms and --max-bytes 1000"
+    assert f"{bounds}: nothing that was found meets it" in str(error)
     assert "the nearest takes" in str(error)
 
 
