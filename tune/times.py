@@ -217,7 +217,7 @@ class LayerTimes:
                 fitted = self._substitutes.fitted_to(point) if self._substitutes else None
                 job, copy = unlowered(base, point, fitted), traced.clone()
                 numbers = apply_precision(job, copy, job.table)
-                measuring = Measuring(BRIEF, inputs, True, LIKELY, SPIN_MS)
+                measuring = Measuring(BRIEF, inputs, alone=True, within=LIKELY, spin_ms=SPIN_MS)
                 found = tune(job, copy, numbers, progress, measuring)
             for name, choice in sheet.items():
                 k, n, precision = choice.form

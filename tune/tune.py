@@ -52,6 +52,7 @@ from .confirm import (
     MOST,
     Confirmed,
     ContractError,
+    Sequences,
     confirmed,
     holding,
     sequences_of,
@@ -447,7 +448,7 @@ class Job:
         }
         self._times(times, choices, replay.tokens(), progress)
         shifts = self._shifts(replay, substitutes, choices, progress)
-        search = Search(graphs, self.request, partial(_looked, graphs, clock), progress)
+        search = Search(graphs, self.request, partial(_looks_over, graphs, clock), progress)
         with graphs.beside(base):
             self._seed(search, times)
             moved: dict[tuple[str, Precision], float] = {}
@@ -750,10 +751,9 @@ class Job:
         base: Look,
         choices: dict[str, tuple[Choice, ...]],
     ) -> Found:
-        keep, room = self.request.keep, self._room(base)
+        room = self._room(base)
         within = [look for look in search.looks if self._within(look)] or search.looks
-        worth, meets = worth_confirming(within), self._within(base)
-        sequences = sequences_of(worth, base, keep, room, base_meets=meets)
+        sequences = self._sequences(worth_confirming(within), base, room)
         again = [base, *(graphs.lowered(look) for look in sequences.looks[1:])]
         careful = protocol_for(base.ms, careful=True)
         latencies = graphs.timed(again, careful)
@@ -804,8 +804,8 @@ class Job:
         What holds is in the order in which it answers the request.
         """
         keep = self.request.keep
-        most, meets = self._room(found.base, timed=True), self._within(found.base)
-        sequences = sequences_of(found.timed, found.base, keep, most, base_meets=meets)
+        most = self._room(found.base, timed=True)
+        sequences = self._sequences(found.timed, found.base, most)
         done = self.journal.found("confirmed")
         if done:
             checked = [msgspec.convert(each, Confirmed) for each in done[-1]["points"]]
@@ -823,6 +823,11 @@ class Job:
         if keep is None:
             return checked, sorted(within, key=lambda each: -each.look.quality.kept)
         return checked, sorted(within, key=lambda each: (each.look.ms, each.look.bytes))
+
+    def _sequences(self, looks: Sequence[Look], base: Look, most: int) -> Sequences:
+        """The points to confirm, in order, of which the model as trained may meet the bounds."""
+        keep, meets = self.request.keep, self._within(base)
+        return sequences_of(looks, base, keep, most, base_meets=meets)
 
     def _check_same(self, look: Look, found: Found) -> None:
         """Raises where the substitutes of a point that was looked at are not what they were."""
@@ -932,7 +937,7 @@ class Job:
         }
 
 
-def _looked(graphs: Graphs, clock: Clock) -> bool:
+def _looks_over(graphs: Graphs, clock: Clock) -> bool:
     """Whether the time for looks is over; what can be trained has its own."""
     trains = any(look.point.fewer for look in graphs.looks.values())
     return clock.over(LOOKS_SHARE if trains else 1.0, LOOK)

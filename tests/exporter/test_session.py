@@ -138,10 +138,10 @@ def test_the_threads_of_a_session_rest_as_soon_after_a_call_as_is_asked(tmp_path
             found.append(time.process_time() - begun)
         return float(np.median(found))
 
-    resting = used_s(0)
+    resting, briefly, usually = used_s(0), used_s(1), used_s(None)
     assert resting < 0.005
-    assert used_s(1) < 0.01
-    assert used_s(None) > max(resting, 0.01)
+    assert briefly < 0.01
+    assert usually > max(resting, briefly)
 
 
 def test_python_refuses_what_is_no_feed(tmp_path: Path) -> None:
