@@ -114,6 +114,12 @@ class MissingExtraError(MoexportError):
     """A package that this step needs is not installed."""
 
 
+def install(*extras: str, index: str | None = None) -> str:
+    """Returns what installs moexport with extras: in a clone, since no package index has it."""
+    options = f"--extra-index-url {index} " if index else ""
+    return f"pip install {options}'.[{','.join(extras)}]' in a clone of moexport"
+
+
 NO_MEMORY = re.compile(
     r"failed to map segment|([Cc]an't|[Cc]annot) allocate memory|bad_alloc|bad allocation"
     r"|(error return|NULL) without (exception set|setting an exception)"

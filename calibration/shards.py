@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ..common.locations import AnyPlace, local, url_of
-from ..errors import FeedError, MissingExtraError
+from ..errors import FeedError, MissingExtraError, install
 
 Array = NDArray[Any]
 
@@ -188,7 +188,7 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
     except ImportError as error:
         raise MissingExtraError(
             f"{name}: Parquet needs pyarrow, which is not installed",
-            hint='pip install "moexport[parquet]"',
+            hint=install("parquet"),
         ) from error
     try:
         with parquet.ParquetFile(path) as file:

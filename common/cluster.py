@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..errors import ClusterError, MissingExtraError, MoexportError
+from ..errors import ClusterError, MissingExtraError, MoexportError, install
 from .console import Progress
 from .timing import in_one_line
 
@@ -162,7 +162,7 @@ def connected(address: str, watcher: Progress) -> Iterator[Cluster]:
         import ray
     except ImportError as error:
         raise MissingExtraError(
-            "--ray needs Ray, which is not installed", hint='pip install "moexport[ray]"'
+            "--ray needs Ray, which is not installed", hint=install("ray")
         ) from error
     mine = not ray.is_initialized()
     try:

@@ -17,7 +17,7 @@ from tempfile import mkdtemp
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-from ..errors import LocationError, MissingExtraError, MoexportError
+from ..errors import LocationError, MissingExtraError, MoexportError, install
 from .writing import scratch_until_exit
 
 AnyPlace = str | Path
@@ -219,7 +219,7 @@ def _reading(url: str) -> Iterator[tuple[Any, str]]:
         extra = EXTRAS.get(scheme)
         raise MissingExtraError(
             f"{url}: {scheme}:// needs a library that is not installed ({error})",
-            hint=f'pip install "moexport[{extra}]"' if extra else f"fsspec says: {error}",
+            hint=install(extra) if extra else f"fsspec says: {error}",
         ) from error
     except FileNotFoundError as error:
         raise LocationError(f"{url}: there is no such file", hint="check the URL") from error

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-from ..errors import MissingExtraError
+from ..errors import MissingExtraError, install
 
 # From 1.29 on it reports every session to its makers, with the graph's name and hashes, unless
 # this is set before it is loaded.
@@ -18,7 +18,7 @@ try:
 except ModuleNotFoundError:
     ort = None
 
-INSTALL = "pip install 'moexport[cpu]', or 'moexport[gpu]' for NVIDIA GPUs; one of them, not both"
+INSTALL = f"{install('cpu')}, or '.[gpu]' for NVIDIA GPUs; one of them, not both"
 
 # Both packages install the same folder: removing one of two leaves an empty one behind.
 if not hasattr(ort, "InferenceSession"):

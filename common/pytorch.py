@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from ..errors import MissingExtraError
+from ..errors import MissingExtraError, install
 
 PACKAGES = {
     "torch": "PyTorch",
@@ -18,8 +18,8 @@ PACKAGES = {
 """What requirements-run.txt leaves out of moexport's dependencies: modules and their names."""
 
 INSTALL = (
-    "pip install 'moexport[cpu]', or [gpu], on the machine that exports; run, verify, inspect, "
-    "report and build work on bundles without it"
+    f"on the machine that exports, {install('cpu')}, or '.[gpu]'; run, verify, inspect, report and "
+    "build work on bundles without it"
 )
 
 

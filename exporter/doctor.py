@@ -10,11 +10,11 @@ from typing import Any
 
 from ..common.environment import environment, versions
 from ..common.pytorch import check_pytorch
-from ..errors import ForeignEngineError, MissingExtraError
+from ..errors import ForeignEngineError, MissingExtraError, install
 from .tensorrt.backends import BACKENDS, Backend, Gpu, first_gpu
 from .tensorrt.cuda import driver_problem, runtime
 
-GPU_PACKAGE = "pip uninstall onnxruntime, then pip install 'moexport[gpu]'"
+GPU_PACKAGE = f"pip uninstall onnxruntime, then {install('gpu')}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,9 +97,7 @@ def _serves(provider: str, gpu: Gpu | None) -> str:
 
 def _openvino() -> str:
     if importlib.util.find_spec("openvino") is None:
-        raise MissingExtraError(
-            "OpenVINO is not installed", hint="pip install 'moexport[openvino]'"
-        )
+        raise MissingExtraError("OpenVINO is not installed", hint=install("openvino"))
     return f"OpenVINO {versions(('openvino',))['openvino']}, on the CPU"
 
 
@@ -133,5 +131,5 @@ def _on(backend: Backend, gpu: Gpu) -> str:
 def _demo() -> str:
     check_pytorch("the demo")
     if importlib.util.find_spec("sklearn") is None:
-        raise MissingExtraError("scikit-learn is missing", hint="pip install 'moexport[demo]'")
+        raise MissingExtraError("scikit-learn is missing", hint=install("demo"))
     return "scikit-learn's digits are installed"

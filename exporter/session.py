@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from ..errors import BundleError, EngineError, UsageError
+from ..errors import BundleError, EngineError, UsageError, install
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
 from .bundle.manifest import METADATA, GraphFacts, PortRecord
@@ -320,7 +320,7 @@ def check_provider(provider: str) -> None:
     if provider not in available:
         raise UsageError(
             f"ONNX Runtime has no {provider} on this machine",
-            hint=f"it has {', '.join(available)}; moexport[gpu] installs the one with CUDA, and "
+            hint=f"it has {', '.join(available)}; for the one with CUDA, {install('gpu')}; "
             "`moexport doctor` says what is here",
         )
     if provider != CPU and first_gpu() is None:

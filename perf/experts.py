@@ -15,12 +15,12 @@ import torch
 from moexport.common.console import Progress
 from moexport.common.text import markdown
 from moexport.common.timing import Call, Protocol, measure
+from moexport.errors import install
 from moexport.exporter.export import export
 from moexport.exporter.job import export_job
 from moexport.exporter.model import Model, Source, TensorSpec
 from moexport.exporter.options import ExportOptions, PrecisionOptions
 from moexport.exporter.session import Session, SessionOptions
-from moexport.exporter.token_routed.load import EXTRA
 from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
 from torch import Tensor, nn
 
@@ -63,7 +63,7 @@ class Layer(nn.Module):
 def measured(progress: Progress) -> dict[str, object] | None:
     """Returns the median milliseconds of each case by tokens, and of reading the active weights."""
     if importlib.util.find_spec("transformers") is None:
-        progress.step(f"transformers is not installed: {EXTRA}")
+        progress.step(f"transformers is not installed: {install('transformers')}")
         return None
     torch.manual_seed(0)
     n, d, h = SPEC.experts, SPEC.dim, SPEC.hidden

@@ -24,7 +24,8 @@ import torch
 from moexport.bench.measure.roofline import machine_rates
 from moexport.common.console import Progress, Silent
 from moexport.common.text import markdown
-from moexport.exporter.token_routed.load import EXTRA, transformers_library
+from moexport.errors import install
+from moexport.exporter.token_routed.load import transformers_library
 
 from .measure import measured_on, peak_bytes
 
@@ -74,7 +75,7 @@ best ones decode."""
 def measure(progress: Progress, layers: int = LAYERS) -> dict[str, object] | None:
     """Returns tokens per second of each graph, and seconds and peak memory of each export."""
     if importlib.util.find_spec("transformers") is None:
-        progress.step(f"transformers is not installed: {EXTRA}")
+        progress.step(f"transformers is not installed: {install('transformers')}")
         return None
     threads = torch.get_num_threads()
     with tempfile.TemporaryDirectory(prefix="moexport-granite-") as folder:

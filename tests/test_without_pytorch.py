@@ -183,7 +183,7 @@ def test_what_needs_pytorch_says_so_and_how_to_get_it(
     done = moexport(*command)
     assert done.code == 1
     assert "needs PyTorch, which is not installed" in done.error
-    assert "pip install 'moexport[cpu]'" in done.hint
+    assert "pip install '.[cpu]'" in done.hint
     assert [*tmp_path.iterdir()] == []
 
 

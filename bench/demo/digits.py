@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ...common.writing import whole_file
-from ...errors import FeedError, MissingExtraError
+from ...errors import FeedError, MissingExtraError, install
 from ..data import LabelledData
 
 PATCH = 14
@@ -53,7 +53,7 @@ def load_digits(*, test_share: float = 0.2, seed: int = 0) -> Digits:
     except ImportError as error:
         raise MissingExtraError(
             "the digits data set needs scikit-learn, which is not installed",
-            hint='pip install "moexport[demo]"',
+            hint=install("demo"),
         ) from error
     pixels, labels = load(return_X_y=True)
     small = torch.from_numpy(np.asarray(pixels, np.float32)).view(-1, 1, 8, 8) / 16.0

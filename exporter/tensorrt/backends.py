@@ -16,7 +16,14 @@ from types import MappingProxyType
 from typing import Any
 
 from ...common.environment import nvidia_smi
-from ...errors import EngineError, ForeignEngineError, MissingExtraError, MoexportError, UsageError
+from ...errors import (
+    EngineError,
+    ForeignEngineError,
+    MissingExtraError,
+    MoexportError,
+    UsageError,
+    install,
+)
 from . import cuda
 
 
@@ -109,8 +116,7 @@ class Backend:
     @property
     def install(self) -> str:
         """The command that installs it."""
-        index = f"--extra-index-url {self.index} " if self.index else ""
-        return f"pip install {index}'moexport[{self.extra}]'"
+        return install(self.extra, index=self.index)
 
     @property
     def builds_without_gpu(self) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 
 from ...common.files import Reading, Watched, release
 from ...common.json_data import object_in
-from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError
+from ...errors import CheckpointError, FamilyError, MissingExtraError, UsageError, install
 from ...graphs.layers.base import sharing_weights
 from ..checkpoints.files import find_files
 from ..checkpoints.state_dict import upcast
@@ -31,8 +31,6 @@ from .network import (
 )
 from .own_modules import canonical_block, check_block, sparse_blocks
 from .routers import Routers, find_routers, k_of
-
-EXTRA = "pip install 'moexport[transformers]'"
 
 HEADS: Mapping[str, tuple[str, ...]] = {
     "ForCausalLM": (*TOKENS, "vocabulary"),
@@ -194,7 +192,8 @@ def transformers_library() -> Any:
         import transformers
     except ImportError as error:
         raise MissingExtraError(
-            f"transformers, which models of this kind need, is not installed ({error})", hint=EXTRA
+            f"transformers, which models of this kind need, is not installed ({error})",
+            hint=install("transformers"),
         ) from error
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

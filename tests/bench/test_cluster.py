@@ -339,7 +339,7 @@ def test_without_a_cluster_or_without_ray_the_user_is_told(
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError) as caught:
         api.bench_on_ray(WEIGHTS, data=data, **ASKED)
-    assert caught.value.hint == 'pip install "moexport[ray]"'
+    assert caught.value.hint == "pip install '.[ray]' in a clone of moexport"
 
 
 def test_nodes_of_unequal_size_are_told_apart_by_another_resource() -> None:

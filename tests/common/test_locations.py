@@ -201,7 +201,7 @@ def test_a_url_without_its_library_names_the_extra(
     monkeypatch.setitem(sys.modules, package, None)
     with pytest.raises(MissingExtraError, match=f"{scheme}:// needs a library") as caught:
         local(f"{scheme}://bucket/net.pt")
-    assert caught.value.hint == f'pip install "moexport[{scheme}]"'
+    assert caught.value.hint == f"pip install '.[{scheme}]' in a clone of moexport"
 
 
 def test_results_are_not_written_to_a_url() -> None:

@@ -26,7 +26,7 @@ EXTERNAL = re.compile(
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The site; mkdocs fails for a link, a heading or a page of the navigation that is missing."""
-    pytest.importorskip("material", reason="mkdocs-material comes with moexport[docs]")
+    pytest.importorskip("material", reason="mkdocs-material comes with the extra docs")
     folder = tmp_path_factory.mktemp("site")
     done = subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--quiet", "--strict", "-d", folder],

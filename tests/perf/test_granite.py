@@ -9,7 +9,7 @@ import torch
 from moexport.perf import granite
 from moexport.perf.measure import keep, kept
 
-transformers = pytest.importorskip("transformers", reason="moexport[transformers] is not installed")
+transformers = pytest.importorskip("transformers", reason="the extra transformers is not installed")
 
 
 def test_the_weights_that_a_token_needs_are_counted_as_the_model_has_them() -> None:

@@ -67,7 +67,7 @@ def page(results: Results, row: RowMaker, tmp_path: Path) -> Path:
         for k, ms in ((16, 2.4), (4, 1.4), (2, 1.1)):
             dense = row(k, ms, 1.0 if k == 16 else 0.99, lowering="dense", parts=parts)
             rows.append(replace(dense, batch=batch, peak_memory_mb=66.0, runtime_memory_mb=52.0))
-    absent = (Absent("tensorrt", "not installed: pip install 'moexport[tensorrt]'"),)
+    absent = (Absent("tensorrt", "not installed: pip install '.[tensorrt]'"),)
     now = replace(results, rows=tuple(rows), absent=absent)
     before = replace(now, rows=tuple(replace(r, latency_ms=_slower(r)) for r in now.rows))
     write_report(now, tmp_path / "report.html", compare(before, now))

@@ -102,4 +102,4 @@ def test_where_openvino_is_missing_doctor_says_how_to_get_it(
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     (found,) = (each for each in diagnose().abilities if each.name == "run in OpenVINO")
     assert not found.available
-    assert "pip install 'moexport[openvino]'" in found.detail
+    assert "pip install '.[openvino]'" in found.detail

@@ -16,7 +16,7 @@ CARD = ("--compute-capability", "8.9")
 needs_rtx = pytest.mark.skipif(
     importlib.util.find_spec("tensorrt_rtx") is None
     or importlib.util.find_spec("polygraphy") is None,
-    reason="TensorRT-RTX is not installed: pip install 'moexport[rtx]'",
+    reason="TensorRT-RTX is not installed: it comes with the extra rtx",
 )
 
 

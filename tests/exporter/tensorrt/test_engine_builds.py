@@ -346,7 +346,7 @@ def test_without_tensorrt_the_install_command_is_told(bundle: Path) -> None:
     outcome = refused(bundle, "--target", "tensorrt")
     assert outcome.error == "TensorRT is not installed"
     index = "--extra-index-url https://pypi.nvidia.com"
-    assert outcome.hint == f"pip install {index} 'moexport[tensorrt]'"
+    assert outcome.hint == f"pip install {index} '.[tensorrt]' in a clone of moexport"
 
 
 @without_gpu
@@ -468,5 +468,5 @@ def test_onnx_runtime_does_not_fall_back_to_the_cpu(
     else:
         assert outcome.code == 2
         assert f"ONNX Runtime has no {PROVIDERS[provider]} on this machine" in outcome.error
-        assert "moexport[gpu]" in outcome.hint
+        assert "pip install '.[gpu]'" in outcome.hint
     assert not (tmp_path / "y.npz").exists()

@@ -20,7 +20,7 @@ from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.session import Session, SessionOptions
 
 transformers: Any = pytest.importorskip(
-    "transformers", reason="moexport[transformers] is not installed"
+    "transformers", reason="the extra transformers is not installed"
 )
 
 RTOL = 1e-4

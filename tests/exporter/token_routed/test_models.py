@@ -308,7 +308,7 @@ def test_without_the_library_the_user_is_told_the_extra(
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(MissingExtraError, match="transformers, which models of this kind") as told:
         moexport.load(mixtral)
-    assert "moexport[transformers]" in str(told.value.hint)
+    assert "pip install '.[transformers]'" in str(told.value.hint)
 
 
 def test_only_the_cache_can_be_said_of_a_configuration(mixtral: Path) -> None:
