@@ -17,7 +17,6 @@ python docs/refresh.py performance  the tables and charts of docs/performance.md
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import shutil
 import sys
@@ -181,27 +180,6 @@ def gpu_table() -> str:
     return markdown(heads, lines) + "\n"
 
 
-def rtx_table() -> str:
-    """Returns what TensorRT-RTX compiled, by recorded case: `python -m perf.rtx_builds`."""
-    builds = json.loads((RESULTS / "rtx-builds.json").read_text(encoding="utf-8"))
-    lines = []
-    for case, group in itertools.groupby(builds, key=lambda each: each["case"]):
-        made = [each for each in group if each["refused"] is None]
-        seconds, sizes = ([each[key] for each in made] for key in ("seconds", "nbytes"))
-        lines.append(
-            (
-                f"`{case}`",
-                ", ".join(dict.fromkeys(each["lowering"] for each in made)),
-                ", ".join(dict.fromkeys(each["precision"] for each in made)),
-                str(len(made)),
-                f"{min(seconds):.1f} to {max(seconds):.1f}",
-                f"{min(sizes) / 1e6:.1f} to {max(sizes) / 1e6:.1f}",
-            )
-        )
-    heads = ("recorded case", "lowerings", "precisions", "engines", "s each", "MB each")
-    return markdown(heads, lines, words=3) + "\n"
-
-
 def shown(ops: Sequence[str]) -> str:
     """Returns ops as lines of text, with `8×(Gemm Gelu Gemm)` for eight such chains in a row."""
     parts = []
@@ -258,7 +236,6 @@ def refresh_lowerings() -> None:
         text = listing.sub(lambda m, ops=ops: m[1] + ops + m[2], text)  # type: ignore[misc]
     page.write_text(text, encoding="utf-8")
     replace_marked(page, "gpu", gpu_table())
-    replace_marked(ROOT / "docs" / "edge.md", "rtx", rtx_table())
 
 
 def refresh_schema() -> None:

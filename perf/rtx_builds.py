@@ -1,6 +1,6 @@
 """Every family, lowering and precision that claims TensorRT-RTX, compiled: which do, how large.
 
-`python -m perf.rtx_builds -o FILE` needs no GPU; the table of docs/edge.md is made of its results.
+`python -m perf.rtx_builds -o FILE` needs no GPU.
 The models are the recorded cases of the tests, so that sizes say what an engine takes beside its
 weights.
 """

@@ -1,9 +1,9 @@
 """Compiles a graph to an engine in a process of its own, and says what a failure means.
 
 Running out of memory has two causes with different ways out. The machine's own memory holds the
-weights several times over and little else: no option of the build changed that where it was
-measured (`docs/edge.md`). The GPU's memory goes to the kernels that TensorRT tries, for the largest
-sizes of the profiles, with as much scratch memory as the workspace allows.
+weights several times over and little else: no option of the build changes that (`docs/engines.md`).
+The GPU's memory goes to the kernels that TensorRT tries, for the largest sizes of the profiles,
+with as much scratch memory as the workspace allows.
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""The pages on engines: what can be run without a GPU runs, and prints what they show.
+"""The page on engines: what can be run without a GPU runs, and prints what it shows.
 
 What needs a GPU is typed all the same: it must fail for want of one, and for no other reason.
 """
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 import shlex
@@ -14,8 +13,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.common.text import markdown
-from moexport.docs.refresh import rtx_table
 from moexport.errors import MoexportError
 from moexport.exporter.tensorrt.backends import first_gpu
 from moexport.tests.command import Outcome, run
@@ -27,18 +24,31 @@ ABSENT = re.compile(
     "TensorRT is not installed|there is no NVIDIA GPU here|holds no tensorrt engine|no such engine"
     r"|ONNX Runtime has no \w+ExecutionProvider"
 )
-"""What a machine lacks that could do the rest of these pages."""
+"""What a machine lacks that could do the rest of the page."""
+
+PAGE = ROOT / "docs" / "engines.md"
+
+
+RTX, SERVER = "## An engine for an RTX card", "## An engine on a server"
+
+
+def part(begin: str, end: str | None = None) -> list[Block]:
+    """The blocks of the page between two of its headings."""
+    headings = PAGE.read_text(encoding="utf-8").splitlines()
+    last = len(headings) if end is None else headings.index(end)
+    return [block for block in blocks(PAGE) if headings.index(begin) < block.line <= last]
 
 
 @pytest.mark.parametrize(
-    ("page", "written"),
+    ("typed", "written"),
     [
-        pytest.param("edge.md", "edge/engine-tensorrt-rtx.plan", marks=needs_rtx),
-        ("servers.md", "server/model.onnx"),
+        pytest.param(part(RTX, SERVER), "edge-any/engine-tensorrt-rtx.plan", marks=needs_rtx),
+        pytest.param(part(SERVER), "server/model.onnx"),
     ],
+    ids=["rtx", "server"],
 )
 def test_the_page_runs_as_far_as_it_needs_no_gpu(
-    page: str, written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    typed: list[Block], written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = DATA / "soft_moe_vit"  # a ViT of width 48, which 12 heads divide
     shutil.copy(case / "weights.pt", tmp_path / "vit.pt")
@@ -46,7 +56,7 @@ def test_the_page_runs_as_far_as_it_needs_no_gpu(
     np.savez(tmp_path / "test.npz", input=x, label=np.arange(len(x)) % 10)
     monkeypatch.chdir(tmp_path)
     printed = ""
-    for block in blocks(ROOT / "docs" / page):
+    for block in typed:
         if block.language == "bash":
             done = outcomes(block)
             assert [outcome.code for outcome in done] == [0] * len(done), f"{block}: {done}"
@@ -65,7 +75,7 @@ def test_trtexec_has_the_options_of_the_recipe(version: str) -> None:
     known = json.loads((DATA / "trtexec_flags.json").read_text())[version]
     typed = [
         shlex.split(line)
-        for block in blocks(ROOT / "docs" / "servers.md")
+        for block in blocks(PAGE)
         for line in lines(block)
         if line.startswith("trtexec ")
     ]
@@ -76,30 +86,6 @@ def test_trtexec_has_the_options_of_the_recipe(version: str) -> None:
     ends = [word.partition("=") for words in typed for word in words if "Shapes=" in word]
     for name, _, shapes in ends:
         assert re.fullmatch(r"input:\d+(x\d+)+,k:\d+", shapes), name
-
-
-def listed_checks() -> str:
-    """The named checks of a GPU as a table: what each would show."""
-    whole, part = "exporter/tensorrt/test_gpu.py", "bench/runners/test_on_gpu.py"
-    checks = [
-        (f"`{each.name.removeprefix('test_')}`", ast.get_docstring(each) or "")
-        for file in (whole, part)
-        for each in ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8")).body
-        if isinstance(each, ast.FunctionDef) and each.name.startswith("test_")
-        if file == whole or "pytest.mark.gpu" in map(ast.unparse, each.decorator_list)
-    ]
-    return markdown(("check", "what it shows"), checks) + "\n"
-
-
-def test_the_page_lists_every_check_of_a_gpu_and_says_that_none_was_run() -> None:
-    page = (ROOT / "docs" / "servers.md").read_text(encoding="utf-8")
-    assert f"<!-- checks -->\n{listed_checks()}<!-- /checks -->" in page
-    assert "none of these was run yet" in page
-
-
-def test_the_page_shows_what_was_compiled() -> None:
-    page = (ROOT / "docs" / "edge.md").read_text(encoding="utf-8")
-    assert f"<!-- rtx -->\n{rtx_table()}<!-- /rtx -->" in page
 
 
 def outcomes(block: Block) -> list[Outcome]:

@@ -37,10 +37,6 @@ def test_the_guide_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     assert follow("docs/guide.md", tmp_path) > 8
 
 
-def test_the_five_minute_start_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
-    assert follow("docs/start.md", tmp_path) == 4
-
-
 def test_the_page_on_tune_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     assert follow("docs/tune.md", tmp_path) == 3
     assert (tmp_path / "tuned-report" / "report.html").is_file()

@@ -1,6 +1,6 @@
 """What needs an NVIDIA GPU: engines that run. Skipped without one; `make gpu-check` runs them.
 
-Each check's docstring says what it shows: `docs/servers.md` lists them, and a test compares.
+Each check's docstring says what it shows.
 """
 
 from __future__ import annotations
