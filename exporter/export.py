@@ -25,11 +25,11 @@ from .bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
 from .inputs import parity_batches
 from .job import ExportJob
 from .options import ExportOptions
-from .parity import PARITY_FILE, Comparison, Parity, Tolerance, describe
+from .parity import MOST_TIES, PARITY_FILE, Comparison, Parity, Tolerance, describe
 from .plan import Plan, plan
 from .quantization.accuracy_search import floats_for_retention
 from .quantization.calibrate import calibrate
-from .reference import first_different_layer, torch_reference
+from .reference import check_network, first_different_layer, torch_reference
 from .tensorrt.engines import build_for_export
 from .trace import trace
 from .write import graph_record, manifest_of, opened_comparison, write_graphs
@@ -128,6 +128,7 @@ def _parities(
     for x in inputs:
         expected = torch_reference(job, x)
         if not comparisons:
+            check_network(job, expected)
             expected.save(directory / PARITY_FILE)
             for graph in planned.graphs:
                 record = graph_record(graph, lowered[graph.file])
@@ -142,14 +143,16 @@ def _parities(
         parities[graph.file] = parity
         if parity.passed:
             continue
-        if parity.samples == parity.ties:
+        if parity.tied > MOST_TIES * (parity.choices or 0):
+            what = "choices of tokens" if parity.chosen_by == "tokens" else "inputs"
             raise ParityError(
-                f"{graph.file}: routing is a tie in every one of the {parity.samples} inputs, so "
-                "nothing can be compared",
+                f"{graph.file}: routing is a tie in {parity.tied} of the {parity.choices} {what}, "
+                "so next to nothing can be compared",
                 hint="give real inputs with --data; an untrained router ties everywhere",
             )
         worst = comparison.worst
         assert worst is not None, "something was compared"
+        check_network(job, worst)
         where = parity.first_difference or first_different_layer(
             job, directory / graph.file, lowered[graph.file].values, worst
         )

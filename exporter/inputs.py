@@ -27,6 +27,10 @@ TRACED_BATCH = 2
 """What a model is traced with: a batch of 1 would let the tracer take the axis for a constant."""
 
 
+PARITY_BATCHES = (1, TRACED_BATCH, TRACED_BATCH + 1)
+"""A graph of any batch is compared at these: a size that was frozen in the trace shows in two."""
+
+
 @dataclass(frozen=True, slots=True)
 class AxisRange:
     """Sizes of a dynamic axis: smallest, the one to be fast at, largest. Fixed where all agree."""

@@ -140,8 +140,10 @@ class Model:
     `module` is in eval mode, in float32 and needs no gradients; it takes a tensor for each of
     `inputs` and returns one for each of `outputs`. Its MoE layers are `MoELayer`
     modules. `original` is the untouched reference where that is not `module`: the user's own module
-    where the model came from a factory, and the model before its `edits`. `order` names the MoE
-    layers as they are executed, where that is not the order in which the module holds them.
+    where the model came from a factory, and the model before its `edits`. `as_trained` is our
+    network before its edits and with the k of its training, where that is not `module`. `order`
+    names the MoE layers as they are executed, where that is not the order in which the module holds
+    them.
     `config` holds the family's constructor arguments, JSON-able and complete. `notes` are sentences
     about defaults that were taken and keys that were skipped.
     """
@@ -154,6 +156,7 @@ class Model:
     outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
     original: nn.Module | None = None
+    as_trained: nn.Module | None = None
     example: np.ndarray | None = field(default=None, compare=False)
     order: tuple[str, ...] = ()
     edits: Edits = NO_EDITS
@@ -167,6 +170,16 @@ class Model:
     def output(self) -> TensorSpec:
         """The output that accuracy is measured by."""
         return self.outputs[0]
+
+    @property
+    def untouched(self) -> nn.Module:
+        """The network that everything is compared with: the user's own where there is one."""
+        return self.module if self.original is None else self.original
+
+    def changed(self, module: nn.Module) -> Model:
+        """Returns the model with `module`, a changed copy of its own, at the place of that."""
+        before = self.module if self.as_trained is None else self.as_trained
+        return replace(self, module=module, original=self.untouched, as_trained=before)
 
     @property
     def layers(self) -> dict[str, MoELayer]:
@@ -241,13 +254,19 @@ def edited(model: Model, edits: Edits) -> Model:
         _replace(module, kept.layer, partial(_without, kept))
     for merged in edits.merged:
         _replace(module, merged.layer, partial(_merged, merged))
-    untouched = model.original if model.original is not None else model.module
-    if told:
-        strengths = TensorSpec(STEER_INPUT, "float32", ("batch", len(told)), default="zeros")
-        steered = [layers[name] for name, each in by_layer.items() if each.steerings]
-        module, untouched = Steered(module, steered), Steered(untouched, ())
-        model = replace(model, inputs=(*model.inputs, strengths))
-    return replace(model, module=module, original=untouched, edits=edits)
+    changed = replace(model.changed(module), edits=edits)
+    if not told:
+        return changed
+    strengths = TensorSpec(STEER_INPUT, "float32", ("batch", len(told)), default="zeros")
+    steered = [layers[name] for name, each in by_layer.items() if each.steerings]
+    trained = changed.as_trained
+    return replace(
+        changed,
+        module=Steered(module, steered),
+        original=Steered(changed.untouched, ()),
+        as_trained=None if trained is None else Steered(trained, ()),
+        inputs=(*model.inputs, strengths),
+    )
 
 
 BESIDE = "substitutes.safetensors lies beside the recipe, and in the bundle it is of"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,16 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
+from ..calibration.feeds import Arrays
 from ..common.files import Reading
+from ..errors import ParityError
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, recorded_choices
 from ..graphs.layers.experts import Experts
 from ..graphs.lower import LayerValues
-from .inputs import Inputs, completed
+from .inputs import PARITY_BATCHES, Inputs, completed
 from .job import ExportJob
 from .model import Model
-from .parity import Reference, chunks
+from .parity import TOLERANCES, Reference, Tolerance, chunks, compare, describe
 from .session import Session, SessionOptions
 
 
@@ -32,10 +35,28 @@ def torch_reference(job: ExportJob, x: Inputs) -> Reference:
     Where k is chosen per run a quarter of the experts are kept. The pages of mapped weights are
     given back on the way.
     """
+    with _pages_given_back(job.model):
+        batch = job.fixed_batch or len(first_input(job.model, x))
+        kept, renormalize = kept_experts(job), job.options.renormalize
+        return reference(job.model, x, kept, renormalize=renormalize, batch=batch)
+
+
+def kept_experts(job: ExportJob) -> dict[str, int]:
+    """Returns each layer's k in a comparison; a quarter of the experts where it is an input."""
     # One k serves all layers at run time, so the layer with the fewest experts bounds it.
     shared = min(max(1, layer.spec.experts // 4) for layer in job.model.layers.values())
-    kept = {name: shared if k is None else k for name, k in job.k.items()}
-    reading = Reading(job.model.source.mapped)
+    return {name: shared if k is None else k for name, k in job.k.items()}
+
+
+def first_input(model: Model, x: Inputs) -> np.ndarray:
+    """Returns the array of a model's first input."""
+    return x if isinstance(x, np.ndarray) else x[model.input.name]
+
+
+@contextmanager
+def _pages_given_back(model: Model) -> Iterator[None]:
+    """Within the context the pages of mapped weights are given back once a module has run."""
+    reading = Reading(model.source.mapped)
 
     def count(module: nn.Module, *_: object) -> None:
         lists = (part for part in module.children() if isinstance(part, nn.ParameterList))
@@ -43,62 +64,212 @@ def torch_reference(job: ExportJob, x: Inputs) -> Reference:
         reading.advance(sum(weight.nbytes for weight in own))
 
     # Of all modules, as a factory's own network keeps its experts where it likes.
-    first = x if isinstance(x, np.ndarray) else x[job.model.input.name]
-    hook, batch = register_module_forward_hook(count), job.fixed_batch or len(first)
+    hook = register_module_forward_hook(count)
     try:
-        return reference(job.model, x, kept, renormalize=job.options.renormalize, batch=batch)
+        yield
     finally:
         hook.remove()
         reading.end()
 
 
-@torch.no_grad()
 def reference(
     model: Model, x: Inputs, kept: Mapping[str, int], *, renormalize: bool, batch: int
 ) -> Reference:
-    """Returns what PyTorch computes for inputs x, in batches of `batch`."""
-    original = model.original if model.original is not None else model.module
+    """Returns what PyTorch computes for inputs x, in batches of `batch`.
+
+    Where every layer computes what it was trained with, that is what the untouched network gives.
+    """
+    ours = _Network(model, model.module, kept, renormalize=renormalize)
     arrays = completed(x, model.inputs)
-    specs = {name: layer.spec for name, layer in model.layers.items()}
-    choosing = {
-        choice_key(name, choice)
-        for name, k in kept.items()
-        for choice in specs[name].choices()
-        if k < specs[name].experts
-    }
+    untouched = _Network(model, model.untouched)
+    trained = model.as_trained is None and not renormalize and kept == _trained(model)
     dense, outputs = [], []
     selected: dict[str, list[np.ndarray]] = {}
     margin: dict[str, list[np.ndarray]] = {}
+    apart: set[str] = set()
     for part in chunks(arrays, batch):
-        tensors = [torch.from_numpy(np.ascontiguousarray(each)) for each in part.values()]
-        dense.append(first_output(original(*tensors)).numpy())
-        with (
-            algorithm_1(model.module, dict(kept), renormalize=renormalize),
-            recorded_choices(model.module) as records,
-            routed_margins(model.module) as margins,
-        ):
-            found = all_outputs(model.module(*tensors))[: len(model.outputs)]
-            outputs.append([each.numpy() for each in found])
-        for name in choosing & records.keys():
-            chosen, gap = records[name].chosen, margins.get(name, records[name].margin)
-            rows = len(tensors[0])
+        values = untouched.outputs(part)
+        dense.append(values[0])
+        computed = ours.computed(part)
+        outputs.append(values if trained else computed.outputs)
+        rows = len(values[0])
+        for name, choice in computed.choices.items():
+            chosen, gap = choice
             if len(chosen) != rows:  # of tokens, which the layer sees one after the other
-                chosen, gap = chosen.reshape(rows, -1, chosen.shape[-1]), gap.reshape(rows, -1)
-            selected.setdefault(name, []).append(chosen.numpy())
-            margin.setdefault(name, []).append(gap.numpy())
+                if len(chosen) % rows:  # not those of single inputs: the values alone decide
+                    apart.add(name)
+                    continue
+                chosen = chosen.reshape(rows, -1, chosen.shape[-1])
+                gap = gap.reshape(rows, -1)
+            selected.setdefault(name, []).append(chosen)
+            margin.setdefault(name, []).append(gap)
+    for name, parts in selected.items():  # as many of each input, or no input's own
+        if len({each.shape[1:] for each in parts}) > 1:
+            apart.add(name)
     first, *further = (np.concatenate(parts) for parts in zip(*outputs, strict=True))
-    given = iter(arrays.items())
-    _, inputs = next(given)
+    rest = iter(arrays.items())
+    _, inputs = next(rest)
     return Reference(
         x=inputs,
         y=first,
         dense=np.concatenate(dense),
-        selected={name: np.concatenate(selected[name]) for name in records if name in selected},
-        margin={name: np.concatenate(margin[name]) for name in records if name in margin},
+        selected={n: np.concatenate(parts) for n, parts in selected.items() if n not in apart},
+        margin={n: np.concatenate(parts) for n, parts in margin.items() if n not in apart},
         kept=dict(kept),
-        inputs=dict(given),
+        inputs=dict(rest),
         outputs={spec.name: y for spec, y in zip(model.outputs[1:], further, strict=True)},
     )
+
+
+def _trained(model: Model) -> dict[str, int]:
+    """How many experts each layer of a model computes as it was trained."""
+    return {name: layer.spec.trained_k for name, layer in model.layers.items()}
+
+
+def check_network(job: ExportJob, expected: Reference) -> None:
+    """Raises `ParityError` where the model itself is not what a graph can be compared with.
+
+    On the inputs of the reference our layers, as they were trained, must give what the untouched
+    network gives; and where the batch is no constant of the graph, what PyTorch gives for an input
+    must not depend on the others of its batch, at any size of `PARITY_BATCHES`.
+    """
+    model, options = job.model, job.options
+    bounds = TOLERANCES["fp32"]
+    if options.precision.name == "fp32":  # wider where the user said so
+        atol, rtol = options.tolerance.atol, options.tolerance.rtol
+        bounds = replace(bounds, atol=atol, rtol=max(bounds.rtol, rtol))
+    with _pages_given_back(model):
+        ours = model.module if model.as_trained is None else model.as_trained
+        trained = replace(model, module=ours, as_trained=None)
+        count = len(expected.x)
+        x = expected.feeds(model.input.name)
+        whole = reference(
+            trained, x, _trained(trained), renormalize=False, batch=job.fixed_batch or count
+        )
+        if model.untouched is not ours:
+            _check_stand_ins(trained, whole, job.fixed_batch or count, bounds)
+        if job.fixed_batch is not None or count < 1:
+            return
+        _check_batches(_Network(trained, trained.untouched, _trained(trained)), whole, bounds)
+        if ours is not model.module or expected.kept != whole.kept:
+            changed = _Network(model, model.module, expected.kept, renormalize=options.renormalize)
+            _check_batches(changed, expected, bounds)
+
+
+def _check_stand_ins(model: Model, expected: Reference, batch: int, bounds: Tolerance) -> None:
+    """Raises `ParityError` where our layers give something else than the user's own."""
+    ours = _Network(model, model.module, expected.kept)
+    parity = compare(ours, expected, ours.keys, batch=batch, tolerance=bounds)
+    if parity.passed:
+        return
+    name = ", ".join(model.layers)
+    raise ParityError(
+        f"{model.source.path}: with the layers that take the place of its own ({name}) the network "
+        f"gives something else than by itself, on the inputs that are compared: {describe(parity)}",
+        hint="what was found on its example does not hold for these: does the adapter say all that "
+        "the layer does? Give --data when the model is loaded, so that the layers are compared "
+        "on it",
+    )
+
+
+def _check_batches(network: _Network, expected: Reference, bounds: Tolerance) -> None:
+    """Raises `ParityError` where an input's output depends on the others in its batch."""
+    count = len(expected.x)
+    for size in PARITY_BATCHES:
+        rows = expected.rows(np.arange(size) % count)
+        parity = compare(network, rows, network.keys, batch=size, tolerance=bounds)
+        if parity.passed or parity.tied == parity.choices:
+            continue
+        where = f", starting in layer {parity.first_difference}" if parity.first_difference else ""
+        raise ParityError(
+            f"in PyTorch the output for an input depends on the others in its batch{where}: "
+            f"a batch of {size} gives something else than one of {count} ({describe(parity)})",
+            hint="--batch N exports it for batches of N alone; for any batch its router must "
+            "choose for each input by itself, without a capacity or statistics over the batch",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """One pass: the outputs, and each choice with the margin by which it was made."""
+
+    outputs: list[np.ndarray]
+    choices: dict[str, tuple[np.ndarray, np.ndarray]]
+
+
+class _Network:
+    """A network in PyTorch, run as a graph is (`exporter.session.Runner`).
+
+    `network` gives the outputs; what was chosen is that of the model's own module, with so many
+    experts `kept`.
+    """
+
+    takes_k = False
+    provider = "PyTorch"
+
+    def __init__(
+        self,
+        model: Model,
+        network: nn.Module,
+        kept: Mapping[str, int] | None = None,
+        *,
+        renormalize: bool = False,
+    ) -> None:
+        self._model, self._network = model, network
+        self._kept, self._renormalize = dict(kept or {}), renormalize
+        self.input_name = model.input.name
+        self.output_names = [spec.name for spec in model.outputs]
+        layers = model.layers
+        self.keys = {
+            key: key
+            for name, k in self._kept.items()
+            if k < layers[name].spec.experts
+            for key in (choice_key(name, choice) for choice in layers[name].spec.choices())
+        }
+
+    def __call__(self, x: Inputs, k: int | None = None) -> np.ndarray:
+        return self.run(x, k)[self.output_names[0]]
+
+    def run(
+        self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
+    ) -> dict[str, np.ndarray]:
+        """Returns outputs and choices by name."""
+        del k, outputs
+        arrays = x if isinstance(x, Mapping) else {self.input_name: x}
+        computed = self.computed({spec.name: arrays[spec.name] for spec in self._model.inputs})
+        own = self._network is self._model.module
+        values = computed.outputs if own else self.outputs(arrays)
+        choices = {name: chosen for name, (chosen, _) in computed.choices.items()}
+        return {**dict(zip(self.output_names, values, strict=True)), **choices}
+
+    @torch.no_grad()
+    def outputs(self, arrays: Arrays) -> list[np.ndarray]:
+        """Returns what the network gives, as it is."""
+        return self._values(self._network, arrays)
+
+    @torch.no_grad()
+    def computed(self, arrays: Arrays) -> _Computed:
+        """Returns what the model's own module gives and chooses with the experts that are kept."""
+        module = self._model.module
+        with (
+            algorithm_1(module, self._kept, renormalize=self._renormalize),
+            recorded_choices(module) as records,
+            routed_margins(module) as margins,
+        ):
+            values = self._values(module, arrays)
+        choices = {
+            name: (records[name].chosen.numpy(), margins.get(name, records[name].margin).numpy())
+            for name in self.keys
+            if name in records
+        }
+        return _Computed(values, choices)
+
+    def _values(self, module: nn.Module, arrays: Arrays) -> list[np.ndarray]:
+        tensors = [
+            torch.from_numpy(np.ascontiguousarray(arrays[spec.name])) for spec in self._model.inputs
+        ]
+        values = all_outputs(module(*tensors))[: len(self._model.outputs)]
+        return [value.numpy() for value in values]
 
 
 @contextmanager
@@ -132,32 +303,57 @@ class _Rankings(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._seen: list[tuple[torch.Tensor, int]] = []
+        self._seen: list[tuple[torch.Tensor, int]] | None = []
 
     def __torch_function__(
         self, function: Any, _: Any, arguments: tuple[Any, ...] = (), given: Any = None
     ) -> Any:
         named = given or {}
-        if function in (torch.topk, torch.Tensor.topk):
-            taken = arguments[1] if len(arguments) > 1 else named["k"]
-            self._seen.append((arguments[0], int(taken)))
-        elif function in _LARGEST and (len(arguments) > 1 or "dim" in named):
-            self._seen.append((arguments[0], 1))
+        if self._seen is not None:
+            ranking = _ranking(function, arguments, named)
+            if ranking is not None:
+                self._seen.append(ranking)
         return function(*arguments, **named)
 
     def margin(self, index: torch.Tensor) -> torch.Tensor:
-        """Returns [t] for what was chosen, [t, k], and forgets what led to it."""
+        """Returns [t] for what was chosen, [t, k], and forgets what led to it.
+
+        Where fewer scores than were taken are finite, masks decided, and no rounding changes them.
+        """
         least = torch.full(index.shape[:1], torch.inf)
-        for scores, taken in self._seen:
+        # What is ranked here is no ranking of the network: nothing is kept on the way.
+        rankings, self._seen = self._seen or [], None
+        for scores, taken in rankings:
             rows = scores.detach().float().reshape(-1, scores.shape[-1])
             if len(rows) != len(index) or not 0 < taken < rows.shape[1]:
                 continue
             top = rows.topk(taken + 1).values
             largest = rows.masked_fill(rows.isinf(), 0).abs().amax(dim=-1).clamp(min=1e-30)
-            gap = (top[:, taken - 1] - top[:, taken]).nan_to_num(posinf=torch.inf)
+            gap = top[:, taken - 1] - top[:, taken]
+            gap = gap.nan_to_num(nan=torch.inf, posinf=torch.inf)
             least = torch.minimum(least, gap / largest)
-        self._seen.clear()
+        self._seen = []
         return least
+
+
+def _ranking(
+    function: Any, arguments: tuple[Any, ...], named: Mapping[str, Any]
+) -> tuple[torch.Tensor, int] | None:
+    """The scores that a call ranks, along their last axis, and how many of them it takes."""
+    scores = arguments[0] if arguments else named.get("input")
+    if not isinstance(scores, torch.Tensor):
+        return None
+    if function in (torch.topk, torch.Tensor.topk):
+        taken = arguments[1] if len(arguments) > 1 else named["k"]
+        axis = arguments[2] if len(arguments) > 2 else named.get("dim", -1)
+        largest = arguments[3] if len(arguments) > 3 else named.get("largest", True)
+        ranked = scores if largest else -scores
+        return ranked.movedim(axis, -1), int(taken)
+    if function in _LARGEST:
+        axis = arguments[1] if len(arguments) > 1 else named.get("dim")
+        if isinstance(axis, int):  # the larger of two tensors ranks nothing
+            return scores.movedim(axis, -1), 1
+    return None
 
 
 @torch.no_grad()

@@ -220,7 +220,8 @@ def on_device(model: Model, device: str) -> Model:
         for buffer in module.buffers():
             memo.setdefault(id(buffer), buffer.to(device))
     copies = [copy.deepcopy(module, memo) for module in modules]
-    return replace(model, module=copies[0], original=copies[1] if len(copies) > 1 else None)
+    original = copies[1] if len(copies) > 1 else None
+    return replace(model, module=copies[0], original=original, as_trained=None)
 
 
 @contextmanager
@@ -241,7 +242,7 @@ def without_tf32() -> Iterator[None]:
 
 def untouched(model: Model) -> PyTorch:
     """Returns the model as its user runs it: the factory's own module where there is one."""
-    return PyTorch(model.original if model.original is not None else model.module, model.inputs)
+    return PyTorch(model.untouched, model.inputs)
 
 
 def reference_of(candidate: Candidate, k: int) -> PyTorch:

@@ -18,7 +18,7 @@ from ...errors import (
     UntrustedEngineError,
     UsageError,
 )
-from ..inputs import TRACED_BATCH
+from ..inputs import PARITY_BATCHES
 from ..parity import (
     PARITY_FILE,
     TOLERANCES,
@@ -115,9 +115,10 @@ def graph_comparison(
     return Comparison(
         checking_session(directory, graph, observe=expected.observed(graph.selected)),
         graph.selected,
-        batch=fixed_batch or TRACED_BATCH + 1,
+        batch=fixed_batch or max(PARITY_BATCHES),
         tolerance=tolerance,
         k=next(iter(expected.kept.values())) if k_input else None,
+        probed=() if fixed_batch else PARITY_BATCHES,
     )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -151,8 +150,7 @@ def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
     for name, each in _by_layer(module).items():
         if name in asked:
             each.k = asked[name]
-    untouched = model.original if model.original is not None else model.module
-    changed = replace(model, module=module, original=untouched)
+    changed = model.changed(module)
     _try(changed, asked)
     return changed
 

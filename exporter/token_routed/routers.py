@@ -107,14 +107,8 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
             setattr(changed.wrapped.get_submodule(path), name, next(iter(ks)))
     if len(ks) == 1:  # modules share one configuration
         setattr(changed.wrapped.config.get_text_config(), routers.field, next(iter(ks)))
-    untouched = model.original if model.original is not None else model.module
     told: Any = next(iter(ks)) if len(ks) == 1 else list(k.values())
-    return replace(
-        model,
-        module=changed,
-        original=untouched,
-        config={**model.config, routers.field: told},
-    )
+    return replace(model.changed(changed), config={**model.config, routers.field: told})
 
 
 def _within(path: str, layers: Mapping[str, Any]) -> str | None:
