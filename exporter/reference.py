@@ -141,19 +141,37 @@ def check_network(job: ExportJob, expected: Reference) -> None:
     with _pages_given_back(model):
         ours = model.module if model.as_trained is None else model.as_trained
         trained = replace(model, module=ours, as_trained=None)
-        count = len(expected.x)
-        x = expected.feeds(model.input.name)
-        whole = reference(
-            trained, x, _trained(trained), renormalize=False, batch=job.fixed_batch or count
-        )
+        x = _several(expected.feeds(model.input.name), job.fixed_batch or max(PARITY_BATCHES))
+        batch = job.fixed_batch or len(first_input(model, x))
+        whole = reference(trained, x, _trained(trained), renormalize=False, batch=batch)
         if model.untouched is not ours:
-            _check_stand_ins(trained, whole, job.fixed_batch or count, bounds)
-        if job.fixed_batch is not None or count < 1:
+            _check_stand_ins(trained, whole, batch, bounds)
+        if job.fixed_batch is not None:
             return
         _check_batches(_Network(trained, trained.untouched, _trained(trained)), whole, bounds)
-        if ours is not model.module or expected.kept != whole.kept:
-            changed = _Network(model, model.module, expected.kept, renormalize=options.renormalize)
-            _check_batches(changed, expected, bounds)
+        kept, renormalize = expected.kept, options.renormalize
+        if ours is not model.module or kept != whole.kept or renormalize:
+            changed = reference(model, x, kept, renormalize=renormalize, batch=batch)
+            network = _Network(model, model.module, kept, renormalize=renormalize)
+            _check_batches(network, changed, bounds)
+
+
+def _several(arrays: Arrays, count: int) -> Arrays:
+    """So many inputs at least: where there are fewer, the same again, turned along an axis.
+
+    A batch of one input, several times over, does not show what depends on the others in it.
+    """
+    found, *_ = (len(array) for array in arrays.values())
+    if found >= count:
+        return arrays
+    turned: dict[str, np.ndarray] = {}
+    for name, array in arrays.items():
+        rows = array[np.arange(count) % found]
+        if name == next(iter(arrays)) and array.ndim > 1:
+            axis = next((axis for axis in range(1, array.ndim) if array.shape[axis] > 1), 1)
+            rows = np.stack([np.roll(row, i // found, axis - 1) for i, row in enumerate(rows)])
+        turned[name] = rows
+    return turned
 
 
 def _check_stand_ins(model: Model, expected: Reference, batch: int, bounds: Tolerance) -> None:

@@ -194,6 +194,12 @@ def manifest_of(
     elif options.data is None:
         notes.append("parity was checked on random inputs: give real ones with --data")
     parity = parities.get(main.file)
+    notes += [
+        f"{file}: most was not compared: of {each.choices:,} choices {each.tied:,} are ties, "
+        "between scores closer than rounding may change; give real inputs with --data"
+        for file, each in parities.items()
+        if each.mostly_ties
+    ]
     k_port = [PortRecord(K_INPUT, "int64", [1])] if options.k == "input" else []
     return Manifest(
         moexport=metadata.version("moexport"),

@@ -174,3 +174,36 @@ def test_choices_of_tokens_are_told_from_inputs(tmp_path: Path) -> None:
     assert parity["all_max_abs"] >= parity["max_abs"]
     assert f"same experts in {agreeing:,} of the {choices:,} choices of tokens" in outcome.err
     assert f"over all {len(case.x)} inputs" in outcome.err
+
+
+def tied(count: int) -> Parity:
+    """Eight inputs of which so many choose another expert of two that are as good."""
+    y = np.ones((8, 2), np.float32)
+    margin = np.where(np.arange(8) < count, 0.0, 1.0)
+    expected = Reference(
+        np.zeros((8, 1), np.float32),
+        y,
+        y,
+        {"layer": np.zeros((8, 1), np.int64)},
+        {"layer": margin},
+        {"layer": 1},
+    )
+
+    class Choosing(Answering):
+        def run(
+            self, x: Inputs, k: int | None = None, outputs: Sequence[str] | None = None
+        ) -> dict[str, np.ndarray]:
+            return {"output": self.y, "chosen": (margin == 0).astype(np.int64)[:, None]}
+
+    values = {"layer": "chosen"}
+    session = Choosing(np.where(margin[:, None] == 0, 2 * y, y))
+    return compare(session, expected, values, batch=8, tolerance=TOLERANCES["fp32"])
+
+
+@pytest.mark.parametrize(("count", "passed"), [(0, True), (4, True), (5, True), (7, False)])
+def test_a_parity_of_mostly_ties_says_so_and_fails_above_a_share(count: int, passed: bool) -> None:
+    """What ties is not compared: here the outputs of all such inputs are wrong."""
+    parity = tied(count)
+    assert parity.passed == passed
+    assert (parity.ties, parity.tied, parity.choices) == (count, count, 8)
+    assert ("MOST WAS NOT COMPARED" in describe(parity)) == (count > 4)
