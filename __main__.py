@@ -55,7 +55,9 @@ def main() -> None:
         remove_scratch()
         left = ", ".join(map(str, left_behind()))
         if left:
-            console.error(f"interrupted; left behind: {left}", "the next run removes it")
+            console.error(
+                f"interrupted; left behind: {left}", "a run that begins a day later removes it"
+            )
         else:
             console.error("interrupted; nothing half-written was left behind")
         sys.exit(INTERRUPTED)

@@ -454,8 +454,7 @@ class Measurement:
         alone: a graph's weights are mapped and, as far as the runtime re-orders them, copied.
         """
         needed = self.candidate.weights_bytes * (1 + 2 * len(self.candidate.graphs))
-        room = memory_bytes()
-        together = room is None or needed < room / 2
+        together = needed < memory_bytes() / 2
         runners: dict[Case, Runner] = {}
         for case, loader in opening.items():
             try:

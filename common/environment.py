@@ -31,7 +31,7 @@ def environment() -> dict[str, Any]:
     """Returns what a reader needs to judge numbers: versions, CPU, GPUs, memory, platform.
 
     Keys: `python`, `platform`, `packages` (name to version, installed ones only), `cpu` (`model`,
-    `cores` usable by this process, `architecture`), `memory_bytes` (null where unknown) and `gpu`
+    `cores` usable by this process, `architecture`), `memory_bytes` and `gpu`
     (a list of `name`, `memory`, `driver`; null without one). Imports none of the packages.
     """
     return {
@@ -85,14 +85,11 @@ def usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-def memory_bytes() -> int | None:
-    """Returns the machine's memory in bytes, or None where the system does not tell."""
-    if sys.platform == "win32":
-        return None
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (OSError, ValueError):
-        return None
+def memory_bytes() -> int:
+    """Returns the machine's memory in bytes."""
+    import psutil
+
+    return psutil.virtual_memory().total
 
 
 def peak_memory_bytes() -> int:

@@ -11,33 +11,20 @@ import hmac
 import json
 import mmap
 import os
-import signal
 import stat
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..errors import MoexportError, OutputError
+from ..errors import CheckpointError, OutputError
 from .json_data import object_in
 from .writing import locked, whole_file, write_text
 
 STEP_BYTES = 256 << 20
 """So much of a mapped file is read before its pages are dropped, which takes tens of ms."""
-
-_SMAPS = Path("/proc/self/smaps")
-
-
-@dataclass(frozen=True, slots=True)
-class _Mapping:
-    """One mapping of this process: its address, its file and the bytes of it changed in memory."""
-
-    start: int
-    length: int
-    file: str
-    changed: bool
 
 
 def release(files: Iterable[Path]) -> None:
@@ -47,34 +34,37 @@ def release(files: Iterable[Path]) -> None:
     with pages that were changed in memory is left alone, since those would be lost. A file may have
     been removed meanwhile.
     """
-    if not sys.platform.startswith("linux") or not _SMAPS.exists():
-        return
+    import psutil
+
     wanted = {str(file.resolve()) for file in files}
-    if not wanted:
+    if not wanted or not sys.platform.startswith("linux"):
         return
     libc = ctypes.CDLL(None)
-    for mapping in _mappings(_SMAPS.read_text(encoding="utf-8", errors="replace")):
-        if mapping.file in wanted and not mapping.changed:
-            libc.madvise(
-                ctypes.c_void_p(mapping.start),
-                ctypes.c_size_t(mapping.length),
-                ctypes.c_int(mmap.MADV_DONTNEED),
-            )
+    for mapping in psutil.Process().memory_maps(grouped=False):
+        if mapping.path in wanted and not mapping.anonymous:  # copies made when it is written to
+            start, end = (int(edge, 16) for edge in mapping.addr.split("-"))
+            size = ctypes.c_size_t(end - start)
+            libc.madvise(ctypes.c_void_p(start), size, ctypes.c_int(mmap.MADV_DONTNEED))
 
 
 class Reading:
     """A pass over mapped files that gives their pages back on the way.
 
     Whoever reads says how much: after every `STEP_BYTES` all resident pages of `files` are dropped,
-    so that a pass over a file of any size holds little more than that.
+    so that a pass over a file of any size holds little more than that. Raises CheckpointError, at
+    the beginning and after every part, where a file of those that are `watched` was cut short: to
+    touch what is no more of it would end the process.
     """
 
-    def __init__(self, files: Iterable[Path]) -> None:
-        self._files = tuple(files)
+    def __init__(self, files: Iterable[Path] = (), watched: Watched | None = None) -> None:
+        self._files, self._watched = tuple(files), watched
         self._resident_bytes = 0
+        self.advance(0)
 
     def advance(self, size: int) -> None:
         """Another `size` bytes were read."""
+        if self._watched is not None:
+            self._watched.check_sizes()
         self._resident_bytes += size
         if self._resident_bytes >= STEP_BYTES:
             self.end()
@@ -83,22 +73,6 @@ class Reading:
         """Drops what is still resident."""
         release(self._files)
         self._resident_bytes = 0
-
-
-def _mappings(smaps: str) -> Iterator[_Mapping]:
-    """Yields the file-backed mappings that a text in the format of /proc/PID/smaps lists."""
-    start = end = 0
-    file = ""
-    for line in smaps.splitlines():
-        head, _, rest = line.partition(" ")
-        if "-" in head and not head.endswith(":"):
-            low, _, high = head.partition("-")
-            start, end = int(low, 16), int(high, 16)
-            fields = rest.split(maxsplit=4)
-            file = fields[4].removesuffix(" (deleted)") if len(fields) > 4 else ""
-        elif head == "Anonymous:" and file.startswith("/"):
-            changed = int(rest.split()[0]) > 0  # copies made when a private mapping is written to
-            yield _Mapping(start, end - start, file, changed)
 
 
 def sha256(path: Path) -> str:
@@ -120,22 +94,28 @@ class Watched:
 
     @classmethod
     def now(cls, files: Sequence[Path]) -> Watched:
-        """Returns files as they are, without a hash; a mapped one may be cut short from now on."""
-        _survive_cuts(files)
+        """Returns files as they are, without a hash."""
         return cls(tuple(files), tuple(_state(file) for file in files))
 
     def hashed(self) -> Watched:
         """Returns the same with the files' SHA-256."""
         return replace(self, sha256=hash_files(self.files))
 
-    def check_states(self, error: type[MoexportError]) -> None:
-        """Raises `error` for a file that was changed, replaced or removed since, by its state."""
+    def check_states(self) -> None:
+        """Raises CheckpointError for a file that was changed, replaced or removed since."""
         for file, state in zip(self.files, self.states, strict=True):
             if _state(file) != state:
-                raise _changed(file, error)
+                raise _changed(file)
 
-    def check(self, error: type[MoexportError]) -> None:
-        """Raises `error` for a file with other contents than it had.
+    def check_sizes(self) -> None:
+        """Raises CheckpointError for a file that was cut short since."""
+        for file, state in zip(self.files, self.states, strict=True):
+            now = _state(file)
+            if now[:2] == state[:2] and now[2:3] < state[2:3]:
+                raise _changed(file)
+
+    def check(self) -> None:
+        """Raises CheckpointError for a file with other contents than it had.
 
         Only a file of which the system says something else is hashed again.
         """
@@ -144,63 +124,7 @@ class Watched:
             return
         if any(not state for state in states) or hash_files(self.files) != self.sha256:
             pairs = zip(self.files, states, self.states, strict=True)
-            raise _changed(next(f for f, now, then in pairs if now != then), error)
-
-
-class _SignalAction(ctypes.Structure):
-    """`struct sigaction` of the C libraries of Linux."""
-
-    _fields_ = (
-        ("handler", ctypes.c_void_p),
-        ("mask", ctypes.c_byte * 128),
-        ("flags", ctypes.c_int),
-        ("restorer", ctypes.c_void_p),
-    )
-
-
-_SURVIVED: set[str] = set()
-"""Files of which a mapped part that is no more reads as zeros."""
-
-_HANDLERS: list[object] = []
-"""What the C library calls, and what it called before."""
-
-
-def _survive_cuts(files: Iterable[Path]) -> None:
-    """Makes the mapped pages of files that were cut short read as zeros; a no-op outside Linux.
-
-    The system ends a process that touches such a page (SIGBUS), without a word and with whatever it
-    was writing half done. So it goes on, and whoever watches the file finds that it was changed.
-    """
-    if not sys.platform.startswith("linux") or sys.maxsize < 2**32:
-        return
-    _SURVIVED.update(str(file.resolve()) for file in files)
-    if _HANDLERS:
-        return
-    libc, maps = ctypes.CDLL(None), Path("/proc/self/maps")
-    libc.mmap.restype = ctypes.c_void_p
-    before = _SignalAction()
-
-    def put_zeros(_: int, info: int, __: int) -> None:
-        address = ctypes.c_void_p.from_address(info + 16).value or 0  # si_addr
-        for line in maps.read_text(encoding="utf-8", errors="replace").splitlines():
-            span, rest = line.split(maxsplit=1)
-            start, end = (int(edge, 16) for edge in span.split("-"))
-            if start <= address < end:
-                file = rest.split(maxsplit=4)[-1].removesuffix(" (deleted)")
-                if file in _SURVIVED:
-                    page = address & ~(mmap.PAGESIZE - 1)
-                    fixed = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x10  # MAP_FIXED
-                    reading = mmap.PROT_READ | mmap.PROT_WRITE
-                    size = ctypes.c_size_t(end - page)
-                    libc.mmap(ctypes.c_void_p(page), size, reading, fixed, -1, ctypes.c_long(0))
-                    return
-        libc.sigaction(signal.SIGBUS, ctypes.byref(before), None)  # it is not ours to mend
-
-    called = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)(put_zeros)
-    action = _SignalAction(flags=0x4 | 0x40000000)  # SA_SIGINFO, SA_NODEFER
-    action.handler = ctypes.cast(called, ctypes.c_void_p)
-    libc.sigaction(signal.SIGBUS, ctypes.byref(action), ctypes.byref(before))
-    _HANDLERS.extend((called, before))
+            raise _changed(next(f for f, now, then in pairs if now != then))
 
 
 def _state(file: Path) -> tuple[int, ...]:
@@ -212,9 +136,9 @@ def _state(file: Path) -> tuple[int, ...]:
     return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
 
 
-def _changed(file: Path, error: type[MoexportError]) -> MoexportError:
+def _changed(file: Path) -> CheckpointError:
     what = "was changed" if file.exists() else "was removed"
-    return error(
+    return CheckpointError(
         f"{file} {what} while it was read", hint="run again when the file is no longer written to"
     )
 

@@ -1,8 +1,8 @@
-"""Where commands write: a file or folder is there whole or not at all, and two take turns.
+"""Where commands write: a file or folder is there whole or not at all.
 
-What is being written has a random name beside its destination, ends up on the disk before it is
-renamed, and is locked by the process that writes it: so the next one that writes to the same place
-removes what a killed one has left.
+What is being written has a random name beside its destination, and is on the disk before it takes
+its place. What a killed process left is removed by the next that writes there, once it is a day
+old: nobody is writing it any more.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import shutil
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from ..errors import OutputError
 
@@ -38,6 +38,20 @@ HINTS = {
 }
 """What to do where writing fails for a reason that is not ours, by the system's error."""
 
+PARTIAL = ".partial"
+"""In the names of what is being written."""
+
+OLD = ".old"
+"""Ends the names of folders that are moved aside while others take their places."""
+
+STALE_S = 24 * 3600.0
+"""What nobody has written to for so long is left of a process that was killed."""
+
+
+def is_partial(path: Path) -> bool:
+    """Whether something is being written under this name, or was by a process that was killed."""
+    return path.name.startswith(".") and PARTIAL in path.name
+
 
 def hint(error: OSError) -> str:
     """Returns what to do where writing has failed."""
@@ -54,23 +68,15 @@ def check_file(place: Path) -> None:
 
     What is no file (a device, a pipe) is refused: a renamed file would take its place.
     """
-    with output_errors(place):
-        mode = _mode(place)
-    if mode is not None and not stat.S_ISREG(mode):
-        folder = stat.S_ISDIR(mode)
-        raise OutputError(
-            f"{place}: cannot be written: it is {'a folder' if folder else 'no regular file'}",
-            hint=f"name a file {'in it ' if folder else ''}with -o",
-        )
+    with output_errors(place), suppress(FileNotFoundError, NotADirectoryError):
+        mode = place.stat().st_mode
+        if not stat.S_ISREG(mode):
+            folder = stat.S_ISDIR(mode)
+            raise OutputError(
+                f"{place}: cannot be written: it is {'a folder' if folder else 'no regular file'}",
+                hint=f"name a file {'in it ' if folder else ''}with -o",
+            )
     _check(nearest(place.resolve().parent), place)
-
-
-def _mode(place: Path) -> int | None:
-    """What a path leads to, links followed; None where there is nothing yet."""
-    try:
-        return place.stat().st_mode
-    except (FileNotFoundError, NotADirectoryError):
-        return None
 
 
 def _check(folder: Path, place: Path, option: str = "-o") -> None:
@@ -85,6 +91,12 @@ def _check(folder: Path, place: Path, option: str = "-o") -> None:
         raise OutputError(
             f"{place}: cannot be written: no permission in {folder}", hint=HINTS[errno.EACCES]
         )
+
+
+def nearest(place: Path) -> Path:
+    """Returns a path, or the first above it that exists."""
+    path = place.absolute()
+    return next((folder for folder in (path, *path.parents) if folder.exists()), path)
 
 
 def make_folder(place: Path) -> None:
@@ -120,11 +132,15 @@ def whole_file(place: Path) -> Iterator[Path]:
     check_file(place)
     target = place.resolve()
     make_folder(target.parent)
-    with output_errors(place), _owned(target, target.suffix, _new_file) as partial:
+    with output_errors(place), _temporary(target, target.suffix, _new_file) as partial:
         yield partial
         to_disk(partial)
         partial.replace(target)
         to_disk(target.parent)
+
+
+def _new_file(path: Path) -> None:
+    path.touch(exist_ok=False)
 
 
 def write_text(text: str, place: Path) -> None:
@@ -135,14 +151,14 @@ def write_text(text: str, place: Path) -> None:
 
 def temporary_folder(target: Path) -> AbstractContextManager[Path]:
     """A new, empty folder beside `target`, which is gone when the block ends."""
-    return _owned(target, "", Path.mkdir)
+    return _temporary(target, "", Path.mkdir)
 
 
 def scratch_folder(name: str, within: Path | None = None) -> AbstractContextManager[Path]:
     """A folder for a step's own files, which is gone when the block ends; nobody else may read it.
 
-    It lies in the system's folder for temporary files, or `within` another. What a killed process
-    left of the same step is removed first. OutputError tells of a folder that cannot be made.
+    It lies in the system's folder for temporary files, or `within` another. OutputError tells of a
+    folder that cannot be made.
     """
     place = within or Path(tempfile.gettempdir())
 
@@ -150,7 +166,7 @@ def scratch_folder(name: str, within: Path | None = None) -> AbstractContextMana
         with output_errors(place):
             path.mkdir(mode=0o700)
 
-    return _owned(place / f"moexport-{name}", "", make)
+    return _temporary(place / f"moexport-{name}", "", make)
 
 
 _UNTIL_EXIT = ExitStack()
@@ -170,18 +186,30 @@ atexit.register(remove_scratch)
 
 
 def replace_folder(new: Path, target: Path) -> None:
-    """Puts a folder, which `temporary_folder` made for it, in the place of another.
+    """Puts a folder in the place of another, on the same file system.
 
-    Where the system can exchange the two there is a whole one at every moment, and the old one is
-    the temporary one afterwards. All is on the disk before.
+    All is on the disk before. The other one is moved aside first, and comes back where that fails:
+    between the two renames there is none.
     """
     for path in (*new.rglob("*"), new):
         to_disk(path)
-    if not target.exists():
+    remove_leftovers(target)
+    aside = _beside(target, OLD)
+    try:
+        with suppress(FileNotFoundError):
+            target.rename(aside)
         new.rename(target)
-    elif not _exchanged(new, target):
-        _replaced_in_turn(new, target)
+    finally:
+        if aside.exists():
+            _restore(aside, target)
     to_disk(target.parent)
+
+
+def _restore(aside: Path, target: Path) -> None:
+    """Moves back a folder that was moved aside, or removes it where another has its place."""
+    if not target.exists():
+        aside.rename(target)
+    remove_folder(aside)
 
 
 def remove_folder(folder: Path) -> None:
@@ -218,63 +246,42 @@ def locked(folder: Path) -> Iterator[None]:
     The lock goes with the process that holds it. It is on the folder itself and leaves no file
     behind, but on Windows, which locks files alone. Where a file system has no locks nothing waits.
     """
+    from filelock import lock_descriptor
+
     if sys.platform == "win32":
         handle = os.open(folder / f".lock{PARTIAL}", os.O_RDWR | os.O_CREAT)
     else:
         handle = os.open(folder, os.O_RDONLY)
     try:
-        _lock(handle, wait=True)
+        with suppress(OSError):  # some network file systems have no locks
+            lock_descriptor(handle, blocking=True, poll_interval=0.005)
         yield
     finally:
         os.close(handle)
 
 
-def nearest(place: Path) -> Path:
-    """Returns a path, or the first above it that exists."""
-    path = place.absolute()
-    while not path.exists() and path != path.parent:
-        path = path.parent
-    return path
-
-
-PARTIAL = ".partial"
-"""In the names of what is being written: it is nobody's once its writer is gone."""
-
-OLD = ".old"
-"""Ends the names of folders that are moved aside where the system cannot exchange two."""
-
-
-def _new_file(path: Path) -> None:
-    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | getattr(os, "O_NOFOLLOW", 0)
-    os.close(os.open(path, flags, 0o666))
+_MADE: set[Path] = set()
 
 
 @contextmanager
-def _owned(target: Path, suffix: str, make: Callable[[Path], None]) -> Iterator[Path]:
+def _temporary(target: Path, suffix: str, make: Callable[[Path], None]) -> Iterator[Path]:
     """Yields something new beside `target`, which is removed when the block ends.
 
     Nobody can tell its name before, so that no link waits there.
     """
     remove_leftovers(target, suffix)
-    stem = target.name.removesuffix(suffix)
-    while True:
-        path = target.with_name(f".{stem}.{os.urandom(8).hex()}{PARTIAL}{suffix}")
-        make(path)
-        _MADE.add(path)
-        handle = _owner(path)
-        try:
-            if path.exists():  # else another process took it for a leftover before it was locked
-                yield path
-                return
-        finally:
-            try:
-                _remove(path)
-                _MADE.discard(path)
-            finally:
-                _release(handle)
+    path = _beside(target, PARTIAL + suffix, suffix)
+    make(path)
+    _MADE.add(path)
+    try:
+        yield path
+    finally:
+        _remove(path)
+        _MADE.discard(path)
 
 
-_MADE: set[Path] = set()
+def _beside(target: Path, ending: str, suffix: str = "") -> Path:
+    return target.with_name(f".{target.name.removesuffix(suffix)}.{os.urandom(8).hex()}{ending}")
 
 
 def left_behind() -> list[Path]:
@@ -284,23 +291,22 @@ def left_behind() -> list[Path]:
 
 def remove_leftovers(target: Path, suffix: str = "") -> None:
     """Removes what killed processes left of writing `target`; moves back what they moved aside."""
-    if sys.platform == "win32":  # tells not whether the owner lives
-        return
-    stem, own = re.escape(target.name.removesuffix(suffix)), os.geteuid()
+    stem = re.escape(target.name.removesuffix(suffix))
     name = re.compile(rf"\.{stem}\.[0-9a-f]{{16}}({re.escape(PARTIAL + suffix)}|{re.escape(OLD)})")
     with suppress(OSError):  # what cannot be listed or removed is as harmless as it was
         for path in target.parent.iterdir():
-            if not name.fullmatch(path.name) or path.is_symlink() or path.lstat().st_uid != own:
+            if not name.fullmatch(path.name) or path.is_symlink():
                 continue
-            handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-            try:
-                if not _lock(handle, wait=False):
-                    continue
-                if path.name.endswith(OLD) and not target.exists():
-                    path.rename(target)
-                _remove(path)
-            finally:
-                os.close(handle)
+            if path.name.endswith(OLD) and not target.exists():
+                path.rename(target)
+            elif _idle_s(path) > STALE_S:
+                # Under another name first: whoever woke up to go on with it must not find a part.
+                _remove(path.rename(_beside(target, PARTIAL + suffix, suffix)))
+
+
+def _idle_s(path: Path) -> float:
+    """How long nobody has written to a file, or to anything in a folder."""
+    return time.time() - max(each.lstat().st_mtime for each in (path, *path.rglob("*")))
 
 
 def _remove(path: Path) -> None:
@@ -308,74 +314,3 @@ def _remove(path: Path) -> None:
         remove_folder(path)
     else:
         path.unlink(missing_ok=True)
-
-
-def _owner(path: Path) -> int | None:
-    """A descriptor that locks a file or folder until it is closed; None where it is gone.
-
-    None on Windows, too, where a file that is open cannot be renamed.
-    """
-    if sys.platform == "win32":
-        return None
-    try:
-        handle = os.open(path, os.O_RDONLY)
-    except FileNotFoundError:
-        return None
-    _lock(handle, wait=True)
-    return handle
-
-
-def _release(handle: int | None) -> None:
-    if handle is not None:
-        os.close(handle)
-
-
-def _lock(handle: int, *, wait: bool) -> bool:
-    """Whether a descriptor is locked now, if that could be told."""
-    from filelock import lock_descriptor
-
-    try:
-        return lock_descriptor(handle, blocking=wait, poll_interval=0.005)
-    except OSError:  # some network file systems have no locks
-        return False
-
-
-_AT_FDCWD, _RENAME_EXCHANGE, _RENAME_SWAP = -100, 2, 2
-"""Of Linux's renameat2 (linux/fs.h, fcntl.h) and macOS's renamex_np (sys/stdio.h)."""
-
-
-def _exchanged(one: Path, other: Path) -> bool:
-    """Exchanges two folders in one step; False where the system cannot."""
-    import ctypes
-
-    libc: Any = None if sys.platform == "win32" else ctypes.CDLL(None, use_errno=True)
-    names = os.fsencode(one), os.fsencode(other)
-    if hasattr(libc, "renameat2"):
-        code = libc.renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE)
-    elif hasattr(libc, "renamex_np"):
-        code = libc.renamex_np(*names, _RENAME_SWAP)
-    else:
-        return False
-    if code == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):  # of a file system without it
-        return False
-    raise OSError(number, os.strerror(number), str(other))
-
-
-def _replaced_in_turn(new: Path, target: Path) -> None:
-    """Renames over a folder, which is moved aside first and put back if that fails."""
-    old = target.with_name(new.name.replace(PARTIAL, OLD))
-    handle = _owner(target)
-    try:
-        target.rename(old)
-        new.rename(target)
-    except BaseException:  # an interrupt between the two must not lose the old one
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
-    finally:
-        if target.exists():
-            remove_folder(old)
-        _release(handle)

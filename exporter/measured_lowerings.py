@@ -216,7 +216,7 @@ def _write(
             f"{name} take {needed / 1e6:.0f} MB",
             hint="free some space there, or set TMPDIR to a folder elsewhere",
         )
-    with WeightsWriter(folder, sources=job.model.source.mapped) as writer:
+    with WeightsWriter(folder, reading=job.model.source.reading()) as writer:
         tensors = write_layer(writer, name, layer, compute)
     traced = _alone(group.node, job.options.opset, work)
     paths = {}

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..common.files import Reading, Watched, hash_files
 from ..common.user_code import names_code
-from ..errors import CheckpointError, MoexportError, UsageError
+from ..errors import MoexportError, UsageError
 from ..graphs.layers.base import (
     LayerEdits,
     MoELayer,
@@ -117,18 +117,22 @@ class Source:
         """
         if self.watched is None:
             return hash_files(self.files)
-        self.watched.check(CheckpointError)
+        self.watched.check()
         return self.watched.sha256
+
+    def reading(self) -> Reading:
+        """Returns a pass over the mapped weights; CheckpointError where a file was cut short."""
+        return Reading(self.mapped, self.watched)
 
     @contextmanager
     def changes_told(self) -> Iterator[None]:
         """Within the block, an error says where one of the files was changed: it may come of that.
 
-        What is no more of a file that was cut short reads as zeros.
+        A part of a mapped file that is no more cannot be written to another, which is an OSError.
         """
         try:
             yield
-        except MoexportError:
+        except (MoexportError, OSError):
             self.sha256()
             raise
 
@@ -201,7 +205,7 @@ def check_one_input(model: Model, what: str) -> None:
 
 def fingerprint(model: Model) -> str:
     """Returns the SHA-256 of a model's family, configuration, edits and every weight."""
-    digest, reading = hashlib.sha256(), Reading(model.source.mapped)
+    digest, reading = hashlib.sha256(), model.source.reading()
     known = {"family": model.family, "config": model.config, "edits": model.edits.texts()}
     digest.update(json.dumps(known, sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.module.state_dict().items()):

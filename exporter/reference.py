@@ -17,7 +17,6 @@ from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
 from ..calibration.feeds import Arrays
-from ..common.files import Reading
 from ..errors import ParityError
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, recorded_choices
 from ..graphs.layers.experts import Experts
@@ -56,7 +55,7 @@ def first_input(model: Model, x: Inputs) -> np.ndarray:
 @contextmanager
 def _pages_given_back(model: Model) -> Iterator[None]:
     """Within the context the pages of mapped weights are given back once a module has run."""
-    reading = Reading(model.source.mapped)
+    reading = model.source.reading()
 
     def count(module: nn.Module, *_: object) -> None:
         lists = (part for part in module.children() if isinstance(part, nn.ParameterList))

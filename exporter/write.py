@@ -42,7 +42,7 @@ def write_graphs(
 ) -> dict[str, Lowered]:
     """Writes the weights file and every graph of the plan; returns the graphs by file."""
     traced, model = plan.traced.clone(), plan.job.model
-    with WeightsWriter(directory, progress, model.source.mapped) as writer:
+    with WeightsWriter(directory, progress, model.source.reading()) as writer:
         write_backbone(writer, traced)
         stored = {
             name: write_layer(writer, name, layer, plan.precision.layers[name].compute)

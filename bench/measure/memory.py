@@ -41,8 +41,7 @@ class Memory:
 
 def worker_count(weights_bytes: int) -> int:
     """Returns how many processes may run at once: in half of the memory, and no more than cores."""
-    room = memory_bytes() or (8 << 30)
-    fitting = room // 2 // (ROOM * weights_bytes + RUNTIME_BYTES)
+    fitting = memory_bytes() // 2 // (ROOM * weights_bytes + RUNTIME_BYTES)
     return max(1, min(AT_ONCE, usable_cores(), fitting))
 
 

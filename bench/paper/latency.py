@@ -103,20 +103,16 @@ class Passes:
         return Protocol(warmup=self.warmup, round_s=0.0, inputs=self.timed // MIN_ROUNDS)
 
 
-def fitting(shape: LatencyTable, memory: int | None, copies: float = COPIES) -> LatencyTable:
-    """Returns the shape with h halved until so many copies of its FP32 weights fit in the memory.
-
-    Without knowing the memory, 8 GiB are taken.
-    """
+def fitting(shape: LatencyTable, memory: int, copies: float = COPIES) -> LatencyTable:
+    """Returns the shape with h halved until so many copies of its FP32 weights fit in memory."""
     while copies_in(memory, shape) < copies and shape.hidden > shape.experts:
         shape = replace(shape, hidden=shape.hidden // 2)
     return shape
 
 
-def copies_in(memory: int | None, shape: LatencyTable) -> float:
+def copies_in(memory: int, shape: LatencyTable) -> float:
     """Returns how many copies of a shape's FP32 weights a memory holds."""
-    room = (8 << 30) if memory is None else memory
-    return room / (4 * parameters(shape))
+    return memory / (4 * parameters(shape))
 
 
 def parameters(shape: LatencyTable) -> int:

@@ -11,8 +11,8 @@ from pathlib import Path
 from ...common.json_data import object_in
 from ...common.writing import (
     HINTS,
-    PARTIAL,
     hint,
+    is_partial,
     nearest,
     replace_folder,
     temporary_folder,
@@ -78,7 +78,7 @@ def others_in(folder: Path, files: Collection[str]) -> list[str]:
     return sorted(
         path.name
         for path in folder.iterdir()
-        if path.name not in (MANIFEST_FILE, *files) and not path.name.endswith(PARTIAL)
+        if path.name not in (MANIFEST_FILE, *files) and not is_partial(path)
     )
 
 

@@ -8,7 +8,6 @@ never held whole.
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -87,15 +86,15 @@ def layer_bytes(layer: MoELayer, compute: ComputeTypes) -> int:
 class WeightsWriter:
     """Appends tensors to a weights file; a context manager that closes it.
 
-    The tensors may be mapped from `sources`, whose pages are dropped as they are done with.
-    `progress` gets the bytes written.
+    The tensors may be of mapped files, of which `reading` is the pass. `progress` gets the bytes
+    written.
     """
 
     def __init__(
-        self, directory: Path, progress: Progress | None = None, sources: Iterable[Path] = ()
+        self, directory: Path, progress: Progress | None = None, reading: Reading | None = None
     ) -> None:
         self._progress = progress or Silent()
-        self._reading = Reading(sources)
+        self._reading = reading or Reading()
         self._file = (directory / WEIGHTS_FILE).open("wb")
 
     def __enter__(self) -> WeightsWriter:
@@ -126,24 +125,12 @@ class WeightsWriter:
             array = np.ascontiguousarray(part, dtype=np.uint8 if packed else dtype.numpy())
             # Not ndarray.tofile, whose errors do not tell a full disk from any other failure. As
             # bytes, since bfloat16 has no place in the buffer protocol.
-            self._write(array.reshape(-1).view(np.uint8).data)
+            self._file.write(array.reshape(-1).view(np.uint8).data)
             self._progress.advance(array.nbytes)
             self._reading.advance(part.nbytes)
         written = self._file.tell() - stored.offset
         assert written == stored.bytes, f"{written} bytes written for shape {shape}"
         return stored
-
-    def _write(self, data: memoryview) -> None:
-        begin = self._file.tell()
-        try:
-            self._file.write(data)
-        except OSError as error:
-            if error.errno != errno.EFAULT:
-                raise
-            # The mapped checkpoint was cut short. Read by this process and not by the system, what
-            # is no more is zeros (`Watched`), and the export is refused at its end.
-            self._file.seek(begin)
-            self._file.write(bytes(data))
 
     def _align(self, size: int) -> int:
         """Pads to a page before a tensor that fills one, so that runtimes can map it."""

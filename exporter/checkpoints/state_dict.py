@@ -113,13 +113,11 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
     mapped = found.files
     if watched is not None:
-        # A file that became shorter cannot be touched where it is mapped: that ends the process.
-        watched.check_states(CheckpointError)
-        tensors, converted = _as_float32(tensors, notes, found.files)
+        tensors, converted = _as_float32(tensors, notes, watched)
         mapped += converted
-        _check_finite(source, tensors, Reading(mapped), watched)
+        _check_finite(source, tensors, Reading(mapped, watched))
         watched = watched.hashed()
-        watched.check_states(CheckpointError)
+        watched.check_states()
     return Checkpoint(
         tensors,
         found.files,
@@ -241,14 +239,11 @@ def _without_prefixes(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], tu
         removed.append(shared)
 
 
-def _check_finite(
-    source: Path, tensors: dict[str, Tensor], reading: Reading, watched: Watched
-) -> None:
+def _check_finite(source: Path, tensors: dict[str, Tensor], reading: Reading) -> None:
     """Raises CheckpointError for a weight that is NaN or infinite, naming its key."""
     for key, tensor in tensors.items():
         if tensor.is_meta or not tensor.is_floating_point() or tensor.numel() == 0:
             continue
-        watched.check_states(CheckpointError)
         # The extremes of a tensor with a NaN are NaN; finding them allocates nothing.
         low, high = (float(x) for x in torch.aminmax(tensor.detach()))
         if not (math.isfinite(low) and math.isfinite(high)):
@@ -265,7 +260,7 @@ def _check_finite(
 
 
 def _as_float32(
-    tensors: dict[str, Tensor], notes: list[str], files: tuple[Path, ...]
+    tensors: dict[str, Tensor], notes: list[str], watched: Watched
 ) -> tuple[dict[str, Tensor], tuple[Path, ...]]:
     """Floating-point tensors as float32; those that are float32 already are passed on uncopied.
 
@@ -280,7 +275,7 @@ def _as_float32(
         return tensors, ()
     dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in others.values()})
     notes.append(f"converted {', '.join(dtypes)} weights to float32")
-    converted, file = upcast(others, files)
+    converted, file = upcast(others, watched.files, watched)
     return {**tensors, **converted}, () if file is None else (file,)
 
 
@@ -292,13 +287,14 @@ ALIGNMENT = 16
 
 
 def upcast(
-    tensors: Mapping[str, Tensor], files: Iterable[Path]
+    tensors: Mapping[str, Tensor], files: Iterable[Path], watched: Watched | None = None
 ) -> tuple[dict[str, Tensor], Path | None]:
     """Returns tensors as float32, and the temporary file that they are mapped from, if any.
 
     That file has no name any more: it goes with the last of the tensors, or with the process. Where
     there is no room for it, or the system has no such files, they are converted in memory. `files`
-    are what the given tensors are mapped from, whose pages are dropped as they are read.
+    are what the given tensors are mapped from, whose pages are dropped as they are read, and
+    `watched` which of them must not be cut short meanwhile.
     """
     starts, size = {}, 0
     # The small ones together: systems map 2 MB around whatever is touched, and who looks at the
@@ -310,7 +306,7 @@ def upcast(
     if mapped is None:
         return {key: tensor.float() for key, tensor in tensors.items()}, None
     numbers, place = mapped
-    reading, found = Reading((*files, place)), {}
+    reading, found = Reading((*files, place), watched), {}
     for key, tensor in tensors.items():
         start = starts[key]
         found[key] = numbers[start : start + tensor.numel()].view(tensor.shape)

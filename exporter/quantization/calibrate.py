@@ -207,7 +207,7 @@ def observe_share(
 
 
 def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
-    with WeightsWriter(path.parent, sources=job.model.source.mapped) as writer:
+    with WeightsWriter(path.parent, reading=job.model.source.reading()) as writer:
         write_backbone(writer, traced)
         choices = {
             name: LoweringRequest(

@@ -220,11 +220,9 @@ def ended(status: int, printed: Sequence[str], about: Circumstances) -> EngineEr
 
 def killed(about: Circumstances) -> EngineError:
     """Returns the error for a build that the system ended, as Linux does for want of memory."""
-    total = memory_bytes()
-    machine = "its size is not known" if total is None else f"this machine has {size(total)}"
     return EngineError(
         f"{about.backend.title}: the build was killed, as the system does when memory runs out "
-        f"({machine})",
+        f"(this machine has {size(memory_bytes())})",
         hint=less_host_memory(about),
     )
 

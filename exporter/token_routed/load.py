@@ -103,7 +103,7 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
     model = _part(model, kind) if values else model
     original = Network(model.eval().requires_grad_(False), takes, gives)
     network = sharing_weights(original)
-    k, reading = k_of(config.get_text_config()), Reading(mapped)
+    k, reading = k_of(config.get_text_config()), Reading(mapped, watched)
     for path in paths:
         module = original.get_submodule(path)
         layer = canonical(path, module, k[1] if k else max(experts))

@@ -19,7 +19,6 @@ import numpy as np
 from ...common.console import Progress, Silent
 from ...common.text import near_miss
 from ...common.writing import (
-    PARTIAL,
     check_folder,
     output_errors,
     replace_folder,
@@ -173,8 +172,7 @@ def write_repository(
                 replace_folder(staged, target)
                 return models
             for model in models:
-                made = (staged / model.name).rename(staged / f"{model.name}{PARTIAL}")
-                replace_folder(made, target / model.name)
+                replace_folder(staged / model.name, target / model.name)
     return models
 
 

@@ -29,7 +29,7 @@ from moexport.tests.test_wheel import ROOT
 
 NEEDED = (
     *("numpy", "onnx", "onnxruntime", "protobuf", "ml_dtypes", "typing_extensions", "flatbuffers"),
-    *("packaging", "msgspec", "filelock"),
+    *("packaging", "msgspec", "filelock", "psutil"),
 )
 """What the Python backend imports: there is no PyTorch beside it."""
 
