@@ -62,8 +62,10 @@ conformance: $(VENV)/ready
 docs: $(VENV)/ready
 	$(BIN)/mkdocs build --quiet --strict
 
+# Measures everything and puts the results into the documents: an hour or more, on a quiet machine.
 bench: $(VENV)/ready
 	$(BIN)/python -m perf
+	$(BIN)/python docs/refresh.py performance
 
 # Damaged files of each kind for so many seconds, at low priority; `make test` reads a few hundred.
 # FUZZ_KINDS='feeds tables' reads those alone.

@@ -1,17 +1,12 @@
 """Writes into the documents what was measured or exported: run from a checkout.
 
+python docs/refresh.py performance  every table and chart of perf/results: docs/performance.md,
+                                    token-routed.md, mumoe.md, calibration.md and tune.md
 python docs/refresh.py demo DIR     the README's table and figure and the site's report, from
                                     `moexport demo -o DIR`
 python docs/refresh.py mumoe DIR    the table of docs/mumoe.md, from `moexport demo --family mumoe`
-python docs/refresh.py cache        its table of tokens per second, from perf/results
 python docs/refresh.py lowerings    the ops that docs/lowerings.md lists, from exported graphs
 python docs/refresh.py schema       bench/results.schema.json, from the dataclasses
-python docs/refresh.py paper        the tables and figures of docs/paper.md, from perf/results
-python docs/refresh.py calibration  the tables of docs/calibration.md, from the same
-python docs/refresh.py tune         the table of docs/tune.md, from perf/results
-python docs/refresh.py performance  the tables and charts of docs/performance.md, the tables of
-                                    docs/history.md, and those of docs/one-run.md from those of a
-                                    whole `make bench`
 """
 
 from __future__ import annotations
@@ -22,18 +17,12 @@ import shutil
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import moexport
 import onnx
-from moexport.bench.analyses.findings import studies_in
-from moexport.bench.analyses.report import figures as charts
-from moexport.bench.analyses.report import titled
-from moexport.bench.paper import latency as latency_table
-from moexport.bench.paper import mnist
-from moexport.bench.paper import multilinear as tables_6_8
 from moexport.bench.report.figures import figures
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
@@ -42,15 +31,8 @@ from moexport.graphs.layers.soft_moe import SoftMoESpec
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.lowerings.cost import GPUS, Work
 from moexport.perf import cache, calibration, granite, models, scale, startup, tune
-from moexport.perf.__main__ import BENCHMARKS
 from moexport.perf.experts import table as experts_table
-from moexport.perf.layers import auto, mumoe
-from moexport.perf.layers.tables import (
-    integer_table,
-    integer_targets_table,
-    layer_table,
-    targets_table,
-)
+from moexport.perf.layers import mumoe
 from moexport.perf.measure import kept, measured_on
 
 ROOT = Path(__file__).parents[1]
@@ -244,43 +226,69 @@ def refresh_schema() -> None:
 
 
 def refresh_performance() -> None:
-    """Puts what was measured into the pages on performance, and draws their charts."""
-    for page, tables in (
-        ("performance.md", performance_tables()),
-        ("token-routed.md", token_routed_tables()),
-        ("history.md", history_tables()),
-        ("one-run.md", one_run_tables(RESULTS / "one-run")),
-    ):
-        for name, content in tables.items():
+    """Puts what was measured into the pages, and draws the charts of docs/performance.md."""
+    for page, tables in MEASURED.items():
+        for name, content in tables().items():
             replace_marked(ROOT / "docs" / page, name, content)
     performance_page.draw(RESULTS, ROOT / "docs" / "images")
 
 
 def performance_tables() -> dict[str, str]:
     """Returns what docs/performance.md shows of the kept results, by its markers."""
-    results = read(RESULTS / "layers-cpu.json")
-    scales = kept(RESULTS / "scale-cpu.json")
+    results, scales = read(RESULTS / "layers-cpu.json"), kept(RESULTS / "scale-cpu.json")
+    small, whole = (read(RESULTS / f"paper-{n}.json") for n in ("latency", "latency-whole"))
     where = textwrap.fill(f"Measured on {measured_on(scales)}.", 100)
     return {
         "machine": measured_by(results),
         "layer-by-k": performance_page.layer_by_k(results) + "\n",
-        "layer-in-int8": performance_page.layer_in_int8(results) + "\n",
         "models": models.table(read(RESULTS / "models-cpu.json"), 1) + "\n",
         "mumoe": mumoe.table(read(RESULTS / "mumoe-cpu.json")) + "\n",
         "scale": f"{where}\n\n{scale.table(scales)}\n",
         "startup": startup.table(kept(RESULTS / "startup-cpu.json")) + "\n",
-        "auto": auto.table(RESULTS / "auto-cpu.json") + "\n",
-        "experts": _wrapped(experts_table(kept(RESULTS / "experts-cpu.json"))),
-        "granite": _wrapped(granite.table(kept(RESULTS / "granite-cpu.json"))),
+        "auto": performance_page.choices(RESULTS / "auto-cpu.json") + "\n",
+        "mnist": performance_page.retention(read(RESULTS / "paper-mnist.json")) + "\n",
+        "latency": performance_page.latency_by_k(small, whole) + "\n",
     }
 
 
 def token_routed_tables() -> dict[str, str]:
     """Returns what docs/token-routed.md shows of the kept results, by its markers."""
     return {
-        "experts": performance_page.routed_layer(kept(RESULTS / "experts-cpu.json")) + "\n",
+        "experts": _wrapped(experts_table(kept(RESULTS / "experts-cpu.json"))),
         "granite": _wrapped(granite.table(kept(RESULTS / "granite-cpu.json"))),
     }
+
+
+def calibration_tables() -> dict[str, str]:
+    """Returns what docs/calibration.md shows of the kept results, by its markers."""
+    body = kept(RESULTS / "calibration-cpu.json")
+    facts = body["environment"]
+    machine = f"{facts['cpu']['model']}, ONNX Runtime {onnxruntime_of(facts['packages'])}"
+    return {
+        "machine": f"Measured on {machine} (CPU), one thread.\n",
+        "methods": calibration.methods_table(body) + "\n",
+        "tools": calibration.tools_table(body) + "\n",
+    }
+
+
+def mumoe_tables() -> dict[str, str]:
+    """Returns what docs/mumoe.md shows of the kept results, by its markers."""
+    return {"cache": cache.table(kept(RESULTS / "cache-cpu.json")) + "\n"}
+
+
+def tune_tables() -> dict[str, str]:
+    """Returns what docs/tune.md shows of the kept results, by its markers."""
+    return {"tune": tune.table(kept(RESULTS / "tune-cpu.json")) + "\n"}
+
+
+MEASURED: Mapping[str, Callable[[], dict[str, str]]] = {
+    "performance.md": performance_tables,
+    "token-routed.md": token_routed_tables,
+    "calibration.md": calibration_tables,
+    "mumoe.md": mumoe_tables,
+    "tune.md": tune_tables,
+}
+"""The tables of each page that shows kept results, by the page's markers."""
 
 
 def _wrapped(content: str) -> str:
@@ -290,28 +298,6 @@ def _wrapped(content: str) -> str:
         for part in content.split("\n\n")
     )
     return "\n\n".join(parts) + "\n"
-
-
-def history_tables() -> dict[str, str]:
-    """Returns what docs/history.md shows of the kept results, by its markers."""
-    results = read(RESULTS / "layers-cpu.json")
-    return {
-        "machine": measured_by(results),
-        "targets": targets_table(results) + "\n",
-        "layers": layer_table(results) + "\n",
-        "integer-targets": integer_targets_table(results) + "\n",
-        "integers": integer_table(results) + "\n",
-        "models-16": models.table(read(RESULTS / "models-b16-cpu.json"), 16) + "\n",
-    }
-
-
-def one_run_tables(folder: Path) -> dict[str, str]:
-    """Returns the tables of all benchmarks, by their names, from the results in a folder."""
-    return {"machine": measured_by(read(folder / "layers-cpu.json"))} | {
-        name: benchmark.tables(folder / benchmark.file.name) + "\n"
-        for name, benchmark in BENCHMARKS.items()
-        if (folder / benchmark.file.name).exists()  # a benchmark may be younger than the run
-    }
 
 
 def onnxruntime_of(packages: Mapping[str, str]) -> str:
@@ -331,60 +317,6 @@ def measured_by(results: Results) -> str:
     return textwrap.fill(machine, 100) + "\n"
 
 
-def refresh_calibration() -> None:
-    """Puts the methods and quantisers, side by side, into docs/calibration.md."""
-    page = ROOT / "docs" / "calibration.md"
-    found = kept(RESULTS / "calibration-cpu.json")
-    facts = found["environment"]
-    machine = f"{facts['cpu']['model']}, ONNX Runtime {onnxruntime_of(facts['packages'])}"
-    replace_marked(page, "machine", f"Measured on {machine} (CPU), one thread.\n")
-    replace_marked(page, "methods", calibration.methods_table(found) + "\n")
-    replace_marked(page, "tools", calibration.tools_table(found) + "\n")
-
-
-def refresh_paper() -> None:
-    """Puts the papers' experiments, as they came out here, into docs/paper.md."""
-    page = ROOT / "docs" / "paper.md"
-    facts = read(RESULTS / "paper-mnist.json").environment
-    machine = (
-        f"{facts['cpu']['model']}, Python {facts['python']}, torch {facts['packages']['torch']}"
-    )
-    replace_marked(page, "machine", f"Measured on {machine}, on the CPU.\n")
-    images = ROOT / "docs" / "images"
-    for suite in ("mnist", "mnist-normalised"):
-        results = read(RESULTS / f"paper-{suite}.json")
-        studies = studies_in(results.analyses)
-        found = titled(studies, mnist.PRINTED)
-        names = ("retention", "random", "subsets", "shares")
-        for name, (header, rows) in zip(names, found.values(), strict=True):
-            # An exhaustive search that was too large says nothing but its size.
-            shown_rows = [row for row in rows if name != "subsets" or row[3] != "–"]
-            replace_marked(page, f"{suite}-{name}", markdown(header, shown_rows, words=1) + "\n")
-        for path in charts(studies, images, mnist.PRINTED):
-            path.replace(images / f"{suite}-{path.name}")
-    latency, whole = (read(RESULTS / f"paper-{n}.json") for n in ("latency", "latency-whole"))
-    multilinear = read(RESULTS / "paper-mumoe.json")
-    for name, header, cells in (
-        ("latency", latency_table.HEADER, list(latency_table.latency_rows(latency))),
-        ("latency-whole", latency_table.HEADER, list(latency_table.latency_rows(whole))),
-        ("memory", tables_6_8.HEADER_6, tables_6_8.memory_rows(multilinear)),
-        ("work", tables_6_8.HEADER_8, tables_6_8.work_rows(multilinear)),
-    ):
-        replace_marked(page, name, markdown(header, cells, words=1) + "\n")
-
-
-def refresh_cache() -> None:
-    """Puts the tokens per second with a cache into docs/mumoe.md."""
-    found = cache.table(kept(RESULTS / "cache-cpu.json"))
-    replace_marked(ROOT / "docs" / "mumoe.md", "cache", found + "\n")
-
-
-def refresh_tune() -> None:
-    """Puts what `tune` found, beside uniform exports and Optuna, into its page."""
-    body = kept(BENCHMARKS["tune"].file)
-    replace_marked(ROOT / "docs" / "tune.md", "tune", tune.table(body) + "\n")
-
-
 def replace_marked(page: Path, name: str, content: str) -> None:
     """Puts content between a page's `<!-- name -->` and `<!-- /name -->`."""
     text = page.read_text(encoding="utf-8")
@@ -398,18 +330,10 @@ if __name__ == "__main__":
             refresh_demo(Path(directory))
         case ["mumoe", directory]:
             refresh_mumoe(Path(directory))
-        case ["cache"]:
-            refresh_cache()
         case ["lowerings"]:
             refresh_lowerings()
         case ["schema"]:
             refresh_schema()
-        case ["calibration"]:
-            refresh_calibration()
-        case ["paper"]:
-            refresh_paper()
-        case ["tune"]:
-            refresh_tune()
         case ["performance"]:
             refresh_performance()
         case _:

@@ -40,10 +40,6 @@ GRAPHS = (
     ("fused", "int4"),
 )
 
-DECODE, INT8 = 0.6, 2.5
-"""The targets: a token in at most so much of PyTorch's best time, and INT8 so much faster than FP32
-at 16 tokens, each in its faster lowering."""
-
 
 class Layer(nn.Module):
     """A softmax router that normalises over the k chosen, and the experts."""
@@ -147,23 +143,14 @@ def _call(call: Any, inputs: list[np.ndarray], index: int) -> None:
 
 
 def table(body: Any) -> str:
-    """The results as Markdown, with the targets and whether they are met."""
+    """The results as Markdown."""
     names = list(body["times"]["1"])
     rows = [
         (tokens, *(f"{times[name]:.3g}" if name in times else "–" for name in names))
         for tokens, times in body["times"].items()
     ]
-    one, some = body["times"]["1"], body["times"]["16"]
-    decode = one["grouped fp32"] / min(ms for name, ms in one.items() if "PyTorch" in name)
-    fp32_ms, int8_ms = (
-        min(ms for name, ms in some.items() if name.endswith(precision))
-        for precision in (" fp32", " int8")
-    )
     return (
         f"Measured on {measured_on(body)}, {body['threads']} threads; ms, medians. d = {SPEC.dim}, "
         f"h = {SPEC.hidden}, k = {SPEC.k} of {SPEC.experts}; `bytes` is reading the FP32 weights "
-        f"in use.\n\n{markdown(('tokens', *names), rows)}\n\n"
-        f"One token in FP32 takes {decode:.2f} of PyTorch's best (target {DECODE:g}), and "
-        f"{one['grouped fp32'] / one['bytes']:.2f} times its bytes; INT8 is "
-        f"{fp32_ms / int8_ms:.2f} times as fast as FP32 at 16 tokens (target {INT8:g})."
+        f"in use.\n\n{markdown(('tokens', *names), rows)}"
     )

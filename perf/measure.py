@@ -193,10 +193,3 @@ def ms(value: float | None) -> str:
 def times(slower: float | None, faster: float | None) -> str:
     """Returns as a cell how many times faster something is."""
     return "–" if slower is None or faster is None else f"{slower / faster:.1f}×"
-
-
-def over_limit(row: Row | None) -> tuple[str, str]:
-    """Returns two cells: the least time of a row, and its median over that."""
-    if row is None or row.over_limit is None:
-        return "–", "–"
-    return ms(row.limit_ms), f"{row.over_limit:.2f}"

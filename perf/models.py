@@ -27,7 +27,7 @@ from moexport.common.console import Progress
 from moexport.common.text import markdown
 
 from .layers.soft_moe import COMPILED, PLAIN, SHAPES, Layer, plain_onnx
-from .measure import in_own_process, ms, over_limit, random_weights, results, threads, timed, times
+from .measure import in_own_process, ms, random_weights, results, threads, timed, times
 from .scale import vit_checkpoint
 
 BATCHES = (1, 16)
@@ -119,16 +119,16 @@ def table(results: Results, batch: int | None = None) -> str:
         ]
         integers = found.get((model, size, INT8, k))
         integer_ms = None if integers is None else integers.median_ms
+        limit = None if integers is None else integers.limit_ms
         lines.append(
             (
-                *(model, str(size), str(k), *map(ms, untouched), ms(row.median_ms)),
-                *(*over_limit(row), *(times(each, row.median_ms) for each in untouched)),
-                *(ms(integer_ms), *over_limit(integers), times(untouched[0], integer_ms)),
+                *(model.rpartition("layers, ")[2], str(size), str(k), *map(ms, untouched)),
+                *(ms(row.median_ms), ms(row.limit_ms), times(untouched[0], row.median_ms)),
+                *(ms(integer_ms), ms(limit), times(untouched[0], integer_ms)),
             )
         )
     header = (
-        *("model", "batch", "k", "PyTorch eager", "`torch.compile`", "`torch.onnx`"),
-        *("exported, `auto`", "limit", "over limit", "vs eager", "vs compile", "vs `torch.onnx`"),
-        *("INT8", "limit", "over limit", "vs eager"),
+        *("experts", "batch", "k", "PyTorch eager", "`torch.compile`", "`torch.onnx`"),
+        *("FP32", "limit", "vs eager", "INT8", "limit", "vs eager"),
     )
     return markdown(header, lines)

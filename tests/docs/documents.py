@@ -16,7 +16,7 @@ from pathlib import Path
 from moexport.tests.command import run
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")))
+PAGES = sorted((*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"), ROOT / "perf" / "README.md"))
 
 FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLAIN = re.compile(r"moexport [^|&;<>$`*?~#]*")

@@ -1,35 +1,17 @@
-"""The pages on performance show the results that are kept, as the benchmarks print them."""
+"""The pages show the results that are kept, as the benchmarks print them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-
 import pytest
 from moexport.bench.results import read
-from moexport.docs.refresh import (
-    RESULTS,
-    ROOT,
-    demo_table,
-    history_tables,
-    one_run_tables,
-    performance_tables,
-    token_routed_tables,
-)
+from moexport.docs.refresh import MEASURED, ROOT, demo_table
 from moexport.docs.site_hooks import DEMO
 
-PAGES: dict[str, Callable[[], dict[str, str]]] = {
-    "performance.md": performance_tables,
-    "token-routed.md": token_routed_tables,
-    "history.md": history_tables,
-    "one-run.md": partial(one_run_tables, RESULTS / "one-run"),
-}
 
-
-@pytest.mark.parametrize("page", list(PAGES))
+@pytest.mark.parametrize("page", list(MEASURED))
 def test_the_tables_of_a_page_are_those_of_the_kept_results(page: str) -> None:
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
-    for name, content in PAGES[page]().items():
+    for name, content in MEASURED[page]().items():
         shown = text.partition(f"<!-- {name} -->\n")[2].partition(f"<!-- /{name} -->")[0]
         assert shown == content, (
             f"docs/{page}, {name}: `python docs/refresh.py performance` brings it up to date"

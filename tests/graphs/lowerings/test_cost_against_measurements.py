@@ -16,7 +16,7 @@ from moexport.perf.layers.soft_moe import BATCHES, HELD_OUT, SHAPES, Layer
 from moexport.perf.layers.tables import AUTO_SLACK, Cell, cells
 
 FOLDER = Path(str(moexport.__file__)).parent / "perf" / "results"
-FILES = ("layers-cpu", "layers-vnni-cpu", "one-run/layers-cpu")
+FILES = ("layers-cpu", "layers-vnni-cpu", "layers-loaded-cpu")
 MACHINES = {name: read(FOLDER / f"{name}.json") for name in FILES}
 PRECISIONS: tuple[Precision, ...] = ("fp32", "int8")
 HELD_OUT_SLACK = 0.10
