@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .exporter.bundle.manifest import Check, Manifest
     from .exporter.bundle.run import Outputs
     from .exporter.checkpoints.adapters import Adapter
-    from .exporter.checkpoints.user_network import Example
+    from .exporter.checkpoints.examples import Example
     from .exporter.doctor import Diagnosis
     from .exporter.inspect import ModelReport
     from .exporter.job import ExportJob

@@ -20,9 +20,10 @@ from ..families import Family, detect, family_named
 from ..model import Model, Source
 from ..token_routed.load import architecture_of, load_transformers
 from .adapters import Adapter
+from .examples import Example
 from .files import local_checkpoint
 from .state_dict import Checkpoint, read_checkpoint
-from .user_network import Example, load_factory
+from .user_network import load_factory
 
 
 def read_config(file: Path | None = None, sets: Sequence[str] = ()) -> dict[str, Any]:

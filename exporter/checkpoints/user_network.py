@@ -6,23 +6,17 @@ the names and shapes of its parameters, which are then those of a published laye
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...calibration.feeds import samples
 from ...common.user_code import callable_named
 from ...errors import CheckpointError, FamilyError, MoexportError, ParityError, UsageError
-from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
-from ..families import FAMILIES, LAYOUTS
-from ..families.base import find_layers
+from ...graphs.layers.base import sharing_weights
 from ..families.layer_only import PixelBackbone, TokenBackbone, VectorBackbone
 from ..model import Model, Source, TensorSpec
 from ..token_routed.own_router import Routed, check_experts, routing
@@ -30,27 +24,20 @@ from .adapters import (
     EXAMPLE,
     TOLERANCE,
     Adapter,
-    Described,
     Experts,
     adapter_name,
-    adapter_of,
     adapters_for,
     check_described,
     describe,
     difference,
 )
+from .calls import Call, Recorded, recorded_forward
+from .examples import INPUT_SHAPE, Example, differ, example_of, made_up
+from .layers import FoundLayer, find_in_module
 from .state_dict import Checkpoint, read_checkpoint
 
-INPUT_SHAPE = "input_shape"
-
-EXAMPLE_INPUT = "example_input"
-
-RANDOM_INPUTS = 2
-
-FEED_INPUTS = 8
-
-Example = np.ndarray | str | Path
-"""Inputs [b, …], or where they are (`calibration.feeds`): the first few of them are taken."""
+COMPILED = "_orig_mod"
+"""What a module that `torch.compile` made calls the module that it is of."""
 
 
 def load_factory(
@@ -63,13 +50,13 @@ def load_factory(
     """Returns the network that a factory builds, its MoE layers replaced by ours.
 
     `config` are the factory's arguments, and `input_shape` without the batch where the network has
-    no `example_input` and no `example` [b, …] is given. Both networks run on that input; a
-    difference is a ParityError. The user's own module is kept as `Model.original`.
+    no `example_input` and no `example` [b, …] is given. Both networks run on that input, and on a
+    made-up one where it holds no two different inputs; a difference is a ParityError. The user's
+    own module is kept as `Model.original`.
     """
     arguments = {key: value for key, value in config.items() if key != INPUT_SHAPE}
-    module = _built(source, callable_named(source, "a factory"), arguments)
-    given = adapters_for(adapters)
-    notes: tuple[str, ...] = ()
+    module, notes = _uncompiled(_built(source, callable_named(source, "a factory"), arguments))
+    known = adapters_for(adapters)
     files: tuple[Path, ...] = ()
     mapped: tuple[Path, ...] = ()
     if weights is not None:
@@ -82,16 +69,19 @@ def load_factory(
     if any(p.is_floating_point() and p.dtype != torch.float32 for p in module.parameters()):
         notes += ("converted the network to float32",)
     module = module.float().eval().requires_grad_(False)
-    inputs, note = _example(source, module, config.get(INPUT_SHAPE), example)
-    found = find_in_module(module, given)
-    own = recorded_forward(module, found, inputs, source)
-    places = {layer.path: layer for layer in found}
-    found = tuple(places[path] for path in own.layers)  # in the order in which they are called
+    inputs, random = example_of(source, module, config.get(INPUT_SHAPE), example)
+    found = find_in_module(module, known)
+    passes, made = _passes(module, found, inputs, source)
+    found, left = _called(found, passes, source)
+    calls = {path: call for each in reversed(passes) for path, call in each.layers.items()}
     for place in found:
-        _check_adapter(place, own.layers[place.path], source)
-    twin, layers, replaced = swapped(module, found, own)
-    check_same(own, recorded_forward(twin, found, inputs, source), module, source)
-    array, result = inputs.numpy(), own.result.numpy()
+        _check_alone(place, module.get_submodule(place.path), calls[place.path], source)
+        for each in passes:
+            _check_adapter(place, each, source)
+    twin, layers, replaced = swapped(module, found, calls)
+    for each in passes:
+        check_same(each, twin, found, source)
+    array, result = passes[0].inputs.numpy(), passes[0].result.numpy()
     used = {adapter_name(layer.adapter): None for layer in found if layer.adapter is not None}
     return Model(
         module=twin,
@@ -102,7 +92,7 @@ def load_factory(
         ),
         inputs=(TensorSpec("input", array.dtype.name, ("batch", *array.shape[1:])),),
         outputs=(TensorSpec("output", result.dtype.name, ("batch", *result.shape[1:])),),
-        notes=(*notes, *note, *replaced),
+        notes=(*notes, *random, *made, *replaced, *left),
         original=module,
         example=array,
         order=layers,
@@ -121,6 +111,30 @@ def _built(source: str, factory: Callable[..., object], arguments: dict[str, Any
     if not isinstance(module, nn.Module):
         raise UsageError(f"{source} returned a {type(module).__name__}, not a torch.nn.Module")
     return module
+
+
+def _uncompiled(module: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """The network without `torch.compile`, and a note: what is compiled keeps its own layers."""
+    paths = []
+    while (first := next(_compiled(module), None)) is not None:
+        path, inner = first
+        if path:
+            module.set_submodule(path, inner)
+        else:
+            module = inner
+        paths.append(path or "the network")
+    for path, sub in module.named_modules():
+        if sub._compiled_call_impl is not None:  # by `sub.compile()`
+            sub._compiled_call_impl = None
+            paths.append(path or "the network")
+    return module, (f"torch.compile was taken off {', '.join(paths)}",) if paths else ()
+
+
+def _compiled(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The places of modules that `torch.compile` made, the outermost first, and what is in them."""
+    for path, sub in module.named_modules(remove_duplicate=False):
+        if type(sub).__name__ == "OptimizedModule":
+            yield path, sub.get_submodule(COMPILED)
 
 
 def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
@@ -146,239 +160,122 @@ def _fill(module: nn.Module, checkpoint: Checkpoint, source: str) -> None:
 
 
 def _named_as(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[str, Tensor]:
-    """The tensors with as many of the removed prefixes put back as the network's own keys have."""
+    """The tensors with as many of the removed prefixes put back as the network's own keys have.
+
+    Those of a layer that was compiled in training are those of the layer.
+    """
+    tensors = {key.replace(f".{COMPILED}.", "."): t for key, t in checkpoint.tensors.items()}
     for start in range(len(checkpoint.prefixes) + 1):
         prefix = "".join(checkpoint.prefixes[start:])
         if all(key.startswith(prefix) for key in expected):
-            return {prefix + key: tensor for key, tensor in checkpoint.tensors.items()}
-    return checkpoint.tensors
+            return {prefix + key: tensor for key, tensor in tensors.items()}
+    return tensors
 
 
-def _example(
-    source: str, module: nn.Module, shape: object, given: Example | None
-) -> tuple[Tensor, tuple[str, ...]]:
-    """The input [b, …] on which both networks run, and a note where it is random."""
-    if given is not None:
-        array = given if isinstance(given, np.ndarray) else samples(given, "input", FEED_INPUTS)
-        array = array.astype(np.float32) if array.dtype.kind == "f" else array
-        return torch.from_numpy(np.ascontiguousarray(array)), ()
-    own = getattr(module, EXAMPLE_INPUT, None)
-    if own is not None:
-        value = own() if callable(own) else own
-        if isinstance(value, np.ndarray):
-            value = torch.from_numpy(value)
-        if not isinstance(value, Tensor):
-            raise UsageError(
-                f"{source}: {EXAMPLE_INPUT} is a {type(value).__name__}, not a tensor or an array"
-            )
-        return value.detach(), ()
-    sizes = [shape] if isinstance(shape, int) else shape
-    if not isinstance(sizes, list | tuple) or not all(isinstance(s, int) and s > 0 for s in sizes):
-        given_text = "" if shape is None else f" ({INPUT_SHAPE}={shape!r} is no list of sizes)"
-        raise UsageError(
-            f"{source}: no input to check the replaced layers with{given_text}",
-            hint=f"--set {INPUT_SHAPE}=3,224,224 (without the batch), --data with real inputs, or "
-            f"an attribute {EXAMPLE_INPUT} on the network",
-        )
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(RANDOM_INPUTS, *sizes, generator=generator)
-    return inputs, (f"the replaced layers were checked on random inputs of shape {list(sizes)}",)
+def _passes(
+    module: nn.Module, found: Sequence[FoundLayer], inputs: Tensor, source: str
+) -> tuple[list[Recorded], tuple[str, ...]]:
+    """The passes that are compared, over two different inputs at least, and a note if made up.
 
-
-@dataclass(frozen=True, slots=True)
-class FoundLayer:
-    """A MoE layer in a user's network: where it is, what it is called, and what takes its place.
-
-    `make` returns our layer under a name. `adapter` said what it is and is to be believed only
-    where `described` computes what the layer does. `aliases` are further names under which the
-    network holds the same module.
+    A network that cannot run on what is made up, or gives no numbers for it, is compared on its
+    example alone.
     """
-
-    path: str
-    title: str
-    make: Callable[[str], MoELayer]
-    aliases: tuple[str, ...] = ()
-    adapter: Adapter | None = None
-    described: Described | None = None
-
-    @property
-    def at(self) -> str:
-        """Its place in messages."""
-        return f"the layer {self.path or '(the network itself)'}"
-
-    @property
-    def routed(self) -> Experts | None:
-        """What the adapter says of it, where that is experts that a router chooses."""
-        return self.described if isinstance(self.described, Experts) else None
+    alone = recorded_forward(module, found, inputs, source)
+    if differ(inputs):
+        return [alone], ()
+    begins = "the example holds no two different inputs: the replaced layers were checked on"
+    for further in made_up(inputs):
+        # A network may run on batches of the example's size alone.
+        for batch, before in ((torch.cat([inputs, further]), ()), (further, (alone,))):
+            try:
+                more = recorded_forward(module, found, batch, source)
+            except MoexportError:
+                continue
+            if more.finite:
+                return [*before, more], (f"{begins} made-up ones, too",)
+    why = "as the network cannot run on made-up ones; --data with real inputs checks more"
+    return [alone], (f"{begins} it alone, {why}",)
 
 
-def find_in_module(
-    module: nn.Module, adapters: Mapping[type, Adapter] | None = None
-) -> tuple[FoundLayer, ...]:
-    """Returns the MoE layers that a network holds.
+def _called(
+    found: Sequence[FoundLayer], passes: Sequence[Recorded], source: str
+) -> tuple[tuple[FoundLayer, ...], tuple[str, ...]]:
+    """The layers that the network calls, in the order in which it does, and notes on the others."""
+    places = {place.path: place for place in found}
+    called = dict.fromkeys(path for each in passes for path in each.layers)
+    left = [place.at for path, place in places.items() if path not in called]
+    if not called:
+        raise FamilyError(
+            f"{source}: the network calls none of the layers that moexport found in it on an input "
+            f"of shape {list(passes[0].inputs.shape)}: {', '.join(left)}",
+            hint="a layer is called as y = layer(x); is another branch taken with real inputs "
+            "(--data), or by another argument (--set)?",
+        )
+    notes = tuple(f"{each} is not called: left as it is" for each in left)
+    return tuple(places[path] for path in called), notes
 
-    Raises FamilyError when it holds none, and UsageError for an adapter of `adapters` whose class
-    does not occur, or that does not say what a layer is.
+
+TRIED_ALONE = 4
+
+
+def _check_alone(place: FoundLayer, layer: nn.Module, call: Call, source: str) -> None:
+    """Raises ParityError where what a layer gives for an input depends on the others of its batch.
+
+    Ours never does. What a user's router does is part of the graph, and compared with that.
     """
-    tensors = module.state_dict()
-    paths: dict[int, list[str]] = {}
-    for path, sub in module.named_modules(remove_duplicate=False):
-        paths.setdefault(id(sub), []).append(path)
-    adapted = _adapted(module, adapters or {})
-    found = {
-        prefix.removesuffix("."): FoundLayer(
-            prefix.removesuffix("."),
-            f"a {layout.family} layer",
-            partial(layout.make, prefix, tensors),
-        )
-        for layout in LAYOUTS
-        for prefix in find_layers(tensors, layout)
-    }
-    for path, own in moe_layers(module).items():
-        found[path] = FoundLayer(path, f"a {own.spec.kind} layer", partial(_renamed, own))
-    inside = tuple(f"{path}." if path else "" for path in adapted)
-    found = {path: each for path, each in found.items() if not path.startswith(inside)} | adapted
-    places = tuple(
-        replace(found[first], aliases=tuple(others))
-        for first, *others in paths.values()
-        if first in found
-    )
-    if not places:
-        names = ", ".join(list(tensors)[:6])
-        raise FamilyError(
-            f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport "
-            f"knows (its parameters: {names}, …)",
-            hint=f"{EXAMPLE.format(name=_likely_class(module))}; layers known by the names and "
-            f"shapes of their parameters: {', '.join(FAMILIES)}; the layer must be a module of "
-            "its own",
-        )
-    return places
-
-
-def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, FoundLayer]:
-    """The layers that an adapter describes, the outermost where they lie in each other."""
-    found: dict[str, FoundLayer] = {}
-    unused = dict(adapters)
-    for path, sub in module.named_modules():
-        if any(path.startswith(f"{outer}." if outer else "") for outer in found):
-            continue
-        adapter = adapter_of(sub, adapters)
-        if adapter is None:
-            continue
-        unused = {cls: each for cls, each in unused.items() if each is not adapter}
-        described = describe(adapter, sub, f"the layer {path or '(the network itself)'}")
-        title = f"what the adapter {adapter_name(adapter)} says"
-        found[path] = FoundLayer(path, title, described.build, (), adapter, described)
-    if unused:
-        cls, adapter = next(iter(unused.items()))
-        raise UsageError(
-            f"the adapter {adapter_name(adapter)} is for {cls.__name__}, and "
-            f"{type(module).__name__} holds no such layer",
-            hint=f"classes in it: {', '.join(_own_classes(module)) or 'those of torch.nn alone'}",
-        )
-    return found
-
-
-def _own_classes(module: nn.Module) -> list[str]:
-    """The names of the classes in a network that are not PyTorch's, each once."""
-    classes = (type(sub) for sub in module.modules())
-    return list(dict.fromkeys(c.__name__ for c in classes if not c.__module__.startswith("torch.")))
-
-
-def _likely_class(module: nn.Module) -> str:
-    """The user's class to show in an example: one that is called a MoE, or any of the user's."""
-    inner = [name for child in module.children() for name in _own_classes(child)]
-    return next((name for name in inner if "moe" in name.lower()), (*inner, "MyLayer")[0])
-
-
-def _renamed(layer: MoELayer, name: str) -> MoELayer:
-    """A layer of moexport's own classes with the weights it has, under the name of its place."""
-    twin = sharing_weights(layer)
-    assert isinstance(twin, MoELayer)
-    # Specs are dataclasses, which their protocol does not say.
-    twin.spec = replace(layer.spec, name=name)  # type: ignore[type-var]
-    return twin
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """One call of a layer: its tokens x, what else it was given, and what it returned."""
-
-    x: Tensor
-    y: Tensor
-    further: tuple[Any, ...] = ()
-    named: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, slots=True)
-class Recorded:
-    """What one forward pass showed: the call of each layer by its path, and the result."""
-
-    layers: Mapping[str, Call]
-    result: Tensor
-
-
-def recorded_forward(
-    module: nn.Module, found: tuple[FoundLayer, ...], inputs: Tensor, what: str
-) -> Recorded:
-    """Runs the network once on `inputs` and returns what its MoE layers did.
-
-    Raises FamilyError when a layer is called with more than its tokens, or never, or when the
-    result is not one tensor. A router's layer may be called with more, which its router is given.
-    """
-    seen: dict[str, Call] = {}
-    routed = {place.path for place in found if place.routed is not None}
-
-    def record(
-        path: str, _: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any], out: object
-    ) -> None:
-        alone = (len(args) == 1 and not kwargs) or path in routed
-        tokens = args[0] if args and alone else None
-        if not isinstance(tokens, Tensor) or not isinstance(out, Tensor):
-            raise FamilyError(
-                f"{what}: {path or 'the layer'} is called with more than its tokens, or "
-                "returns more than a tensor",
-                hint="its forward must be y = layer(x) at inference",
-            )
-        seen[path] = Call(tokens.detach(), out.detach(), args[1:], dict(kwargs))
-
-    with ExitStack() as hooks, torch.no_grad():
-        for path in (layer.path for layer in found):
-            sub = module.get_submodule(path)
-            hooks.enter_context(sub.register_forward_hook(partial(record, path), with_kwargs=True))
-        try:
-            result = module(inputs)
-        except MoexportError:
-            raise
-        except Exception as error:  # the user's code may fail in any way
-            raise UsageError(
-                f"{what}: its forward failed on an input of shape {list(inputs.shape)}: "
-                f"{type(error).__name__}: {error}",
-                hint="does the example, or --set input_shape=…, fit the network?",
-            ) from error
-    unused = [layer.path for layer in found if layer.path not in seen]
-    if unused:
-        raise FamilyError(
-            f"{what}: the layer {unused[0] or '(the network itself)'} was not called as a module "
-            f"on an input of shape {list(inputs.shape)}"
-        )
-    if not isinstance(result, Tensor):
-        raise FamilyError(
-            f"{what}: its forward returned a {type(result).__name__}, not one tensor",
-            hint="give a factory whose forward returns the logits alone",
-        )
-    return Recorded(seen, result)
-
-
-def _check_adapter(place: FoundLayer, call: Call, source: str) -> None:
-    """Raises ParityError unless what an adapter says gives y for x, as the layer did."""
-    if place.described is None:
-        return
     if place.routed is not None:
-        _check_routed(place.routed, call, f"{source}: {place.at}")
+        return
+    x = call.x if differ(call.x) else torch.cat([call.x, *islice(made_up(call.x), 1)])
+    together = _given(layer, x)
+    if together is None or together.shape[:1] != x.shape[:1]:
+        return
+    rows = sorted({*torch.linspace(0, len(x) - 1, TRIED_ALONE).long().tolist()})
+    alone = []
+    for row in rows:
+        # Twice, where the layer takes no batch of one.
+        batches = (x[[row]], x[[row, row]])
+        y = next((y for each in batches if (y := _given(layer, each)) is not None), None)
+        if y is None or y[:1].numel() != together[:1].numel():
+            return
+        alone.append(y[:1].reshape(together[:1].shape))
+    off = difference(together[rows], torch.cat(alone))
+    if off <= TOLERANCE:
+        return
+    again = _given(layer, x)
+    if again is None or difference(together, again) > TOLERANCE:
+        raise ParityError(
+            f"{source}: {place.at} gives another result each time that it is called",
+            hint="noise belongs into training alone: if self.training",
+        )
+    raise ParityError(
+        f"{source}: {place.at} gives for one input what depends on the others of its batch: off by "
+        f"{off:.2g} of max|y| from what it gives for the input alone",
+        hint="no softmax, sum, statistics or reshape of the layer may reach over its first axis: a "
+        "batch would change every result",
+    )
+
+
+def _given(layer: nn.Module, x: Tensor) -> Tensor | None:
+    """What a layer gives for x outside of its network; None where it gives no numbers there."""
+    with torch.no_grad():
+        try:
+            y = layer(x.clone())
+        except Exception:  # noqa: BLE001  a layer may need its network to run
+            return None
+    return y if isinstance(y, Tensor) and bool(y.isfinite().all()) else None
+
+
+def _check_adapter(place: FoundLayer, recorded: Recorded, source: str) -> None:
+    """Raises ParityError unless what an adapter says gives y for x, as the layer did."""
+    call = recorded.layers.get(place.path)
+    if place.described is None or call is None:
+        return
+    at = f"{source}: {place.at}" + (", which changes its input in place," if call.in_place else "")
+    if place.routed is not None:
+        _check_routed(place.routed, call, at)
         return
     x, y = call.x, call.y
-    spec, backbone = place.make("").spec, _backbone(place.path, x, y)
+    spec, backbone = place.make("").spec, _backbone(place.path, call)
     ranks = (2, 3, 4) if spec.routes_tokens else (3, 4)
     if x.ndim not in ranks or x.shape[1 if backbone is PixelBackbone else -1] != spec.dim:
         raise UsageError(
@@ -391,7 +288,7 @@ def _check_adapter(place: FoundLayer, call: Call, source: str) -> None:
         result: Tensor = (backbone(layer) if backbone else layer)(x)
         return result
 
-    check_described(place.described, x, y, run, f"{source}: {place.at}")
+    check_described(place.described, x, y, run, at)
 
 
 TRIED_TOKENS = 256
@@ -431,7 +328,8 @@ def _routing(described: Experts, call: Call, at: str) -> tuple[Tensor, Tensor]:
     """What the router gives for what the layer was called with; a UsageError names the layer."""
     try:
         with torch.no_grad():
-            return routing(described.router, (call.x, *call.further), call.named, None)
+            # A router may change in place what it is given.
+            return routing(described.router, (call.x.clone(), *call.further), call.named, None)
     except MoexportError as error:
         raise UsageError(f"{at}: {error.message}", hint=error.hint) from error
     except Exception as error:  # the user's code may fail in any way
@@ -470,17 +368,21 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     return first, first + tensor.numel() * tensor.element_size()
 
 
-def _backbone(path: str, x: Tensor, y: Tensor) -> Callable[[nn.Module], nn.Module] | None:
-    """What must stand around our layer in place of the user's: a change of layout, or a name."""
-    if x.ndim == 4:
+def _backbone(path: str, call: Call) -> Callable[[nn.Module], nn.Module] | None:
+    """What must stand around our layer in place of the user's.
+
+    A change of layout; a name; or a module whose `forward` calls our layer as one, where it is that
+    which the network calls.
+    """
+    if call.x.ndim == 4:
         return PixelBackbone
-    if x.ndim == y.ndim == 2:
+    if call.x.ndim == call.y.ndim == 2:
         return VectorBackbone
-    return None if path else TokenBackbone
+    return TokenBackbone if call.direct or not path else None
 
 
 def swapped(
-    module: nn.Module, found: tuple[FoundLayer, ...], own: Recorded
+    module: nn.Module, found: Sequence[FoundLayer], calls: Mapping[str, Call]
 ) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
     """Returns a copy of the network with ours for its MoE layers, their paths, and notes.
 
@@ -497,7 +399,7 @@ def swapped(
     names, notes = [], []
     for place in found:
         path = place.path
-        call = own.layers[path]
+        call = calls[path]
         if place.routed is not None:
             name = f"{path}.experts".removeprefix(".")
             router = _with_router(place, module.get_submodule(path), call, name)
@@ -505,7 +407,7 @@ def swapped(
             names.append(name)
             notes.append(f"{path or 'the network'} replaced as {place.title}")
             continue
-        backbone = _backbone(path, call.x, call.y)
+        backbone = _backbone(path, call)
         name = f"{path}.layer".removeprefix(".") if backbone else path
         try:
             ours: nn.Module = place.make(name)
@@ -513,7 +415,7 @@ def swapped(
             raise FamilyError(
                 f"{path or 'the network'} resembles {place.title}: {error.message}",
                 hint=f"its parameters are not those of the published code: "
-                f"{EXAMPLE.format(name=type(module.get_submodule(path)).__name__)}",
+                f"{EXAMPLE.format(name=place.class_name)}",
             ) from error
         ours = backbone(ours) if backbone else ours
         twin = _placed(twin, place, ours)
@@ -532,27 +434,58 @@ def _placed(network: nn.Module, place: FoundLayer, ours: nn.Module) -> nn.Module
     return network
 
 
-def check_same(own: Recorded, ours: Recorded, module: nn.Module, what: str) -> None:
-    """Raises ParityError unless both passes gave the same, naming the first layer that differs.
+def check_same(own: Recorded, twin: nn.Module, found: Sequence[FoundLayer], source: str) -> None:
+    """Raises ParityError unless the twin gives what the user's network gave in a pass.
 
-    `module` is the user's network, which `own` is of.
+    It names the first layer that differs. `found` are the layers that were replaced.
     """
-    for path, call in own.layers.items():
-        miss = _miss(call.y, ours.layers[path].y)
-        if miss is not None:
-            raise ParityError(
-                f"{what}: the layer {path or '(the network itself)'} computes something else than "
-                f"the published layer that its parameters resemble: {miss}",
-                hint="its forward differs (dispatch and combine swapped, another normalisation or "
-                "activation, …): "
-                f"{EXAMPLE.format(name=type(module.get_submodule(path)).__name__)}",
+    ours = recorded_forward(
+        twin,
+        found,
+        own.inputs,
+        f"{source}, its MoE layers replaced",
+        hint="the network may take nothing of such a layer but what it returns: y = layer(x)",
+    )
+    called = [place for place in found if place.path in own.layers]
+    for place in called:
+        if place.path not in ours.layers:
+            raise FamilyError(
+                f"{source}: the network does not call what takes the place of {place.at}",
+                hint="its forward may look for layers of that class, or be a function that holds "
+                "the network itself: make it a method that calls the layer by its name",
             )
-    miss = _miss(own.result, ours.result)
-    if miss is not None:
+    wrong = [
+        (place, miss)
+        for place in called
+        if (miss := _miss(own.layers[place.path].y, ours.layers[place.path].y)) is not None
+    ]
+    result = _miss(own.result, ours.result)
+    if not wrong and result is None:
+        return
+    changing = [place.at for place in called if own.layers[place.path].in_place]
+    if changing:
         raise ParityError(
-            f"{what}: every MoE layer agrees, but the result does not: {miss}",
+            f"{source}: {changing[0]} changes its input in place, and the network then uses that",
+            hint="x = x + … where the layer has x += … or x.add_(…)",
+        )
+    if not wrong:
+        raise ParityError(
+            f"{source}: every MoE layer agrees, but the result does not: {result}",
             hint="is the network in eval mode deterministic?",
         )
+    place, miss = wrong[0]
+    if place.adapter is not None:
+        raise ParityError(
+            f"{source}: {place.at} computes something else in the network than {place.title}: "
+            f"{miss}",
+            hint="does the network add hooks to it, or call it several times in different ways?",
+        )
+    raise ParityError(
+        f"{source}: {place.at} computes something else than the published layer that its "
+        f"parameters resemble: {miss}",
+        hint="its forward differs (dispatch and combine swapped, another normalisation or "
+        f"activation, …): {EXAMPLE.format(name=place.class_name)}",
+    )
 
 
 def _miss(expected: Tensor, actual: Tensor) -> str | None:

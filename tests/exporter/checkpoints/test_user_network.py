@@ -195,10 +195,21 @@ def masked():
     return network
 
 
-def unused():
+def holds_itself():
     network = Tokens()
-    network.forward = lambda x: network.early(network.stem(x))
+    network.forward = lambda x: network.late(network.early(network.stem(x))).mean(1)
     return network
+
+
+class ByClass(Tokens):
+    """Looks for the class of its layers."""
+
+    def forward(self, x):
+        x = self.stem(x)
+        for layer in self.children():
+            if isinstance(layer, (Moe, SlotMoe)):
+                x = layer(x)
+        return self.head(x.mean(1))
 
 
 def locked():
@@ -415,7 +426,8 @@ def test_a_layer_with_more_parameters_is_named() -> None:
         ("plain", "holds no Soft MoE layer"),
         ("two_outputs", "returned a tuple"),
         ("masked", "more than its tokens"),
-        ("unused", "late was not called"),
+        ("holds_itself", "does not call what takes the place of the layer early"),
+        ("ByClass", "does not call what takes the place of the layer late"),
         ("locked", "cannot be copied"),
     ],
 )

@@ -1,0 +1,137 @@
+"""The MoE layers of a user's own network, found one of three ways.
+
+By an adapter for their class (`adapters`), as moexport's own classes, or by the names and shapes of
+their parameters, which are then those of a published layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+from torch import nn
+
+from ...errors import FamilyError, UsageError
+from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
+from ..families import FAMILIES, LAYOUTS
+from ..families.base import find_layers
+from .adapters import EXAMPLE, Adapter, Described, Experts, adapter_name, adapter_of, describe
+
+
+@dataclass(frozen=True, slots=True)
+class FoundLayer:
+    """A MoE layer in a user's network: where it is, what it is called, and what takes its place.
+
+    `class_name` is that of the user's class, and `make` returns our layer under a name. `adapter`
+    said what it is and is to be believed only where `described` computes what the layer does.
+    `aliases` are further names under which the network holds the same module.
+    """
+
+    path: str
+    title: str
+    class_name: str
+    make: Callable[[str], MoELayer]
+    aliases: tuple[str, ...] = ()
+    adapter: Adapter | None = None
+    described: Described | None = None
+
+    @property
+    def at(self) -> str:
+        """Its place in messages."""
+        return f"the layer {self.path or '(the network itself)'}"
+
+    @property
+    def routed(self) -> Experts | None:
+        """What the adapter says of it, where that is experts that a router chooses."""
+        return self.described if isinstance(self.described, Experts) else None
+
+
+def find_in_module(
+    module: nn.Module, adapters: Mapping[type, Adapter] | None = None
+) -> tuple[FoundLayer, ...]:
+    """Returns the MoE layers that a network holds.
+
+    Raises FamilyError when it holds none, and UsageError for an adapter of `adapters` whose class
+    does not occur, or that does not say what a layer is.
+    """
+    tensors = module.state_dict()
+    paths: dict[int, list[str]] = {}
+    for path, sub in module.named_modules(remove_duplicate=False):
+        paths.setdefault(id(sub), []).append(path)
+    adapted = _adapted(module, adapters or {})
+    found: dict[str, FoundLayer] = {}
+    for layout in LAYOUTS:
+        for prefix in find_layers(tensors, layout):
+            path = prefix.removesuffix(".")
+            name, make = (
+                type(module.get_submodule(path)).__name__,
+                partial(layout.make, prefix, tensors),
+            )
+            found[path] = FoundLayer(path, f"a {layout.family} layer", name, make)
+    for path, own in moe_layers(module).items():
+        name, make = type(own).__name__, partial(_renamed, own)
+        found[path] = FoundLayer(path, f"a {own.spec.kind} layer", name, make)
+    inside = tuple(f"{path}." if path else "" for path in adapted)
+    found = {path: each for path, each in found.items() if not path.startswith(inside)} | adapted
+    places = tuple(
+        replace(found[first], aliases=tuple(others))
+        for first, *others in paths.values()
+        if first in found
+    )
+    if not places:
+        names = ", ".join(list(tensors)[:6])
+        raise FamilyError(
+            f"{type(module).__name__} holds no Soft MoE layer and no muMoE layer that moexport "
+            f"knows (its parameters: {names}, …)",
+            hint=f"{EXAMPLE.format(name=_likely_class(module))}; layers known by the names and "
+            f"shapes of their parameters: {', '.join(FAMILIES)}; the layer must be a module of "
+            "its own",
+        )
+    return places
+
+
+def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, FoundLayer]:
+    """The layers that an adapter describes, the outermost where they lie in each other."""
+    found: dict[str, FoundLayer] = {}
+    unused = dict(adapters)
+    for path, sub in module.named_modules():
+        if any(path.startswith(f"{outer}." if outer else "") for outer in found):
+            continue
+        adapter = adapter_of(sub, adapters)
+        if adapter is None:
+            continue
+        unused = {cls: each for cls, each in unused.items() if each is not adapter}
+        described = describe(adapter, sub, f"the layer {path or '(the network itself)'}")
+        title = f"what the adapter {adapter_name(adapter)} says"
+        name = type(sub).__name__
+        found[path] = FoundLayer(path, title, name, described.build, (), adapter, described)
+    if unused:
+        cls, adapter = next(iter(unused.items()))
+        raise UsageError(
+            f"the adapter {adapter_name(adapter)} is for {cls.__name__}, and "
+            f"{type(module).__name__} holds no such layer",
+            hint=f"classes in it: {', '.join(_own_classes(module)) or 'those of torch.nn alone'}",
+        )
+    return found
+
+
+def _own_classes(module: nn.Module) -> list[str]:
+    """The names of the classes in a network that are not PyTorch's, each once."""
+    classes = (type(sub) for sub in module.modules())
+    return list(dict.fromkeys(c.__name__ for c in classes if not c.__module__.startswith("torch.")))
+
+
+def _likely_class(module: nn.Module) -> str:
+    """The user's class to show in an example: one that is called a MoE, or any of the user's."""
+    inner = [name for child in module.children() for name in _own_classes(child)]
+    return next((name for name in inner if "moe" in name.lower()), (*inner, "MyLayer")[0])
+
+
+def _renamed(layer: MoELayer, name: str) -> MoELayer:
+    """A layer of moexport's own classes with the weights it has, under the name of its place."""
+    twin = sharing_weights(layer)
+    assert isinstance(twin, MoELayer)
+    # Specs are dataclasses, which their protocol does not say.
+    twin.spec = replace(layer.spec, name=name)  # type: ignore[type-var]
+    return twin
