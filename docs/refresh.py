@@ -27,9 +27,6 @@ from moexport.bench.report.figures import figures
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
 from moexport.docs import performance_page, results_schema, site_hooks
-from moexport.graphs.layers.soft_moe import SoftMoESpec
-from moexport.graphs.lowerings import lowerings_of
-from moexport.graphs.lowerings.cost import GPUS, Work
 from moexport.perf import cache, calibration, granite, models, scale, startup, tune
 from moexport.perf.experts import table as experts_table
 from moexport.perf.layers import mumoe
@@ -42,9 +39,6 @@ LOWERINGS = ("dense", "gather", "grouped", "conditional", "fused")
 ENGINES_OWN = "block-grouped"
 """For engines alone, so that its ops are those of a graph for TensorRT."""
 
-GPU_LAYERS = ((8, 1, 7680), (8, 25, 3072), (32, 8, 3072), (128, 1, 384))
-GPU_BATCHES = (1, 8, 32, 128, 512)
-GPU_TOKENS = 197
 CASE = ROOT / "tests" / "data" / "soft_moe_vit" / "weights.pt"
 
 
@@ -138,30 +132,6 @@ def listed_ops() -> dict[str, str]:
     return {"route": shown(route)} | {name: shown(ops[name][len(route) :]) for name in ops}
 
 
-def gpu_table() -> str:
-    """Returns the fastest lowering by prediction on three cards, and block-grouped beside it."""
-    heads = ("layer (n, p, d, h), k = n/4", "card", *(f"batch {b}" for b in GPU_BATCHES))
-    lines = []
-    for experts, slots, hidden in GPU_LAYERS:
-        spec = SoftMoESpec("layer", experts, slots, 768, hidden, 768)
-        for card, machines in GPUS.items():
-            cells = []
-            for batch in GPU_BATCHES:
-                work = Work(spec, experts // 4, batch, GPU_TOKENS, "fp16")
-                times = {
-                    name: record.predict_us(work, machines["fp16"]) / 1e3
-                    for name, record in lowerings_of("soft-moe").items()
-                    if "tensorrt" in record.targets
-                }
-                best = min(times, key=lambda name: times[name])
-                cell = f"{best} {times[best]:.2g}"
-                if best != ENGINES_OWN:
-                    cell += f" ({times[ENGINES_OWN]:.2g})"
-                cells.append(cell)
-            lines.append((f"{experts}, {slots}, 768, {hidden}", card, *cells))
-    return markdown(heads, lines) + "\n"
-
-
 def shown(ops: Sequence[str]) -> str:
     """Returns ops as lines of text, with `8×(Gemm Gelu Gemm)` for eight such chains in a row."""
     parts = []
@@ -217,7 +187,6 @@ def refresh_lowerings() -> None:
         listing = re.compile(rf"(^### {section}\n\n```text\n).*?(^```$)", re.MULTILINE | re.DOTALL)
         text = listing.sub(lambda m, ops=ops: m[1] + ops + m[2], text)  # type: ignore[misc]
     page.write_text(text, encoding="utf-8")
-    replace_marked(page, "gpu", gpu_table())
 
 
 def refresh_schema() -> None:

@@ -270,19 +270,19 @@ def _loss(row: Mapping[str, Any]) -> str:
 
 
 def tools_table(found: Any) -> str:
-    """Returns the quantisers as Markdown."""
+    """Returns the quantisers whose graphs run as Markdown."""
     batches = tuple(f"ms, batch {batch}" for batch in BATCHES)
     costs = ("s to quantise", "peak MB, of which imports", "kB")
     rows = []
     for row in found["tools"]:
-        ran = row["failure"] is None
-        times = [f"{row['latency_ms'][str(batch)]:.3f}" if ran else "–" for batch in BATCHES]
+        if row["failure"] is not None:
+            continue
+        times = [f"{row['latency_ms'][str(batch)]:.3f}" for batch in BATCHES]
         cost = ("–", "–")
         if row["calibration_s"] is not None:
             cost = (f"{row['calibration_s']:.1f}", f"{row['peak_mb']:.0f}, {row['base_mb']:.0f}")
-        top1 = f"{row['top1']:.2%}" if ran else "does not run"
         kb = f"{row['bytes'] / 1e3:.0f}"
-        rows.append((str(row["experts"]), row["tool"], top1, *times, *cost, kb))
+        rows.append((str(row["experts"]), row["tool"], f"{row['top1']:.2%}", *times, *cost, kb))
     header = ("n", "quantiser", "top-1", *batches, *costs)
     return markdown(header, rows, words=2)
 

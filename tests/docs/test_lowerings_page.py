@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from moexport.docs.refresh import gpu_table, listed_ops
+from moexport.docs.refresh import listed_ops
 from moexport.tests.docs.documents import ROOT
 
 
@@ -13,9 +13,3 @@ def test_the_page_lists_the_ops_of_every_lowering() -> None:
         assert listing in page, (
             f"`python docs/refresh.py lowerings` brings it up to date: {listing}"
         )
-
-
-def test_the_page_shows_what_is_predicted_for_gpus_and_that_it_was_not_measured() -> None:
-    page = (ROOT / "docs" / "lowerings.md").read_text(encoding="utf-8")
-    assert f"<!-- gpu -->\n{gpu_table()}<!-- /gpu -->" in page
-    assert "**Nothing of this was measured yet.**" in page
