@@ -214,7 +214,7 @@ class Choosing(nn.Module):
     def forward(self, scores: Tensor) -> Tensor:
         ranked = scores
         if self.route == "groups":  # of two experts each; all but the best group are left out
-            groups = scores.unflatten(-1, (-1, 2)).amax(-1)
+            groups = scores.reshape(len(scores), -1, 2).amax(-1)
             best = groups.topk(1, dim=-1).indices
             mask = torch.zeros_like(groups).scatter(1, best, 1.0).repeat_interleave(2, dim=-1)
             ranked = scores.masked_fill(mask == 0, -torch.inf)
