@@ -36,8 +36,9 @@ from ..exporter.model import Model
 from .evaluate import EvaluationState, evaluate_share
 from .journal import FILE, Journal
 from .plan import Case
+from .request import BenchRequest
 from .results import Results
-from .run import BenchRequest, analysed, analyses_wanted, opened, prepared, sweep, with_threads
+from .run import analysed, analyses_wanted, opened, prepared, sweep, with_threads
 from .runners.base import Runner
 from .runners.pytorch import CUDA, loaders, without_tf32
 
@@ -51,13 +52,11 @@ class Cells:
 
     models: tuple[str, ...]
     asked: BenchRequest
-    loading: Mapping[str, Any]
 
 
 def sweep_on_ray(
     models: Sequence[str],
     asked: BenchRequest,
-    loading: Mapping[str, Any],
     *,
     address: str,
     on: Sequence[str],
@@ -71,9 +70,9 @@ def sweep_on_ray(
     a task's nodes again and again; what was measured by then went to `keep`.
     """
     watcher = asked.progress or Silent()
-    out = asked.out
+    out = asked.folder
     asked = replace(asked, progress=None, out=None, before=None)
-    cells = [Cells(each, asked, loading) for each in _by_model(models)]
+    cells = [Cells(each, asked) for each in _by_model(models)]
     _check(cells)
     found = {}
     with connected(address, watcher) as cluster:
@@ -134,7 +133,7 @@ def _by_model(models: Sequence[str]) -> list[tuple[str, ...]]:
 
 def _what(cells: Sequence[Cells]) -> dict[str, Any]:
     """What the numbers depend on: pieces of anything else are not used."""
-    asked, loading = cells[0].asked, cells[0].loading
+    asked = cells[0].asked
     data = asked.data if isinstance(asked.data, str | Path) else None
     files = () if data is None else shards_of(data) or (data,)
     request = {each.name: getattr(asked, each.name) for each in fields(asked)}
@@ -143,7 +142,7 @@ def _what(cells: Sequence[Cells]) -> dict[str, Any]:
         "models": [(each, state_of(each)) for one in cells for each in one.models],
         "data": [(str(each), state_of(each)) for each in files],
         "settings": {n: v for n, v in request.items() if n not in ("data", "command")},
-        "loading": [(name, str(v), state_of(v)) for name, v in sorted(loading.items())],
+        "loading": [(str(v), state_of(v)) for v in (asked.config, asked.weights)],
         "packages": versions(PACKAGES),
     }
 
@@ -340,4 +339,4 @@ def _plain(asked: BenchRequest) -> BenchRequest:
 
 
 def _opened(cells: Cells) -> list[Model | Bundle]:
-    return opened(cells.models, cells.asked.data, cells.asked.pixels, cells.loading)
+    return opened(cells.models, cells.asked)

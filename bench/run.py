@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import torch
 
 from ..common import timing
@@ -29,12 +28,11 @@ from ..common.writing import check_folder, make_folder
 from ..errors import UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.manifest import is_bundle
-from ..exporter.checkpoints.load import load
+from ..exporter.checkpoints.load import load_as
 from ..exporter.inputs import Inputs, check_array
 from ..exporter.model import Model, check_one_input
 from ..exporter.options import parse_lowerings
 from ..graphs.names import K_INPUT
-from ..graphs.targets import Target
 from .analyses.experts import Wanted, parse_analyses, studied
 from .analyses.subgroups import compared
 from .data import Labelled, LabelledData, Streamed, fingerprint, labelled, load_groups
@@ -47,6 +45,7 @@ from .measure.roofline import Limit, Limits, Rates
 from .plan import Candidate, Case, Settings, TimingGroup, describe, plan
 from .report.compare import compare
 from .report.page import write_all
+from .request import BenchRequest
 from .results import PYTORCH_COMPILE, Absent, ModelInfo, Part, Results, Row
 from .runners.available import Serves, parse_engines, select
 from .runners.base import Loader, Runner
@@ -166,57 +165,27 @@ def _protocol(settings: Settings, data: Labelled) -> dict[str, Any]:
     }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BenchRequest:
-    """What `moexport.bench` is asked beside the models; it says what each field is."""
-
-    data: str | Path | Labelled | np.ndarray | None
-    k: str | Sequence[int | float | str]
-    lowering: str
-    precision: str
-    engine: str
-    target: Target
-    batch: Sequence[int]
-    out: Path | None
-    rounds: int
-    round_s: float
-    samples: int | None
-    threads: int | None
-    memory: bool
-    parts: bool
-    pixels: str | None
-    tokens: int | None
-    before: Results | None
-    analysis: str
-    max_subsets: int | None
-    group_by: str | None
-    command: str
-    progress: Progress | None
-
-
 def opened(
     sources: Sequence[Model | Bundle | str | Path],
-    data: object,
-    pixels: str | None,
-    loading: Mapping[str, Any],
-    progress: Progress | None = None,
+    request: BenchRequest,
 ) -> list[Model | Bundle]:
-    """Returns the models and bundles that are named; `loading` is what `load` takes besides."""
+    """Returns the models and bundles that are named."""
+    data, pixels = request.data, request.pixels
     # A folder of images by class can be read once the model has said its size, not before.
     place = Path(data) if isinstance(data, str | Path) else None
     images = pixels is not None or (
         place is not None and place.is_dir() and not any(place.glob("*.npy"))
     )
-    example = None if images or place is None else data
+    example = None if images else place
 
     def one(each: Model | Bundle | str | Path) -> Model | Bundle:
         if isinstance(each, Model | Bundle):
             return each
         if is_bundle(each):
             return Bundle.open(each)
-        if progress is not None:
-            progress.step(f"loading {each}")
-        return load(each, **{"example": example, **loading})
+        if request.progress is not None:
+            request.progress.step(f"loading {each}")
+        return load_as(each, replace(request, example=example))
 
     return [one(each) for each in sources]
 
@@ -244,15 +213,19 @@ def sweep(
             candidates,
             data,
             settings,
-            out=asked.out,
+            out=asked.folder,
             command=asked.command,
             progress=watcher,
             absent=absent,
-            before=asked.before,
+            before=_one(asked.before),
             analyses=_analyses(candidates, data, asked, watcher),
             only=only,
             known=known,
         )
+
+
+def _one(before: Results | Mapping[str, Results] | None) -> Results | None:
+    return before if isinstance(before, Results | None) else None
 
 
 def analyses_wanted(asked: BenchRequest) -> Wanted | None:
@@ -290,7 +263,7 @@ def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[
     lists = Sweep(
         ks=parse_ks(asked.k),
         lowerings=parse_lowerings(asked.lowering),
-        batches=tuple(asked.batch),
+        batches=asked.batches,
         engines=selection.names,
         precisions=parse_precisions(asked.precision),
         threads=threads,
@@ -355,7 +328,7 @@ def data_of(model: Model, asked: BenchRequest) -> Labelled:
             f"--tokens {asked.tokens}: {model.source.path} is no language model of transformers",
             hint="leave --tokens out: other models take inputs as the data have them",
         )
-    return labelled(asked.data, model, max(asked.batch), asked.pixels)
+    return labelled(asked.data, model, max(asked.batches), asked.pixels)
 
 
 def in_phases(candidate: Candidate, data: Labelled, tokens: int | None) -> Candidate:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from .. import api
 from ..common.console import show
-from ..common.text import lines, listed, size
-from ..errors import UsageError
+from ..common.option import changed, declared, refuse_changed
+from ..common.text import lines, size
+from ..exporter.requests import BuildRequest, TritonRequest
+from ..exporter.tensorrt.options import EngineOptions
 from .options import (
-    SIZES,
     AsJson,
     BundleArgument,
-    CallOptions,
     Verbosity,
     json_text,
     output_option,
@@ -26,154 +26,59 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..exporter.tensorrt.engines import EnginePlan
-    from ..exporter.tensorrt.options import EngineOptions
     from ..exporter.tensorrt.records import Made
     from ..exporter.triton.repository import ServedModel
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BuildFlags:
-    """How engines are built."""
+def cached(options: EngineOptions) -> EngineOptions:
+    """Returns options of a shell, where engines are cached unless `--engine-cache off` is typed."""
+    from ..common.writing import check_folder
+    from ..exporter.tensorrt.cache import default_cache
 
-    HEADINGS: ClassVar = {"profiles": "Engines", "strip_plan": "Weights of engines"}
-
-    profiles: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--profile",
-            metavar="AXIS=MIN:OPT:MAX,…",
-            help="An engine profile: batch=1:8:32,k=1:4:16. Repeat it for several profiles.",
-        ),
-    ] = None
-    compute_capability: Annotated[
-        str | None,
-        typer.Option(
-            metavar="8.9,12.0",
-            help="GPUs that a TensorRT-RTX engine supports, or current "
-            "[default: 8.0,8.6,8.9,12.0].",
-        ),
-    ] = None
-    timing_cache: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Share TensorRT's kernel timings between builds."),
-    ] = None
-    workspace: Annotated[
-        str | None,
-        typer.Option(metavar="BYTES", help="Limit on a kernel's scratch memory: 2GiB."),
-    ] = None
-    optimization_level: Annotated[
-        int | None, typer.Option(help="How long to search for kernels: 0 to 5 [default: 3].")
-    ] = None
-    version_compatible: Annotated[
-        bool,
-        typer.Option("--version-compatible", help="Also run in later versions of TensorRT."),
-    ] = False
-    hardware_compatible: Annotated[
-        str | None,
-        typer.Option(
-            metavar="LEVEL", help="Also run on other GPUs: ampere-plus or same-compute-capability."
-        ),
-    ] = None
-    tf32: Annotated[
-        bool,
-        typer.Option("--tf32", help="Compute FP32 products in TF32: faster, 10-bit mantissa."),
-    ] = False
-    engine_cache: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="The folder that caches finished engines; off disables it."
-        ),
-    ] = None
-    strip_plan: Annotated[
-        bool,
-        typer.Option(
-            "--strip-plan", help="Leave the weights out of the engine; load the bundle's."
-        ),
-    ] = False
-    weight_streaming: Annotated[
-        str | None,
-        typer.Option(
-            metavar="auto|BYTES", help="Keep weights in host memory, and this much on the GPU."
-        ),
-    ] = None
-    bind_weights: Annotated[
-        bool,
-        typer.Option(
-            "--bind-weights", help="Bind the experts' weights from the bundle's file as inputs."
-        ),
-    ] = False
-
-    def options(self) -> EngineOptions:
-        """Returns them parsed; `UsageError` for one that cannot be meant."""
-        from ..common.writing import check_folder
-        from ..exporter.tensorrt.cache import default_cache
-        from ..exporter.tensorrt.options import EngineOptions, parse_bytes
-        from ..exporter.tensorrt.profiles import parse_profile
-
-        workspace, asked = self.workspace, self.engine_cache
-        cache = default_cache() if asked is None else None if asked == "off" else Path(asked)
-        if asked is not None and cache is not None:  # the default keeps nothing where it cannot
-            check_folder(cache, "--engine-cache")
-        return EngineOptions(
-            profiles=tuple(parse_profile(each) for each in self.profiles or ()),
-            compute_capabilities=tuple(listed(self.compute_capability or "")),
-            timing_cache=self.timing_cache,
-            workspace=None if workspace is None else parse_bytes(workspace, "--workspace"),
-            optimization_level=self.optimization_level,
-            version_compatible=self.version_compatible,
-            hardware_compatible=self.hardware_compatible,  # type: ignore[arg-type]  # backend checks
-            strip_plan=self.strip_plan,
-            weight_streaming=self.weight_streaming,
-            bind_weights=self.bind_weights,
-            tf32=self.tf32,
-            cache=cache,
-        )
+    if options.cache is None:
+        return replace(options, cache=default_cache())
+    if str(options.cache) == "off":
+        return replace(options, cache=None)
+    check_folder(options.cache, "--engine-cache")  # the default keeps nothing where it cannot
+    return options
 
 
-def wished(engine: bool | None, flags: BuildFlags) -> EngineOptions | bool | None:
+def wished(
+    engine: EngineOptions | bool | None, options: EngineOptions
+) -> EngineOptions | bool | None:
     """Returns what an export shall do about engines: an option of theirs asks for them.
 
     Raises `UsageError` for such an option beside --no-engine.
     """
-    from ..exporter.tensorrt.options import option_name
-
-    options = flags.options()
-    asked = options.asked() + ["engine_cache"] * (flags.engine_cache is not None)
-    if engine is False and asked:
-        raise UsageError(
-            f"--no-engine and {option_name(asked[0])} exclude each other", hint="leave one out"
-        )
-    return options if engine or asked else engine
-
-
-ENGINES = CallOptions(api.build, "target graph batch tokens", more=SIZES)
-"""Which engines are built."""
+    if engine is False:
+        names = declared(EngineOptions).keys()
+        refuse_changed(options, names, " and --no-engine exclude each other")
+    return cached(options) if engine or changed(options) else engine
 
 
 def build(
     *,
     bundle: BundleArgument,
-    given: Annotated[dict[str, Any], ENGINES],
-    flags: BuildFlags,
+    request: BuildRequest,
+    options: EngineOptions,
     expose_routing: Annotated[
         bool, typer.Option("--expose-routing", help="The chosen experts are outputs of the engine.")
     ] = False,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print what would be built and build nothing.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Build what is there already.")] = False,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs into it."""
-    options = replace(flags.options(), expose_routing=expose_routing)
-    plans = api.build_plan(bundle, **given, options=options)
+    options = replace(cached(options), expose_routing=expose_routing)
+    plans = api.build_plan(bundle, replace(request, options=options))
     if dry_run:
         shown = [engine_plan_json(each) for each in plans]
         show(json_text(shown) if as_json else engine_plans_text(plans))
         return
     with verbosity.console() as console:
-        made = api.build_engines(bundle, plans, rebuild=force, progress=console)
+        made = api.build_engines(bundle, plans, rebuild=request.rebuild, progress=console)
     if as_json:
         show(json_text([each.record.as_json() for each in made]))
         return
@@ -220,14 +125,6 @@ def made_text(bundle: Path, made: Made) -> str:
     return f"{place}: {size(place.stat().st_size)}, {counts} products, {how}"
 
 
-SERVING = CallOptions(
-    api.triton,
-    "name backend device k version instances threads delay_us",
-    headings={"name": "Models", "instances": "Speed"},
-)
-"""What is served, and how."""
-
-
 def triton(
     *,
     bundles: Annotated[
@@ -235,8 +132,7 @@ def triton(
         typer.Argument(metavar="BUNDLE…", parser=typed_path, help="Folders that export wrote."),
     ],
     output: Annotated[Path, output_option("REPOSITORY", "The model repository to write.")],
-    given: Annotated[dict[str, Any], SERVING],
-    force: Annotated[bool, typer.Option("--force", help="Replace a model that is there.")] = False,
+    request: TritonRequest,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
@@ -245,7 +141,7 @@ def triton(
     Several bundles of one network with different k are also combined into an ensemble.
     """
     with verbosity.console() as console:
-        models = api.triton(bundles, output, **given, force=force, progress=console)
+        models = api.triton_as(bundles, output, replace(request, progress=console))
     if as_json:
         show(json_text([each.as_json() for each in models]))
         return

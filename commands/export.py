@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,19 +13,19 @@ import typer
 from .. import api
 from ..common.console import Console, show
 from ..common.text import count, size, table
-from .build import BuildFlags, wished
+from ..exporter.requests import CalibrateRequest, ExportRequest, LoadRequest
+from ..exporter.tensorrt.options import EngineOptions
+from .build import wished
 from .look import backbone_departures, precisions_text, tuning_text
 from .options import (
     FEED,
-    SIZES,
     AsJson,
-    CallOptions,
-    ClusterFlags,
     ModelArgument,
-    ModelFlags,
     Verbosity,
     json_text,
+    loader,
     output_option,
+    typed_name,
 )
 
 if TYPE_CHECKING:
@@ -36,73 +36,22 @@ if TYPE_CHECKING:
     from ..exporter.quantization.accuracy_search import LayerSensitivity
 
 
-CHECKED = "Inputs and parity check"
-
-GRAPH = CallOptions(
-    api.export,
-    "k target lowering batch tokens opset renormalize expose_routing recipe precision quantize "
-    "rest weight_bits io_precision method calibration min_retention atol rtol verify_samples "
-    "ablate rewrite steer",
-    headings={
-        "k": "Graph",
-        "precision": "Precision",
-        "atol": CHECKED,
-        "ablate": "Edits",
-    },
-    more={
-        **SIZES,
-        "min_retention": {"metavar": "SHARE"},
-        "calibration": {"metavar": "TABLE.JSON"},
-        "ablate": {"metavar": "LAYER:EXPERT"},
-        "rewrite": {"metavar": "FILE"},
-        "recipe": {"metavar": "RECIPE.YAML"},
-        "steer": {"metavar": "LAYER:EXPERT[:STRENGTH]"},
-    },
-)
-"""What graph is written, and how it is checked."""
-
-RANGES = CallOptions(
-    api.calibrate,
-    "k method percentile samples batch renormalize",
-    headings={"k": "Ranges"},
-)
-"""How ranges are found."""
-
-
 def export(
     *,
     model: ModelArgument,
     output: Annotated[Path, output_option("BUNDLE", "The folder to write.")],
-    reading: ModelFlags,
-    given: Annotated[dict[str, Any], GRAPH],
-    data: Annotated[
-        str | None, typer.Option(metavar="FEED", help=FEED.help, rich_help_panel=CHECKED)
-    ] = None,
-    no_verify: Annotated[
-        bool,
-        typer.Option(
-            "--no-verify", help="Do not compare the bundle with PyTorch.", rich_help_panel=CHECKED
-        ),
-    ] = False,
-    engine: Annotated[
-        bool | None,
-        typer.Option(
-            "--engine/--no-engine",
-            rich_help_panel="Engines",
-            help="Compile engines, or do not [default: if this machine can].",
-        ),
-    ] = None,
-    building: BuildFlags,
+    reading: LoadRequest,
+    request: ExportRequest,
+    building: EngineOptions,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the plan and write nothing.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
     """Export a checkpoint to a verified bundle of ONNX graphs."""
     console = verbosity.console()
-    read = reading.loader(model, console, data)
+    read = loader(reading, model, console, typed_name(request.data))
     shown: list[str] = []  # before the work begins, so not again after it
 
     def load() -> Model:
@@ -112,15 +61,14 @@ def export(
             console.note(note)
         return loaded
 
-    given |= {"data": data, "verify": not no_verify}
-    given |= {"engine": wished(engine, building), "progress": console}
+    request = replace(request, engine=wished(request.engine, building), progress=console)
     if dry_run:
-        planned = api.plan(load, output, **given)
+        planned = api.plan_as(load, output, request)
         for note in (*_edited(planned.job.model.edits.texts()), *planned.notes):
             console.note(note)
         show(json_text(plan_json(planned)) if as_json else plan_text(planned))
         return
-    bundle = api.export(load, output, **given, force=force)
+    bundle = api.export_as(load, output, request)
     console.finish()
     if as_json:
         show(bundle.manifest.to_json(), end="")
@@ -217,35 +165,34 @@ def calibrate(
     model: ModelArgument,
     data: Annotated[str, FEED],
     output: Annotated[Path, output_option("TABLE.JSON", "The table to write.")],
-    reading: ModelFlags,
-    given: Annotated[dict[str, Any], RANGES],
+    reading: LoadRequest,
+    request: CalibrateRequest,
     sensitivity: Annotated[
         bool, typer.Option("--sensitivity", help="Rank the layers by their sensitivity to INT8.")
-    ] = False,
-    cluster: ClusterFlags,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a table of another origin.")
     ] = False,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
     """Measure tensor ranges on real inputs, for INT8 and FP16."""
-    places = cluster.given()
     with verbosity.console() as console:
-        load = cache(reading.loader(model, console, data))
-        kept: dict[str, Any] = {"out": output, "force": force, "progress": console}
-        if places:
-            found = api.calibrate_on_ray(model, data, **places, **given, **reading.given(), **kept)
-        else:
-            found = api.calibrate(load, data, **given, **kept)
+        load = cache(loader(reading, model, console, data))
+        request = replace(request, loading=reading, out=output, progress=console)
+        ranges = api.calibrate_as(load if request.ray is None else model, data, request)
         if sensitivity:
-            same = {n: given[n] for n in ("k", "samples", "renormalize") if n in given}
-            ranked = api.sensitivity(load(), found, data, **same, progress=console)
+            ranked = api.sensitivity(
+                load(),
+                ranges,
+                data,
+                k=request.k,
+                samples=request.samples,
+                renormalize=request.renormalize,
+                progress=console,
+            )
             console.finish()
             records = [asdict(each) for each in ranked]
             show(json_text({"layers": records}) if as_json else sensitivity_text(ranked))
             return
-    show(found.to_json() if as_json else table_text(found), end="\n" if not as_json else "")
+    show(ranges.to_json() if as_json else table_text(ranges), end="\n" if not as_json else "")
 
 
 def sensitivity_text(ranked: Sequence[LayerSensitivity]) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -13,13 +13,11 @@ from .. import api
 from ..common.console import show
 from ..common.text import count, lines, size, table
 from ..errors import CheckError, UsageError
+from ..exporter.requests import InspectRequest, RunRequest, VerifyRequest
 from .options import (
     AsJson,
     BundleArgument,
-    CallOptions,
-    Data,
     ModelArgument,
-    ModelFlags,
     TrustEngine,
     Verbosity,
     json_text,
@@ -36,8 +34,7 @@ if TYPE_CHECKING:
 def inspect(
     *,
     model: ModelArgument,
-    reading: ModelFlags,
-    data: Data = None,
+    request: InspectRequest,
     trust_engine: TrustEngine = False,
     as_json: AsJson = False,
     verbosity: Verbosity,
@@ -53,8 +50,9 @@ def inspect(
     bundle = not plan and is_bundle(model)
     if plan or bundle:
         what = "an engine" if plan else "a bundle"
-        refuse_idle(reading, why=f"it says how a checkpoint is read, and {model} is {what}")
-    if data is not None and (plan or bundle):
+        why = f"it says how a checkpoint is read, and {model} is {what}"
+        refuse_idle(request, why=why, but=("data",))
+    if request.data is not None and (plan or bundle):
         raise UsageError(
             f"--data: inspect runs only checkpoints, and {model} is {what}", hint="leave --data out"
         )
@@ -69,7 +67,7 @@ def inspect(
         show(manifest.to_json() if as_json else bundle_text(url_of(model) or model, manifest))
         return
     with verbosity.console() as console:
-        found = api.inspect(model, data, progress=console, **reading.given())
+        found = api.inspect_as(model, replace(request, progress=console))
     show(json_text(found.as_json()) if as_json else model_text(found))
 
 
@@ -208,24 +206,10 @@ def engine_text(facts: Mapping[str, Any]) -> str:
     return "\n".join((lines(*head), *listed, "", source))
 
 
-BOUNDS = CallOptions(
-    api.verify, "atol rtol trust_engine", more={"atol": {"min": 0}, "rtol": {"min": 0}}
-)
-"""How far a bundle's outputs may be off, and what may be run to tell."""
-
-RUNNER = CallOptions(
-    api.run,
-    "k graph batch_size threads engine provider trust_engine host_weights",
-    headings={"threads": "Runtime"},
-    more={"batch_size": {"min": 1}, "threads": {"min": 1}},
-)
-"""Who runs a graph of a bundle, and how."""
-
-
 def verify(
     *,
     bundle: BundleArgument,
-    given: Annotated[dict[str, Any], BOUNDS],
+    request: VerifyRequest,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
@@ -234,7 +218,7 @@ def verify(
     Exits with 3 if a check fails.
     """
     checks = []
-    for check in api.verify(bundle, **given):
+    for check in api.verify_as(bundle, request):
         checks.append(check)
         if not as_json and not verbosity.quiet:
             show(check_text(check))
@@ -267,18 +251,13 @@ def run(
         Path, typer.Option("--input", "-i", metavar="X.NPZ", help="An .npz with the inputs.")
     ],
     output: Annotated[Path, output_option("Y.NPZ", "The .npz to write.")],
-    given: Annotated[dict[str, Any], RUNNER],
-    no_check: Annotated[
-        bool, typer.Option("--no-check", help="Do not check the files' hashes.")
-    ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing output.")] = False,
+    request: RunRequest,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
     """Run a bundle on the inputs in an .npz file."""
-    given |= {"check": not no_check, "force": force}
     with verbosity.console() as console:
-        written = api.run(bundle, input_file, output, **given, progress=console)
+        written = api.run_as(bundle, input_file, output, replace(request, progress=console))
     if as_json:
         show(json_text({"output": str(output), **asdict(written)}))
     else:

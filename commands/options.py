@@ -4,24 +4,23 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 import shlex
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from copy import copy
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass, replace
 from functools import wraps
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, get_type_hints
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
-from .. import api
 from ..common.console import Console
+from ..common.option import DECLARED, declared, refuse_changed
 from ..common.pytorch import check_pytorch
 from ..errors import UsageError
-from ..graphs.targets import FloatName, Method, Precision, Scope, Target
+from ..exporter.requests import FEED as FEED_HELP
+from ..exporter.requests import LoadRequest
 
 if TYPE_CHECKING:
     from ..exporter.model import Model
@@ -64,15 +63,7 @@ BundleArgument = Annotated[
     Path, typer.Argument(metavar="BUNDLE", parser=typed_path, help="A folder that export wrote.")
 ]
 
-FEED: Any = typer.Option(
-    metavar="FEED",
-    help="Inputs: an .npz, a folder of .npy, shards (.tar, .parquet) or package.module:iterable.",
-)
-
-Data = Annotated[str | None, FEED]
-
-SIZES = {"batch": {"metavar": "MIN:OPT:MAX"}, "tokens": {"metavar": "MIN:OPT:MAX"}}
-"""What the parser has to know of ranges of sizes (`CallOptions.more`)."""
+FEED: Any = typer.Option(metavar="FEED", help=FEED_HELP)
 
 TrustEngine = Annotated[
     bool,
@@ -92,61 +83,32 @@ def json_text(content: Any) -> str:
     return json.dumps(content, indent=2, ensure_ascii=False)
 
 
+def typed_name(feed: Any) -> str | None:
+    """Returns a feed as it was typed: in a shell it is a name."""
+    return None if feed is None else str(feed)
+
+
 def output_option(metavar: str, text: str) -> Any:
     """Returns the declaration of `--output`, which every command has that writes."""
     return typer.Option("--output", "-o", metavar=metavar, parser=typed_output, help=text)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ModelFlags:
-    """How MODEL is read."""
+def loader(
+    request: LoadRequest, source: str, console: Console, data: str | Path | None = None
+) -> Callable[[], Model]:
+    """Returns what loads the model that a command names, when it is called.
 
-    HEADINGS: ClassVar = {"family": "Reading MODEL"}
+    A factory's network is checked on the first inputs of `data`.
+    """
 
-    family: Annotated[
-        str | None, typer.Option(help="Skip detection: soft-moe-vit, mumoe-gpt2, …")
-    ] = None
-    config: Annotated[
-        Path | None,
-        typer.Option(help="Settings that the weights do not contain, as JSON, YAML or TOML."),
-    ] = None
-    sets: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="One such setting: --set num_heads=12."),
-    ] = None
-    weights: Annotated[Path | None, typer.Option(help="Weights for a package.module:factory.")] = (
-        None
-    )
-    adapter: Annotated[
-        list[str] | None,
-        typer.Option(metavar="MODULE:FUNCTION", help="Adapter for the factory's own MoE layers."),
-    ] = None
-
-    def given(self) -> dict[str, Any]:
-        """Returns them as `moexport.load` takes them, the configuration read."""
+    def load() -> Model:
         check_pytorch("reading a model")
-        from ..exporter.checkpoints.load import read_config
+        from ..exporter.checkpoints.load import load_as
 
-        config = read_config(self.config, self.sets or ())
-        return {
-            "family": self.family,
-            "config": config,
-            "weights": self.weights,
-            "adapter": self.adapter or (),
-        }
+        console.step(f"loading {source}")
+        return load_as(source, replace(request, example=data))
 
-    def loader(
-        self, source: str, console: Console, data: str | Path | None = None
-    ) -> Callable[[], Model]:
-        """Returns what loads the model that a command names, when it is called.
-
-        A factory's network is checked on the first inputs of `data`.
-        """
-
-        def load() -> Model:
-            return api.load(source, **self.given(), example=data, progress=console)
-
-        return load
+    return load
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,92 +127,67 @@ class Verbosity:
         return Console(verbose=self.verbose, quiet=self.quiet)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterFlags:
-    """A Ray cluster, and which of its nodes."""
+def flattened(command: Callable[..., None]) -> Callable[..., None]:
+    """Returns a command as Typer wants it: a parameter that is a record becomes its options.
 
-    HEADINGS: ClassVar = {"ray": "Cluster"}
-
-    ray: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ADDRESS",
-            help="Use the nodes of a Ray cluster: its address, auto (that of this machine) or "
-            "local.",
-        ),
-    ] = None
-    on: Annotated[
-        str | None,
-        typer.Option(
-            metavar="RESOURCE",
-            help="The resource of its nodes: accelerator_type:L4 [default: CPU].",
-        ),
-    ] = None
-
-    def given(self) -> dict[str, Any]:
-        """Returns what was typed, as the calls of `api.py` take it; nothing without a cluster."""
-        if self.ray is None:
-            refuse_idle(self, why="there is no cluster: name one with --ray")
-        named = {"ray": self.ray, "on": self.on}
-        return {name: value for name, value in named.items() if value is not None}
-
-
-PARSED: Mapping[str, Any] = {
-    **{"Sequence[str]": list[str], "Labelled": str, "AnyPath": Path},
-    **{"Target": Target, "Precision": Precision, "Scope": Scope, "FloatName": FloatName},
-    **{"Method": Method, "Engine": api.Engine, "Provider": api.Provider},
-    **{"ServingBackend": api.ServingBackend, "Device": api.Device, "CpuTarget": api.CpuTarget},
-    **{"K": str, "str": str, "bool": bool, "float": float, "int": int},
-}
-"""What the parser makes of a parameter of `api.py`: of the words in its type the first of these."""
-
-
-@dataclass(frozen=True, slots=True)
-class CallOptions:
-    """The options of a command that are parameters of a call in `api.py`, declared there alone.
-
-    Type, default and explanation (`Args:` of the docstring) are the parameter's. `names` says which
-    are options; `headings` at which a section of the help begins; `more` what the parser alone has
-    to know of one (`metavar`, `min`). A command has them as `Annotated[dict[str, Any], …]` and
-    gets what was typed, to be handed to the call.
+    A record is a request (`common.option`), of which what a shell can say becomes an option, or a
+    dataclass of what a shell alone has, declared as parameters are, `Annotated[int,
+    typer.Option(…)] = 1`. So an option stands in one place, however many commands have it.
     """
+    hints = get_type_hints(command, include_extras=True)
+    records: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in inspect.signature(command).parameters.items():
+        if is_dataclass(hints[name]):
+            records[name] = hints[name], options_of(hints[name])
+            parameters += records[name][1]
+        else:
+            kind = inspect.Parameter.KEYWORD_ONLY
+            parameters.append(parameter.replace(kind=kind, annotation=hints[name]))
 
-    call: Callable[..., Any]
-    names: str
-    headings: Mapping[str, str] = field(default_factory=dict)
-    more: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    @wraps(command)
+    def flat(**typed: Any) -> None:
+        whole = {}
+        for name, (record, options) in records.items():
+            values = {option.name: typed.pop(option.name) for option in options}
+            # What was not typed is the record's own default.
+            whole[name] = record(**{n: value for n, value in values.items() if value is not None})
+        command(**typed, **whole)
 
-    def parameters(self) -> list[inspect.Parameter]:
-        """Returns them as Typer wants parameters."""
-        declared, helps, heading = inspect.signature(self.call).parameters, self._helps(), None
-        options = []
-        for name in self.names.split():
-            default, kind = declared[name].default, _parsed(declared[name].annotation)
-            flag = [f"--{name.replace('_', '-')}"] if default is False else []
-            heading = self.headings.get(name, heading)
-            more = {"help": helps[name], "rich_help_panel": heading, **self.more.get(name, {})}
-            if default is None or default == ():
-                default, kind = None, kind | None
-            options.append(_keyword(name, kind, typer.Option(*flag, **more), default))
-        return options
-
-    def _helps(self) -> dict[str, str]:
-        """The explanation of each parameter; what None or nothing stands for is its default."""
-        _, _, listed = (inspect.getdoc(self.call) or "").partition("Args:\n")
-        found = re.findall(r"^ {4}(\w+): (.*(?:\n {8}.*)*)", listed, flags=re.MULTILINE)
-        helps = {}
-        for name, text in found:
-            what, _, default = " ".join(text.split()).removesuffix(").").rpartition(" (")
-            shown = f" [default: {default[6:]}]" if default.startswith("None: ") else ""
-            helps[name] = f"{what[:1].upper()}{what[1:]}{shown}."
-        return helps
+    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    return flat
 
 
-def _parsed(annotation: str) -> Any:
-    def has(word: str) -> bool:
-        return re.search(rf"(?<!\w){re.escape(word)}(?!\w)", annotation) is not None
+def options_of(record: Any) -> list[inspect.Parameter]:
+    """Returns the options of a dataclass as Typer wants parameters."""
+    if not all(DECLARED in each.metadata for each in fields(record)):
+        hints = get_type_hints(record, include_extras=True)
+        return [
+            _keyword(
+                each.name,
+                hints[each.name].__origin__,
+                hints[each.name].__metadata__[0],
+                inspect.Parameter.empty if each.default is MISSING else each.default,
+            )
+            for each in fields(record)
+        ]
+    options, heading = [], None
+    for name, (each, said) in declared(record).items():
+        if said.shell is None:
+            continue
+        heading = said.heading or heading
+        shell = dict(said.shell)
+        default = None if each.default == () else each.default
+        kind = shell.pop("kind", type(default))
+        flag = shell.pop("flag", f"--{name.replace('_', '-')}" if default is False else None)
+        text = said.help if said.unset is None else _with_default(said.help, said.unset)
+        made = typer.Option(*([flag] if flag else []), help=text, rich_help_panel=heading, **shell)
+        options.append(_keyword(name, kind if default is not None else kind | None, made, default))
+    return options
 
-    return next(kind for word, kind in PARSED.items() if has(word))
+
+def _with_default(text: str, unset: str) -> str:
+    return f"{text.removesuffix('.')} [default: {unset}]." if unset != "none" else text
 
 
 def _keyword(name: str, kind: Any, option: Any, default: Any) -> inspect.Parameter:
@@ -258,86 +195,18 @@ def _keyword(name: str, kind: Any, option: Any, default: Any) -> inspect.Paramet
     return inspect.Parameter(name, only, default=default, annotation=Annotated[kind, option])
 
 
-def flattened(command: Callable[..., None]) -> Callable[..., None]:
-    """Returns a command as Typer wants it: a parameter that is a group becomes the group's options.
+def refuse_idle(*records: Any, why: str, but: Sequence[str] = ()) -> None:
+    """Raises `UsageError` for the first option of some records that was typed and has no use.
 
-    A group is a dataclass, whose fields are declared as parameters would be, `Annotated[int,
-    typer.Option(…)] = 1`, in the order of the help, or the `CallOptions` of a dict. So an option
-    stands in one place, whatever number of commands have it. `HEADINGS` of a dataclass names fields
-    at which a section of the help begins.
+    Those named in `but` have one.
     """
-    hints = get_type_hints(command, include_extras=True)
-    groups: dict[str, tuple[Any, list[inspect.Parameter]]] = {}
-    parameters: list[inspect.Parameter] = []
-    for name, parameter in inspect.signature(command).parameters.items():
-        (call, *_) = getattr(hints[name], "__metadata__", (None,))
-        if isinstance(call, CallOptions):
-            groups[name] = _given_to_call, call.parameters()
-        elif is_dataclass(hints[name]):
-            groups[name] = hints[name], _fields(hints[name])
-        else:
-            kind = inspect.Parameter.KEYWORD_ONLY
-            parameters.append(parameter.replace(kind=kind, annotation=hints[name]))
-        parameters += groups[name][1] if name in groups else ()
-
-    @wraps(command)
-    def flat(**given: Any) -> None:
-        whole = {
-            name: group(**{each.name: given.pop(each.name) for each in options})
-            for name, (group, options) in groups.items()
-        }
-        command(**given, **whole)
-
-    flat.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    return flat
+    for record in records:
+        names = {option.name for option in options_of(type(record))} - {*but}
+        refuse_changed(record, names, f": {why}")
 
 
-def _given_to_call(**typed: Any) -> dict[str, Any]:
-    """What was typed; for the rest the call has defaults of its own."""
-    return {name: value for name, value in typed.items() if value is not None}
-
-
-def _fields(group: Any) -> list[inspect.Parameter]:
-    """The parameters that make up a dataclass."""
-    hints = get_type_hints(group, include_extras=True)
-    headings, heading = getattr(group, "HEADINGS", {}), None
-    parameters = []
-    for each in fields(group):
-        heading = headings.get(each.name, heading)
-        hint = hints[each.name]
-        option = copy(hint.__metadata__[0])
-        option.rich_help_panel = option.rich_help_panel or heading
-        default = inspect.Parameter.empty if each.default is MISSING else each.default
-        parameters.append(_keyword(each.name, hint.__origin__, option, default))
-    return parameters
-
-
-def refuse_idle(*groups: Any, why: str, but: Sequence[str] = ()) -> None:
-    """Raises `UsageError` for the first option of groups that was given and would do nothing.
-
-    A group is a dataclass of options, or `CallOptions` with what was typed. An option is given
-    where its value is not its default; those named in `but` do something.
-    """
-    for group in groups:
-        if isinstance(group, tuple):
-            options, typed = group
-            parameters = options.parameters()
-        else:
-            parameters = _fields(type(group))
-            typed = {each.name: getattr(group, each.name) for each in parameters}
-        for parameter in parameters:
-            value = typed.get(parameter.name)
-            if parameter.name in but or value in (parameter.default, None, []):
-                continue
-            declared = parameter.annotation.__metadata__[
-                0
-            ].default  # Typer puts the first name there
-            named = isinstance(declared, str) and declared.startswith("--")
-            option = declared if named else f"--{parameter.name.replace('_', '-')}"
-            if parameter.default is True:
-                option = option.replace("--", "--no-", 1)
-            raise UsageError(f"{option}: {why}", hint=f"leave {option} out")
-
+LAST = ("Cluster", "Options")
+"""Sections of a command's help that end it."""
 
 Command = Callable[..., None]
 
@@ -357,7 +226,9 @@ class SectionedCommand(TyperCommand):
                 heading = getattr(each, "rich_help_panel", None)
                 heading = "Arguments" if argument else heading or "Options"
                 sections.setdefault(heading, []).append(record)
-        for heading, records in sections.items():
+        last = [each for each in LAST if each in sections]
+        for heading in [each for each in sections if each not in last] + last:
+            records = sections[heading]
             with formatter.section(heading):
                 formatter.write_dl(records)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,42 +11,20 @@ import typer
 from .. import api
 from ..common.console import show
 from ..common.text import count
+from ..exporter.requests import LoadRequest
+from ..tune.request import TuneRequest
 from .options import (
-    SIZES,
     AsJson,
-    CallOptions,
     ModelArgument,
-    ModelFlags,
     Verbosity,
     json_text,
+    loader,
     output_option,
     typed_command,
 )
 
 if TYPE_CHECKING:
     from ..tune.tune import SearchPlan, Tuned
-
-BOUNDS = CallOptions(
-    api.tune,
-    "keep max_latency max_bytes metric target batch tokens precision all_experts time threads "
-    "pixels ray on",
-    headings={
-        "keep": "Requirements",
-        "target": "Search space",
-        "time": "Search",
-        "ray": "Cluster",
-    },
-    more={
-        **SIZES,
-        "keep": {"metavar": "SHARE"},
-        "max_latency": {"metavar": "TIME"},
-        "max_bytes": {"metavar": "BYTES"},
-        "time": {"metavar": "TIME"},
-        "ray": {"metavar": "ADDRESS"},
-        "on": {"metavar": "RESOURCE"},
-    },
-)
-"""What is asked of a search."""
 
 
 def tune(
@@ -61,20 +39,11 @@ def tune(
         ),
     ],
     output: Annotated[Path, output_option("BUNDLE", "The folder to write.")],
-    reading: ModelFlags,
-    given: Annotated[dict[str, Any], BOUNDS],
-    report: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="The folder for results and report [default: BUNDLE-report].",
-            rich_help_panel="Search",
-        ),
-    ] = None,
+    reading: LoadRequest,
+    request: TuneRequest,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print the size of the search, and do not search.")
     ] = False,
-    force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
@@ -83,25 +52,19 @@ def tune(
     Searches on one half of the data and confirms the result on the other. After an interruption,
     repeat the command: it continues where it stopped.
     """
-    place = report or output.with_name(f"{output.name}-report")
+    place = Path(request.report or output.with_name(f"{output.name}-report"))
     with verbosity.console() as console:
-        images = Path(data).is_dir() or "pixels" in given
-        load = reading.loader(model, console, None if images else data)
+        images = Path(data).is_dir() or request.pixels is not None
+        load = loader(reading, model, console, None if images else data)
+        request = replace(request, report=place, command=typed_command(), progress=console)
         if dry_run:
-            planned = api.tune_plan(load, data, output, **given, progress=console)
+            planned = api.tune_plan_as(load, data, request)
             show(json_text(asdict(planned)) if as_json else plan_text(planned))
             return
-        found = api.tune(
-            *(load, data, output),
-            **given,
-            report=place,
-            force=force,
-            command=typed_command(),
-            progress=console,
-        )
+        tuned = api.tune_as(load, data, output, request)
     from ..tune.findings import text
 
-    show(json_text(_as_json(found, place)) if as_json else text(found, place))
+    show(json_text(_as_json(tuned, place)) if as_json else text(tuned, place))
 
 
 def plan_text(planned: SearchPlan) -> str:

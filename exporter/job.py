@@ -16,6 +16,7 @@ import onnx_ir as ir
 from ..calibration.feeds import Feed
 from ..calibration.methods import DEFAULT_METHOD
 from ..calibration.table import CalibrationTable
+from ..common.option import spelled
 from ..errors import CalibrationError, LoweringError, UsageError
 from ..graphs.layers.base import MoESpec
 from ..graphs.lowerings.choice import check
@@ -33,11 +34,12 @@ from .model import (
     fingerprint,
     untouched_fingerprint,
 )
-from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, resolve_k
-from .quantization.calibrate import AGAIN, CalibrationJob, CalibrationOptions, renormalised
+from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
+from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
+from .requests import CalibrateRequest
 from .tensorrt.backends import BACKENDS
 from .tensorrt.engines import check_for_export
-from .tensorrt.options import EngineOptions, option_name
+from .tensorrt.options import EngineOptions
 from .token_routed.own_router import with_router_k
 from .token_routed.routers import with_k
 
@@ -155,7 +157,7 @@ def export_job(
         pass  # what overflows is looked for in models with one input
     elif options.data is not None and options.precision.name in CALIBRATED:
         check_one_input(loaded, "--quantize all" if options.precision.scope == "all" else "--data")
-        asked = CalibrationOptions(
+        asked = CalibrateRequest(
             method=options.method or DEFAULT_METHOD,
             samples=None if options.precision.ranged else PEAK_SAMPLES,
             renormalize=options.renormalize,
@@ -173,15 +175,16 @@ def _needs_ranges(model: Model, options: ExportOptions) -> bool:
 
 
 def calibration_job(
-    model: Model, data: Feed, options: CalibrationOptions | None = None
+    model: Model, data: Feed, options: CalibrateRequest | None = None
 ) -> CalibrationJob:
     """Returns the job of a calibration; raises `UsageError` for what the model does not take."""
-    options = options or CalibrationOptions()
+    options = options or CalibrateRequest()
     check_one_input(model, "calibration")
     specs = _specs(model)
     if options.renormalize:
         check_renormalize(specs)
-    return CalibrationJob(model, data, _observed(resolve_k(options.k, specs), specs), options)
+    k = resolve_k(parse_k(options.k), specs)
+    return CalibrationJob(model, data, _observed(k, specs), options)
 
 
 def _specs(model: Model) -> dict[str, MoESpec]:
@@ -244,7 +247,7 @@ def _check_engine(target: Target, engine: EngineOptions | bool | None) -> None:
     asked = engine.asked() if isinstance(engine, EngineOptions) else []
     if target not in BACKENDS and asked:
         raise UsageError(
-            f"{option_name(asked[0])}: --target {target} has no engines",
+            f"{spelled(EngineOptions, asked[0])}: --target {target} has no engines",
             hint=f"engines are built for --target {' and '.join(BACKENDS)}",
         )
     check_for_export(target, engine)

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 
+from ..calibration.table import CALIBRATION_FILE
+from ..common.option import declared, refuse_changed
 from ..common.text import listed, near_miss
 from ..errors import FeedError, LoweringError, UsageError
 from ..graphs.lowerings import check_name
@@ -33,10 +35,12 @@ from ..graphs.targets import (
     Scope,
     Target,
 )
-from .bundle.recipe import Recipe
-from .edits import NO_EDITS, Edits
+from .bundle.recipe import Recipe, file_beside, read_recipe
+from .bundle.substitutes import SUBSTITUTES_FILE, read_substitutes
+from .edits import NO_EDITS, Edits, read_edits
 from .inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from .parity import TOLERANCES, Tolerance
+from .requests import ExportRequest
 
 if TYPE_CHECKING:
     from ..calibration.feeds import Feed
@@ -378,6 +382,63 @@ class ExportOptions:
             atol=usual.atol if self.atol is None else self.atol,
             rtol=usual.rtol if self.rtol is None else self.rtol,
         )
+
+
+def requested(request: ExportRequest, destination: Path | None) -> ExportOptions:
+    """Returns the options of an export, parsed, those of a recipe read from its file.
+
+    Raises `UsageError` for what cannot be meant.
+    """
+    recipe = None if request.recipe is None else Path(request.recipe)
+    if recipe is not None:
+        names = declared(ExportRequest).keys() - _BESIDE_A_RECIPE
+        refuse_changed(request, names, " with --recipe: the recipe says that itself")
+    table = request.calibration
+    options = ExportOptions(
+        k=parse_k(request.k),
+        target=request.target,
+        lowerings=parse_lowerings(request.lowering),
+        batch=parse_range(str(request.batch), "--batch"),
+        tokens=parse_range(str(request.tokens), "--tokens"),
+        opset=MIN_OPSET if request.opset is None else request.opset,
+        exact_opset=request.opset is not None,
+        renormalize=request.renormalize,
+        expose_routing=request.expose_routing,
+        atol=request.atol,
+        rtol=request.rtol,
+        verify=request.verify,
+        verify_samples=request.verify_samples,
+        edits=read_edits(request.ablate, request.rewrite, request.steer),
+        precision=PrecisionOptions(
+            name=request.precision,
+            rest=request.rest,
+            scope=request.quantize,
+            io=request.io_precision,
+            weight_bits=request.weight_bits,
+            floating=frozenset(request.keep_floating),
+            min_retention=request.min_retention,
+        ),
+        data=request.data,
+        calibration=Path(table) if isinstance(table, str) else table,
+        method=request.method,
+        engine=request.engine,
+        destination=destination,
+        force=request.force,
+    )
+    if recipe is None:
+        return options
+    content = read_recipe(recipe)
+    ranges = file_beside(recipe, content.calibration, CALIBRATION_FILE)
+    beside = file_beside(recipe, content.substitutes, SUBSTITUTES_FILE)
+    substitutes = None if beside is None else read_substitutes(beside.parent)
+    return replace(recipe_options(content, options, substitutes), calibration=ranges)
+
+
+_BESIDE_A_RECIPE = frozenset(
+    {"recipe", "data", "atol", "rtol", "verify", "verify_samples", "steer", "engine", "force"}
+    | {"expose_routing"}
+)
+"""Options that a recipe leaves open."""
 
 
 def recipe_options(

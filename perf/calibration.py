@@ -28,9 +28,9 @@ from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
 from moexport.exporter.job import calibration_job
-from moexport.exporter.options import parse_k
 from moexport.exporter.parity import jaccard
-from moexport.exporter.quantization.calibrate import CalibrationOptions, Observed, observe_model
+from moexport.exporter.quantization.calibrate import Observed, observe_model
+from moexport.exporter.requests import CalibrateRequest
 from moexport.exporter.session import Session, SessionOptions
 from onnxruntime import quantization
 
@@ -97,7 +97,7 @@ def compare_methods(
     `same_experts` is the share of images for which the same experts were chosen, `max_error` the
     largest difference from FP32 at the same k over the largest output. The model is observed once.
     """
-    seen = observe_model(calibration_job(model, feed, CalibrationOptions(k=parse_k(k))))
+    seen = observe_model(calibration_job(model, feed, CalibrateRequest(k=k)))
     (layer,) = model.layers.values()
     name = f"n{layer.spec.experts}-{k.replace('/', '-')}"
     single = export(model, place / f"{name}-fp32", k=k, target="ort-cpu", verify=False)

@@ -42,7 +42,7 @@ from moexport.graphs.targets import Precision
 from moexport.tune.clock import Clock
 from moexport.tune.graphs import Look, spin_for
 from moexport.tune.quality import Quality, Tally
-from moexport.tune.request import TuneRequest
+from moexport.tune.request import SearchOptions
 from moexport.tune.search import AROUND, front_of, with_ms
 from moexport.tune.space import RANGED, Choice, Point
 from moexport.tune.tune import Found, Job
@@ -309,7 +309,7 @@ def row_of(
 ) -> Row:
     """Returns what was found for a network, by searches of so many seconds."""
     place = Path(folder) / network.title.replace(" ", "-").replace(",", "")
-    request = TuneRequest(keep=KEEP, seconds=tune_s)
+    request = SearchOptions(keep=KEEP, seconds=tune_s)
     began = time.monotonic()
     job = Job.begin(
         *(network.model, network.data, request, place / "work", progress, Clock(tune_s))

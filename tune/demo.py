@@ -8,7 +8,7 @@ from ..bench.data import LabelledData
 from ..bench.demo.demo import THREADS, Network
 from ..common.console import Progress
 from .findings import text, write_findings
-from .request import TuneRequest
+from .request import SearchOptions
 from .tune import tune
 
 KEEP = 0.97
@@ -20,7 +20,9 @@ SECONDS = 45.0
 
 def tuned(progress: Progress, network: Network, data: LabelledData, directory: Path) -> str:
     """Returns what a search finds for a network; its bundle and report go to a demo's folder."""
-    request = TuneRequest(keep=KEEP, threads=THREADS, precisions=("fp32", "int8"), seconds=SECONDS)
+    request = SearchOptions(
+        keep=KEEP, threads=THREADS, precisions=("fp32", "int8"), seconds=SECONDS
+    )
     place, report = directory / "tuned", directory / "tuned-report"
     progress.step(f"tuning {network.name}: {KEEP:.0%} kept")
     found = tune(

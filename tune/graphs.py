@@ -244,7 +244,7 @@ class Graphs:
         the others spin (`spin_ms`, as in `SessionOptions`).
         """
         provider = TARGETS[self.base.options.target].provider
-        assert provider is not None, "tune is for graphs (`TuneRequest`)"
+        assert provider is not None, "tune is for graphs (`SearchOptions`)"
         options = SessionOptions(provider=provider, threads=self.threads, spin_ms=spin_ms)
         with scratch_folder("tune") as folder:
             sessions = []

@@ -1,16 +1,28 @@
-"""What is asked of a search: bounds, metric, what may vary, and how long it may take."""
+"""What is asked of a search, declared once: bounds, metric, what may vary, how long it may take."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+from ..common.option import option
 from ..errors import UsageError
-from ..exporter.inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange
+from ..exporter.requests import SIZES, AnyPath, ClusterRequest
 from ..graphs.targets import ENGINES, TARGETS, Precision, Target
+
+if TYPE_CHECKING:
+    from ..exporter.inputs import AxisRange
+
+
+def _usual_range(axis: str) -> AxisRange:
+    from ..exporter import inputs
+
+    return inputs.DEFAULT_BATCH if axis == "batch" else inputs.DEFAULT_TOKENS
+
 
 DEFAULT_KEEP = 0.99
 
@@ -19,8 +31,112 @@ PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "int8", "int4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TuneRequest:
-    """The bounds of a search and its means; `parse_*` make its fields from what is typed.
+class TuneRequest(ClusterRequest):
+    """What is required of a bundle, what is searched for it, and how."""
+
+    keep: str | float | None = option(
+        None,
+        "The share of the untouched model's quality to keep, 99% or 0.99.",
+        unset="99%, if there is no other requirement",
+        heading="Requirements",
+        kind=str,
+        metavar="SHARE",
+    )
+    max_latency: str | float | None = option(
+        None,
+        "The largest latency of a batch of OPT, 5ms.",
+        unset="any",
+        kind=str,
+        metavar="TIME",
+    )
+    max_bytes: str | int | None = option(
+        None,
+        "The largest size of graph and weights, 20MB.",
+        unset="any",
+        kind=str,
+        metavar="BYTES",
+    )
+    metric: str | None = option(
+        None,
+        "The measure of quality: accuracy, perplexity, agreement with the untouched model, or "
+        "package.module:function of outputs and labels.",
+        unset="what the data allow",
+        kind=str,
+    )
+    target: Target = option(
+        "ort-cpu",
+        "The runtime of the graph: onnx, ort-cpu or ort-cuda.",
+        heading="Search space",
+        kind=Target,
+    )
+    batch: str | int = option(
+        "1:1:32", "The range of batch sizes, optimised for OPT.", metavar=SIZES
+    )
+    tokens: str | int = option(
+        "1:196:1024",
+        "The same for the number of tokens, if that axis is dynamic.",
+        metavar=SIZES,
+    )
+    precision: str | None = option(
+        None,
+        "The precisions to try, as fp32,int8.",
+        unset="all that the target computes",
+        kind=str,
+    )
+    all_experts: bool = option(False, "Do not remove or merge experts.")
+    time: str | float | None = option(
+        None,
+        "The time limit of the search, 10min.",
+        unset="until no better candidate is expected",
+        heading="Search",
+        kind=str,
+        metavar="TIME",
+    )
+    threads: int | None = option(
+        None, "The number of threads of every engine.", unset="PyTorch's own choice", kind=int
+    )
+    pixels: str | None = option(
+        None,
+        "The scale of images: unit, symmetric or imagenet.",
+        unset="as the folder says",
+        kind=str,
+    )
+    report: AnyPath | None = option(
+        None,
+        "The folder for results and report.",
+        unset="in a shell BUNDLE-report, in Python nothing is written",
+        kind=Path,
+        metavar="DIR",
+    )
+    command: str = option("", "What the results say they were made by.", in_shell=False)
+    force: bool = option(False, "Replace an existing bundle.", heading="Options")
+
+    def search(self) -> SearchOptions:
+        """Returns the bounds and means, parsed; `UsageError` for what cannot be meant."""
+        from ..exporter.inputs import parse_range
+
+        self.check_cluster()
+        latency, most = self.max_latency, self.max_bytes
+        keep = DEFAULT_KEEP if latency is None and most is None else None
+        ms = None if latency is None else 1e3 * parse_seconds(latency, "--max-latency", "ms")
+        return SearchOptions(
+            keep=keep if self.keep is None else parse_share(self.keep, "--keep"),
+            latency_ms=ms,
+            bytes=None if most is None else parse_size(most, "--max-bytes"),
+            metric=self.metric,
+            target=self.target,
+            batch=parse_range(str(self.batch), "--batch"),
+            tokens=parse_range(str(self.tokens), "--tokens"),
+            precisions=parse_tried(self.precision or ""),
+            subsets=not self.all_experts,
+            seconds=None if self.time is None else parse_seconds(self.time, "--time", "s"),
+            threads=self.threads,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SearchOptions:
+    """The bounds of a search and its means, as `TuneRequest.search` makes them.
 
     `keep` is the share of the untouched model's quality that must be kept, None where other bounds
     alone count. `latency_ms` is of a batch of OPT, `bytes` of the graphs and weights. `metric` is
@@ -33,8 +149,8 @@ class TuneRequest:
     bytes: int | None = None
     metric: str | None = None
     target: Target = "ort-cpu"
-    batch: AxisRange = DEFAULT_BATCH
-    tokens: AxisRange = DEFAULT_TOKENS
+    batch: AxisRange = field(default_factory=lambda: _usual_range("batch"))
+    tokens: AxisRange = field(default_factory=lambda: _usual_range("tokens"))
     precisions: tuple[Precision, ...] = ()
     subsets: bool = True
     seconds: float | None = None
@@ -135,7 +251,7 @@ def parse_size(text: str | int, option: str) -> int:
 
 
 def parse_tried(text: str) -> tuple[Precision, ...]:
-    """Returns the precisions of a list, none for an empty one; `TuneRequest` checks them."""
+    """Returns the precisions of a list, none for an empty one; `SearchOptions` checks them."""
     names: Any = tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))
     found: tuple[Precision, ...] = names
     return found

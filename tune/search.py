@@ -17,7 +17,7 @@ from ..common.console import Progress
 from ..errors import MoexportError
 from ..graphs.targets import Precision
 from .graphs import Graphs, Look
-from .request import TuneRequest
+from .request import SearchOptions
 from .space import Choice, Point
 
 AROUND = ""
@@ -62,7 +62,7 @@ class Search:
     """Looks for the points that answer a request, until the time is `over`."""
 
     graphs: Graphs
-    request: TuneRequest
+    request: SearchOptions
     over: Callable[[], bool]
     progress: Progress
     refused: list[str] = field(default_factory=list)

@@ -39,8 +39,9 @@ from ..exporter.export import export
 from ..exporter.job import ExportJob, calibration_job, export_job
 from ..exporter.model import Model, check_one_input, fingerprint
 from ..exporter.options import ExportOptions, recipe_options
-from ..exporter.quantization.calibrate import CalibrationOptions, calibrate
+from ..exporter.quantization.calibrate import calibrate
 from ..exporter.quantization.precision import apply_precision
+from ..exporter.requests import CalibrateRequest
 from ..exporter.trace import trace
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.layers.soft_moe import SoftMoESpec
@@ -75,7 +76,7 @@ from .graphs import (
 from .halves import Halves, in_batches, rows_of
 from .layers import Replay, in_turn
 from .quality import Metric, Quality, Tally, metric_for
-from .request import TuneRequest
+from .request import SearchOptions
 from .routed import Traces, asked_for, routed_layers
 from .search import AROUND, EACH_SIDE, LOOKS, Option, Search, front_of, with_ms
 from .shards import Evaluate, evaluate_here
@@ -139,7 +140,7 @@ class Tuned:
     base: Look
     metric: Metric
     model: Model
-    request: TuneRequest
+    request: SearchOptions
     latencies: dict[str, Latency]
     protocol: Protocol
     all_looks: tuple[Look, ...]
@@ -205,7 +206,7 @@ def tune(
     model: Model,
     data: Labelled,
     destination: Path,
-    request: TuneRequest,
+    request: SearchOptions,
     *,
     work: Path | None = None,
     force: bool = False,
@@ -264,7 +265,7 @@ class SearchPlan:
 
 
 def plan_search(
-    model: Model, data: Labelled, request: TuneRequest, progress: Progress | None = None
+    model: Model, data: Labelled, request: SearchOptions, progress: Progress | None = None
 ) -> SearchPlan:
     """Returns how large a search is; runs the untouched model on one half, and searches nothing."""
     progress = progress or Silent()
@@ -352,7 +353,7 @@ class Job:
     """
 
     model: Model
-    request: TuneRequest
+    request: SearchOptions
     halves: Halves
     outputs: Array
     metric: Metric
@@ -368,7 +369,7 @@ class Job:
     def begin(
         model: Model,
         data: Labelled,
-        request: TuneRequest,
+        request: SearchOptions,
         folder: Path,
         progress: Progress,
         clock: Clock,
@@ -996,7 +997,7 @@ def _samples(clock: Clock, one_s: float, *, tracing: bool) -> int:
     return 0 if fitting < CALIBRATED_FEW else min(CALIBRATED, math.floor(fitting))
 
 
-def _check_enough(metric: Metric, request: TuneRequest, halves: Halves, outputs: Array) -> None:
+def _check_enough(metric: Metric, request: SearchOptions, halves: Halves, outputs: Array) -> None:
     """Raises `FeedError` where no outcome could show what is to be kept."""
     if request.keep is None:
         return
@@ -1031,7 +1032,7 @@ def _ranges(
     """The ranges of a model's tensors over the search's half; kept in the folder."""
     path = folder / CALIBRATION_FILE
     if not (journal.resumed and path.is_file()):
-        job = calibration_job(model, data.inputs, CalibrationOptions(samples=samples))
+        job = calibration_job(model, data.inputs, CalibrateRequest(samples=samples))
         calibrate(job, traced=traced, progress=progress).write(path)
     return CalibrationTable.read(path)
 

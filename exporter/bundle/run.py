@@ -11,53 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from ...calibration.feeds import batches, count, npz_array, npz_names, rebatched
-from ...common.console import Progress, Silent
+from ...common.console import Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
 from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_axes
+from ..requests import RunRequest
 from ..session import PROVIDERS, Runner, SessionOptions
 from .bundle import Bundle
 from .manifest import Manifest, PortRecord
 
 ONNXRUNTIME = "onnxruntime"
-
-
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """How a bundle is run.
-
-    `engine` is who runs it: `onnxruntime` on a `provider` with so many `threads`, or an engine that
-    was built, which `trust_engine` loads though no manifest vouches for it. `graph` is a file or
-    lowering of several. `batch_size` inputs run at once: without, as many as the bundle was
-    exported for at the most, and for an engine all of them. `check` compares files with the
-    manifest's hashes first. `host_weights` leaves experts that an engine takes as inputs in the
-    machine's memory.
-    """
-
-    graph: str | None = None
-    engine: str = ONNXRUNTIME
-    provider: str = "cpu"
-    threads: int | None = None
-    trust_engine: bool = False
-    batch_size: int | None = None
-    check: bool = True
-    host_weights: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises `UsageError` for options that the chosen runner does not have."""
-        if self.engine == ONNXRUNTIME:
-            if self.trust_engine or self.host_weights:
-                option = "--trust-engine" if self.trust_engine else "--host-weights"
-                raise UsageError(
-                    f"{option}: no engine is loaded with --engine onnxruntime",
-                    hint="name one: --engine tensorrt-rtx",
-                )
-        elif self.provider != "cpu" or self.threads is not None:
-            option = "--threads" if self.threads is not None else "--provider"
-            raise UsageError(
-                f"{option}: it is ONNX Runtime's, and {self.engine} runs the engine",
-                hint=f"leave {option} out, or choose --engine onnxruntime",
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,11 +35,7 @@ def run_file(
     bundle_path: Path,
     input_file: Path,
     output_file: Path,
-    options: RunOptions | None = None,
-    *,
-    k: int | None = None,
-    force: bool = False,
-    progress: Progress | None = None,
+    options: RunRequest | None = None,
 ) -> Outputs:
     """Writes a bundle's output for the inputs of an `.npz` to another one; tells what it wrote.
 
@@ -86,8 +45,9 @@ def run_file(
     `FeedError` for inputs that do not fit; and what an engine's profiles do not contain before it
     is loaded.
     """
-    options, progress = options or RunOptions(), progress or Silent()
-    _check_output(output_file, input_file, force=force)
+    options = options or RunRequest()
+    k, progress = options.k, options.progress or Silent()
+    _check_output(output_file, input_file, force=options.force)
     bundle = Bundle.open(bundle_path, check=options.check)
     record = bundle.manifest
     fewest = min(layer.experts for layer in record.layers)
@@ -129,7 +89,7 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
         raise OutputError(f"{output}: a file exists there", hint="--force replaces it")
 
 
-def _opened(bundle: Bundle, options: RunOptions, x: np.ndarray, k: int | None) -> Runner:
+def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> Runner:
     if options.engine == ONNXRUNTIME:
         chosen = SessionOptions(PROVIDERS[options.provider], threads=options.threads)
         return bundle.session(options.graph, chosen)
@@ -146,7 +106,7 @@ def _opened(bundle: Bundle, options: RunOptions, x: np.ndarray, k: int | None) -
     )
 
 
-def _sizes(record: Manifest, options: RunOptions, total: int | None) -> AxisRange:
+def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRange:
     """The sizes of batches: smallest, usual and largest."""
     axis = record.inputs[0].shape[0]
     fixed = AxisRange(axis, axis, axis) if isinstance(axis, int) else None

@@ -14,24 +14,26 @@ import numpy as np
 import yaml
 
 from ...common.locations import named_by_url, url_of
+from ...common.option import takes
 from ...common.user_code import names_code
 from ...errors import CheckpointError, FamilyError, UsageError
 from ..families import Family, detect, family_named
 from ..model import Model, Source
+from ..requests import LoadRequest
 from ..token_routed.load import architecture_of, load_transformers
-from .adapters import Adapter
-from .examples import Example
 from .files import local_checkpoint
 from .state_dict import Checkpoint, read_checkpoint
 from .user_network import load_factory
 
 
-def read_config(file: Path | None = None, sets: Sequence[str] = ()) -> dict[str, Any]:
-    """Returns the configuration in `file` (JSON, YAML or TOML) with the `KEY=VALUE` pairs over it.
+def read_config(
+    source: Mapping[str, Any] | str | Path | None = None, sets: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Returns settings, or those of a file (JSON, YAML, TOML), with `KEY=VALUE` pairs over them.
 
     Raises UsageError for a file that cannot be read as a mapping, or a pair without a key.
     """
-    config = {} if file is None else _read_file(file)
+    config = _read_file(Path(source)) if isinstance(source, str | Path) else dict(source or {})
     for pair in sets:
         key, equals, text = pair.partition("=")
         if not equals or not key.strip():
@@ -83,44 +85,29 @@ def _read_file(file: Path) -> dict[str, Any]:
     return {str(key): value for key, value in content.items()}
 
 
-def load(
-    source: str | os.PathLike[str],
-    *,
-    family: str | None = None,
-    config: Mapping[str, Any] | None = None,
-    weights: str | os.PathLike[str] | None = None,
-    example: Example | None = None,
-    adapter: Adapter | str | Sequence[Adapter | str] = (),
-    values: bool = True,
-) -> Model:
+def load_as(source: str | os.PathLike[str], request: LoadRequest) -> Model:
     """Returns the trained model that `source` names, ready to trace.
 
-    `source` is a checkpoint (a file, an index of shards, a folder) or `package.module:factory`,
-    which may take `weights` from a checkpoint. `config` says what shapes cannot tell: the
-    constructor arguments of the published code, or of the factory. `example` are inputs [b, …] to
-    check a factory's model with, or a file of them. `adapter` says what the factory's own layers
-    are (`moexport.adapts`): a function, its `package.module:adapt`, or several. Without `values` a
-    checkpoint's weights are neither checked nor converted (`checkpoint.read_checkpoint`): enough
-    to look at a model, not to run or export it.
+    `source` is a checkpoint (a file, an index of shards, a folder) or `package.module:factory`.
+    Its configuration says what shapes cannot tell: the constructor arguments of the published
+    code, or of the factory. Without `values` a checkpoint's weights are neither checked nor
+    converted (`checkpoint.read_checkpoint`): enough to look at a model, not to run or export it.
 
     Each of them may be a URL. Raises CheckpointError, FamilyError, ParityError or UsageError: what
     was wrong, where, and what to do.
     """
     with named_by_url():
-        return _load(source, family, config, weights, example, adapter, values=values)
+        return _load(source, request)
 
 
-def _load(
-    source: str | os.PathLike[str],
-    family: str | None,
-    config: Mapping[str, Any] | None,
-    weights: str | os.PathLike[str] | None,
-    example: Example | None,
-    adapter: Adapter | str | Sequence[Adapter | str],
-    *,
-    values: bool,
-) -> Model:
-    given = dict(config or {})
+load = takes(LoadRequest)(load_as)
+"""`load_as` with the fields of the request as keywords."""
+
+
+def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
+    family, weights, adapter = request.family, request.weights, request.adapter
+    example, values = request.example, request.values
+    given = read_config(request.config, request.sets)
     if names_code(str(source)):
         if family is not None:
             raise UsageError(

@@ -12,13 +12,12 @@ import numpy as np
 import onnx_ir as ir
 
 from ...calibration.feeds import Feed, FeedHash, count, limited, rebatched
-from ...calibration.methods import DEFAULT_METHOD, DEFAULT_PERCENTILE, choose
+from ...calibration.methods import DEFAULT_PERCENTILE, choose
 from ...calibration.observers import Observations, ObservingGraph, observe, observing_graph
-from ...calibration.table import METHODS, CalibrationTable, Origin, is_table
+from ...calibration.table import CalibrationTable, Origin, is_table
 from ...common.console import Progress, Silent
-from ...common.text import near_miss
 from ...common.writing import check_file, make_folder, scratch_folder
-from ...errors import CalibrationError, UsageError
+from ...errors import CalibrationError
 from ...graphs.layers.base import MoESpec
 from ...graphs.lower import LoweringRequest
 from ...graphs.lowerings import lowerings_of
@@ -27,59 +26,10 @@ from ...graphs.targets import Method
 from ..bundle.weights import WeightsWriter, write_backbone, write_layer
 from ..inputs import feed_batches
 from ..model import Model, fingerprint
-from ..options import KOption
+from ..requests import CalibrateRequest
 from ..trace import trace
 
 GRAPH_FILE = "observing.onnx"
-
-
-@dataclass(frozen=True, slots=True)
-class CalibrationOptions:
-    """The options of `calibrate`.
-
-    `percentile` is in %, None for 99.99. `samples` is how many inputs of the feed are taken, None
-    for all. `batch` is how many the observing graph runs at once, whatever the feed's own batches:
-    it costs memory and saves time, and changes a range by no more than the rounding of the model's
-    own arithmetic.
-    """
-
-    k: KOption = "n"
-    method: Method = DEFAULT_METHOD
-    percentile: float | None = None
-    samples: int | None = None
-    batch: int = 16
-    renormalize: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises `UsageError` for a value that cannot be meant."""
-        if self.k == "input":
-            raise UsageError(
-                "--k input: ranges are those of the experts that are kept, and this says none",
-                hint="--k n observes all experts, and its table serves an export with --k input",
-            )
-        if self.method not in METHODS:
-            raise UsageError(
-                f"--method {self.method}: there is no such method",
-                hint=near_miss(self.method, METHODS),
-            )
-        if self.percentile is not None and self.method != "percentile":
-            raise UsageError(
-                f"--percentile {self.percentile:g}: the method is {self.method}, which has none",
-                hint="leave --percentile out, or give --method percentile",
-            )
-        if self.percentile is not None and not 50 < self.percentile <= 100:
-            raise UsageError(
-                f"--percentile {self.percentile:g}: a share above 50 and up to 100",
-                hint="--percentile 99.99 leaves out the outermost 0.01 % of the values",
-            )
-        for name, value in (("--samples", self.samples), ("--batch", self.batch)):
-            if value is not None and value < 1:
-                raise UsageError(f"{name} {value}: at least 1", hint=f"leave {name} out")
-
-    @property
-    def share(self) -> float:
-        """The share of values in range, in %, where the method is `percentile`."""
-        return DEFAULT_PERCENTILE if self.percentile is None else self.percentile
 
 
 @dataclass(frozen=True)
@@ -89,7 +39,7 @@ class CalibrationJob:
     model: Model
     data: Feed
     k: Mapping[str, int]
-    options: CalibrationOptions
+    options: CalibrateRequest
 
     def inputs(self, seen: FeedHash) -> Iterator[np.ndarray]:
         """Yields the inputs of the feed that are taken; a hash is told of them."""

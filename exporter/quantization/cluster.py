@@ -6,7 +6,7 @@ to the last bit, by every method.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import reduce
 from operator import add
@@ -17,9 +17,10 @@ from ...calibration.table import CalibrationTable, Origin
 from ...common.cluster import Cluster, NodeKind, Task, connected, kinds_of
 from ...common.console import Progress, Silent
 from ...errors import ClusterError
-from ..checkpoints.load import load
+from ..checkpoints.load import load_as
 from ..job import calibration_job
-from .calibrate import CalibrationJob, CalibrationOptions, Observed, kept_table, observe_share
+from ..requests import CalibrateRequest, LoadRequest
+from .calibrate import CalibrationJob, Observed, kept_table, observe_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,13 +28,13 @@ class Source:
     """A calibration as nodes are told it: what names the model, how it is loaded, and the feed."""
 
     model: str
-    loading: Mapping[str, Any]
+    loading: LoadRequest
     data: str
-    options: CalibrationOptions
+    options: CalibrateRequest
 
     def job(self) -> CalibrationJob:
         """Returns the job, with the model loaded."""
-        model = load(self.model, **{"example": self.data, **self.loading})
+        model = load_as(self.model, replace(self.loading, example=self.data))
         return calibration_job(model, self.data, self.options)
 
 

@@ -7,12 +7,15 @@ import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ...common.text import near_miss
+from ...common.option import option, spelled
+from ...common.text import listed, near_miss
 from ...errors import UsageError
-from ..inputs import AxisRange
-from .backends import Backend, first_gpu, instead
+
+if TYPE_CHECKING:
+    from ..inputs import AxisRange
+    from .backends import Backend
 
 HardwareLevel = Literal["ampere-plus", "same-compute-capability"]
 HARDWARE_LEVELS: tuple[HardwareLevel, ...] = get_args(HardwareLevel)
@@ -21,18 +24,22 @@ CURRENT = "current"
 
 AUTO = "auto"
 
-_SPELLED = {
-    "compute_capabilities": "--compute-capability",
-    "profiles": "--profile",
-}
+
+def _listed(text: str) -> tuple[str, ...]:
+    return tuple(listed(text))
 
 
-def option_name(field: str) -> str:
-    """The command line's spelling of a field."""
-    return _SPELLED.get(field, "--" + field.replace("_", "-"))
+def _workspace(text: str) -> int:
+    return parse_bytes(text, "--workspace")
 
 
-@dataclass(frozen=True, slots=True)
+def _profile(text: str) -> Mapping[str, AxisRange]:
+    from .profiles import parse_profile
+
+    return parse_profile(text)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class EngineOptions:
     """The options of an engine build; a default is what the backend does by itself.
 
@@ -45,19 +52,78 @@ class EngineOptions:
     finished engines are kept for the next time, None for nowhere.
     """
 
-    profiles: tuple[Mapping[str, AxisRange], ...] = ()
-    compute_capabilities: tuple[str, ...] = ()
-    timing_cache: Path | None = None
-    workspace: int | None = None
-    optimization_level: int | None = None
-    version_compatible: bool = False
-    hardware_compatible: HardwareLevel | None = None
-    strip_plan: bool = False
-    weight_streaming: str | None = None
-    bind_weights: bool = False
-    expose_routing: bool = False
-    tf32: bool = False
-    cache: Path | None = None
+    profiles: tuple[Mapping[str, AxisRange], ...] = option(
+        (),
+        "An engine profile: batch=1:8:32,k=1:4:16. Repeat it for several profiles.",
+        unset="the ranges of the export",
+        heading="Engines",
+        kind=list[Any],
+        parser=_profile,
+        flag="--profile",
+        metavar="AXIS=MIN:OPT:MAX,…",
+    )
+    compute_capabilities: tuple[str, ...] = option(
+        (),
+        "GPUs that a TensorRT-RTX engine supports, or current.",
+        unset="8.0,8.6,8.9,12.0",
+        kind=Any,
+        parser=_listed,
+        flag="--compute-capability",
+        metavar="8.9,12.0",
+    )
+    timing_cache: Path | None = option(
+        None,
+        "Share TensorRT's kernel timings between builds.",
+        unset="none",
+        kind=Path,
+        metavar="FILE",
+    )
+    workspace: int | None = option(
+        None,
+        "Limit on a kernel's scratch memory: 2GiB.",
+        unset="none",
+        kind=Any,
+        parser=_workspace,
+        metavar="BYTES",
+    )
+    optimization_level: int | None = option(
+        None, "How long to search for kernels: 0 to 5.", unset="3", kind=int
+    )
+    version_compatible: bool = option(False, "Also run in later versions of TensorRT.")
+    hardware_compatible: HardwareLevel | None = option(
+        None,
+        "Also run on other GPUs: ampere-plus or same-compute-capability.",
+        unset="none",
+        kind=str,
+        metavar="LEVEL",
+    )
+    tf32: bool = option(False, "Compute FP32 products in TF32: faster, 10-bit mantissa.")
+    cache: Path | None = option(
+        None,
+        "The folder that caches finished engines; off disables it.",
+        unset="in a shell the user's cache, in Python none",
+        kind=Path,
+        flag="--engine-cache",
+        metavar="DIR",
+    )
+    strip_plan: bool = option(
+        False,
+        "Leave the weights out of the engine; load the bundle's.",
+        heading="Weights of engines",
+    )
+    weight_streaming: str | None = option(
+        None,
+        "Keep weights in host memory, and this much on the GPU.",
+        unset="off",
+        kind=str,
+        metavar="auto|BYTES",
+    )
+    bind_weights: bool = option(
+        False, "Bind the experts' weights from the bundle's file as inputs."
+    )
+    expose_routing: bool = option(
+        False, "The chosen experts are outputs of the engine.", in_shell=False
+    )
 
     def asked(self) -> list[str]:
         """Names of the options that were given, but for where engines are kept."""
@@ -73,8 +139,8 @@ class EngineOptions:
             if name not in backend.options:
                 why = backend.refused[name]
                 raise UsageError(
-                    f"{option_name(name)}: {backend.title} does not have it: {why}",
-                    hint=f"leave {option_name(name)} out for --target {backend.name}",
+                    f"{spelled(EngineOptions, name)}: {backend.title} does not have it: {why}",
+                    hint=f"leave {spelled(EngineOptions, name)} out for --target {backend.name}",
                 )
         level = self.optimization_level
         if level is not None and not 0 <= level <= backend.max_level:
@@ -116,6 +182,8 @@ class EngineOptions:
             )
 
     def _check_cards(self, backend: Backend) -> None:
+        from .backends import instead
+
         text = ",".join(self.compute_capabilities)
         if len(set(self.compute_capabilities)) < len(self.compute_capabilities):
             raise UsageError(f"--compute-capability {text}: one is repeated", hint="name each once")
@@ -133,6 +201,8 @@ class EngineOptions:
 
     def _check_gpu(self, backend: Backend) -> None:
         """What needs a GPU to build, where there is none or one that is not served."""
+        from .backends import first_gpu
+
         gpu = first_gpu()
         if gpu is not None and CURRENT in self.compute_capabilities:
             backend.check_serves(gpu, UsageError)

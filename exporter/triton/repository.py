@@ -12,12 +12,11 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast
 
 import numpy as np
 
-from ...common.console import Progress, Silent
-from ...common.text import near_miss
+from ...common.console import Silent
 from ...common.writing import (
     check_folder,
     output_errors,
@@ -31,14 +30,10 @@ from ..bundle.bundle import Bundle
 from ..bundle.manifest import MAIN_GRAPH, MANIFEST_FILE, PortRecord, external_files
 from ..inputs import DEFAULT_BATCH, AxisRange, parse_range
 from ..parity import PARITY_FILE, Reference
+from ..requests import Device, ServingBackend, TritonRequest
 from ..tensorrt.plan_file import find_plan
 from ..tensorrt.records import EngineRecord, engines_of
 from . import config
-
-ServingBackend = Literal["onnxruntime", "tensorrt", "python"]
-"""Who runs a model in Triton; `python` is moexport itself, without PyTorch."""
-
-Device = Literal["cpu", "gpu"]
 
 CONFIG = "config.pbtxt"
 
@@ -50,52 +45,6 @@ BUNDLE = "bundle"
 PROGRAM = Path(__file__).with_name("python_backend.py")
 
 _NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-
-
-@dataclass(frozen=True, slots=True)
-class ServingOptions:
-    """How bundles are served.
-
-    `name` is the model's, and of several bundles the ensemble's (None: that of the checkpoint).
-    `backend` and `device` follow from the bundle where they are None. `k` is the default where it
-    is an input (None: all experts). `instances` run at once, with `threads` each. Requests wait up
-    to `delay_us` for others, to become one batch (None: `DELAY_US`).
-    """
-
-    name: str | None = None
-    backend: ServingBackend | None = None
-    device: Device | None = None
-    k: int | None = None
-    version: int = 1
-    instances: int = 1
-    threads: int | None = None
-    delay_us: int | None = None
-    force: bool = False
-
-    def __post_init__(self) -> None:
-        """Raises `UsageError` for what cannot be meant, whatever the bundle."""
-        choices: dict[str, tuple[str | None, tuple[str, ...]]] = {
-            "--backend": (self.backend, get_args(ServingBackend)),
-            "--device": (self.device, get_args(Device)),
-        }
-        for option, (value, known) in choices.items():
-            if value is not None and value not in known:
-                raise UsageError(
-                    f"{option} {value}: there is no such choice", hint=near_miss(value, known)
-                )
-        if self.name is not None and not _NAME.fullmatch(self.name):
-            raise UsageError(
-                f"--name {self.name}: a model's name has letters, digits, _, - and .",
-                hint="for example --name vit",
-            )
-        least = {"version": 1, "instances": 1, "threads": 1, "delay_us": 0}
-        for name, bound in least.items():
-            number = getattr(self, name)
-            if number is not None and number < bound:
-                raise UsageError(
-                    f"--{name.replace('_', '-')} {number}: at least {bound}",
-                    hint=f"leave --{name.replace('_', '-')} out",
-                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,15 +97,15 @@ class _Form:
 def write_repository(
     bundles: Sequence[Bundle],
     place: Path,
-    options: ServingOptions | None = None,
-    progress: Progress | None = None,
+    options: TritonRequest | None = None,
 ) -> list[ServedModel]:
     """Writes the models of bundles to a repository, each whole or not at all, and returns them.
 
     Raises `UsageError` for what cannot be served as asked, `BundleError` for a bundle that has
     changed, and `OutputError` for a model or version that is there, unless `force`.
     """
-    options, progress = options or ServingOptions(), progress or Silent()
+    options = options or TritonRequest()
+    progress = options.progress or Silent()
     models = list(planned(bundles, options))
     check_folder(place)
     for model in models:
@@ -176,7 +125,7 @@ def write_repository(
     return models
 
 
-def planned(bundles: Sequence[Bundle], options: ServingOptions) -> Iterator[ServedModel]:
+def planned(bundles: Sequence[Bundle], options: TritonRequest) -> Iterator[ServedModel]:
     """Yields the models of bundles, and last the ensemble where there are several."""
     name = options.name or _default_name(bundles[0])
     if len(bundles) == 1:
@@ -208,7 +157,7 @@ def _default_name(bundle: Bundle) -> str:
     return found or "model"
 
 
-def _served(bundle: Bundle, name: str, options: ServingOptions) -> ServedModel:
+def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
     manifest, form = bundle.manifest, _form(bundle, options)
     backend, device = _backend(bundle, options), _device(bundle, options)
     batched, batch = form.max_batch > 0, _batches(bundle)
@@ -268,18 +217,18 @@ def _served(bundle: Bundle, name: str, options: ServingOptions) -> ServedModel:
     )
 
 
-def _backend(bundle: Bundle, options: ServingOptions) -> ServingBackend:
+def _backend(bundle: Bundle, options: TritonRequest) -> ServingBackend:
     has_engine = any(each.flavour == "tensorrt" for each in engines_of(bundle.manifest))
     return options.backend or ("tensorrt" if has_engine else "onnxruntime")
 
 
-def _device(bundle: Bundle, options: ServingOptions) -> Device:
+def _device(bundle: Bundle, options: TritonRequest) -> Device:
     if _backend(bundle, options) == "tensorrt":
         return "gpu"
     return options.device or TARGETS[cast(Target, bundle.manifest.target)].machine
 
 
-def _form(bundle: Bundle, options: ServingOptions) -> _Form:
+def _form(bundle: Bundle, options: TritonRequest) -> _Form:
     manifest, backend = bundle.manifest, _backend(bundle, options)
     if options.k is not None and manifest.k != "input":
         raise UsageError(
@@ -304,7 +253,7 @@ def _experts(bundle: Bundle) -> int:
     return min(layer.experts for layer in bundle.manifest.layers)
 
 
-def _k(bundle: Bundle, options: ServingOptions) -> int:
+def _k(bundle: Bundle, options: TritonRequest) -> int:
     """The k of requests that name none."""
     return options.k or _experts(bundle)
 
@@ -322,7 +271,7 @@ def _most(bundle: Bundle) -> int:
     return 0 if isinstance(bundle.manifest.inputs[0].shape[0], int) else batches.max
 
 
-def _onnxruntime(bundle: Bundle, options: ServingOptions) -> _Form:
+def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _Form:
     import onnx
 
     manifest, takes_k = bundle.manifest, bundle.manifest.k == "input"
@@ -368,7 +317,7 @@ def _onnxruntime(bundle: Bundle, options: ServingOptions) -> _Form:
     )
 
 
-def _tensorrt(bundle: Bundle, options: ServingOptions) -> _Form:
+def _tensorrt(bundle: Bundle, options: TritonRequest) -> _Form:
     record = bundle.engine_record("tensorrt")
     for option, held in (
         ("--bind-weights", record.bound),
@@ -411,7 +360,7 @@ def _engine_outputs(bundle: Bundle, record: EngineRecord) -> Iterator[PortRecord
         yield known.get(name) or PortRecord(name, "int64" if sets else "float32", shape)
 
 
-def _python(bundle: Bundle, options: ServingOptions) -> _Form:
+def _python(bundle: Bundle, options: TritonRequest) -> _Form:
     import onnx
 
     manifest = bundle.manifest
@@ -432,7 +381,7 @@ def _python(bundle: Bundle, options: ServingOptions) -> _Form:
     )
 
 
-def _samples(bundle: Bundle, options: ServingOptions, *, batched: bool) -> dict[str, np.ndarray]:
+def _samples(bundle: Bundle, options: TritonRequest, *, batched: bool) -> dict[str, np.ndarray]:
     """One input of the parity check, or a batch of them where its size is fixed; empty without."""
     manifest = bundle.manifest
     if PARITY_FILE not in manifest.files or manifest.inputs[0].dtype == "bfloat16":
@@ -488,7 +437,7 @@ def _ensemble(name: str, members: Mapping[str, ServedModel]) -> ServedModel:
     )
 
 
-def _check_free(folder: Path, model: ServedModel, options: ServingOptions) -> None:
+def _check_free(folder: Path, model: ServedModel, options: TritonRequest) -> None:
     """Raises `OutputError` where a model's version is there, or a model that is another one."""
     if not folder.exists() or options.force:
         return
@@ -510,7 +459,7 @@ def _check_free(folder: Path, model: ServedModel, options: ServingOptions) -> No
         )
 
 
-def _stage(model: ServedModel, folder: Path, existing: Path, options: ServingOptions) -> None:
+def _stage(model: ServedModel, folder: Path, existing: Path, options: TritonRequest) -> None:
     """Writes a model's folder, with the versions that are there beside the new one.
 
     What they share stays as it is: a user may have changed it.

@@ -116,7 +116,7 @@ def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_i
     class Killer:
         """Kills the second node in its first task, and the run when the last shard is done."""
 
-        def step(self, text: str, total: int | None = None, unit: str = "") -> None:
+        def step(self, text: str, total: int | None = None, unit: str | None = "") -> None:
             if not steps:  # a process takes seconds to begin a task
                 kill = partial(nodes.remove_node, doomed, allow_graceful=False)
                 threading.Timer(1.0, kill).start()
@@ -128,7 +128,7 @@ def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_i
             pass
 
     class Follower(Killer):
-        def step(self, text: str, total: int | None = None, unit: str = "") -> None:
+        def step(self, text: str, total: int | None = None, unit: str | None = "") -> None:
             steps.append(text)
 
     out = tmp_path / "out"

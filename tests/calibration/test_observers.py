@@ -14,7 +14,8 @@ from moexport.calibration.methods import HALF
 from moexport.errors import CalibrationError
 from moexport.exporter.job import calibration_job
 from moexport.exporter.model import Model
-from moexport.exporter.quantization.calibrate import CalibrationOptions, Observed, observe_model
+from moexport.exporter.quantization.calibrate import Observed, observe_model
+from moexport.exporter.requests import CalibrateRequest
 from moexport.graphs.layers.base import algorithm_1
 from moexport.graphs.layers.soft_moe import SoftMoE, soft_moe_layers
 from moexport.tests.graphs.mumoe_layers import mumoe_layers
@@ -63,9 +64,7 @@ KINDS = [name for name in SOFT_MOE if name not in ("soft_moe_vit", "soft_moe_vit
 @pytest.mark.parametrize("name", KINDS)
 def test_exactly_the_rows_of_the_selection_are_observed(name: str) -> None:
     model, x, k = loaded(name), read_case(name).x, 2
-    seen = observe_model(
-        calibration_job(model, x, CalibrationOptions(k=k, batch=2))
-    ).seen.histograms
+    seen = observe_model(calibration_job(model, x, CalibrateRequest(k=k, batch=2))).seen.histograms
     expected = expert_rows(model, x, k)
     assert expected.keys() == {key for key in seen if "experts." in key}
     for key, values in expected.items():
@@ -84,7 +83,7 @@ def test_exactly_the_rows_of_the_selection_are_observed(name: str) -> None:
 @torch.no_grad()
 def test_the_backbone_is_observed_too() -> None:
     model, x = loaded("soft_moe_vit"), read_case("soft_moe_vit").x
-    seen = observe_model(calibration_job(model, x, CalibrationOptions(batch=1))).seen
+    seen = observe_model(calibration_job(model, x, CalibrateRequest(batch=1))).seen
     inputs: dict[str, torch.Tensor] = {}
     for name, module in model.module.named_modules():
         if isinstance(module, torch.nn.Linear):
@@ -108,9 +107,7 @@ def test_the_backbone_is_observed_too() -> None:
 @pytest.mark.parametrize("name", ["mumoe_cp_2level", "mumoe_gpt2_tr"])
 def test_factors_of_mumoe_layers_are_observed(name: str) -> None:
     model = loaded(name)
-    seen = observe_model(
-        calibration_job(model, read_case(name).x, CalibrationOptions(batch=2))
-    ).seen
+    seen = observe_model(calibration_job(model, read_case(name).x, CalibrateRequest(batch=2))).seen
     for layer, module in mumoe_layers(model.module).items():
         for index in range(len(module.spec.tensors)):
             assert f"{layer}/tensor.{index}.input" in seen.histograms
@@ -175,14 +172,14 @@ def test_a_tensor_without_a_range_is_an_error_that_names_it(value: float, says: 
     (*_, last) = model.layers
     with pytest.raises(CalibrationError, match=rf"{last}/experts\.hidden {says}") as caught:
         observe_model(
-            calibration_job(model, read_case("soft_moe_lucidrains").x, CalibrationOptions())
+            calibration_job(model, read_case("soft_moe_lucidrains").x, CalibrateRequest())
         )
     assert caught.value.hint
 
 
 def test_a_feed_without_inputs_names_a_tensor_that_was_never_seen() -> None:
     with pytest.raises(CalibrationError, match="no input reached this tensor"):
-        observe_model(calibration_job(loaded("soft_moe_lucidrains"), [], CalibrationOptions()))
+        observe_model(calibration_job(loaded("soft_moe_lucidrains"), [], CalibrateRequest()))
 
 
 def test_one_run_serves_every_method() -> None:

@@ -11,7 +11,7 @@ import pytest
 from moexport.bench.demo.digits import Training, load_digits, save, train
 from moexport.exporter.model import Model
 from moexport.tune.clock import Clock
-from moexport.tune.request import TuneRequest
+from moexport.tune.request import SearchOptions
 from moexport.tune.tune import tune
 
 COSTS = {"trace": 2.0, "forms": 1.0, "effect": 0.2, "look": 1.0}
@@ -71,7 +71,7 @@ def test_the_shorter_the_time_the_fewer_looks_and_a_bundle_all_the_same(
     looks = []
     for seconds in (15.0, 45.0):
         clock = Simulated(seconds)
-        request = TuneRequest(
+        request = SearchOptions(
             keep=0.95, seconds=seconds, precisions=("fp32",), subsets=False, threads=1
         )
         found = tune(model, data, tmp_path / str(seconds), request, clock=clock)

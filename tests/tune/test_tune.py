@@ -30,7 +30,7 @@ from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tune.confirm import ContractError, holding
-from moexport.tune.request import TuneRequest
+from moexport.tune.request import SearchOptions
 from moexport.tune.space import Choice, Point, job_of
 from moexport.tune.substitutes.substitutes import FOLDER
 from moexport.tune.tune import Tuned
@@ -447,8 +447,8 @@ def test_bounds_that_contradict_each_other_are_all_named_with_the_nearest(
 
 
 def test_floats_of_16_bits_are_tried_where_the_target_computes_them() -> None:
-    assert TuneRequest(target="ort-cuda").tried == ("fp32", "fp16")
-    assert TuneRequest(target="ort-cpu").tried == ("fp32", "int8", "int4")
+    assert SearchOptions(target="ort-cuda").tried == ("fp32", "fp16")
+    assert SearchOptions(target="ort-cpu").tried == ("fp32", "int8", "int4")
     point = Point((("a", Choice(2)), ("b", Choice(1)))).in_floats("fp16")
     assert point.precision == "fp16"
     assert point.quantize == "experts"

@@ -1,0 +1,240 @@
+"""What is asked of a benchmark, a specialisation and a demo. Importing this loads nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from ..common.option import Request, option
+from ..common.text import listed
+from ..errors import UsageError
+from ..exporter.requests import AnyPath, LoadRequest
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from .data import Labelled
+    from .results import Results
+
+CpuTarget = Literal["onnx", "ort-cpu"]
+"""What graphs of a benchmark are exported for that ONNX Runtime runs on the CPU."""
+
+Trained = Literal["soft-moe", "mumoe", "experts"]
+"""Kinds of MoE layers that the demo trains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchRequest(LoadRequest):
+    """What is measured of models and bundles, over which settings, and how."""
+
+    k: str | Sequence[int | float | str] = option(
+        "n,0.5,0.25,0.125",
+        "A list of numbers of experts: n,0.5,0.25 or 16,8,4.",
+        heading="What is measured",
+    )
+    lowering: str = option("auto", "A list of lowerings, or auto.")
+    precision: str = option("fp32", "A list: fp32,fp16,bf16,int8,int4 (INT8 ranges from the data).")
+    engine: str = option("all", "A list: pytorch-compile, onnxruntime, tensorrt-rtx, …, or all.")
+    target: CpuTarget = option(
+        "onnx", "The target of graphs that ONNX Runtime runs on the CPU.", kind=CpuTarget
+    )
+    batch: str | Sequence[int] = option("1", "A list of batch sizes: 1,16.")
+    data: AnyPath | Labelled | np.ndarray | None = option(
+        None,
+        "Labelled inputs: an .npz, .tar or .parquet shards, a folder of images by class, "
+        "package.module:iterable; for a language model a text file or token ids.",
+        unset="random inputs, which tell latency and parity only; for a language model text of "
+        "Python's own",
+        heading="Data",
+        kind=str,
+        metavar="DATA",
+        compare=False,
+    )
+    rounds: int = option(
+        5,
+        "Rounds; all engines take turns in each, 5 at least.",
+        heading="How it is measured",
+        min=5,
+    )
+    round_s: float = option(0.2, "Seconds of each engine's turn.", in_shell=False)
+    samples: int | None = option(
+        None, "Number of inputs for the accuracy.", unset="all", kind=int, min=1
+    )
+    threads: int | None = option(
+        None, "Threads of every engine.", unset="PyTorch's", kind=int, min=1
+    )
+    memory: bool = option(
+        True,
+        "Measure the peak memory of each engine in its own process.",
+        flag="--memory/--no-memory",
+    )
+    parts: bool = option(True, "Measure the time of the parts of a graph.", in_shell=False)
+    pixels: str | None = option(
+        None,
+        "Pixel scale of images: unit, symmetric or imagenet.",
+        unset="as the folder says",
+        kind=str,
+    )
+    tokens: int | None = option(
+        None,
+        "Tokens of a language model's prompt.",
+        unset="128, fewer if it has fewer positions",
+        kind=int,
+        min=1,
+    )
+    analysis: str = option(
+        "",
+        "Analyse the experts, a list: retention, random, subsets, shares, or all; needs labels.",
+        unset="none",
+        heading="Experts",
+    )
+    max_subsets: int | None = option(
+        None,
+        "Try at most this many sets of experts in an analysis.",
+        unset="all",
+        kind=int,
+        min=1,
+    )
+    group_by: str | None = option(
+        None,
+        "Compare subgroups: an array of the .npz with the labels.",
+        unset="none",
+        kind=str,
+        metavar="ARRAY",
+    )
+    ray: str | None = option(
+        None,
+        "Measure on the nodes of a Ray cluster: its address, auto (that of this machine) or local.",
+        unset="no cluster",
+        heading="Cluster",
+        kind=str,
+        metavar="ADDRESS",
+    )
+    on: str | Sequence[str] | None = option(
+        None,
+        "A list of resources, a report for each: accelerator_type:L4.",
+        unset="CPU",
+        kind=str,
+        metavar="RESOURCE",
+    )
+    out: AnyPath | None = option(
+        None,
+        "A folder for results.json, report.html and figures.",
+        unset="nothing is written",
+        in_shell=False,
+    )
+    before: Results | Mapping[str, Results] | None = option(
+        None,
+        "Earlier results to compare with in the report; by kind of node where there are several.",
+        unset="none",
+        in_shell=False,
+        compare=False,
+    )
+    command: str = option("", "What the results say they were made by.", in_shell=False)
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes."""
+        from .runners.candidates import parse_batches
+
+        return tuple(parse_batches(self.batch))
+
+    @property
+    def kinds(self) -> list[str]:
+        """The resources that tell the kinds of node to measure on."""
+        named = "CPU" if self.on is None else self.on
+        return list(dict.fromkeys(listed(named) if isinstance(named, str) else named))
+
+    @property
+    def folder(self) -> Path | None:
+        """Where results are written."""
+        return None if self.out is None else Path(self.out)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialiseRequest(Request):
+    """Whose experts are removed, which subgroups are compared, and a rewriting for one of them."""
+
+    layer: str | None = option(
+        None,
+        "The layer whose experts to remove.",
+        unset="the last",
+        kind=str,
+        metavar="NAME",
+    )
+    group_by: str | Sequence[int | bool | str] | None = option(
+        None,
+        "Compare subgroups: an array of the data, or the subgroup of each input.",
+        unset="none; mean coefficients by class",
+        heading="Subgroups",
+        kind=str,
+        metavar="ARRAY",
+    )
+    rewrite_class: int | None = option(
+        None,
+        "Write a rewrite.json for this class's output.",
+        unset="none",
+        kind=int,
+        metavar="CLASS",
+    )
+    rewrite_group: int | bool | str | None = option(
+        None, "The subgroup that the rewrite helps.", unset="none", kind=str, metavar="GROUP"
+    )
+    strength: float | None = option(
+        None,
+        "The size of the rewrite; its sign follows from the wrong answers.",
+        unset="the best max-min",
+        kind=float,
+        metavar="λ",
+    )
+    budget: float | None = option(
+        None,
+        "The share of the accuracy that the search for it may cost.",
+        unset="0.01",
+        kind=float,
+        metavar="SHARE",
+    )
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for parts of a rewriting without the whole."""
+        if self.rewrite_class is None or self.rewrite_group is None:
+            parts = {
+                "--rewrite-class": self.rewrite_class,
+                "--rewrite-group": self.rewrite_group,
+                "--strength": self.strength,
+                "--budget": self.budget,
+            }
+            for spelling, value in parts.items():
+                if value is not None:
+                    raise UsageError(
+                        f"{spelling}: a rewriting needs --rewrite-class and --rewrite-group",
+                        hint=f"leave {spelling} out, or give both",
+                    )
+        if self.strength is not None and self.budget is not None:
+            raise UsageError(
+                "--budget with --strength: nothing is searched for", hint="leave one of them out"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DemoRequest(Request):
+    """What the demo trains."""
+
+    family: Trained = option("soft-moe", "The kind of networks to train.", kind=Trained)
+    force: bool = option(False, "Replace an earlier demo.")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportRequest(Request):
+    """What a report is compared with."""
+
+    compare: Results | AnyPath | None = option(
+        None,
+        "List changes that are larger than the spread.",
+        unset="none",
+        kind=Path,
+        metavar="OLD.JSON",
+        compare=False,
+    )

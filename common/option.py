@@ -1,0 +1,178 @@
+"""Options, declared once: keywords of a Python call, options of a shell, and what a job reads.
+
+The fields of a frozen dataclass (a request) are declared with `option`, each with its meaning.
+`takes` makes them the keywords of a Python call, with their types and defaults; `commands` makes
+them options of the command line; and the job is handed the record itself.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from functools import wraps
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from ..errors import UsageError
+
+if TYPE_CHECKING:
+    from .console import Progress
+
+T = TypeVar("T")
+
+DECLARED = "option"
+
+
+@dataclass(frozen=True, slots=True)
+class Declared:
+    """What is said of an option beside its type and default.
+
+    `unset` is what None or nothing stands for. A section of the help begins at a `heading`. `shell`
+    is what the parser has to know (`kind`, `flag`, `metavar`, `min`, `parser`), None for an option
+    of Python alone.
+    """
+
+    help: str
+    unset: str | None
+    heading: str | None
+    shell: Mapping[str, Any] | None
+
+
+def option(
+    default: T,
+    help: str,
+    *,
+    unset: str | None = None,
+    heading: str | None = None,
+    in_shell: bool = True,
+    compare: bool = True,
+    **shell: Any,
+) -> T:
+    """Returns the declaration of a field of a request: its default and what it means.
+
+    The parser makes a `kind` of what is typed, that of the default unless it is given.
+    """
+    declared = Declared(help, unset, heading, shell if in_shell else None)
+    made: Any = field(default=default, compare=compare, metadata={DECLARED: declared})
+    found: T = made
+    return found
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What every call takes."""
+
+    progress: Progress | None = option(
+        None, "Receives every step.", unset="no progress", in_shell=False, compare=False
+    )
+
+
+def declared(request: type[Any]) -> dict[str, tuple[Field[Any], Declared]]:
+    """Returns the options of a request by name: their fields, and what is said of them."""
+    return {each.name: (each, each.metadata[DECLARED]) for each in fields(request)}
+
+
+def spelled(request: type[Any], name: str) -> str:
+    """Returns an option as a shell has it: `--io-precision`."""
+    shell = declared(request)[name][1].shell or {}
+    return str(shell.get("flag", f"--{name.replace('_', '-')}")).partition("/")[0]
+
+
+def changed(request: Any) -> list[str]:
+    """Returns the names of the options that are not their defaults."""
+    return [
+        name
+        for name, (each, _) in declared(type(request)).items()
+        if _says(getattr(request, name), each.default)
+    ]
+
+
+def _says(value: Any, default: Any) -> bool:
+    if isinstance(value, bool | int | float | str):
+        return bool(value != default)
+    if isinstance(value, Sequence):
+        return len(value) > 0 and value != default
+    return value is not None and value is not default
+
+
+def refuse_changed(request: Any, names: Collection[str], why: str) -> None:
+    """Raises `UsageError` for the first of some options that is not its default: it has no use."""
+    for name in changed(request):
+        if name in names:
+            spelling = spelled(type(request), name)
+            if getattr(request, name) is False:
+                spelling = spelling.replace("--", "--no-", 1)
+            raise UsageError(f"{spelling}{why}", hint=f"leave {spelling} out")
+
+
+P = ParamSpec("P")
+Options = TypeVar("Options")
+A = TypeVar("A")
+B = TypeVar("B")
+C = TypeVar("C")
+Result = TypeVar("Result")
+
+
+class takes(Generic[P, Options]):  # noqa: N801  a decorator
+    """Makes the fields of a request the keywords of a function, which gets them as one record.
+
+    `export = takes(ExportRequest)(export_as)`, then `export(model, "out", k=4)` calls
+    `export_as(model, "out", ExportRequest(k=4))`. Type checkers know the keywords from the record,
+    `help()` shows them with what they mean.
+    """
+
+    def __init__(self, request: Callable[P, Options]) -> None:
+        self._request = request
+
+    @overload
+    def __call__(self, function: Callable[[Options], Result]) -> Callable[P, Result]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[[A, Options], Result]
+    ) -> Callable[Concatenate[A, P], Result]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[[A, B, Options], Result]
+    ) -> Callable[Concatenate[A, B, P], Result]: ...
+
+    @overload
+    def __call__(
+        self, function: Callable[[A, B, C, Options], Result]
+    ) -> Callable[Concatenate[A, B, C, P], Result]: ...
+
+    def __call__(self, function: Callable[..., Any]) -> Any:
+        """Returns the call with keywords."""
+        request: Any = self._request
+        signature = inspect.signature(function)
+        *positional, record = signature.parameters.values()
+        names = {parameter.name for parameter in positional}
+
+        @wraps(function)
+        def call(*values: Any, **named: Any) -> Any:
+            given = {name: named.pop(name) for name in [*named] if name in names}
+            return function(*values, **given, **{record.name: request(**named)})
+
+        keywords = [
+            inspect.Parameter(
+                name, inspect.Parameter.KEYWORD_ONLY, default=each.default, annotation=each.type
+            )
+            for name, (each, _declared) in declared(request).items()
+        ]
+        call.__signature__ = signature.replace(  # type: ignore[attr-defined]
+            parameters=[*positional, *keywords]
+        )
+        call.__name__ = call.__qualname__ = function.__name__.removesuffix("_as")
+        call.__doc__ = f"{inspect.getdoc(function)}\n\n{explained(request)}"
+        return call
+
+
+def explained(request: type[Any]) -> str:
+    """Returns the options of a request as a docstring lists them."""
+    lines = ["Options:"]
+    for name, (each, said) in declared(request).items():
+        default = said.unset if said.unset is not None else each.default
+        default = "required" if each.default is MISSING else default
+        lines.append(f"    {name}: {said.help} [{default}]")
+    return "\n".join(lines)

@@ -1,0 +1,546 @@
+"""What is asked of an export and of a bundle, declared once each. Importing this loads nothing."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from ..common.option import Request, option, refuse_changed, spelled
+from ..common.text import near_miss
+from ..errors import UsageError
+from ..graphs.targets import FloatName, Method, Precision, Scope, Target
+
+if TYPE_CHECKING:
+    from ..calibration.feeds import Feed
+    from ..calibration.table import CalibrationTable
+    from .checkpoints.adapters import Adapter
+    from .checkpoints.examples import Example
+    from .tensorrt.options import EngineOptions
+
+AnyPath = str | Path
+
+K = int | float | str | Sequence[int]
+"""k as a user says it: a number, a share, `n`, `n/4`, `input`, or a number per layer."""
+
+Engine = Literal["onnxruntime", "tensorrt", "tensorrt-rtx"]
+"""Who runs a bundle."""
+
+Provider = Literal["cpu", "cuda", "tensorrt"]
+"""Where ONNX Runtime runs a graph: the names of `exporter.session.PROVIDERS`."""
+
+ServingBackend = Literal["onnxruntime", "tensorrt", "python"]
+"""Who runs a model in Triton: the names of `exporter.triton.repository`."""
+
+Device = Literal["cpu", "gpu"]
+"""Where it runs there."""
+
+SIZES = "MIN:OPT:MAX"
+
+_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
+
+FEED = "Inputs: an .npz, a folder of .npy, shards (.tar, .parquet) or package.module:iterable."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadRequest(Request):
+    """How a model is read."""
+
+    family: str | None = option(
+        None,
+        "Skip detection: soft-moe-vit, mumoe-gpt2, …",
+        unset="detected from keys and shapes",
+        heading="Reading MODEL",
+        kind=str,
+    )
+    config: Mapping[str, Any] | AnyPath | None = option(
+        None,
+        "Settings that the weights do not contain, as JSON, YAML or TOML.",
+        unset="none",
+        kind=Path,
+    )
+    sets: Sequence[str] = option(
+        (),
+        "One such setting: --set num_heads=12.",
+        unset="none",
+        kind=list[str],
+        flag="--set",
+        metavar="KEY=VALUE",
+    )
+    weights: AnyPath | None = option(
+        None, "Weights for a package.module:factory.", unset="those of the factory", kind=Path
+    )
+    adapter: Adapter | str | Sequence[Adapter | str] = option(
+        (),
+        "Adapter for the factory's own MoE layers.",
+        unset="none",
+        kind=list[str],
+        metavar="MODULE:FUNCTION",
+    )
+    example: Example | None = option(
+        None,
+        "Inputs [b, ...] to check a factory's network with, or a file of them.",
+        unset="its own example_input, or random ones",
+        in_shell=False,
+        compare=False,
+    )
+    values: bool = option(
+        True, "False reads no weights, which is enough to inspect a model.", in_shell=False
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InspectRequest(LoadRequest):
+    """What is asked about a model."""
+
+    data: Feed | None = option(
+        None,
+        FEED,
+        unset="a muMoE's coefficients that are not zero are not counted",
+        kind=str,
+        metavar="FEED",
+        compare=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRequest(Request):
+    """A Ray cluster, and which of its nodes."""
+
+    ray: str | None = option(
+        None,
+        "Use the nodes of a Ray cluster: its address, auto (that of this machine) or local.",
+        unset="no cluster",
+        heading="Cluster",
+        kind=str,
+        metavar="ADDRESS",
+    )
+    on: str | None = option(
+        None,
+        "The resource of its nodes: accelerator_type:L4.",
+        unset="CPU",
+        kind=str,
+        metavar="RESOURCE",
+    )
+
+    def check_cluster(self) -> None:
+        """Raises `UsageError` for nodes of no cluster."""
+        if self.on is not None and self.ray is None:
+            raise UsageError(f"--on {self.on}: there is no cluster", hint="name one with --ray")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CalibrateRequest(ClusterRequest):
+    """How the ranges of a model's tensors are found.
+
+    `batch` is how many inputs the observing graph runs at once, whatever the feed's own batches: it
+    costs memory and saves time, and changes a range by no more than the rounding of the model's own
+    arithmetic.
+    """
+
+    k: K = option("n", "Experts to compute, as in export; not input.", heading="Ranges", kind=str)
+    method: Method = option("percentile", "How to choose the ranges.", kind=Method)
+    percentile: float | None = option(
+        None,
+        "The percentage of values in range, for the method percentile.",
+        unset="99.99",
+        kind=float,
+    )
+    samples: int | None = option(None, "How many inputs to use.", unset="all", kind=int)
+    batch: int = option(16, "How many inputs to run at once.")
+    renormalize: bool = option(False, "As in the export that will use the table.")
+    loading: LoadRequest = option(
+        LoadRequest(), "How nodes of a cluster read the model.", in_shell=False
+    )
+    workspace: AnyPath | None = option(
+        None,
+        "A folder for the weights while they are in use.",
+        unset="that of `out`, or the system's temporary one",
+        in_shell=False,
+    )
+    out: AnyPath | None = option(
+        None, "A file for the table; one of the same origin is returned.", in_shell=False
+    )
+    force: bool = option(False, "Replace a table of another origin.", heading="Options")
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for a value that cannot be meant."""
+        if self.k == "input":
+            raise UsageError(
+                "--k input: ranges are those of the experts that are kept, and this says none",
+                hint="--k n observes all experts, and its table serves an export with --k input",
+            )
+        if self.method not in get_args(Method):
+            raise UsageError(
+                f"--method {self.method}: there is no such method",
+                hint=near_miss(self.method, get_args(Method)),
+            )
+        if self.percentile is not None and self.method != "percentile":
+            raise UsageError(
+                f"--percentile {self.percentile:g}: the method is {self.method}, which has none",
+                hint="leave --percentile out, or give --method percentile",
+            )
+        if self.percentile is not None and not 50 < self.percentile <= 100:
+            raise UsageError(
+                f"--percentile {self.percentile:g}: a share above 50 and up to 100",
+                hint="--percentile 99.99 leaves out the outermost 0.01 % of the values",
+            )
+        for name in ("samples", "batch"):
+            _at_least(self, name, 1)
+
+    @property
+    def share(self) -> float:
+        """The share of values in range, in %, where the method is `percentile`."""
+        from ..calibration.methods import DEFAULT_PERCENTILE
+
+        return DEFAULT_PERCENTILE if self.percentile is None else self.percentile
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SensitivityRequest(Request):
+    """How a calibrated model is compared, a layer at a time."""
+
+    k: K = option("n", "As the table was made with.", in_shell=False)
+    samples: int | None = option(
+        None, "How many inputs are compared, at most 64.", unset="64", in_shell=False
+    )
+    renormalize: bool = option(False, "As the table was made with.", in_shell=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExportRequest(Request):
+    """What graphs are written of a model, how they are checked, and what is compiled of them."""
+
+    k: K = option(
+        "n",
+        "Experts to compute of the n of each layer: a number (4), a share (0.25, n/4), all (n), a "
+        "number per layer (4,4,8), or input, which makes k an input of the graph. For token-routed "
+        "models, n and shares refer to the k that the router was trained with.",
+        heading="Graph",
+        kind=str,
+    )
+    target: Target = option(
+        "onnx",
+        "The runtime of the graph: onnx (any; standard ops only), ort-cpu, ort-cuda, ort-web, "
+        "tensorrt or tensorrt-rtx.",
+        kind=Target,
+    )
+    lowering: str = option(
+        "auto",
+        "How to compute the experts: auto takes the one predicted to be fastest, tune measures "
+        "them, or a name (dense, gather, grouped, ...); a,b writes one graph each.",
+    )
+    batch: str | int = option(
+        "1:1:32",
+        "The range of batch sizes, optimised for OPT; one number fixes the axis.",
+        metavar=SIZES,
+    )
+    tokens: str | int = option(
+        "1:196:1024",
+        "The same for the number of tokens, if that axis is dynamic.",
+        metavar=SIZES,
+    )
+    opset: int | None = option(
+        None,
+        "The ONNX opset, 20 to 23.",
+        unset="20; 23 for a language model for ort-cpu, whose attention and norms are then one op "
+        "each",
+        kind=int,
+    )
+    renormalize: bool = option(False, "Divide C by its sum over the selected experts.")
+    expose_routing: bool = option(
+        False,
+        "Add the selected experts of every layer as outputs of the graphs and their engines; for a "
+        "muMoE layer, its coefficients.",
+    )
+    recipe: AnyPath | None = option(
+        None,
+        "The recipe.yaml of tune: k, experts, precision and lowering of each layer.",
+        unset="none",
+        kind=Path,
+        metavar="RECIPE.YAML",
+    )
+    precision: Precision = option(
+        "fp32",
+        "The precision of the graph. int8 and fp8 (engines only) need data or a calibration; int4 "
+        "quantises the weights only.",
+        heading="Precision",
+        kind=Precision,
+    )
+    quantize: Scope = option(
+        "experts", "What to quantise: the experts, or all linear layers.", kind=Scope
+    )
+    rest: FloatName | None = option(
+        None,
+        "The float type of what is not quantised.",
+        unset="fp32; for TensorRT fp16",
+        kind=FloatName,
+    )
+    weight_bits: int | None = option(
+        None,
+        "Bits of INT8 weights on CPUs: 7, or 8, which is slower without VNNI.",
+        unset="7; for TensorRT 8",
+        kind=int,
+    )
+    io_precision: FloatName = option(
+        "fp32", "The type of the graph's float inputs and outputs.", kind=FloatName
+    )
+    method: Method | None = option(
+        None, "How to choose INT8 ranges from the data.", unset="percentile", kind=Method
+    )
+    calibration: CalibrationTable | AnyPath | None = option(
+        None,
+        "INT8 ranges from calibrate, or their file.",
+        unset="none",
+        kind=Path,
+        metavar="TABLE.JSON",
+    )
+    keep_floating: Sequence[str] = option(
+        (), "Names of MoE layers to keep in floating point.", unset="none", in_shell=False
+    )
+    min_retention: float | None = option(
+        None,
+        "The share of FP32's accuracy to keep, above 0 and up to 1; sensitive layers then stay in "
+        "floating point.",
+        unset="all are INT8",
+        kind=float,
+        metavar="SHARE",
+    )
+    data: Feed | None = option(
+        None,
+        FEED,
+        unset="random inputs are compared",
+        heading="Inputs and parity check",
+        kind=str,
+        metavar="FEED",
+        compare=False,
+    )
+    atol: float | None = option(
+        None, "The largest absolute difference from PyTorch.", unset="0", kind=float
+    )
+    rtol: float | None = option(
+        None,
+        "The largest difference from PyTorch relative to max|y|.",
+        unset="FP32 1e-4, FP16 0.01, BF16 0.05, INT8 0.1",
+        kind=float,
+    )
+    verify_samples: int | None = option(
+        None, "The largest number of inputs to compare.", unset="256", kind=int
+    )
+    verify: bool = option(
+        True, "Compare every graph with PyTorch; a miss is an error.", flag="--verify/--no-verify"
+    )
+    ablate: str | Sequence[str] = option(
+        (),
+        "Experts to remove, counted from 0: LAYER:EXPERT or LAYER:3,5.",
+        unset="none",
+        heading="Edits",
+        kind=list[str],
+        metavar="LAYER:EXPERT",
+    )
+    rewrite: AnyPath | Sequence[Mapping[str, Any]] | None = option(
+        None,
+        "Outputs of muMoE layers to rewrite: a JSON file, or its entries.",
+        unset="none",
+        kind=Path,
+        metavar="FILE",
+    )
+    steer: str | Sequence[str] = option(
+        (),
+        "Experts of muMoE layers towards whose cluster centre every token of the layer is moved, "
+        "LAYER:EXPERT:STRENGTH; with input among them the strengths are a graph input.",
+        unset="none",
+        kind=list[str],
+        metavar="LAYER:EXPERT[:STRENGTH]",
+    )
+    engine: EngineOptions | bool | None = option(
+        None,
+        "Compile TensorRT engines, or do not; in Python `EngineOptions` says how.",
+        unset="if the target has engines and this machine can build them",
+        heading="Engines",
+        kind=bool,
+        flag="--engine/--no-engine",
+    )
+    force: bool = option(False, "Replace an existing bundle.", heading="Options")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BuildRequest(Request):
+    """Which engines of a bundle are compiled."""
+
+    target: str | None = option(
+        None, "The runtime, tensorrt or tensorrt-rtx.", unset="the bundle's", kind=str
+    )
+    graph: str | None = option(
+        None,
+        "The file or lowering of a graph, if the bundle holds several.",
+        unset="all",
+        kind=str,
+    )
+    batch: str | int | None = option(
+        None,
+        "The range of batch sizes, if no profile gives it.",
+        unset="as exported",
+        kind=str,
+        metavar=SIZES,
+    )
+    tokens: str | int | None = option(
+        None,
+        "The same for the number of tokens.",
+        unset="as exported",
+        kind=str,
+        metavar=SIZES,
+    )
+    options: EngineOptions | None = option(
+        None,
+        "Profiles, compute capabilities and other settings.",
+        unset="the defaults",
+        in_shell=False,
+    )
+    rebuild: bool = option(False, "Build engines that exist already.", flag="--force")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRequest(Request):
+    """How far a bundle's outputs may be off, and what may be run to tell."""
+
+    atol: float | None = option(
+        None,
+        "The largest absolute difference from PyTorch.",
+        unset="by precision",
+        kind=float,
+        min=0,
+    )
+    rtol: float | None = option(
+        None,
+        "The largest difference from PyTorch relative to max|y|.",
+        unset="by precision",
+        kind=float,
+        min=0,
+    )
+    trust_engine: bool = option(
+        False, "Run unverified engine files, built elsewhere; they may execute code."
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunRequest(Request):
+    """Who runs a graph of a bundle, and how."""
+
+    k: int | None = option(
+        None, "Experts to compute, if k is an input of the graph.", unset="none", kind=int
+    )
+    graph: str | None = option(
+        None,
+        "The file or lowering of a graph, if the bundle holds several.",
+        unset="the main one",
+        kind=str,
+    )
+    batch_size: int | None = option(
+        None,
+        "How many inputs to run at once.",
+        unset="the largest batch of the export",
+        kind=int,
+        min=1,
+    )
+    threads: int | None = option(
+        None,
+        "The number of ONNX Runtime's threads.",
+        unset="its own choice",
+        heading="Runtime",
+        kind=int,
+        min=1,
+    )
+    engine: Engine = option("onnxruntime", "The runtime.", kind=Engine)
+    provider: Provider = option("cpu", "ONNX Runtime's execution provider.", kind=Provider)
+    trust_engine: bool = option(
+        False, "Load an unverified engine file, built elsewhere; it may execute code."
+    )
+    host_weights: bool = option(False, "Keep an engine's bound experts in host memory.")
+    check: bool = option(
+        True,
+        "Compare the files that are opened with the manifest's hashes.",
+        flag="--check/--no-check",
+        heading="Options",
+    )
+    force: bool = option(False, "Replace existing outputs.")
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for options that the chosen runner does not have."""
+        if self.engine == "onnxruntime":
+            why = ": no engine is loaded with --engine onnxruntime"
+            refuse_changed(self, ("trust_engine", "host_weights"), why)
+        else:
+            why = f": it is ONNX Runtime's, and {self.engine} runs the engine"
+            refuse_changed(self, ("threads", "provider"), why)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TritonRequest(Request):
+    """How bundles are served."""
+
+    name: str | None = option(
+        None,
+        "The name of the model, or of the ensemble.",
+        unset="that of the checkpoint",
+        heading="Models",
+        kind=str,
+    )
+    backend: ServingBackend | None = option(
+        None,
+        "The Triton backend: onnxruntime, tensorrt (runs the engine) or python (moexport without "
+        "PyTorch).",
+        unset="tensorrt if the bundle has such an engine, else onnxruntime",
+        kind=ServingBackend,
+    )
+    device: Device | None = option(
+        None,
+        "The device of the instances: cpu or gpu.",
+        unset="that of the bundle's target",
+        kind=Device,
+    )
+    k: int | None = option(
+        None,
+        "The k of requests without one, if k is an input of the graph.",
+        unset="all experts",
+        kind=int,
+    )
+    version: int = option(1, "The version number to write.")
+    instances: int = option(1, "The number of instances per model.", heading="Speed")
+    threads: int | None = option(
+        None, "ONNX Runtime threads per instance.", unset="its own choice", kind=int
+    )
+    delay_us: int | None = option(
+        None,
+        "How long Triton waits to fill a batch, in microseconds.",
+        unset="100",
+        kind=int,
+    )
+    force: bool = option(False, "Replace a model that is there.", heading="Options")
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for what cannot be meant, whatever the bundle."""
+        for name, known in (("backend", get_args(ServingBackend)), ("device", get_args(Device))):
+            value = getattr(self, name)
+            if value is not None and value not in known:
+                raise UsageError(
+                    f"--{name} {value}: there is no such choice", hint=near_miss(value, known)
+                )
+        if self.name is not None and not _NAME.fullmatch(self.name):
+            raise UsageError(
+                f"--name {self.name}: a model's name has letters, digits, _, - and .",
+                hint="for example --name vit",
+            )
+        for name in ("version", "instances", "threads"):
+            _at_least(self, name, 1)
+        _at_least(self, "delay_us", 0)
+
+
+def _at_least(request: Request, name: str, least: int) -> None:
+    """Raises `UsageError` for a number that is smaller."""
+    number = getattr(request, name)
+    if number is not None and number < least:
+        spelling = spelled(type(request), name)
+        raise UsageError(f"{spelling} {number}: at least {least}", hint=f"leave {spelling} out")
