@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .api import (
+    from .calls import (
         bench,
         build,
         calibrate,
@@ -78,4 +78,4 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'moexport' has no attribute '{name}'")
     from importlib import import_module
 
-    return getattr(import_module(_ELSEWHERE.get(name, ".api"), __name__), name)
+    return getattr(import_module(_ELSEWHERE.get(name, ".calls"), __name__), name)

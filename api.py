@@ -1,7 +1,7 @@
-"""The Python calls, in the words of the command line, which makes the same ones.
+"""What can be asked of moexport: each call takes a request and does the job.
 
-The keywords of a call are the fields of its request, where each is declared with its meaning
-(`common.option.takes`). A call imports what it needs, so `import moexport` is quick.
+The command line makes the requests from what is typed, `calls` from keywords. A call imports what
+it needs, so that `--help` is quick.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from .bench.request import (
     ReportRequest,
     SpecialiseRequest,
 )
-from .common.option import takes
 from .common.pytorch import check_pytorch
 from .errors import UsageError
 from .exporter.requests import (
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
     AnyModel = Model | Callable[[], Model]
 
 
-def load_as(source: AnyPath, request: LoadRequest) -> Model:
+def load(source: AnyPath, request: LoadRequest) -> Model:
     """Returns the trained model that `source` names, ready to be exported.
 
     `source` is a checkpoint (a file, an index of shards, a folder, or the URL of one) or
@@ -83,10 +82,7 @@ def load_as(source: AnyPath, request: LoadRequest) -> Model:
     return load_as(source, request)
 
 
-load = takes(LoadRequest)(load_as)
-
-
-def inspect_as(model: Model | AnyPath, request: InspectRequest) -> ModelReport:
+def inspect(model: Model | AnyPath, request: InspectRequest) -> ModelReport:
     """Returns what a model is before it is exported: its layers, its sizes, what each k costs.
 
     `model` is a loaded model, or what `load` takes, of which the shapes alone are read.
@@ -102,9 +98,6 @@ def inspect_as(model: Model | AnyPath, request: InspectRequest) -> ModelReport:
         example = data if isinstance(data, str | Path) else None
         model = load_as(model, replace(request, values=data is not None, example=example))
     return inspect_model(model, data)
-
-
-inspect = takes(InspectRequest)(inspect_as)
 
 
 def inspect_bundle(bundle: Bundle | AnyPath) -> Manifest:
@@ -124,9 +117,7 @@ def inspect_engine(plan_file: AnyPath, *, trust: bool = False) -> Mapping[str, A
     return engine_facts(Path(plan_file), trust=trust)
 
 
-def calibrate_as(
-    model: AnyModel | AnyPath, data: Feed, request: CalibrateRequest
-) -> CalibrationTable:
+def calibrate(model: AnyModel | AnyPath, data: Feed, request: CalibrateRequest) -> CalibrationTable:
     """Returns the ranges of a model's tensors over inputs; `.write(path)` keeps them.
 
     `model` is a loaded model, a function that loads it, or what `load` takes; `data` are its
@@ -182,16 +173,13 @@ def calibrate_as(
     return run(job, workspace=place, progress=progress)
 
 
-calibrate = takes(CalibrateRequest)(calibrate_as)
-
-
 def everywhere(where: Any) -> Any:
     """Returns a path as nodes with another working directory see it; all else as it is."""
     here = isinstance(where, str | Path) and Path(where).exists()
     return str(Path(where).absolute()) if here else where
 
 
-def sensitivity_as(
+def sensitivity(
     model: Model, table: CalibrationTable, data: Feed, request: SensitivityRequest
 ) -> tuple[LayerSensitivity, ...]:
     """Returns what INT8 does to each MoE layer alone, on a CPU, the most sensitive layer first.
@@ -213,10 +201,7 @@ def sensitivity_as(
     )
 
 
-sensitivity = takes(SensitivityRequest)(sensitivity_as)
-
-
-def export_as(model: AnyModel, destination: AnyPath, request: ExportRequest) -> Bundle:
+def export(model: AnyModel, destination: AnyPath, request: ExportRequest) -> Bundle:
     """Writes a verified bundle of a model (ONNX graphs, weights, a manifest) and returns it.
 
     `model` is a loaded model, or a function that loads it, called when what needs no model is
@@ -241,10 +226,7 @@ def export_as(model: AnyModel, destination: AnyPath, request: ExportRequest) -> 
     return run(export_job(model, requested(request, Path(destination))), request.progress)
 
 
-export = takes(ExportRequest)(export_as)
-
-
-def plan_as(model: AnyModel, destination: AnyPath, request: ExportRequest) -> Plan:
+def plan(model: AnyModel, destination: AnyPath, request: ExportRequest) -> Plan:
     """Returns what `export` would write with the same arguments; traces, but writes nothing.
 
     A bundle that is at `destination` does not matter; data that do not fit are told of.
@@ -262,10 +244,7 @@ def plan_as(model: AnyModel, destination: AnyPath, request: ExportRequest) -> Pl
     return export_plan(job, request.progress)
 
 
-plan = takes(ExportRequest)(plan_as)
-
-
-def build_as(bundle: Bundle | AnyPath, request: BuildRequest) -> Bundle:
+def build(bundle: Bundle | AnyPath, request: BuildRequest) -> Bundle:
     """Compiles the engines of a bundle's graphs into it; returns it with its new manifest.
 
     Raises:
@@ -278,9 +257,6 @@ def build_as(bundle: Bundle | AnyPath, request: BuildRequest) -> Bundle:
     plans = build_plan(bundle, request)
     build_engines(bundle, plans, rebuild=request.rebuild, progress=request.progress)
     return Bundle.open(_folder(bundle))
-
-
-build = takes(BuildRequest)(build_as)
 
 
 def build_plan(bundle: Bundle | AnyPath, request: BuildRequest) -> list[EnginePlan]:
@@ -328,7 +304,7 @@ def build_engines(
     return add_engines(folder, Manifest.read(folder), plans, progress, rebuild=rebuild)
 
 
-def verify_as(bundle: Bundle | AnyPath, request: VerifyRequest) -> Iterator[Check]:
+def verify(bundle: Bundle | AnyPath, request: VerifyRequest) -> Iterator[Check]:
     """Yields the checks of a bundle as they are made: hashes, valid graphs, parity, engines."""
     from .exporter.bundle.bundle import Bundle
 
@@ -340,9 +316,6 @@ def verify_as(bundle: Bundle | AnyPath, request: VerifyRequest) -> Iterator[Chec
         yield check
 
 
-verify = takes(VerifyRequest)(verify_as)
-
-
 def others_in(bundle: Bundle | AnyPath) -> list[str]:
     """Returns the names of what lies in a bundle's folder and is not of it: `verify` skips it."""
     from .exporter.bundle.destination import others_in as others
@@ -351,7 +324,7 @@ def others_in(bundle: Bundle | AnyPath) -> list[str]:
     return others(_folder(bundle), Manifest.read(_folder(bundle)).files)
 
 
-def run_as(
+def run(
     bundle: Bundle | AnyPath, inputs: AnyPath, outputs: AnyPath, request: RunRequest
 ) -> Outputs:
     """Writes a bundle's outputs for the inputs of a file; `Bundle.session` runs it on arrays.
@@ -368,10 +341,7 @@ def run_as(
     return run_file(_folder(bundle), local(inputs), Path(outputs), request)
 
 
-run = takes(RunRequest)(run_as)
-
-
-def triton_as(
+def triton(
     bundles: Bundle | AnyPath | Sequence[Bundle | AnyPath], out: AnyPath, request: TritonRequest
 ) -> list[ServedModel]:
     """Writes bundles to a model repository of Triton Inference Server; returns its models.
@@ -392,10 +362,7 @@ def triton_as(
     return write_repository(opened, Path(out), request)
 
 
-triton = takes(TritonRequest)(triton_as)
-
-
-def bench_as(
+def bench(
     models: Model | Bundle | AnyPath | Sequence[Model | Bundle | AnyPath], request: BenchRequest
 ) -> Results:
     """Measures models and bundles against the untouched PyTorch model; returns every row.
@@ -415,18 +382,14 @@ def bench_as(
     from .exporter.bundle.bundle import Bundle
     from .exporter.model import Model
 
+    request = replace(request, batch=request.batches)  # refused before anything is loaded
     if request.folder is not None:
         check_folder(request.folder)
     listed = [models] if isinstance(models, Model | Bundle | str | Path) else models
     return sweep(opened(listed, request), request)
 
 
-bench = takes(BenchRequest)(bench_as)
-
-
-def bench_on_ray_as(
-    models: AnyPath | Sequence[AnyPath], request: BenchRequest
-) -> dict[str, Results]:
+def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> dict[str, Results]:
     """Measures models and bundles on the nodes of a Ray cluster; returns results by kind of node.
 
     Every node must have moexport, and read models and data by the same paths or URLs. With several
@@ -445,6 +408,7 @@ def bench_on_ray_as(
     from .common.writing import check_folder, make_folder
 
     listed = [models] if isinstance(models, str | Path) else models
+    request = replace(request, batch=request.batches)  # refused before anything is loaded
     kinds, place, before = request.kinds, request.folder, request.before
     if place is not None:
         check_folder(place)
@@ -473,9 +437,6 @@ def bench_on_ray_as(
     return found
 
 
-bench_on_ray = takes(BenchRequest)(bench_on_ray_as)
-
-
 def paper(
     name: str,
     out: AnyPath,
@@ -502,7 +463,7 @@ def paper(
     return run_paper(name, Path(out), progress or Silent(), threads=threads, command=command)
 
 
-def report_as(
+def report(
     results: Results | AnyPath, output: AnyPath, request: ReportRequest
 ) -> tuple[tuple[Path, ...], Comparison | None]:
     """Writes the report of results again; returns the files and what changed since `compare`.
@@ -524,10 +485,7 @@ def report_as(
     return write_views(now, Path(output), comparison), comparison
 
 
-report = takes(ReportRequest)(report_as)
-
-
-def demo_as(out: AnyPath, request: DemoRequest) -> Outcome:
+def demo(out: AnyPath, request: DemoRequest) -> Outcome:
     """Trains networks on handwritten digits or on text, exports, verifies and measures them.
 
     Everything goes into the folder `out`.
@@ -550,10 +508,7 @@ def demo_as(out: AnyPath, request: DemoRequest) -> Outcome:
     return run_demo(Path(out), watcher, force=force, last=partial(tuned, watcher))
 
 
-demo = takes(DemoRequest)(demo_as)
-
-
-def tune_as(
+def tune(
     model: AnyModel,
     data: AnyPath | Labelled | np.ndarray,
     destination: AnyPath,
@@ -607,10 +562,7 @@ def tune_as(
     return found
 
 
-tune = takes(TuneRequest)(tune_as)
-
-
-def tune_plan_as(
+def tune_plan(
     model: AnyModel, data: AnyPath | Labelled | np.ndarray, request: TuneRequest
 ) -> SearchPlan:
     """Returns how large the search of `tune` is with the same arguments; writes nothing."""
@@ -619,9 +571,6 @@ def tune_plan_as(
 
     options = request.search()
     return plan_search(*_tune_data(model, data, request), options, request.progress)
-
-
-tune_plan = takes(TuneRequest)(tune_plan_as)
 
 
 def _tune_data(
@@ -641,7 +590,7 @@ def _tune_data(
     return loaded, labelled(data, loaded, 1, request.pixels)
 
 
-def specialise_as(
+def specialise(
     model: Model, data: AnyPath | LabelledData, request: SpecialiseRequest
 ) -> Specialisation:
     """Removes each expert of a layer in turn; returns how the accuracy of every class changes.
@@ -673,9 +622,6 @@ def specialise_as(
         favour=favour,
         progress=request.progress,
     )
-
-
-specialise = takes(SpecialiseRequest)(specialise_as)
 
 
 def doctor(*, progress: Progress | None = None) -> Diagnosis:

@@ -13,8 +13,8 @@ from typing import Any
 
 class _CallablePackage(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs `moexport.api.bench`."""
-        from ..api import bench
+        """Runs `moexport.calls.bench`."""
+        from ..calls import bench
 
         return bench(*args, **kwargs)
 

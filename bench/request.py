@@ -132,7 +132,9 @@ class BenchRequest(LoadRequest):
         in_shell=False,
         compare=False,
     )
-    command: str = option("", "What the results say they were made by.", in_shell=False)
+    command: str = option(
+        "", "What the results say they were made by.", unset="nothing", in_shell=False
+    )
 
     @property
     def batches(self) -> tuple[int, ...]:

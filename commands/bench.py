@@ -118,7 +118,7 @@ def bench(
     if request.on is not None:
         raise UsageError(f"--on {request.on}: there is no cluster", hint="name one with --ray")
     before = earlier(output, flags.compare, wanted=share is not None)
-    results = api.bench_as(models, replace(request, before=before))
+    results = api.bench(models, replace(request, before=before))
     console.finish()
     _print_results(results, rows_table(results), output, as_json=as_json)
     if before is not None:
@@ -145,7 +145,7 @@ def _bench_on_ray(
     if not on:
         raise UsageError(f"--on {request.on}: names no resource", hint="`ray status` lists them")
     before = earlier_kinds(output, flags.compare, on, wanted=share is not None)
-    found = api.bench_on_ray_as(models, replace(request, before=before))
+    found = api.bench_on_ray(models, replace(request, before=before))
     console.finish()
     if as_json:
         show(json_text({kind: plain(results) for kind, results in found.items()}))
@@ -210,7 +210,7 @@ def specialise(
     with verbosity.console() as console:
         for model in models:
             loaded = loader(reading, model, console, data)()
-            found.append(api.specialise_as(loaded, data, replace(request, progress=console)))
+            found.append(api.specialise(loaded, data, replace(request, progress=console)))
     (first, *others) = found
     if output is not None:
         written = write_several(found, output) if others else write(first, output)
@@ -236,7 +236,7 @@ def report(
     from ..bench.report.page import can_draw
 
     console = verbosity.console()
-    paths, comparison = api.report_as(results, output, request)
+    paths, comparison = api.report(results, output, request)
     result = {"files": [str(path) for path in paths]}
     if not any(path.suffix == ".png" for path in paths) and not can_draw():
         console.note("no figures beside the page: Matplotlib is not installed")
@@ -259,6 +259,6 @@ def demo(
 ) -> None:
     """Train small networks, export, verify and measure them."""
     with verbosity.console() as console:
-        outcome = api.demo_as(output, replace(request, progress=console))
+        outcome = api.demo(output, replace(request, progress=console))
     made = {"output": str(outcome.directory), "report": str(outcome.report)}
     show(json_text(made) if as_json else outcome.text)

@@ -141,7 +141,7 @@ def triton(
     Several bundles of one network with different k are also combined into an ensemble.
     """
     with verbosity.console() as console:
-        models = api.triton_as(bundles, output, replace(request, progress=console))
+        models = api.triton(bundles, output, replace(request, progress=console))
     if as_json:
         show(json_text([each.as_json() for each in models]))
         return

@@ -13,7 +13,12 @@ import typer
 from .. import api
 from ..common.console import Console, show
 from ..common.text import count, size, table
-from ..exporter.requests import CalibrateRequest, ExportRequest, LoadRequest
+from ..exporter.requests import (
+    CalibrateRequest,
+    ExportRequest,
+    LoadRequest,
+    SensitivityRequest,
+)
 from ..exporter.tensorrt.options import EngineOptions
 from .build import wished
 from .look import backbone_departures, precisions_text, tuning_text
@@ -63,12 +68,12 @@ def export(
 
     request = replace(request, engine=wished(request.engine, building), progress=console)
     if dry_run:
-        planned = api.plan_as(load, output, request)
+        planned = api.plan(load, output, request)
         for note in (*_edited(planned.job.model.edits.texts()), *planned.notes):
             console.note(note)
         show(json_text(plan_json(planned)) if as_json else plan_text(planned))
         return
-    bundle = api.export_as(load, output, request)
+    bundle = api.export(load, output, request)
     console.finish()
     if as_json:
         show(bundle.manifest.to_json(), end="")
@@ -177,16 +182,18 @@ def calibrate(
     with verbosity.console() as console:
         load = cache(loader(reading, model, console, data))
         request = replace(request, loading=reading, out=output, progress=console)
-        ranges = api.calibrate_as(load if request.ray is None else model, data, request)
+        ranges = api.calibrate(load if request.ray is None else model, data, request)
         if sensitivity:
             ranked = api.sensitivity(
                 load(),
                 ranges,
                 data,
-                k=request.k,
-                samples=request.samples,
-                renormalize=request.renormalize,
-                progress=console,
+                SensitivityRequest(
+                    k=request.k,
+                    samples=request.samples,
+                    renormalize=request.renormalize,
+                    progress=console,
+                ),
             )
             console.finish()
             records = [asdict(each) for each in ranked]

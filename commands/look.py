@@ -67,7 +67,7 @@ def inspect(
         show(manifest.to_json() if as_json else bundle_text(url_of(model) or model, manifest))
         return
     with verbosity.console() as console:
-        found = api.inspect_as(model, replace(request, progress=console))
+        found = api.inspect(model, replace(request, progress=console))
     show(json_text(found.as_json()) if as_json else model_text(found))
 
 
@@ -218,7 +218,7 @@ def verify(
     Exits with 3 if a check fails.
     """
     checks = []
-    for check in api.verify_as(bundle, request):
+    for check in api.verify(bundle, request):
         checks.append(check)
         if not as_json and not verbosity.quiet:
             show(check_text(check))
@@ -257,7 +257,7 @@ def run(
 ) -> None:
     """Run a bundle on the inputs in an .npz file."""
     with verbosity.console() as console:
-        written = api.run_as(bundle, input_file, output, replace(request, progress=console))
+        written = api.run(bundle, input_file, output, replace(request, progress=console))
     if as_json:
         show(json_text({"output": str(output), **asdict(written)}))
     else:

@@ -58,10 +58,10 @@ def tune(
         load = loader(reading, model, console, None if images else data)
         request = replace(request, report=place, command=typed_command(), progress=console)
         if dry_run:
-            planned = api.tune_plan_as(load, data, request)
+            planned = api.tune_plan(load, data, request)
             show(json_text(asdict(planned)) if as_json else plan_text(planned))
             return
-        tuned = api.tune_as(load, data, output, request)
+        tuned = api.tune(load, data, output, request)
     from ..tune.findings import text
 
     show(json_text(_as_json(tuned, place)) if as_json else text(tuned, place))

@@ -116,8 +116,8 @@ Result = TypeVar("Result")
 class takes(Generic[P, Options]):  # noqa: N801  a decorator
     """Makes the fields of a request the keywords of a function, which gets them as one record.
 
-    `export = takes(ExportRequest)(export_as)`, then `export(model, "out", k=4)` calls
-    `export_as(model, "out", ExportRequest(k=4))`. Type checkers know the keywords from the record,
+    With `export = takes(ExportRequest)(api.export)`, `export(model, "out", k=4)` calls
+    `api.export(model, "out", ExportRequest(k=4))`. Type checkers know the keywords from the record,
     `help()` shows them with what they mean.
     """
 
@@ -163,7 +163,6 @@ class takes(Generic[P, Options]):  # noqa: N801  a decorator
         call.__signature__ = signature.replace(  # type: ignore[attr-defined]
             parameters=[*positional, *keywords]
         )
-        call.__name__ = call.__qualname__ = function.__name__.removesuffix("_as")
         call.__doc__ = f"{inspect.getdoc(function)}\n\n{explained(request)}"
         return call
 

@@ -39,8 +39,6 @@ Device = Literal["cpu", "gpu"]
 
 SIZES = "MIN:OPT:MAX"
 
-_NAME = re.compile(r"\w[\w.-]*", re.ASCII)
-
 FEED = "Inputs: an .npz, a folder of .npy, shards (.tar, .parquet) or package.module:iterable."
 
 
@@ -161,7 +159,10 @@ class CalibrateRequest(ClusterRequest):
         in_shell=False,
     )
     out: AnyPath | None = option(
-        None, "A file for the table; one of the same origin is returned.", in_shell=False
+        None,
+        "A file for the table; one of the same origin that is there is returned.",
+        unset="the table is not written",
+        in_shell=False,
     )
     force: bool = option(False, "Replace a table of another origin.", heading="Options")
 
@@ -528,7 +529,7 @@ class TritonRequest(Request):
                 raise UsageError(
                     f"--{name} {value}: there is no such choice", hint=near_miss(value, known)
                 )
-        if self.name is not None and not _NAME.fullmatch(self.name):
+        if self.name is not None and not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
             raise UsageError(
                 f"--name {self.name}: a model's name has letters, digits, _, - and .",
                 hint="for example --name vit",

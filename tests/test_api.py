@@ -13,10 +13,12 @@ from typing import Any
 import moexport
 import numpy as np
 import pytest
-from moexport.commands.build import BuildFlags
 from moexport.commands.export import export as export_command
-from moexport.commands.options import ModelFlags, Verbosity, flattened
+from moexport.commands.options import Verbosity, flattened
+from moexport.common.option import declared
 from moexport.errors import UsageError
+from moexport.exporter.requests import LoadRequest
+from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.tests.recorded import DATA, VIT_CONFIG
 
 CONFIG = VIT_CONFIG
@@ -145,39 +147,38 @@ def test_bench_of_a_mumoe_has_no_loop_over_experts_to_compare(tmp_path: Path) ->
 
 
 CALLS = ["load", "inspect", "calibrate", "sensitivity", "export", "build", "verify", "run"]
-CALLS += ["bench", "specialise", "tune", "report", "demo", "doctor"]
+CALLS += ["bench", "specialise", "tune", "report", "demo"]
 
 
 def parameters(call: str) -> dict[str, inspect.Parameter]:
-    from moexport import api
+    from moexport import calls
 
-    return dict(inspect.signature(getattr(api, call)).parameters)
+    return dict(inspect.signature(getattr(calls, call)).parameters)
 
 
 @pytest.mark.parametrize("call", CALLS)
-def test_every_parameter_of_a_call_is_explained_with_its_default(call: str) -> None:
-    from moexport import api
+def test_every_option_of_a_call_is_a_keyword_and_explained_with_its_default(call: str) -> None:
+    from moexport import calls
 
-    _, _, listed = (inspect.getdoc(getattr(api, call)) or "").partition("Args:\n")
-    listed = listed.partition("\n\nRaises:")[0]
-    found = re.findall(r"^ {4}\**(\w+): (.*(?:\n {8,}.*)*)", listed, flags=re.MULTILINE)
-    explained = {name: " ".join(text.split()) for name, text in found}
-    declared = parameters(call)
-    assert list(explained) == [name for name in explained if name in declared]
-    assert explained.keys() == declared.keys()
-    for name, each in declared.items():
-        if each.default is inspect.Parameter.empty:
-            continue
-        said = f'"{each.default}"' if isinstance(each.default, str) else str(each.default)
-        said = {"()": "none"}.get(said, said)
-        words = explained[name]
-        assert re.search(rf"\([^()]*{re.escape(said)}|\({re.escape(said)}", words), (name, said)
-    assert "progress" in declared
+    keywords = {n: p for n, p in parameters(call).items() if p.kind is p.KEYWORD_ONLY}
+    listed = (inspect.getdoc(getattr(calls, call)) or "").partition("\nOptions:\n")[2]
+    explained = re.findall(r"^ {4}(\w+): ([A-Z].*\S) \[(.*)\]$", listed, flags=re.MULTILINE)
+    assert [name for name, *_ in explained] == [*keywords]
+    for name, meaning, default in explained:
+        assert meaning.endswith((".", "…")), name
+        assert default not in ("", "None", "()"), f"{call}({name}=): what does None stand for?"
+    assert "progress" in keywords
+
+
+def test_a_keyword_that_a_call_does_not_have_is_an_error() -> None:
+    with pytest.raises(TypeError, match="presicion"):
+        moexport.export(
+            moexport.load(DATA / "soft_moe_mnist" / "weights.pt"), "x", presicion="int8"
+        )  # type: ignore[call-arg]
 
 
 ELSEWHERE = {
     "output": "`destination`, as it is no file to be typed after -o",
-    "no_verify": "`verify`, which is not a negation",
     "dry_run": "`moexport.plan`, which returns a plan and no bundle",
     "as_json": "what is returned is no text",
 }
@@ -186,11 +187,11 @@ ELSEWHERE = {
 
 def test_every_option_of_export_is_a_parameter_of_the_python_call() -> None:
     ours = set(inspect.signature(flattened(export_command)).parameters)
-    loading = {field.name for field in fields(ModelFlags)}  # of `moexport.load`
-    building = {field.name for field in fields(BuildFlags)}  # of `EngineOptions`
+    loading = declared(LoadRequest).keys()  # of `moexport.load`
+    building = declared(EngineOptions).keys() - {"expose_routing"}
     saying = {field.name for field in fields(Verbosity)}  # what `progress` does with it
     options = ours - loading - building - saying - ELSEWHERE.keys()
-    declared = parameters("export").keys() - {"destination", "verify", "progress"}
-    assert options <= declared
-    assert declared - options == {"keep_floating"}  # a list of layers, which a search finds
-    assert loading - {"sets"} <= parameters("load").keys()
+    keywords = parameters("export").keys() - {"destination", "progress"}
+    assert options <= keywords
+    assert keywords - options == {"keep_floating"}  # a list of layers, which a search finds
+    assert loading <= parameters("load").keys()

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moexport import api
+from moexport import calls
 from moexport.bench import results
 from moexport.bench.report.compare import compare
 from moexport.bench.report.page import html
@@ -201,7 +201,7 @@ def results_read(path: Path) -> None:
 
 def reported(path: Path) -> None:
     """`report`, with its figures."""
-    api.report(path, path.parent.parent / "report" / "page.html", compare=path)
+    calls.report(path, path.parent.parent / "report" / "page.html", compare=path)
 
 
 RESULTS = Subject(result_files, results_read, ("results.json",))

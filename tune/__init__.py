@@ -43,8 +43,8 @@ class _CallablePackage(ModuleType):
     """Called, it is the search itself, as `bench` is: Python binds packages to their names."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs `moexport.api.tune`."""
-        from ..api import tune
+        """Runs `moexport.calls.tune`."""
+        from ..calls import tune
 
         return tune(*args, **kwargs)
 

@@ -108,7 +108,9 @@ class TuneRequest(ClusterRequest):
         kind=Path,
         metavar="DIR",
     )
-    command: str = option("", "What the results say they were made by.", in_shell=False)
+    command: str = option(
+        "", "What the results say they were made by.", unset="nothing", in_shell=False
+    )
     force: bool = option(False, "Replace an existing bundle.", heading="Options")
 
     def search(self) -> SearchOptions:
@@ -216,7 +218,7 @@ def parse_share(text: str | float, option: str) -> float:
         ) from None
 
 
-_DURATION = re.compile(r"([0-9]*\.?[0-9]+)\s*(us|µs|ms|s|min|h)?")
+_DURATION = r"([0-9]*\.?[0-9]+)\s*(us|µs|ms|s|min|h)?"
 _SECONDS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0}
 
 
@@ -225,7 +227,7 @@ def parse_seconds(text: str | float, option: str, unit: str) -> float:
 
     `UsageError` names the option.
     """
-    found = _DURATION.fullmatch(str(text).strip())
+    found = re.fullmatch(_DURATION, str(text).strip())
     seconds = float(found[1]) * _SECONDS[found[2] or unit] if found else math.nan
     if not 0 < seconds < math.inf:
         raise UsageError(
@@ -234,14 +236,14 @@ def parse_seconds(text: str | float, option: str, unit: str) -> float:
     return seconds
 
 
-_SIZE = re.compile(r"([0-9]*\.?[0-9]+)\s*([kMG]i?B|B)?")
+_SIZE = r"([0-9]*\.?[0-9]+)\s*([kMG]i?B|B)?"
 _BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
 _BYTES |= {"kiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
 
 
 def parse_size(text: str | int, option: str) -> int:
     """Returns bytes from `1500000`, `1.5MB` or `2GiB`; `UsageError` names the option."""
-    found = _SIZE.fullmatch(str(text).strip())
+    found = re.fullmatch(_SIZE, str(text).strip())
     size = int(float(found[1]) * _BYTES[found[2] or "B"]) if found else 0
     if size < 1:
         raise UsageError(

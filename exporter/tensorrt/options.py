@@ -191,7 +191,9 @@ class EngineOptions:
             if each != CURRENT and each not in backend.cards:
                 raise UsageError(
                     f"--compute-capability {each}: {backend.title} compiles for {backend.served}",
-                    hint=instead(each) if _NUMBERS.fullmatch(each) else "for example 8.6,8.9,12.0",
+                    hint=instead(each)
+                    if re.fullmatch(_NUMBERS, each)
+                    else "for example 8.6,8.9,12.0",
                 )
         if CURRENT in self.compute_capabilities and len(self.compute_capabilities) > 1:
             raise UsageError(
@@ -232,7 +234,7 @@ class EngineOptions:
         return content
 
 
-_NUMBERS = re.compile(r"\d+\.\d+")
+_NUMBERS = r"\d+\.\d+"
 """A compute capability, whether there is such a GPU or not."""
 
 _UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}

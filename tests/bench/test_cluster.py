@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moexport import api
+from moexport import calls
 from moexport.bench.analyses.findings import tuning_in
 from moexport.bench.report.kinds import compare_kinds, earlier_kinds
 from moexport.bench.results import Results, Row, read, to_json
@@ -90,7 +90,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-SHAPE = tuple(n for n in api.load(WEIGHTS).input.shape[1:] if isinstance(n, int))
+SHAPE = tuple(n for n in calls.load(WEIGHTS).input.shape[1:] if isinstance(n, int))
 
 
 def values(results: Results) -> list[tuple[object, ...]]:
@@ -103,7 +103,7 @@ ANALYSED = ASKED | {"analysis": "retention", "group_by": "side"}
 
 @pytest.fixture(scope="module")
 def local(data: str) -> Results:
-    return api.bench(WEIGHTS, **ANALYSED, data=data)
+    return calls.bench(WEIGHTS, **ANALYSED, data=data)
 
 
 def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_interrupted(
@@ -134,12 +134,12 @@ def test_values_are_those_of_one_machine_although_a_node_is_killed_and_the_run_i
     out = tmp_path / "out"
     asked |= {"out": out, "ray": nodes.address}
     with pytest.raises(KeyboardInterrupt):
-        api.bench_on_ray(WEIGHTS, **asked, progress=Killer())
+        calls.bench_on_ray(WEIGHTS, **asked, progress=Killer())
     assert doomed not in nodes.worker_nodes
     assert any("2 nodes with CPU" in step for step in steps)
     assert not (out / "results.json").exists()
     steps.clear()
-    found = api.bench_on_ray(WEIGHTS, **asked, before=local, progress=Follower())
+    found = calls.bench_on_ray(WEIGHTS, **asked, before=local, progress=Follower())
     assert "going on with an unfinished run: 2 measurements are done" in steps
     assert not any("accuracy" in step for step in steps)  # no shard was evaluated again
     results = found["CPU"]
@@ -231,7 +231,7 @@ def test_what_a_cluster_cannot_do_is_said_at_once(
 ) -> None:
     def bench(**asked: Any) -> None:
         given = ASKED | {"data": data} | asked
-        api.bench_on_ray(given.pop("model", WEIGHTS), ray=nodes.address, **given)
+        calls.bench_on_ray(given.pop("model", WEIGHTS), ray=nodes.address, **given)
 
     started = time.monotonic()
     with pytest.raises(ClusterError, match="--on accelerator_type:L4: no node") as caught:
@@ -258,7 +258,7 @@ def test_ranges_are_those_of_one_machine_by_every_method(
     outcome = run("calibrate", *asked, *cluster_of, "--verbose")
     assert outcome.code == 0, outcome.err
     assert "ranges 2/2: done" in outcome.err
-    local = api.calibrate(api.load(WEIGHTS), data, k=2, method="entropy", batch=8)
+    local = calls.calibrate(calls.load(WEIGHTS), data, k=2, method="entropy", batch=8)
     assert out.read_text(encoding="utf-8") == local.to_json()
     assert "up to date" in run("calibrate", *asked, *cluster_of, "--verbose").err
     other = run("calibrate", *asked[:-1], "4", *cluster_of)
@@ -299,11 +299,11 @@ def test_a_search_finds_and_confirms_what_one_machine_does(
 def test_shards_of_uneven_batches_add_up_to_the_sums_of_one_machine(
     nodes: Any, connected: None, data: str, tmp_path: Path
 ) -> None:
-    bundle = api.export(api.load(WEIGHTS), tmp_path / "out", k=2, verify=False, engine=False)
+    bundle = calls.export(calls.load(WEIGHTS), tmp_path / "out", k=2, verify=False, engine=False)
     session = Session(bundle.path / "model.onnx", SessionOptions(threads=1))
     with np.load(data) as held:
         inputs, labels = held["input"], held["label"]
-    outputs = untouched(api.load(WEIGHTS)).infer(inputs)
+    outputs = untouched(calls.load(WEIGHTS)).infer(inputs)
     rows = [slice(start, start + 7) for start in range(0, 150, 7)]
     batches = [Batch(inputs[r], labels[r], outputs[r], Metric("accuracy")) for r in rows]
     with evaluating_on_ray(nodes.address, "CPU", Silent()) as evaluate:
@@ -323,7 +323,7 @@ def test_cells_whose_nodes_die_again_and_again_are_named(
     asked = ASKED | {"data": data, "on": "second", "round_s": 1.0}
     lost = r"not measured: .*weights\.pt, (accuracy, shard 1/1|batch 1): "
     with pytest.raises(ClusterError, match=lost):
-        api.bench_on_ray(WEIGHTS, ray=nodes.address, **asked)
+        calls.bench_on_ray(WEIGHTS, ray=nodes.address, **asked)
 
 
 def test_without_a_cluster_or_without_ray_the_user_is_told(
@@ -334,11 +334,11 @@ def test_without_a_cluster_or_without_ray_the_user_is_told(
         address = f"127.0.0.1:{server.getsockname()[1]}"
     started = time.monotonic()
     with pytest.raises(ClusterError, match=rf"--ray {address}: no cluster"):
-        api.bench_on_ray(WEIGHTS, ray=address, data=data, **ASKED)
+        calls.bench_on_ray(WEIGHTS, ray=address, data=data, **ASKED)
     assert time.monotonic() - started < 10  # Ray itself tries for half a minute
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(MissingExtraError) as caught:
-        api.bench_on_ray(WEIGHTS, data=data, **ASKED)
+        calls.bench_on_ray(WEIGHTS, data=data, **ASKED)
     assert caught.value.hint == "pip install '.[ray]' in a clone of moexport"
 
 

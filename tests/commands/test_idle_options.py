@@ -42,7 +42,7 @@ READING = {
 }
 BUILDING = {
     "profiles": ("--profile", "batch=1:2:4"),
-    "compute_capability": ("--compute-capability", "8.9"),
+    "compute_capabilities": ("--compute-capability", "8.9"),
     "timing_cache": ("--timing-cache", "t.cache"),
     "workspace": ("--workspace", "2GiB"),
     "optimization_level": ("--optimization-level", "1"),
@@ -53,7 +53,7 @@ BUILDING = {
     "bind_weights": ("--bind-weights",),
     "expose_routing": ("--expose-routing",),
     "tf32": ("--tf32",),
-    "engine_cache": ("--engine-cache", "off"),
+    "cache": ("--engine-cache", "off"),
 }
 MEASURED = {
     "k": ("--k", "n"),
@@ -164,17 +164,17 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
 }
 """Calls in which an option does nothing."""
 
-EVERYWHERE = {"as_json", "verbose", "quiet", "force", "output"}
+EVERYWHERE = {"as_json", "verbose", "quiet", "force", "rebuild", "output"}
 ACTING = {
     "export": {"config", "sets", "k", "target", "lowering", "batch", "opset", "precision"}
-    | {"ablate", "rewrite", "steer", "recipe", "no_verify", "dry_run", "model"},
+    | {"ablate", "rewrite", "steer", "recipe", "verify", "dry_run", "model"},
     "inspect": {"model"},
     "calibrate": {"model", "config", "sets", "data", "k", "method", "samples", "batch"}
     | {"sensitivity", "ray"},
     # What a backend lacks and what its profiles leave no room for is refused in its own tests.
     "build": {"bundle", "target", "graph", "batch", "tokens", "dry_run", *BUILDING},
     "verify": {"bundle", "atol", "rtol", "trust_engine"},
-    "run": {"bundle", "input_file", "graph", "batch_size", "engine", "no_check"},
+    "run": {"bundle", "input_file", "graph", "batch_size", "engine", "check"},
     "bench": {"models", "threads", "paper"},
     "tune": {"model", "config", "sets", "data", "keep", "max_latency", "max_bytes", "metric"}
     | {
@@ -235,7 +235,7 @@ def test_an_option_that_would_do_nothing_is_refused(
     assert outcome.code == 2, outcome.err
     assert outcome.out == ""
     said = {"sets": "--set", "profiles": "--profile", "memory": "--no-memory"}
-    said |= {"engine": "engines?", "engine_cache": "engines", "k": "k"}
+    said |= {"engine": "engines?", "cache": "engines", "k": "k"}
     wanted = said.get(name, f"--{name.replace('_', '-')}")
     assert re.search(rf"{wanted}(?![\w-])", outcome.error)
     assert outcome.hint

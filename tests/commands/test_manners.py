@@ -59,7 +59,7 @@ def test_help_does_little_beside_loading_its_parser() -> None:
         "print('calls:', len(calls))\n"
     )
     # Counted, not timed (`python -m perf startup` does that): loading Typer takes 45,000.
-    assert int(printed("calls:", code)) < 10_000
+    assert int(printed("calls:", code)) < 14_000
 
 
 def test_help_lists_every_command() -> None:
@@ -112,8 +112,8 @@ def test_the_help_of_a_command_with_many_options_has_sections() -> None:
     lines = run("export", "--help").out.splitlines()
     headings = [line for line in lines if re.fullmatch(r"[A-Z][A-Za-z ]+:", line)]
     assert [heading.rstrip(":") for heading in headings] == [
-        *("Arguments", "Options", "Reading MODEL", "Graph", "Precision"),
-        *("Inputs and parity check", "Edits", "Engines", "Weights of engines"),
+        *("Arguments", "Reading MODEL", "Graph", "Precision", "Inputs and parity check"),
+        *("Edits", "Engines", "Weights of engines", "Options"),
     ]
     most = max(text.count("\n  -") for text in "\n".join(lines).split(":\n"))
     assert most <= 12

@@ -14,7 +14,7 @@ from pathlib import Path
 import fsspec
 import numpy as np
 import pytest
-from moexport import api
+from moexport import calls
 from moexport.calibration.feeds import batches, count
 from moexport.common.files import hash_files
 from moexport.common.locations import local, url_of
@@ -79,7 +79,7 @@ def test_a_checkpoint_by_http_is_the_local_one_with_the_url_as_its_source(
 ) -> None:
     url, folder = served
     shutil.copy(WEIGHTS, folder / "net.pt")
-    model, same = api.load(f"{url}/net.pt"), api.load(WEIGHTS)
+    model, same = calls.load(f"{url}/net.pt"), calls.load(WEIGHTS)
     assert model.source.path == f"{url}/net.pt"
     assert model.source.sha256() == hash_files([WEIGHTS]) == same.source.sha256()
     copy = local(f"{url}/net.pt")
@@ -102,12 +102,12 @@ def test_shards_of_a_checkpoint_come_with_their_index(served: tuple[str, Path]) 
         save_file({key: tensors[key] for key in keys}, folder / name)
     index = {"weight_map": {key: name for name, keys in parts.items() for key in keys}}
     (folder / "m.safetensors.index.json").write_text(json.dumps(index))
-    model = api.load(f"{url}/m.safetensors.index.json")
-    assert model.family == api.load(WEIGHTS).family
+    model = calls.load(f"{url}/m.safetensors.index.json")
+    assert model.family == calls.load(WEIGHTS).family
     (folder / "two.safetensors").unlink()
     shutil.copy(folder / "m.safetensors.index.json", folder / "n.safetensors.index.json")
     with pytest.raises(CheckpointError, match=r"1 of 2 shards are missing: two\.safetensors"):
-        api.load(f"{url}/n.safetensors.index.json")
+        calls.load(f"{url}/n.safetensors.index.json")
 
 
 @pytest.mark.parametrize("scheme", ["http", "memory"])
