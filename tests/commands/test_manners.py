@@ -59,7 +59,7 @@ def test_help_does_little_beside_loading_its_parser() -> None:
         "print('calls:', len(calls))\n"
     )
     # Counted, not timed (`python -m perf startup` does that): loading Typer takes 45,000.
-    assert int(printed("calls:", code)) < 14_000
+    assert int(printed("calls:", code)) < 15_000
 
 
 def test_help_lists_every_command() -> None:
