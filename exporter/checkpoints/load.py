@@ -21,6 +21,7 @@ from ..families import Family, detect, family_named
 from ..model import Model, Source
 from ..requests import LoadRequest
 from ..token_routed.load import architecture_of, load_transformers
+from .examples import Example
 from .files import local_checkpoint
 from .state_dict import Checkpoint, read_checkpoint
 from .user_network import load_factory
