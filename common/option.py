@@ -79,11 +79,11 @@ def spelled(request: type[Any], name: str) -> str:
 
 
 def changed(request: Any) -> list[str]:
-    """Returns the names of the options that are not their defaults."""
+    """Returns the names of the options that a shell has and that are not their defaults."""
     return [
         name
-        for name, (each, _) in declared(type(request)).items()
-        if _says(getattr(request, name), each.default)
+        for name, (each, said) in declared(type(request)).items()
+        if said.shell is not None and _says(getattr(request, name), each.default)
     ]
 
 

@@ -312,7 +312,7 @@ def test_only_the_layer_that_gives_the_scores_can_be_rewritten_by_class(tmp_path
 def test_python_names_what_is_missing(tmp_path: Path) -> None:
     checkpoint, data = trained_head(tmp_path)
     model = moexport.load(checkpoint, config=CONFIG)
-    with pytest.raises(UsageError, match="both a class and a subgroup"):
+    with pytest.raises(UsageError, match="needs --rewrite-class and --rewrite-group"):
         moexport.specialise(model, data, group_by="odd", rewrite_class=3)
     with np.load(data) as held:
         given = LabelledData(held["input"], held["label"])

@@ -235,6 +235,7 @@ def test_an_option_that_would_do_nothing_is_refused(
     assert outcome.code == 2, outcome.err
     assert outcome.out == ""
     said = {"sets": "--set", "profiles": "--profile", "memory": "--no-memory"}
+    said |= {"compute_capabilities": "--compute-capability"}
     said |= {"engine": "engines?", "cache": "engines", "k": "k"}
     wanted = said.get(name, f"--{name.replace('_', '-')}")
     assert re.search(rf"{wanted}(?![\w-])", outcome.error)
