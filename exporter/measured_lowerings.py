@@ -23,6 +23,7 @@ from ..common.onnx_runtime import ort
 from ..common.timing import Call, Latency, Protocol, differs, measure
 from ..common.writing import scratch_folder
 from ..errors import LoweringError, MoexportError, UsageError
+from ..graphs.layers.stored import LayerOf
 from ..graphs.lower import LoweringRequest, lower
 from ..graphs.lowerings import lowerings_of
 from ..graphs.lowerings.base import AnyLowering
@@ -225,18 +226,20 @@ def _write(
         if copied > COPY_LIMIT_BYTES:
             left_out[each.name] = f"it would copy {copied / 1e9:.1f} GB of weights for a batch"
             continue
-        choice = LoweringRequest(
-            work.spec,
-            tensors,
-            each,
-            group.k,
-            job.options.renormalize,
-            compute,
-            job.options.target,
-            work.batch,
+        request = LoweringRequest(
+            lowering=each,
+            layer=LayerOf(
+                spec=work.spec,
+                tensors=tensors,
+                k=group.k,
+                renormalize=job.options.renormalize,
+                compute=compute,
+                target=job.options.target,
+                batch=work.batch,
+            ),
         )
         paths[each.name] = folder / f"{each.name}.onnx"
-        ir.save(lower(traced, {name: choice}).model, paths[each.name])
+        ir.save(lower(traced, {name: request}).model, paths[each.name])
     return paths
 
 

@@ -16,6 +16,7 @@ from ..common.console import Progress
 from ..common.environment import environment
 from ..common.files import sha256
 from ..graphs.builder import Builder
+from ..graphs.layers.stored import LayerOf
 from ..graphs.lower import Lowered, LoweringRequest, lower
 from ..graphs.names import K_INPUT, SELECTED, STEER_INPUT
 from ..graphs.precision.types import FLOAT_TYPES
@@ -61,14 +62,16 @@ def _lower(
     job, options = plan.job, plan.job.options
     requests = {
         layer.name: LoweringRequest(
-            spec=layer.work.spec,
-            tensors=stored[layer.name],
             lowering=layer.choice.lowering,
-            k=layer.k,
-            renormalize=options.renormalize,
-            compute=plan.precision.layers[layer.name].compute,
-            target=options.target,
-            batch=layer.work.batch,
+            layer=LayerOf(
+                spec=layer.work.spec,
+                tensors=stored[layer.name],
+                k=layer.k,
+                renormalize=options.renormalize,
+                compute=plan.precision.layers[layer.name].compute,
+                target=options.target,
+                batch=layer.work.batch,
+            ),
         )
         for layer in graph.layers
     }

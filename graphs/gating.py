@@ -148,12 +148,10 @@ def _step(
 
 def _largest(b: Builder, layer: MuMoELayer, a: ir.Value, n: int, name: str) -> KeptLevel:
     """Adds the k largest of coefficients [b, m, n], the others zero."""
-    if isinstance(layer.k, int):
-        k = b.ints(layer.k)
-    elif n < layer.spec.experts:  # one k for all levels, and this one has fewer experts
-        k = b.op("Min", layer.k, b.ints(n), name=f"{name}/k")
-    else:
-        k = layer.k
+    k = layer.k_value(b)
+    # One k serves all levels, and this one may have fewer experts.
+    if not isinstance(layer.k, int) and n < layer.spec.experts:
+        k = b.op("Min", k, b.ints(n), name=f"{name}/k")
     values, indices = b.ops(
         "TopK",
         a,

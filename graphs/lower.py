@@ -11,12 +11,10 @@ from onnx_ir.passes import common
 
 from ..errors import LoweringError
 from .builder import Builder
-from .layers.base import MoESpec, choice_key
-from .layers.stored import LayerOf, LayerTensors
+from .layers.base import choice_key
+from .layers.stored import LayerOf
 from .lowerings.base import AnyLowering
 from .names import DOMAIN, K_INPUT, STEER_CENTRES, STEER_INPUT, in_layer
-from .precision.types import FP32, ComputeTypes
-from .targets import Target
 
 
 def simplify(model: ir.Model) -> None:
@@ -41,16 +39,10 @@ def simplify(model: ir.Model) -> None:
 
 @dataclass(frozen=True, slots=True)
 class LoweringRequest:
-    """How one layer is lowered: k experts, or the graph input `k` where it is None."""
+    """One layer and how it is lowered."""
 
-    spec: MoESpec
-    tensors: LayerTensors
     lowering: AnyLowering
-    k: int | None
-    renormalize: bool = False
-    compute: ComputeTypes = FP32
-    target: Target = "onnx"
-    batch: int = 1
+    layer: LayerOf[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +76,24 @@ Observer = Callable[[Builder], Sequence[ir.Value]]
 
 
 def lower(
-    traced: ir.Model, choices: Mapping[str, LoweringRequest], observer: Observer | None = None
+    traced: ir.Model, requests: Mapping[str, LoweringRequest], observer: Observer | None = None
 ) -> Lowered:
-    """Returns a copy of a traced model in which every MoE node is replaced as chosen.
+    """Returns a copy of a traced model in which every MoE node is replaced as requested.
 
     The traced model is left as it is, and its tensors are shared, not copied. With an `observer`,
     what it returns for each layer becomes further outputs of the graph.
     """
     model = traced.clone()
-    steer = _add_steer_input(model, choices)
-    k_input = _add_k_input(model, choices)
+    layers = [request.layer for request in requests.values()]
+    steer = _add_steer_input(model, layers)
+    k_input = _add_k_input(model, layers)
     values: dict[str, LayerValues] = {}
     for node in [node for node in model.graph if node.domain == DOMAIN]:
         name = node.attributes.get_string("layer")
-        choice = choices[name]
-        k = k_input if choice.k is None else choice.k
-        assert k is not None
-        values[name] = _replace(model.graph, node, choice, k, steer, observer)
-    missing = choices.keys() - values.keys()
+        layer = requests[name].layer
+        layer = layer if layer.k is not None else replace(layer, k=k_input)
+        values[name] = _replace(model.graph, node, requests[name].lowering, layer, steer, observer)
+    missing = requests.keys() - values.keys()
     if missing:
         raise LoweringError(
             f"the traced graph does not hold the layer {', '.join(sorted(missing))}",
@@ -112,21 +104,21 @@ def lower(
     return Lowered(model, values)
 
 
-def _add_k_input(model: ir.Model, choices: Mapping[str, LoweringRequest]) -> ir.Value | None:
-    if all(choice.k is not None for choice in choices.values()):
+def _add_k_input(model: ir.Model, layers: Sequence[LayerOf[Any]]) -> ir.Value | None:
+    if all(layer.k is not None for layer in layers):
         return None
     value = ir.Value(name=K_INPUT, shape=ir.Shape([1]), type=ir.TensorType(ir.DataType.INT64))
     model.graph.inputs.append(value)
     return value
 
 
-def _add_steer_input(model: ir.Model, choices: Mapping[str, LoweringRequest]) -> ir.Value | None:
+def _add_steer_input(model: ir.Model, layers: Sequence[LayerOf[Any]]) -> ir.Value | None:
     """The strengths [b, s] of steerings that are given per run; None where no layer has any."""
-    for choice in choices.values():
-        if choice.tensors.has(STEER_CENTRES):
-            told, _ = choice.tensors.stacked(STEER_CENTRES).shape.numpy()
+    for layer in layers:
+        if layer.tensors.has(STEER_CENTRES):
+            centres, _ = layer.tensors.stacked(STEER_CENTRES).shape.numpy()
             first = model.graph.inputs[0].shape
-            shape = ir.Shape([None if first is None else first[0], told])
+            shape = ir.Shape([None if first is None else first[0], centres])
             kind = ir.TensorType(ir.DataType.FLOAT)
             value = ir.Value(name=STEER_INPUT, shape=shape, type=kind)
             model.graph.inputs.append(value)
@@ -151,8 +143,8 @@ def _steered(b: Builder, layer: LayerOf[Any], x: ir.Value, strengths: ir.Value |
 def _replace(
     graph: ir.Graph,
     node: ir.Node,
-    choice: LoweringRequest,
-    k: int | ir.Value,
+    lowering: AnyLowering,
+    layer: LayerOf[Any],
     steer: ir.Value | None,
     observer: Observer | None,
 ) -> LayerValues:
@@ -160,25 +152,19 @@ def _replace(
     routed = tuple(value for value in others if value is not None)
     assert x is not None and x.name is not None
     tokens = x.shape[1] if x.shape is not None and not routed else None
-    layer = LayerOf(
-        spec=choice.spec,
-        tensors=choice.tensors,
-        k=k,
+    layer = replace(
+        layer,
         tokens=tokens if isinstance(tokens, int) else None,
-        renormalize=choice.renormalize,
-        compute=choice.compute,
-        target=choice.target,
-        batch=choice.batch,
         x_type=x.dtype or ir.DataType.FLOAT,
         y_type=old.dtype or ir.DataType.FLOAT,
         routed=routed,
     )
-    b = Builder(choice.spec.name)
+    b = Builder(layer.spec.name)
     seen = x
     if any(layer.tensors.has(name) for name in (STEER_INPUT, STEER_CENTRES)):
         seen = _steered(b, layer, x, steer)
         layer = replace(layer, x_type=ir.DataType.FLOAT)
-    y = choice.lowering.build(b, layer, seen)
+    y = lowering.build(b, layer, seen)
     if observer is not None:
         graph.outputs.extend(observer(b))
     y.shape, y.type = old.shape, old.type

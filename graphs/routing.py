@@ -270,10 +270,8 @@ def _select(b: Builder, layer: Layer, combine: ir.Value) -> ir.Value:
             "Reshape", scores, b.ints(0, spec.experts, spec.slots), name="router/scores_by_expert"
         )
         scores = b.op("ReduceSum", by_expert, b.ints(2), keepdims=0, name="router/scores")
-    k = b.ints(layer.k) if isinstance(layer.k, int) else layer.k
-    _, selected = b.ops(
-        "TopK", scores, k, axis=1, largest=1, sorted=1, names=("router/top", SELECTED)
-    )
+    k, names = layer.k_value(b), ("router/top", SELECTED)
+    _, selected = b.ops("TopK", scores, k, axis=1, largest=1, sorted=1, names=names)
     return selected
 
 

@@ -19,6 +19,7 @@ from ...common.console import Progress, Silent
 from ...common.writing import check_file, make_folder, scratch_folder
 from ...errors import CalibrationError
 from ...graphs.layers.base import MoESpec
+from ...graphs.layers.stored import LayerOf
 from ...graphs.lower import LoweringRequest
 from ...graphs.lowerings import lowerings_of
 from ...graphs.lowerings.base import AnyLowering
@@ -161,11 +162,13 @@ def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:
         write_backbone(writer, traced)
         choices = {
             name: LoweringRequest(
-                spec=layer.spec,
-                tensors=write_layer(writer, name, layer),
                 lowering=_observed_lowering(layer.spec),
-                k=job.k[name],
-                renormalize=job.options.renormalize,
+                layer=LayerOf(
+                    spec=layer.spec,
+                    tensors=write_layer(writer, name, layer),
+                    k=job.k[name],
+                    renormalize=job.options.renormalize,
+                ),
             )
             for name, layer in job.model.layers.items()
         }

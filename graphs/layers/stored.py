@@ -43,16 +43,17 @@ class LayerTensors(Protocol):
 class LayerOf(Generic[S]):
     """One node to lower: the layer, its weights and how many experts it keeps.
 
-    `k` is Algorithm 1's k: a number, or the graph input (int64, shape [1]) that carries it.
-    `tokens` is m, or None where the token axis is dynamic. `x_type` and `y_type` are the float
-    types of the tokens in and out. `batch` is the usual number of inputs: a choice of speed alone,
+    `k` is Algorithm 1's k: a number, or the graph input (int64, shape [1]) that carries it. `lower`
+    makes that input where k is None, and takes from the traced node: `tokens`, which is m or None
+    where the token axis is dynamic, `x_type` and `y_type`, the float types of the tokens in and
+    out, and `routed`. `batch` is the usual number of inputs: a choice of speed alone,
     since every graph takes any. `routed` are the inputs beside the tokens: of a kind whose
     choice is made around the layer, what was chosen and with what weights.
     """
 
     spec: S
     tensors: LayerTensors
-    k: int | ir.Value
+    k: int | ir.Value | None
     tokens: int | None = None
     renormalize: bool = False
     compute: ComputeTypes = FP32
@@ -66,6 +67,13 @@ class LayerOf(Generic[S]):
     def selects(self) -> bool:
         """Whether any expert is left out: False where k = n was asked for."""
         return not (isinstance(self.k, int) and self.k == self.spec.experts)
+
+    def k_value(self, b: Builder) -> ir.Value:
+        """K as a value of the graph, int64 [1]: a constant or the graph input."""
+        if isinstance(self.k, int):
+            return b.ints(self.k)
+        assert self.k is not None, "lower() makes the graph input"
+        return self.k
 
     def stacked(self, b: Builder, name: str, *, batched: bool = False) -> ir.Value:
         """The whole weight as an initializer of the graph; `batched` as a batch of one, [1, …]."""

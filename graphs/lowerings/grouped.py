@@ -111,7 +111,7 @@ def _output_shape(b: Builder, layer: Layer) -> ir.Value:
     p, o = layer.spec.slots, layer.spec.out
     if isinstance(layer.k, int):
         return b.ints(-1, layer.k * p, o)
-    rows = layer.k
+    rows = layer.k_value(b)
     if p > 1:
         rows = b.op("Mul", rows, b.ints(p), name="combine/rows")
     return b.op("Concat", b.ints(-1), rows, b.ints(o), axis=0, name="combine/outputs_shape")

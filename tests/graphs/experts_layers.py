@@ -12,6 +12,7 @@ import onnxruntime as ort
 import torch
 from moexport.graphs.layers.base import StoredPart
 from moexport.graphs.layers.experts import Experts, ExpertsSpec, ExpertsWeights
+from moexport.graphs.layers.stored import LayerOf
 from moexport.graphs.lower import Lowered, LoweringRequest, lower
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.names import DOMAIN, operand_of
@@ -222,15 +223,11 @@ def lowered(
     y = value("y", spec.out, stream)
     node = ir.node(spec.op_type, inputs, {"layer": spec.name}, domain=DOMAIN, outputs=[y])
     graph = ir.Graph(inputs, [y], nodes=[node], opset_imports={"": opset, DOMAIN: 1}, name="layer")
-    choice = LoweringRequest(
-        spec,
-        InMemory(layer, compute),
-        lowerings_of("experts")[lowering],
-        spec.k,
-        compute=compute,
-        target=target,
+    stored = LayerOf(
+        spec=spec, tensors=InMemory(layer, compute), k=spec.k, compute=compute, target=target
     )
-    return lower(ir.Model(graph, ir_version=10), {spec.name: choice})
+    request = LoweringRequest(lowering=lowerings_of("experts")[lowering], layer=stored)
+    return lower(ir.Model(graph, ir_version=10), {spec.name: request})
 
 
 def session(made: Lowered, threads: int = 1) -> ort.InferenceSession:

@@ -20,7 +20,7 @@ from moexport.graphs.layers.soft_moe import (
     SoftMoESpec,
     SoftMoEWeights,
 )
-from moexport.graphs.layers.stored import LayerTensors
+from moexport.graphs.layers.stored import LayerOf, LayerTensors
 from moexport.graphs.lower import Lowered, LoweringRequest, lower
 from moexport.graphs.lowerings import lowerings_of
 from moexport.graphs.names import DOMAIN
@@ -273,8 +273,16 @@ def lowered(
     graph = ir.Graph([x], [y], nodes=[node], opset_imports={"": 20, DOMAIN: 1}, name="one_layer")
     if tensors is None:
         tensors = layer if compute == FP32 else ConvertedTensors(layer.parts(), compute)
-    choice = LoweringRequest(spec, tensors, LOWERINGS[lowering], kept, renormalize, compute, target)
-    return lower(ir.Model(graph, ir_version=10), {spec.name: choice})
+    stored = LayerOf(
+        spec=spec,
+        tensors=tensors,
+        k=kept,
+        renormalize=renormalize,
+        compute=compute,
+        target=target,
+    )
+    request = LoweringRequest(lowering=LOWERINGS[lowering], layer=stored)
+    return lower(ir.Model(graph, ir_version=10), {spec.name: request})
 
 
 def session(made: Lowered) -> ort.InferenceSession:
