@@ -1,8 +1,9 @@
-"""The README as a package index shows it, where no other page lies beside it."""
+"""The README as a package index shows it, and a build that leaves nothing in the sources."""
 
 from __future__ import annotations
 
 import re
+import tempfile
 from pathlib import Path
 
 from setuptools import setup
@@ -18,7 +19,9 @@ def named(link: re.Match[str]) -> str:
 
 
 readme = Path(__file__).with_name("README.md").read_text(encoding="utf-8")
+scratch = tempfile.TemporaryDirectory(prefix="moexport-build-")  # a checkout may be read-only
 setup(
+    options={"egg_info": {"egg_base": scratch.name}, "build": {"build_base": scratch.name}},
     script_name="setup.py",  # so that it is left out of the wheel, whose root is this folder
     long_description=f"{LINK.sub(named, FIGURE.sub('', readme))}\n"
     "The pages that are named here come with the sources.\n",

@@ -24,24 +24,30 @@ ELSEWHERE = {"build", "demo", "demo-mumoe", "dist", "site"}
 """What programs write beside the sources."""
 
 
-@pytest.fixture(scope="module")
-def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The sdist of a copy of the sources, so that nothing is written among them."""
-    pytest.importorskip("setuptools", minversion="77")
-    folder = tmp_path_factory.mktemp("sdist")
+def copied_sources(folder: Path) -> Path:
+    """A copy of what is built: the sources without what programs write beside them."""
 
     def left_out(place: str, names: list[str]) -> set[str]:
         hidden = {n for n in names if (n[0] == "." and n != ".ci") or n.endswith(".egg-info")}
         return hidden | {"__pycache__"} | (ELSEWHERE if Path(place) == ROOT else set())
 
-    shutil.copytree(ROOT, folder / "source", ignore=left_out)
-    build = "import sys; from setuptools import build_meta; build_meta.build_sdist(sys.argv[1])"
+    return Path(shutil.copytree(ROOT, folder / "source with spaces", ignore=left_out))
+
+
+def build(kind: str, source: Path, folder: Path) -> None:
+    """Builds an sdist, a wheel or an editable wheel into a folder, as pip and uv do."""
+    code = f"import sys; from setuptools import build_meta; build_meta.build_{kind}(sys.argv[1])"
     subprocess.run(
-        [sys.executable, "-c", build, folder],
-        cwd=folder / "source",
-        check=True,
-        capture_output=True,
+        [sys.executable, "-c", code, folder], cwd=source, check=True, capture_output=True
     )
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The sdist of a copy of the sources."""
+    pytest.importorskip("setuptools", minversion="77")
+    folder = tmp_path_factory.mktemp("sdist")
+    build("sdist", copied_sources(folder), folder)
     (archive,) = folder.glob("moexport-*.tar.gz")
     return archive
 
@@ -56,6 +62,17 @@ def wheel(sdist: Path) -> Path:
     )
     (built,) = sdist.parent.glob("moexport-*.whl")
     return built
+
+
+@pytest.mark.parametrize("kind", ["sdist", "wheel", "editable"])
+def test_a_build_leaves_nothing_among_the_sources(kind: str, tmp_path: Path) -> None:
+    pytest.importorskip("setuptools", minversion="77")
+    source = copied_sources(tmp_path)
+    before = sorted(source.rglob("*"))
+    (tmp_path / "built").mkdir()
+    build(kind, source, tmp_path / "built")
+    assert [*(tmp_path / "built").iterdir()]
+    assert sorted(source.rglob("*")) == before
 
 
 def test_the_sdist_holds_what_a_clone_holds(sdist: Path) -> None:
