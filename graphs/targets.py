@@ -29,7 +29,7 @@ QuantFormat = Literal["kernel", "standard", "qdq"]
 `standard`: `MatMulInteger`, whose result is cast and scaled; `qdq`: QuantizeLinear and
 DequantizeLinear around a float MatMul, which TensorRT turns into an integer one."""
 
-MachineKind = Literal["cpu", "gpu"]
+MachineKind = Literal["cpu", "server-gpu", "rtx-gpu"]
 
 CPU_PROVIDER = "CPUExecutionProvider"
 CUDA_PROVIDER = "CUDAExecutionProvider"
@@ -39,14 +39,14 @@ CUDA_PROVIDER = "CUDAExecutionProvider"
 class TargetRecord:
     """The facts of one target, which everything else reads.
 
-    `machine` is what the cost model takes it to run on. Its graphs run in ONNX Runtime on
-    `provider`, or are compiled by the TensorRT `backend` of that name. `integers` is how products
-    of integers are written, and `rest` the usual float type around INT8 experts. A target that is
-    not `standard_ops` alone takes ONNX Runtime's own (`com.microsoft`); `data_sizes` says whether
-    it runs ops whose output's size depends on values (NonZero), and `cpu_forms` whether graphs take
-    the forms that ONNX Runtime's CPU kernels are fast at. It loads weights of up to `most_bytes`
-    together. `refused` has by precision a reason and what to do instead, `notes` what a user
-    should know.
+    `machine` is what the cost model takes it to run on (`lowerings.cost.MACHINES`). Its graphs run
+    in ONNX Runtime on `provider`, or are compiled by the TensorRT `backend` of that name.
+    `integers` is how products of integers are written, and `rest` the usual float type around INT8
+    experts. A target that is not `standard_ops` alone takes ONNX Runtime's own (`com.microsoft`);
+    `data_sizes` says whether it runs ops whose output's size depends on values (NonZero), and
+    `cpu_forms` whether graphs take the forms that ONNX Runtime's CPU kernels are fast at. It loads
+    weights of up to `most_bytes` together. `refused` has by precision a reason and what to do
+    instead, `notes` what a user should know.
     """
 
     name: Target
@@ -111,7 +111,7 @@ _RECORDS = (
     ),
     TargetRecord(
         "ort-cuda",
-        "gpu",
+        "server-gpu",
         "standard",
         provider=CUDA_PROVIDER,
         standard_ops=False,
@@ -146,7 +146,7 @@ _RECORDS = (
     # TensorRT-RTX compiles no NonZero; TensorRT does, but its size has to come back to the CPU.
     TargetRecord(
         "tensorrt",
-        "gpu",
+        "server-gpu",
         "qdq",
         backend="tensorrt",
         rest="fp16",
@@ -154,7 +154,7 @@ _RECORDS = (
     ),
     TargetRecord(
         "tensorrt-rtx",
-        "gpu",
+        "rtx-gpu",
         "qdq",
         backend="tensorrt-rtx",
         rest="fp16",

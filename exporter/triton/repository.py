@@ -225,7 +225,8 @@ def _backend(bundle: Bundle, options: TritonRequest) -> ServingBackend:
 def _device(bundle: Bundle, options: TritonRequest) -> Device:
     if _backend(bundle, options) == "tensorrt":
         return "gpu"
-    return options.device or TARGETS[cast(Target, bundle.manifest.target)].machine
+    on_cpu = TARGETS[cast(Target, bundle.manifest.target)].machine == "cpu"
+    return options.device or ("cpu" if on_cpu else "gpu")
 
 
 def _form(bundle: Bundle, options: TritonRequest) -> _Form:

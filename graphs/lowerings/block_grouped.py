@@ -213,8 +213,9 @@ def _experts_us(work: Work, machine: Machine, tile: int) -> float:
 def tiles_us(work: AnyWork, machine: Machine, tile: int, tiles: int) -> float:
     """Copies a matrix for each tile, which is then read again, and computes all of its rows."""
     copied, layer = expert_bytes(work, tiles), expert_bytes(work, work.spec.experts)
+    read = expert_bytes(work, min(tiles, work.expected_active)) if machine.reads_once else copied
     return (
-        stream_us(work, copied, layer, machine.bytes_per_us, machine)
+        stream_us(work, read, layer, machine.bytes_per_us, machine)
         + stream_us(work, copied, copied, machine.copy_bytes_per_us, machine)
         + tiles * tile * float(work.spec.parameters_per_expert) / machine.macs_per_us
     )

@@ -16,7 +16,7 @@ from ...errors import LoweringError
 from ..targets import Target
 from . import ALL_LOWERINGS, check_name, lowerings_of
 from .base import AnyLowering
-from .cost import AnyWork, machine_for
+from .cost import AnyWork, assumed, machine_for
 
 MUCH_SLOWER = 1.5
 """Where the choice for a range of batches is so many times slower than another lowering at one of
@@ -97,7 +97,7 @@ def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> Lowe
                 f"; at {_sizes([size], by_token=by_token)} {better.name} is {slower:.2g} times as "
                 f"fast: {alone}--lowering auto,{better.name} writes both"
             )
-    return LoweringChoice(best, reason, times[best][own])
+    return LoweringChoice(best, reason + assumed(target), times[best][own])
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ class Machine:
     Weights: `bytes_per_us` where each expert's are a constant of their own, packed when the graph
     was loaded, or tokens are read; `stacked_bytes_per_us` where all experts' are one constant, and
     `pack_bytes_per_us` besides where that is packed in the run (`packing_us`);
-    `copy_bytes_per_us` for what a Gather writes. `cached` times faster is what the caches hold.
+    `copy_bytes_per_us` for what a Gather writes. `cached` times faster is what the caches hold,
+    which are the last `cache_bytes`. With `reads_once` an expert that several inputs choose is read
+    from memory once, and after that from the caches.
 
     Arithmetic: `macs_per_us` in products with the experts' weights, half as many for the first
     `lone_macs` of a product, since so small a one has one thread; `batched_macs_per_us` in the
@@ -82,6 +84,8 @@ class Machine:
     branch_us: float
     pack_bytes_per_us: float = math.inf
     cached: float = 1.0
+    cache_bytes: int = 16 << 20
+    reads_once: bool = False
     number_us: float = 0.0
     product_us: float = 0.0
     sort_us: float = 0.0
@@ -94,9 +98,6 @@ class Machine:
 
 SIZES: Mapping[Precision, float] = MappingProxyType({"int8": 1 / 4, "int4": 4.5 / 32})
 """What weights take of their FP32 bytes on a CPU; a block of INT4 has a scale."""
-
-CACHE_BYTES = 16 << 20
-"""So many bytes stay in the caches from one run to the next."""
 
 CPU = Machine(
     bytes_per_us=33e3,
@@ -119,21 +120,39 @@ CPU = Machine(
 `sort_us` was measured apart; `lone_macs` is a constant of the runtime."""
 
 
+STREAMED = 0.85
+"""The share of a GPU's bandwidth by its data sheet that large reads and writes reach."""
+
+
 def _card(
-    gigabytes_per_s: float, fp32_tflops: float, fp16_tflops: float, int8_tops: float
+    gigabytes_per_s: float,
+    fp32_tflops: float,
+    fp16_tflops: float,
+    int8_tops: float,
+    *,
+    cache_mib: int,
+    cached: float,
 ) -> Mapping[Precision, Machine]:
-    """A GPU by its data sheet, dense products; what a Gather wrote is read again at once."""
+    """A GPU by its data sheet, dense products; what a Gather wrote is read again at once.
+
+    Its L2 holds `cache_mib`, and is `cached` times as fast as its memory. Nodes are those of a
+    CUDA graph; an `If` waits for the host, which decides.
+    """
+    streamed = gigabytes_per_s * STREAMED * 1e3
 
     def machine(width: float, tflops: float, copied_width: float) -> Machine:
-        counted = gigabytes_per_s * 1e3 * 4 / width  # of bytes that are counted as FP32
+        counted = streamed * 4 / width  # of bytes that are counted as FP32
         return Machine(
             bytes_per_us=counted,
             stacked_bytes_per_us=counted,
-            copy_bytes_per_us=gigabytes_per_s * 1e3 * 4 / copied_width / 2,
+            copy_bytes_per_us=streamed * 4 / copied_width / 2,
             macs_per_us=tflops * 0.5e6,
             batched_macs_per_us=tflops * 0.5e6,
-            node_us=4.0,
-            branch_us=30.0,
+            node_us=1.5,
+            branch_us=15.0,
+            cached=cached,
+            cache_bytes=cache_mib << 20,
+            reads_once=True,
         )
 
     half = machine(2, fp16_tflops, 2)
@@ -153,13 +172,20 @@ def _card(
 
 GPUS: Mapping[str, Mapping[Precision, Machine]] = MappingProxyType(
     {
-        "L4": _card(300, 30.3, 121, 242),
-        "RTX 4090": _card(1008, 82.6, 165, 661),
-        "H200": _card(4800, 67, 989, 1979),
+        "A100": _card(2039, 19.5, 312, 624, cache_mib=40, cached=2.5),
+        "H100": _card(3350, 67, 989, 1979, cache_mib=50, cached=2.0),
+        "H200": _card(4800, 67, 989, 1979, cache_mib=50, cached=1.5),
+        "Jetson AGX Orin": _card(205, 5.3, 42.5, 85, cache_mib=4, cached=2.0),
+        "L4": _card(300, 30.3, 121, 242, cache_mib=48, cached=5.0),
+        "L40S": _card(864, 91.6, 362, 733, cache_mib=96, cached=5.0),
+        "RTX 4090": _card(1008, 82.6, 165, 661, cache_mib=72, cached=5.0),
     }
 )
-"""Three cards by NVIDIA's data sheets, and guesses of what a node and a branch cost: nothing of it
-was measured. `auto` takes a GPU to be an RTX 4090."""
+"""Cards by NVIDIA's data sheets, and guesses of what a node, a branch and the L2 cost: nothing of
+it was measured."""
+
+SERVER_GPU, RTX_GPU = "H100", "RTX 4090"
+"""The cards that `auto` assumes for targets on GPUs."""
 
 CPU_INT8 = Machine(
     bytes_per_us=77e3,
@@ -203,7 +229,8 @@ MACHINES: Mapping[MachineKind, Mapping[Precision, Machine]] = MappingProxyType(
             "int4": CPU_INT4,
             "fp8": CPU,
         },
-        "gpu": GPUS["RTX 4090"],
+        "server-gpu": GPUS[SERVER_GPU],
+        "rtx-gpu": GPUS[RTX_GPU],
     }
 )
 """The rates by what computes the experts: a byte of their weights is counted as four, and weights
@@ -225,6 +252,13 @@ def machine_for(target: Target, precision: Precision = "fp32") -> Machine:
         integer_nodes=machine.integer_nodes + STANDARD_NODES,
         integer_passes=machine.integer_passes + STANDARD_PASSES,
     )
+
+
+def assumed(target: Target) -> str:
+    """Returns what a prediction for a target rests on beside measurements, for its reason."""
+    cards = {"server-gpu": SERVER_GPU, "rtx-gpu": RTX_GPU}
+    card = cards.get(TARGETS[target].machine)
+    return "" if card is None else f"; for an {card} by its data sheet, not measured"
 
 
 ROUTER_NODES = 15
@@ -267,7 +301,7 @@ def stream_us(
     Both are counted as FP32.
     """
     size = among * SIZES.get(work.precision, 1.0)
-    held = min(1.0, CACHE_BYTES / size)
+    held = min(1.0, machine.cache_bytes / size)
     return weights_bytes / bytes_per_us * (held / machine.cached + 1.0 - held)
 
 

@@ -60,11 +60,12 @@ def predict_us(work: Work, machine: Machine) -> float:
     if work.k == work.spec.experts:
         return dense.predict_us(work, machine)  # nothing is to gather: it is the same graph
     pairs, copied = work.selections, copied_bytes(work)
+    read = expert_bytes(work, work.expected_active) if machine.reads_once else copied
     layer = expert_bytes(work, work.spec.experts)
     # A Gather shares its copies out among threads: a single one has one.
     written = copied * max(2, pairs) / pairs
     return (
-        stream_us(work, copied, layer, machine.bytes_per_us, machine)
+        stream_us(work, read, layer, machine.bytes_per_us, machine)
         + stream_us(work, written, copied, machine.copy_bytes_per_us, machine)
         + packing_us(work, pairs, work.spec.slots, machine)
         + expert_macs(work, pairs) / machine.macs_per_us

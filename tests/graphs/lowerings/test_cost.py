@@ -20,7 +20,7 @@ from moexport.graphs.lowerings.choice import (
     check,
     choose,
 )
-from moexport.graphs.lowerings.cost import CPU, Work, machine_for
+from moexport.graphs.lowerings.cost import CPU, GPUS, Work, around_experts_us, machine_for
 from moexport.graphs.targets import Target
 
 LOWERINGS = lowerings_of("soft-moe")
@@ -85,6 +85,50 @@ def test_the_choice_is_the_fastest_by_prediction() -> None:
         }
         assert choice.predicted_us == min(predictions.values())
         assert predictions[choice.lowering.name] == choice.predicted_us
+
+
+@pytest.mark.parametrize(
+    ("spec", "kept", "batch", "dense_us", "gather_us"),
+    [
+        (SMALL, 32, 1, 53, 40),
+        (SMALL, 16, 1, 53, 20),
+        (SMALL, 32, 8, 53, 260),
+        (SMALL, 32, 64, 63, 1750),
+        (LARGE, 2, 1, 66, 50),
+        (LARGE, 2, 8, 66, 325),
+    ],
+)
+def test_a_card_is_predicted_by_the_bytes_and_multiplications_of_its_data_sheet(
+    spec: SoftMoESpec, kept: int, batch: int, dense_us: float, gather_us: float
+) -> None:
+    """By hand: FP16 on an H100 at 85% of its bandwidth, every byte from memory, without nodes.
+
+    A gathered copy is written and read again beside the experts that are read; 64 inputs of all
+    experts are 4.8 billion multiplications, 10 µs.
+    """
+    machine = replace(GPUS["H100"]["fp16"], node_us=0.0, cached=1.0)
+    size = Work(spec, kept, batch, 197, "fp16")
+    around = around_experts_us(size, machine)
+    predicted = {n: LOWERINGS[n].predict_us(size, machine) - around for n in ("dense", "gather")}
+    assert predicted["dense"] == pytest.approx(dense_us, rel=0.1)
+    assert predicted["gather"] == pytest.approx(gather_us, rel=0.05)
+    wanted = "gather" if batch == 1 else "dense"
+    choice = choose(size, "tensorrt")
+    assert choice.lowering.name == wanted
+    assert "H100 by its data sheet, not measured" in choice.reason
+
+
+@pytest.mark.parametrize(("card", "rows"), [("H100", 620), ("RTX 4090", 350)])
+def test_tiles_pay_on_a_card_once_an_expert_has_hundreds_of_rows(card: str, rows: int) -> None:
+    spec, machine = replace(LARGE, hidden=3072), GPUS[card]["fp16"]
+
+    def wins(per_expert: int) -> bool:
+        size = Work(spec, 2, 4 * per_expert, 197, "fp16")
+        grouped = LOWERINGS["block-grouped"].predict_us(size, machine)
+        return grouped < LOWERINGS["dense"].predict_us(size, machine)
+
+    assert not wins(rows // 2)
+    assert wins(2 * rows)
 
 
 def ratios(spec: SoftMoESpec, kept: int, batches: tuple[int, ...]) -> dict[str, list[float]]:
