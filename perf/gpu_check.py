@@ -2,24 +2,28 @@
 
 For each backend, precision and lowering that the machine has: the engine's outputs against the
 PyTorch reference of its bundle, and its time for every k, on the GPU and from array to array; the
-same for ONNX Runtime's providers. A fault on the GPU ends a process, or leaves its CUDA unusable:
-each of these units has a process of its own (`--unit`), its request as JSON on stdin and its answer
-on the last line of stdout. The results are written after each. What is left out is listed with the
-reason and what failed with its message and traceback: the results of a machine say what they are
-not about.
+same for ONNX Runtime's providers. A small model comes before the large one, and FP16 before the
+other precisions: the first minutes say the most. A fault on the GPU ends a process, or leaves its
+CUDA unusable: each of these units has a process of its own (`--unit`), its request as JSON on stdin
+and its answer on the last line of stdout. The results are written after each, what TensorRT's
+inspector says of an engine as it says it; the same command goes on where it stopped. What is left
+out is listed with the reason and what failed with its message and traceback: the results of a
+machine say what they are not about. It fails where a backend that serves the card was not checked.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
+import shutil
 import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -51,16 +55,20 @@ from moexport.graphs.targets import Precision, Target
 
 from .scale import vit_checkpoint
 
-LOWERINGS = ("dense", "gather", "conditional", "block-grouped")
-PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16", "bf16", "int8")
+LOWERINGS = ("gather", "dense", "conditional", "block-grouped")
+PRECISIONS: tuple[Precision, ...] = ("fp16", "int8", "bf16", "fp32", "fp8", "int4")
+"""What an engine is built of, what is most often deployed first."""
 PROVIDER_TARGETS: Mapping[str, Target] = {
     "onnxruntime-cuda": "ort-cuda",
     "onnxruntime-tensorrt": "onnx",
 }
-PROVIDER_PRECISIONS: tuple[Precision, ...] = ("fp32", "fp16")
+PROVIDER_PRECISIONS: tuple[Precision, ...] = ("fp16", "fp32")
 UNIT = (sys.executable, "-m", f"{__package__}.gpu_check", "--unit")
 MOST_S = 900.0
 """How long one unit may take."""
+
+SMALL = {"dim": 192, "experts": 8, "hidden": 192, "depth": 2}
+"""The model that comes first."""
 
 SAMPLES = 16
 BATCHES = (1, 8)
@@ -92,21 +100,29 @@ class Timed:
 class Unit:
     """What is checked: a graph of a bundle, in a backend or a provider of ONNX Runtime.
 
-    `runner` is a backend's name or `onnxruntime-cuda`, `onnxruntime-tensorrt`; `graph` the file in
-    the folder `bundle`; `ks` are timed.
+    `runner` is a backend's name or `onnxruntime-cuda`, `onnxruntime-tensorrt`, `size` small or
+    large; `graph` the file in the folder `bundle`; `ks` are timed. What the inspector says of an
+    engine is written to the file `inspector`.
     """
 
     runner: str
+    size: str
     precision: Precision
     lowering: str
     bundle: str
     graph: str
     ks: Sequence[int]
+    inspector: str
 
     @property
     def name(self) -> str:
         """What a reader calls it."""
-        return f"{self.runner}, {self.precision}, {self.lowering}"
+        return named(self.runner, self.size, self.precision, self.lowering)
+
+
+def named(*parts: str) -> str:
+    """Returns what a unit, or several of a kind, is called."""
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +134,7 @@ class Checked:
     """
 
     runner: str
+    size: str
     precision: Precision
     lowering: str
     max_rel: float
@@ -150,60 +167,109 @@ class Trouble:
         return Trouble(what, why, failure=True, traceback=traceback.format_exc())
 
 
-def rows(folder: Path, size: argparse.Namespace, gpu: Gpu | None) -> Iterator[Row]:
-    """Yields what was checked and what was left out, one after another."""
-    checkpoint = folder / "vit.pt"
-    vit_checkpoint(
-        checkpoint,
-        experts=size.experts,
-        hidden=size.hidden,
-        dim=size.dim,
-        depth=size.depth,
-        moe_from=size.depth // 2,
-    )
-    model = moexport.load(checkpoint, config={"num_heads": 12, "rest": "default"})
-    x = np.random.default_rng(0).standard_normal((SAMPLES, 3, 224, 224), np.float32)
-    ks = [k for k in (size.experts // part for part in (1, 2, 4, 8)) if k]
+def rows(
+    folder: Path, asked: argparse.Namespace, gpu: Gpu | None, done: Collection[str] = ()
+) -> Iterator[Row]:
+    """Yields what was checked and what was left out, one after another; not again what is `done`.
+
+    What there is no time for is left out.
+    """
+    until = time.monotonic() + 60 * asked.minutes
     backends = {name: cast(Target, name) for name in BACKENDS}
-    for runner, target in {**backends, **PROVIDER_TARGETS}.items():
-        why = absent(runner, gpu)
-        if why is not None:
-            yield asdict(Trouble(runner, why, failure=False))
-            continue
-        engine = runner in BACKENDS
-        for precision in PRECISIONS if engine else PROVIDER_PRECISIONS:
-            place = folder / f"{runner}-{precision}"
+    runners = {**backends, **PROVIDER_TARGETS}
+    for runner in runners:
+        trouble = absent(runner, gpu)
+        if trouble is not None:
+            yield asdict(trouble)
+    here = {name: target for name, target in runners.items() if absent(name, gpu) is None}
+    x = np.random.default_rng(0).standard_normal((SAMPLES, 3, 224, 224), np.float32)
+    for size, shape in (("small", SMALL), ("large", _shape(asked))):
+        model: moexport.Model | None = None
+        for precision, (runner, target) in itertools.product(PRECISIONS, here.items()):
+            engine = runner in BACKENDS
+            if precision not in asked.precision or (
+                not engine and precision not in PROVIDER_PRECISIONS
+            ):
+                continue
+            offered = LOWERINGS if engine else ("gather",)
+            lowerings = [
+                each
+                for each in offered
+                if each in asked.lowering and named(runner, size, precision, each) not in done
+            ]
+            if not lowerings:
+                continue
+            if time.monotonic() > until:
+                what = named(runner, size, precision, *lowerings)
+                yield asdict(Trouble(what, NO_TIME, failure=False))
+                continue
+            model = model or _model(folder, size, shape)
+            place = folder / f"{runner}-{size}-{precision}"
             try:
                 bundle = moexport.export(
                     model,
                     place,
                     k="input",
                     target=target,
-                    lowering=",".join(LOWERINGS if engine else ("gather",)),
+                    lowering=",".join(lowerings),
                     precision=precision,
                     data=x,
                     engine=False,
                 )
             except Exception as error:  # noqa: BLE001  the other precisions are still to be checked
-                yield asdict(Trouble.of(f"{runner}, {precision}", error))
+                yield asdict(Trouble.of(named(runner, size, precision), error))
                 continue
-            for graph in bundle.manifest.graphs:
-                lowering = "+".join(sorted(set(graph.lowerings.values())))
-                unit = Unit(runner, precision, lowering, str(place), graph.file, ks)
-                yield outcome(unit.name, UNIT, json.dumps(asdict(unit)))
+            ks = [k for k in (shape["experts"] // part for part in (1, 2, 4, 8)) if k]
+            for lowering, graph in zip(lowerings, bundle.manifest.graphs, strict=True):
+                what = named(runner, size, precision, lowering)
+                file = asked.output.with_name(f"{asked.output.stem}-{what.replace(', ', '-')}.json")
+                unit = Unit(
+                    runner=runner,
+                    size=size,
+                    precision=precision,
+                    lowering=lowering,
+                    bundle=str(place),
+                    graph=graph.file,
+                    ks=ks,
+                    inspector=str(file),
+                )
+                left = until - time.monotonic()
+                if left <= 0:
+                    yield asdict(Trouble(what, NO_TIME, failure=False))
+                    continue
+                yield outcome(what, UNIT, json.dumps(asdict(unit)), min(MOST_S, left))
 
 
-def absent(runner: str, gpu: Gpu | None) -> str | None:
-    """Returns why a runner is left out: it is not here, or does not serve this GPU."""
+NO_TIME = "no time is left of --minutes: the same command goes on here"
+
+
+def _shape(asked: argparse.Namespace) -> dict[str, int]:
+    return {name: getattr(asked, name) for name in SMALL}
+
+
+def _model(folder: Path, size: str, shape: Mapping[str, int]) -> moexport.Model:
+    checkpoint = folder / f"{size}.pt"
+    vit_checkpoint(checkpoint, **shape, moe_from=shape["depth"] // 2)
+    return moexport.load(checkpoint, config={"num_heads": 12, "rest": "default"})
+
+
+def absent(runner: str, gpu: Gpu | None) -> Trouble | None:
+    """Returns why a runner is left out: it is not here, or does not serve this GPU.
+
+    A backend that serves the GPU and is not installed is a failure: nothing else shows that its
+    engines are right.
+    """
     backend: Backend | None = BACKENDS.get(runner)
     if backend is None and runner == "onnxruntime-tensorrt" and not TENSORRT.installed():
-        return f"it needs TensorRT, which is not installed: {TENSORRT.install}"
+        why = f"it needs TensorRT, which is not installed: {TENSORRT.install}"
+        return Trouble(runner, why, failure=False)
     if backend is None:
         return None
-    if not backend.installed():
-        return f"not installed: {backend.install}"
     if gpu is not None and not backend.serves(gpu.compute_capability):
-        return f"it serves {backend.served}, and {gpu.name} is {gpu.compute_capability}"
+        why = f"it serves {backend.served}, and {gpu.name} is {gpu.compute_capability}"
+        return Trouble(runner, why, failure=False)
+    if not backend.installed():
+        return Trouble(runner, f"not installed: {backend.install}", failure=gpu is not None)
     return None
 
 
@@ -224,24 +290,44 @@ def outcome(what: str, command: Sequence[str], request: str, most_s: float = MOS
     return asdict(Trouble(what, why, failure=True, traceback=end or None))
 
 
-def run(output: Path, size: argparse.Namespace, gpu: Gpu | None) -> bool:
-    """Runs all checks, writes the results after each, and returns whether all is well."""
-    found: list[Row] = []
-    _write(output, size, gpu, found, complete=False)
+def run(asked: argparse.Namespace, gpu: Gpu | None) -> bool:
+    """Runs all checks, writes the results after each, and returns whether all is well.
+
+    What an unfinished run of the same check on the same machine has found is kept.
+    """
+    results = _unfinished(asked, gpu)
+    _write(asked, gpu, results, complete=False)
     with tempfile.TemporaryDirectory(prefix="moexport-gpu-check-") as folder:
-        for row in rows(Path(folder), size, gpu):
-            found.append(row)
+        for row in rows(Path(folder), asked, gpu, {_name(row) for row in results}):
+            results.append(row)
             print(_line(row), file=sys.stderr, flush=True)
-            _write(output, size, gpu, found, complete=False)
-    _write(output, size, gpu, found, complete=True)
-    checked = [row["passed"] for row in found if "passed" in row]
-    return bool(checked) and all(checked) and not any(row.get("failure") for row in found)
+            _write(asked, gpu, results, complete=False)
+    complete = not any(row.get("why") == NO_TIME for row in results)
+    _write(asked, gpu, results, complete=complete)
+    checked = [row["passed"] for row in results if "passed" in row]
+    failed = any(row.get("failure") for row in results)
+    return complete and bool(checked) and all(checked) and not failed
+
+
+def _unfinished(asked: argparse.Namespace, gpu: Gpu | None) -> list[Row]:
+    """What passed in a run that was stopped; what failed is tried again."""
+    if not asked.output.exists():
+        return []
+    content = json.loads(asked.output.read_text(encoding="utf-8"))
+    now = json.loads(json.dumps(_about(asked, gpu)))
+    if content.get("complete") or any(content.get(key) != value for key, value in now.items()):
+        return []
+    return [row for row in content["checked"] if row["passed"]]
+
+
+def _name(row: Row) -> str:
+    return named(row["runner"], row["size"], row["precision"], row["lowering"])
 
 
 def _line(row: Row) -> str:
     if "passed" not in row:
         return f"{'FAILED' if row['failure'] else 'left out'} {row['what']}: {row['why']}"
-    name = f"{row['runner']}, {row['precision']}, {row['lowering']}"
+    name = _name(row)
     verdict = "passed" if row["passed"] else "FAILED"
     times = ", ".join(
         f"k={each['k']} batch={each['batch']} "
@@ -251,21 +337,28 @@ def _line(row: Row) -> str:
     return f"{verdict} {name}: {row['max_rel']:.2g} of max|y| off; {times}"
 
 
+def _about(asked: argparse.Namespace, gpu: Gpu | None) -> dict[str, Any]:
+    """What was checked, and on what: the results of two runs belong together where it is equal."""
+    return {
+        "model": _shape(asked),
+        "protocol": {"warm_ups": WARM_UPS, "runs": RUNS, "rounds": ROUNDS},
+        "environment": environment() | {"first_gpu": None if gpu is None else asdict(gpu)},
+    }
+
+
 def _write(
-    output: Path, size: argparse.Namespace, gpu: Gpu | None, found: Sequence[Row], *, complete: bool
+    asked: argparse.Namespace, gpu: Gpu | None, results: Sequence[Row], *, complete: bool
 ) -> None:
     content = {
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": "make gpu-check",
         "complete": complete,
-        "model": {name: getattr(size, name) for name in ("dim", "experts", "hidden", "depth")},
-        "protocol": {"warm_ups": WARM_UPS, "runs": RUNS, "rounds": ROUNDS},
-        "environment": environment() | {"first_gpu": None if gpu is None else asdict(gpu)},
-        "checked": [row for row in found if "passed" in row],
-        "failed": [row for row in found if row.get("failure")],
-        "left_out": [row for row in found if row.get("failure") is False],
+        **_about(asked, gpu),
+        "checked": [row for row in results if "passed" in row],
+        "failed": [row for row in results if row.get("failure")],
+        "left_out": [row for row in results if row.get("failure") is False],
     }
-    write_text(json.dumps(content, indent=1) + "\n", output)
+    write_text(json.dumps(content, indent=1) + "\n", asked.output)
 
 
 def check(unit: Unit) -> Checked:
@@ -290,6 +383,7 @@ def check_engine(bundle: moexport.Bundle, unit: Unit) -> Checked:
         parity = engine_parity(session, built.manifest, record, expected, bounds)
         times = list(timed(session, expected.x, unit.ks, session.gpu_ms))
         captured = session.recorded
+    shutil.copyfile(built.path / record.layers, unit.inspector)
     listing = json.loads((built.path / record.layers).read_text(encoding="utf-8"))
     return Checked(
         **_found(unit, parity),
@@ -317,9 +411,9 @@ def check_graph(bundle: moexport.Bundle, unit: Unit) -> Checked:
 
 
 def _found(unit: Unit, parity: Parity) -> dict[str, Any]:
-    named = {name: getattr(unit, name) for name in ("runner", "precision", "lowering")}
+    of_unit = {name: getattr(unit, name) for name in ("runner", "size", "precision", "lowering")}
     checked = ("max_rel", "cosine", "samples", "passed")
-    return named | {name: getattr(parity, name) for name in checked}
+    return of_unit | {name: getattr(parity, name) for name in checked}
 
 
 def types_of(inspector: Any) -> dict[str, int]:
@@ -385,10 +479,30 @@ def _spread(medians: Sequence[float]) -> Spread:
     return Spread(float(np.median(medians)), max(medians) - min(medians))
 
 
+def _listed(known: Sequence[str]) -> Callable[[str], tuple[str, ...]]:
+    """Returns the reader of a list of names that are known."""
+
+    def names(text: str) -> tuple[str, ...]:
+        listed = tuple(text.split(","))
+        unknown = [name for name in listed if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]}: choose from {', '.join(known)}")
+        return listed
+
+    return names
+
+
 def parser() -> argparse.ArgumentParser:
     """Returns the parser of the command's options."""
     found = argparse.ArgumentParser(description=__doc__)
     found.add_argument("-o", "--output", type=Path, default=Path("gpu-check.json"))
+    found.add_argument(
+        "--precision", type=_listed(PRECISIONS), default=PRECISIONS, help="those alone: fp16,int8"
+    )
+    found.add_argument(
+        "--lowering", type=_listed(LOWERINGS), default=LOWERINGS, help="those alone: gather,dense"
+    )
+    found.add_argument("--minutes", type=float, default=45.0, help="the most it takes")
     found.add_argument("--dim", type=int, default=768, help="a multiple of 12, the heads")
     found.add_argument("--experts", type=int, default=32)
     found.add_argument("--hidden", type=int, default=768)
@@ -406,8 +520,8 @@ def main() -> None:
     gpu = first_gpu()
     if gpu is None:
         sys.exit("error: there is no NVIDIA GPU here\nhint: `moexport doctor` says what is")
-    if not run(asked.output, asked, gpu):
-        sys.exit(f"error: a check failed; {asked.output} has what was found")
+    if not run(asked, gpu):
+        sys.exit(f"error: a check failed, or there was no time for all; see {asked.output}")
     print(asked.output)
 
 

@@ -8,13 +8,13 @@ import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import pytest
-from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Gpu, first_gpu
+from moexport.exporter.tensorrt.backends import TENSORRT, Gpu, first_gpu
 from moexport.perf import gpu_check
 from moexport.perf.gpu_check import (
     Checked,
@@ -30,7 +30,13 @@ from moexport.perf.gpu_check import (
 from moexport.tests.docs.documents import ROOT
 
 H100 = Gpu("NVIDIA H100 80GB HBM3", "9.0", "580.65.06")
-TINY = parser().parse_args(["--dim", "24", "--experts", "2", "--hidden", "8", "--depth", "2"])
+SHAPE = {"dim": 24, "experts": 2, "hidden": 8, "depth": 2}
+
+
+def tiny(output: Path, *more: str) -> Namespace:
+    """The request of a check of small models, its results in a file."""
+    shape = [word for name, size in SHAPE.items() for word in (f"--{name}", str(size))]
+    return parser().parse_args(["-o", str(output), *shape, *more])
 
 
 def python(code: str) -> tuple[str, ...]:
@@ -60,16 +66,16 @@ def test_failures_are_kept_with_their_messages(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(gpu_check, "BACKENDS", {"tensorrt": TENSORRT})
-    monkeypatch.setattr(gpu_check, "PROVIDER_PRECISIONS", ("fp32",))
+    monkeypatch.setattr(gpu_check, "SMALL", SHAPE)
     output = tmp_path / "gpu-check.json"
-    assert run(output, TINY, None) is False
+    assert run(tiny(output, "--precision", "fp32"), None) is False
     content = json.loads(output.read_text())
     assert content["complete"] is True
     assert content["checked"] == []
     assert content["environment"]["first_gpu"] is None
     assert content["environment"]["packages"]["torch"]
     failed = {row["what"]: row["why"] for row in content["failed"]}
-    why = failed["onnxruntime-cuda, fp32, gather"]
+    why = failed["onnxruntime-cuda, small, fp32, gather"]
     assert "there is no NVIDIA GPU here" in why or "has no CUDAExecutionProvider" in why
     if not TENSORRT.installed():
         left_out = {row["what"]: row["why"] for row in content["left_out"]}
@@ -78,7 +84,17 @@ def test_failures_are_kept_with_their_messages(
 
 def checked(precision: Any, *, passed: bool) -> Checked:
     times = [Timed(2, 1, Spread(0.25, 0.01), Spread(0.5, 0.02))]
-    return Checked("tensorrt", precision, "gather", 1e-4, 1.0, 16, passed, times)
+    return Checked(
+        runner="tensorrt",
+        size="small",
+        precision=precision,
+        lowering="gather",
+        max_rel=1e-4,
+        cosine=1.0,
+        samples=16,
+        passed=passed,
+        times=times,
+    )
 
 
 @pytest.mark.parametrize("passed", [True, False])
@@ -96,7 +112,9 @@ def test_results_are_written_after_every_unit(
         assert content["environment"]["first_gpu"]["name"] == H100.name
         return [row["precision"] for row in content["checked"]]
 
-    def rows(folder: Path, size: Namespace, gpu: Gpu | None) -> Iterator[Row]:
+    def rows(
+        folder: Path, asked: Namespace, gpu: Gpu | None, done: Collection[str]
+    ) -> Iterator[Row]:
         assert written() == []
         for count, precision in enumerate(("fp32", "fp16"), 1):
             answer = json.dumps(asdict(checked(precision, passed=passed or count == 1)))
@@ -104,19 +122,69 @@ def test_results_are_written_after_every_unit(
             assert written() == ["fp32", "fp16"][:count]
 
     monkeypatch.setattr(gpu_check, "rows", rows)
-    assert run(output, TINY, H100) is passed
+    assert run(tiny(output), H100) is passed
     content = json.loads(output.read_text())
     assert content["complete"] is True
     assert content["checked"][0]["times"][0]["gpu"] == {"median_ms": 0.25, "spread_ms": 0.01}
-    assert "passed tensorrt, fp32, gather" in capsys.readouterr().err
+    assert "passed tensorrt, small, fp32, gather" in capsys.readouterr().err
+
+
+def test_the_same_command_goes_on_with_what_has_not_passed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output = tmp_path / "gpu-check.json"
+    seen: list[set[str]] = []
+
+    def stopped(
+        folder: Path, asked: Namespace, gpu: Gpu | None, done: Collection[str]
+    ) -> Iterator[Row]:
+        seen.append({*done})
+        yield asdict(checked("fp16", passed=True))
+        yield asdict(checked("int8", passed=False))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(gpu_check, "rows", stopped)
+    for again in (tiny(output), tiny(output), tiny(output, "--hidden", "16")):
+        with pytest.raises(KeyboardInterrupt):
+            run(again, H100)
+    # What failed is tried again, and results of another model are not taken for this one's.
+    assert seen == [set(), {"tensorrt, small, fp16, gather"}, set()]
+
+
+def test_what_there_is_no_time_for_is_said_and_is_no_success(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_check, "BACKENDS", {})
+    output = tmp_path / "gpu-check.json"
+    assert run(tiny(output, "--minutes", "0", "--precision", "fp16"), H100) is False
+    content = json.loads(output.read_text())
+    assert content["complete"] is False
+    assert {"onnxruntime-cuda, small, fp16, gather", "onnxruntime-cuda, large, fp16, gather"} <= {
+        row["what"] for row in content["left_out"]
+    }
+
+
+def test_a_precision_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parser().parse_args(["--precision", "fp16,fp61"])
+    assert "fp61: choose from fp16, int8" in capsys.readouterr().err
 
 
 def test_a_backend_that_does_not_serve_the_gpu_is_left_out_not_failed() -> None:
-    if not TENSORRT_RTX.installed():
-        pytest.skip(f"{TENSORRT_RTX.title} is not installed: {TENSORRT_RTX.install}")
-    assert "NVIDIA H100 80GB HBM3 is 9.0" in (absent("tensorrt-rtx", H100) or "")
-    assert absent("tensorrt-rtx", None) is None
+    left_out = absent("tensorrt-rtx", H100)
+    assert left_out is not None
+    assert "NVIDIA H100 80GB HBM3 is 9.0" in left_out.why
+    assert not left_out.failure
     assert absent("onnxruntime-cuda", H100) is None
+
+
+def test_a_backend_that_serves_the_gpu_and_is_not_installed_is_a_failure() -> None:
+    if TENSORRT.installed():
+        pytest.skip(f"{TENSORRT.title} is installed")
+    missing = absent("tensorrt", H100)
+    assert missing is not None
+    assert missing.failure
+    assert TENSORRT.install in missing.why
 
 
 def test_types_are_counted_in_what_an_inspector_says() -> None:
@@ -127,7 +195,7 @@ def test_types_are_counted_in_what_an_inspector_says() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("fails", [(), ("perf.gpu_check",), ("pytest",), ("b", "pytest")])
+@pytest.mark.parametrize("fails", [(), ("perf.gpu_check",), ("pytest",), ("perf.gpu_check", "pytest")])
 def test_make_runs_both_parts_and_fails_when_one_does(
     fails: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -137,6 +205,7 @@ def test_make_runs_both_parts_and_fails_when_one_does(
     cases = "".join(f"*{name}*) exit 1;;\n" for name in fails)
     tool.write_text(f'#!/bin/sh\necho "$*" >> {tmp_path}/asked\ncase "$*" in\n{cases}esac\n')
     tool.chmod(0o755)
+    tool.with_name("pip").symlink_to(tool)
     ready = tmp_path / "venv" / "ready"
     ready.touch()
     done = subprocess.run(
@@ -146,7 +215,8 @@ def test_make_runs_both_parts_and_fails_when_one_does(
         check=False,
         env=os.environ,
     )
-    first, second = (tmp_path / "asked").read_text().splitlines()
+    installed, first, second = (tmp_path / "asked").read_text().splitlines()
+    assert installed.endswith("-e .[tensorrt]")
     assert first == "-m perf.gpu_check -o gpu-check.json"
     assert second == "-m pytest -q -m gpu"
     assert (done.returncode != 0) is bool(fails)
