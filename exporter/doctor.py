@@ -92,6 +92,10 @@ def _serves(provider: str, gpu: Gpu | None) -> str:
         raise MissingExtraError(without, hint=None if cpu else GPU_PACKAGE)
     if not cpu and not gpu:
         raise MissingExtraError(f"{provider} is installed, but there is no NVIDIA GPU")
+    if provider.startswith("Tensorrt"):
+        from .tensorrt.ort_provider import load_libraries  # which loads all that builds engines
+
+        load_libraries()
     return f"ONNX Runtime {ort.__version__}, {provider}"
 
 

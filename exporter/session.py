@@ -395,8 +395,10 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
 
 
 def _tensorrt_options(path: Path) -> dict[str, str]:
-    from .tensorrt.ort_provider import provider_options  # which loads all that builds engines
+    # Which loads all that builds engines.
+    from .tensorrt.ort_provider import load_libraries, provider_options
 
+    load_libraries()
     return provider_options(path)
 
 

@@ -118,6 +118,11 @@ class Backend:
         """The command that installs it."""
         return install(self.extra, index=self.index)
 
+    def install_version(self, major: int) -> str:
+        """The command that installs one major version of it, beside a newer one elsewhere."""
+        index = f"--extra-index-url {self.index} " if self.index else ""
+        return f"pip install {index}'{self.distributions[0]}>={major},<{major + 1}'"
+
     @property
     def builds_without_gpu(self) -> bool:
         """Whether an engine can be compiled on a machine without a GPU."""

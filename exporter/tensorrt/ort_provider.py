@@ -1,17 +1,22 @@
-"""Options of ONNX Runtime's TensorRT provider: profiles, the folder of its engines, and no TF32.
+"""ONNX Runtime's TensorRT provider: its libraries, profiles, the folder of its engines, no TF32.
 
 The option names are those of "TensorRT Execution Provider" on onnxruntime.ai (read for 1.22).
 """
 
 from __future__ import annotations
 
+import ctypes
+import importlib.util
 import os
+import re
+import sys
 from pathlib import Path
 
 from ...common.environment import versions
 from ...common.files import why_not_private
+from ...errors import MissingExtraError
 from ..bundle.manifest import MANIFEST_FILE, Manifest
-from .backends import first_gpu
+from .backends import TENSORRT, first_gpu
 from .cache import default_cache, engine_key
 from .engines import exported_ranges
 from .profiles import Profile, profile
@@ -19,6 +24,52 @@ from .profiles import Profile, profile
 NO_TF32 = ("NVIDIA_TF32_OVERRIDE", "0")
 """The provider builds its engines with TF32 and has no option for it (issue 26029 of
 microsoft/onnxruntime, open): NVIDIA's libraries read this variable once, when they are loaded."""
+
+
+PROVIDER_LIBRARY = "libonnxruntime_providers_tensorrt.so"
+
+PIP_LIBRARIES = "tensorrt_libs"
+"""The package in which pip installs TensorRT's libraries, where no loader looks for them."""
+
+
+def load_libraries(runtime: Path | None = None) -> None:
+    """Loads what the provider was linked with; `MissingExtraError` where that is not here.
+
+    Those are the libraries of one version of TensorRT: a provider that needs `libnvinfer.so.10`
+    does not start beside TensorRT 11. `runtime` is the folder of ONNX Runtime's libraries.
+    """
+    if sys.platform != "linux":
+        return
+    if runtime is None:
+        from ...common.onnx_runtime import ort  # which need not be installed for engines
+
+        runtime = Path(ort.__file__).parent / "capi"
+    for name in linked_libraries(runtime / PROVIDER_LIBRARY):
+        folders = [Path(each) for each in _pip_folders()]
+        places = [str(folder / name) for folder in folders if (folder / name).is_file()]
+        try:
+            ctypes.CDLL(places[0] if places else name, mode=ctypes.RTLD_GLOBAL)
+        except OSError as error:
+            version = re.sub(r".*\.so\.", "", name)
+            found = versions(TENSORRT.distributions)
+            other = f"; TensorRT {next(iter(found.values()))} is installed" if found else ""
+            raise MissingExtraError(
+                f"ONNX Runtime's TensorRT provider needs {name}, which cannot be loaded{other}",
+                hint=f"in an environment of its own: {TENSORRT.install_version(int(version))}",
+            ) from error
+
+
+def linked_libraries(provider: Path) -> tuple[str, ...]:
+    """Returns the names of TensorRT's libraries that a provider was linked with, in their order."""
+    if not provider.is_file():
+        return ()
+    names = re.findall(rb"libnv(?:infer|onnxparser)[a-z_]*\.so\.\d+", provider.read_bytes())
+    return tuple(sorted({name.decode() for name in names}))
+
+
+def _pip_folders() -> list[str]:
+    spec = importlib.util.find_spec(PIP_LIBRARIES)
+    return [] if spec is None else [*(spec.submodule_search_locations or ())]
 
 
 def provider_options(graph: Path) -> dict[str, str]:

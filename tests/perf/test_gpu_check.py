@@ -195,7 +195,9 @@ def test_types_are_counted_in_what_an_inspector_says() -> None:
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is not installed")
-@pytest.mark.parametrize("fails", [(), ("perf.gpu_check",), ("pytest",), ("perf.gpu_check", "pytest")])
+@pytest.mark.parametrize(
+    "fails", [(), ("perf.gpu_check",), ("pytest",), ("perf.gpu_check", "pytest")]
+)
 def test_make_runs_both_parts_and_fails_when_one_does(
     fails: tuple[str, ...], tmp_path: Path
 ) -> None:
