@@ -71,16 +71,6 @@ def retention(results: Results) -> str:
     return markdown(header, rows, words=1)
 
 
-def latency_by_k(small: Results, whole: Results) -> str:
-    """Returns the paper's table of latency: layers of two sizes here, and the paper's own."""
-    rows = [
-        (*one[:6], *other[4:])
-        for one, other in zip(latency.latency_rows(small), latency.latency_rows(whole), strict=True)
-    ]
-    header = (*latency.HEADER[:6], "at the paper's size", *latency.HEADER[5:])
-    return markdown(header, rows, words=1)
-
-
 def draw(results: Path, folder: Path) -> None:
     """Writes the page's charts from the folder of kept results."""
     layers = read(results / "layers-cpu.json")

@@ -27,7 +27,7 @@ from moexport.bench.report.figures import figures
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
 from moexport.docs import performance_page, results_schema, site_hooks
-from moexport.perf import cache, calibration, granite, models, scale, startup, tune
+from moexport.perf import cache, calibration, granite, models, scale, tune
 from moexport.perf.experts import table as experts_table
 from moexport.perf.layers import mumoe
 from moexport.perf.measure import kept, measured_on
@@ -205,7 +205,6 @@ def refresh_performance() -> None:
 def performance_tables() -> dict[str, str]:
     """Returns what docs/performance.md shows of the kept results, by its markers."""
     results, scales = read(RESULTS / "layers-cpu.json"), kept(RESULTS / "scale-cpu.json")
-    small, whole = (read(RESULTS / f"paper-{n}.json") for n in ("latency", "latency-whole"))
     where = textwrap.fill(f"Measured on {measured_on(scales)}.", 100)
     return {
         "machine": measured_by(results),
@@ -213,10 +212,8 @@ def performance_tables() -> dict[str, str]:
         "models": models.table(read(RESULTS / "models-cpu.json"), 1) + "\n",
         "mumoe": mumoe.table(read(RESULTS / "mumoe-cpu.json")) + "\n",
         "scale": f"{where}\n\n{scale.table(scales)}\n",
-        "startup": startup.table(kept(RESULTS / "startup-cpu.json")) + "\n",
         "auto": performance_page.choices(RESULTS / "auto-cpu.json") + "\n",
         "mnist": performance_page.retention(read(RESULTS / "paper-mnist.json")) + "\n",
-        "latency": performance_page.latency_by_k(small, whole) + "\n",
     }
 
 
@@ -236,7 +233,6 @@ def calibration_tables() -> dict[str, str]:
     return {
         "machine": f"Measured on {machine} (CPU), one thread.\n",
         "methods": calibration.methods_table(body) + "\n",
-        "tools": calibration.tools_table(body) + "\n",
     }
 
 
