@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 from moexport.bench.analyses.findings import studies_in
 from moexport.bench.analyses.report import figures, retention_rows
-from moexport.bench.paper import latency, mnist
+from moexport.bench.paper import mnist
 from moexport.bench.report.figures import STYLE
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown

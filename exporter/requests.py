@@ -55,13 +55,13 @@ class LoadRequest(Request):
     )
     config: Mapping[str, Any] | AnyPath | None = option(
         None,
-        "Settings that the weights do not contain, as JSON, YAML or TOML.",
+        "Settings that the weights do not contain: a JSON, YAML or TOML file.",
         unset="none",
         kind=Path,
     )
     sets: Sequence[str] = option(
         (),
-        "One such setting: --set num_heads=12.",
+        "One such setting: --set num_heads=12. Repeat it for several.",
         unset="none",
         kind=list[str],
         flag="--set",
@@ -96,7 +96,7 @@ class InspectRequest(LoadRequest):
     data: Feed | None = option(
         None,
         FEED,
-        unset="a muMoE's coefficients that are not zero are not counted",
+        unset="nonzero coefficients of muMoE layers are not counted",
         kind=str,
         metavar="FEED",
         compare=False,
@@ -109,7 +109,7 @@ class ClusterRequest(Request):
 
     ray: str | None = option(
         None,
-        "Use the nodes of a Ray cluster: its address, auto (that of this machine) or local.",
+        "Run on a Ray cluster: its address, auto (this machine's cluster) or local (a new one).",
         unset="no cluster",
         heading="Cluster",
         kind=str,
@@ -117,7 +117,7 @@ class ClusterRequest(Request):
     )
     on: str | None = option(
         None,
-        "The resource of its nodes: accelerator_type:L4.",
+        "The Ray resource of the nodes to use: accelerator_type:L4.",
         unset="CPU",
         kind=str,
         metavar="RESOURCE",
@@ -138,7 +138,9 @@ class CalibrateRequest(ClusterRequest):
     arithmetic.
     """
 
-    k: K = option("n", "Experts to compute, as in export; not input.", heading="Ranges", kind=str)
+    k: K = option(
+        "n", "Experts to compute, as in export, but not input.", heading="Ranges", kind=str
+    )
     method: Method = option("percentile", "How to choose the ranges.", kind=Method)
     percentile: float | None = option(
         None,
@@ -148,7 +150,9 @@ class CalibrateRequest(ClusterRequest):
     )
     samples: int | None = option(None, "How many inputs to use.", unset="all", kind=int)
     batch: int = option(16, "How many inputs to run at once.")
-    renormalize: bool = option(False, "As in the export that will use the table.")
+    renormalize: bool = option(
+        False, "Divide C by its sum over the selected experts; use it if the export does."
+    )
     loading: LoadRequest = option(
         LoadRequest(), "How nodes of a cluster read the model.", in_shell=False
     )
@@ -246,8 +250,7 @@ class ExportRequest(Request):
     opset: int | None = option(
         None,
         "The ONNX opset, 20 to 23.",
-        unset="20; 23 for a language model for ort-cpu, whose attention and norms are then one op "
-        "each",
+        unset="20; 23 for language models with --target ort-cpu",
         kind=int,
     )
     renormalize: bool = option(False, "Divide C by its sum over the selected experts.")
@@ -258,7 +261,7 @@ class ExportRequest(Request):
     )
     recipe: AnyPath | None = option(
         None,
-        "The recipe.yaml of tune: k, experts, precision and lowering of each layer.",
+        "A recipe.yaml that tune wrote: k, experts, precision and lowering of each layer.",
         unset="none",
         kind=Path,
         metavar="RECIPE.YAML",
@@ -275,7 +278,7 @@ class ExportRequest(Request):
     )
     rest: FloatName | None = option(
         None,
-        "The float type of what is not quantised.",
+        "The float type of everything that is not quantised.",
         unset="fp32; for TensorRT fp16",
         kind=FloatName,
     )
@@ -293,7 +296,7 @@ class ExportRequest(Request):
     )
     calibration: CalibrationTable | AnyPath | None = option(
         None,
-        "INT8 ranges from calibrate, or their file.",
+        "INT8 ranges that calibrate found, or their file.",
         unset="none",
         kind=Path,
         metavar="TABLE.JSON",
@@ -312,7 +315,7 @@ class ExportRequest(Request):
     data: Feed | None = option(
         None,
         FEED,
-        unset="random inputs are compared",
+        unset="a few random inputs for the parity check",
         heading="Inputs and parity check",
         kind=str,
         metavar="FEED",
@@ -331,7 +334,9 @@ class ExportRequest(Request):
         None, "The largest number of inputs to compare.", unset="256", kind=int
     )
     verify: bool = option(
-        True, "Compare every graph with PyTorch; a miss is an error.", flag="--verify/--no-verify"
+        True,
+        "Compare every graph with PyTorch; a mismatch is an error.",
+        flag="--verify/--no-verify",
     )
     ablate: str | Sequence[str] = option(
         (),
@@ -350,15 +355,15 @@ class ExportRequest(Request):
     )
     steer: str | Sequence[str] = option(
         (),
-        "Experts of muMoE layers towards whose cluster centre every token of the layer is moved, "
-        "LAYER:EXPERT:STRENGTH; with input among them the strengths are a graph input.",
+        "Move every token of a muMoE layer towards an expert; --steer input makes the strengths an "
+        "input of the graph.",
         unset="none",
         kind=list[str],
         metavar="LAYER:EXPERT[:STRENGTH]",
     )
     engine: EngineOptions | bool | None = option(
         None,
-        "Compile TensorRT engines, or do not; in Python `EngineOptions` says how.",
+        "Compile TensorRT engines; in Python, `EngineOptions` sets their options.",
         unset="if the target has engines and this machine can build them",
         heading="Engines",
         kind=bool,
@@ -448,7 +453,7 @@ class RunRequest(Request):
     )
     threads: int | None = option(
         None,
-        "The number of ONNX Runtime's threads.",
+        "The number of ONNX Runtime threads.",
         unset="its own choice",
         heading="Runtime",
         kind=int,
@@ -462,7 +467,7 @@ class RunRequest(Request):
     host_weights: bool = option(False, "Keep an engine's bound experts in host memory.")
     check: bool = option(
         True,
-        "Compare the files that are opened with the manifest's hashes.",
+        "Compare the files with the hashes in the manifest before opening them.",
         flag="--check/--no-check",
         heading="Options",
     )
@@ -511,7 +516,7 @@ class TritonRequest(Request):
     version: int = option(1, "The version number to write.")
     instances: int = option(1, "The number of instances per model.", heading="Speed")
     threads: int | None = option(
-        None, "ONNX Runtime threads per instance.", unset="its own choice", kind=int
+        None, "The number of ONNX Runtime threads per instance.", unset="its own choice", kind=int
     )
     delay_us: int | None = option(
         None,
@@ -519,7 +524,7 @@ class TritonRequest(Request):
         unset="100",
         kind=int,
     )
-    force: bool = option(False, "Replace a model that is there.", heading="Options")
+    force: bool = option(False, "Replace an existing model.", heading="Options")
 
     def __post_init__(self) -> None:
         """Raises `UsageError` for what cannot be meant, whatever the bundle."""
