@@ -243,7 +243,7 @@ def mumoe_tables() -> dict[str, str]:
 
 def tune_tables() -> dict[str, str]:
     """Returns what docs/tune.md shows of the kept results, by its markers."""
-    return {"tune": tune.table(kept(RESULTS / "tune-cpu.json")) + "\n"}
+    return {"tune": tune.bundles_table(kept(RESULTS / "tune-cpu.json")) + "\n"}
 
 
 MEASURED: Mapping[str, Callable[[], dict[str, str]]] = {

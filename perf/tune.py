@@ -156,41 +156,52 @@ def measure(file: Path, progress: Progress, only: str = "") -> None:
 
 
 def table(body: Any) -> str:
-    """The results as Markdown."""
-    cells, fronts = [], []
-    for row in body["networks"]:
-        cells.append(
-            (
-                row["name"],
-                row["uniform"],
-                f"{row['uniform_ms']:.3g}",
-                f"{row['uniform_kept']:.2%}",
-                row["tuned"],
-                f"{row['tuned_ms']:.3g}",
-                f"{row['tuned_kept']:.2%}",
-                f"{row['uniform_ms'] / row['tuned_ms']:.2f}×",
-            )
+    """Returns the results as Markdown."""
+    return f"{bundles_table(body)}\n\n{fronts_table(body)}"
+
+
+def bundles_table(body: Any) -> str:
+    """Returns the bundles of `tune` and the best uniform exports as Markdown."""
+    rows = [
+        (
+            row["name"],
+            row["uniform"],
+            f"{row['uniform_ms']:.3g}",
+            f"{row['uniform_kept']:.2%}",
+            row["tuned"],
+            f"{row['tuned_ms']:.3g}",
+            f"{row['tuned_kept']:.2%}",
+            f"{row['uniform_ms'] / row['tuned_ms']:.2f}×",
         )
-        fronts.append(
-            (
-                row["name"],
-                f"{row['seconds']:.0f}",
-                str(row["graphs"]),
-                f"{row['area']:.2f}",
-                str(row["optuna_graphs"]),
-                f"{row['optuna_area']:.2f}",
-            )
-        )
-    heads = ("network", "best uniform", "ms", "kept", "tune", "ms", "kept", "faster")
+        for row in body["networks"]
+    ]
+    header = ("network", "best uniform", "ms", "kept", "tune", "ms", "kept", "faster")
     gains = [row["uniform_ms"] / row["tuned_ms"] for row in body["networks"]]
-    searches = ("network", "s", "graphs", "area", "Optuna's graphs", "its area")
     return (
         f"Measured on {measured_on(body)}, {body['threads']} threads; at least {body['keep']:.0%} "
-        f"kept, confirmed, batch 1.\n\n{markdown(heads, cells)}\n\n"
-        f"The median is {np.median(gains):.2f} times as fast.\n\n"
+        f"kept, confirmed, batch 1.\n\n{markdown(header, rows)}\n\n"
+        f"The median is {np.median(gains):.2f} times as fast."
+    )
+
+
+def fronts_table(body: Any) -> str:
+    """Returns the fronts of the two searches as Markdown."""
+    rows = [
+        (
+            row["name"],
+            f"{row['seconds']:.0f}",
+            str(row["graphs"]),
+            f"{row['area']:.2f}",
+            str(row["optuna_graphs"]),
+            f"{row['optuna_area']:.2f}",
+        )
+        for row in body["networks"]
+    ]
+    header = ("network", "s", "graphs", "area", "Optuna's graphs", "its area")
+    return (
         "The area that each front dominates, of log time and of what is kept above "
         f"{FLOOR:.0%}, beside Optuna's (TPE) with three times as many graphs.\n\n"
-        f"{markdown(searches, fronts)}"
+        f"{markdown(header, rows)}"
     )
 
 
