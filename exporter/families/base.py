@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -61,6 +61,36 @@ class Family:
     build: Callable[[Tensors, Config], Built]
     layer: PublishedLayer[Any]
     asked: tuple[str, ...] = ()
+
+
+def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str]) -> Family:
+    """Returns the family of checkpoints that are those of `family` under other key names.
+
+    `keys` maps regular expressions to what takes their places, in the order in which they are
+    applied: from the checkpoint's names to those of `family`, which messages use as well.
+    """
+
+    def published(tensors: Tensors) -> dict[str, Tensor]:
+        names = {key: key for key in tensors}
+        for pattern, new in keys.items():
+            names = {key: re.sub(pattern, new, other) for key, other in names.items()}
+        return {other: tensors[key] for key, other in names.items()}
+
+    def detect(tensors: Tensors) -> bool:
+        other = published(tensors)
+        changed = other.keys() != tensors.keys()
+        return changed and len(other) == len(tensors) and family.detect(other)
+
+    def build(tensors: Tensors, given: Config) -> Built:
+        other = published(tensors)
+        if len(other) < len(tensors):
+            raise CheckpointError(
+                f"not the weights of a {name} model: several keys are one key of {family.name}",
+                hint=INCOMPLETE,
+            )
+        return family.build(other, given)
+
+    return replace(family, name=name, summary=summary, detect=detect, build=build)
 
 
 @dataclass(frozen=True, slots=True)

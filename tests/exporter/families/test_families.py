@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from moexport.errors import CheckpointError, FamilyError
 from moexport.exporter.checkpoints.load import load, parse_value
 from moexport.exporter.families import FAMILIES, detect, family_named
+from moexport.exporter.families.base import renamed
 from moexport.graphs.layers.base import algorithm_1
 from moexport.graphs.layers.soft_moe import soft_moe_layers
 from moexport.tests.exporter.families.reference import Array, gelu_tanh, soft_moe
@@ -59,6 +61,40 @@ def test_exactly_one_family_is_detected_for_each_layout() -> None:
     }
     for name, state in states.items():
         assert [f.name for f in FAMILIES.values() if f.detect(state)] == [name]
+
+
+OTHER_NAMES = renamed(
+    FAMILIES["soft-moe-vit"],
+    name="other-vit",
+    summary="the same network under other names",
+    keys={r"^encoder\.layers\.": "blocks.", r"\.moe\.(phi|scale|experts\.)": r".mlp.\1"},
+)
+
+
+def other_names(state: State) -> State:
+    """The state dict of a ViT as the code of `OTHER_NAMES` would save it."""
+    layers = {key.replace("blocks.", "encoder.layers."): t for key, t in state.items()}
+    return {re.sub(r"\.mlp\.(phi|scale|experts\.)", r".moe.\1", k): t for k, t in layers.items()}
+
+
+def test_a_family_under_other_key_names_is_one_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = other_names(vit_state())
+    assert not [key for key in state if key.startswith("blocks.") or ".mlp.phi" in key]
+    monkeypatch.setitem(FAMILIES, "other-vit", OTHER_NAMES)
+    model = load(saved(tmp_path, state), config=VIT)
+    published = load(saved(tmp_path, vit_state(), "published.pt"), config=VIT)
+    assert (model.family, published.family) == ("other-vit", "soft-moe-vit")
+    x = torch.randn(2, *model.input.shape[1:])  # type: ignore[arg-type]
+    assert torch.equal(model.module(x), published.module(x))
+
+
+def test_two_keys_of_one_name_are_no_family() -> None:
+    state = {**vit_state(), **other_names(vit_state())}
+    assert not OTHER_NAMES.detect(state)
+    with pytest.raises(CheckpointError, match="other-vit model: several keys are one key of"):
+        OTHER_NAMES.build(state, VIT)
 
 
 def test_an_unknown_checkpoint_is_answered_with_what_was_seen_and_what_is_known() -> None:
