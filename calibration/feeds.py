@@ -24,7 +24,7 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from ..common.locations import AnyPlace, local, named_by_url, url_of
+from ..common.locations import AnyPlace, local, named_by_url, path_of, url_of
 from ..common.user_code import attribute_of, module_of, names_code
 from ..errors import FeedError
 from .shards import IMAGE, Fields, shard_batches, shards_of
@@ -142,7 +142,7 @@ def _pairs(feed: Feed, name: str, *, labelled: bool) -> Iterator[LabelledBatch]:
         where = url_of(feed) or str(feed)
         with named_by_url():
             shards = shards_of(feed)
-            path = Path(feed) if shards is not None else local(feed)
+            path = path_of(feed) if shards is not None else local(feed)
             if shards is not None:
                 yield from _labelled_shards(shards, name, labelled=labelled)
                 return

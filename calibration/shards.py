@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..common.locations import AnyPlace, local, url_of
+from ..common.locations import AnyPlace, local, path_of, url_of
 from ..errors import FeedError, MissingExtraError, install
 
 Array = NDArray[Any]
@@ -46,7 +46,7 @@ def shards_of(where: object) -> list[AnyPlace] | None:
     """
     if not isinstance(where, str | Path):
         return None
-    text = url_of(where) or str(where)
+    text = url_of(where) or str(path_of(where))
     if Path(text).suffix in (TAR, PARQUET):
         found = RANGE.search(text)
         if found is None:
@@ -57,7 +57,7 @@ def shards_of(where: object) -> list[AnyPlace] | None:
         numbers = range(int(first), int(last) + 1)
         before, after = text[: found.start()], text[found.end() :]
         return [f"{before}{number:0{len(first)}d}{after}" for number in numbers]
-    folder = local(where) if url_of(where) is not None else Path(where)
+    folder = local(where)
     if not folder.is_dir():
         return None
     files = sorted(f for f in folder.iterdir() if f.suffix in (TAR, PARQUET))

@@ -30,7 +30,9 @@ def typed_path(text: str | Path) -> Path:
     """Returns the path that was typed; bad usage for an empty one, which would be `.`."""
     if text == "":
         raise typer.BadParameter("it is empty: name a file or folder, . for the current one")
-    return Path(text)
+    from ..common.locations import path_of, url_of
+
+    return Path(text) if url_of(text) is not None else path_of(text)
 
 
 def typed_output(text: str | Path) -> Path:
@@ -47,6 +49,10 @@ def typed_source(text: str) -> str:
     """Returns the MODEL that was typed; `UsageError` for an empty one."""
     if not text:
         raise UsageError("MODEL is empty", hint="give a checkpoint or package.module:factory")
+    if text.startswith("file:"):
+        from ..common.user_code import names_code
+
+        return text if names_code(text) else str(typed_path(text))
     return text
 
 
@@ -147,6 +153,7 @@ def flattened(command: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(command)
     def flat(**typed: Any) -> None:
+        typed = {n: typed_path(v) if isinstance(v, Path) else v for n, v in typed.items()}
         whole = {}
         for name, (record, options) in records.items():
             values = {option.name: typed.pop(option.name) for option in options}

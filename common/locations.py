@@ -25,6 +25,9 @@ AnyPlace = str | Path
 
 URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(?=[^/])")
 
+FILE = re.compile(r"file:(?://(?P<host>[^/]*))?(?P<path>.*)", re.IGNORECASE | re.DOTALL)
+"""A path, written as a URL."""
+
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs", "hf": "hf", "http": "http"}
 EXTRAS |= {"https": "http"}
 """The extra that brings the library of a scheme."""
@@ -42,12 +45,28 @@ _FOLDERS: list[Path] = []
 
 
 def url_of(where: object) -> str | None:
-    """Returns the URL that a place is, None for a path."""
+    """Returns the URL that a place is, None for a path, which may be written `file:///…`."""
     text = str(where) if isinstance(where, str | Path) else ""
     found = URL.match(text)
-    if found is None or Path(text).exists():
+    if found is None or FILE.match(text) or Path(text).exists():
         return None
     return f"{found[1]}://{text[found.end() :]}".rstrip("/")
+
+
+def path_of(where: AnyPlace) -> Path:
+    """Returns the path that a place is which is no URL: `/a b.pt` for `file:///a%20b.pt`.
+
+    Raises `LocationError` for a file of another machine.
+    """
+    found = FILE.fullmatch(str(where))
+    if found is None or Path(where).exists():
+        return Path(where)
+    if found["host"] not in (None, "", "localhost") or not found["path"]:
+        raise LocationError(
+            f"{where}: no path of this machine follows file:",
+            hint="file:///folder/name (three slashes), or the path alone",
+        )
+    return Path(unquote(found["path"]))
 
 
 def local(where: AnyPlace) -> Path:
@@ -85,7 +104,7 @@ def _copied_once(where: AnyPlace, copy: Callable[[Any, str, str, Path], None]) -
     """Returns a path; of a URL the place to which `copy` brings it at its first use."""
     url = url_of(where)
     if url is None:
-        return Path(where)
+        return path_of(where)
     with _LOCK:
         if url not in _COPIES:
             with _reading(url) as (system, path):
@@ -109,7 +128,7 @@ def holds(where: AnyPlace, name: str) -> bool:
     """Whether a folder, or a URL as one, holds a file of that name."""
     url = url_of(where)
     if url is None:
-        return (Path(where) / name).is_file()
+        return (path_of(where) / name).is_file()
     with _reading(url) as (system, path):
         return bool(system.exists(f"{path}/{name}"))
 
@@ -128,11 +147,10 @@ def state_of(where: object) -> str:
                 names = ["manifest.json"] if system.exists(f"{path}/manifest.json") else []
             places = [f"{path}/{name}" for name in names] or [path]
             return " ".join(str(system.ukey(each)) for each in places)
-    if not isinstance(where, str | Path) or not Path(where).exists():
+    if not isinstance(where, str | Path) or not (place := path_of(where)).exists():
         return ""
-    found = Path(where)
     files = (
-        sorted(each for each in found.rglob("*") if each.is_file()) if found.is_dir() else [found]
+        sorted(each for each in place.rglob("*") if each.is_file()) if place.is_dir() else [place]
     )
     states = ((str(file), file.stat()) for file in files)
     return " ".join(f"{name} {each.st_size} {each.st_mtime_ns}" for name, each in states)

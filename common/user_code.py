@@ -6,18 +6,18 @@ import importlib
 import re
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from ..errors import MoexportError, UsageError
+from .locations import path_of
 
 _NAME = re.compile(r"[A-Za-z_]\w*(\.\w+)*:[A-Za-z_][\w.]*")
 
 
 def names_code(text: str) -> bool:
     """Whether a text reads as `package.module:attribute` and is no file."""
-    return _NAME.fullmatch(text) is not None and not Path(text).exists()
+    return _NAME.fullmatch(text) is not None and not path_of(text).exists()
 
 
 def module_of(name: str) -> ModuleType:

@@ -17,7 +17,7 @@ import pytest
 from moexport import calls
 from moexport.calibration.feeds import batches, count
 from moexport.common.files import hash_files
-from moexport.common.locations import local, url_of
+from moexport.common.locations import holds, local, state_of, url_of
 from moexport.errors import BundleError, CheckpointError, LocationError, MissingExtraError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.tests.command import run
@@ -72,6 +72,57 @@ def test_a_path_is_no_url_and_a_path_that_was_made_of_a_url_is_one(tmp_path: Pat
     for path in ("a/b.pt", "/a/b.pt", "C:/a", "C:\\a", "package.module:factory", tmp_path):
         assert url_of(path) is None
     assert url_of(Path("s3://bucket/a.pt")) == url_of("s3://bucket/a.pt/") == "s3://bucket/a.pt"
+
+
+def test_a_path_may_be_written_as_a_url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "a b"
+    folder.mkdir()
+    (folder / "w.pt").write_bytes(b"weights")
+    monkeypatch.chdir(folder)
+    uri = (folder / "w.pt").as_uri()
+    assert uri.startswith("file:///") and "a%20b" in uri
+    for each in (uri, Path(uri), uri.replace("file://", "file://localhost"), "file:w.pt"):
+        assert url_of(each) is None
+        assert local(each).samefile("w.pt")
+        assert state_of(each)
+    assert holds(folder.as_uri(), "w.pt") and not holds(folder.as_uri(), "v.pt")
+    for wrong in ("file://w.pt", "file://server/w.pt", "file://", "file:"):
+        with pytest.raises(LocationError, match=f"{wrong}: no path") as refused:
+            local(wrong)
+        assert "three slashes" in str(refused.value.hint)
+
+
+def test_commands_read_and_write_paths_that_are_written_as_urls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "settings.yaml").write_text("normalize: false\n")
+    shutil.copy(WEIGHTS, tmp_path / "w.pt")
+    with np.load(DATA / "soft_moe_mnist" / "io.npz") as recorded:
+        np.savez(tmp_path / "x.npz", input=recorded["x"])
+
+    def done(*arguments: str) -> str:
+        outcome = run(*arguments)
+        assert outcome.code == 0, outcome.err
+        return outcome.out
+
+    root = tmp_path.as_uri()
+    assert root.startswith("file:///")
+    shown = done("inspect", f"{root}/w.pt", "--config", f"{root}/settings.yaml")
+    assert "soft-moe-mnist" in shown
+    assert done("inspect", "file:w.pt") == done("inspect", "w.pt")
+    done("export", f"{root}/w.pt", "--data", f"{root}/x.npz", "-o", f"{root}/out")
+    assert sorted(each.name for each in tmp_path.iterdir()) == [
+        "out", "settings.yaml", "w.pt", "x.npz",
+    ]  # fmt: skip
+    done("verify", f"{root}/out")
+    done("run", f"{root}/out", "--input", f"{root}/x.npz", "-o", f"{root}/y.npz")
+    with np.load("y.npz") as made:
+        with np.load("x.npz") as inputs:
+            expected = Bundle.open(f"{root}/out").session()(inputs["input"])
+        assert np.array_equal(made["output"], expected)
+    outcome = run("inspect", "file://w.pt")
+    assert outcome.code == 1 and "file://w.pt: no path of this machine" in outcome.error
 
 
 def test_a_checkpoint_by_http_is_the_local_one_with_the_url_as_its_source(
