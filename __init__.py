@@ -1,13 +1,35 @@
 """moexport: deploy trained Soft MoE and muMoE models that choose k of n experts per input.
 
-The functions (`moexport.export` …) do from Python what the commands of their names do. They, and
-the classes they return, are imported on first use: `import moexport` alone loads neither torch nor
-ONNX Runtime.
+The functions (`moexport.export` …) do from Python what the commands of their names do, and raise a
+`moexport.MoexportError` for what a user can cause. They, and the classes they return, are imported
+on first use: `import moexport` alone loads neither torch nor ONNX Runtime.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
+
+from .errors import (
+    BundleError,
+    CalibrationError,
+    CheckError,
+    CheckpointError,
+    ClusterError,
+    EngineError,
+    FamilyError,
+    FeedError,
+    ForeignEngineError,
+    LocationError,
+    LoweringError,
+    MissingExtraError,
+    MoexportError,
+    OutputError,
+    ParityError,
+    ResultsError,
+    TraceError,
+    UntrustedEngineError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from .calls import (
@@ -36,12 +58,31 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Bundle",
+    "BundleError",
+    "CalibrationError",
+    "CheckError",
+    "CheckpointError",
+    "ClusterError",
+    "EngineError",
     "EngineOptions",
     "Experts",
+    "FamilyError",
+    "FeedError",
+    "ForeignEngineError",
+    "LocationError",
+    "LoweringError",
+    "MissingExtraError",
     "Model",
+    "MoexportError",
     "MuMoE",
+    "OutputError",
+    "ParityError",
+    "ResultsError",
     "Session",
     "SoftMoE",
+    "TraceError",
+    "UntrustedEngineError",
+    "UsageError",
     "adapts",
     "bench",
     "build",

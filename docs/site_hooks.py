@@ -76,6 +76,8 @@ def calls() -> Iterator[str]:
 
     for name in sorted(moexport.__all__, key=lambda name: (name[0].isupper(), name)):
         found = getattr(moexport, name)
+        if inspect.isclass(found) and issubclass(found, moexport.MoexportError):
+            continue  # they are on errors.md
         yield f"## {name}\n\n{_signature(name, found)}\n\n{inspect.getdoc(found)}\n"
         if inspect.isclass(found):
             for member, value in vars(found).items():
@@ -118,7 +120,8 @@ def errors() -> Iterator[str]:
             and kind is not module.MoexportError
         ):
             meaning = (inspect.getdoc(kind) or "").partition("\n\n")[0].replace("\n", " ")
-            yield f"| `{name}` | {meaning} | {kind.HINT or 'follow its hint'} | {kind.EXIT_CODE} |"
+            advice = kind.HINT or "follow its hint"
+            yield f"| `moexport.{name}` | {meaning} | {advice} | {kind.EXIT_CODE} |"
 
 
 GENERATED: dict[str, Callable[[], Iterator[str]]] = {

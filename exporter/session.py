@@ -8,6 +8,8 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from math import inf
+from numbers import Integral
 from pathlib import Path
 from threading import Lock
 from typing import TYPE_CHECKING, Any, Protocol
@@ -65,6 +67,15 @@ class SessionOptions:
     profile: Path | None = None
     spin_ms: float | None = None
     rounded: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises `UsageError` for what cannot be a number of threads or a time."""
+        threads: Any = self.threads
+        spin_ms: Any = self.spin_ms
+        if threads is not None and (not isinstance(threads, Integral) or threads < 1):
+            raise UsageError(f"threads={threads!r}: not a number of threads", hint="threads=2")
+        if spin_ms is not None and not (isinstance(spin_ms, int | float) and 0 <= spin_ms < inf):
+            raise UsageError(f"spin_ms={spin_ms!r}: not a time", hint="spin_ms=0 lets them rest")
 
 
 class Runner(Protocol):
@@ -344,7 +355,7 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
     # to is wrong for stacked weights and saturates in 16 bits on CPUs without VNNI.
     settings.add_session_config_entry("session.disable_quant_qdq", "1")
     if options.threads is not None:
-        settings.intra_op_num_threads = options.threads
+        settings.intra_op_num_threads = int(options.threads)
     if options.spin_ms == 0:
         settings.add_session_config_entry("session.force_spinning_stop", "1")
     elif options.spin_ms is not None:

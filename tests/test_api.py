@@ -13,6 +13,7 @@ from typing import Any
 import moexport
 import numpy as np
 import pytest
+from moexport import errors
 from moexport.commands.export import export as export_command
 from moexport.commands.options import Verbosity, flattened
 from moexport.common.option import declared
@@ -48,6 +49,18 @@ def test_importing_the_package_loads_no_heavy_module() -> None:
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     ).stdout
     assert shown.strip() == "[]"
+
+
+def test_every_error_is_public() -> None:
+    kinds = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, errors.MoexportError)
+    }
+    assert kinds <= {*moexport.__all__} and {"MoexportError", "ParityError"} <= kinds
+    assert all(getattr(moexport, name) is getattr(errors, name) for name in kinds)
+    with pytest.raises(moexport.CheckpointError, match=r"missing\.pt: no such file"):
+        moexport.load("missing.pt")
 
 
 @pytest.mark.parametrize(("precision", "rtol"), [("fp32", 1e-4), ("fp16", 1e-2)])

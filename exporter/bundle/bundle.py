@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ...common.files import known_sha256
 from ...errors import BundleError, EngineError, UsageError
-from ..session import Session, SessionByBatch, SessionOptions
+from ..session import PROVIDERS, Session, SessionByBatch, SessionOptions
 from ..tensorrt.records import EngineRecord, engines_of
 from .manifest import Check, GraphRecord, Manifest, external_files, local_bundle
 
 if TYPE_CHECKING:
+    from ..requests import Provider
     from ..tensorrt.session import EngineSession
 
 
@@ -46,14 +47,49 @@ class Bundle:
         known = ", ".join(record.file for record in self.manifest.graphs)
         raise UsageError(f"{self.path}: holds no graph '{name}'", hint=f"it holds {known}")
 
-    def session(self, graph: str | None = None, options: SessionOptions | None = None) -> Session:
+    def session(
+        self,
+        graph: str | None = None,
+        options: SessionOptions | None = None,
+        *,
+        provider: Provider | None = None,
+        threads: int | None = None,
+        spin_ms: float | None = None,
+        prepack: bool | None = None,
+        profile: Path | str | None = None,
+    ) -> Session:
         """Returns a graph of the bundle, ready to run in ONNX Runtime.
 
         Without a name, where the bundle holds graphs for several sizes of the batch, each call
         takes the one for its own (`SessionByBatch`); to observe inner values or to profile, it is
-        the main graph. Raises what `graph_file` raises.
+        the main graph.
+
+        Args:
+            graph: A graph's file or lowering. Default: the one for the batch.
+            options: Options for all that the keywords leave out.
+            provider: ONNX Runtime's execution provider, `cpu`, `cuda` or `tensorrt`. Default: cpu.
+            threads: The number of threads. Default: the runtime's choice.
+            spin_ms: How long threads spin after a call, waiting for the next one. Default: the
+                runtime's choice, some 35 ms; with 0 they rest, and leave the cores to others.
+            prepack: Keep a re-ordered copy of each weight: faster, in as much memory again.
+                Default: True.
+            profile: Time every node, into a file whose name begins so. Default: no file.
+
+        Raises:
+            UsageError: an argument is invalid.
+            BundleError: the graph or its weights are not as they were written.
+            EngineError: the provider cannot run here.
         """
-        record, options = self.manifest, options or SessionOptions()
+        record = self.manifest
+        keywords: dict[str, Any] = {
+            "provider": provider and PROVIDERS.get(provider, provider),
+            "threads": threads,
+            "spin_ms": spin_ms,
+            "prepack": prepack,
+            "profile": profile and Path(profile),
+        }
+        stated = {name: value for name, value in keywords.items() if value is not None}
+        options = replace(options or SessionOptions(), **stated)
         of_one_graph = options.observe is not None or options.profile is not None
         if graph is not None or of_one_graph or not self.graph().batches:
             return Session(self.graph_file(graph), options)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Any
 
 import moexport
 import numpy as np
@@ -106,6 +107,35 @@ def test_python_takes_k_in_every_form(k: int, tmp_path: Path) -> None:
     model = moexport.load(DATA / "soft_moe_lucidrains" / "weights.pt")
     bundle = moexport.export(model, tmp_path / "out", k=k)
     assert [layer.k for layer in bundle.manifest.layers] == [2]
+
+
+def test_the_options_of_a_session_are_keywords(tmp_path: Path) -> None:
+    bundle = moexport.export(backbone_model(1), tmp_path / "out", k=2)
+    session = bundle.session(threads=2, spin_ms=0, prepack=False, profile=tmp_path / "times")
+    wanted = SessionOptions(threads=2, spin_ms=0, prepack=False, profile=tmp_path / "times")
+    assert session.options == wanted
+    x = np.random.default_rng(0).standard_normal((2, 5, 6)).astype(np.float32)
+    both = bundle.session("dense", SessionOptions(threads=1, plan_memory=False), threads=2)
+    assert both.options == SessionOptions(threads=2, plan_memory=False)
+    np.testing.assert_allclose(both(x), session(x), rtol=1e-5, atol=1e-6)
+    assert bundle.session(provider="cpu").provider == "CPUExecutionProvider"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"threads": 0}, "threads=0: not a number"),
+        ({"threads": "2"}, "threads='2': not a number"),
+        ({"spin_ms": -1}, "spin_ms=-1: not a time"),
+        ({"provider": "gpu"}, "ONNX Runtime has no gpu"),
+    ],
+)
+def test_options_that_a_session_cannot_have_are_refused(
+    options: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    bundle = moexport.export(backbone_model(1), tmp_path / "out", k=2)
+    with pytest.raises(UsageError, match=words):
+        bundle.session(**options)
 
 
 def test_a_session_without_a_memory_plan_computes_the_same(tmp_path: Path) -> None:
