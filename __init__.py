@@ -51,7 +51,10 @@ if TYPE_CHECKING:
         verify,
     )
     from .exporter.bundle.bundle import Bundle
-    from .exporter.checkpoints.adapters import Experts, MuMoE, SoftMoE, adapts
+    from .exporter.checkpoints.adapters import adapts
+    from .exporter.checkpoints.descriptions import ExpertsDescription as Experts
+    from .exporter.checkpoints.descriptions import MuMoEDescription as MuMoE
+    from .exporter.checkpoints.descriptions import SoftMoEDescription as SoftMoE
     from .exporter.model import Model
     from .exporter.session import Session
     from .exporter.tensorrt.options import EngineOptions
@@ -106,11 +109,11 @@ _ELSEWHERE = {
     "adapts": ".exporter.checkpoints.adapters",
     "Bundle": ".exporter.bundle.bundle",
     "EngineOptions": ".exporter.tensorrt.options",
-    "Experts": ".exporter.checkpoints.adapters",
+    "Experts": ".exporter.checkpoints.descriptions:ExpertsDescription",
     "Model": ".exporter.model",
-    "MuMoE": ".exporter.checkpoints.adapters",
+    "MuMoE": ".exporter.checkpoints.descriptions:MuMoEDescription",
     "Session": ".exporter.session",
-    "SoftMoE": ".exporter.checkpoints.adapters",
+    "SoftMoE": ".exporter.checkpoints.descriptions:SoftMoEDescription",
 }
 
 
@@ -119,4 +122,5 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'moexport' has no attribute '{name}'")
     from importlib import import_module
 
-    return getattr(import_module(_ELSEWHERE.get(name, ".calls"), __name__), name)
+    module, _, other = _ELSEWHERE.get(name, ".calls").partition(":")
+    return getattr(import_module(module, __name__), other or name)

@@ -141,7 +141,7 @@ def calibrate(model: AnyModel | AnyPath, data: Feed, request: CalibrateRequest) 
     progress, force = request.progress, request.force
     out = None if request.out is None else Path(request.out)
     if request.ray is not None:
-        from .exporter.quantization.cluster import Source, calibrate_on_ray
+        from .exporter.quantization.cluster import CalibrationSource, calibrate_on_ray
 
         if not isinstance(model, str | Path) or not isinstance(data, str | Path):
             raise UsageError(
@@ -149,7 +149,7 @@ def calibrate(model: AnyModel | AnyPath, data: Feed, request: CalibrateRequest) 
                 "no path or URL",
                 hint="name both",
             )
-        source = Source(
+        source = CalibrationSource(
             model=str(everywhere(model)),
             loading=replace(
                 request.loading,

@@ -12,13 +12,13 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ...errors import FamilyError, MoexportError, UsageError
-from .layers import FoundLayer
+from .layers import LayerPlace
 
 FITS = "does the example, or --set input_shape=…, fit the network?"
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class LayerCall:
     """One call of a layer: its tokens x, what else it was given, and what it returned.
 
     All are as they were at the call. `in_place` says whether the layer changed x, and `direct`
@@ -34,11 +34,11 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class ForwardPass:
     """What one forward pass showed: its inputs, the layers' last calls by path, and the result."""
 
     inputs: Tensor
-    layers: Mapping[str, Call]
+    layers: Mapping[str, LayerCall]
     result: Tensor
 
     @property
@@ -48,22 +48,22 @@ class Recorded:
         return all(bool(each.isfinite().all()) for each in results)
 
 
-def recorded_forward(
+def forward_pass(
     module: nn.Module,
-    found: Sequence[FoundLayer],
+    places: Sequence[LayerPlace],
     inputs: Tensor,
     what: str,
     hint: str = FITS,
-) -> Recorded:
+) -> ForwardPass:
     """Runs the network once on `inputs` and returns what those of its MoE layers did that it calls.
 
     Raises UsageError when its forward fails, with `hint`, and FamilyError when a layer is called
     with more than its tokens, when something is not computed in float32, or when the result is not
     one tensor. A router's layer may be called with more, which its router is given.
     """
-    calls: dict[str, _Seen] = {}
+    calls: dict[str, _RawCall] = {}
     with ExitStack() as watching, torch.no_grad():
-        for place in found:
+        for place in places:
             watch = _Watch(module.get_submodule(place.path), place.path, calls)
             watching.enter_context(watch.watching())
         autocast = watching.enter_context(_Autocast())
@@ -84,8 +84,8 @@ def recorded_forward(
             hint="give a factory whose network leaves autocast out, by an argument, say (--set "
             "amp=false); --precision says in what the exported graph computes",
         )
-    by_path = {place.path: place for place in found}
-    layers = {path: _call(by_path[path], seen, what) for path, seen in calls.items()}
+    by_path = {place.path: place for place in places}
+    layers = {path: _call(by_path[path], call, what) for path, call in calls.items()}
     if not isinstance(result, Tensor):
         raise FamilyError(
             f"{what}: its forward returned a {type(result).__name__}, not one tensor",
@@ -93,11 +93,11 @@ def recorded_forward(
         )
     if result.dtype == torch.bfloat16:
         raise FamilyError(f"{what}: its forward returned bfloat16", hint="return y.float()")
-    return Recorded(inputs, layers, result.detach())
+    return ForwardPass(inputs=inputs, layers=layers, result=result.detach())
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _RawCall:
     """A call as it was: copies of what was given and returned, and how it went."""
 
     args: tuple[Any, ...]
@@ -110,7 +110,7 @@ class _Seen:
 class _Watch:
     """Enters each call of a layer under its path: of the module, or of its `forward` alone."""
 
-    def __init__(self, layer: nn.Module, path: str, calls: dict[str, _Seen]) -> None:
+    def __init__(self, layer: nn.Module, path: str, calls: dict[str, _RawCall]) -> None:
         self.layer, self.path, self.calls = layer, path, calls
         self.own_forward = layer.forward
         self.under_way: list[tuple[tuple[Any, ...], Mapping[str, Any], tuple[Any, ...]]] = []
@@ -156,7 +156,13 @@ class _Watch:
         copies, named, args = self.under_way.pop()
         tensors = [(a, b) for a, b in zip(args, copies, strict=True) if isinstance(a, Tensor)]
         in_place = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in tensors)
-        self.calls[self.path] = _Seen(copies, named, _copied(returned), in_place, direct)
+        self.calls[self.path] = _RawCall(
+            args=copies,
+            named=named,
+            returned=_copied(returned),
+            in_place=in_place,
+            direct=direct,
+        )
 
 
 def _copied(value: Any) -> Any:
@@ -183,10 +189,10 @@ class _Autocast(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _call(place: FoundLayer, seen: _Seen, what: str) -> Call:
+def _call(place: LayerPlace, call: _RawCall, what: str) -> LayerCall:
     """A call of a layer that can be replaced."""
-    alone = (len(seen.args) == 1 and not seen.named) or place.routed is not None
-    x, y = seen.args[0] if seen.args and alone else None, seen.returned
+    alone = (len(call.args) == 1 and not call.named) or place.routed is not None
+    x, y = call.args[0] if call.args and alone else None, call.returned
     if not isinstance(x, Tensor) or not isinstance(y, Tensor):
         raise FamilyError(
             f"{what}: {place.path or 'the layer'} is called with more than its tokens, or returns "
@@ -200,7 +206,14 @@ def _call(place: FoundLayer, seen: _Seen, what: str) -> Call:
                 "compute in float32",
                 hint="leave the cast out; --precision says in what the exported graph computes",
             )
-    return Call(x, y, seen.args[1:], seen.named, seen.in_place, seen.direct)
+    return LayerCall(
+        x=x,
+        y=y,
+        further=call.args[1:],
+        named=call.named,
+        in_place=call.in_place,
+        direct=call.direct,
+    )
 
 
 def _dtype(dtype: torch.dtype) -> str:

@@ -16,15 +16,16 @@ from ...errors import FamilyError, UsageError
 from ...graphs.layers.base import MoELayer, moe_layers, sharing_weights
 from ..families import FAMILIES, LAYOUTS
 from ..families.base import find_layers
-from .adapters import EXAMPLE, Adapter, Described, Experts, adapter_name, adapter_of, describe
+from .adapters import EXAMPLE, Adapter, adapter_name, adapter_of, describe
+from .descriptions import Description, ExpertsDescription
 
 
 @dataclass(frozen=True, slots=True)
-class FoundLayer:
+class LayerPlace:
     """A MoE layer in a user's network: where it is, what it is called, and what takes its place.
 
     `class_name` is that of the user's class, and `make` returns our layer under a name. `adapter`
-    said what it is and is to be believed only where `described` computes what the layer does.
+    said what it is and is to be believed only where its `description` computes what the layer does.
     `aliases` are further names under which the network holds the same module.
     """
 
@@ -34,7 +35,7 @@ class FoundLayer:
     make: Callable[[str], MoELayer]
     aliases: tuple[str, ...] = ()
     adapter: Adapter | None = None
-    described: Described | None = None
+    description: Description | None = None
 
     @property
     def at(self) -> str:
@@ -42,14 +43,14 @@ class FoundLayer:
         return f"the layer {self.path or '(the network itself)'}"
 
     @property
-    def routed(self) -> Experts | None:
+    def routed(self) -> ExpertsDescription | None:
         """What the adapter says of it, where that is experts that a router chooses."""
-        return self.described if isinstance(self.described, Experts) else None
+        return self.description if isinstance(self.description, ExpertsDescription) else None
 
 
 def find_in_module(
     module: nn.Module, adapters: Mapping[type, Adapter] | None = None
-) -> tuple[FoundLayer, ...]:
+) -> tuple[LayerPlace, ...]:
     """Returns the MoE layers that a network holds.
 
     Raises FamilyError when it holds none, and UsageError for an adapter of `adapters` whose class
@@ -59,26 +60,27 @@ def find_in_module(
     paths: dict[int, list[str]] = {}
     for path, sub in module.named_modules(remove_duplicate=False):
         paths.setdefault(id(sub), []).append(path)
-    adapted = _adapted(module, adapters or {})
-    found: dict[str, FoundLayer] = {}
+    places: dict[str, LayerPlace] = {}
     for layout in LAYOUTS:
         for prefix in find_layers(tensors, layout):
             path = prefix.removesuffix(".")
-            name, make = (
-                type(module.get_submodule(path)).__name__,
-                partial(layout.make, prefix, tensors),
+            places[path] = LayerPlace(
+                path=path,
+                title=f"a {layout.family} layer",
+                class_name=type(module.get_submodule(path)).__name__,
+                make=partial(layout.make, prefix, tensors),
             )
-            found[path] = FoundLayer(path, f"a {layout.family} layer", name, make)
     for path, own in moe_layers(module).items():
-        name, make = type(own).__name__, partial(_renamed, own)
-        found[path] = FoundLayer(path, f"a {own.spec.kind} layer", name, make)
+        places[path] = LayerPlace(
+            path=path,
+            title=f"a {own.spec.kind} layer",
+            class_name=type(own).__name__,
+            make=partial(_renamed, own),
+        )
+    adapted = _adapted(module, adapters or {})
     inside = tuple(f"{path}." if path else "" for path in adapted)
-    found = {path: each for path, each in found.items() if not path.startswith(inside)} | adapted
-    places = tuple(
-        replace(found[first], aliases=tuple(others))
-        for first, *others in paths.values()
-        if first in found
-    )
+    places = {path: place for path, place in places.items() if not path.startswith(inside)}
+    places |= adapted
     if not places:
         names = ", ".join(list(tensors)[:6])
         raise FamilyError(
@@ -88,24 +90,33 @@ def find_in_module(
             f"shapes of their parameters: {', '.join(FAMILIES)}; the layer must be a module of "
             "its own",
         )
-    return places
+    return tuple(
+        replace(places[first], aliases=tuple(others))
+        for first, *others in paths.values()
+        if first in places
+    )
 
 
-def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, FoundLayer]:
+def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, LayerPlace]:
     """The layers that an adapter describes, the outermost where they lie in each other."""
-    found: dict[str, FoundLayer] = {}
+    places: dict[str, LayerPlace] = {}
     unused = dict(adapters)
     for path, sub in module.named_modules():
-        if any(path.startswith(f"{outer}." if outer else "") for outer in found):
+        if any(path.startswith(f"{outer}." if outer else "") for outer in places):
             continue
         adapter = adapter_of(sub, adapters)
         if adapter is None:
             continue
         unused = {cls: each for cls, each in unused.items() if each is not adapter}
-        described = describe(adapter, sub, f"the layer {path or '(the network itself)'}")
-        title = f"what the adapter {adapter_name(adapter)} says"
-        name = type(sub).__name__
-        found[path] = FoundLayer(path, title, name, described.build, (), adapter, described)
+        description = describe(adapter, sub, f"the layer {path or '(the network itself)'}")
+        places[path] = LayerPlace(
+            path=path,
+            title=f"what the adapter {adapter_name(adapter)} says",
+            class_name=type(sub).__name__,
+            make=description.build,
+            adapter=adapter,
+            description=description,
+        )
     if unused:
         cls, adapter = next(iter(unused.items()))
         raise UsageError(
@@ -113,7 +124,7 @@ def _adapted(module: nn.Module, adapters: Mapping[type, Adapter]) -> dict[str, F
             f"{type(module).__name__} holds no such layer",
             hint=f"classes in it: {', '.join(_own_classes(module)) or 'those of torch.nn alone'}",
         )
-    return found
+    return places
 
 
 def _own_classes(module: nn.Module) -> list[str]:

@@ -7,7 +7,6 @@ the names and shapes of its parameters, which are then those of a published laye
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +14,16 @@ import torch
 from torch import Tensor, nn
 
 from ...common.user_code import callable_named
-from ...errors import CheckpointError, FamilyError, MoexportError, ParityError, UsageError
+from ...errors import CheckpointError, FamilyError, MoexportError, UsageError
 from ...graphs.layers.base import sharing_weights
-from ..families.layer_only import PixelBackbone, TokenBackbone, VectorBackbone
 from ..model import Model, Source, TensorSpec
-from ..token_routed.own_router import Routed, check_experts, routing
-from .adapters import (
-    EXAMPLE,
-    TOLERANCE,
-    Adapter,
-    Experts,
-    adapter_name,
-    adapters_for,
-    check_described,
-    describe,
-    difference,
-)
-from .calls import Call, Recorded, recorded_forward
+from ..token_routed.own_router import Routed
+from .adapters import EXAMPLE, Adapter, adapter_name, adapters_for, describe
+from .calls import ForwardPass, LayerCall, forward_pass
+from .comparison import check_adapter, check_alone, check_same, router_choice, surroundings
+from .descriptions import ExpertsDescription
 from .examples import INPUT_SHAPE, Example, differ, example_of, made_up
-from .layers import FoundLayer, find_in_module
+from .layers import LayerPlace, find_in_module
 from .state_dict import Checkpoint, read_checkpoint
 
 COMPILED = "_orig_mod"
@@ -70,25 +60,29 @@ def load_factory(
         notes += ("converted the network to float32",)
     module = module.float().eval().requires_grad_(False)
     inputs, random = example_of(source, module, config.get(INPUT_SHAPE), example)
-    found = find_in_module(module, known)
-    passes, made = _passes(module, found, inputs, source)
-    found, left = _called(found, passes, source)
+    places = find_in_module(module, known)
+    passes, made = _passes(module, places, inputs, source)
+    places, left = _called(places, passes, source)
     calls = {path: call for each in reversed(passes) for path, call in each.layers.items()}
-    for place in found:
-        _check_alone(place, module.get_submodule(place.path), calls[place.path], source)
+    for place in places:
+        check_alone(place, module.get_submodule(place.path), calls[place.path], source)
         for each in passes:
-            _check_adapter(place, each, source)
-    twin, layers, replaced = swapped(module, found, calls)
+            check_adapter(place, each, source)
+    twin, layers, replaced = swapped(module, places, calls)
     for each in passes:
-        check_same(each, twin, found, source)
+        check_same(each, twin, places, source)
     array, result = passes[0].inputs.numpy(), passes[0].result.numpy()
-    used = {adapter_name(layer.adapter): None for layer in found if layer.adapter is not None}
+    used = {adapter_name(layer.adapter): None for layer in places if layer.adapter is not None}
     return Model(
         module=twin,
         family="factory",
         config=dict(config),
         source=Source(
-            source, files, None if weights is None else str(weights), mapped, adapters=tuple(used)
+            path=source,
+            files=files,
+            weights=None if weights is None else str(weights),
+            mapped=mapped,
+            adapters=tuple(used),
         ),
         inputs=(TensorSpec("input", array.dtype.name, ("batch", *array.shape[1:])),),
         outputs=(TensorSpec("output", result.dtype.name, ("batch", *result.shape[1:])),),
@@ -173,14 +167,14 @@ def _named_as(expected: Mapping[str, Tensor], checkpoint: Checkpoint) -> dict[st
 
 
 def _passes(
-    module: nn.Module, found: Sequence[FoundLayer], inputs: Tensor, source: str
-) -> tuple[list[Recorded], tuple[str, ...]]:
+    module: nn.Module, places: Sequence[LayerPlace], inputs: Tensor, source: str
+) -> tuple[list[ForwardPass], tuple[str, ...]]:
     """The passes that are compared, over two different inputs at least, and a note if made up.
 
     A network that cannot run on what is made up, or gives no numbers for it, is compared on its
     example alone.
     """
-    alone = recorded_forward(module, found, inputs, source)
+    alone = forward_pass(module, places, inputs, source)
     if differ(inputs):
         return [alone], ()
     begins = "the example holds no two different inputs: the replaced layers were checked on"
@@ -188,7 +182,7 @@ def _passes(
         # A network may run on batches of the example's size alone.
         for batch, before in ((torch.cat([inputs, further]), ()), (further, (alone,))):
             try:
-                more = recorded_forward(module, found, batch, source)
+                more = forward_pass(module, places, batch, source)
             except MoexportError:
                 continue
             if more.finite:
@@ -198,12 +192,12 @@ def _passes(
 
 
 def _called(
-    found: Sequence[FoundLayer], passes: Sequence[Recorded], source: str
-) -> tuple[tuple[FoundLayer, ...], tuple[str, ...]]:
+    places: Sequence[LayerPlace], passes: Sequence[ForwardPass], source: str
+) -> tuple[tuple[LayerPlace, ...], tuple[str, ...]]:
     """The layers that the network calls, in the order in which it does, and notes on the others."""
-    places = {place.path: place for place in found}
+    by_path = {place.path: place for place in places}
     called = dict.fromkeys(path for each in passes for path in each.layers)
-    left = [place.at for path, place in places.items() if path not in called]
+    left = [place.at for path, place in by_path.items() if path not in called]
     if not called:
         raise FamilyError(
             f"{source}: the network calls none of the layers that moexport found in it on an input "
@@ -212,154 +206,29 @@ def _called(
             "(--data), or by another argument (--set)?",
         )
     notes = tuple(f"{each} is not called: left as it is" for each in left)
-    return tuple(places[path] for path in called), notes
+    return tuple(by_path[path] for path in called), notes
 
 
-TRIED_ALONE = 4
-
-
-def _check_alone(place: FoundLayer, layer: nn.Module, call: Call, source: str) -> None:
-    """Raises ParityError where what a layer gives for an input depends on the others of its batch.
-
-    Ours never does. What a user's router does is part of the graph, and compared with that.
-    """
-    if place.routed is not None:
-        return
-    x = call.x if differ(call.x) else torch.cat([call.x, *islice(made_up(call.x), 1)])
-    together = _given(layer, x)
-    if together is None or together.shape[:1] != x.shape[:1]:
-        return
-    rows = sorted({*torch.linspace(0, len(x) - 1, TRIED_ALONE).long().tolist()})
-    alone = []
-    for row in rows:
-        # Twice, where the layer takes no batch of one.
-        batches = (x[[row]], x[[row, row]])
-        y = next((y for each in batches if (y := _given(layer, each)) is not None), None)
-        if y is None or y[:1].numel() != together[:1].numel():
-            return
-        alone.append(y[:1].reshape(together[:1].shape))
-    off = difference(together[rows], torch.cat(alone))
-    if off <= TOLERANCE:
-        return
-    again = _given(layer, x)
-    if again is None or difference(together, again) > TOLERANCE:
-        raise ParityError(
-            f"{source}: {place.at} gives another result each time that it is called",
-            hint="noise belongs into training alone: if self.training",
-        )
-    raise ParityError(
-        f"{source}: {place.at} gives for one input what depends on the others of its batch: off by "
-        f"{off:.2g} of max|y| from what it gives for the input alone",
-        hint="no softmax, sum, statistics or reshape of the layer may reach over its first axis: a "
-        "batch would change every result",
-    )
-
-
-def _given(layer: nn.Module, x: Tensor) -> Tensor | None:
-    """What a layer gives for x outside of its network; None where it gives no numbers there."""
-    with torch.no_grad():
-        try:
-            y = layer(x.clone())
-        except Exception:  # noqa: BLE001  a layer may need its network to run
-            return None
-    return y if isinstance(y, Tensor) and bool(y.isfinite().all()) else None
-
-
-def _check_adapter(place: FoundLayer, recorded: Recorded, source: str) -> None:
-    """Raises ParityError unless what an adapter says gives y for x, as the layer did."""
-    call = recorded.layers.get(place.path)
-    if place.described is None or call is None:
-        return
-    at = f"{source}: {place.at}" + (", which changes its input in place," if call.in_place else "")
-    if place.routed is not None:
-        _check_routed(place.routed, call, at)
-        return
-    x, y = call.x, call.y
-    spec, backbone = place.make("").spec, _backbone(place.path, call)
-    ranks = (2, 3, 4) if spec.routes_tokens else (3, 4)
-    if x.ndim not in ranks or x.shape[1 if backbone is PixelBackbone else -1] != spec.dim:
-        raise UsageError(
-            f"{source}: {place.at} is called on {list(x.shape)}, and what its adapter says takes "
-            f"tokens (b, m, {spec.dim}) or pixels (b, {spec.dim}, height, width)",
-            hint="phi is [d, n, p], a gate [d, n]: d is the width of a token",
-        )
-
-    def run(layer: nn.Module, x: Tensor) -> Tensor:
-        result: Tensor = (backbone(layer) if backbone else layer)(x)
-        return result
-
-    check_described(place.described, x, y, run, at)
-
-
-TRIED_TOKENS = 256
-"""On which the other options are tried: each meets some experts only."""
-
-
-def _check_routed(described: Experts, call: Call, at: str) -> None:
-    """Raises ParityError unless the experts give y for x and what the router chose."""
-    d, n = (spec := described.build("").spec).dim, spec.experts
-    if call.x.ndim < 2 or call.x.shape[-1] != d:
-        raise UsageError(
-            f"{at} is called on {list(call.x.shape)}, and its experts take tokens (…, {d})",
-            hint="a first map is an nn.Linear or [h, d], w1 is [n, d, h]: d is a token's width",
-        )
-    index, weights = _routing(described, call, at)
-    try:
-        check_experts(index, n)
-    except UsageError as error:
-        raise UsageError(f"{at}: {error.message}", hint=error.hint) from error
-    index, weights = (each.reshape(-1, each.shape[-1]) for each in (index, weights))
-
-    def run(layer: nn.Module, rows: Tensor) -> Tensor:
-        result: Tensor = layer(rows, index[: len(rows)], weights[: len(rows)])
-        return result
-
-    if call.y.shape[:-1] != call.x.shape[:-1]:
-        raise ParityError(
-            f"{at} gives {list(call.y.shape)} for {list(call.x.shape)}",
-            hint="experts give a row for each token; what is done with them after belongs into a "
-            "module around",
-        )
-    x, y = (each.reshape(-1, each.shape[-1]) for each in (call.x, call.y))
-    check_described(described, x, y, run, at, TRIED_TOKENS)
-
-
-def _routing(described: Experts, call: Call, at: str) -> tuple[Tensor, Tensor]:
-    """What the router gives for what the layer was called with; a UsageError names the layer."""
-    try:
-        with torch.no_grad():
-            # A router may change in place what it is given.
-            return routing(described.router, (call.x.clone(), *call.further), call.named, None)
-    except MoexportError as error:
-        raise UsageError(f"{at}: {error.message}", hint=error.hint) from error
-    except Exception as error:  # the user's code may fail in any way
-        raise UsageError(
-            f"{at}: its router failed: {type(error).__name__}: {error}",
-            hint="it is called with what the layer is called with; --verbose shows where it was "
-            "raised",
-        ) from error
-
-
-def _with_router(place: FoundLayer, layer: nn.Module, call: Call, name: str) -> Routed:
+def _with_router(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) -> Routed:
     """Our experts with the user's router, whose code reads a copy of the user's layer.
 
     The copy shares the parameters, and holds none of the experts' own: those are ours already.
     """
     assert place.adapter is not None
     host = sharing_weights(layer)
-    described = describe(place.adapter, host, place.at)
-    assert isinstance(described, Experts)
-    k = _routing(described, call, place.at)[0].shape[-1]
-    experts = described.build(name, k)
-    if described.router is None:
+    description = describe(place.adapter, host, place.at)
+    assert isinstance(description, ExpertsDescription)
+    k = router_choice(description, call, place.at)[0].shape[-1]
+    experts = description.build(name, k)
+    if description.router is None:
         return Routed(experts, None, None)
-    ranges = [_bytes_of(each) for each in described.tensors()]
+    ranges = [_bytes_of(each) for each in description.tensors()]
     for module in host.modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             first, last = _bytes_of(parameter)
             if any(first < end and start < last for start, end in ranges):
                 setattr(module, parameter_name, None)
-    return Routed(experts, described.router, host)
+    return Routed(experts, description.router, host)
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:
@@ -368,21 +237,8 @@ def _bytes_of(tensor: Tensor) -> tuple[int, int]:
     return first, first + tensor.numel() * tensor.element_size()
 
 
-def _backbone(path: str, call: Call) -> Callable[[nn.Module], nn.Module] | None:
-    """What must stand around our layer in place of the user's.
-
-    A change of layout; a name; or a module whose `forward` calls our layer as one, where it is that
-    which the network calls.
-    """
-    if call.x.ndim == 4:
-        return PixelBackbone
-    if call.x.ndim == call.y.ndim == 2:
-        return VectorBackbone
-    return TokenBackbone if call.direct or not path else None
-
-
 def swapped(
-    module: nn.Module, found: Sequence[FoundLayer], calls: Mapping[str, Call]
+    module: nn.Module, places: Sequence[LayerPlace], calls: Mapping[str, LayerCall]
 ) -> tuple[nn.Module, tuple[str, ...], tuple[str, ...]]:
     """Returns a copy of the network with ours for its MoE layers, their paths, and notes.
 
@@ -397,34 +253,33 @@ def swapped(
             hint="keep what cannot be copied (locks, files, results) out of its attributes",
         ) from error
     names, notes = [], []
-    for place in found:
-        path = place.path
-        call = calls[path]
+    for place in places:
+        path, call = place.path, calls[place.path]
+        backbone = None if place.routed else surroundings(path, call)
         if place.routed is not None:
             name = f"{path}.experts".removeprefix(".")
-            router = _with_router(place, module.get_submodule(path), call, name)
-            twin = _placed(twin, place, router)
-            names.append(name)
-            notes.append(f"{path or 'the network'} replaced as {place.title}")
-            continue
-        backbone = _backbone(path, call)
-        name = f"{path}.layer".removeprefix(".") if backbone else path
-        try:
-            ours: nn.Module = place.make(name)
-        except CheckpointError as error:
-            raise FamilyError(
-                f"{path or 'the network'} resembles {place.title}: {error.message}",
-                hint=f"its parameters are not those of the published code: "
-                f"{EXAMPLE.format(name=place.class_name)}",
-            ) from error
-        ours = backbone(ours) if backbone else ours
-        twin = _placed(twin, place, ours)
+            ours: nn.Module = _with_router(place, module.get_submodule(path), call, name)
+        else:
+            name = f"{path}.layer".removeprefix(".") if backbone else path
+            ours = _ours(place, name)
+        twin = _placed(twin, place, backbone(ours) if backbone else ours)
         names.append(name)
         notes.append(f"{path or 'the network'} replaced as {place.title}")
     return twin, tuple(names), tuple(notes)
 
 
-def _placed(network: nn.Module, place: FoundLayer, ours: nn.Module) -> nn.Module:
+def _ours(place: LayerPlace, name: str) -> nn.Module:
+    try:
+        return place.make(name)
+    except CheckpointError as error:
+        raise FamilyError(
+            f"{place.path or 'the network'} resembles {place.title}: {error.message}",
+            hint=f"its parameters are not those of the published code: "
+            f"{EXAMPLE.format(name=place.class_name)}",
+        ) from error
+
+
+def _placed(network: nn.Module, place: LayerPlace, ours: nn.Module) -> nn.Module:
     """The network with ours at a layer's place, under each of its names."""
     for each in (place.path, *place.aliases):
         if each:
@@ -432,67 +287,3 @@ def _placed(network: nn.Module, place: FoundLayer, ours: nn.Module) -> nn.Module
         else:
             network = ours.eval()
     return network
-
-
-def check_same(own: Recorded, twin: nn.Module, found: Sequence[FoundLayer], source: str) -> None:
-    """Raises ParityError unless the twin gives what the user's network gave in a pass.
-
-    It names the first layer that differs. `found` are the layers that were replaced.
-    """
-    ours = recorded_forward(
-        twin,
-        found,
-        own.inputs,
-        f"{source}, its MoE layers replaced",
-        hint="the network may take nothing of such a layer but what it returns: y = layer(x)",
-    )
-    called = [place for place in found if place.path in own.layers]
-    for place in called:
-        if place.path not in ours.layers:
-            raise FamilyError(
-                f"{source}: the network does not call what takes the place of {place.at}",
-                hint="its forward may look for layers of that class, or be a function that holds "
-                "the network itself: make it a method that calls the layer by its name",
-            )
-    wrong = [
-        (place, miss)
-        for place in called
-        if (miss := _miss(own.layers[place.path].y, ours.layers[place.path].y)) is not None
-    ]
-    result = _miss(own.result, ours.result)
-    if not wrong and result is None:
-        return
-    changing = [place.at for place in called if own.layers[place.path].in_place]
-    if changing:
-        raise ParityError(
-            f"{source}: {changing[0]} changes its input in place, and the network then uses that",
-            hint="x = x + … where the layer has x += … or x.add_(…)",
-        )
-    if not wrong:
-        raise ParityError(
-            f"{source}: every MoE layer agrees, but the result does not: {result}",
-            hint="is the network in eval mode deterministic?",
-        )
-    place, miss = wrong[0]
-    if place.adapter is not None:
-        raise ParityError(
-            f"{source}: {place.at} computes something else in the network than {place.title}: "
-            f"{miss}",
-            hint="does the network add hooks to it, or call it several times in different ways?",
-        )
-    raise ParityError(
-        f"{source}: {place.at} computes something else than the published layer that its "
-        f"parameters resemble: {miss}",
-        hint="its forward differs (dispatch and combine swapped, another normalisation or "
-        f"activation, …): {EXAMPLE.format(name=place.class_name)}",
-    )
-
-
-def _miss(expected: Tensor, actual: Tensor) -> str | None:
-    """How two tensors differ; None where they agree within TOLERANCE of the larger's maximum."""
-    if expected.shape != actual.shape:
-        return f"shape {list(actual.shape)} instead of {list(expected.shape)}"
-    if difference(expected, actual) <= TOLERANCE:
-        return None
-    error, largest = float((expected - actual).abs().max()), float(expected.abs().max())
-    return f"off by {error:.2e} where max|y| is {largest:.2e}"

@@ -24,7 +24,7 @@ from .calibrate import CalibrationJob, Observed, kept_table, observe_share
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class CalibrationSource:
     """A calibration as nodes are told it: what names the model, how it is loaded, and the feed."""
 
     model: str
@@ -39,7 +39,7 @@ class Source:
 
 
 def calibrate_on_ray(
-    source: Source,
+    source: CalibrationSource,
     *,
     address: str,
     on: str,
@@ -101,11 +101,11 @@ def _all_of(
 # --- what the nodes run --------------------------------------------------------------------------
 
 
-def observed_share(source: Source, share: tuple[int, int]) -> Observed:
+def observed_share(source: CalibrationSource, share: tuple[int, int]) -> Observed:
     """Returns what the model's tensors hold over a share of the batches."""
     return observe_share(source.job(), share)
 
 
-def whole_origin(source: Source) -> Origin:
+def whole_origin(source: CalibrationSource) -> Origin:
     """Returns what a table would be made from."""
     return source.job().whole_origin()

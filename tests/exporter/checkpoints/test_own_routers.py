@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.errors import ParityError, UsageError
-from moexport.exporter.checkpoints.adapters import Experts
+from moexport.exporter.checkpoints.descriptions import ExpertsDescription as Experts
 from moexport.exporter.job import export_job
 from moexport.exporter.model import fingerprint
 from moexport.exporter.options import ExportOptions
