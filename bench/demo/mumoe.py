@@ -16,7 +16,7 @@ from ...calibration.feeds import Array
 from ...common.console import Progress
 from ...common.text import table
 from ...common.writing import whole_file
-from ...exporter.families.mumoe_gpt2 import GPT2, Block, GPT2Spec
+from ...exporter.families.mumoe_gpt2 import GPT2, GPT2Block, GPT2Spec
 from ...exporter.families.mumoe_mixer import MixerSpec, MlpMixer, PreNormResidual
 from ...exporter.inspect import support
 from ...graphs.layers import mumoe
@@ -276,7 +276,7 @@ def trainable_gpt2(spec: GPT2Spec, experts: int, hidden: int, rank: int) -> GPT2
     blocks = model.transformer["h"]
     assert isinstance(blocks, nn.ModuleList)
     for block in blocks:
-        assert isinstance(block, Block)
+        assert isinstance(block, GPT2Block)
         block.mlp.MuMoE_layer = _block(experts, spec.dim, hidden, rank, input_norm=True)
     return model
 

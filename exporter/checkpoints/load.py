@@ -167,8 +167,8 @@ def _load_checkpoint(
         source=Source(
             str(path), checkpoint.files, mapped=checkpoint.mapped, watched=checkpoint.watched
         ),
-        inputs=(built.input, *built.more_inputs),
-        outputs=(built.output, *built.more_outputs),
+        inputs=built.inputs,
+        outputs=built.outputs,
         notes=(*checkpoint.notes, *notes, *built.notes),
         example=example if isinstance(example, np.ndarray) else None,
     )

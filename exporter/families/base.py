@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,29 +24,27 @@ from ...graphs.layers.soft_moe import Activation, Matrices, SoftMoE
 from ..model import TensorSpec
 
 Tensors = Mapping[str, Tensor]
-Shape = tuple[int, ...]
+TensorShape = tuple[int, ...]
 Config = Mapping[str, Any]
 T = TypeVar("T")
-Layer = TypeVar("Layer", bound=MoELayer)
-Network = TypeVar("Network", bound=nn.Module)
+AnyLayer = TypeVar("AnyLayer", bound=MoELayer)
+AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
 INCOMPLETE = "check that the file is complete and that --family is the code that trained it"
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FamilyModel:
     """A module made from a checkpoint, with what `Model` tells of it."""
 
     module: nn.Module
     config: dict[str, Any]
-    input: TensorSpec
-    output: TensorSpec
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
     notes: tuple[str, ...] = ()
-    more_inputs: tuple[TensorSpec, ...] = ()
-    more_outputs: tuple[TensorSpec, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Family:
     """One published training code: how its checkpoints are recognised and rebuilt.
 
@@ -58,7 +56,7 @@ class Family:
     summary: str
     options: tuple[str, ...]
     detect: Callable[[Tensors], bool]
-    build: Callable[[Tensors, Config], Built]
+    build: Callable[[Tensors, Config], FamilyModel]
     layer: PublishedLayer[Any]
     asked: tuple[str, ...] = ()
 
@@ -81,7 +79,7 @@ def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str])
         changed = other.keys() != tensors.keys()
         return changed and len(other) == len(tensors) and family.detect(other)
 
-    def build(tensors: Tensors, given: Config) -> Built:
+    def build(tensors: Tensors, given: Config) -> FamilyModel:
         other = published(tensors)
         if len(other) < len(tensors):
             raise CheckpointError(
@@ -93,8 +91,8 @@ def renamed(family: Family, *, name: str, summary: str, keys: Mapping[str, str])
     return replace(family, name=name, summary=summary, detect=detect, build=build)
 
 
-@dataclass(frozen=True, slots=True)
-class PublishedLayer(Generic[Layer]):
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PublishedLayer(Generic[AnyLayer]):
     """How one published code stores a MoE layer.
 
     `family` names the code and `title` the kind of layer in messages, `mark` is a key that every
@@ -106,7 +104,7 @@ class PublishedLayer(Generic[Layer]):
     family: str
     mark: str
     match: Callable[[Tensors], bool]
-    make: Callable[[str, Tensors, str], Layer]
+    make: Callable[[str, Tensors, str], AnyLayer]
     title: str
 
 
@@ -114,7 +112,7 @@ def soft_moe_layer(
     family: str,
     mark: str,
     match: Callable[[Tensors], bool],
-    shapes: Callable[[Tensors], dict[str, Shape]],
+    shapes: Callable[[Tensors], dict[str, TensorShape]],
     read: Callable[[str, Tensors], SoftMoE],
     leftovers: tuple[str, ...] = (),
 ) -> PublishedLayer[SoftMoE]:
@@ -130,7 +128,7 @@ def soft_moe_layer(
         check_tensors(family, prefixed(local, prefix), prefixed(shapes(local), prefix))
         return read(name, local)
 
-    return PublishedLayer(family, mark, match, make, "Soft MoE")
+    return PublishedLayer(family=family, mark=mark, match=match, make=make, title="Soft MoE")
 
 
 # --- keys and shapes ---------------------------------------------------------------------------
@@ -154,7 +152,7 @@ def find_layers(tensors: Tensors, layer: PublishedLayer[Any]) -> list[str]:
     return [prefix for prefix in prefixes if layer.match(under(tensors, prefix))]
 
 
-def shape_of(family: str, tensors: Tensors, key: str, axes: str) -> Shape:
+def shape_of(family: str, tensors: Tensors, key: str, axes: str) -> TensorShape:
     """The shape of a tensor that must be there with those axes, such as `d, n, p`.
 
     Raises CheckpointError when it is missing, of another rank or empty.
@@ -184,7 +182,7 @@ def block_numbers(family: str, tensors: Tensors, prefix: str) -> range:
     return range(len(found))
 
 
-def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, Shape]) -> None:
+def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, TensorShape]) -> None:
     """Raises CheckpointError unless `tensors` has exactly the keys and shapes expected."""
     problems = []
     for keys, noun in (
@@ -216,7 +214,7 @@ def some(keys: Sequence[str], limit: int = 6) -> str:
     return ", ".join(keys[:limit]) + rest
 
 
-def filled(network: Network, tensors: Tensors, layers: Mapping[str, MoELayer]) -> Network:
+def filled(network: AnyNetwork, tensors: Tensors, layers: Mapping[str, MoELayer]) -> AnyNetwork:
     """Returns a network made on the meta device with its weights, and its layers at their paths."""
     network.load_state_dict({key: tensors[key] for key in network.state_dict()}, assign=True)
     for path, layer in layers.items():
@@ -224,7 +222,7 @@ def filled(network: Network, tensors: Tensors, layers: Mapping[str, MoELayer]) -
     return network.requires_grad_(False).eval()
 
 
-def shapes_of(network: nn.Module) -> dict[str, Shape]:
+def shapes_of(network: nn.Module) -> dict[str, TensorShape]:
     """Returns the names and shapes of a network's own tensors."""
     return {key: tuple(tensor.shape) for key, tensor in network.state_dict().items()}
 
@@ -248,84 +246,88 @@ class Question:
     fits: bool = True
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A published constructor: what it takes where it is not told otherwise.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constructor:
+    """The arguments of a published constructor, each by what tells it.
 
-    `defaults` are those of the arguments that shapes tell. Who names all of `named` gives the whole
-    call: what such a call leaves out is the constructor's default.
+    `shapes` are those that keys and shapes tell, with the constructor's defaults (`...` where it
+    has none that could be compared); `asked` change the output and are told by the user alone;
+    `free` change nothing, and map to what they are when they are left out. `aliases` are further
+    names, which `write` turns into these: it returns what a user gave as the shapes would say it.
+    Who names all of `sizes` gives the whole call: what such a call leaves out is the default.
     """
 
-    named: tuple[str, ...]
-    defaults: Config
+    family: str
+    shapes: Config
+    asked: Mapping[str, Question] = field(default_factory=dict)
+    free: Config = field(default_factory=dict)
+    aliases: tuple[str, ...] = ()
+    sizes: tuple[str, ...] = ()
+    write: Callable[[Config, Config], Config] = lambda given, _: given
 
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The keys that a configuration may have."""
+        return (*self.shapes, *self.asked, *self.free, *self.aliases, REST)
 
-def settle(
-    family: str,
-    given: Config,
-    read: Config,
-    *,
-    required: Mapping[str, Question] | None = None,
-    free: Config | None = None,
-    call: Call | None = None,
-) -> dict[str, Any]:
-    """Returns the whole configuration: what shapes say, and what only the user can say.
+    def settle(
+        self, given: Config, read: Config, asked: Mapping[str, Question] | None = None
+    ) -> dict[str, Any]:
+        """Returns the whole configuration: what shapes say (`read`), and what only the user can.
 
-    `read` was read from shapes and may not be contradicted. `required` maps what shapes cannot tell
-    and what changes the output to the question; the published default is taken where the user says
-    so (`rest=default`, which every family accepts), or gives the whole `call` of a model with these
-    shapes. `free` maps what cannot change a result to its default. Raises FamilyError for an
-    unknown, contradicting or missing key.
-    """
-    required, free = required or {}, free or {}
-    check_options(family, given, (*read, *required, *free, REST))
-    rest = _rest(family, given)
-    for key, value in read.items():
-        if key in given and not _same(given[key], value):
+        What was read may not be contradicted, and is not asked for. `asked` are the questions
+        where they depend on the checkpoint. Published defaults are taken where the user says so
+        (`rest=default`), or gives the whole call of a model with these shapes. Raises FamilyError
+        for an unknown, contradicting or missing key.
+        """
+        questions = self.asked if asked is None else asked
+        questions = {key: each for key, each in questions.items() if key not in read}
+        self._check(given)
+        rest, given = REST in given, self.write(given, read)
+        for key, value in read.items():
+            if key in given and not _same(given[key], value):
+                raise FamilyError(
+                    f"{self.family}: {key}={_shown(given[key])} was given, but the shapes in the "
+                    f"checkpoint say {key}={_shown(value)}",
+                    hint=f"leave {key} out, or check that this is the right checkpoint",
+                )
+        answers = {key: given[key] for key in questions if key in given}
+        if rest or self._is_whole(given, read):
+            answers = {key: each.value for key, each in questions.items() if each.fits} | answers
+        missing = {key: each for key, each in questions.items() if key not in answers}
+        if missing:
+            options = " ".join(f"--set {key}={_shown(each.value)}" for key, each in missing.items())
+            default = f"; --set {REST}=default takes the published default for all of it"
             raise FamilyError(
-                f"{family}: {key}={_shown(given[key])} was given, but the shapes in the checkpoint "
-                f"say {key}={_shown(value)}",
-                hint=f"leave {key} out, or check that this is the right checkpoint",
+                f"{self.family}: shapes cannot tell "
+                + "; ".join(f"{key} ({each.why})" for key, each in missing.items()),
+                hint=f"add your model's values: {options}{default if self.sizes else ''}",
             )
-    told = {key: given[key] for key in required if key in given}
-    if call is not None and (rest or _is_call(given, read, call)):
-        told = {key: each.value for key, each in required.items() if each.fits} | told
-    missing = [key for key in required if key not in told]
-    if missing:
-        options = " ".join(f"--set {key}={_shown(required[key].value)}" for key in missing)
-        default = f"; --set {REST}=default takes the published default for all of it"
-        raise FamilyError(
-            f"{family}: shapes cannot tell "
-            + "; ".join(f"{key} ({required[key].why})" for key in missing),
-            hint=f"add your model's values: {options}{default if call else ''}",
-        )
-    return {**read, **told, **{key: given.get(key, default) for key, default in free.items()}}
+        free = {key: given.get(key, default) for key, default in self.free.items()}
+        return {**read, **answers, **free}
 
-
-def _rest(family: str, given: Config) -> bool:
-    if given.get(REST, "default") != "default":
-        raise FamilyError(
-            f"{family}: {REST}={_shown(given[REST])} is not a choice",
-            hint=f"--set {REST}=default takes the published default for what was left out",
-        )
-    return REST in given
-
-
-def _is_call(given: Config, read: Config, call: Call) -> bool:
-    """Whether the arguments given are a whole call of the constructor, and one of these shapes."""
-    silent = (key for key in call.defaults if key not in given)
-    return all(key in given for key in call.named) and all(
-        _same(call.defaults[key], read[key]) for key in silent
-    )
-
-
-def check_options(family: str, given: Config, known: Sequence[str]) -> None:
-    """Raises FamilyError for a key that is not known, naming the nearest."""
-    for key in given:
-        if key not in known:
+    def _check(self, given: Config) -> None:
+        """Raises FamilyError for a key that is not known, naming the nearest."""
+        for key in given:
+            if key not in self.options:
+                raise FamilyError(
+                    f"{self.family}: unknown configuration key {key!r}",
+                    hint=near_miss(key, self.options),
+                )
+        if given.get(REST, "default") != "default":
             raise FamilyError(
-                f"{family}: unknown configuration key {key!r}", hint=near_miss(key, known)
+                f"{self.family}: {REST}={_shown(given[REST])} is not a choice",
+                hint=f"--set {REST}=default takes the published default for what was left out",
             )
+
+    def _is_whole(self, given: Config, read: Config) -> bool:
+        """Whether the arguments given are a whole call of the constructor, and of these shapes."""
+        silent = (key for key in self.shapes if key not in given)
+        return (
+            bool(self.sizes)
+            and all(key in given for key in self.sizes)
+            and all(self.shapes[key] in (..., read.get(key)) for key in silent)
+        )
 
 
 def whole_number(family: str, key: str, value: Any) -> int:
@@ -413,7 +415,7 @@ def _shown(value: Any) -> str:
 
 # --- Soft MoE layers ---------------------------------------------------------------------------
 
-Experts = tuple[Matrices, Tensor | None, Matrices, Tensor | None]
+ExpertMatrices = tuple[Matrices, Tensor | None, Matrices, Tensor | None]
 """w1, b1, w2 and b2 of experts, as `SoftMoEWeights` has them."""
 
 
@@ -427,7 +429,7 @@ class SeparateExperts:
 
     first: str
     second: str
-    kernel: Shape = ()
+    kernel: TensorShape = ()
     gated: bool = False
 
     def any_of(self, tensors: Tensors, which: str, kind: str) -> Tensor | None:
@@ -447,7 +449,9 @@ class SeparateExperts:
         weight = self.any_of(tensors, self.second, "weight")
         return default if weight is None else weight.shape[0]
 
-    def shapes(self, tensors: Tensors, n: int, d: int, out: int | None = None) -> dict[str, Shape]:
+    def shapes(
+        self, tensors: Tensors, n: int, d: int, out: int | None = None
+    ) -> dict[str, TensorShape]:
         """Names and shapes of n experts from width d to `out` (d); biases where any has them."""
         if n > len(tensors):
             raise CheckpointError(
@@ -456,7 +460,7 @@ class SeparateExperts:
             )
         h = self.hidden(tensors)
         inner = 2 * h if self.gated else h
-        expected: dict[str, Shape] = {}
+        expected: dict[str, TensorShape] = {}
         for name, rows, columns in ((self.first, inner, d), (self.second, out or d, h)):
             has_bias = self.any_of(tensors, name, "bias") is not None
             for e in range(n):
@@ -465,7 +469,7 @@ class SeparateExperts:
                     expected[f"{name.format(e)}.bias"] = (rows,)
         return expected
 
-    def matrices(self, tensors: Tensors, n: int) -> Experts:
+    def matrices(self, tensors: Tensors, n: int) -> ExpertMatrices:
         """What n experts are; the matrices are transposed views, one per expert."""
         pairs = []
         for name in (self.first, self.second):

@@ -11,7 +11,7 @@ from typing import Any
 
 from ...errors import FamilyError
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
-from .base import Config, Question, Shape, Tensors, shape_of, soft_moe_layer
+from .base import Config, Constructor, Question, Tensors, TensorShape, shape_of, soft_moe_layer
 from .layer_only import layer_family
 
 NAME = "soft-moe-fkodom"
@@ -22,18 +22,20 @@ def _match(tensors: Tensors) -> bool:
     return tensors["phi"].ndim == 3 and weight is not None and weight.ndim == 3
 
 
-def _shapes(tensors: Tensors) -> dict[str, Shape]:
+def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
     d, n, p = shape_of(NAME, tensors, "phi", "d, n, p")
     weight = tensors.get("experts.weight")
     o = weight.shape[-1] if weight is not None else d
-    bias: dict[str, Shape] = {"experts.bias": (n, o)} if "experts.bias" in tensors else {}
+    bias: dict[str, TensorShape] = {"experts.bias": (n, o)} if "experts.bias" in tensors else {}
     return {"phi": (d, n, p), "experts.weight": (n, d, o), **bias}
 
 
 def _read(name: str, tensors: Tensors) -> SoftMoE:
     phi, w1 = tensors["phi"], tensors["experts.weight"]
     d, n, p = phi.shape
-    spec = SoftMoESpec(name, n, p, d, hidden=0, out=w1.shape[2], expert="linear")
+    spec = SoftMoESpec(
+        name=name, experts=n, slots=p, dim=d, hidden=0, out=w1.shape[2], expert="linear"
+    )
     return SoftMoE(spec, SoftMoEWeights(phi, w1, tensors.get("experts.bias"), None, None))
 
 
@@ -64,14 +66,20 @@ def _check(_: SoftMoE, config: Config) -> tuple[str, ...]:
 FAMILY = layer_family(
     soft_moe_layer(NAME, "phi", _match, _shapes, _read),
     "one layer, one linear map per expert, on (batch, tokens, dim) (soft-mixture-of-experts)",
+    Constructor(
+        family=NAME,
+        shapes=dict.fromkeys(
+            ("in_features", "out_features", "num_experts", "slots_per_expert", "bias"), ...
+        ),
+        asked={
+            "version": Question(
+                "0.2.0",
+                "of the soft-mixture-of-experts package that trained it: 0.1 saved the same keys "
+                "for another computation",
+                fits=False,
+            )
+        },
+    ),
     _config,
-    options=("in_features", "out_features", "num_experts", "slots_per_expert", "bias"),
-    required={
-        "version": Question(
-            "0.2.0",
-            "of the soft-mixture-of-experts package that trained it: 0.1 saved the same keys for "
-            "another computation",
-        )
-    },
     apply=_check,
 )

@@ -7,7 +7,7 @@ backbones here are what stands around a single layer, also in a user's own netwo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,17 +16,14 @@ from ...errors import FamilyError
 from ...graphs.layers.base import MoELayer
 from ..model import TensorSpec
 from .base import (
-    REST,
-    Built,
-    Call,
+    AnyLayer,
     Config,
+    Constructor,
     Family,
-    Layer,
+    FamilyModel,
     PublishedLayer,
-    Question,
     Tensors,
     find_layers,
-    settle,
     under,
 )
 
@@ -128,45 +125,46 @@ def pixel_io(layer: MoELayer, _: Config) -> tuple[TensorSpec, TensorSpec]:
 
 
 def layer_family(
-    layer: PublishedLayer[Layer],
+    layer: PublishedLayer[AnyLayer],
     summary: str,
-    read: Callable[[Layer, Tensors, Config], dict[str, Any]],
+    constructor: Constructor,
+    read: Callable[[AnyLayer, Tensors, Config], dict[str, Any]],
     *,
-    options: tuple[str, ...],
-    required: Mapping[str, Question] | None = None,
-    free: Config | None = None,
-    call: Call | None = None,
-    prepare: Callable[[Config], Config] = lambda given: given,
-    apply: Callable[[Layer, dict[str, Any]], tuple[str, ...]] = lambda *_: (),
-    io: Callable[[Layer, Config], tuple[TensorSpec, TensorSpec]] = token_io,
+    apply: Callable[[AnyLayer, dict[str, Any]], tuple[str, ...]] = lambda *_: (),
+    io: Callable[[AnyLayer, Config], tuple[TensorSpec, TensorSpec]] = token_io,
     backbone: Callable[[nn.Module], nn.Module] = TokenBackbone,
     choose: Choose = choose_layer,
 ) -> Family:
     """Returns a family that exports one layer within `backbone`, with the inputs and outputs `io`.
 
     `read` says what shapes tell of a layer, its tensors and what was given, by the names of the
-    layer's constructor; `required`, `free` and `call` are those of `settle`, and `prepare` writes
-    what was given as `read` does. `apply` gives the layer what the settled configuration says, and
-    returns notes; it raises FamilyError for a model that cannot be exported.
+    layer's constructor. `apply` gives the layer what the settled configuration says, and returns
+    notes; it raises FamilyError for a model that cannot be exported.
     """
 
-    def build(tensors: Tensors, given: Config) -> Built:
+    def build(tensors: Tensors, given: Config) -> FamilyModel:
         prefix, notes = choose(layer, tensors, given.get(LAYER))
-        made = layer.make(prefix, tensors, "layer")
-        known = read(made, under(tensors, prefix), given)
-        told = {key: value for key, value in prepare(given).items() if key != LAYER}
-        config = settle(layer.family, told, known, required=required, free=free, call=call)
+        module = layer.make(prefix, tensors, "layer")
+        arguments = {key: value for key, value in given.items() if key != LAYER}
+        config = constructor.settle(arguments, read(module, under(tensors, prefix), given))
         if prefix:
             config[LAYER] = prefix.removesuffix(".")
-        notes += apply(made, config)
-        return Built(backbone(made).eval(), config, *io(made, config), notes)
+        notes += apply(module, config)
+        input_, output = io(module, config)
+        return FamilyModel(
+            module=backbone(module).eval(),
+            config=config,
+            inputs=(input_,),
+            outputs=(output,),
+            notes=notes,
+        )
 
     return Family(
-        name=layer.family,
+        name=constructor.family,
         summary=summary,
-        options=(*options, *(required or ()), *(free or ()), REST, LAYER),
+        options=(*constructor.options, LAYER),
         detect=lambda tensors: bool(find_layers(tensors, layer)),
         build=build,
         layer=layer,
-        asked=tuple(required or ()),
+        asked=tuple(constructor.asked),
     )

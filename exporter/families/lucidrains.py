@@ -15,7 +15,15 @@ from torch.nn import functional as F
 
 from ...errors import FamilyError
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
-from .base import Config, SeparateExperts, Shape, Tensors, shape_of, soft_moe_layer
+from .base import (
+    Config,
+    Constructor,
+    SeparateExperts,
+    Tensors,
+    TensorShape,
+    shape_of,
+    soft_moe_layer,
+)
 from .layer_only import layer_family
 
 NAME = "soft-moe-pytorch"
@@ -35,9 +43,9 @@ def _experts(tensors: Tensors) -> SeparateExperts:
     return SeparateExperts(FIRST, SECOND, gated=gated)
 
 
-def _shapes(tensors: Tensors) -> dict[str, Shape]:
+def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
     n, p, d = shape_of(NAME, tensors, "slot_embeds", "n, p, d")
-    expected: dict[str, Shape] = {"slot_embeds": (n, p, d)}
+    expected: dict[str, TensorShape] = {"slot_embeds": (n, p, d)}
     layer_norm = "norm.beta" in tensors or "slot_norm.beta" in tensors
     for norm in ("norm", "slot_norm"):
         expected[f"{norm}.gamma"] = (d,)
@@ -114,9 +122,18 @@ def _check(layer: SoftMoE, config: Config) -> tuple[str, ...]:
 FAMILY = layer_family(
     soft_moe_layer(NAME, "slot_embeds", _match, _shapes, _read),
     "one layer with slot embeddings, on (batch, tokens, dim) (lucidrains/soft-moe-pytorch)",
+    Constructor(
+        family=NAME,
+        shapes=dict.fromkeys(
+            ("dim", "num_experts", "num_slots", "expert_mult", "geglu", "use_layernorm"), ...
+        ),
+        free={
+            "seq_len": None,
+            "dropout": 0.0,
+            "is_distributed": None,
+            "offload_unused_experts_to_cpu": True,
+        },
+    ),
     _config,
-    options=("dim", "num_experts", "num_slots", "expert_mult", "geglu", "use_layernorm"),
-    free={"seq_len": None, "dropout": 0.0, "is_distributed": None}
-    | {"offload_unused_experts_to_cpu": True},
     apply=_check,
 )

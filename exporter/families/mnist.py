@@ -18,16 +18,15 @@ from ...errors import CheckpointError
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
 from ..model import TensorSpec
 from .base import (
-    REST,
-    Built,
     Config,
+    Constructor,
     Family,
+    FamilyModel,
     SeparateExperts,
-    Shape,
     Tensors,
+    TensorShape,
     check_tensors,
     filled,
-    settle,
     shape_of,
     soft_moe_layer,
     unit_phi,
@@ -52,7 +51,7 @@ def _experts(tensors: Tensors) -> int:
     return len(numbers)
 
 
-def _shapes(tensors: Tensors) -> dict[str, Shape]:
+def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
     d, slots = shape_of(NAME, tensors, "phi", "d, n·p")
     n = _experts(tensors)
     if n == 0 or slots % n:
@@ -60,7 +59,7 @@ def _shapes(tensors: Tensors) -> dict[str, Shape]:
             f"not the weights of a {NAME} model: phi has {slots} columns, which {n} experts do not "
             "share"
         )
-    scale: dict[str, Shape] = {SCALE: (1,)} if SCALE in tensors else {}
+    scale: dict[str, TensorShape] = {SCALE: (1,)} if SCALE in tensors else {}
     return {"phi": (d, slots), **scale, **EXPERTS.shapes(tensors, n, d, EXPERTS.out(tensors, d))}
 
 
@@ -84,6 +83,13 @@ def _read(name: str, tensors: Tensors) -> SoftMoE:
         phi = unit_phi(phi, scale, eps=EPS, kind="l2-plus")
     return SoftMoE(spec, SoftMoEWeights(phi, *EXPERTS.matrices(tensors, n)))
 
+
+CONSTRUCTOR = Constructor(
+    family=NAME,
+    shapes=dict.fromkeys(
+        ("num_experts", "num_slots", "patch", "hidden", "expert_out_dim", "normalize"), ...
+    ),
+)
 
 LAYER = soft_moe_layer(NAME, "phi", _match, _shapes, _read)
 
@@ -110,7 +116,7 @@ class PatchClassifier(nn.Module):
         return logits
 
 
-def _build(tensors: Tensors, given: Config) -> Built:
+def _build(tensors: Tensors, given: Config) -> FamilyModel:
     local = {key: t for key, t in tensors.items() if key != DECODER}
     d, _ = shape_of(NAME, local, "phi", "d, n·p")
     layer = LAYER.make("", local, "layer")
@@ -128,20 +134,20 @@ def _build(tensors: Tensors, given: Config) -> Built:
         "expert_out_dim": spec.out,
         "normalize": spec.norm != "none",
     }
-    config = settle(NAME, given, read)
+    config = CONSTRUCTOR.settle(given, read)
     with torch.device("meta"):
         backbone = PatchClassifier(grid, patch, spec.out, classes)
-    return Built(
-        filled(backbone, {"decoder.weight": tensors[DECODER]}, {"layer": layer}),
-        config,
-        TensorSpec("input", "float32", ("batch", 1, grid * patch, grid * patch)),
-        TensorSpec("output", "float32", ("batch", classes)),
+    return FamilyModel(
+        module=filled(backbone, {"decoder.weight": tensors[DECODER]}, {"layer": layer}),
+        config=config,
+        inputs=(TensorSpec("input", "float32", ("batch", 1, grid * patch, grid * patch)),),
+        outputs=(TensorSpec("output", "float32", ("batch", classes)),),
     )
 
 
 FAMILY = Family(
     name=NAME,
-    options=("num_experts", "num_slots", "patch", "hidden", "expert_out_dim", "normalize", REST),
+    options=CONSTRUCTOR.options,
     summary="patches of one image, a Soft MoE layer, a linear head (Beyond parameter count, MNIST)",
     detect=lambda tensors: DECODER in tensors and "phi" in tensors and _match(tensors),
     build=_build,

@@ -26,16 +26,15 @@ from ...graphs.layers.mumoe import (
 )
 from ..model import TensorSpec
 from .base import (
-    REST,
-    Built,
-    Call,
+    AnyNetwork,
     Config,
+    Constructor,
     Family,
-    Network,
+    FamilyModel,
     PublishedLayer,
     Question,
-    Shape,
     Tensors,
+    TensorShape,
     check_tensors,
     filled,
     find_layers,
@@ -72,15 +71,31 @@ CLASS_NAMES: dict[Form, str] = {
 
 ASKED = Question("entmax15", f"the gate's activation: {', '.join(get_args(GateActivation))}")
 
-CALL = Call(
-    named=("MuMoE_layer", "input_dim", "output_dim", "expert_dims", "ranks"),
-    defaults={
+
+def _without_modes(given: Config, _: Config) -> Config:
+    """Ranks as `[r, None, r']`: the code fills in the mode's size, and ignores what stood there."""
+    ranks = given.get("ranks")
+    if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
+        return {**given, "ranks": [[r[0], None, r[2]] for r in ranks]}
+    return given
+
+
+SIZES = ("MuMoE_layer", "input_dim", "output_dim", "expert_dims", "ranks")
+
+CONSTRUCTOR = Constructor(
+    family=NAME,
+    shapes={
+        **dict.fromkeys(SIZES, ...),
         "second_dim": 0,
         "normalization": "bn",
         "use_bias": True,
         "hierarchy": 1,
         "apply_ln": False,
     },
+    asked={ACTIVATION: ASKED},
+    free={RANK: 3},
+    sizes=SIZES,
+    write=_without_modes,
 )
 
 
@@ -101,7 +116,7 @@ def activate(family: str, layers: Iterable[MuMoE], config: dict[str, Any]) -> No
         layer.spec = replace(layer.spec, activation=known)
 
 
-def constructor(layer: MuMoE) -> dict[str, Any]:
+def layer_arguments(layer: MuMoE) -> dict[str, Any]:
     """Returns the published constructor's arguments, as a layer's shapes say them."""
     spec, first = layer.spec, layer.spec.tensors[0]
     return {
@@ -130,14 +145,6 @@ def _ranks(tensor: FactorisedSpec) -> Any:
             return list(tensor.ranks)
         case "full":
             return None
-
-
-def _without_modes(given: Config) -> dict[str, Any]:
-    """Ranks as `[r, None, r']`: the code fills in the mode's size, and ignores what stood there."""
-    ranks = given.get("ranks")
-    if isinstance(ranks, list) and all(isinstance(r, list) and len(r) == 3 for r in ranks):
-        return {**given, "ranks": [[r[0], None, r[2]] for r in ranks]}
-    return dict(given)
 
 
 # --- one tensor ---------------------------------------------------------------------------------
@@ -300,9 +307,9 @@ def _check_variance(key: str, variance: Tensor) -> None:
         )
 
 
-def _shapes(spec: MuMoESpec) -> dict[str, Shape]:
+def _shapes(spec: MuMoESpec) -> dict[str, TensorShape]:
     """Names and shapes of a layer's tensors."""
-    expected: dict[str, Shape] = {}
+    expected: dict[str, TensorShape] = {}
     for index, tensor in enumerate(spec.tensors):
         key = (FIRST, SECOND)[index]
         for name, shape in zip(tensor_names(tensor), tensor.shapes, strict=True):
@@ -322,7 +329,7 @@ def _match(tensors: Tensors) -> bool:
     return any(f"{FIRST}.{key}" in tensors for key in (WHOLE, CORE, f"{FACTORS}.0"))
 
 
-LAYOUT = PublishedLayer(NAME, "projs.0", _match, read_layer, "muMoE")
+LAYOUT = PublishedLayer(family=NAME, mark="projs.0", match=_match, make=read_layer, title="muMoE")
 """All networks of the published code share this one."""
 
 # --- networks of such layers ----------------------------------------------------------------------
@@ -338,18 +345,20 @@ def is_backbone(tensors: Tensors, family: str) -> bool:
 
 
 def backbone_family(
-    name: str,
+    constructor: Constructor,
     summary: str,
-    options: tuple[str, ...],
-    build: Callable[[Tensors, Config], Built],
+    build: Callable[[Tensors, Config], FamilyModel],
     asked: tuple[str, ...],
 ) -> Family:
-    """Returns the family of a network whose MLPs are muMoE layers (`mumoe.BACKBONES` tells it)."""
+    """Returns the family of a network whose MLPs are muMoE layers (`mumoe.BACKBONES` tells it).
+
+    `asked` are the arguments that shapes never tell, or not always.
+    """
     return Family(
-        name=name,
+        name=constructor.family,
         summary=summary,
-        options=(*options, ACTIVATION, REST),
-        detect=lambda tensors: is_backbone(tensors, name),
+        options=constructor.options,
+        detect=lambda tensors: is_backbone(tensors, constructor.family),
         build=build,
         layer=LAYOUT,
         asked=asked,
@@ -358,11 +367,11 @@ def backbone_family(
 
 def with_layers(
     name: str,
-    backbone: Network,
+    backbone: AnyNetwork,
     tensors: Tensors,
     layers: Mapping[str, MuMoE],
     widths: Mapping[str, int],
-) -> Network:
+) -> AnyNetwork:
     """Returns a backbone made on the meta device, with its weights, and its layers at their paths.
 
     `widths` are what the layers take and give. Raises CheckpointError where weights or a
@@ -408,19 +417,15 @@ def _io(layer: MuMoE, config: Config) -> tuple[TensorSpec, TensorSpec]:
 
 
 def _family(
-    name: str, summary: str, rank: int, choose: Choose, detect: Callable[[Tensors], bool]
+    constructor: Constructor, summary: str, choose: Choose, detect: Callable[[Tensors], bool]
 ) -> Family:
-    """A family that exports one layer, by default for inputs of that rank."""
+    """A family that exports one layer."""
     family = layer_family(
-        replace(LAYOUT, family=name),
+        replace(LAYOUT, family=constructor.family),
         summary,
-        lambda layer, *_: constructor(layer),
-        options=(*CALL.named, *CALL.defaults),
-        required={ACTIVATION: ASKED},
-        free={RANK: rank},
-        call=CALL,
-        prepare=_without_modes,
-        apply=partial(_apply, name),
+        constructor,
+        lambda layer, *_: layer_arguments(layer),
+        apply=partial(_apply, constructor.family),
         io=_io,
         choose=choose,
     )
@@ -447,13 +452,15 @@ def _is_layer(tensors: Tensors) -> bool:
 
 
 FAMILY = _family(
-    NAME, "one muMoE layer, block or head (james-oldfield/muMoE)", 3, choose_layer, _is_layer
+    CONSTRUCTOR,
+    "one muMoE layer, block or head (james-oldfield/muMoE)",
+    choose_layer,
+    _is_layer,
 )
 
 HEAD_FAMILY = _family(
-    HEAD_NAME,
+    replace(CONSTRUCTOR, family=HEAD_NAME, free={RANK: 2}),
     "the muMoE head of a fine-tuned CLIP backbone (james-oldfield/muMoE, finetune)",
-    2,
     _the_head,
     _is_head,
 )

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +22,13 @@ from ..inputs import PAST_AXIS
 from ..model import TensorSpec
 from ..token_routed.network import cache_specs
 from .base import (
-    Built,
-    Call,
     Config,
+    Constructor,
+    FamilyModel,
     Question,
     Tensors,
     block_numbers,
     check_heads,
-    settle,
     shape_of,
 )
 from .mumoe import (
@@ -48,12 +48,19 @@ WTE, WPE, HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.we
 MASK = re.compile(r"transformer\.h\.\d+\.attn\.bias")
 """The causal mask that older PyTorch versions made the code keep as a buffer."""
 
-OPTIONS = (
-    *("block_size", "layer_type", "n_experts", "vocab_size", "n_layer", "n_head", "n_embd"),
-    *("bias", "dropout", "use_cache"),
+SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+
+CONSTRUCTOR = Constructor(
+    family=NAME,
+    shapes=dict.fromkeys(
+        ("block_size", "layer_type", "n_experts", "vocab_size", "n_layer", "n_embd", "bias"), ...
+    ),
+    asked={"n_head": Question(12, "the projections of all heads are one matrix")},
+    free={"dropout": 0.0, "use_cache": False, ACTIVATION: "entmax15"},  # the class fixes it
+    sizes=SIZES,
 )
 
-Pair = tuple[Tensor, Tensor]
+KeyValue = tuple[Tensor, Tensor]
 """Keys and values [b, heads, m, d / heads]."""
 
 
@@ -79,7 +86,9 @@ class CausalAttention(nn.Module):
         self.c_attn = nn.Linear(spec.dim, 3 * spec.dim, bias=spec.bias)
         self.c_proj = nn.Linear(spec.dim, spec.dim, bias=spec.bias)
 
-    def forward(self, x: Tensor, later: Tensor, past: Pair | None = None) -> tuple[Tensor, Pair]:
+    def forward(
+        self, x: Tensor, later: Tensor, past: KeyValue | None = None
+    ) -> tuple[Tensor, KeyValue]:
         """Maps (b, m, d) to (b, m, d), beside the keys and values of all tokens, past ones first.
 
         `later` [m, past + m] is −∞ where the key comes after the query.
@@ -95,29 +104,18 @@ class CausalAttention(nn.Module):
         return self.c_proj(y.transpose(1, 2).flatten(2)), (k, v)
 
 
-class Mlp(nn.Module):
-    """Holds the muMoE block, which normalises its own input."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.MuMoE_layer: nn.Module = nn.Identity()
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Maps (b, m, d) to (b, m, d)."""
-        y: Tensor = self.MuMoE_layer(x)
-        return y
-
-
-class Block(nn.Module):
+class GPT2Block(nn.Module):
     """Attention on normalised tokens, then the muMoE block on raw ones; both residual."""
 
     def __init__(self, spec: GPT2Spec) -> None:
         super().__init__()
         self.ln_1 = nn.LayerNorm(spec.dim, eps=NORM_EPS, bias=spec.bias)
         self.attn = CausalAttention(spec)
-        self.mlp = Mlp()
+        self.mlp = nn.Sequential(OrderedDict(MuMoE_layer=nn.Identity()))  # put in later
 
-    def forward(self, x: Tensor, later: Tensor, past: Pair | None = None) -> tuple[Tensor, Pair]:
+    def forward(
+        self, x: Tensor, later: Tensor, past: KeyValue | None = None
+    ) -> tuple[Tensor, KeyValue]:
         """Maps (b, m, d) to (b, m, d), beside the keys and values of all tokens."""
         attended, present = self.attn(self.ln_1(x), later, past)
         x = x + attended
@@ -133,7 +131,7 @@ class GPT2(nn.Module):
             {
                 "wte": nn.Embedding(spec.vocabulary, spec.dim),
                 "wpe": nn.Embedding(spec.block_size, spec.dim),
-                "h": nn.ModuleList(Block(spec) for _ in range(spec.depth)),
+                "h": nn.ModuleList(GPT2Block(spec) for _ in range(spec.depth)),
                 "ln_f": nn.LayerNorm(spec.dim, eps=NORM_EPS, bias=spec.bias),
             }
         )
@@ -162,7 +160,7 @@ class GPT2(nn.Module):
         return (logits, *presents) if past else logits
 
 
-def _build(tensors: Tensors, given: Config) -> Built:
+def _build(tensors: Tensors, given: Config) -> FamilyModel:
     tensors = {key: t for key, t in tensors.items() if not MASK.fullmatch(key)}
     head = tensors.pop(HEAD, None)
     blocks = block_numbers(NAME, tensors, BLOCKS)
@@ -171,8 +169,7 @@ def _build(tensors: Tensors, given: Config) -> Built:
     vocabulary, dim = shape_of(NAME, tensors, WTE, "v, d")
     block_size, _ = shape_of(NAME, tensors, WPE, "m, d")
     first = layers[paths[0]].spec
-    config = settle(
-        NAME,
+    config = CONSTRUCTOR.settle(
         given,
         {
             "block_size": block_size,
@@ -183,13 +180,17 @@ def _build(tensors: Tensors, given: Config) -> Built:
             "n_embd": dim,
             "bias": "transformer.ln_f.bias" in tensors,
         },
-        required={"n_head": Question(12, "the projections of all heads are one matrix")},
-        free={"dropout": 0.0, "use_cache": False, ACTIVATION: "entmax15"},  # the class fixes it
-        call=Call(("n_layer", "n_head", "n_embd", "block_size", "vocab_size"), {}),
     )
     activate(NAME, layers.values(), config)
     heads = config["n_head"] = check_heads(NAME, "n_head", config["n_head"], dim)
-    spec = GPT2Spec(block_size, vocabulary, len(blocks), heads, dim, config["bias"])
+    spec = GPT2Spec(
+        block_size=block_size,
+        vocabulary=vocabulary,
+        depth=len(blocks),
+        heads=heads,
+        dim=dim,
+        bias=config["bias"],
+    )
     with torch.device("meta"):
         backbone = GPT2(spec)
     backbone = with_layers(NAME, backbone, tensors, layers, dict.fromkeys(paths, dim))
@@ -212,20 +213,20 @@ def _build(tensors: Tensors, given: Config) -> Built:
         pasts, presents = cache_specs(dict.fromkeys(parts, (heads, dim // heads)))
         limits.append((f"{PAST_AXIS} + tokens", block_size))
     ids = ("batch", "tokens")
-    return Built(
-        backbone,
-        config,
-        TensorSpec("input_ids", "int64", ids, limits=tuple(limits), below=vocabulary),
-        TensorSpec("logits", "float32", (*ids, vocabulary)),
-        more_inputs=pasts,
-        more_outputs=presents,
+    return FamilyModel(
+        module=backbone,
+        config=config,
+        inputs=(
+            TensorSpec("input_ids", "int64", ids, limits=tuple(limits), below=vocabulary),
+            *pasts,
+        ),
+        outputs=(TensorSpec("logits", "float32", (*ids, vocabulary)), *presents),
     )
 
 
 FAMILY = backbone_family(
-    NAME,
+    CONSTRUCTOR,
     "nanoGPT's GPT-2 with muMoE blocks for MLPs (james-oldfield/muMoE)",
-    OPTIONS,
     _build,
     asked=("n_head",),
 )

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from ...errors import FamilyError
 from ..model import TensorSpec
 from .base import (
-    Built,
-    Call,
     Config,
+    Constructor,
+    FamilyModel,
     Question,
     Tensors,
     block_numbers,
     height_width,
     one_or_pair,
-    settle,
     shape_of,
     whole_number,
 )
@@ -41,14 +40,19 @@ from .mumoe import (
 
 NAME = "mumoe-mixer"
 BLOCKS = "mixer_blocks."
-SIZES = ("image_size", "patch_size", "channels")
-OPTIONS = (
-    *("image_size", "channels", "patch_size", "dim", "depth", "num_classes", "expansion_factor"),
-    *("expansion_factor_token", "layer", "n_experts"),
-)
-CALL = Call(
-    named=("image_size", "channels", "patch_size", "dim", "depth", "num_classes", "layer"),
-    defaults={"expansion_factor": 2048, "expansion_factor_token": 256, "n_experts": 64},
+SIZES = ("image_size", "channels", "patch_size", "dim", "depth", "num_classes", "layer")
+GEOMETRY = ("image_size", "patch_size", "channels")
+
+CONSTRUCTOR = Constructor(
+    family=NAME,
+    shapes={
+        **dict.fromkeys(SIZES, ...),
+        "expansion_factor": 2048,
+        "expansion_factor_token": 256,
+        "n_experts": 64,
+    },
+    asked={ACTIVATION: ASKED},
+    sizes=SIZES,
 )
 
 
@@ -80,7 +84,7 @@ def _geometry(config: Config, tokens: int, pixels: int) -> dict[str, Any]:
     Patches are square, and as many as a square image has unless `image_size` says another: that is
     what the published network takes. Raises FamilyError where those given do not fit the shapes.
     """
-    image, patch, channels = (config.get(key) for key in SIZES)
+    image, patch, channels = (config.get(key) for key in GEOMETRY)
     size = None if image is None else height_width(NAME, "image_size", image)
     if patch is not None:
         patch = whole_number(NAME, "patch_size", patch)
@@ -174,7 +178,7 @@ class MlpMixer(nn.Module):
         return logits
 
 
-def _build(tensors: Tensors, given: Config) -> Built:
+def _build(tensors: Tensors, given: Config) -> FamilyModel:
     blocks = block_numbers(NAME, tensors, BLOCKS)
     over_tokens = [f"{BLOCKS}{block}.0.fn.1" for block in blocks]
     over_channels = [f"{BLOCKS}{block}.1.fn" for block in blocks]
@@ -183,9 +187,9 @@ def _build(tensors: Tensors, given: Config) -> Built:
     dim, pixels = shape_of(NAME, tensors, "stem.1.weight", "d, pixels")
     classes, _ = shape_of(NAME, tensors, "head.2.weight", "classes, d")
     token, channel = layers[over_tokens[0]].spec, layers[over_channels[0]].spec
-    said = any(given.get(key) is not None for key in SIZES)
+    sized = any(given.get(key) is not None for key in GEOMETRY)
     read = {
-        **(_geometry(given, token.dim, pixels) if said else {}),
+        **(_geometry(given, token.dim, pixels) if sized else {}),
         "dim": dim,
         "depth": len(blocks),
         "num_classes": classes,
@@ -194,33 +198,39 @@ def _build(tensors: Tensors, given: Config) -> Built:
         "layer": CLASS_NAMES[token.tensors[0].form],
         "n_experts": token.experts,
     }
-    required = {ACTIVATION: ASKED}
-    if not said:
-        required["patch_size"] = Question(
+    asked = dict(CONSTRUCTOR.asked)
+    if not sized:
+        asked["patch_size"] = Question(
             16,
             f"{pixels} numbers in a patch may be few channels of a large one, or many of a small",
         )
-    config = settle(NAME, given, read, required=required, call=CALL)
+    config = CONSTRUCTOR.settle(given, read, asked)
     config |= _geometry(config, token.dim, pixels)
     activate(NAME, layers.values(), config)
     height, width = height_width(NAME, "image_size", config["image_size"])
     patch, channels = config["patch_size"], config["channels"]
-    spec = MixerSpec((height // patch, width // patch), patch, channels, dim, len(blocks), classes)
+    spec = MixerSpec(
+        grid=(height // patch, width // patch),
+        patch=patch,
+        channels=channels,
+        dim=dim,
+        depth=len(blocks),
+        classes=classes,
+    )
     with torch.device("meta"):
         backbone = MlpMixer(spec)
     widths = dict.fromkeys(over_tokens, spec.tokens) | dict.fromkeys(over_channels, dim)
-    return Built(
-        with_layers(NAME, backbone, tensors, layers, widths),
-        config,
-        TensorSpec("input", "float32", ("batch", channels, height, width)),
-        TensorSpec("output", "float32", ("batch", classes)),
+    return FamilyModel(
+        module=with_layers(NAME, backbone, tensors, layers, widths),
+        config=config,
+        inputs=(TensorSpec("input", "float32", ("batch", channels, height, width)),),
+        outputs=(TensorSpec("output", "float32", ("batch", classes)),),
     )
 
 
 FAMILY = backbone_family(
-    NAME,
+    CONSTRUCTOR,
     "MLP-Mixer with muMoE blocks for tokens and channels (james-oldfield/muMoE)",
-    OPTIONS,
     _build,
-    asked=(ACTIVATION, *SIZES),
+    asked=(ACTIVATION, *GEOMETRY),
 )

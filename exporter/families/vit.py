@@ -28,21 +28,19 @@ from ...graphs.layers.soft_moe import Activation, SoftMoE, SoftMoESpec, SoftMoEW
 from ..model import TensorSpec
 from .base import (
     ACT_LAYER,
-    REST,
-    Built,
-    Call,
     Config,
-    Experts,
+    Constructor,
+    ExpertMatrices,
     Family,
+    FamilyModel,
     PublishedLayer,
     Question,
     SeparateExperts,
-    Shape,
     Tensors,
+    TensorShape,
     activation_of,
     block_numbers,
     check_heads,
-    check_options,
     check_tensors,
     filled,
     find_layers,
@@ -50,7 +48,6 @@ from .base import (
     number_above_zero,
     one_or_pair,
     prefixed,
-    settle,
     shape_of,
     shapes_of,
     soft_moe_layer,
@@ -87,9 +84,9 @@ def _is_stacked(tensors: Tensors, experts: SeparateExperts) -> bool:
     return STACKED in tensors and not experts.kernel
 
 
-def _shapes(family: str, experts: SeparateExperts, tensors: Tensors) -> dict[str, Shape]:
+def _shapes(family: str, experts: SeparateExperts, tensors: Tensors) -> dict[str, TensorShape]:
     d, n, p = shape_of(family, tensors, "phi", "d, n, p")
-    expected: dict[str, Shape] = {"phi": (d, n, p)}
+    expected: dict[str, TensorShape] = {"phi": (d, n, p)}
     if "scale" in tensors:
         expected["scale"] = (1,)
     if not _is_stacked(tensors, experts):
@@ -110,10 +107,11 @@ def _read(experts: SeparateExperts, name: str, tensors: Tensors) -> SoftMoE:
     if _is_stacked(tensors, experts):
         w1, w2 = (tensors[f"stacked_expert_fc{i}_weight"].transpose(1, 2) for i in (1, 2))
         b1, b2 = (tensors[f"stacked_expert_fc{i}_bias"] for i in (1, 2))
-        matrices: Experts = w1, b1, w2, b2
+        matrices: ExpertMatrices = w1, b1, w2, b2
     else:
         matrices = experts.matrices(tensors, n)
-    spec = SoftMoESpec(name, n, p, d, hidden=matrices[0][0].shape[1], out=d)
+    hidden = matrices[0][0].shape[1]
+    spec = SoftMoESpec(name=name, experts=n, slots=p, dim=d, hidden=hidden, out=d)
     if scale is not None:
         spec = replace(spec, norm="l2", norm_eps=COSINE_EPS)
         phi = unit_phi(phi, scale, eps=COSINE_EPS)
@@ -128,18 +126,23 @@ def _activate(family: str, layer: SoftMoE, config: Config) -> tuple[str, ...]:
 
 LAYER = _layer(NAME, EXPERTS)
 
+CONV_SIZES = ("dim", "num_experts", "hidden")
+
 CONV_FAMILY = layer_family(
     _layer(CONV_NAME, replace(EXPERTS, kernel=(1, 1))),
     "one layer on (batch, dim, height, width), experts of 1x1 convolutions (Astroformer variant)",
+    Constructor(
+        family=CONV_NAME,
+        shapes={**dict.fromkeys(CONV_SIZES, ...), "slots_per_expert": 1},
+        asked={"act_layer": ACT_LAYER},
+        sizes=CONV_SIZES,
+    ),
     lambda layer, *_: {
         "dim": layer.spec.dim,
         "num_experts": layer.spec.experts,
         "slots_per_expert": layer.spec.slots,
         "hidden": layer.spec.hidden,
     },
-    options=("dim", "num_experts", "slots_per_expert", "hidden"),
-    required={"act_layer": ACT_LAYER},
-    call=Call(("dim", "num_experts", "hidden"), {"slots_per_expert": 1}),
     apply=partial(_activate, CONV_NAME),
     io=pixel_io,
     backbone=PixelBackbone,
@@ -212,24 +215,15 @@ class ViT:
         return self.patches + int(self.class_token)
 
 
-ARGUMENTS = tuple(each.name for each in fields(ViT))
+ARGUMENTS = {each.name: each.default for each in fields(ViT)}
 TRAINING_ONLY = (
     *("drop_rate", "pos_drop_rate", "patch_drop_rate", "proj_drop_rate", "attn_drop_rate"),
     *("drop_path_rate", "weight_init"),
 )
 """Arguments of the published constructor that change nothing at inference."""
 
-OPTIONS = (*ARGUMENTS, "norm_layer", "input_size", REST, *TRAINING_ONLY)
-ASKED = ("num_heads", "img_size", "input_size", "global_pool", "act_layer", "norm_eps")
-
-CALL = Call(
-    named=("img_size", "embed_dim", "depth", "num_heads"),
-    defaults={
-        each.name: each.default
-        for each in fields(ViT)
-        if each.name not in (*ASKED, "embed_dim", "depth", "no_embed_class", "fc_norm")
-    },
-)
+SILENT = ("img_size", "patch_size", "mlp_ratio", "moe_mlp_ratio", "fc_norm", "norm_layer")
+"""Arguments whose None is what shapes said: moe_mlp_ratio=None means mlp_ratio."""
 
 POOLS = ("token", "avg", "")
 NORM_LAYERS = ("LayerNorm", "nn.LayerNorm", "torch.nn.LayerNorm")
@@ -240,6 +234,61 @@ LEFTOVER = re.compile(r"blocks\.\d+\.mlp\.base_expert\.")
 
 def _mlp(block: int) -> str:
     return f"blocks.{block}.mlp."
+
+
+def _as_read(given: Config, read: Config) -> Config:
+    """The user's values, written as `read` writes the same thing, so that they can be compared."""
+    same = {key: value for key, value in given.items() if value is not None or key not in SILENT}
+    if "input_size" in same:  # what the scripts of timm and DeiT call it
+        same.setdefault("img_size", same.pop("input_size"))
+    for key in ("img_size", "patch_size"):
+        if key in same:
+            same[key] = one_or_pair(*height_width(NAME, key, same[key]))
+    index = same.get("moe_layer_index")
+    if isinstance(index, list | tuple) and all(isinstance(i, int) for i in index):
+        same["moe_layer_index"] = _moe_layer_index(sorted(index), read["depth"]) if index else []
+    for key in ("mlp_ratio", "moe_mlp_ratio"):
+        ratio, dim = same.get(key), read["embed_dim"]
+        finite = isinstance(ratio, int | float) and math.isfinite(ratio)
+        if finite and int(ratio * dim) == round(read[key] * dim):
+            same[key] = read[key]
+    # The initial value of LayerScale matters only in that there is one.
+    if same.get("init_values") and read["init_values"]:
+        same["init_values"] = read["init_values"]
+    # Without a value of its own, fc_norm is there for the mean alone.
+    if "fc_norm" in given and given["fc_norm"] is None and read["fc_norm"]:
+        same.setdefault("global_pool", "avg")
+    if "norm_layer" in same:
+        if same["norm_layer"] not in NORM_LAYERS:
+            raise FamilyError(
+                f"{NAME}: norm_layer={same['norm_layer']} is not LayerNorm, the only one known",
+                hint="say a LayerNorm's eps: --set norm_eps=1e-6",
+            )
+        del same["norm_layer"]
+        same.setdefault("norm_eps", 1e-5)  # that of the class without arguments
+    return same
+
+
+ASKED = {
+    "num_heads": Question(12, "any number that divides embed_dim has the same shapes"),
+    "img_size": Question(224, "the same positions are those of several heights and widths"),
+    "global_pool": Question("token", "token, avg or '': the keys are the same"),
+    "act_layer": ACT_LAYER,
+    "norm_eps": Question(1e-6, "that of every LayerNorm; 1e-5 where norm_layer=nn.LayerNorm"),
+}
+
+CONSTRUCTOR = Constructor(
+    family=NAME,
+    shapes={
+        **{key: each for key, each in ARGUMENTS.items() if key not in ASKED},
+        **dict.fromkeys(("embed_dim", "depth", "fc_norm", "no_embed_class"), ...),
+    },
+    asked=ASKED,
+    free=dict.fromkeys(TRAINING_ONLY),
+    aliases=("norm_layer", "input_size"),
+    sizes=("img_size", "embed_dim", "depth", "num_heads"),
+    write=_as_read,
+)
 
 
 def configure(
@@ -253,50 +302,38 @@ def configure(
     """
     if not moe_blocks:
         raise CheckpointError(f"not the weights of a {NAME} model: no Soft MoE at blocks.*.mlp.phi")
-    check_options(NAME, given, OPTIONS)
     read = _read_sizes(tensors, moe_blocks)
-    given = _as_read(given, read)
-    required = _questions(tensors, given, read)
-    free = {key: None for key in ("no_embed_class", *TRAINING_ONLY) if key in given}
-    config = settle(NAME, given, read, required=required, free=free, call=CALL)
+    config = CONSTRUCTOR.settle(given, read, _questions(tensors, given, read))
     image = height_width(NAME, "img_size", config["img_size"])
     config |= {
         "img_size": one_or_pair(*image),
         "num_heads": check_heads(NAME, "num_heads", config["num_heads"], read["embed_dim"]),
         "norm_eps": number_above_zero(NAME, "norm_eps", config["norm_eps"]),
-        "no_embed_class": _no_embed_class(tensors, config, image),
+        "no_embed_class": _no_embed_class(tensors, given, config, image),
     }
     _check_pool(config)
     activation_of(NAME, config["act_layer"])
-    return ViT(**{key: config[key] for key in ARGUMENTS}), config
+    training = {key: each for key, each in config.items() if key in TRAINING_ONLY and key in given}
+    arguments = {key: config[key] for key in ARGUMENTS}
+    return ViT(**arguments), arguments | training
 
 
-def _questions(tensors: Tensors, given: Config, read: dict[str, Any]) -> dict[str, Question]:
-    """What no key and no shape tells."""
+def _questions(tensors: Tensors, given: Config, read: Config) -> dict[str, Question]:
+    """What no key and no shape tells, with the defaults that fit this model."""
     positions = tensors["pos_embed"].shape[1]
     side = math.isqrt(positions)  # rounded down, that of the patches with or without a class token
     square = side**2 in (positions, positions - int(read["class_token"]))
     patch = height_width(NAME, "patch_size", read["patch_size"])
+    # The constructor has the norm behind the pooling for the mean alone, unless it is told.
     token = read["class_token"] and (not read["fc_norm"] or bool(given.get("fc_norm")))
-    questions = {
-        "num_heads": Question(12, "any number that divides embed_dim has the same shapes"),
+    return ASKED | {
         "img_size": Question(
             one_or_pair(side * patch[0], side * patch[1]) if square else 224,
             f"{positions} positions are those of several heights and widths",
             fits=square,
         ),
-        # The constructor has the norm behind the pooling for the mean alone, unless it is told.
-        "global_pool": Question(
-            "token" if token else "avg", "token, avg or '': the keys are the same", fits=token
-        ),
-        "act_layer": ACT_LAYER,
-        "norm_eps": Question(1e-6, "that of every LayerNorm; 1e-5 where norm_layer=nn.LayerNorm"),
+        "global_pool": replace(ASKED["global_pool"], value="token" if token else "avg", fits=token),
     }
-    if read["qk_norm"]:
-        head = shape_of(NAME, tensors, "blocks.0.attn.q_norm.weight", "head")[0]
-        read["num_heads"] = read["embed_dim"] // head
-        del questions["num_heads"]
-    return questions
 
 
 def _read_sizes(tensors: Tensors, moe_blocks: Sequence[int]) -> dict[str, Any]:
@@ -305,27 +342,30 @@ def _read_sizes(tensors: Tensors, moe_blocks: Sequence[int]) -> dict[str, Any]:
     shape_of(NAME, tensors, "pos_embed", "1, m, d")
     depth = len(block_numbers(NAME, tensors, "blocks."))
     phis = (tensors.get(_mlp(block) + "phi") for block in moe_blocks)
-    phi = next((t for t in phis if t is not None and t.ndim == 3), None)
-    moe_hidden = _moe_hidden(tensors, moe_blocks[0])
+    experts, slots = next((t.shape[1:] for t in phis if t is not None and t.ndim == 3), (0, 0))
+    hidden = moe_hidden = _moe_hidden(tensors, moe_blocks[0])
     dense = next((block for block in range(depth) if block not in moe_blocks), None)
-    hidden = (
-        moe_hidden
-        if dense is None
-        else shape_of(NAME, tensors, f"{_mlp(dense)}fc1.weight", "h, d")[0]
-    )
+    if dense is not None:
+        hidden = shape_of(NAME, tensors, f"{_mlp(dense)}fc1.weight", "h, d")[0]
+    heads = {}
+    if "blocks.0.attn.q_norm.weight" in tensors:
+        heads["num_heads"] = (
+            dim // shape_of(NAME, tensors, "blocks.0.attn.q_norm.weight", "head")[0]
+        )
     return {
-        "num_experts": phi.shape[1] if phi is not None else 0,
-        "slots_per_expert": phi.shape[2] if phi is not None else 0,
+        "num_experts": experts,
+        "slots_per_expert": slots,
         "moe_layer_index": _moe_layer_index(moe_blocks, depth),
         "patch_size": one_or_pair(*patch),
         "in_chans": channels,
         "num_classes": tensors["head.weight"].shape[0] if "head.weight" in tensors else 0,
         "embed_dim": dim,
         "depth": depth,
+        **heads,
         "mlp_ratio": hidden / dim,
         "moe_mlp_ratio": moe_hidden / dim,
         "qkv_bias": "blocks.0.attn.qkv.bias" in tensors,
-        "qk_norm": "blocks.0.attn.q_norm.weight" in tensors,
+        "qk_norm": bool(heads),
         "init_values": 1e-5 if "blocks.0.ls1.gamma" in tensors else None,
         "class_token": "cls_token" in tensors,
         "pre_norm": "norm_pre.weight" in tensors,
@@ -350,45 +390,9 @@ def _moe_layer_index(moe_blocks: Sequence[int], depth: int) -> int | list[int]:
     return list(moe_blocks)
 
 
-def _as_read(given: Config, read: Config) -> dict[str, Any]:
-    """The user's values, written as `read` writes the same thing, so that they can be compared."""
-    # None is what shapes said: moe_mlp_ratio=None means mlp_ratio.
-    silent = ("img_size", "patch_size", "mlp_ratio", "moe_mlp_ratio", "fc_norm", "norm_layer")
-    same = {k: v for k, v in given.items() if v is not None or k not in silent}
-    if "input_size" in same:  # what the scripts of timm and DeiT call it
-        same.setdefault("img_size", same.pop("input_size"))
-    for key in ("img_size", "patch_size"):
-        if key in same:
-            same[key] = one_or_pair(*height_width(NAME, key, same[key]))
-    index = same.get("moe_layer_index")
-    if isinstance(index, list | tuple) and all(isinstance(i, int) for i in index):
-        same["moe_layer_index"] = _moe_layer_index(sorted(index), read["depth"]) if index else []
-    for key in ("mlp_ratio", "moe_mlp_ratio"):
-        if _width(same.get(key), read["embed_dim"]) == round(read[key] * read["embed_dim"]):
-            same[key] = read[key]
-    # The initial value of LayerScale matters only in that there is one.
-    if same.get("init_values") and read["init_values"]:
-        same["init_values"] = read["init_values"]
-    # Without a value of its own, fc_norm is there for the mean alone.
-    if "fc_norm" in given and given["fc_norm"] is None and read["fc_norm"]:
-        same.setdefault("global_pool", "avg")
-    if "norm_layer" in same:
-        if same["norm_layer"] not in NORM_LAYERS:
-            raise FamilyError(
-                f"{NAME}: norm_layer={same['norm_layer']} is not LayerNorm, the only one known",
-                hint="say a LayerNorm's eps: --set norm_eps=1e-6",
-            )
-        del same["norm_layer"]
-        same.setdefault("norm_eps", 1e-5)  # that of the class without arguments
-    return same
-
-
-def _width(ratio: Any, dim: int) -> int | None:
-    finite = isinstance(ratio, int | float) and math.isfinite(ratio)
-    return int(ratio * dim) if finite else None
-
-
-def _no_embed_class(tensors: Tensors, config: Config, image: tuple[int, int]) -> bool:
+def _no_embed_class(
+    tensors: Tensors, given: Config, config: Config, image: tuple[int, int]
+) -> bool:
     """Whether the class token has no position; raises FamilyError where the image does not fit.
 
     n positions are those of the patches, or of the patches and the class token.
@@ -403,14 +407,14 @@ def _no_embed_class(tensors: Tensors, config: Config, image: tuple[int, int]) ->
             f"{patch_h}x{patch_w}, but pos_embed holds {positions} positions",
             hint="give the size that the model was trained for: --set img_size=224 or 224,192",
         )
-    given = config.get("no_embed_class")
-    if given is not None and config["class_token"] and bool(given) != without:
+    wanted = given.get("no_embed_class")
+    if wanted is not None and config["class_token"] and bool(wanted) != without:
         raise FamilyError(
-            f"{NAME}: no_embed_class={given} was given, but pos_embed holds {positions} positions "
+            f"{NAME}: no_embed_class={wanted} was given, but pos_embed holds {positions} positions "
             f"for {patches} patches",
             hint="leave no_embed_class out, or check that this is the right checkpoint",
         )
-    return without if config["class_token"] else bool(given)
+    return without if config["class_token"] else bool(wanted)
 
 
 def _check_pool(config: Config) -> None:
@@ -515,7 +519,7 @@ class LayerScale(nn.Module):
         return x * self.gamma
 
 
-class Block(nn.Module):
+class ViTBlock(nn.Module):
     """Pre-norm residual block; `mlp` is dense here and replaced in the MoE blocks."""
 
     def __init__(self, spec: ViT, *, moe: bool) -> None:
@@ -555,7 +559,7 @@ class VisionTransformer(nn.Module):
         self.pos_embed = nn.Parameter(torch.empty(1, embedded, spec.embed_dim))
         self.norm_pre = nn.LayerNorm(norm, eps=spec.norm_eps) if spec.pre_norm else nn.Identity()
         self.blocks = nn.ModuleList(
-            Block(spec, moe=index in spec.moe_blocks) for index in range(spec.depth)
+            ViTBlock(spec, moe=index in spec.moe_blocks) for index in range(spec.depth)
         )
         self.norm = nn.Identity() if spec.fc_norm else nn.LayerNorm(norm, eps=spec.norm_eps)
         self.fc_norm = nn.LayerNorm(norm, eps=spec.norm_eps) if spec.fc_norm else nn.Identity()
@@ -608,7 +612,7 @@ def _detect(tensors: Tensors) -> bool:
     return backbone and any(MOE_KEY.match(p + "phi") for p in find_layers(tensors, LAYER))
 
 
-def _build(tensors: Tensors, given: Config) -> Built:
+def _build(tensors: Tensors, given: Config) -> FamilyModel:
     depth = block_numbers(NAME, tensors, "blocks.")
     found = {m[1] for m in map(MOE_KEY.match, tensors) if m}
     blocks = [block for block in depth if str(block) in found]
@@ -631,16 +635,13 @@ def _build(tensors: Tensors, given: Config) -> Built:
     backbone.place()
     width = spec.num_classes or spec.embed_dim
     left = len(tensors) - len(used)
-    return Built(
-        backbone,
-        config,
-        TensorSpec("input", "float32", ("batch", spec.in_chans, *spec.image)),
-        TensorSpec(
-            "output",
-            "float32",
-            ("batch", width) if spec.global_pool else ("batch", spec.tokens, width),
-        ),
-        (f"skipped {left} left-over keys base_expert.*",) if left else (),
+    scores = ("batch", width) if spec.global_pool else ("batch", spec.tokens, width)
+    return FamilyModel(
+        module=backbone,
+        config=config,
+        inputs=(TensorSpec("input", "float32", ("batch", spec.in_chans, *spec.image)),),
+        outputs=(TensorSpec("output", "float32", scores),),
+        notes=(f"skipped {left} left-over keys base_expert.*",) if left else (),
     )
 
 
@@ -657,10 +658,10 @@ def _example_layer(tensors: Tensors, blocks: list[int]) -> dict[str, Tensor]:
 
 FAMILY = Family(
     name=NAME,
-    options=OPTIONS,
+    options=CONSTRUCTOR.options,
     summary="timm Vision Transformer with Soft MoE MLPs (bwconrad/soft-moe and forks)",
     detect=_detect,
     build=_build,
     layer=LAYER,
-    asked=ASKED,
+    asked=(*ASKED, "input_size"),
 )

@@ -11,7 +11,16 @@ from typing import Any
 
 from ...errors import FamilyError
 from ...graphs.layers.soft_moe import SoftMoE, SoftMoESpec, SoftMoEWeights
-from .base import Config, Shape, Tensors, shape_of, soft_moe_layer, unit_phi, whole_number
+from .base import (
+    Config,
+    Constructor,
+    Tensors,
+    TensorShape,
+    shape_of,
+    soft_moe_layer,
+    unit_phi,
+    whole_number,
+)
 from .layer_only import layer_family
 
 NAME = "soft-moe-vmoe"
@@ -24,7 +33,7 @@ def _match(tensors: Tensors) -> bool:
     return tensors[MU].ndim == 3 and f"{FIRST}.kernel" in tensors
 
 
-def _shapes(tensors: Tensors) -> dict[str, Shape]:
+def _shapes(tensors: Tensors) -> dict[str, TensorShape]:
     d, n, p = shape_of(NAME, tensors, MU, "d, n, p")
     kernel, scale = tensors.get(f"{FIRST}.kernel"), tensors.get(SCALE)
     h = kernel.shape[-1] if kernel is not None else 0
@@ -83,8 +92,11 @@ def _check(_: SoftMoE, config: Config) -> tuple[str, ...]:
 FAMILY = layer_family(
     soft_moe_layer(NAME, MU, _match, _shapes, _read),
     "one layer on (batch, tokens, dim) from a flat dict of JAX arrays (google-research/vmoe)",
+    Constructor(
+        family=NAME,
+        shapes=dict.fromkeys(("num_experts", "num_slots", "mlp_dim"), ...),
+        free={"group_size": None, "capacity_factor": None, "noise_std": 0.0, "deterministic": None},
+    ),
     _config,
-    options=("num_experts", "num_slots", "mlp_dim"),
-    free={"group_size": None, "capacity_factor": None, "noise_std": 0.0, "deterministic": None},
     apply=_check,
 )
