@@ -16,7 +16,7 @@ import re
 import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,7 +60,7 @@ class WeightFiles:
     """
 
     files: tuple[Path, ...]
-    keys: Mapping[Path, tuple[str, ...]]
+    keys: Mapping[Path, tuple[str, ...]] = field(default_factory=dict)
     config: Path | None = None
 
 
@@ -99,7 +99,7 @@ def find_files(source: Path) -> WeightFiles:
             f"{source}: weights are read from {', '.join(SUFFIXES)} and *{INDEX}, "
             f"not from {source.suffix or 'a file without suffix'}"
         )
-    return WeightFiles((source,), {}, config if source.name in STANDARD else None)
+    return WeightFiles(files=(source,), config=config if source.name in STANDARD else None)
 
 
 def _fetching(source: Path) -> str | None:
@@ -125,26 +125,26 @@ def _find_in_folder(folder: Path) -> WeightFiles:
             hint=f"give the checkpoint that it was exported from: `moexport inspect {folder}` "
             "names it",
         )
-    found = sorted(folder.glob(f"*{INDEX}"))
-    if not found:
-        found = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
-        standard = [folder / name for name in STANDARD if folder / name in found]
-        found = standard[:1] or found
-    if not found:
+    files = sorted(folder.glob(f"*{INDEX}"))
+    if not files:
+        files = sorted(p for p in folder.iterdir() if p.is_file() and p.suffix.lower() in SUFFIXES)
+        standard = [folder / name for name in STANDARD if folder / name in files]
+        files = standard[:1] or files
+    if not files:
         raise CheckpointError(
             f"{folder}: no weights in this folder",
             hint=f"it should hold one of {', '.join(SUFFIXES)} or an index *{INDEX}",
         )
-    if len(found) > 1:
-        names = ", ".join(p.name for p in found[:6])
+    if len(files) > 1:
+        names = ", ".join(p.name for p in files[:6])
         raise CheckpointError(
-            f"{folder}: {len(found)} files could be the weights ({names})",
+            f"{folder}: {len(files)} files could be the weights ({names})",
             hint="give the path of the one that is meant",
         )
     config = _config_in(folder)
-    if found[0].name.endswith(INDEX):
-        return _read_index(found[0], config)
-    return WeightFiles((found[0],), {}, config)
+    if files[0].name.endswith(INDEX):
+        return _read_index(files[0], config)
+    return WeightFiles(files=(files[0],), config=config)
 
 
 def _read_index(index: Path, config: Path | None) -> WeightFiles:
@@ -165,7 +165,7 @@ def _read_index(index: Path, config: Path | None) -> WeightFiles:
             hint=f"put them into {index.parent}",
         )
     shards = {index.parent / name: tuple(placed) for name, placed in keys.items()}
-    return WeightFiles(tuple(shards), shards, config)
+    return WeightFiles(files=tuple(shards), keys=shards, config=config)
 
 
 def _weight_map(index: Path) -> dict[str, str]:
@@ -181,20 +181,20 @@ def _weight_map(index: Path) -> dict[str, str]:
 # --- what is in them ---------------------------------------------------------------------------
 
 
-def read_files(found: WeightFiles) -> Mapping[str, Any]:
+def read_files(weights: WeightFiles) -> Mapping[str, Any]:
     """Returns what the files hold: names to tensors, or to whatever else was saved beside them."""
-    if not found.keys:
-        return read_file(found.files[0])
+    if not weights.keys:
+        return read_file(weights.files[0])
     merged: dict[str, Any] = {}
-    for path in found.files:
+    for path in weights.files:
         shard = read_file(path)
-        missing = [key for key in found.keys[path] if key not in shard]
+        missing = [key for key in weights.keys[path] if key not in shard]
         if missing:
             raise CheckpointError(
                 f"{path}: {len(missing)} keys that the index places here are not in the shard: "
                 f"{', '.join(missing[:4])}"
             )
-        merged.update({key: shard[key] for key in found.keys[path]})
+        merged.update({key: shard[key] for key in weights.keys[path]})
     return merged
 
 

@@ -108,7 +108,7 @@ load = takes(LoadRequest)(load_as)
 def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
     family, weights, adapter = request.family, request.weights, request.adapter
     example, values = request.example, request.values
-    given = read_config(request.config, request.sets)
+    config = read_config(request.config, request.sets)
     if names_code(str(source)):
         if family is not None:
             raise UsageError(
@@ -117,7 +117,7 @@ def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
             )
         adapters = [adapter] if isinstance(adapter, str) or callable(adapter) else adapter
         path = None if weights is None else local_checkpoint(weights)
-        return load_factory(str(source), given, path, example, adapters)
+        return load_factory(str(source), config, path, example, adapters)
     if weights is not None:
         raise UsageError(
             f"--weights goes with package.module:factory, and {source} is a checkpoint already",
@@ -130,9 +130,9 @@ def _load(source: str | os.PathLike[str], request: LoadRequest) -> Model:
         )
     path = local_checkpoint(source)
     if family is None and architecture_of(path) is not None and _is_unknown(path):
-        model = load_transformers(path, given, values=values)
+        model = load_transformers(path, config, values=values)
     else:
-        model = _load_checkpoint(path, family, given, example, values=values)
+        model = _load_checkpoint(path, family, config, example, values=values)
     url = url_of(os.fspath(source))
     return model if url is None else replace(model, source=replace(model.source, path=url))
 
@@ -147,7 +147,7 @@ def _is_unknown(folder: Path) -> bool:
 
 
 def _load_checkpoint(
-    path: Path, name: str | None, given: dict[str, Any], example: Example | None, *, values: bool
+    path: Path, name: str | None, config: dict[str, Any], example: Example | None, *, values: bool
 ) -> Model:
     chosen = None if name is None else family_named(name)
     checkpoint = read_checkpoint(path, values=values)
@@ -155,27 +155,30 @@ def _load_checkpoint(
     where = ""
     try:
         family = chosen or detect(checkpoint.tensors)
-        told, notes = _told(checkpoint, family, given)
-        where = f" ({'; '.join(notes)}; --set overrides it)" if told else ""
-        built = family.build(checkpoint.tensors, {**told, **given})
+        recorded, notes = _recorded_settings(checkpoint, family, config)
+        where = f" ({'; '.join(notes)}; --set overrides it)" if recorded else ""
+        model = family.build(checkpoint.tensors, {**recorded, **config})
     except (CheckpointError, FamilyError) as error:
         raise type(error)(f"{path}: {error.message}{where}", hint=error.hint) from error
     return Model(
-        module=built.module,
+        module=model.module,
         family=family.name,
-        config={key: built.config[key] for key in family.options if key in built.config},
+        config={key: model.config[key] for key in family.options if key in model.config},
         source=Source(
-            str(path), checkpoint.files, mapped=checkpoint.mapped, watched=checkpoint.watched
+            path=str(path),
+            files=checkpoint.files,
+            mapped=checkpoint.mapped,
+            watched=checkpoint.watched,
         ),
-        inputs=built.inputs,
-        outputs=built.outputs,
-        notes=(*checkpoint.notes, *notes, *built.notes),
+        inputs=model.inputs,
+        outputs=model.outputs,
+        notes=(*checkpoint.notes, *notes, *model.notes),
         example=example if isinstance(example, np.ndarray) else None,
     )
 
 
-def _told(
-    checkpoint: Checkpoint, family: Family, given: Mapping[str, Any]
+def _recorded_settings(
+    checkpoint: Checkpoint, family: Family, config: Mapping[str, Any]
 ) -> tuple[dict[str, Any], list[str]]:
     """What the family understands of what the file and a `config.json` beside it say, and notes.
 
@@ -183,26 +186,26 @@ def _told(
     options are taken only for what shapes cannot tell: others may mean something else. Such places
     describe more than the constructor, so keys that the family does not take are no error.
     """
-    sources = [
+    places = [
         (f"the file's {key}", each, family.options) for key, each in checkpoint.arguments.items()
     ]
     if checkpoint.config is not None:
         content = read_config(checkpoint.config)
         inner = content.get("model_args")
         flat = {**content, **inner} if isinstance(inner, dict) else content
-        sources.append((checkpoint.config.name, flat, family.options))
-    sources += [
+        places.append((checkpoint.config.name, flat, family.options))
+    places += [
         (f"the file's {key}", each, family.asked) for key, each in checkpoint.options.items()
     ]
-    told: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     notes = []
-    for place, said, options in sources:
+    for place, values, options in places:
         new = {
-            key: said[key]
+            key: values[key]
             for key in options
-            if said.get(key) is not None and key not in told and key not in given
+            if values.get(key) is not None and key not in settings and key not in config
         }
-        told |= new
+        settings |= new
         if new or not place.startswith("the file's"):
             notes.append(f"read {', '.join(new) or 'nothing'} from {place}")
-    return told, notes
+    return settings, notes

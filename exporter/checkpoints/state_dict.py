@@ -92,9 +92,9 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
 
 
 def _read(source: Path, *, values: bool) -> Checkpoint:
-    found = find_files(source)
-    watched = Watched.now(found.files) if values else None
-    saved = read_files(found)
+    weights = find_files(source)
+    watched = Watched.now(weights.files) if values else None
+    saved = read_files(weights)
     notes: list[str] = []
     content = _unwrap(saved, notes)
     tensors = {str(key): value for key, value in content.items() if isinstance(value, Tensor)}
@@ -106,12 +106,12 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
     others = [str(key) for key in content if str(key) not in tensors]
     if others:
         notes.append(f"skipped what is no tensor: {', '.join(others[:6])}")
-    _check_plain(source, tensors, sum(file.stat().st_size for file in found.files))
+    _check_plain(source, tensors, sum(file.stat().st_size for file in weights.files))
     tensors = _dotted(tensors)
     tensors, prefixes = _without_prefixes(_network_alone(tensors, notes))
     if prefixes:
         notes.append(f"removed the prefix {''.join(prefixes)} from every key")
-    mapped = found.files
+    mapped = weights.files
     if watched is not None:
         tensors, converted = _as_float32(tensors, notes, watched)
         mapped += converted
@@ -119,15 +119,15 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
         watched = watched.hashed()
         watched.check_states()
     return Checkpoint(
-        tensors,
-        found.files,
-        tuple(notes),
-        prefixes,
-        found.config,
-        _told(saved, ARGUMENTS),
-        _told(saved, OPTIONS),
-        mapped,
-        watched,
+        tensors=tensors,
+        files=weights.files,
+        notes=tuple(notes),
+        prefixes=prefixes,
+        config=weights.config,
+        arguments=_settings(saved, ARGUMENTS),
+        options=_settings(saved, OPTIONS),
+        mapped=mapped,
+        watched=watched,
     )
 
 
@@ -192,17 +192,14 @@ def _unwrap(content: Mapping[str, Any], notes: list[str]) -> Mapping[str, Any]:
     return {}
 
 
-def _told(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _settings(saved: Mapping[str, Any], keys: Sequence[str]) -> dict[str, dict[str, Any]]:
     """What lies under the keys, where it is a mapping or an `argparse.Namespace`."""
-    found = {
-        key: vars(value) if isinstance(value, Namespace) else value
-        for key, value in saved.items()
-        if key in keys
-    }
+    values = {key: saved[key] for key in keys if key in saved}
+    settings = {k: vars(v) if isinstance(v, Namespace) else v for k, v in values.items()}
     return {
-        key: {str(name): each for name, each in found[key].items()}
-        for key in keys
-        if isinstance(found.get(key), Mapping)
+        key: {str(name): each for name, each in value.items()}
+        for key, value in settings.items()
+        if isinstance(value, Mapping)
     }
 
 
@@ -306,14 +303,14 @@ def upcast(
     if mapped is None:
         return {key: tensor.float() for key, tensor in tensors.items()}, None
     numbers, place = mapped
-    reading, found = Reading((*files, place), watched), {}
+    reading, floats = Reading((*files, place), watched), {}
     for key, tensor in tensors.items():
         start = starts[key]
-        found[key] = numbers[start : start + tensor.numel()].view(tensor.shape)
-        found[key].copy_(tensor)
-        reading.advance(tensor.nbytes + found[key].nbytes)
+        floats[key] = numbers[start : start + tensor.numel()].view(tensor.shape)
+        floats[key].copy_(tensor)
+        reading.advance(tensor.nbytes + floats[key].nbytes)
     reading.end()
-    return found, place
+    return floats, place
 
 
 def _temporary(size: int) -> tuple[Tensor, Path] | None:
