@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,20 +17,30 @@ from .layers import LayerPlace
 FITS = "does the example, or --set input_shape=…, fit the network?"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerCall:
-    """One call of a layer: its tokens x, what else it was given, and what it returned.
+    """One call of a layer: what it was given, x first, and what it returned, y.
 
     All are as they were at the call. `in_place` says whether the layer changed x, and `direct`
     whether it was its `forward` that was called, and not the module.
     """
 
-    x: Tensor
+    args: tuple[Any, ...]
+    named: Mapping[str, Any]
     y: Tensor
-    further: tuple[Any, ...] = ()
-    named: Mapping[str, Any] = field(default_factory=dict)
     in_place: bool = False
     direct: bool = False
+
+    @property
+    def x(self) -> Tensor:
+        """The tokens."""
+        x: Tensor = self.args[0]
+        return x
+
+    @property
+    def further(self) -> tuple[Any, ...]:
+        """What stood after the tokens."""
+        return self.args[1:]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +71,7 @@ def forward_pass(
     with more than its tokens, when something is not computed in float32, or when the result is not
     one tensor. A router's layer may be called with more, which its router is given.
     """
-    calls: dict[str, _RawCall] = {}
+    calls: dict[str, LayerCall] = {}
     with ExitStack() as watching, torch.no_grad():
         for place in places:
             watch = _Watch(module.get_submodule(place.path), place.path, calls)
@@ -85,7 +95,8 @@ def forward_pass(
             "amp=false); --precision says in what the exported graph computes",
         )
     by_path = {place.path: place for place in places}
-    layers = {path: _call(by_path[path], call, what) for path, call in calls.items()}
+    for path, call in calls.items():
+        _check_call(by_path[path], call, what)
     if not isinstance(result, Tensor):
         raise FamilyError(
             f"{what}: its forward returned a {type(result).__name__}, not one tensor",
@@ -93,24 +104,13 @@ def forward_pass(
         )
     if result.dtype == torch.bfloat16:
         raise FamilyError(f"{what}: its forward returned bfloat16", hint="return y.float()")
-    return ForwardPass(inputs=inputs, layers=layers, result=result.detach())
-
-
-@dataclass(frozen=True, slots=True)
-class _RawCall:
-    """A call as it was: copies of what was given and returned, and how it went."""
-
-    args: tuple[Any, ...]
-    named: Mapping[str, Any]
-    returned: Any
-    in_place: bool
-    direct: bool
+    return ForwardPass(inputs=inputs, layers=calls, result=result.detach())
 
 
 class _Watch:
     """Enters each call of a layer under its path: of the module, or of its `forward` alone."""
 
-    def __init__(self, layer: nn.Module, path: str, calls: dict[str, _RawCall]) -> None:
+    def __init__(self, layer: nn.Module, path: str, calls: dict[str, LayerCall]) -> None:
         self.layer, self.path, self.calls = layer, path, calls
         self.own_forward = layer.forward
         self.under_way: list[tuple[tuple[Any, ...], Mapping[str, Any], tuple[Any, ...]]] = []
@@ -156,12 +156,9 @@ class _Watch:
         copies, named, args = self.under_way.pop()
         tensors = [(a, b) for a, b in zip(args, copies, strict=True) if isinstance(a, Tensor)]
         in_place = any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in tensors)
-        self.calls[self.path] = _RawCall(
-            args=copies,
-            named=named,
-            returned=_copied(returned),
-            in_place=in_place,
-            direct=direct,
+        y = _copied(returned)
+        self.calls[self.path] = LayerCall(
+            args=copies, named=named, y=y, in_place=in_place, direct=direct
         )
 
 
@@ -189,31 +186,23 @@ class _Autocast(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _call(place: LayerPlace, call: _RawCall, what: str) -> LayerCall:
-    """A call of a layer that can be replaced."""
+def _check_call(place: LayerPlace, call: LayerCall, what: str) -> None:
+    """Raises FamilyError for a call of a layer that cannot be replaced."""
     alone = (len(call.args) == 1 and not call.named) or place.routed is not None
-    x, y = call.args[0] if call.args and alone else None, call.returned
-    if not isinstance(x, Tensor) or not isinstance(y, Tensor):
+    tensors = isinstance(call.y, Tensor) and call.args and isinstance(call.x, Tensor)
+    if not (alone and tensors):
         raise FamilyError(
             f"{what}: {place.path or 'the layer'} is called with more than its tokens, or returns "
             "more than a tensor",
             hint="its forward must be y = layer(x) at inference",
         )
-    for verb, tensor in (("is called on", x), ("returns", y)):
+    for verb, tensor in (("is called on", call.x), ("returns", call.y)):
         if tensor.dtype != torch.float32:
             raise FamilyError(
                 f"{what}: {place.at} {verb} {_dtype(tensor.dtype)}, and moexport takes layers that "
                 "compute in float32",
                 hint="leave the cast out; --precision says in what the exported graph computes",
             )
-    return LayerCall(
-        x=x,
-        y=y,
-        further=call.args[1:],
-        named=call.named,
-        in_place=call.in_place,
-        direct=call.direct,
-    )
 
 
 def _dtype(dtype: torch.dtype) -> str:
