@@ -71,6 +71,8 @@ def build(
     verbosity: Verbosity,
 ) -> None:
     """Compile TensorRT engines from a bundle's graphs into it."""
+    from ..exporter.tensorrt.engines import precision_notes
+
     options = replace(cached(options), expose_routing=expose_routing)
     plans = api.build_plan(bundle, replace(request, options=options))
     if dry_run:
@@ -84,6 +86,8 @@ def build(
         return
     for each in made:
         show(made_text(bundle, each))
+        for note in precision_notes(each.record.file, each.record.kernels):
+            console.note(note)
 
 
 def engine_plans_text(plans: Sequence[EnginePlan]) -> str:

@@ -172,7 +172,8 @@ def build_for_export(
             return replace(manifest, notes=[*manifest.notes, note])
     plans = plan_engines(manifest, manifest.target, options)
     made = list(make_engines(directory, manifest, plans, directory, progress))
-    return with_engines(manifest, made)
+    notes = [n for each in made for n in precision_notes(each.record.file, each.record.kernels)]
+    return with_engines(replace(manifest, notes=[*manifest.notes, *notes]), made)
 
 
 def _check_can_build(chosen: Backend) -> None:
@@ -330,7 +331,8 @@ def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> dic
 
     The router stays in FP32 at every precision, so only the experts' products are looked at: in the
     network that was built, and then in the engine, where it could be inspected. Returns what the
-    engine's own layers of the experts read and write, by MoE layer.
+    engine's own layers of the experts read and write, by MoE layer: nothing where the inspector
+    does not name them, and then the strongly typed network alone proves the precision.
     """
     kernels: dict[str, list[str]] = {}
     for layer in manifest.layers:
@@ -345,29 +347,47 @@ def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> dic
                 hint="export again with this --target and --precision, or another --lowering",
             )
         if built.inspector is not None:
-            names = [each["name"] for each in products]
-            types = kernel_types(built.inspector, names)
-            if not types or {layer.precision} - types - {"int8"}:
+            types = kernel_types(built.inspector, [each["name"] for each in products])
+            kernels[layer.name] = sorted(types)
+            if types and layer.precision not in (*types, *QUANTISED):
                 raise EngineError(
                     f"{graph.file}: the experts of layer {layer.name} were asked for in "
                     f"{layer.precision}, and the engine's own layers compute them in "
-                    f"{', '.join(sorted(types)) or 'none that its inspector names'}",
+                    f"{', '.join(sorted(types))}",
                     hint="try --lowering gather, or open an issue with the list of layers that "
                     "`trtexec --exportLayerInfo` writes",
                 )
-            kernels[layer.name] = sorted(types)
     return kernels
 
+
+def precision_notes(file: str, kernels: Mapping[str, Sequence[str]]) -> list[str]:
+    """Returns what a user should know of an engine's precision, from `EngineRecord.kernels`."""
+    unnamed = [layer for layer, types in kernels.items() if not types]
+    if not unnamed:
+        return []
+    return [
+        f"{file}: TensorRT's inspector does not name the experts of {', '.join(unnamed)}: that "
+        "they have the bundle's precision is proved by the network's types alone"
+    ]
+
+
+QUANTISED = ("int8", "int4", "fp8")
+"""Precisions of which a kernel may read floats: it gets factors that were dequantised before."""
 
 KERNEL_TYPES = {
     "fp32": r"float|fp32",
     "fp16": r"half|fp16",
     "bf16": r"bfloat16|bf16",
     "int8": r"int8",
-    "fp8": r"fp8|e4m3",
+    "fp8": r"fp8|e4m3|float8e4m3(fn)?",
     "int4": r"int4",
 }
-"""How the inspector's `Format/Datatype` names types; its words differ from version to version."""
+"""How the inspector names types; its words differ from version to version."""
+
+TYPE_KEYS = ("datatype", "format/datatype", "format")
+"""Where the inspector tells a tensor's type, in lower case, the surest first: `Format/Datatype` to
+TensorRT 10, `Datatype` beside `Format` from 11 on (NVIDIA's page "Migrating IEngineInspector Usage
+from TensorRT 10.x to 11.x")."""
 
 
 def kernel_types(inspector: Mapping[str, Any], products: Sequence[str]) -> set[str]:
@@ -377,17 +397,22 @@ def kernel_types(inspector: Mapping[str, Any], products: Sequence[str]) -> set[s
     TensorRT 10.16.1). Empty where none of them names one of these.
     """
     layers = [each for each in inspector.get("Layers", ()) if isinstance(each, dict)]
-    told = [
-        str(port.get("Format/Datatype", port.get("Format")))
+    words = [
+        _type_words(port)
         for each in layers
         if any(f"[ONNX Layer: {name}]" in str(each.get("Metadata")) for name in products)
         for port in (*each.get("Inputs", ()), *each.get("Outputs", ()))
     ]
     return {
         name
-        for name, words in KERNEL_TYPES.items()
-        if any(re.search(rf"\b({words})\b", text, re.IGNORECASE) for text in told)
+        for name, pattern in KERNEL_TYPES.items()
+        if any(re.search(rf"\b({pattern})\b", text, re.IGNORECASE) for text in words)
     }
+
+
+def _type_words(port: Mapping[str, Any]) -> str:
+    told = {key.lower(): str(value) for key, value in port.items()}
+    return next((told[key] for key in TYPE_KEYS if told.get(key)), "")
 
 
 def _record(

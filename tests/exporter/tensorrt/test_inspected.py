@@ -10,7 +10,7 @@ import pytest
 from moexport.errors import EngineError
 from moexport.exporter.bundle.manifest import GraphRecord, LayerRecord, Manifest
 from moexport.exporter.tensorrt.build import Built
-from moexport.exporter.tensorrt.engines import check_precision, kernel_types
+from moexport.exporter.tensorrt.engines import check_precision, kernel_types, precision_notes
 from moexport.tests.exporter.tensorrt.engines import export
 
 LAYER = "soft_moe_fkodom"
@@ -18,7 +18,11 @@ LAYER = "soft_moe_fkodom"
 
 def engine_layer(nodes: list[str], words: str, **more: Any) -> dict[str, Any]:
     """A layer as the inspector's JSON has it ("Engine Inspector", TensorRT 10.16.1)."""
-    port = {"Name": "x", "Location": "Device", "Dimensions": [1, 8], "Format/Datatype": words}
+    return layer_of(nodes, {"Format/Datatype": words}, **more)
+
+
+def layer_of(nodes: list[str], types: dict[str, str], **more: Any) -> dict[str, Any]:
+    port = {"Name": "x", "Location": "Device", "Dimensions": [1, 8], **types}
     metadata = "\x1e".join(f"[ONNX Layer: {name}]" for name in nodes)
     return {"Name": "gemm", "LayerType": "gemm", "Inputs": [port], "Outputs": [port]} | {
         "Metadata": metadata,
@@ -60,11 +64,22 @@ def test_a_product_in_another_type_is_a_failure(manifest: Manifest) -> None:
         check(manifest, built(layers))
 
 
-def test_an_engine_that_does_not_name_the_experts_is_a_failure(manifest: Manifest) -> None:
-    layers = products(manifest.layers[0])
-    inspector = {"Layers": [engine_layer(["head/MatMul"], "Row major linear FP32")]}
-    with pytest.raises(EngineError, match="none that its inspector names"):
-        check(manifest, built(layers, inspector))
+@pytest.mark.parametrize(
+    "inspector",
+    [
+        {"Layers": [engine_layer(["head/MatMul"], "Row major linear FP32")]},
+        {"Layers": ["__mye1", "__mye2"]},
+    ],
+)
+def test_an_engine_that_does_not_name_the_experts_is_told_in_a_note(
+    inspector: dict[str, Any], manifest: Manifest
+) -> None:
+    layer = manifest.layers[0]
+    kernels = check(manifest, built(products(layer), inspector))
+    assert kernels == {layer.name: []}
+    (note,) = precision_notes("e.plan", kernels)
+    assert layer.name in note and "the network's types" in note
+    assert precision_notes("e.plan", {layer.name: ["fp32"]}) == []
 
 
 def test_the_engines_own_types_are_kept_and_compared(manifest: Manifest) -> None:
@@ -81,12 +96,6 @@ def test_without_a_gpu_there_is_nothing_to_compare(manifest: Manifest) -> None:
     assert check(manifest, built(products(manifest.layers[0]))) == {}
 
 
-def test_an_engine_that_names_no_node_at_all_is_a_failure(manifest: Manifest) -> None:
-    silent = {"Layers": ["__mye1", "__mye2"]}
-    with pytest.raises(EngineError, match="none that its inspector names"):
-        check(manifest, built(products(manifest.layers[0]), silent))
-
-
 @pytest.mark.parametrize(
     ("words", "name"),
     [
@@ -101,6 +110,39 @@ def test_an_engine_that_names_no_node_at_all_is_a_failure(manifest: Manifest) ->
 )
 def test_the_words_of_several_versions_are_known(words: str, name: str) -> None:
     assert kernel_types({"Layers": [engine_layer(["a"], words)]}, ["a"]) == {name}
+
+
+@pytest.mark.parametrize(
+    ("datatype", "name"),
+    [
+        ("Float", "fp32"),
+        ("Half", "fp16"),
+        ("BFloat16", "bf16"),
+        ("Int8", "int8"),
+        ("FP8", "fp8"),
+        ("Float8E4M3FN", "fp8"),
+        ("Int4", "int4"),
+    ],
+)
+@pytest.mark.parametrize("key", ["Datatype", "DataType"])
+def test_the_layout_of_tensorrt_11_is_read(datatype: str, name: str, key: str) -> None:
+    """NVIDIA's "Migrating IEngineInspector Usage from TensorRT 10.x to 11.x"."""
+    types = {"Format": "Row major linear format (kLINEAR)", key: datatype}
+    assert kernel_types({"Layers": [layer_of(["a"], types)]}, ["a"]) == {name}
+
+
+@pytest.mark.parametrize("types", [{"Format/Datatype": "Half"}, {"Datatype": "Half"}])
+@pytest.mark.parametrize("precision", ["int8", "fp8", "int4"])
+def test_kernels_of_quantised_experts_may_read_floats(
+    precision: str, types: dict[str, str], manifest: Manifest
+) -> None:
+    layer = replace(manifest.layers[0], precision=precision)
+    quantised = [each | {"precision": precision} for each in products(layer)]
+    inspector = {"Layers": [layer_of([each["name"] for each in quantised], types)]}
+    kernels = check(replace(manifest, layers=[layer]), built(quantised, inspector))
+    assert kernels == {layer.name: ["fp16"]}
+    with pytest.raises(EngineError, match="built in fp32"):
+        check(replace(manifest, layers=[layer]), built(products(layer), inspector))
 
 
 def test_int8_products_may_lie_beside_floats_of_a_factorised_layer(manifest: Manifest) -> None:
