@@ -9,8 +9,9 @@ from typing import Any, Literal
 
 from ..common import timing
 from ..errors import UsageError
+from ..exporter.bundle.manifest import Dimension
 from ..exporter.job import ExportJob
-from ..exporter.model import Dimension, Model
+from ..exporter.model import Model
 from ..exporter.token_routed.network import Network
 from ..graphs.layers.base import MoESpec, moe_layers
 from .results import (

@@ -20,8 +20,8 @@ from ..calibration.feeds import (
 from ..errors import FeedError, UsageError
 
 if TYPE_CHECKING:
-    from .bundle.manifest import PortRecord
-    from .model import Model, TensorSpec
+    from .bundle.manifest import TensorSpec
+    from .model import Model
 
 TRACED_BATCH = 2
 """What a model is traced with: a batch of 1 would let the tracer take the axis for a constant."""
@@ -96,9 +96,7 @@ Inputs = np.ndarray | Mapping[str, np.ndarray]
 """What a model or a graph is given: arrays by name, or that of its first input alone."""
 
 
-def completed(
-    given: Inputs, ports: Sequence[TensorSpec | PortRecord], where: str = ""
-) -> dict[str, np.ndarray]:
+def completed(given: Inputs, ports: Sequence[TensorSpec], where: str = "") -> dict[str, np.ndarray]:
     """Returns an array for every input of a model or graph, in their order.
 
     An array stands for the first input, and what is left out for its default. Raises `FeedError`
@@ -120,11 +118,9 @@ def completed(
     return {port.name: arrays[port.name] for port in ports}
 
 
-def _check_sums(
-    ports: Sequence[TensorSpec | PortRecord], sizes: Mapping[str, int], where: str
-) -> None:
+def _check_sums(ports: Sequence[TensorSpec], sizes: Mapping[str, int], where: str) -> None:
     """Raises `FeedError` where axes together are larger than they may be: `past + tokens`."""
-    for axis, most in (pair for port in ports for pair in dict(port.limits).items()):
+    for axis, most in (pair for port in ports for pair in port.limits.items()):
         past, plus, new = axis.partition(" + ")
         if plus and all(each in sizes for each in (past, new)) and sizes[past] + sizes[new] > most:
             raise FeedError(
@@ -135,7 +131,7 @@ def _check_sums(
 
 
 def _strengths(
-    given: np.ndarray, port: TensorSpec | PortRecord, sizes: Mapping[str, int], where: str
+    given: np.ndarray, port: TensorSpec, sizes: Mapping[str, int], where: str
 ) -> np.ndarray:
     """Strengths [b, s]; those of one input [s] are for all of them."""
     array = np.asarray(given)
@@ -151,9 +147,7 @@ def _strengths(
     return np.broadcast_to(array, (rows, len(array)))
 
 
-def _sizes(
-    arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec | PortRecord]
-) -> dict[str, int]:
+def _sizes(arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec]) -> dict[str, int]:
     """The sizes of named axes, as far as arrays tell; nothing is past where nothing says so."""
     sizes = {"past": 0}
     for port in ports:
@@ -166,7 +160,7 @@ def _sizes(
 
 
 def _default(
-    port: TensorSpec | PortRecord,
+    port: TensorSpec,
     sizes: Mapping[str, int],
     arrays: Mapping[str, np.ndarray],
     where: str,
@@ -308,7 +302,7 @@ def random_arrays(
     known, from those of its example. A mask leaves out the end
     of every second input, or with a cache its beginning.
     """
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits}
+    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     within = {axis: min(size, limits.get(axis, size)) for axis, size in sizes.items()}
     for (first, _, second), most in ((axis.partition(" + "), m) for axis, m in limits.items()):
         if second:  # the sum has a limit of its own
@@ -341,7 +335,7 @@ def _gaps(shape: tuple[int, ...], *, cached: bool) -> np.ndarray:
     return mask
 
 
-def with_axes(x: np.ndarray, spec: TensorSpec | PortRecord) -> np.ndarray:
+def with_axes(x: np.ndarray, spec: TensorSpec) -> np.ndarray:
     """Returns x with the axis of size 1 that its shape may leave out."""
     if spec.implied is None or x.ndim != len(spec.shape) - 1:
         return x
@@ -352,9 +346,7 @@ PAST_AXIS = "past"
 """The axis of a cache: how many tokens came before."""
 
 
-def check_array(
-    x: np.ndarray, port: TensorSpec | PortRecord, where: str = "", *, feed: bool = False
-) -> None:
+def check_array(x: np.ndarray, port: TensorSpec, where: str = "", *, feed: bool = False) -> None:
     """Raises `FeedError` for an array that an input of a graph or model cannot take.
 
     What is no integer in the shape of `port` is a dynamic axis. Whole numbers are cast to whole
@@ -380,7 +372,7 @@ def check_array(
         hint = f"its axis {port.shape[at]} is 1 at least" if at else "give at least one input"
         hint = f"leave such inputs out of the feed: {hint}" if feed and at else hint
         raise FeedError(f"{what} is empty: {_shape(x.shape)}", hint=hint)
-    for axis, most in dict(port.limits).items():
+    for axis, most in port.limits.items():
         size = x.shape[port.shape.index(axis)] if axis in port.shape else 0
         if size > most:
             raise FeedError(

@@ -114,7 +114,7 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
     inputs and of its weights, none of which is read; its MoE layers and its products do not run.
     """
     side = max(1, round(dynamic**0.5))
-    tokens_limit = dict(model.input.limits).get("tokens", dynamic)
+    tokens_limit = model.input.limits.get("tokens", dynamic)
     if isinstance(model.module, Network):  # its layers see every token
         return dict.fromkeys(model.layers, min(dynamic, tokens_limit))
     sizes = {"batch": 1, "tokens": min(dynamic, tokens_limit), "height": side, "width": side}

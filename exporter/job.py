@@ -334,7 +334,7 @@ def fixed_axes(spec: TensorSpec, options: ExportOptions) -> dict[str, int]:
             f"({', '.join(map(str, spec.shape))})",
             hint="leave --tokens out",
         )
-    limits = dict(spec.limits)
+    limits = spec.limits
     for axis, asked in (("batch", options.batch), ("tokens", options.tokens)):
         # The default range is no wish: a model with fewer positions narrows it.
         default = axis == "tokens" and asked == DEFAULT_TOKENS

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +29,7 @@ from ..graphs.layers.base import (
 from ..graphs.layers.mumoe import MuMoE
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.names import STEER_INPUT
+from .bundle.manifest import TensorSpec as TensorSpec  # noqa: PLC0414
 from .edits import (
     NO_EDITS,
     Ablation,
@@ -38,54 +39,6 @@ from .edits import (
     MergedExperts,
     Steer,
 )
-
-Dimension = int | str
-"""A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `past`, `height`, `width`), or
-the sum of two (`past + tokens`)."""
-
-Default = Literal["ones", "positions", "empty", "zeros"]
-"""What stands for an input that is left out: ones, as of a mask without gaps; the position of each
-token, as the mask counts them; a tensor of which the `past` axis is empty; or zeros, strengths that
-change nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """Name, numpy dtype name and shape of a graph input or output.
-
-    `limits` are the largest sizes that named axes may have; `below` is the bound of an integer
-    input's values. `implied` names an axis that arrays may leave out: it is of size 1 there.
-    `default` says what an input is that callers leave out; without one it must be given.
-    """
-
-    name: str
-    dtype: str
-    shape: tuple[Dimension, ...]
-    limits: tuple[tuple[str, int], ...] = ()
-    below: int | None = None
-    implied: str | None = None
-    default: Default | None = None
-
-    @property
-    def dynamic_axes(self) -> tuple[str, ...]:
-        """Names of the dynamic axes, in order."""
-        return tuple(size for size in self.shape if isinstance(size, str))
-
-    def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
-        """The shape with each dynamic axis replaced by its size in `sizes`."""
-        return tuple(
-            sum(sizes[axis] for axis in size.split(" + ")) if isinstance(size, str) else size
-            for size in self.shape
-        )
-
-    def within(self, fixed: Mapping[str, int]) -> tuple[Dimension, ...]:
-        """The shape in which the axes that are `fixed` have their sizes."""
-        return tuple(
-            sum(fixed[axis] for axis in size.split(" + "))
-            if isinstance(size, str) and fixed.keys() >= set(size.split(" + "))
-            else size
-            for size in self.shape
-        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ import numpy as np
 from ..errors import BundleError, EngineError, UsageError, install
 from ..graphs.names import K_INPUT
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER
-from .bundle.manifest import METADATA, GraphFacts, PortRecord
+from .bundle.manifest import METADATA, GraphFacts, TensorSpec
 from .inputs import Inputs, check_array, completed
 from .tensorrt.backends import first_gpu
 from .tensorrt.profiles import check_given
@@ -120,10 +120,10 @@ class Session:
         self._experts = min((layer.n for layer in layers), default=None) if self.takes_k else None
         defaults, limits = ({}, {}) if facts is None else (facts.defaults, facts.limits)
         self._ports = [
-            PortRecord(
+            TensorSpec(
                 value.name,
                 _NUMPY_TYPES[value.type].name,
-                value.shape,
+                tuple(value.shape),
                 default=defaults.get(value.name),
                 limits={} if value.name in defaults else limits,
             )

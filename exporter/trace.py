@@ -157,7 +157,7 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
 
 def traced_sizes(model: Model, fixed: Mapping[str, int]) -> dict[str, int]:
     """Returns the size of every named axis of a model's inputs while it is traced."""
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits}
+    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     axes = dict.fromkeys(
         axis for spec in model.inputs for size in spec.dynamic_axes for axis in size.split(" + ")
     )
@@ -177,7 +177,7 @@ def _program(
     examples = tuple(
         torch.zeros(spec.concrete(sizes), dtype=getattr(torch, spec.dtype)) for spec in model.inputs
     )
-    limits = {axis: most for spec in model.inputs for axis, most in spec.limits}
+    limits = {axis: most for spec in model.inputs for axis, most in spec.limits.items()}
     # One of a name, wherever it stands.
     axes = {axis: torch.export.Dim(axis, max=limits.get(axis)) for axis in sizes}
     dynamic = tuple(

@@ -26,7 +26,6 @@ from .bundle.manifest import (
     GraphRecord,
     LayerRecord,
     Manifest,
-    PortRecord,
     SourceRecord,
 )
 from .bundle.verify import graph_comparison, selected_values
@@ -98,8 +97,8 @@ def _lower(
         facts["edits"] = job.model.edits.texts()
     if defaults := _defaults(job.model):
         facts["defaults"] = defaults
-    limits = {axis: n for each in job.model.inputs for axis, n in each.limits if " + " in axis}
-    if limits:
+    limits = {axis: n for each in job.model.inputs for axis, n in each.limits.items()}
+    if limits := {axis: n for axis, n in limits.items() if " + " in axis}:
         facts["limits"] = limits
     model.metadata_props[METADATA] = json.dumps(facts)
     # The same for people: a viewer shows it beside the graph.
@@ -203,7 +202,7 @@ def manifest_of(
         for file, each in parities.items()
         if each.mostly_ties
     ]
-    k_port = [PortRecord(K_INPUT, "int64", [1])] if options.k == "input" else []
+    k_port = [TensorSpec(K_INPUT, "int64", (1,))] if options.k == "input" else []
     return Manifest(
         moexport=metadata.version("moexport"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -263,18 +262,17 @@ def _layer_record(layer: LayerPlan, found: LayerPrecision, lowered: Lowered) -> 
     )
 
 
-def _port(spec: TensorSpec, job: ExportJob) -> PortRecord:
+def _port(spec: TensorSpec, job: ExportJob) -> TensorSpec:
     """A data input or output of the graphs that an export writes."""
-    shape = list(spec.within(job.fixed))
-    implied = None if spec.implied in job.fixed else spec.implied
     dtype = spec.dtype
     if dtype == "float32" and spec.name != STEER_INPUT:
         dtype = str(FLOAT_TYPES[job.options.precision.io].numpy())
-    return PortRecord(spec.name, dtype, shape, dict(spec.limits), implied, spec.below, spec.default)
+    implied = None if spec.implied in job.fixed else spec.implied
+    return replace(spec, dtype=dtype, shape=spec.within(job.fixed), implied=implied)
 
 
-def _added_port(value: ir.Value) -> PortRecord:
+def _added_port(value: ir.Value) -> TensorSpec:
     """An output that the network does not have: what a layer chose."""
     assert value.dtype is not None and value.shape is not None
-    sizes = [size if isinstance(size, int) else str(size) for size in value.shape]
-    return PortRecord(str(value.name), str(value.dtype.numpy()), sizes)
+    sizes = tuple(size if isinstance(size, int) else str(size) for size in value.shape)
+    return TensorSpec(str(value.name), str(value.dtype.numpy()), sizes)

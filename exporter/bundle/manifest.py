@@ -8,7 +8,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from ...common.json_data import from_data, parse, read_json
 from ...common.locations import AnyPlace, holds, local_files
@@ -89,22 +89,53 @@ class GraphRecord:
     batches: list[int] = field(default_factory=list)
 
 
-@dataclass(frozen=True, slots=True)
-class PortRecord:
-    """Name, dtype and shape of a graph input or output; names stand for dynamic axes.
+Dimension = int | str
+"""A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `past`, `height`, `width`), or
+the sum of two (`past + tokens`)."""
 
-    `limits` are the largest sizes of named axes, where there are any; arrays may leave out the axis
+Default = Literal["ones", "positions", "empty", "zeros"]
+"""What stands for an input that is left out: ones, as of a mask without gaps; the position of each
+token, as the mask counts them; a tensor of which the `past` axis is empty; or zeros, strengths that
+change nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """Name, numpy dtype name and shape of an input or output of a model or a graph.
+
+    `limits` are the largest sizes that named axes may have; arrays may leave out the axis
     `implied`, which is of size 1 then. Values of an integer input lie in 0 … `below` − 1. `default`
-    says what an input is that is left out (`model.Default`).
+    says what an input is that callers leave out; without one it must be given.
     """
 
     name: str
     dtype: str
-    shape: list[int | str]
+    shape: tuple[Dimension, ...]
     limits: dict[str, int] = field(default_factory=dict)
     implied: str | None = None
     below: int | None = None
-    default: str | None = None
+    default: Default | None = None
+
+    @property
+    def dynamic_axes(self) -> tuple[str, ...]:
+        """Names of the dynamic axes, in order."""
+        return tuple(size for size in self.shape if isinstance(size, str))
+
+    def concrete(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """The shape with each dynamic axis replaced by its size in `sizes`."""
+        return tuple(
+            sum(sizes[axis] for axis in size.split(" + ")) if isinstance(size, str) else size
+            for size in self.shape
+        )
+
+    def within(self, fixed: Mapping[str, int]) -> tuple[Dimension, ...]:
+        """The shape in which the axes that are `fixed` have their sizes."""
+        return tuple(
+            sum(fixed[axis] for axis in size.split(" + "))
+            if isinstance(size, str) and fixed.keys() >= set(size.split(" + "))
+            else size
+            for size in self.shape
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,8 +209,8 @@ class Manifest:
     renormalize: bool
     opset: int
     batch: str
-    inputs: list[PortRecord]
-    outputs: list[PortRecord]
+    inputs: list[TensorSpec]
+    outputs: list[TensorSpec]
     parity: dict[str, Any] | None
     files: dict[str, FileRecord]
     environment: dict[str, Any]
@@ -330,7 +361,7 @@ class GraphFacts:
 
     layers: dict[str, LayerFacts]
     floats: str = "fp32"
-    defaults: dict[str, str] = field(default_factory=dict)
+    defaults: dict[str, Default] = field(default_factory=dict)
     limits: dict[str, int] = field(default_factory=dict)
 
     @staticmethod

@@ -14,7 +14,7 @@ from ...graphs.targets import TARGETS, Target
 from ..edits import Edits
 from ..inputs import PAST_AXIS
 from ..parity import Parity, describe
-from .manifest import MANIFEST_FILE, FileRecord, Manifest, PortRecord
+from .manifest import MANIFEST_FILE, FileRecord, Manifest, TensorSpec
 from .recipe import RECIPE_FILE
 from .substitutes import SUBSTITUTES_FILE
 
@@ -115,14 +115,14 @@ def _content(manifest: Manifest, name: str) -> str:
     return "an engine, or a part of one"
 
 
-def _one(port: PortRecord) -> str:
+def _one(port: TensorSpec) -> str:
     """The sizes of a port for one input of one token, with nothing before it."""
     return ", ".join(
         str(size if isinstance(size, int) else 0 if size == PAST_AXIS else 1) for size in port.shape
     )
 
 
-def _port(port: PortRecord) -> str:
+def _port(port: TensorSpec) -> str:
     return f"`{port.name}`: {port.dtype} ({', '.join(map(str, port.shape))})"
 
 

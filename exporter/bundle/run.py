@@ -18,7 +18,7 @@ from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_ax
 from ..requests import RunRequest
 from ..session import PROVIDERS, Runner, SessionOptions
 from .bundle import Bundle
-from .manifest import Manifest, PortRecord
+from .manifest import Manifest, TensorSpec
 
 ONNXRUNTIME = "onnxruntime"
 
@@ -123,7 +123,7 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
     return AxisRange(known.min, asked or known.max, known.max)
 
 
-def _others(path: Path, ports: Sequence[PortRecord], total: int | None) -> dict[str, np.ndarray]:
+def _others(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
     """The inputs beside the first that a file holds; those that it lacks have defaults."""
     if path.suffix != ".npz":
         return {}
@@ -142,7 +142,7 @@ def _others(path: Path, ports: Sequence[PortRecord], total: int | None) -> dict[
     return found
 
 
-def _stacking(path: Path, port: PortRecord) -> Iterator[np.ndarray]:
+def _stacking(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
     """The inputs of a feed, a few at a time; they must stack, since none may be left out."""
     shape: tuple[int, ...] | None = None
     for part in batches(path, port.name):
@@ -155,7 +155,7 @@ def _stacking(path: Path, port: PortRecord) -> Iterator[np.ndarray]:
             )
         x = with_axes(part, port)
         # Any number of inputs: batches are made of them.
-        check_array(x, replace(port, shape=["batch", *port.shape[1:]]))
+        check_array(x, replace(port, shape=("batch", *port.shape[1:])))
         yield x
 
 

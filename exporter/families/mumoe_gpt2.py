@@ -205,19 +205,19 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
             f"{NAME}: use_cache={cached} is neither true nor false",
             hint="--set use_cache=true exports keys and values of earlier tokens as inputs",
         )
-    limits = [("tokens", block_size)]
+    limits = {"tokens": block_size}
     pasts: tuple[TensorSpec, ...] = ()
     presents: tuple[TensorSpec, ...] = ()
     if cached:
         parts = [f"{block}.{part}" for block in blocks for part in ("key", "value")]
         pasts, presents = cache_specs(dict.fromkeys(parts, (heads, dim // heads)))
-        limits.append((f"{PAST_AXIS} + tokens", block_size))
+        limits[f"{PAST_AXIS} + tokens"] = block_size
     ids = ("batch", "tokens")
     return FamilyModel(
         module=backbone,
         config=config,
         inputs=(
-            TensorSpec("input_ids", "int64", ids, limits=tuple(limits), below=vocabulary),
+            TensorSpec("input_ids", "int64", ids, limits=limits, below=vocabulary),
             *pasts,
         ),
         outputs=(TensorSpec("logits", "float32", (*ids, vocabulary)), *presents),

@@ -14,7 +14,7 @@ from ...common.console import Progress, Silent
 from ...common.files import is_own, own_signature, sha256
 from ...errors import EngineError, MissingExtraError, UsageError
 from ...graphs.names import part_of
-from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, PortRecord
+from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, TensorSpec
 from ..inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
 from .backends import BACKENDS, Backend, backend_named, first_gpu
@@ -91,7 +91,7 @@ def plan_engines(
     ]
 
 
-def _check_axes(port: PortRecord, asked: Sequence[Asked], ranges: Asked) -> None:
+def _check_axes(port: TensorSpec, asked: Sequence[Asked], ranges: Asked) -> None:
     """Raises `UsageError` for a range that no profile makes use of."""
     for axis, wanted in ranges.items():
         if axis not in port.shape and not (axis == "tokens" and "height" in port.shape):

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import FeedError, UsageError
 from ...graphs.names import K_INPUT
-from ..bundle.manifest import PortRecord
+from ..bundle.manifest import TensorSpec
 from ..inputs import AxisRange, parse_range
 
 AXES = ("batch", "tokens", "height", "width", K_INPUT)
@@ -79,7 +79,7 @@ def parse_profile(text: str) -> dict[str, AxisRange]:
     return found
 
 
-def profile(port: PortRecord, asked: Asked, defaults: Asked, experts: int | None) -> Profile:
+def profile(port: TensorSpec, asked: Asked, defaults: Asked, experts: int | None) -> Profile:
     """Returns the profile for a graph's data input, and for its k of at most `experts`.
 
     Raises `UsageError` for an axis that the graph does not have and for a size that it fixes.
@@ -103,13 +103,13 @@ def profile(port: PortRecord, asked: Asked, defaults: Asked, experts: int | None
     return Profile(port.name, shapes[0], shapes[1], shapes[2], _k_range(asked, experts))
 
 
-def _fixed_size(port: PortRecord, axis: str) -> int | None:
+def _fixed_size(port: TensorSpec, axis: str) -> int | None:
     """The batch size where it is a constant; other axes have lost their names then."""
     first = port.shape[0]
     return first if axis == "batch" and isinstance(first, int) else None
 
 
-def _clipped(axis: str, asked: Asked, defaults: Asked, port: PortRecord) -> AxisRange:
+def _clipped(axis: str, asked: Asked, defaults: Asked, port: TensorSpec) -> AxisRange:
     """The range asked for, or the default as far as the model goes."""
     most = port.limits.get(axis)
     if axis in asked:

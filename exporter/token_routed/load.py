@@ -374,7 +374,7 @@ def _ports(
     else:
         inputs = token_specs(text.vocab_size, positions, cached=shapes is not None)
     if kind.translates and kind.part is None:
-        limits = () if positions is None else (("decoder_tokens", positions),)
+        limits = {} if positions is None else {"decoder_tokens": positions}
         axes = ("batch", "decoder_tokens")
         more = TensorSpec(DECODED, "int64", axes, limits, below=text.vocab_size)
         note = "exported without a cache; to generate, export --set part=encoder and part=decoder"

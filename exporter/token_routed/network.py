@@ -100,7 +100,7 @@ def self_attention(cache: Any) -> Any:
 def token_specs(vocabulary: int, positions: int | None, *, cached: bool) -> tuple[TensorSpec, ...]:
     """Returns the inputs of a model of tokens, without those of a cache."""
     # With a cache the bound is of both, past and new tokens.
-    limits = () if positions is None or cached else (("tokens", positions),)
+    limits = {} if positions is None or cached else {"tokens": positions}
     ids = TensorSpec("input_ids", "int64", TOKENS, limits, below=vocabulary)
     seen = "past + tokens" if cached else "tokens"
     mask = TensorSpec("attention_mask", "int64", ("batch", seen), default="ones")

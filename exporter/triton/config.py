@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ..bundle.manifest import PortRecord
+from ..bundle.manifest import TensorSpec
 
 TYPES = {
     "float32": "TYPE_FP32",
@@ -54,7 +54,7 @@ def _lines(fields: Mapping[str, Any], indent: str = "") -> Iterator[str]:
                 yield f"{indent}{name}: {json.dumps(each, ensure_ascii=False)}"
 
 
-def port(record: PortRecord, *, batched: bool, **more: Any) -> dict[str, Any]:
+def port(record: TensorSpec, *, batched: bool, **more: Any) -> dict[str, Any]:
     """Returns an input or output: a size that is not fixed is -1, and Triton adds the batch."""
     shape = record.shape[1:] if batched else record.shape
     sizes = [size if isinstance(size, int) else -1 for size in shape]

@@ -27,7 +27,7 @@ from ...errors import EngineError, OutputError, UsageError
 from ...graphs.names import K_INPUT, SELECTED
 from ...graphs.targets import TARGETS, Target
 from ..bundle.bundle import Bundle
-from ..bundle.manifest import MAIN_GRAPH, MANIFEST_FILE, PortRecord, external_files
+from ..bundle.manifest import MAIN_GRAPH, MANIFEST_FILE, TensorSpec, external_files
 from ..inputs import DEFAULT_BATCH, AxisRange, parse_range
 from ..parity import PARITY_FILE, Reference
 from ..requests import Device, ServingBackend, TritonRequest
@@ -86,7 +86,7 @@ class _Form:
 
     max_batch: int
     files: Mapping[str, Path | bytes]
-    outputs: Sequence[PortRecord]
+    outputs: Sequence[TensorSpec]
     k: Mapping[str, Any] = field(default_factory=dict)
     optional: bool = False
     parameters: Mapping[str, str] = field(default_factory=dict)
@@ -164,8 +164,8 @@ def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
     inputs = []
     for each in manifest.inputs:
         if each.name == K_INPUT:
-            shape: list[int | str] = ["batch", 1] if batched else [1]
-            each = PortRecord(K_INPUT, "int64", shape)  # noqa: PLW2901  as Triton batches it
+            shape = ("batch", 1) if batched else (1,)
+            each = TensorSpec(K_INPUT, "int64", shape)  # noqa: PLW2901  as Triton batches it
             more = form.k
         else:
             more = {"optional": True} if form.optional and each.default is not None else {}
@@ -352,13 +352,13 @@ def _tensorrt(bundle: Bundle, options: TritonRequest) -> _Form:
     )
 
 
-def _engine_outputs(bundle: Bundle, record: EngineRecord) -> Iterator[PortRecord]:
+def _engine_outputs(bundle: Bundle, record: EngineRecord) -> Iterator[TensorSpec]:
     """The engine's outputs: those of its graph, and those that `--expose-routing` added."""
     known = {port.name: port for port in bundle.manifest.outputs}
     for name in record.settings.get("outputs", [*known]):
         sets = name.endswith(f"/{SELECTED}")
-        shape: list[int | str] = ["batch", "k"] if sets else ["batch", "tokens", "experts"]
-        yield known.get(name) or PortRecord(name, "int64" if sets else "float32", shape)
+        shape = ("batch", "k") if sets else ("batch", "tokens", "experts")
+        yield known.get(name) or TensorSpec(name, "int64" if sets else "float32", shape)
 
 
 def _python(bundle: Bundle, options: TritonRequest) -> _Form:

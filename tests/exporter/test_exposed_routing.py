@@ -49,7 +49,7 @@ def test_a_run_gives_the_experts_that_pytorch_chose(lowering: str, tmp_path: Pat
     values = assert_chosen(bundle)
     names = [name for name in values if name.endswith("/selected")]
     assert len(names) == len(bundle.manifest.layers)
-    assert [port.shape for port in bundle.manifest.outputs[1:]] == [["batch", 3]] * len(names)
+    assert [port.shape for port in bundle.manifest.outputs[1:]] == [("batch", 3)] * len(names)
     assert next(iter(values)) == "output"
     onnx.checker.check_model(bundle.graph_file(), full_check=True)
 
@@ -74,7 +74,7 @@ def test_token_routed_layers_give_the_experts_of_each_token_by_input(tmp_path: P
 
 def test_one_graph_gives_as_many_experts_as_each_run_asks_for(tmp_path: Path) -> None:
     bundle = exported("soft_moe_vit", tmp_path / "out", k="input")
-    assert bundle.manifest.outputs[1].shape == ["batch", "k"]
+    assert bundle.manifest.outputs[1].shape == ("batch", "k")
     x = read_case("soft_moe_vit").x
     for k in (1, 4):
         _, chosen, _ = bundle.session().run(x, k).values()
@@ -89,7 +89,7 @@ def test_verify_compares_the_chosen_experts_below_fp32(tmp_path: Path) -> None:
 
 def test_a_fixed_batch_is_the_first_axis_of_what_was_chosen(tmp_path: Path) -> None:
     bundle = exported("soft_moe_vit", tmp_path / "out", k=2, batch=2)
-    assert bundle.manifest.outputs[1].shape == [2, 2]
+    assert bundle.manifest.outputs[1].shape == (2, 2)
 
 
 def test_the_command_says_what_was_chosen_and_refuses_where_nothing_is(tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_k_as_an_input_serves_every_k_with_one_graph(
     assert bundle.manifest.k == "input"
     assert [layer.k for layer in bundle.manifest.layers] == [None] * len(bundle.manifest.layers)
     port = bundle.manifest.inputs[1]
-    assert (port.name, port.dtype, port.shape) == ("k", "int64", [1])
+    assert (port.name, port.dtype, port.shape) == ("k", "int64", (1,))
     for lowering in EXACT.split(","):
         for k in (experts(case), *case.ks):
             assert_recorded(case, bundle, lowering, k, given=k)
@@ -170,8 +170,8 @@ def test_a_fixed_batch_is_a_constant_of_the_graph(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     bundle = Bundle.open(tmp_path / "out")
     assert bundle.manifest.batch == "4"
-    assert bundle.manifest.inputs[0].shape == [4, 1, 28, 28]
-    assert bundle.manifest.outputs[0].shape == [4, 10]
+    assert bundle.manifest.inputs[0].shape == (4, 1, 28, 28)
+    assert bundle.manifest.outputs[0].shape == (4, 10)
     graph = onnx.load(tmp_path / "out" / "model.onnx", load_external_data=False).graph
     assert [d.dim_value for d in graph.input[0].type.tensor_type.shape.dim] == [4, 1, 28, 28]
     for lowering in (*EXACT.split(","), "fused"):

@@ -114,8 +114,8 @@ def test_a_layer_can_be_exported_for_vectors(tmp_path: Path) -> None:
     outcome = export(case, tmp_path, "--set", "input_rank=2", "--k", "2")
     assert outcome.code == 0, outcome.err
     bundle = Bundle.open(tmp_path / "out")
-    assert bundle.manifest.inputs[0].shape == ["batch", 24]
-    assert bundle.manifest.outputs[0].shape == ["batch", 1, 10]
+    assert bundle.manifest.inputs[0].shape == ("batch", 24)
+    assert bundle.manifest.outputs[0].shape == ("batch", 1, 10)
     y = bundle.session()(case.x[:3])
     assert np.abs(y - case.y(2)[:3]).max() <= RTOL * np.abs(case.y(2)).max()
 

@@ -77,7 +77,7 @@ def test_strengths_are_an_input_of_the_graph(tmp_path: Path) -> None:
     assert outcome.code == 0, outcome.err
     bundle = Bundle.open(tmp_path / "out")
     assert [port.name for port in bundle.manifest.inputs] == ["input", "steer", "k"]
-    assert bundle.manifest.inputs[1].shape == ["batch", 2]
+    assert bundle.manifest.inputs[1].shape == ("batch", 2)
     assert [each["strength"] for each in bundle.manifest.edits] == ["input", "input"]
     (layer,) = mumoe_layers(loaded(TWO_LEVELS).module).values()
     centres = [layer.projections[1][:, 1].detach(), layer.projections[0][:, 5].detach()]

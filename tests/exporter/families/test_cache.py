@@ -62,8 +62,8 @@ def test_the_cache_is_called_as_other_exporters_call_it(bundle: Bundle) -> None:
         "logits",
         *(f"present.{name}" for name in names),
     ]
-    assert manifest.inputs[1].shape == ["batch", HEADS, "past", DIM // HEADS]
-    assert manifest.outputs[1].shape == ["batch", HEADS, "past + tokens", DIM // HEADS]
+    assert manifest.inputs[1].shape == ("batch", HEADS, "past", DIM // HEADS)
+    assert manifest.outputs[1].shape == ("batch", HEADS, "past + tokens", DIM // HEADS)
     assert manifest.parity is not None and manifest.parity["passed"]
     assert run("verify", bundle.path).code == 0
 

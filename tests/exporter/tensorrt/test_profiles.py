@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 from moexport.errors import FeedError, UsageError
-from moexport.exporter.bundle.manifest import PortRecord
+from moexport.exporter.bundle.manifest import TensorSpec
 from moexport.exporter.inputs import AxisRange
 from moexport.exporter.tensorrt.profiles import Profile, choose, parse_profile, profile
 
-IMAGES = PortRecord("input", "float32", ["batch", 3, 32, 32])
-TOKENS = PortRecord("input_ids", "int64", ["batch", "tokens"], limits={"tokens": 64})
-PIXELS = PortRecord("input", "float32", ["batch", 8, "height", "width"])
+IMAGES = TensorSpec("input", "float32", ("batch", 3, 32, 32))
+TOKENS = TensorSpec("input_ids", "int64", ("batch", "tokens"), limits={"tokens": 64})
+PIXELS = TensorSpec("input", "float32", ("batch", 8, "height", "width"))
 DEFAULTS = {"batch": AxisRange(1, 2, 8), "tokens": AxisRange(1, 196, 1024)}
 
 
@@ -53,11 +53,11 @@ def test_a_profile_that_cannot_be_meant(text: str) -> None:
         (IMAGES, "k=1:2:17", 16, "k is at most 16, the fewest experts of a layer"),
         (IMAGES, "k=1:2:5000", 6000, "k is at most 3840 in TensorRT"),
         (TOKENS, "tokens=1:2:65", None, "the model takes at most 64 tokens"),
-        (PortRecord("input", "float32", [4, 3]), "batch=8", None, "batch is fixed at 4"),
+        (TensorSpec("input", "float32", (4, 3)), "batch=8", None, "batch is fixed at 4"),
     ],
 )
 def test_a_profile_that_the_graph_does_not_allow(
-    port: PortRecord, text: str, experts: int | None, message: str
+    port: TensorSpec, text: str, experts: int | None, message: str
 ) -> None:
     with pytest.raises(UsageError, match=message) as caught:
         profile(port, parse_profile(text), DEFAULTS, experts)
