@@ -55,7 +55,7 @@ if TYPE_CHECKING:
     from .exporter.model import Model
     from .exporter.plan import Plan
     from .exporter.quantization.accuracy_search import LayerSensitivity
-    from .exporter.tensorrt.engines import EnginePlan
+    from .exporter.tensorrt.build import EnginePlan
     from .exporter.tensorrt.records import Made
     from .exporter.triton.repository import ServedModel
     from .tune.tune import SearchPlan, Tuned

@@ -25,7 +25,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..exporter.tensorrt.engines import EnginePlan
+    from ..exporter.tensorrt.build import EnginePlan
     from ..exporter.tensorrt.records import Made
     from ..exporter.triton.repository import ServedModel
 
@@ -95,7 +95,7 @@ def engine_plans_text(plans: Sequence[EnginePlan]) -> str:
     rows = []
     for plan in plans:
         version = plan.backend.version()
-        rows.append(f"{plan.file} from {plan.graph.file}, {plan.backend.title} {version}")
+        rows.append(f"{plan.file} from {plan.graph}, {plan.backend.title} {version}")
         if plan.cards:
             rows.append(f"  compute capability {', '.join(plan.cards)}")
         rows += [f"  profile {each}" for each in plan.profiles]
@@ -107,7 +107,7 @@ def engine_plan_json(plan: EnginePlan) -> dict[str, Any]:
     """An engine that is to be built as plain data."""
     return {
         "file": plan.file,
-        "graph": plan.graph.file,
+        "graph": plan.graph,
         "flavour": plan.backend.name,
         "version": plan.backend.version(),
         "compute_capabilities": list(plan.cards),

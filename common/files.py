@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import hmac
 import json
 import mmap
 import os
@@ -21,7 +20,7 @@ from pathlib import Path
 
 from ..errors import CheckpointError, OutputError
 from .json_data import object_in
-from .writing import locked, whole_file, write_text
+from .writing import write_text
 
 STEP_BYTES = 256 << 20
 """So much of a mapped file is read before its pages are dropped, which takes tens of ms."""
@@ -227,42 +226,3 @@ def why_not_private(folder: Path) -> str | None:
         if others and (each == place or not found.st_mode & stat.S_ISVTX):
             return f"others may write to {each} (mode {stat.S_IMODE(found.st_mode):o})"
     return None
-
-
-def own_signature(text: str) -> str:
-    """Returns a keyed hash that this user alone can make; empty where no key can be kept.
-
-    It tells what this user's runs of moexport wrote on this machine from what came from elsewhere.
-    The key lies in the user's cache folder, readable to nobody else.
-    """
-    key = _own_key()
-    return "" if key is None else hmac.new(key, text.encode(), "sha256").hexdigest()
-
-
-def is_own(signature: str, text: str) -> bool:
-    """Whether `own_signature` made a signature of this text."""
-    return bool(signature) and hmac.compare_digest(signature, own_signature(text))
-
-
-KEY_BYTES = 32
-
-
-def _own_key() -> bytes | None:
-    folder = cache_folder()
-    if folder is None:
-        return None
-    path = folder / "key"
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if why_not_private(folder) is not None:
-            return None
-        with locked(folder):
-            if not path.exists():
-                with whole_file(path) as partial:
-                    partial.chmod(0o600)
-                    partial.write_bytes(os.urandom(KEY_BYTES))
-            key = path.read_bytes()
-            private = sys.platform == "win32" or not path.stat().st_mode & 0o077
-    except (OSError, OutputError):  # no key: nothing counts as this user's own
-        return None
-    return key if private and len(key) == KEY_BYTES else None

@@ -35,8 +35,8 @@ from ..parity import (
 )
 from ..session import Session, SessionOptions
 from ..tensorrt.backends import backend_named, first_gpu
-from ..tensorrt.plan_file import TRUST
 from ..tensorrt.records import EngineRecord, engines_of
+from ..tensorrt.trust import TRUST
 from .manifest import (
     MANIFEST_FILE,
     Check,

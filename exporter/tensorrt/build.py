@@ -22,13 +22,13 @@ from typing import Any
 
 from ...common.console import Progress
 from ...common.environment import memory_bytes
+from ...common.json_data import from_data
 from ...common.text import size
 from ...errors import EngineError
-from ..bundle.manifest import external_files
-from .backends import Backend, first_gpu
+from .backends import Backend
 from .options import EngineOptions
 from .profiles import Profile
-from .worker import PER_MILLE
+from .worker import PER_MILLE, Compiled
 
 WORKER = "moexport.exporter.tensorrt.worker"
 
@@ -37,57 +37,56 @@ GRACE_S = 5.0
 """How long a build that is to stop may take to stop by itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Built:
-    """A compiled engine: where it lies and what was read back from the build."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EnginePlan:
+    """One engine to build: of a graph, into a file of this name.
 
-    path: Path
-    version: str
-    settings: Mapping[str, Any]
-    layers: Sequence[Mapping[str, str]]
-    precision: Mapping[str, int]
-    inspector: Mapping[str, Any] | None
-    seconds: float
-    peak_memory_bytes: int
+    `weights_bytes` is the size of the bundle's weights; `on_gpu` says whether there is a GPU to try
+    kernels on.
+    """
+
+    graph: str
+    file: str
+    backend: Backend
+    profiles: tuple[Profile, ...]
+    cards: tuple[str, ...] = ()
+    options: EngineOptions = EngineOptions()
+    weights_bytes: int = 0
+    on_gpu: bool = False
 
 
 def build_engine(
-    graph: Path,
-    backend: Backend,
-    profiles: Sequence[Profile],
-    options: EngineOptions,
-    cards: Sequence[str],
+    plan: EnginePlan,
+    bundle: Path,
     output: Path,
     progress: Progress,
     model: Path | None = None,
-) -> Built:
-    """Compiles `graph`, or `model` with its weights, into `output`; returns what was read back.
+) -> Compiled:
+    """Compiles a graph of a bundle into the file `output`; returns what was read back.
 
-    Raises `EngineError` when it cannot be compiled; the file is not there then. An interrupt
-    cancels the build and leaves nothing behind either.
+    `model` is the graph to compile in its place, with its weights. Raises `EngineError` when it
+    cannot be compiled; the file is not there then. An interrupt cancels the build and leaves
+    nothing behind either.
     """
     request = {
-        "flavour": backend.name,
-        "graph": str(graph.absolute()),
+        "flavour": plan.backend.name,
+        "graph": str((bundle / plan.graph).absolute()),
         "model": None if model is None else str(model.absolute()),
         "output": str(output.absolute()),
-        "profiles": [each.as_json() for each in profiles],
-        "cards": list(cards),
-        "options": _worker_options(options),
-        "gpu": first_gpu() is not None,
+        "profiles": [each.as_json() for each in plan.profiles],
+        "cards": list(plan.cards),
+        "options": _worker_options(plan.options),
+        "gpu": plan.on_gpu,
     }
-    progress.step(f"compiling {output.name} with {backend.title}", total=PER_MILLE)
+    progress.step(f"compiling {output.name} with {plan.backend.title}", total=PER_MILLE)
     done = False
     try:
-        answer = _run(request, progress)
-        facts = _checked(
-            answer, Circumstances(graph, backend, options, profiles, bool(request["gpu"]))
-        )
+        compiled = _compiled(_run(request, progress), plan)
         done = True
     finally:
         if not done:
             output.unlink(missing_ok=True)
-    return Built(output, **{name: value for name, value in facts.items() if name != "event"})
+    return compiled
 
 
 def _worker_options(options: EngineOptions) -> dict[str, Any]:
@@ -154,40 +153,29 @@ def _stop(process: subprocess.Popen[str]) -> None:
         process.stdout.close()
 
 
-def _checked(answer: Answer, about: Circumstances) -> Mapping[str, Any]:
-    """The facts of a build that went well; otherwise an `EngineError` that says what to do."""
+def _compiled(answer: Answer, plan: EnginePlan) -> Compiled:
+    """What a build that went well read back; otherwise an `EngineError` that says what to do."""
     if answer.event.get("event") == "built" and answer.status == 0:
-        return answer.event
+        return from_data(Compiled, answer.event, WORKER)
     if answer.event.get("event") == "failed":
-        raise explained(answer.event["lines"], about)
+        raise explained(answer.event["lines"], plan)
     if sys.platform != "win32" and answer.status == -signal.SIGKILL:
-        raise killed(about)
-    raise ended(answer.status, answer.printed.splitlines(), about)
+        raise killed(plan)
+    raise ended(answer.status, answer.printed.splitlines(), plan)
 
 
 DEFAULT_LEVEL = 3
 """TensorRT's own optimisation level (`IBuilderConfig.builder_optimization_level`)."""
 
 
-@dataclass(frozen=True, slots=True)
-class Circumstances:
-    """What was built when it failed; `on_gpu` says whether there was a GPU to try kernels on."""
-
-    graph: Path
-    backend: Backend
-    options: EngineOptions
-    profiles: Sequence[Profile]
-    on_gpu: bool
-
-
-def explained(lines: Sequence[str], about: Circumstances) -> EngineError:
+def explained(lines: Sequence[str], plan: EnginePlan) -> EngineError:
     """Returns the error for a failed build, from what TensorRT and Polygraphy reported."""
-    title = about.backend.title
+    title = plan.backend.title
     said = [line for line in lines if "Invalid Engine. Please ensure" not in line] or list(lines)
-    found = explanation(said, about)
+    found = explanation(said, plan)
     if found is not None:
         line, each = found
-        hint = each.hint if isinstance(each.hint, str) else each.hint(about)
+        hint = each.hint if isinstance(each.hint, str) else each.hint(plan)
         return EngineError(f"{title}: {each.meaning}: {_short(line)}", hint=hint)
     first = _short(said[0]) if said else "it did not say why"
     return EngineError(
@@ -196,58 +184,56 @@ def explained(lines: Sequence[str], about: Circumstances) -> EngineError:
     )
 
 
-def explanation(lines: Sequence[str], about: Circumstances) -> tuple[str, Explanation] | None:
+def explanation(lines: Sequence[str], plan: EnginePlan) -> tuple[str, Explanation] | None:
     """Returns the first line that is known, and what it means; None where none is."""
     for each in EXPLANATIONS:
-        if each.on_gpu is None or each.on_gpu == about.on_gpu:
+        if each.on_gpu is None or each.on_gpu == plan.on_gpu:
             for line in lines:
                 if re.search(each.words, line):
                     return line, each
     return None
 
 
-def ended(status: int, printed: Sequence[str], about: Circumstances) -> EngineError:
+def ended(status: int, printed: Sequence[str], plan: EnginePlan) -> EngineError:
     """Returns the error for a build whose process ended by itself: it printed this at its end."""
     said = [line.strip() for line in printed if line.strip()]
-    if explanation(said, about) is not None:
-        return explained(said, about)
+    if explanation(said, plan) is not None:
+        return explained(said, plan)
     return EngineError(
-        f"{about.backend.title}: the build ended with status {status}"
+        f"{plan.backend.title}: the build ended with status {status}"
         + (f": {_short(said[-1])}" if said else ""),
         hint="--verbose shows more; a crash inside TensorRT may go with another --lowering",
     )
 
 
-def killed(about: Circumstances) -> EngineError:
+def killed(plan: EnginePlan) -> EngineError:
     """Returns the error for a build that the system ended, as Linux does for want of memory."""
     return EngineError(
-        f"{about.backend.title}: the build was killed, as the system does when memory runs out "
+        f"{plan.backend.title}: the build was killed, as the system does when memory runs out "
         f"(this machine has {size(memory_bytes())})",
-        hint=less_host_memory(about),
+        hint=less_host_memory(plan),
     )
 
 
-def less_host_memory(about: Circumstances) -> str:
+def less_host_memory(plan: EnginePlan) -> str:
     """Returns what makes a build take less of the machine's memory."""
-    found = weights_bytes(about.graph)
-    weights = "" if found is None else f" ({size(found)})"
     several, elsewhere = (
         ("about three", "build on a machine with more memory, which needs no GPU")
-        if about.backend.builds_without_gpu
+        if plan.backend.builds_without_gpu
         else ("several", "close other programs, or give the machine more memory")
     )
     return (
-        f"a build takes {several} times the weights{weights}, and 0.3 GB: export with "
-        f"--precision fp16, which halves them; {elsewhere}; --workspace and the profile change "
-        "little"
+        f"a build takes {several} times the weights ({size(plan.weights_bytes)}), and 0.3 GB: "
+        f"export with --precision fp16, which halves them; {elsewhere}; --workspace and the "
+        "profile change little"
     )
 
 
-def less_gpu_memory(about: Circumstances) -> str:
+def less_gpu_memory(plan: EnginePlan) -> str:
     """Returns what makes a build take less of the GPU's memory, with the values that it had."""
-    workspace = about.options.workspace
-    level = about.options.optimization_level
-    largest = "; ".join("×".join(map(str, each.max)) for each in about.profiles)
+    workspace = plan.options.workspace
+    level = plan.options.optimization_level
+    largest = "; ".join("×".join(map(str, each.max)) for each in plan.profiles)
     return (
         f"lower --workspace ({'all of the GPU' if workspace is None else size(workspace)}), the "
         f"profile's MAX ({largest or 'as exported'}) or --optimization-level "
@@ -256,23 +242,12 @@ def less_gpu_memory(about: Circumstances) -> str:
     )
 
 
-def more_workspace(about: Circumstances) -> str:
+def more_workspace(plan: EnginePlan) -> str:
     """Returns what to do where no kernel fits into the workspace."""
-    workspace = about.options.workspace
+    workspace = plan.options.workspace
     if workspace is None:
         return "lower the profile's MAX, or export with --lowering conditional or --precision fp16"
     return f"raise --workspace ({size(workspace)}), or leave it out"
-
-
-def weights_bytes(graph: Path) -> int | None:
-    """Returns the bytes of the files that a graph keeps its weights in."""
-    import onnx
-
-    try:
-        names = external_files(onnx.load(graph, load_external_data=False))
-        return sum((graph.parent / name).stat().st_size for name in names)
-    except OSError:  # said along with a failure, never one of its own
-        return None
 
 
 def _short(line: str, most: int = 300) -> str:
@@ -288,7 +263,7 @@ class Explanation:
 
     words: str
     meaning: str
-    hint: str | Callable[[Circumstances], str]
+    hint: str | Callable[[EnginePlan], str]
     on_gpu: bool | None = None
 
 

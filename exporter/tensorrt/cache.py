@@ -14,12 +14,15 @@ import json
 import os
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from ...common.files import cache_folder, sha256, why_not_private
+from ...common.json_data import from_data, object_in
 from ...common.writing import locked, whole_file, write_text
-from ...errors import EngineError, OutputError
+from ...errors import OutputError, ResultsError
+from .worker import Compiled
 
 PLACE = "MOEXPORT_ENGINE_CACHE"
 """The environment's name for the folder; `off` keeps nothing."""
@@ -27,7 +30,7 @@ PLACE = "MOEXPORT_ENGINE_CACHE"
 MOST_BYTES = 10 << 30
 """The least recently used engines go when the folder grows beyond this."""
 
-FACTS = 1
+FACTS = 2
 """The form of what is written down beside an engine; part of its key."""
 
 
@@ -40,24 +43,14 @@ def default_cache() -> Path | None:
     return None if folder is None else folder / "engines"
 
 
-def check_private(folder: Path) -> None:
-    """Raises `EngineError` for a folder in which others may put engines: those are code."""
-    why = why_not_private(folder)
-    if why is not None:
-        raise EngineError(
-            f"engine cache {folder}: {why}, and an engine is code",
-            hint=f"chmod go-w {folder}, or name another folder with --engine-cache",
-        )
-
-
 def engine_key(parts: Mapping[str, Any]) -> str:
     """Returns the key of a request: SHA-256 of its canonical JSON."""
     text = json.dumps({"facts": FACTS, **parts}, sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def take(folder: Path, key: str, destination: Path) -> Mapping[str, Any] | None:
-    """Copies the engine of a key to `destination` and returns what was written down beside it.
+def take(folder: Path, key: str, destination: Path) -> Compiled | None:
+    """Copies the engine of a key to `destination` and returns what its build read back.
 
     None without one; one that is damaged is removed.
     """
@@ -97,25 +90,27 @@ def keep_kernels(name: str, content: bytes) -> None:
         return
 
 
-def _take(folder: Path, key: str, destination: Path) -> Mapping[str, Any] | None:
+def _take(folder: Path, key: str, destination: Path) -> Compiled | None:
     plan, notes = _files(folder, key)
+    content = object_in(notes)
     try:
-        facts: dict[str, Any] = json.loads(notes.read_text(encoding="utf-8"))
-        sound = sha256(plan) == facts["sha256"]
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        compiled = from_data(Compiled, content.get("built"), notes)
+        sound = sha256(plan) == content.get("sha256")
+    except (OSError, ResultsError):
         sound = False
     if not sound:
         _remove((plan, notes))
         return None
     os.utime(plan)  # what is used stays
     shutil.copyfile(plan, destination)
-    return facts
+    return compiled
 
 
-def keep(folder: Path, key: str, plan: Path, facts: Mapping[str, Any]) -> None:
-    """Copies an engine into the cache; a folder that cannot be written keeps nothing.
+def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) -> None:
+    """Copies an engine of this SHA-256 into the cache, and what its build read back.
 
-    The facts are written last: an engine without them does not count.
+    A folder that cannot be written keeps nothing. What was read back is written last: an engine
+    without it does not count.
     """
     place, notes = _files(folder, key)
     try:
@@ -123,7 +118,7 @@ def keep(folder: Path, key: str, plan: Path, facts: Mapping[str, Any]) -> None:
         with locked(folder):
             with whole_file(place) as partial:
                 shutil.copyfile(plan, partial)
-            write_text(json.dumps(dict(facts)), notes)
+            write_text(json.dumps({"sha256": digest, "built": asdict(compiled)}), notes)
             _make_room(folder, kept=place)
     except (OSError, OutputError):  # a cache is no promise: the engine itself is in its place
         _remove((place, notes))

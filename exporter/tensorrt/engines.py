@@ -6,12 +6,12 @@ import json
 import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from ...common.console import Progress, Silent
-from ...common.files import is_own, own_signature, sha256
+from ...common.files import sha256
 from ...errors import EngineError, MissingExtraError, UsageError
 from ...graphs.names import part_of
 from ..bundle.manifest import MAIN_GRAPH, FileRecord, GraphRecord, Manifest, TensorSpec
@@ -19,30 +19,20 @@ from ..inputs import DEFAULT_BATCH, DEFAULT_TOKENS, AxisRange, parse_range
 from . import cache
 from .backends import BACKENDS, Backend, backend_named, first_gpu
 from .bindings import BoundWeight, rewritten
-from .build import Built, build_engine
+from .build import EnginePlan, build_engine
 from .cache import default_cache
 from .onnx_support import check_graph
-from .options import EngineOptions
-from .profiles import Asked, Profile, profile
+from .options import CURRENT, EngineOptions
+from .profiles import Asked, profile
 from .records import EngineRecord, Made, add_to_bundle, engines_of, staging, with_engines
+from .trust import check_private, is_own, own_signature
+from .worker import Compiled
 
 DEFAULT_CARDS = ("8.0", "8.6", "8.9", "12.0")
 """TensorRT-RTX's own choice where none is named; named, so that the record says which."""
 
 FP8_CARDS = ("8.9", "12.0")
 """Those of them that multiply floats of eight bits: Ada and newer."""
-
-
-@dataclass(frozen=True, slots=True)
-class EnginePlan:
-    """One engine to build."""
-
-    graph: GraphRecord
-    file: str
-    backend: Backend
-    profiles: tuple[Profile, ...]
-    cards: tuple[str, ...]
-    options: EngineOptions
 
 
 def plan_engines(
@@ -85,8 +75,18 @@ def plan_engines(
         )
     usual = FP8_CARDS if manifest.precision == "fp8" else DEFAULT_CARDS
     cards = (options.compute_capabilities or usual) if chosen.cards else ()
+    weights = sum(r.bytes for name, r in manifest.files.items() if name.endswith(".bin"))
     return [
-        EnginePlan(each, engine_file(chosen, each), chosen, profiles, cards, options)
+        EnginePlan(
+            graph=each.file,
+            file=engine_file(chosen, each),
+            backend=chosen,
+            profiles=profiles,
+            cards=cards,
+            options=options,
+            weights_bytes=weights,
+            on_gpu=first_gpu() is not None,
+        )
         for each in records
     ]
 
@@ -208,22 +208,21 @@ def make_engines(
     """
     progress = progress or Silent()
     for folder in {each.options.cache for each in plans if each.options.cache is not None}:
-        cache.check_private(folder)
+        check_private(folder)
     weights = {n: r.sha256 for n, r in manifest.files.items() if n.endswith((".bin", ".onnx"))}
     for each in plans:
-        graph = directory / each.graph.file
-        check_graph(graph, each.backend, manifest.layers)
+        check_graph(directory / each.graph, each.backend, manifest.layers)
         key = _key(each, weights)
         there = None if rebuild else _in_bundle(directory, manifest, each, key)
         if there is not None:
             yield Made(there, {}, "bundle")
             continue
-        yield _make(each, key, graph, manifest, output, progress, rebuild=rebuild)
+        yield _make(each, key, directory, manifest, output, progress, rebuild=rebuild)
 
 
 def _key(plan: EnginePlan, weights: Mapping[str, str]) -> str:
     gpu = first_gpu()
-    own = {n: h for n, h in weights.items() if n.endswith(".bin") or n == plan.graph.file}
+    own = {n: h for n, h in weights.items() if n.endswith(".bin") or n == plan.graph}
     device = None if plan.backend.builds_without_gpu or gpu is None else asdict(gpu)
     current = asdict(gpu) if gpu is not None and "current" in plan.cards else None
     return cache.engine_key(
@@ -261,7 +260,7 @@ def _sound(path: Path, known: FileRecord | None) -> bool:
 def _make(
     plan: EnginePlan,
     key: str,
-    graph: Path,
+    directory: Path,
     manifest: Manifest,
     output: Path,
     progress: Progress,
@@ -270,55 +269,79 @@ def _make(
 ) -> Made:
     path = output / plan.file
     folder = plan.options.cache
-    model, bound = _rewritten(plan, graph, manifest)
-    kept = cache.take(folder, key, path) if folder is not None and not rebuild else None
-    if kept is not None:
+    model, bound = _rewritten(plan, directory, manifest)
+    compiled = cache.take(folder, key, path) if folder is not None and not rebuild else None
+    reused = None if compiled is None else "cache"
+    if compiled is not None:
         progress.step(f"took {plan.file} from the cache")
-        built = Built(path, **kept["built"])
     else:
         with tempfile.TemporaryDirectory() as place:
             changed = None
             if model is not None:
-                changed = Path(place) / graph.name
+                changed = Path(place) / plan.graph
                 changed.write_bytes(model)
-            built = build_engine(
-                *(graph, plan.backend, plan.profiles, plan.options, plan.cards, path, progress),
-                changed,
-            )
+            compiled = build_engine(plan, directory, path, progress, changed)
     try:
-        kernels = check_precision(manifest, plan.graph, built)
+        kernels = check_precision(manifest, plan.graph, compiled)
     except EngineError:
         path.unlink()
         raise
-    record = _record(plan, key, built, kernels, own_signature(sha256(path)))
-    record = replace(record, bound=[each.as_json() for each in bound])
-    listing = output / record.layers
-    listing.write_text(
-        json.dumps({"layers": built.layers, "inspector": built.inspector}, indent=1) + "\n",
-        encoding="utf-8",
-    )
+    listing = output / f"{path.stem}.layers.json"
+    facts = {name: value for name, value in asdict(compiled).items() if name in LISTED}
+    listing.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
     files = {each.name: FileRecord(sha256(each), each.stat().st_size) for each in (path, listing)}
-    if kept is None and folder is not None:
-        facts = {name: value for name, value in asdict(built).items() if name != "path"}
-        cache.keep(folder, key, path, {"sha256": files[path.name].sha256, "built": facts})
-    return Made(record, files, "cache" if kept is not None else None)
+    digest = files[path.name].sha256
+    if reused is None and folder is not None:
+        cache.keep(folder, key, path, digest, compiled)
+    gpu = first_gpu()
+    own = None if plan.backend.builds_without_gpu or gpu is None else gpu
+    cards = plan.cards
+    if gpu is not None and (own is not None or CURRENT in cards):
+        cards = (gpu.compute_capability,)
+    record = EngineRecord(
+        file=plan.file,
+        graph=plan.graph,
+        flavour=plan.backend.name,
+        version=compiled.version,
+        compute_capabilities=list(cards),
+        device=None if own is None else own.name,
+        precision=compiled.precision,
+        profiles=[each.as_json() for each in plan.profiles],
+        options=plan.options.as_json(),
+        settings=compiled.settings,
+        layers=listing.name,
+        key=key,
+        seconds=compiled.seconds,
+        peak_memory_bytes=compiled.peak_memory_bytes,
+        signature=own_signature(digest),
+        kernels=kernels,
+        bound=[each.as_json() for each in bound],
+    )
+    return Made(record, files, reused)
+
+
+LISTED = ("layers", "inspector")
+"""What the file beside an engine holds of a `Compiled`."""
 
 
 def _rewritten(
-    plan: EnginePlan, graph: Path, manifest: Manifest
+    plan: EnginePlan, directory: Path, manifest: Manifest
 ) -> tuple[bytes | None, list[BoundWeight]]:
     """The graph as the options want it, None where it stays as it is; and the bound weights."""
     options = plan.options
     if not options.bind_weights and not options.expose_routing:
         return None, []
     names = [layer.name for layer in manifest.layers]
-    outputs = list(plan.graph.selected.values()) if options.expose_routing else []
+    record = next(each for each in manifest.graphs if each.file == plan.graph)
+    outputs = list(record.selected.values()) if options.expose_routing else []
     if options.expose_routing and not outputs:
         raise EngineError(
-            f"{graph.name}: its layers keep every expert, so there is no routing to expose",
+            f"{plan.graph}: its layers keep every expert, so there is no routing to expose",
             hint="leave --expose-routing out, or export with a k below n",
         )
-    model, bound = rewritten(graph, names, bind=options.bind_weights, outputs=outputs)
+    model, bound = rewritten(
+        directory / plan.graph, names, bind=options.bind_weights, outputs=outputs
+    )
     return model.SerializeToString(), bound
 
 
@@ -326,7 +349,7 @@ EXPERTS = "experts"
 """Of a layer's parts (`graphs.names`) the one whose products have the layer's precision."""
 
 
-def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> dict[str, list[str]]:
+def check_precision(manifest: Manifest, graph: str, compiled: Compiled) -> dict[str, list[str]]:
     """Raises `EngineError` where a MoE layer's experts do not compute in the bundle's precision.
 
     The router stays in FP32 at every precision, so only the experts' products are looked at: in the
@@ -337,21 +360,22 @@ def check_precision(manifest: Manifest, graph: GraphRecord, built: Built) -> dic
     kernels: dict[str, list[str]] = {}
     for layer in manifest.layers:
         # Where none is called the experts' own, what mixes their results, in floats, is beside.
-        own = [each for each in built.layers if f"{layer.name}/{EXPERTS}/" in each["name"]]
-        products = own or [p for p in built.layers if part_of(p["name"], layer.name) == EXPERTS]
-        found = {each["precision"] for each in products}
-        if layer.precision not in found or (own and len(found) > 1):
+        own = [p for p in compiled.layers if f"{layer.name}/{EXPERTS}/" in p.name]
+        products = own or [p for p in compiled.layers if part_of(p.name, layer.name) == EXPERTS]
+        precisions = {product.precision for product in products}
+        if layer.precision not in precisions or (own and len(precisions) > 1):
+            names = ", ".join(sorted(precisions)) or "no product at all"
             raise EngineError(
-                f"{graph.file}: the experts of layer {layer.name} were asked for in "
-                f"{layer.precision} and built in {', '.join(sorted(found)) or 'no product at all'}",
+                f"{graph}: the experts of layer {layer.name} were asked for in "
+                f"{layer.precision} and built in {names}",
                 hint="export again with this --target and --precision, or another --lowering",
             )
-        if built.inspector is not None:
-            types = kernel_types(built.inspector, [each["name"] for each in products])
+        if compiled.inspector is not None:
+            types = kernel_types(compiled.inspector, [product.name for product in products])
             kernels[layer.name] = sorted(types)
             if types and layer.precision not in (*types, *QUANTISED):
                 raise EngineError(
-                    f"{graph.file}: the experts of layer {layer.name} were asked for in "
+                    f"{graph}: the experts of layer {layer.name} were asked for in "
                     f"{layer.precision}, and the engine's own layers compute them in "
                     f"{', '.join(sorted(types))}",
                     hint="try --lowering gather, or open an issue with the list of layers that "
@@ -413,31 +437,3 @@ def kernel_types(inspector: Mapping[str, Any], products: Sequence[str]) -> set[s
 def _type_words(port: Mapping[str, Any]) -> str:
     told = {key.lower(): str(value) for key, value in port.items()}
     return next((told[key] for key in TYPE_KEYS if told.get(key)), "")
-
-
-def _record(
-    plan: EnginePlan, key: str, built: Built, kernels: dict[str, list[str]], signature: str
-) -> EngineRecord:
-    gpu = first_gpu()
-    own = None if plan.backend.builds_without_gpu or gpu is None else gpu
-    cards = list(plan.cards)
-    if gpu is not None and (own is not None or "current" in cards):
-        cards = [gpu.compute_capability]
-    return EngineRecord(
-        file=plan.file,
-        graph=plan.graph.file,
-        flavour=plan.backend.name,
-        version=built.version,
-        compute_capabilities=cards,
-        device=None if own is None else own.name,
-        precision=dict(built.precision),
-        profiles=[each.as_json() for each in plan.profiles],
-        options=plan.options.as_json(),
-        settings=dict(built.settings),
-        layers=f"{Path(plan.file).stem}.layers.json",
-        key=key,
-        seconds=built.seconds,
-        peak_memory_bytes=built.peak_memory_bytes,
-        signature=signature,
-        kernels=kernels,
-    )

@@ -1,20 +1,13 @@
-"""A plan file before it is loaded: whether it is whole, known and meant for this machine.
-
-A plan is code: TensorRT runs what is in it. So one is loaded only when this user built it on this
-machine and it is the file that the bundle's manifest names, byte for byte, or when the user says
-that it is trusted.
-"""
+"""Loads a plan file that is trusted (`trust.py`) and meant for this machine."""
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ...common.files import is_own, known_sha256
 from ...common.json_data import read_json
 from ...errors import (
     BundleError,
@@ -23,120 +16,15 @@ from ...errors import (
     MissingExtraError,
     UntrustedEngineError,
 )
-from ..bundle.manifest import MANIFEST_FILE, FileRecord, Manifest
 from . import cuda
-from .backends import BACKENDS, TENSORRT_RTX, Backend, Gpu, backend_named, first_gpu
+from .backends import Gpu, first_gpu
 from .options import AUTO, parse_bytes
-from .records import EngineRecord, engines_of
-
-TRUST = "--trust-engine loads it all the same: do that only for a file of your own"
-
-MAGIC = {b"vtrt": TENSORRT_RTX}
-"""First bytes of a plan as TensorRT-RTX 1.7.1 writes them; others are known by their record."""
-
-SIZE_AT, VERSION_AT, HEADER_BYTES = 16, 24, 64
-"""Where that header keeps the file's size (8 bytes, little-endian) and version (4 bytes)."""
+from .records import EngineRecord
+from .trust import PlanFile, find_plan, read_header, trusted_content
+from .worker import Product
 
 
-@dataclass(frozen=True, slots=True)
-class Header:
-    """What the first bytes of a plan tell: who wrote it and how large it should be."""
-
-    backend: Backend
-    version: str
-    size: int
-
-
-def read_header(path: Path) -> Header | None:
-    """Returns the header of a plan, or None where the file does not begin as one that is known."""
-    with path.open("rb") as file:
-        start = file.read(HEADER_BYTES)
-    found = MAGIC.get(start[:4])
-    if found is None or len(start) < HEADER_BYTES:
-        return None
-    size = int.from_bytes(start[SIZE_AT : SIZE_AT + 8], "little")
-    version = ".".join(str(each) for each in start[VERSION_AT : VERSION_AT + 4])
-    return Header(found, version, size)
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A plan file, its record where a manifest lists it, and its SHA-256 where that must hold.
-
-    `trusted` says that this user built it here, or that the user trusts it.
-    """
-
-    path: Path
-    record: EngineRecord | None
-    backend: Backend
-    trusted: bool = False
-    sha256: str | None = None
-
-
-def find_plan(path: Path, *, trust: bool = False) -> Plan:
-    """Returns a plan that may be loaded.
-
-    Raises `EngineError` for one that is missing, truncated, not the file that the manifest beside
-    it names, or in no manifest at all; the last two are let through with `trust`.
-    """
-    if not path.is_file():
-        raise EngineError(
-            f"{path}: there is no such engine", hint="`moexport build BUNDLE` makes one"
-        )
-    record, known = _listed(path)
-    header = read_header(path)
-    size = path.stat().st_size
-    whole = header.size if header is not None else known.bytes if known is not None else size
-    if size < whole:
-        raise EngineError(
-            f"{path}: truncated: {size} of {whole} bytes",
-            hint="copy it again from an intact copy, or build it again with `moexport build`",
-        )
-    if record is None and not trust:
-        raise EngineError(f"{path}: no manifest beside it lists this engine", hint=TRUST)
-    if known is not None and not trust and known_sha256(path) != known.sha256:
-        raise EngineError(
-            f"{path}: is not the engine that {MANIFEST_FILE} names (SHA-256 differs): it is "
-            "damaged or was replaced",
-            hint=f"build it again with `moexport build`; {TRUST}",
-        )
-    own = record is not None and known is not None and is_own(record.signature, known.sha256)
-    must_be = known.sha256 if known is not None and not trust else None
-    return Plan(path, record, _backend(path, record, header), trust or own, must_be)
-
-
-def _backend(path: Path, record: EngineRecord | None, header: Header | None) -> Backend:
-    if record is not None:
-        listed = backend_named(record.flavour)
-        if header is not None and header.backend != listed:
-            raise EngineError(
-                f"{path}: is an engine of {header.backend.title}, and {MANIFEST_FILE} lists one of "
-                f"{listed.title}",
-                hint=f"build it again with `moexport build {path.parent} --target {listed.name}`",
-            )
-        return listed
-    if header is not None:
-        return header.backend
-    named = [each for name, each in BACKENDS.items() if name in path.name]
-    if not named:
-        raise EngineError(
-            f"{path}: does not begin as a plan of {TENSORRT_RTX.title} does, and nothing says "
-            "whose it is",
-            hint="call it engine-tensorrt.plan if it is TensorRT's",
-        )
-    return max(named, key=lambda each: len(each.name))
-
-
-def _listed(path: Path) -> tuple[EngineRecord | None, FileRecord | None]:
-    """The record and hash of an engine in the manifest beside it."""
-    if not (path.parent / MANIFEST_FILE).is_file():
-        return None, None
-    manifest = Manifest.read(path.parent)
-    record = next((each for each in engines_of(manifest) if each.file == path.name), None)
-    return record, manifest.files.get(path.name)
-
-
-def check_runs_here(plan: Plan) -> None:
+def check_runs_here(plan: PlanFile) -> None:
     """Raises `ForeignEngineError` for an engine of another version or GPU, before it is loaded.
 
     Such an engine is sound, and the message says where it runs.
@@ -160,7 +48,7 @@ def check_runs_here(plan: Plan) -> None:
         _check_gpu(plan, record, gpu)
 
 
-def _check_gpu(plan: Plan, record: EngineRecord, gpu: Gpu) -> None:
+def _check_gpu(plan: PlanFile, record: EngineRecord, gpu: Gpu) -> None:
     """Raises `ForeignEngineError` for an engine that was built for other compute capabilities.
 
     TensorRT's are for the GPU that they were built on, TensorRT-RTX's for all that were named.
@@ -237,7 +125,7 @@ def collecting_logger(trt: Any) -> Any:
     return Logger()
 
 
-def load_engine(plan: Plan) -> tuple[Any, Any, Any]:
+def load_engine(plan: PlanFile) -> tuple[Any, Any, Any]:
     """Returns the backend's module, its runtime and the engine; they must live as long as it.
 
     Raises `ForeignEngineError` for an engine of another version or GPU, `UntrustedEngineError` for
@@ -246,7 +134,7 @@ def load_engine(plan: Plan) -> tuple[Any, Any, Any]:
     """
     check_runs_here(plan)
     cuda.check_device()
-    content = _trusted_content(plan)
+    content = trusted_content(plan)
     trt = plan.backend.load()
     logger = collecting_logger(trt)
     runtime = trt.Runtime(logger)
@@ -271,21 +159,7 @@ def load_engine(plan: Plan) -> tuple[Any, Any, Any]:
     return trt, runtime, engine
 
 
-def _trusted_content(plan: Plan) -> bytes:
-    """The bytes of an engine whose code may run; what was hashed is what is loaded."""
-    if not plan.trusted:
-        raise UntrustedEngineError(
-            f"{plan.path}: was not built by you on this machine, and an engine is code",
-            hint=f"build it here: `moexport build {plan.path.parent}`; or, where you know who made "
-            "the bundle, load it with --trust-engine",
-        )
-    content = plan.path.read_bytes()
-    if plan.sha256 is not None and hashlib.sha256(content).hexdigest() != plan.sha256:
-        raise EngineError(f"{plan.path}: was exchanged while it was being loaded")
-    return content
-
-
-def _check_validity(plan: Plan, trt: Any, runtime: Any, content: bytes) -> None:
+def _check_validity(plan: PlanFile, trt: Any, runtime: Any, content: bytes) -> None:
     validity, diagnostics = runtime.get_engine_validity(content)
     if validity != trt.EngineValidity.INVALID:
         return
@@ -295,7 +169,7 @@ def _check_validity(plan: Plan, trt: Any, runtime: Any, content: bytes) -> None:
         raise kind(f"{plan.path}: cannot be loaded: {found.meaning}", hint=found.hint)
 
 
-def unloadable(plan: Plan, lines: Sequence[str]) -> EngineError:
+def unloadable(plan: PlanFile, lines: Sequence[str]) -> EngineError:
     """Returns the error for an engine that the runtime does not load, in its words."""
     said = lines[0] if lines else "it did not say why"
     return EngineError(
@@ -304,7 +178,7 @@ def unloadable(plan: Plan, lines: Sequence[str]) -> EngineError:
     )
 
 
-def _refit(plan: Plan, trt: Any, logger: Any, engine: Any) -> None:
+def _refit(plan: PlanFile, trt: Any, logger: Any, engine: Any) -> None:
     """Puts the bundle's weights into an engine that was built without them."""
     assert plan.record is not None
     graph: Path = plan.path.parent / plan.record.graph
@@ -348,7 +222,7 @@ def engine_facts(path: Path, *, trust: bool = False) -> dict[str, Any]:
     return facts
 
 
-def _listing(path: Path) -> list[_Product]:
+def _listing(path: Path) -> list[Product]:
     """The products and convolutions that were written down beside the engine."""
     try:
         text = path.read_text(encoding="utf-8")
@@ -360,18 +234,11 @@ def _listing(path: Path) -> list[_Product]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Product:
-    name: str
-    kind: str
-    precision: str
-
-
-@dataclass(frozen=True, slots=True)
 class _Listing:
-    layers: list[_Product]
+    layers: list[Product]
 
 
-def _inspected(plan: Plan) -> Any:
+def _inspected(plan: PlanFile) -> Any:
     """What TensorRT's own inspector says of the engine, layer by layer."""
     trt, _runtime, engine = load_engine(plan)
     inspector = engine.create_engine_inspector()

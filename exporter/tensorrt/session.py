@@ -25,8 +25,9 @@ from . import cuda
 from .backends import first_gpu
 from .bindings import BoundWeight, PlacedWeight, checked, experts_of, placed
 from .cache import engine_key, keep_kernels, read_kernels
-from .plan_file import Plan, find_plan, load_engine
+from .plan_file import load_engine
 from .profiles import Profile, check_given, choose
+from .trust import PlanFile, find_plan
 
 ALIGNMENT = 256
 
@@ -284,7 +285,7 @@ class LoadedEngine:
     general ones serve until the shape's own are ready. Raises what `load_engine` raises.
     """
 
-    def __init__(self, plan: Plan, *, graphs: bool, eager: bool) -> None:
+    def __init__(self, plan: PlanFile, *, graphs: bool, eager: bool) -> None:
         self.path = plan.path
         self._trt, self._runtime, self._engine = load_engine(plan)
         self.records_itself = plan.backend.records_itself

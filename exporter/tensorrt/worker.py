@@ -20,8 +20,9 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import IO, Any
@@ -43,19 +44,19 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: stop.set())
     errors = ErrorLines()
     try:
-        result = _build(request, events, errors, stop)
+        compiled = _build(request, events, errors, stop)
     except MemoryError:
         events.say("failed", lines=[*errors.lines, "MemoryError"], canceled=False)
     except Exception as error:  # noqa: BLE001  every failure is the parent's to explain
         lines = [*errors.lines, " ".join(f"{type(error).__name__}: {error}".split())]
         events.say("failed", lines=lines, canceled=stop.is_set())
     else:
-        events.say("built", **result)
+        events.say("built", **asdict(compiled))
 
 
 def _build(
     request: dict[str, Any], events: Events, errors: ErrorLines, stop: threading.Event
-) -> dict[str, Any]:
+) -> Compiled:
     """Compiles the engine into the file that the request names and returns what was read back."""
     started = time.monotonic()
     import polygraphy.backend.trt as loaders
@@ -72,22 +73,40 @@ def _build(
         events.say("step", done=per_mille)
         return not stop.is_set() and os.getppid() == parent
 
-    compiled = compile_engine(loaders, request, go_on)
+    plan, compiled = compile_engine(loaders, request, go_on)
     with Path(request["output"]).open("wb") as file:
-        file.write(memoryview(compiled.plan))
-    return {
-        **compiled.facts,
-        "seconds": round(time.monotonic() - started, 3),
-        "peak_memory_bytes": peak_memory_bytes(),
-    }
+        file.write(memoryview(plan))
+    seconds = round(time.monotonic() - started, 3)
+    return replace(compiled, seconds=seconds, peak_memory_bytes=peak_memory_bytes())
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A matrix product or convolution of a network, and the type that it computes in."""
+
+    name: str
+    kind: str
+    precision: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Compiled:
-    """The engine's bytes, as TensorRT's own buffer, and what was read back."""
+    """What was read back from a build: the builder's settings, its products, what it took.
 
-    plan: Any
-    facts: dict[str, Any]
+    `inspector` is TensorRT's own JSON of the engine, None where no GPU of this machine can load it.
+    """
+
+    version: str
+    settings: dict[str, Any]
+    layers: list[Product]
+    inspector: dict[str, Any] | None
+    seconds: float = 0.0
+    peak_memory_bytes: int = 0
+
+    @property
+    def precision(self) -> dict[str, int]:
+        """How many layers compute in each type."""
+        return dict(sorted(Counter(product.precision for product in self.layers).items()))
 
 
 class DishonouredError(RuntimeError):
@@ -96,10 +115,11 @@ class DishonouredError(RuntimeError):
 
 def compile_engine(
     loaders: ModuleType, request: Mapping[str, Any], on_step: Callable[[int], bool]
-) -> Compiled:
-    """Returns the engine of a request; raises what Polygraphy raises, and `DishonouredError`.
+) -> tuple[Any, Compiled]:
+    """Returns the bytes of a request's engine, as TensorRT's own buffer, and what was read back.
 
-    `on_step` gets the progress in per mille, and returns whether to go on.
+    `on_step` gets the progress in per mille, and returns whether to go on. Raises what Polygraphy
+    raises, and `DishonouredError`.
     """
     trt = importlib.import_module(BACKENDS[request["flavour"]].module)
     network = _network(loaders, trt, request)
@@ -114,21 +134,17 @@ def compile_engine(
         ),
         lambda builder, network, config: _finish_config(trt, request, config, read_back),
     )
-    layers = network_layers(network[1])
+    products = network_products(network[1])
     read_back["outputs"] = [network[1].get_output(i).name for i in range(network[1].num_outputs)]
     read_back["capturable"] = not any(layer.type.name in UNCAPTURABLE for layer in network[1])
     plan = loaders.engine_bytes_from_network(
         network, config, save_timing_cache=request["options"].get("timing_cache")
     )
-    return Compiled(
-        plan,
-        {
-            "version": str(trt.__version__),
-            "settings": read_back,
-            "layers": layers,
-            "precision": precision_counts(layers),
-            "inspector": inspect_plan(trt, plan) if request["gpu"] else None,
-        },
+    return plan, Compiled(
+        version=str(trt.__version__),
+        settings=read_back,
+        layers=products,
+        inspector=inspect_plan(trt, plan) if request["gpu"] else None,
     )
 
 
@@ -289,8 +305,8 @@ PRECISIONS = {
 }
 
 
-def network_layers(network: Any) -> list[dict[str, str]]:
-    """Returns the network's products and convolutions by name, kind and type they compute in.
+def network_products(network: Any) -> list[Product]:
+    """Returns the network's products and convolutions, each with the type that it computes in.
 
     The network is strongly typed, so these are the types that the engine computes in: a builder may
     fuse layers, and may not change their types. A product of dequantised values is an INT8 one;
@@ -305,7 +321,7 @@ def network_layers(network: Any) -> list[dict[str, str]]:
         if layer.type.name in MOVING and layer.get_input(0).name in stored:
             moved = stored[layer.get_input(0).name]
             stored.update({layer.get_output(i).name: moved for i in range(layer.num_outputs)})
-    found = []
+    products = []
     for layer in network:
         if layer.type.name not in COMPUTING:
             continue
@@ -315,22 +331,9 @@ def network_layers(network: Any) -> list[dict[str, str]]:
         both = {stored.get(each.name) for each in inputs[:2]}
         # Weights of four bits meet floats; of eight, the factors are of one kind.
         own = "int4" if "int4" in both else both.pop() if len(both) == 1 else None
-        found.append(
-            {
-                "name": layer.name,
-                "kind": layer.type.name.lower(),
-                "precision": own or "+".join(sorted(kinds)),
-            }
-        )
-    return found
-
-
-def precision_counts(layers: list[dict[str, str]]) -> dict[str, int]:
-    """Returns how many layers compute in each type."""
-    counts: dict[str, int] = {}
-    for layer in layers:
-        counts[layer["precision"]] = counts.get(layer["precision"], 0) + 1
-    return dict(sorted(counts.items()))
+        precision = own or "+".join(sorted(kinds))
+        products.append(Product(name=layer.name, kind=layer.type.name.lower(), precision=precision))
+    return products
 
 
 def inspect_plan(trt: Any, plan: Any) -> dict[str, Any] | None:

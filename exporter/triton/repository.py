@@ -31,8 +31,8 @@ from ..bundle.manifest import MAIN_GRAPH, MANIFEST_FILE, TensorSpec, external_fi
 from ..inputs import DEFAULT_BATCH, AxisRange, parse_range
 from ..parity import PARITY_FILE, Reference
 from ..requests import Device, ServingBackend, TritonRequest
-from ..tensorrt.plan_file import find_plan
 from ..tensorrt.records import EngineRecord, engines_of
+from ..tensorrt.trust import find_plan
 from . import config
 
 CONFIG = "config.pbtxt"

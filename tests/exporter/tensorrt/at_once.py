@@ -9,6 +9,7 @@ from typing import Any
 from moexport.exporter.bundle.manifest import FileRecord
 from moexport.exporter.tensorrt import cache
 from moexport.exporter.tensorrt.records import EngineRecord, Made, add_to_bundle, staging
+from moexport.exporter.tensorrt.worker import Compiled
 
 TIMES = 100
 KEY = "a" * 64
@@ -46,9 +47,10 @@ def keep_and_take(folder: Path, number: int) -> None:
     plan, out = folder.parent / f"{number}.plan", folder.parent / f"{number}.out"
     content = bytes([number]) * 200_000
     plan.write_bytes(content)
-    facts = {"sha256": hashlib.sha256(content).hexdigest(), "built": {"by": number}}
+    digest = hashlib.sha256(content).hexdigest()
+    facts = Compiled(version=str(number), settings={}, layers=[], inspector=None)
     for _ in range(TIMES):
-        cache.keep(folder, KEY, plan, facts)
+        cache.keep(folder, KEY, plan, digest, facts)
         found = cache.take(folder, KEY, out)
         assert found is not None
-        assert out.read_bytes() == bytes([found["built"]["by"]]) * 200_000
+        assert out.read_bytes() == bytes([int(found.version)]) * 200_000

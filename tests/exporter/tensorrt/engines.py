@@ -8,6 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moexport.common.console import Silent
+from moexport.exporter.tensorrt.backends import TENSORRT_RTX
+from moexport.exporter.tensorrt.build import EnginePlan, build_engine
+from moexport.exporter.tensorrt.options import EngineOptions
+from moexport.exporter.tensorrt.profiles import Profile
 from moexport.tests.command import Outcome, run
 from moexport.tests.recorded import read_case
 
@@ -46,6 +51,20 @@ def build(bundle: Path, *options: str | Path) -> list[dict[str, Any]]:
         assert (bundle / record["file"]).stat().st_size == file["bytes"] > 0
     assert leftovers(bundle) == []
     return records
+
+
+def compiled(model: Path, output: Path, **options: Any) -> bytes:
+    """The engine of a graph of one layer, compiled in a process of its own."""
+    plan = EnginePlan(
+        graph=model.name,
+        file=output.name,
+        backend=TENSORRT_RTX,
+        profiles=(Profile("x", (1, 1, 10), (2, 4, 10), (4, 8, 10)),),
+        cards=("8.9",),
+        options=EngineOptions(**options),
+    )
+    build_engine(plan, model.parent, output, Silent())
+    return output.read_bytes()
 
 
 def refused(bundle: Path, *options: str | Path) -> Outcome:

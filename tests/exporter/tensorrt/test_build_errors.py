@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from moexport.exporter.bundle.manifest import Manifest
 from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Backend
-from moexport.exporter.tensorrt.build import Circumstances, ended, explained, weights_bytes
+from moexport.exporter.tensorrt.build import EnginePlan, ended, explained
+from moexport.exporter.tensorrt.engines import plan_engines
 from moexport.exporter.tensorrt.options import EngineOptions
 from moexport.exporter.tensorrt.profiles import Profile
 from moexport.exporter.tensorrt.worker import Fraction
@@ -16,10 +18,16 @@ from moexport.tests.exporter.tensorrt.engines import needs_rtx
 GENERIC = "[!] Invalid Engine. Please ensure the engine was built correctly"
 
 
-def about(backend: Backend = TENSORRT, *, on_gpu: bool = True, **options: Any) -> Circumstances:
+def about(backend: Backend = TENSORRT, *, on_gpu: bool = True, **options: Any) -> EnginePlan:
     profile = Profile("input", (1, 3, 32, 32), (8, 3, 32, 32), (64, 3, 32, 32))
-    return Circumstances(
-        Path("model.onnx"), backend, EngineOptions(**options), [profile], on_gpu=on_gpu
+    return EnginePlan(
+        graph="model.onnx",
+        file="engine.plan",
+        backend=backend,
+        profiles=(profile,),
+        options=EngineOptions(**options),
+        weights_bytes=12_345_678,
+        on_gpu=on_gpu,
     )
 
 
@@ -108,10 +116,11 @@ def test_a_build_that_ends_by_itself_is_explained_by_what_it_printed() -> None:
     assert ended(-11, [], about()).message.endswith("ended with status -11")
 
 
+@needs_rtx
 def test_the_size_of_the_weights_is_told(exported: Path) -> None:
-    graph = exported / "model.onnx"
-    assert weights_bytes(graph) == (exported / "weights.bin").stat().st_size
-    assert weights_bytes(exported / "no.onnx") is None
+    assert "the weights (12.3 MB)" in (explained([BAD_ALLOC], about()).hint or "")
+    plan, *_ = plan_engines(Manifest.read(exported), "tensorrt-rtx", EngineOptions())
+    assert plan.weights_bytes == (exported / "weights.bin").stat().st_size
 
 
 def test_without_words_the_failure_is_told_all_the_same() -> None:

@@ -12,15 +12,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from moexport.common.console import Silent
 from moexport.errors import EngineError
 from moexport.exporter.bundle.manifest import Manifest
-from moexport.exporter.tensorrt.backends import TENSORRT_RTX
-from moexport.exporter.tensorrt.build import build_engine
-from moexport.exporter.tensorrt.options import EngineOptions
-from moexport.exporter.tensorrt.profiles import Profile
 from moexport.exporter.tensorrt.records import engines_of
 from moexport.tests.exporter.tensorrt.at_once import KEY, add_engine, keep_and_take
+from moexport.tests.exporter.tensorrt.engines import compiled as engine_of
 from moexport.tests.exporter.tensorrt.engines import leftovers, needs_rtx
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import graph, random_layer, saved
@@ -60,10 +56,7 @@ def test_a_cache_that_two_builds_fill_at_once_stays_whole(tmp_path: Path) -> Non
 
 def compiled(folder: Path, name: str, timings: Path | None) -> bytes:
     """The engine of a small graph, compiled in a process of its own."""
-    model, profile = folder / "layer.onnx", Profile("x", (1, 1, 10), (2, 4, 10), (4, 8, 10))
-    options, output = EngineOptions(timing_cache=timings), folder / f"{name}.plan"
-    build_engine(model, TENSORRT_RTX, [profile], options, ("8.9",), output, Silent())
-    return output.read_bytes()
+    return engine_of(folder / "layer.onnx", folder / f"{name}.plan", timing_cache=timings)
 
 
 @pytest.fixture

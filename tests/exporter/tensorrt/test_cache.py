@@ -6,27 +6,33 @@ import hashlib
 import resource
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from moexport.exporter.tensorrt import cache
+from moexport.exporter.tensorrt.worker import Compiled, Product
 
 KEY = "a" * 64
+
+
+def compiled(**settings: Any) -> Compiled:
+    product = Product(name="a", kind="matrix_multiply", precision="fp16")
+    return Compiled(version="1", settings=settings, layers=[product], inspector=None)
 
 
 def kept(folder: Path, content: bytes = b"plan", key: str = KEY) -> Path:
     plan = folder / "new.plan"
     plan.write_bytes(content)
-    facts = {"sha256": hashlib.sha256(content).hexdigest(), "built": {"version": "1"}}
-    cache.keep(folder / "cache", key, plan, facts)
+    cache.keep(folder / "cache", key, plan, hashlib.sha256(content).hexdigest(), compiled())
     return folder / "cache"
 
 
 def test_what_was_kept_is_found(tmp_path: Path) -> None:
     out = tmp_path / "out.plan"
-    facts = cache.take(kept(tmp_path), KEY, out)
-    assert facts is not None
+    found = cache.take(kept(tmp_path), KEY, out)
+    assert found == compiled()
+    assert found.precision == {"fp16": 1}
     assert out.read_bytes() == b"plan"
-    assert facts["built"] == {"version": "1"}
     assert cache.take(tmp_path / "cache", "b" * 64, out) is None
     assert cache.take(tmp_path / "nowhere", KEY, out) is None
 
@@ -60,7 +66,7 @@ def test_a_folder_that_cannot_be_written_keeps_nothing(tmp_path: Path) -> None:
     (tmp_path / "cache").write_text("a file")
     plan = tmp_path / "new.plan"
     plan.write_bytes(b"plan")
-    cache.keep(tmp_path / "cache", KEY, plan, {"sha256": ""})
+    cache.keep(tmp_path / "cache", KEY, plan, "", compiled())
     assert (tmp_path / "cache").read_text() == "a file"
 
 
@@ -71,7 +77,7 @@ def test_what_does_not_fit_leaves_nothing(tmp_path: Path) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4 << 20, before[1]))
     try:  # the engine fits, and what is written down beside it does not
-        cache.keep(tmp_path / "cache", KEY, plan, {"sha256": "", "built": "x" * (5 << 20)})
+        cache.keep(tmp_path / "cache", KEY, plan, "", compiled(long="x" * (5 << 20)))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert list((tmp_path / "cache").iterdir()) == []

@@ -23,7 +23,7 @@ from moexport.exporter.session import PROVIDERS
 from moexport.exporter.tensorrt.backends import TENSORRT, first_gpu
 from moexport.exporter.tensorrt.build import WORKER
 from moexport.exporter.tensorrt.options import EngineOptions
-from moexport.exporter.tensorrt.plan_file import read_header
+from moexport.exporter.tensorrt.trust import read_header
 from moexport.tests.command import PROGRAM, run, start
 from moexport.tests.exporter.tensorrt.engines import (
     CARD,

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 from moexport.errors import EngineError
-from moexport.exporter.bundle.manifest import GraphRecord, LayerRecord, Manifest
-from moexport.exporter.tensorrt.build import Built
+from moexport.exporter.bundle.manifest import LayerRecord, Manifest
 from moexport.exporter.tensorrt.engines import check_precision, kernel_types, precision_notes
+from moexport.exporter.tensorrt.worker import Compiled, Product
 from moexport.tests.exporter.tensorrt.engines import export
 
 LAYER = "soft_moe_fkodom"
@@ -35,31 +34,30 @@ def manifest(tmp_path_factory: pytest.TempPathFactory) -> Manifest:
     return Manifest.read(export(LAYER, tmp_path_factory.mktemp("layer"), "--k", "2"))
 
 
-def products(layer: LayerRecord) -> list[dict[str, str]]:
+def products(layer: LayerRecord) -> list[Product]:
     return [
-        {"name": f"{layer.name}/experts/{what}", "kind": "matrix_multiply", "precision": "fp32"}
+        Product(name=f"{layer.name}/experts/{what}", kind="matrix_multiply", precision="fp32")
         for what in ("products_unbiased", "outputs_unbiased")
     ]
 
 
-def built(layers: list[dict[str, str]], inspector: dict[str, Any] | None = None) -> Built:
-    return Built(Path("e.plan"), "1.7", {}, layers, {}, inspector, 1.0, 1)
+def built(layers: list[Product], inspector: dict[str, Any] | None = None) -> Compiled:
+    return Compiled(version="1.7", settings={}, layers=layers, inspector=inspector)
 
 
-def check(manifest: Manifest, made: Built) -> dict[str, list[str]]:
-    graph: GraphRecord = manifest.graphs[0]
-    return check_precision(manifest, graph, made)
+def check(manifest: Manifest, made: Compiled) -> dict[str, list[str]]:
+    return check_precision(manifest, "model.onnx", made)
 
 
 def test_experts_without_a_product_in_the_network_are_a_failure(manifest: Manifest) -> None:
-    others = [{"name": "head/MatMul", "kind": "matrix_multiply", "precision": "fp32"}]
+    others = [Product(name="head/MatMul", kind="matrix_multiply", precision="fp32")]
     with pytest.raises(EngineError, match="built in no product at all"):
         check(manifest, built(others))
 
 
 def test_a_product_in_another_type_is_a_failure(manifest: Manifest) -> None:
     layers = products(manifest.layers[0])
-    layers[1] = layers[1] | {"precision": "fp16"}
+    layers[1] = replace(layers[1], precision="fp16")
     with pytest.raises(EngineError, match="asked for in fp32 and built in fp16, fp32"):
         check(manifest, built(layers))
 
@@ -84,7 +82,7 @@ def test_an_engine_that_does_not_name_the_experts_is_told_in_a_note(
 
 def test_the_engines_own_types_are_kept_and_compared(manifest: Manifest) -> None:
     layer = manifest.layers[0]
-    layers, names = products(layer), [each["name"] for each in products(layer)]
+    layers, names = products(layer), [each.name for each in products(layer)]
     good = {"Layers": [engine_layer(names, "Row major linear FP32")], "Bindings": ["input"]}
     assert check(manifest, built(layers, good)) == {layer.name: ["fp32"]}
     bad = {"Layers": [engine_layer(names, "Row major linear FP16 format")]}
@@ -137,8 +135,8 @@ def test_kernels_of_quantised_experts_may_read_floats(
     precision: str, types: dict[str, str], manifest: Manifest
 ) -> None:
     layer = replace(manifest.layers[0], precision=precision)
-    quantised = [each | {"precision": precision} for each in products(layer)]
-    inspector = {"Layers": [layer_of([each["name"] for each in quantised], types)]}
+    quantised = [replace(each, precision=precision) for each in products(layer)]
+    inspector = {"Layers": [layer_of([each.name for each in quantised], types)]}
     kernels = check(replace(manifest, layers=[layer]), built(quantised, inspector))
     assert kernels == {layer.name: ["fp16"]}
     with pytest.raises(EngineError, match="built in fp32"):
@@ -148,7 +146,7 @@ def test_kernels_of_quantised_experts_may_read_floats(
 def test_int8_products_may_lie_beside_floats_of_a_factorised_layer(manifest: Manifest) -> None:
     layer = replace(manifest.layers[0], precision="int8")
     mixed = [
-        {"name": f"{layer.name}/tensor.0/{what}", "kind": "matrix_multiply", "precision": p}
+        Product(name=f"{layer.name}/tensor.0/{what}", kind="matrix_multiply", precision=p)
         for what, p in (("input", "int8"), ("mixed", "fp16"))
     ]
     assert check(replace(manifest, layers=[layer]), built(mixed)) == {}

@@ -9,17 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from moexport.common.console import Silent
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.tensorrt.backends import TENSORRT_RTX
-from moexport.exporter.tensorrt.build import build_engine
-from moexport.exporter.tensorrt.options import EngineOptions
-from moexport.exporter.tensorrt.profiles import Profile
 from moexport.graphs.layers.base import LayerEdits
 from moexport.graphs.layers.mumoe import Form
 from moexport.graphs.rewrites import Rewrite
 from moexport.tests.command import run
-from moexport.tests.exporter.tensorrt.engines import build, export, needs_rtx
+from moexport.tests.exporter.tensorrt.engines import build, compiled, export, needs_rtx
 from moexport.tests.graphs.lowerings.test_mumoe import spec_of
 from moexport.tests.graphs.mumoe_layers import graph, random_layer, saved
 from moexport.tests.recorded import read_case
@@ -35,14 +30,6 @@ PROFILES: Mapping[str, str] = {
     "mumoe_gpt2_tr": "batch=1:2:4,tokens=1:16:32",
 }
 """A case of each family and form, with the sizes of its input."""
-
-
-def compiled(path: Path) -> int:
-    """Compiles a graph of one layer and returns the engine's bytes."""
-    profile = Profile("x", (1, 1, 10), (2, 4, 10), (4, 8, 10))
-    output = path.parent / "engine.plan"
-    build_engine(path, TENSORRT_RTX, [profile], EngineOptions(), ("8.9",), output, Silent())
-    return output.stat().st_size
 
 
 @pytest.mark.parametrize("name", PROFILES)
@@ -96,7 +83,7 @@ def test_int8_factors_compile(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("activation", ["sparsemax", "softmax"])
 def test_the_other_activations_compile(activation: Any, tmp_path: Path) -> None:
     model = graph(random_layer(spec_of("cp", (8,), activation=activation)))
-    assert compiled(saved(model, tmp_path))
+    assert compiled(saved(model, tmp_path), tmp_path / "engine.plan")
 
 
 @pytest.mark.parametrize("levels", [(8,), (8, 4)])
@@ -104,7 +91,7 @@ def test_a_layer_with_edits_compiles(levels: tuple[int, ...], tmp_path: Path) ->
     layer = random_layer(spec_of("cp", levels))
     means = tuple((1 / n,) * n for n in levels)
     layer.edits = LayerEdits(frozenset({(0, 3)}), (Rewrite(3, means, 2.0), Rewrite(0, means, -1.0)))
-    assert compiled(saved(graph(layer), tmp_path))
+    assert compiled(saved(graph(layer), tmp_path), tmp_path / "engine.plan")
 
 
 @pytest.mark.parametrize(
@@ -116,4 +103,4 @@ def test_the_unfactorised_and_the_tucker_form_compile(
     form: Form, lowering: str, kept: int | None, tmp_path: Path
 ) -> None:
     model = graph(random_layer(spec_of(form, (8, 4), block=True)), kept, lowering)
-    assert compiled(saved(model, tmp_path))
+    assert compiled(saved(model, tmp_path), tmp_path / "engine.plan")

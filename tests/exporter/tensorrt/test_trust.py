@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from moexport.common import files
-from moexport.common.files import is_own, own_signature, sha256, why_not_private
+from moexport.common.files import sha256, why_not_private
 from moexport.errors import BundleError, EngineError, UntrustedEngineError
 from moexport.exporter.bundle.manifest import FileRecord, Manifest
-from moexport.exporter.tensorrt import cache, cuda, plan_file
+from moexport.exporter.tensorrt import cuda, plan_file, trust
 from moexport.exporter.tensorrt.backends import Backend
-from moexport.exporter.tensorrt.plan_file import find_plan, load_engine
+from moexport.exporter.tensorrt.plan_file import load_engine
 from moexport.exporter.tensorrt.records import (
     EngineRecord,
     Made,
@@ -22,6 +21,7 @@ from moexport.exporter.tensorrt.records import (
     engines_of,
     staging,
 )
+from moexport.exporter.tensorrt.trust import check_private, find_plan, is_own, own_signature
 from moexport.tests.command import run
 from moexport.tests.exporter.bundle.test_bundle import change_manifest
 from moexport.tests.exporter.tensorrt.engines import CARD, export, needs_rtx
@@ -129,7 +129,7 @@ def test_the_key_is_this_users_alone(home: Path) -> None:
     assert not is_own(signed, "other")
     assert not is_own("", "")
     assert (home / "key").stat().st_mode & 0o777 == 0o600
-    assert (home / "key").stat().st_size == files.KEY_BYTES
+    assert (home / "key").stat().st_size == trust.KEY_BYTES
     (home / "key").chmod(0o644)
     assert own_signature("text") == ""
     (home / "key").chmod(0o600)
@@ -153,10 +153,10 @@ def test_a_folder_is_private_where_nobody_else_can_put_files(tmp_path: Path) -> 
 
 def test_a_cache_that_others_can_write_to_is_refused(tmp_path: Path) -> None:
     (tmp_path / "engines").mkdir(mode=0o700)
-    cache.check_private(tmp_path / "engines")
+    check_private(tmp_path / "engines")
     (tmp_path / "engines").chmod(0o777)
     with pytest.raises(EngineError, match=r"others may write to .*engines \(mode 777\)") as found:
-        cache.check_private(tmp_path / "engines")
+        check_private(tmp_path / "engines")
     assert f"chmod go-w {tmp_path / 'engines'}" in (found.value.hint or "")
 
 
