@@ -14,9 +14,9 @@ import math
 import tokenize
 import zipfile
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -24,23 +24,19 @@ import numpy as np
 from numpy.lib import format as npy
 from numpy.typing import NDArray
 
-from ..common.locations import AnyPlace, local, named_by_url, path_of, url_of
+from ..common.locations import local, named_by_url, url_of
 from ..common.user_code import attribute_of, module_of, names_code
 from ..errors import FeedError
-from .shards import IMAGE, Fields, shard_batches, shards_of
+from .shards import IMAGE, INPUT, LABEL, Fields, shard_batches, shards_of
+from .shards import Array as Array  # noqa: PLC0414  what a feed yields
 
 IGNORED = -1
 """A target token that is not counted."""
-
-Array = NDArray[Any]
 
 Labels = NDArray[np.int64]
 
 LabelledBatch = tuple[Array, Labels | None]
 """Inputs [b, …] and their labels: classes [b], or target tokens [b, m]."""
-
-Arrays = Mapping[str, np.ndarray]
-"""A batch of every input of a model, [b, …] each, by name; the first is that which feeds are of."""
 
 Feed = str | Path | np.ndarray | Iterable[object]
 """What a caller may hand over: where inputs are, or the inputs themselves; `_array_of` says what an
@@ -59,52 +55,82 @@ def batches(feed: Feed, name: str) -> Iterator[np.ndarray]:
 
     Raises `FeedError` that names the file, array or object when there is nothing to read.
     """
-    return (inputs for inputs, _ in _pairs(feed, name, labelled=False))
+    return (batch[name] for batch in named_batches(feed, [name]))
 
 
 def labelled_batches(feed: Feed, name: str) -> Iterator[LabelledBatch]:
     """Yields batches [b, …] of the input called `name` with their labels, None where it has none.
 
-    Labels are the array `label`, `labels` or `y` of an `.npz` or of a dict that code yields, and
-    the second of a tuple. Raises `FeedError` that names what cannot be read, or cannot be labels.
+    Raises what `named_batches` raises.
     """
-    return _pairs(feed, name, labelled=True)
+    labelled = named_batches(feed, [name], labelled=True)
+    return ((batch[name], batch.get(LABEL)) for batch in labelled)
 
 
-def named_batches(feed: Feed, names: Sequence[str]) -> Iterator[Arrays]:
+def named_batches(feed: Feed, names: Sequence[str], *, labelled: bool = False) -> Iterator[Fields]:
     """Yields batches of those of a model's inputs that a feed has; the first it must have.
 
-    Of an `.npz` and of the dicts that code yields all that are called so; of any other feed the
-    first.
+    Of an `.npz`, of shards and of the dicts that code yields all that are called so; of any other
+    feed the first. With `labelled` the field `LABEL` holds the labels, where there are any: the
+    array `label`, `labels` or `y`, or the second of a tuple. Raises `FeedError` that names what
+    cannot be read, or cannot be labels.
     """
     first, *others = names
-    items, where = feed, "the feed"
-    if others and isinstance(feed, str | Path):
-        shards = shards_of(feed)
-        if shards is not None:
-            for place, fields in shard_batches(shards, npy_array):
-                inputs = {first: _shard_inputs(fields, first, place)}
-                yield inputs | {name: fields[name] for name in others if name in fields}
-            return
-        path = local(feed)
-        if path.suffix == ".npz":
-            arrays = {n: npz_array(path, n) for n in npz_names(path) if n in others}
-            start = 0
-            for rows in _rows_in(path, first):
-                end = start + len(rows)
-                yield {first: rows, **{name: x[start:end] for name, x in arrays.items()}}
-                start = end
-            return
-        if not path.exists() and names_code(str(feed)):
-            items, where = _imported_items(str(feed)), str(feed)
-    if not others or isinstance(items, np.ndarray | str | Path):
-        yield from ({first: batch} for batch in batches(feed, first))
+    where = "the feed"
+    if isinstance(feed, np.ndarray):
+        check_inputs(feed.dtype, feed.shape, where)
+        yield {first: feed}
         return
-    for item in items:
-        batch = {first: _array_of(item, first, where)}
+    if isinstance(feed, str | Path):
+        where = url_of(feed) or str(feed)
+        with named_by_url():
+            shards = shards_of(feed)
+            if shards is not None:
+                for place, fields in shard_batches(shards, npy_array):
+                    inputs = _shard_inputs(fields, first, place)
+                    check_inputs(inputs.dtype, inputs.shape, place)
+                    labels = _labels_of({**fields}, inputs, place) if labelled else {}
+                    yield {first: inputs} | {n: fields[n] for n in others if n in fields} | labels
+                return
+            path = local(feed)
+            if path.exists():
+                yield from _file_batches(path, names, labelled=labelled)
+                return
+        if not names_code(where):
+            raise FeedError(
+                f"{where}: no such feed",
+                hint="a feed is an .npz file, a folder of .npy files, shards (.tar, .parquet) or "
+                "package.module:iterable",
+            )
+        feed = _imported_items(where)
+    if not isinstance(feed, Iterable):
+        raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
+    for item in feed:
+        inputs = _array_of(item, first, where)
+        batch = {first: inputs} | (_labels_of(item, inputs, where) if labelled else {})
         if isinstance(item, dict):
             batch |= {name: _array_of(item, name, where) for name in others if name in item}
         yield batch
+
+
+def _file_batches(path: Path, names: Sequence[str], *, labelled: bool) -> Iterator[Fields]:
+    """The batches of a file or folder; what an `.npz` holds beside its inputs is read whole."""
+    first, *others = names
+    beside: Fields = {}
+    if path.suffix == ".npz" and path.is_file() and (others or labelled):
+        beside = {n: npz_array(path, n) for n in npz_names(path) if n in others}
+        archive = npz_archive(path, first)
+        if labelled and archive.label is not None:
+            array, header = npz_array(path, archive.label), archive.header
+            where = f"{path}: array '{archive.label}'"
+            of = f"'{archive.inputs}'"
+            beside[LABEL] = checked_labels(array, header.dtype, header.shape, where, of)
+    for file in _files(path):
+        start = 0
+        for rows in _rows_in(file, first):
+            end = start + len(rows)
+            yield {first: rows, **{name: x[start:end] for name, x in beside.items()}}
+            start = end
 
 
 def count(feed: Feed, name: str) -> int | None:
@@ -125,47 +151,11 @@ def count(feed: Feed, name: str) -> int | None:
 
 def samples(feed: Feed, name: str, most: int) -> np.ndarray:
     """Returns the first `most` inputs of a feed as one array [most or fewer, …]."""
-    taken = list(limited(batches(feed, name), most))
+    taken = [batch[name] for batch in limited(named_batches(feed, [name]), most)]
     if not taken:
         raise FeedError("the feed holds no inputs", hint=f"give at least one array for '{name}'")
     # Inputs of several sizes (images of any height): keep those that stack.
     return np.concatenate([batch for batch in taken if batch.shape[1:] == taken[0].shape[1:]])
-
-
-def _pairs(feed: Feed, name: str, *, labelled: bool) -> Iterator[LabelledBatch]:
-    where = "the feed"
-    if isinstance(feed, np.ndarray):
-        check_inputs(feed.dtype, feed.shape, where)
-        yield feed, None
-        return
-    if isinstance(feed, str | Path):
-        where = url_of(feed) or str(feed)
-        with named_by_url():
-            shards = shards_of(feed)
-            path = path_of(feed) if shards is not None else local(feed)
-            if shards is not None:
-                yield from _labelled_shards(shards, name, labelled=labelled)
-                return
-            if path.exists():
-                if labelled and path.suffix == ".npz" and path.is_file():
-                    yield from _labelled_archive(path, name)
-                    return
-                for file in _files(path):
-                    for rows in _rows_in(file, name):
-                        yield rows, None
-                return
-        if not names_code(where):
-            raise FeedError(
-                f"{where}: no such feed",
-                hint="a feed is an .npz file, a folder of .npy files, shards (.tar, .parquet) or "
-                "package.module:iterable",
-            )
-        feed = _imported_items(where)
-    if not isinstance(feed, Iterable):
-        raise FeedError(f"the feed is {type(feed).__name__}, not batches of inputs", hint=WANTED)
-    for item in feed:
-        inputs = _array_of(item, name, where)
-        yield inputs, _labels_of(item, inputs, where) if labelled else None
 
 
 def _files(path: Path) -> list[Path]:
@@ -235,40 +225,18 @@ def check_inputs(
         raise FeedError(f"{where}: {what}, not an array of inputs", hint=WANTED)
 
 
-def _labels_of(item: object, inputs: Array, where: str) -> Labels | None:
+def _labels_of(item: object, inputs: Array, where: str) -> Fields:
+    """The field of labels in what an iterable yields, where there is one."""
     labels: object = None
     if isinstance(item, dict):
         labels = next((item[name] for name in LABEL_NAMES if name in item), None)
     elif isinstance(item, tuple | list) and len(item) > 1:
         labels = item[1]
     if labels is None:
-        return None
+        return {}
     where = f"{where}: a batch's labels"
-    return checked_labels(np.asarray(labels), inputs.dtype, inputs.shape, where, "the batch")
-
-
-def _labelled_archive(path: Path, name: str) -> Iterator[LabelledBatch]:
-    """The batches of an `.npz`; its labels, a number an input, are read whole."""
-    held = npz_archive(path, name)
-    labels: Labels | None = None
-    if held.label is not None:
-        array, header = npz_array(path, held.label), held.header
-        where = f"{path}: array '{held.label}'"
-        labels = checked_labels(array, header.dtype, header.shape, where, f"'{held.inputs}'")
-    start = 0
-    for rows in _rows_in(path, name):
-        yield rows, None if labels is None else labels[start : start + len(rows)]
-        start += len(rows)
-
-
-def _labelled_shards(
-    shards: Sequence[AnyPlace], name: str, *, labelled: bool
-) -> Iterator[LabelledBatch]:
-    """The batches of shards; their labels are a field called as labels are."""
-    for place, fields in shard_batches(shards, npy_array):
-        inputs = _shard_inputs(fields, name, place)
-        check_inputs(inputs.dtype, inputs.shape, place)
-        yield inputs, _labels_of({**fields}, inputs, place) if labelled else None
+    array = np.asarray(labels)
+    return {LABEL: checked_labels(array, inputs.dtype, inputs.shape, where, "the batch")}
 
 
 def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
@@ -369,119 +337,82 @@ class FeedHash:
         return self._hash.hexdigest()
 
 
-Pair = tuple[np.ndarray, np.ndarray | None]
-"""Inputs [b, …] and what belongs to each, [b, …], if there is anything."""
-
-
-def limited(batches: Iterable[np.ndarray], count: int | None) -> Iterator[np.ndarray]:
-    """Yields batches until `count` inputs have come, all of them for None."""
-    return (x for x, _ in limited_pairs(((batch, None) for batch in batches), count))
-
-
-def limited_pairs(pairs: Iterable[Pair], count: int | None) -> Iterator[Pair]:
-    """Yields inputs and labels until `count` inputs have come, all of them for None."""
-    left = count
-    for pair in pairs:
-        inputs, labels = pair if left is None else _cut(pair, 0, left)
-        if left is not None:
-            left -= len(inputs)
-        if len(inputs):
-            yield inputs, labels
-        if left == 0:
-            return
-
-
-def rebatched(batches: Iterable[np.ndarray], size: int) -> Iterator[np.ndarray]:
-    """Yields the same inputs in the same order as batches of `size`.
-
-    The last batch, and the last before inputs of another shape, may be smaller. So what is computed
-    from them does not depend on the sizes that came in, to the last bit. Holds no more than one
-    batch in and one out.
-    """
-    return (x for x, _ in rebatched_pairs(((batch, None) for batch in batches), size))
-
-
-def rebatched_pairs(pairs: Iterable[Pair], size: int) -> Iterator[Pair]:
-    """Yields the same inputs and labels in the same order as batches of `size` (`rebatched`)."""
-    held: list[Pair] = []
-    count = 0
-    for pair in pairs:
-        inputs, _ = pair
-        if held and inputs.shape[1:] != held[0][0].shape[1:]:
-            yield _joined(held)
-            held, count = [], 0
-        start = 0
-        while len(inputs) - start >= size - count:
-            end = start + size - count
-            yield _joined([*held, _cut(pair, start, end)])
-            held, count, start = [], 0, end
-        if start < len(inputs):
-            # A copy, so that a small rest does not keep a large batch alive.
-            rest, theirs = _cut(pair, start, len(inputs))
-            held.append((rest.copy(), theirs))
-            count += len(rest)
-    if held:
-        yield _joined(held)
-
-
-def limited_arrays(batches: Iterable[Arrays], count: int | None) -> Iterator[Arrays]:
-    """Yields batches of several inputs until `count` have come, all of them for None."""
+def limited(batches: Iterable[Fields], count: int | None) -> Iterator[Fields]:
+    """Yields batches until `count` rows have come, all of them for None."""
     left = count
     for batch in batches:
-        part = batch if left is None else {name: x[:left] for name, x in batch.items()}
-        size = _length(part)
+        part = batch if left is None else rows_between(batch, 0, left)
+        rows = row_count(part)
         if left is not None:
-            left -= size
-        if size:
+            left -= rows
+        if rows:
             yield part
         if left == 0:
             return
 
 
-def rebatched_arrays(batches: Iterable[Arrays], size: int) -> Iterator[Arrays]:
-    """Yields the same inputs in the same order as batches of `size` (`rebatched`)."""
-    held: list[Arrays] = []
+def rebatched(batches: Iterable[Fields], size: int) -> Iterator[Fields]:
+    """Yields the same rows in the same order as batches of `size`.
+
+    The last batch, and the last before rows of another shape, may be smaller. So what is computed
+    from them does not depend on the sizes that came in, to the last bit. Holds no more than one
+    batch in and one out.
+    """
+    held: list[Fields] = []
     for batch in batches:
-        if held and _rows_like(batch) != _rows_like(held[0]):
-            yield _stacked(held)
+        if held and _row_shapes(batch) != _row_shapes(held[0]):
+            yield _joined(held)
             held = []
-        start = 0
-        while _length(batch) - start >= size - sum(map(_length, held)):
-            end = start + size - sum(map(_length, held))
-            yield _stacked([*held, {name: x[start:end] for name, x in batch.items()}])
-            held, start = [], end
-        if start < _length(batch):
+        start, count = 0, sum(map(row_count, held))
+        while row_count(batch) - start >= size - count:
+            end = start + size - count
+            yield _joined([*held, rows_between(batch, start, end)])
+            held, count, start = [], 0, end
+        if start < row_count(batch):
             # A copy, so that a small rest does not keep a large batch alive.
-            held.append({name: x[start:].copy() for name, x in batch.items()})
+            rest = rows_between(batch, start, row_count(batch))
+            held.append({name: x.copy() for name, x in rest.items()})
     if held:
-        yield _stacked(held)
+        yield _joined(held)
 
 
-def _length(batch: Arrays) -> int:
+def limited_pairs(pairs: Iterable[LabelledBatch], count: int | None) -> Iterator[LabelledBatch]:
+    """Yields inputs and labels as `limited` does."""
+    return _as_pairs(limited(_as_fields(pairs), count))
+
+
+def rebatched_pairs(pairs: Iterable[LabelledBatch], size: int) -> Iterator[LabelledBatch]:
+    """Yields inputs and labels as `rebatched` does."""
+    return _as_pairs(rebatched(_as_fields(pairs), size))
+
+
+def _as_fields(pairs: Iterable[LabelledBatch]) -> Iterator[Fields]:
+    for inputs, labels in pairs:
+        yield {INPUT: inputs} if labels is None else {INPUT: inputs, LABEL: labels}
+
+
+def _as_pairs(batches: Iterable[Fields]) -> Iterator[LabelledBatch]:
+    return ((batch[INPUT], batch.get(LABEL)) for batch in batches)
+
+
+def row_count(batch: Fields) -> int:
+    """Returns the rows of a batch."""
     return len(next(iter(batch.values())))
 
 
-def _rows_like(batch: Arrays) -> dict[str, tuple[int, ...]]:
+def rows_between(batch: Fields, start: int, end: int) -> Fields:
+    """Returns some rows of a batch."""
+    return {name: x[start:end] for name, x in batch.items()}
+
+
+def _row_shapes(batch: Fields) -> dict[str, tuple[int, ...]]:
     return {name: x.shape[1:] for name, x in batch.items()}
 
 
-def _stacked(parts: list[Arrays]) -> Arrays:
+def _joined(parts: list[Fields]) -> Fields:
     if len(parts) == 1:
         return parts[0]
     return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-
-
-def _cut(pair: Pair, start: int, end: int) -> Pair:
-    inputs, labels = pair
-    return inputs[start:end], None if labels is None else labels[start:end]
-
-
-def _joined(parts: list[Pair]) -> Pair:
-    if len(parts) == 1:
-        return parts[0]
-    labels = [labels for _, labels in parts if labels is not None]
-    inputs = np.concatenate([inputs for inputs, _ in parts])
-    return inputs, np.concatenate(labels) if labels else None
 
 
 # --- files of arrays ---------------------------------------------------------------------------
@@ -499,7 +430,7 @@ archive that Python reads, and headers of arrays are parsed as Python."""
 
 
 @dataclass(frozen=True, slots=True)
-class Header:
+class ArrayHeader:
     """What an array is, before its numbers are read."""
 
     shape: tuple[int, ...]
@@ -522,7 +453,7 @@ class Archive:
     """
 
     inputs: str
-    header: Header
+    header: ArrayHeader
     label: str | None
     digest: str
 
@@ -538,7 +469,8 @@ def npz_archive(path: Path, name: str) -> Archive:
             header = _inputs_header(file, path, size)
         label = next((n for n in LABEL_NAMES if n in _names(archive) and n != inputs), None)
         members = sorted((m.filename, m.CRC, m.file_size) for m in archive.infolist())
-        return Archive(inputs, header, label, hashlib.sha256(repr(members).encode()).hexdigest())
+        digest = hashlib.sha256(repr(members).encode()).hexdigest()
+        return Archive(inputs=inputs, header=header, label=label, digest=digest)
 
 
 def npz_names(path: Path) -> tuple[str, ...]:
@@ -616,7 +548,7 @@ def _inputs_name(archive: zipfile.ZipFile, path: Path, name: str) -> str:
 
 
 @contextmanager
-def _inputs_in(path: Path, name: str) -> Iterator[tuple[BinaryIO, Header]]:
+def _inputs_in(path: Path, name: str) -> Iterator[tuple[BinaryIO, ArrayHeader]]:
     """The inputs of a file, open where their numbers begin."""
     if path.suffix == ".npz":
         with (
@@ -635,7 +567,7 @@ def _rows_in(path: Path, name: str) -> Iterator[np.ndarray]:
         left = header.shape[0]
         if header.fortran:
             # Columns first: no row is complete before the last byte, so the array is read whole.
-            flipped = Header(header.shape[::-1], False, header.dtype)
+            flipped = replace(header, shape=header.shape[::-1], fortran=False)
             whole = _read(file, flipped, flipped.shape[0]).T
             file.read(1)
             yield whole
@@ -652,20 +584,20 @@ def _rows_in(path: Path, name: str) -> Iterator[np.ndarray]:
             yield rows
 
 
-def _inputs_header(file: BinaryIO, path: Path, size: int) -> Header:
+def _inputs_header(file: BinaryIO, path: Path, size: int) -> ArrayHeader:
     header = _header(file, str(path), size)
     check_inputs(header.dtype, header.shape, str(path))
     return header
 
 
-def _header(file: BinaryIO, where: str, size: int) -> Header:
+def _header(file: BinaryIO, where: str, size: int) -> ArrayHeader:
     """The header of an array of anything but Python objects, open at its beginning.
 
     What it declares is no more than a file of `size` bytes can hold.
     """
     version = npy.read_magic(file)
     read = npy.read_array_header_1_0 if version == (1, 0) else npy.read_array_header_2_0
-    header = Header(*read(file))
+    header = ArrayHeader(*read(file))
     if header.dtype.hasobject:
         raise FeedError(
             f"{where}: holds Python objects (dtype {header.dtype}), which are pickled and never "
@@ -679,7 +611,7 @@ def _header(file: BinaryIO, where: str, size: int) -> Header:
     return header
 
 
-def _read(file: BinaryIO, header: Header, count: int) -> np.ndarray:
+def _read(file: BinaryIO, header: ArrayHeader, count: int) -> np.ndarray:
     rows = np.empty((count, *header.shape[1:]), dtype=header.dtype)
     view = rows.reshape(-1).view(np.uint8).data
     done = 0

@@ -20,7 +20,9 @@ from ..graphs.builder import Builder
 from ..graphs.lower import LoweringRequest, lower
 from ..graphs.names import INPUT, is_ranged, range_key
 from ..graphs.precision.backbone import backbone_linears
+from .feeds import row_count
 from .methods import BINS, HALF, Histogram
+from .shards import Fields
 
 MASK = 1e30
 """Values beyond this are no activations but masks (−inf, or the lowest float, before a softmax)."""
@@ -38,7 +40,7 @@ _MOVES = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Observed:
+class TensorOutputs:
     """Names of the graph's outputs that describe one tensor.
 
     `counts` int32 [BINS] as in `histogram.Histogram`, `width` of a bin, `minimum`, `maximum`, and
@@ -57,7 +59,7 @@ class ObservingGraph:
     """A model whose outputs are observations: of ranged tensors by key, and peaks by key."""
 
     model: ir.Model
-    ranged: Mapping[str, Observed]
+    ranged: Mapping[str, TensorOutputs]
     peaks: Mapping[str, str]
 
 
@@ -65,7 +67,7 @@ class ObservingGraph:
 class _Observers:
     """Adds the nodes, and remembers which output says what of which tensor."""
 
-    ranged: dict[str, Observed] = field(default_factory=dict)
+    ranged: dict[str, TensorOutputs] = field(default_factory=dict)
     peaks: dict[str, str] = field(default_factory=dict)
 
     def layer(self, b: Builder) -> list[ir.Value]:
@@ -85,7 +87,7 @@ class _Observers:
             self.peaks[key] = _named(peak)
             return [peak]
         values = _histogram(b, value, f"observed/{name}")
-        self.ranged[key] = Observed(**{what: _named(v) for what, v in values.items()})
+        self.ranged[key] = TensorOutputs(**{what: _named(v) for what, v in values.items()})
         return list(values.values())
 
 
@@ -135,7 +137,7 @@ def _made(graph: ir.Graph) -> Iterator[tuple[ir.Node, ir.Value]]:
 
 
 def _histogram(b: Builder, x: ir.Value, name: str) -> dict[str, ir.Value]:
-    """Adds a tensor's extremes and its counts; the names are those of `Observed`.
+    """Adds a tensor's extremes and its counts; the names are those of `TensorOutputs`.
 
     Every step is exact: the width is a power of two, found by comparing with all of them.
     """
@@ -233,21 +235,20 @@ class Observations:
 
 
 def observe(
-    path: Path, graph: ObservingGraph, batches: Iterable[tuple[int, np.ndarray]]
+    path: Path, graph: ObservingGraph, batches: Iterable[tuple[int, Fields]]
 ) -> Observations:
     """Returns what the graph that was saved at `path` sees over batches, each with its first input.
 
     Raises `CalibrationError` that names the tensor for values that are not finite.
     """
     session = _session(path)
-    (name,) = [value.name for value in session.get_inputs()]
     wanted = [value.name for value in session.get_outputs()]
     histograms: dict[str, Histogram] = {}
     peaks = dict.fromkeys(graph.peaks, 0.0)
     for first, batch in batches:
-        values = dict(zip(wanted, session.run(wanted, {name: batch}), strict=True))
+        values = dict(zip(wanted, session.run(wanted, dict(batch)), strict=True))
         for key, observed in graph.ranged.items():
-            seen = _seen(key, values, observed, f"inputs {first} to {first + len(batch) - 1}")
+            seen = _seen(key, values, observed, f"inputs {first} to {first + row_count(batch) - 1}")
             histograms[key] = histograms[key] + seen if key in histograms else seen
         for key, output in graph.peaks.items():
             peaks[key] = max(peaks[key], float(values[output]))
@@ -262,7 +263,9 @@ def _session(path: Path) -> ort.InferenceSession:
     return ort.InferenceSession(str(path), settings, providers=["CPUExecutionProvider"])
 
 
-def _seen(key: str, values: Mapping[str, np.ndarray], names: Observed, where: str) -> Histogram:
+def _seen(
+    key: str, values: Mapping[str, np.ndarray], names: TensorOutputs, where: str
+) -> Histogram:
     magnitude = float(values[names.magnitude])
     if not math.isfinite(magnitude):
         kind = "NaN" if math.isnan(magnitude) else "infinite values"

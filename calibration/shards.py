@@ -22,7 +22,8 @@ from ..errors import FeedError, MissingExtraError, install
 Array = NDArray[Any]
 
 Fields = dict[str, Array]
-"""A batch [b, …] of each field; files of images are objects: their bytes."""
+"""A batch: an array [b, …] of each field. Labels are the field `LABEL`, and files of images
+objects: their bytes."""
 
 TAR, PARQUET = ".tar", ".parquet"
 SHARD_BATCH = 32

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import onnx_ir as ir
 
-from ..calibration.feeds import Arrays
+from ..calibration.shards import Fields
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
 from ..errors import ParityError
@@ -115,7 +115,7 @@ def _parities(
     planned: Plan,
     lowered: Mapping[str, Lowered],
     directory: Path,
-    inputs: Iterable[Arrays],
+    inputs: Iterable[Fields],
     progress: Progress,
 ) -> dict[str, Parity]:
     """Each graph's parity, or a `ParityError` that says where the first difference starts.

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..calibration.feeds import (
-    Arrays,
     Feed,
-    batches,
-    limited_arrays,
+    limited,
     named_batches,
-    rebatched_arrays,
+    rebatched,
+    row_count,
+    rows_between,
     samples,
 )
+from ..calibration.shards import Fields
 from ..errors import FeedError, UsageError
 
 if TYPE_CHECKING:
@@ -191,7 +192,7 @@ def _default(
 
 def parity_batches(
     model: Model, fixed: Mapping[str, int], data: Feed | None, count: int
-) -> Iterator[Arrays]:
+) -> Iterator[Fields]:
     """Returns inputs to compare with, `SAMPLES` at a time, or whole batches where that is fixed.
 
     They are up to `count` of `data`, else the model's own example, or come from a random generator
@@ -208,13 +209,13 @@ def parity_batches(
 
 def _feed_batches(
     model: Model, data: Feed, count: int, fixed: Mapping[str, int]
-) -> Iterator[Arrays]:
+) -> Iterator[Fields]:
     """The batches of a feed; of a fixed batch only whole ones, since a graph takes no others."""
     batch = fixed.get("batch", 1)
     size = batch * max(1, SAMPLES // batch)
     names = [spec.name for spec in model.inputs]
-    taken = limited_arrays(named_batches(data, names), max(count, batch))
-    parts = rebatched_arrays((_with_axes(x, model) for x in taken), size)
+    taken = limited(named_batches(data, names), max(count, batch))
+    parts = rebatched((_with_axes(x, model) for x in taken), size)
     first = next(parts, None)
     if first is None:
         raise FeedError(
@@ -222,21 +223,17 @@ def _feed_batches(
         )
     first = fitted_arrays(first, model, fixed)
 
-    def rest() -> Iterator[Arrays]:
-        yield _cut(first, len(first[model.input.name]) // batch * batch)
+    def rest() -> Iterator[Fields]:
+        yield rows_between(first, 0, row_count(first) // batch * batch)
         for x in parts:
-            whole = _cut(x, len(next(iter(x.values()))) // batch * batch)
-            if len(next(iter(whole.values()))):
+            whole = rows_between(x, 0, row_count(x) // batch * batch)
+            if row_count(whole):
                 yield fitted_arrays(whole, model, fixed)
 
     return rest()
 
 
-def _cut(arrays: Arrays, count: int) -> Arrays:
-    return {name: array[:count] for name, array in arrays.items()}
-
-
-def _with_axes(arrays: Arrays, model: Model) -> Arrays:
+def _with_axes(arrays: Fields, model: Model) -> Fields:
     specs = {spec.name: spec for spec in model.inputs}
     return {name: with_axes(x, specs[name]) for name, x in arrays.items()}
 
@@ -269,10 +266,10 @@ def feed_inputs(
     return fitted(samples(data, model.input.name, count), model.input, fixed)
 
 
-def feed_batches(model: Model, data: Feed) -> Iterator[np.ndarray]:
+def feed_batches(model: Model, data: Feed) -> Iterator[Fields]:
     """Yields all inputs of a feed as the model takes them; `FeedError` where they do not fit."""
-    for batch in batches(data, model.input.name):
-        yield fitted(batch, model.input)
+    for batch in named_batches(data, [model.input.name]):
+        yield {model.input.name: fitted(batch[model.input.name], model.input)}
 
 
 def fitted(x: np.ndarray, spec: TensorSpec, fixed: Mapping[str, int] | None = None) -> np.ndarray:

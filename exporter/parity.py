@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 import onnx
 
-from ..calibration.feeds import Arrays, npz_array, npz_names
+from ..calibration.feeds import npz_array, npz_names
+from ..calibration.shards import Fields
 from ..common.json_data import from_data
 from ..errors import BundleError, FeedError, ParityError
 
@@ -698,7 +699,7 @@ def cosines(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     return np.where(np.isfinite(found), found, 0.0)
 
 
-def chunks(arrays: Arrays, size: int) -> Iterator[dict[str, np.ndarray]]:
+def chunks(arrays: Fields, size: int) -> Iterator[dict[str, np.ndarray]]:
     """Yields the inputs in batches of `size`; the last may be smaller."""
     count = len(next(iter(arrays.values())))
     for start in range(0, count, size):

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 from torch.overrides import TorchFunctionMode
 
-from ..calibration.feeds import Arrays
+from ..calibration.shards import Fields
 from ..errors import ParityError
 from ..graphs.layers.base import MoELayer, algorithm_1, choice_key, moe_layers, recorded_choices
 from ..graphs.layers.experts import Experts
@@ -155,7 +155,7 @@ def check_network(job: ExportJob, expected: Reference) -> None:
             _check_batches(network, changed, bounds)
 
 
-def _several(arrays: Arrays, count: int) -> Arrays:
+def _several(arrays: Fields, count: int) -> Fields:
     """So many inputs at least: where there are fewer, the same again, turned along an axis.
 
     A batch of one input, several times over, does not show what depends on the others in it.
@@ -252,7 +252,7 @@ class _Network:
     ) -> dict[str, np.ndarray]:
         """Returns outputs and choices by name."""
         del k, outputs
-        arrays = x if isinstance(x, Mapping) else {self.input_name: x}
+        arrays = dict(x) if isinstance(x, Mapping) else {self.input_name: x}
         computed = self.computed({spec.name: arrays[spec.name] for spec in self._model.inputs})
         own = self._network is self._model.module
         values = computed.outputs if own else self.outputs(arrays)
@@ -260,12 +260,12 @@ class _Network:
         return {**dict(zip(self.output_names, values, strict=True)), **choices}
 
     @torch.no_grad()
-    def outputs(self, arrays: Arrays) -> list[np.ndarray]:
+    def outputs(self, arrays: Fields) -> list[np.ndarray]:
         """Returns what the network gives, as it is."""
         return self._values(self._network, arrays)
 
     @torch.no_grad()
-    def computed(self, arrays: Arrays) -> _Computed:
+    def computed(self, arrays: Fields) -> _Computed:
         """Returns what the model's own module gives and chooses with the experts that are kept."""
         module = self._model.module
         with (
@@ -281,7 +281,7 @@ class _Network:
         }
         return _Computed(values, choices)
 
-    def _values(self, module: nn.Module, arrays: Arrays) -> list[np.ndarray]:
+    def _values(self, module: nn.Module, arrays: Fields) -> list[np.ndarray]:
         tensors = [
             torch.from_numpy(np.ascontiguousarray(arrays[spec.name])) for spec in self._model.inputs
         ]

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ...calibration.feeds import batches, count, npz_array, npz_names, rebatched
+from ...calibration.shards import INPUT
 from ...common.console import Silent
 from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
@@ -168,7 +169,8 @@ def in_batches(parts: Iterator[np.ndarray], sizes: AxisRange) -> Iterator[np.nda
     if first is None:
         return
     rest = first[:0]
-    for batch in rebatched(chain([first], parts), sizes.opt):
+    fields = ({INPUT: part} for part in chain([first], parts))
+    for batch in (each[INPUT] for each in rebatched(fields, sizes.opt)):
         if len(rest) and len(batch) < sizes.min:
             rest = np.concatenate((rest, batch))
             continue

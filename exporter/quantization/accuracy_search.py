@@ -21,10 +21,11 @@ from ...calibration.feeds import (
     Labels,
     check_classes,
     count,
-    labelled_batches,
     limited,
+    named_batches,
     rebatched,
 )
+from ...calibration.shards import LABEL, Fields
 from ...calibration.table import CalibrationTable
 from ...common.console import Progress, Silent
 from ...common.writing import scratch_folder
@@ -285,21 +286,19 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
     total = count(data, model.input.name)
     progress.step("running FP32", total=SAMPLES if total is None else min(total, SAMPLES))
     classes = _gives_classes(model)
-    labels: list[np.ndarray] = []
-    unlabelled = False
+    name, unlabelled = model.input.name, False
 
-    def inputs() -> Iterator[np.ndarray]:
-        nonlocal unlabelled
-        for x, theirs in labelled_batches(data, model.input.name):
-            unlabelled |= theirs is None
-            labels.extend([] if theirs is None else theirs)
-            yield fitted(x, model.input, fixed)
+    def inputs() -> Iterator[Fields]:
+        for batch in named_batches(data, [name], labelled=True):
+            yield batch | {name: fitted(batch[name], model.input, fixed)}
 
     ks = {name: k for name, k in job.k.items() if k is not None}
     renormalize = job.options.renormalize
     batches = seen = right = 0
     by_batch: list[Labels] = []
-    for x in rebatched(limited(inputs(), SAMPLES), size or BATCH):
+    for batch in rebatched(limited(inputs(), SAMPLES), size or BATCH):
+        x, labels = batch[name], batch.get(LABEL)
+        unlabelled |= labels is None
         if size is not None and len(x) < size:
             continue
         with algorithm_1(model.module, ks, renormalize=renormalize):
@@ -312,11 +311,10 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
             )
         np.save(folder / f"x-{batches}.npy", x)
         np.save(folder / f"y-{batches}.npy", y.argmax(axis=-1) if classes else y)
-        if classes and not unlabelled:
-            part = np.stack(labels[seen : seen + len(x)])
-            _check_labels(part, y, seen)
-            right += _right(y.argmax(axis=-1), part)
-            by_batch.append(part)
+        if classes and not unlabelled and labels is not None:
+            _check_labels(labels, y, seen)
+            right += _right(y.argmax(axis=-1), labels)
+            by_batch.append(labels)
         batches, seen = batches + 1, seen + len(x)
         progress.advance(len(x))
     if not batches:

@@ -8,12 +8,12 @@ from importlib import metadata
 from itertools import islice
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
-from ...calibration.feeds import Feed, FeedHash, count, limited, rebatched
+from ...calibration.feeds import Feed, FeedHash, count, limited, rebatched, row_count
 from ...calibration.methods import DEFAULT_PERCENTILE, choose
 from ...calibration.observers import Observations, ObservingGraph, observe, observing_graph
+from ...calibration.shards import Fields
 from ...calibration.table import CalibrationTable, Origin, is_table
 from ...common.console import Progress, Silent
 from ...common.writing import check_file, make_folder, scratch_folder
@@ -42,10 +42,10 @@ class CalibrationJob:
     k: Mapping[str, int]
     options: CalibrateRequest
 
-    def inputs(self, seen: FeedHash) -> Iterator[np.ndarray]:
+    def inputs(self, seen: FeedHash) -> Iterator[Fields]:
         """Yields the inputs of the feed that are taken; a hash is told of them."""
         for batch in limited(feed_batches(self.model, self.data), self.options.samples):
-            seen.update(batch)
+            seen.update(batch[self.model.input.name])
             yield batch
 
     def whole_origin(self) -> Origin:
@@ -183,15 +183,13 @@ def _observed_lowering(spec: MoESpec) -> AnyLowering:
     return next(lowering for lowering in serving if lowering.unable(spec) is None)
 
 
-def _numbered(
-    batches: Iterator[np.ndarray], progress: Progress
-) -> Iterator[tuple[int, np.ndarray]]:
+def _numbered(batches: Iterator[Fields], progress: Progress) -> Iterator[tuple[int, Fields]]:
     """The batches, each with the number of its first input."""
     done = 0
     for batch in batches:
         yield done, batch
-        done += len(batch)
-        progress.advance(len(batch))
+        done += row_count(batch)
+        progress.advance(row_count(batch))
 
 
 AGAIN = "calibrate again: `moexport calibrate MODEL --data FEED -o {path}`"

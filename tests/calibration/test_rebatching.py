@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pytest
 from moexport.calibration.feeds import FeedHash, limited, limited_pairs, rebatched, rebatched_pairs
+from moexport.calibration.shards import Fields
 
 X = np.random.default_rng(0).standard_normal((23, 3)).astype(np.float32)
 
@@ -15,16 +16,20 @@ def cut(size: int) -> Iterator[np.ndarray]:
     return (X[start : start + size] for start in range(0, len(X), size))
 
 
+def named(parts: Iterable[np.ndarray]) -> Iterator[Fields]:
+    return ({"x": part} for part in parts)
+
+
 @pytest.mark.parametrize("size", [1, 4, 5, 7, 23, 64])
 def test_batches_are_the_same_whatever_came_in(size: int) -> None:
-    parts = list(rebatched(cut(size), 5))
+    parts = [batch["x"] for batch in rebatched(named(cut(size)), 5)]
     assert [len(part) for part in parts] == [5, 5, 5, 5, 3]
     assert np.array_equal(np.concatenate(parts), X)
 
 
 def test_another_shape_begins_another_batch() -> None:
-    parts = list(rebatched([X[:3], X[:4, :2], X[:1]], 3))
-    assert [part.shape for part in parts] == [(3, 3), (3, 2), (1, 2), (1, 3)]
+    parts = rebatched(named([X[:3], X[:4, :2], X[:1]]), 3)
+    assert [part["x"].shape for part in parts] == [(3, 3), (3, 2), (1, 2), (1, 3)]
 
 
 def test_labels_stay_beside_their_inputs() -> None:
@@ -35,6 +40,13 @@ def test_labels_stay_beside_their_inputs() -> None:
     for part, labels in found:
         assert labels is not None and part.tolist() == labels.tolist()
     assert all(labels is None for _, labels in rebatched_pairs([(x, None)], 3))
+
+
+def test_every_field_is_cut_alike() -> None:
+    x = np.arange(10)
+    parts = list(rebatched([{"x": x[:7], "mask": x[:7]}, {"x": x[7:], "mask": x[7:]}], 4))
+    assert [len(part["x"]) for part in parts] == [4, 4, 2]
+    assert all((part["x"] == part["mask"]).all() for part in parts)
 
 
 def test_a_hash_does_not_depend_on_batches_but_on_order_and_shape() -> None:
@@ -57,5 +69,5 @@ def test_no_more_is_taken_than_asked_for() -> None:
             taken.append(len(part))
             yield part
 
-    assert sum(len(part) for part in limited(feed(), 6)) == 6
+    assert sum(len(part["x"]) for part in limited(named(feed()), 6)) == 6
     assert taken == [4, 4]
