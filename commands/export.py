@@ -131,7 +131,7 @@ def plan_text(plan: Plan) -> str:
             f"{graph.layers[0].work.batch} (predicted)\n"
         )
     if plan.tuning is not None:
-        blocks.append("\n".join(tuning_text(asdict(plan.tuning))))
+        blocks.append("\n".join(tuning_text(plan.tuning)))
     blocks.append(f"weights: {size(plan.weights_bytes)}; nothing was written (--dry-run)")
     return "\n".join(blocks)
 

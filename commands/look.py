@@ -26,7 +26,7 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..exporter.bundle.manifest import Check, Manifest
+    from ..exporter.bundle.manifest import Check, Manifest, Tuning
     from ..exporter.doctor import Diagnosis
     from ..exporter.inspect import ModelReport
 
@@ -306,26 +306,26 @@ def backbone_departures(manifest: Manifest) -> list[str]:
     ]
 
 
-def tuning_text(tuning: dict[str, Any]) -> tuple[str, ...]:
+def tuning_text(tuning: Tuning | None) -> tuple[str, ...]:
     """Returns what `--lowering tune` measured, and on what; nothing where it was not asked for."""
-    if not tuning:
+    if tuning is None:
         return ()
     rows = []
-    for group in tuning["measured"]:
-        first, *more = group["layers"]
+    for group in tuning.measured:
+        first, *more = group.layers
         layers = f"{first} and {len(more)} like it" if more else first
-        kept = f"{group['k']}/{group['experts']}"
-        for found in group["candidates"]:
-            ms = found["latency_ms"]
-            figures = (f"{ms['median']:.3g}", f"{ms['spread']:.0%}", str(ms["n"]))
-            rows.append((layers, kept, found["lowering"], *figures))
-        rows += [(layers, kept, name, why, "", "") for name, why in group["left_out"].items()]
-    batches = sorted({group["batch"] for group in tuning["measured"]})
+        kept = f"{group.k}/{group.experts}"
+        for candidate in group.candidates:
+            ms = candidate.latency_ms
+            figures = (f"{ms.median:.3g}", f"{ms.spread:.0%}", str(ms.n))
+            rows.append((layers, kept, candidate.lowering, *figures))
+        rows += [(layers, kept, name, why, "", "") for name, why in group.left_out.items()]
+    batches = sorted({group.batch for group in tuning.measured})
     return (
         lines(
-            f"Measured at batch {', '.join(map(str, batches))} on {tuning['machine']}, "
-            f"{tuning['runtime']} ({tuning['provider']}), {tuning['threads']} threads, "
-            f"{tuning['inputs']}:"
+            f"Measured at batch {', '.join(map(str, batches))} on {tuning.machine}, "
+            f"{tuning.runtime} ({tuning.provider}), {tuning.threads} threads, "
+            f"{tuning.inputs}:"
         ),
         table(("MoE layer", "k/n", "lowering", "ms (median)", "spread", "calls"), rows),
         "",

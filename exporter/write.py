@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import replace
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -239,7 +239,7 @@ def manifest_of(
         notes=notes,
         edits=model.edits.records(),
         contract={} if options.recipe is None else options.recipe.contract,
-        tuning={} if plan.tuning is None else asdict(plan.tuning),
+        tuning=plan.tuning,
     )
 
 

@@ -8,7 +8,9 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
+
+from msgspec import Meta
 
 from ...common.json_data import from_data, parse, read_json
 from ...common.locations import AnyPlace, holds, local_files
@@ -31,6 +33,9 @@ DIGEST = "sha256"
 
 OPTIONAL = ("levels", "limits", "implied", "below", "default", "batches")
 """Keys of layers, graphs and ports that are left out where there is nothing to say."""
+
+
+Count = Annotated[int, Meta(ge=1)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +63,11 @@ class LayerRecord:
 
     name: str
     kind: str
-    experts: int
+    experts: Count
     slots: int
     dim: int
     hidden: int
-    k: int | None
+    k: Count | None
     lowering: str
     reason: str
     selected: str | None
@@ -89,7 +94,7 @@ class GraphRecord:
     batches: list[int] = field(default_factory=list)
 
 
-Dimension = int | str
+Dimension = Annotated[int, Meta(ge=1)] | str
 """A fixed size, or the name of a dynamic axis (`batch`, `tokens`, `past`, `height`, `width`), or
 the sum of two (`past + tokens`)."""
 
@@ -110,10 +115,10 @@ class TensorSpec:
 
     name: str
     dtype: str
-    shape: tuple[Dimension, ...]
-    limits: dict[str, int] = field(default_factory=dict)
+    shape: Annotated[tuple[Dimension, ...], Meta(min_length=1)]
+    limits: dict[str, Count] = field(default_factory=dict)
     implied: str | None = None
-    below: int | None = None
+    below: Count | None = None
     default: Default | None = None
 
     @property
@@ -143,7 +148,7 @@ class FileRecord:
     """Hash and size of one file."""
 
     sha256: str
-    bytes: int
+    bytes: Annotated[int, Meta(ge=0)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +168,7 @@ class TunedLayers:
     `chosen` is the only one.
     """
 
-    layers: tuple[str, ...]
+    layers: Annotated[tuple[str, ...], Meta(min_length=1)]
     experts: int
     k: int
     batch: int
@@ -194,6 +199,30 @@ class Tuning:
         return next(group for group in self.measured if layer in group.layers)
 
 
+class Fp32NodeRecord(TypedDict):
+    """A node of the backbone that stayed in FP32, and why; `usual` where it does in any model."""
+
+    node: str
+    op_type: str
+    reason: str
+    usual: bool
+
+
+class Numbers(TypedDict, total=False):
+    """What numbers a model is computed in (`quantization.precision.precision_record`)."""
+
+    rest: str
+    router: str
+    io: str
+    fp32_nodes: list[Fp32NodeRecord]
+    usual_fp32_nodes: dict[str, int]
+    form: str
+    weights: str
+    activations: str
+    linears: dict[str, str | None]
+    retention: dict[str, Any]
+
+
 @dataclass(frozen=True, slots=True)
 class Manifest:
     """The whole record; `to_json` and `read` keep it in `manifest.json`."""
@@ -201,34 +230,35 @@ class Manifest:
     moexport: str
     created: str
     source: SourceRecord
-    layers: list[LayerRecord]
-    graphs: list[GraphRecord]
+    layers: Annotated[list[LayerRecord], Meta(min_length=1)]
+    graphs: Annotated[list[GraphRecord], Meta(min_length=1)]
     k: str
     target: str
     precision: str
     renormalize: bool
     opset: int
     batch: str
-    inputs: list[TensorSpec]
-    outputs: list[TensorSpec]
+    inputs: Annotated[list[TensorSpec], Meta(min_length=1)]
+    outputs: Annotated[list[TensorSpec], Meta(min_length=1)]
     parity: dict[str, Any] | None
     files: dict[str, FileRecord]
     environment: dict[str, Any]
     notes: list[str] = field(default_factory=list)
-    numbers: dict[str, Any] = field(default_factory=dict)
+    numbers: Numbers = field(default_factory=Numbers)
     engines: list[dict[str, Any]] = field(default_factory=list)
     edits: list[dict[str, Any]] = field(default_factory=list)
     """What was edited (`edits.Edits.records`); empty where the model is as trained."""
     tokens: str = ""
     contract: dict[str, Any] = field(default_factory=dict)
     """What `tune` was asked, found and confirmed (`Recipe.contract`); empty without a recipe."""
-    tuning: dict[str, Any] = field(default_factory=dict)
-    """What `--lowering tune` measured (`Tuning`); empty where nothing was."""
+    tuning: Tuning | None = None
+    """What `--lowering tune` measured; an empty object in the file where nothing was."""
     schema: int = SCHEMA
 
     def to_json(self) -> str:
         """The manifest as indented JSON, `schema` first and its own hash last."""
         content = asdict(self)
+        content["tuning"] = content["tuning"] or {}
         listed = ("layers", "graphs", "inputs", "outputs")
         for record in (record for key in listed for record in content[key]):
             for key in OPTIONAL:
@@ -250,12 +280,8 @@ class Manifest:
                 hint="use the version of moexport that wrote the bundle, or export again",
             )
         what = f"{path}: not a complete manifest"
+        content["tuning"] = content.get("tuning") or None
         manifest = from_data(Manifest, content, what, error=BundleError)
-        from_data(_Numbers, manifest.numbers, what, at="numbers", error=BundleError)
-        if manifest.tuning:
-            tuning = from_data(Tuning, manifest.tuning, what, at="tuning", error=BundleError)
-            if not all(each.layers for each in tuning.measured):
-                raise BundleError(f"{what}: tuning tells of no layers")
         for problem in manifest._problems():
             raise BundleError(f"{what}: {problem}")
         return manifest
@@ -272,9 +298,6 @@ class Manifest:
 
     def _problems(self) -> Iterator[str]:
         """What no export writes, though its type is right."""
-        for key in ("layers", "graphs", "inputs", "outputs"):
-            if not getattr(self, key):
-                yield f"{key} is empty"
         for name in (*self.files, *(graph.file for graph in self.graphs)):
             if not is_plain_name(name):
                 yield f"{name!r} is no name of a file in the bundle's folder"
@@ -283,30 +306,8 @@ class Manifest:
             if span and not (len(span) == 2 and 1 <= span[0] <= span[1]):
                 yield f"{graph.file} cannot be for batches of {span}"
         for layer in self.layers:
-            if layer.experts < 1 or not 1 <= (layer.k or 1) <= layer.experts:
+            if (layer.k or 1) > layer.experts:
                 yield f"layer {layer.name} has {layer.experts} experts and a k of {layer.k}"
-        for port in (*self.inputs, *self.outputs):
-            sizes = [each for each in port.shape if isinstance(each, int)]
-            if not port.shape or min([*sizes, *port.limits.values(), port.below or 1]) < 1:
-                yield f"{port.name} cannot be of shape {port.shape}"
-        for name, record in self.files.items():
-            if record.bytes < 0:
-                yield f"{name} cannot have {record.bytes} bytes"
-
-
-@dataclass(frozen=True, slots=True)
-class _Node:
-    node: str
-    op_type: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class _Numbers:
-    """What is read of `numbers`."""
-
-    fp32_nodes: list[_Node] = field(default_factory=list)
-    linears: dict[str, str | None] = field(default_factory=dict)
 
 
 def is_plain_name(name: str) -> bool:

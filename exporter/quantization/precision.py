@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import onnx_ir as ir
 
@@ -38,6 +38,7 @@ from ...graphs.precision.types import (
 )
 from ...graphs.precision.weights import CONVERTED, activation_scale
 from ...graphs.targets import ENGINES, FloatName, Precision, QuantFormat
+from ..bundle.manifest import Fp32NodeRecord, Numbers
 from ..job import ExportJob
 from ..options import ExportOptions
 
@@ -296,7 +297,7 @@ def _activations(plan: PrecisionPlan, form: QuantFormat) -> str:
     return "; ".join(words[way] for way in sorted(ways))
 
 
-def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, Any]:
+def precision_record(plan: PrecisionPlan, options: ExportOptions) -> Numbers:
     """Returns the record as plain data: empty for a model in FP32 throughout.
 
     `rest` is the float type of what is not quantised, `router` that of routers and gates;
@@ -312,11 +313,17 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> dict[str, A
     for node in plan.fp32_nodes:
         if node.usual:
             usual[node.op_type] = usual.get(node.op_type, 0) + 1
-    record: dict[str, Any] = {
+    record: Numbers = {
         "rest": asked.float_name(target),
         "router": "fp32",
         "io": asked.io,
-        "fp32_nodes": [asdict(node) for node in plan.fp32_nodes if not node.usual],
+        "fp32_nodes": [
+            Fp32NodeRecord(
+                node=node.node, op_type=node.op_type, reason=node.reason, usual=node.usual
+            )
+            for node in plan.fp32_nodes
+            if not node.usual
+        ],
         "usual_fp32_nodes": usual,
     }
     if asked.name == "int4":

@@ -23,7 +23,7 @@ from .build import EnginePlan, build_engine
 from .cache import default_cache
 from .onnx_support import check_graph
 from .options import CURRENT, EngineOptions
-from .profiles import Asked, profile
+from .profiles import AxisRanges, profile
 from .records import EngineRecord, Made, add_to_bundle, engines_of, staging, with_engines
 from .trust import check_private, is_own, own_signature
 from .worker import Compiled
@@ -41,7 +41,7 @@ def plan_engines(
     options: EngineOptions,
     *,
     graph: str | None = None,
-    ranges: Asked | None = None,
+    ranges: AxisRanges | None = None,
 ) -> list[EnginePlan]:
     """Returns the engines of a bundle for a backend: one per graph, or that of `graph` alone.
 
@@ -91,7 +91,7 @@ def plan_engines(
     ]
 
 
-def _check_axes(port: TensorSpec, asked: Sequence[Asked], ranges: Asked) -> None:
+def _check_axes(port: TensorSpec, asked: Sequence[AxisRanges], ranges: AxisRanges) -> None:
     """Raises `UsageError` for a range that no profile makes use of."""
     for axis, wanted in ranges.items():
         if axis not in port.shape and not (axis == "tokens" and "height" in port.shape):

@@ -17,9 +17,8 @@ AXES = ("batch", "tokens", "height", "width", K_INPUT)
 MAX_K = 3840
 """TensorRT's TopK takes no more (its importer's documentation)."""
 
-Shape = tuple[int, ...]
-Asked = Mapping[str, AxisRange]
-"""A profile as asked for: ranges of the axes that it names."""
+AxisRanges = Mapping[str, AxisRange]
+"""Ranges of some axes, as a profile or an export names them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,9 +26,9 @@ class Profile:
     """Smallest, fastest and largest shape of the data input, and the range of k where it is one."""
 
     input: str
-    min: Shape
-    opt: Shape
-    max: Shape
+    min: tuple[int, ...]
+    opt: tuple[int, ...]
+    max: tuple[int, ...]
     k: AxisRange | None = None
 
     def contains(self, shape: Sequence[int], k: int | None) -> bool:
@@ -79,7 +78,9 @@ def parse_profile(text: str) -> dict[str, AxisRange]:
     return found
 
 
-def profile(port: TensorSpec, asked: Asked, defaults: Asked, experts: int | None) -> Profile:
+def profile(
+    port: TensorSpec, asked: AxisRanges, defaults: AxisRanges, experts: int | None
+) -> Profile:
     """Returns the profile for a graph's data input, and for its k of at most `experts`.
 
     Raises `UsageError` for an axis that the graph does not have and for a size that it fixes.
@@ -109,7 +110,7 @@ def _fixed_size(port: TensorSpec, axis: str) -> int | None:
     return first if axis == "batch" and isinstance(first, int) else None
 
 
-def _clipped(axis: str, asked: Asked, defaults: Asked, port: TensorSpec) -> AxisRange:
+def _clipped(axis: str, asked: AxisRanges, defaults: AxisRanges, port: TensorSpec) -> AxisRange:
     """The range asked for, or the default as far as the model goes."""
     most = port.limits.get(axis)
     if axis in asked:
@@ -130,7 +131,7 @@ def _side(pixels: AxisRange) -> AxisRange:
     return AxisRange(*(max(1, math.isqrt(n)) for n in (pixels.min, pixels.opt, pixels.max)))
 
 
-def _k_range(asked: Asked, experts: int | None) -> AxisRange | None:
+def _k_range(asked: AxisRanges, experts: int | None) -> AxisRange | None:
     wanted = asked.get(K_INPUT)
     if experts is None:
         if wanted is not None:

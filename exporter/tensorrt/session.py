@@ -50,7 +50,7 @@ Key = tuple[tuple[int, ...], int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class AddressedArray:
     """An array of numpy or a tensor of torch, and where its numbers lie."""
 
     array: Any
@@ -59,11 +59,13 @@ class Memory:
     on_gpu: bool = False
 
     @staticmethod
-    def of(array: Any) -> Memory:
+    def of(array: Any) -> AddressedArray:
         """Returns what holds an array; a tensor is one that is not numpy's."""
         if isinstance(array, np.ndarray):
-            return Memory(array, array.ctypes.data, array.nbytes)
-        return Memory(array, array.data_ptr(), array.nbytes, array.is_cuda)
+            return AddressedArray(array=array, address=array.ctypes.data, nbytes=array.nbytes)
+        return AddressedArray(
+            array=array, address=array.data_ptr(), nbytes=array.nbytes, on_gpu=array.is_cuda
+        )
 
     def settle(self) -> None:
         """Waits until what torch sent to the GPU for this memory is done."""
@@ -177,7 +179,7 @@ class EngineSession:
             buffer.free()
         self._stream.close()
 
-    def _given(self, x: Any) -> Memory:
+    def _given(self, x: Any) -> AddressedArray:
         """The input in the engine's type, where only its width differs."""
         name, wanted = self.input_name, self._loaded.dtype(self.input_name)
         if isinstance(x, np.ma.MaskedArray):
@@ -212,7 +214,7 @@ class EngineSession:
         self._stream.synchronize()  # a profile may be set by copies that this stream makes
         self._ready = key
 
-    def _send(self, given: Memory) -> None:
+    def _send(self, given: AddressedArray) -> None:
         """Copies the input into its buffer, when it is complete there where it lies."""
         given.settle()
         self._stream.copy(self._buffers[self.input_name].address, given.address, given.nbytes)
@@ -221,14 +223,16 @@ class EngineSession:
         """Begins to copy an output out of its buffer, into what lies where the input does."""
         shape, dtype = self._shapes[name], self._loaded.dtype(name)
         if isinstance(like, np.ndarray):
-            found = Memory.of(np.empty(shape, np.uint16 if dtype == BF16 else dtype))
+            output = AddressedArray.of(np.empty(shape, np.uint16 if dtype == BF16 else dtype))
         else:
             import torch
 
-            found = Memory.of(torch.empty(shape, dtype=getattr(torch, dtype), device=like.device))
+            found = AddressedArray.of(
+                torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+            )
             found.settle()  # its memory may still be in use by what the caller sent before
-        self._stream.copy(found.address, self._buffers[name].address, found.nbytes)
-        return found.array
+        self._stream.copy(output.address, self._buffers[name].address, output.nbytes)
+        return output.array
 
     def _execute(self) -> None:
         """Runs what is set up: directly the first time, recorded the second, replayed from then.
@@ -494,13 +498,13 @@ KINDS = {"f": "real", "i": "whole", "u": "whole", "b": "whole"}
 """What may be cast to what: real numbers, and whole ones."""
 
 
-def _array(x: np.ndarray, wanted: str) -> Memory | None:
+def _array(x: np.ndarray, wanted: str) -> AddressedArray | None:
     """The array in a type, as it lies in memory; None for numbers of another kind."""
     target = np.dtype(np.float32 if wanted == BF16 else wanted)
     if KINDS.get(x.dtype.kind) != KINDS[target.kind]:
         return None
     converted = np.require(x, target, ["C"])
-    return Memory.of(_bf16(converted) if wanted == BF16 else converted)
+    return AddressedArray.of(_bf16(converted) if wanted == BF16 else converted)
 
 
 def _bf16(x: np.ndarray) -> np.ndarray:
@@ -518,7 +522,7 @@ def _widened(y: Any, dtype: str) -> Any:
     return (y.astype(np.uint32) << 16).view(np.float32)
 
 
-def _tensor(x: Any, wanted: str) -> Memory | None:
+def _tensor(x: Any, wanted: str) -> AddressedArray | None:
     """The tensor in a type, from torch or through DLPack; None for what cannot be one."""
     try:
         import torch
@@ -530,4 +534,4 @@ def _tensor(x: Any, wanted: str) -> Memory | None:
     dtype = getattr(torch, wanted)
     if x.is_complex() or x.is_floating_point() != dtype.is_floating_point:
         return None
-    return Memory.of(x.detach().to(dtype).contiguous())
+    return AddressedArray.of(x.detach().to(dtype).contiguous())

@@ -77,7 +77,7 @@ class ServedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _BackendForm:
     """A bundle as one backend takes it.
 
     `optional` says that inputs with a default may be left out, and `k` what the input k is beside
@@ -229,7 +229,7 @@ def _device(bundle: Bundle, options: TritonRequest) -> Device:
     return options.device or ("cpu" if on_cpu else "gpu")
 
 
-def _form(bundle: Bundle, options: TritonRequest) -> _Form:
+def _form(bundle: Bundle, options: TritonRequest) -> _BackendForm:
     manifest, backend = bundle.manifest, _backend(bundle, options)
     if options.k is not None and manifest.k != "input":
         raise UsageError(
@@ -272,7 +272,7 @@ def _most(bundle: Bundle) -> int:
     return 0 if isinstance(bundle.manifest.inputs[0].shape[0], int) else batches.max
 
 
-def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _Form:
+def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _BackendForm:
     import onnx
 
     manifest, takes_k = bundle.manifest, bundle.manifest.k == "input"
@@ -307,7 +307,7 @@ def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _Form:
         files = {f"{MAIN_GRAPH}/{MAIN_GRAPH}": content}
         files |= {f"{MAIN_GRAPH}/{name}": bundle.path / name for name in weights}
     threads = options.threads
-    return _Form(
+    return _BackendForm(
         # Triton's batches have a batch axis in every input, and k has none.
         max_batch=0 if takes_k else _most(bundle),
         files=files,
@@ -318,7 +318,7 @@ def _onnxruntime(bundle: Bundle, options: TritonRequest) -> _Form:
     )
 
 
-def _tensorrt(bundle: Bundle, options: TritonRequest) -> _Form:
+def _tensorrt(bundle: Bundle, options: TritonRequest) -> _BackendForm:
     record = bundle.engine_record("tensorrt")
     for option, held in (
         ("--bind-weights", record.bound),
@@ -342,7 +342,7 @@ def _tensorrt(bundle: Bundle, options: TritonRequest) -> _Form:
     largest = max(each.max[0] for each in record.ranges)
     takes_k = record.ranges[0].k is not None
     batched = not takes_k and smallest == 1 and largest > 1
-    return _Form(
+    return _BackendForm(
         max_batch=largest if batched else 0,
         files={"model.plan": plan.path},
         outputs=[*_engine_outputs(bundle, record)],
@@ -361,7 +361,7 @@ def _engine_outputs(bundle: Bundle, record: EngineRecord) -> Iterator[TensorSpec
         yield known.get(name) or TensorSpec(name, "int64" if sets else "float32", shape)
 
 
-def _python(bundle: Bundle, options: TritonRequest) -> _Form:
+def _python(bundle: Bundle, options: TritonRequest) -> _BackendForm:
     import onnx
 
     manifest = bundle.manifest
@@ -372,7 +372,7 @@ def _python(bundle: Bundle, options: TritonRequest) -> _Form:
     parameters = {"provider": "cuda" if _device(bundle, options) == "gpu" else "cpu"}
     parameters |= {} if options.threads is None else {"threads": str(options.threads)}
     parameters |= {"k": str(_k(bundle, options))} if manifest.k == "input" else {}
-    return _Form(
+    return _BackendForm(
         max_batch=_most(bundle),
         files={"model.py": PROGRAM, **{f"{BUNDLE}/{n}": bundle.path / n for n in sorted(names)}},
         outputs=manifest.outputs,

@@ -179,10 +179,10 @@ def test_auto_looks_at_one_token_and_at_a_prompt(tmp_path: Path) -> None:
 def test_tune_gives_the_layers_experts_that_were_chosen(tmp_path: Path) -> None:
     bundle = exported(tmp_path, lowering="tune")
     assert bundle.manifest.tuning is not None
-    (group,) = bundle.manifest.tuning["measured"]
-    timed = {each["lowering"] for each in group["candidates"]}
+    (group,) = bundle.manifest.tuning.measured
+    timed = {each.lowering for each in group.candidates}
     assert timed == {"dense", "grouped", "conditional", "fused"}
-    assert not group["left_out"] and len(group["layers"]) == 2
+    assert not group.left_out and len(group.layers) == 2
 
 
 def test_int8_of_engines_still_needs_real_inputs(tmp_path: Path) -> None:
