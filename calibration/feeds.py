@@ -142,11 +142,11 @@ def count(feed: Feed, name: str) -> int | None:
     path = local(feed)
     if not path.exists():
         return None
-    found = 0
+    total = 0
     for file in _files(path):
         with _inputs_in(file, name) as (_, header):
-            found += header.shape[0]
-    return found
+            total += header.shape[0]
+    return total
 
 
 def samples(feed: Feed, name: str, most: int) -> np.ndarray:
@@ -241,9 +241,9 @@ def _labels_of(item: object, inputs: Array, where: str) -> Fields:
 
 def _shard_inputs(fields: Fields, name: str, where: str) -> Array:
     """The field that holds the inputs called `name`: of that name, or the only one of numbers."""
-    found = [each for each in fields if each not in (*LABEL_NAMES, IMAGE)]
-    if name in fields or len(found) == 1:
-        return fields[name if name in fields else found[0]]
+    candidates = [each for each in fields if each not in (*LABEL_NAMES, IMAGE)]
+    if name in fields or len(candidates) == 1:
+        return fields[name if name in fields else candidates[0]]
     if IMAGE in fields:
         raise FeedError(
             f"{where}: holds images, which only `bench` and `tune` read, with --pixels",

@@ -49,14 +49,14 @@ def shards_of(where: object) -> list[AnyPlace] | None:
         return None
     text = url_of(where) or str(path_of(where))
     if Path(text).suffix in (TAR, PARQUET):
-        found = RANGE.search(text)
-        if found is None:
+        span = RANGE.search(text)
+        if span is None:
             return [text]
-        first, last = found.groups()
+        first, last = span.groups()
         if not int(first) <= int(last) < int(first) + MOST_SHARDS:
             raise FeedError(f"{text}: a range of shards begins with the lower number")
         numbers = range(int(first), int(last) + 1)
-        before, after = text[: found.start()], text[found.end() :]
+        before, after = text[: span.start()], text[span.end() :]
         return [f"{before}{number:0{len(first)}d}{after}" for number in numbers]
     folder = local(where)
     if not folder.is_dir():
@@ -177,9 +177,9 @@ def _stacked(samples: list[dict[str, Any]]) -> Fields:
 
 
 def _objects(values: list[Any]) -> Array:
-    found = np.empty(len(values), object)
-    found[:] = values
-    return found
+    objects = np.empty(len(values), object)
+    objects[:] = values
+    return objects
 
 
 def _parquet(path: Path, name: str) -> Iterator[Fields]:
@@ -195,8 +195,8 @@ def _parquet(path: Path, name: str) -> Iterator[Fields]:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(SHARD_BATCH):
                 columns = zip(batch.schema.names, batch.columns, strict=True)
-                found = ((n, _column(column, f"{name}: column '{n}'")) for n, column in columns)
-                yield {n: x for n, x in found if x is not None}
+                arrays = ((n, _column(column, f"{name}: column '{n}'")) for n, column in columns)
+                yield {n: x for n, x in arrays if x is not None}
     except (pa.ArrowException, OSError) as error:
         reason = str(error).partition("\n")[0]
         raise FeedError(f"{name}: cut short, or no Parquet ({reason})", hint=DAMAGED) from error

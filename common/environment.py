@@ -56,13 +56,13 @@ def platform_name() -> str:
 
 def versions(names: tuple[str, ...]) -> dict[str, str]:
     """Returns the installed version of each distribution that is installed."""
-    found = {}
+    installed = {}
     for name in names:
         try:
-            found[name] = metadata.version(name)
+            installed[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    return found
+    return installed
 
 
 def cpu_model(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:

@@ -129,10 +129,10 @@ class Watched:
 def _state(file: Path) -> tuple[int, ...]:
     """Identity, size and times of change; empty for a file that is not there."""
     try:
-        found = file.stat()
+        status = file.stat()
     except OSError:
         return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _changed(file: Path) -> CheckpointError:
@@ -157,9 +157,9 @@ def known_sha256(path: Path) -> str:
     file of the user's own cache folder. A file that was changed within the last seconds is not
     remembered: another change might leave the same times.
     """
-    found = path.stat()
-    times = (found.st_mtime_ns, found.st_ctime_ns)
-    key = ":".join(map(str, (found.st_dev, found.st_ino, found.st_size, *times)))
+    status = path.stat()
+    times = (status.st_mtime_ns, status.st_ctime_ns)
+    key = ":".join(map(str, (status.st_dev, status.st_ino, status.st_size, *times)))
     kept = _HASHES.get(key) or _remembered().get(key)
     if kept is not None:
         return kept
@@ -218,11 +218,11 @@ def why_not_private(folder: Path) -> str | None:
         return None
     place = folder.resolve()
     for each in (place, *place.parents):
-        found = each.stat()
-        others = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-        if found.st_uid not in (os.geteuid(), 0):
-            return f"{each} belongs to user {found.st_uid}"
+        status = each.stat()
+        others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+        if status.st_uid not in (os.geteuid(), 0):
+            return f"{each} belongs to user {status.st_uid}"
         # In a folder above, the sticky bit keeps others from renaming what is not theirs.
-        if others and (each == place or not found.st_mode & stat.S_ISVTX):
-            return f"others may write to {each} (mode {stat.S_IMODE(found.st_mode):o})"
+        if others and (each == place or not status.st_mode & stat.S_ISVTX):
+            return f"others may write to {each} (mode {stat.S_IMODE(status.st_mode):o})"
     return None

@@ -57,8 +57,8 @@ def parse(
             json.dumps(data, allow_nan=False)
         if "\\ud" in text.lower():
             json.dumps(data, ensure_ascii=False).encode()  # half a surrogate pair is no text
-    except (ValueError, RecursionError) as found:
-        raise error(f"{file}: not JSON ({found})") from found
+    except (ValueError, RecursionError) as cause:
+        raise error(f"{file}: not JSON ({cause})") from cause
     return data
 
 
@@ -84,8 +84,8 @@ def from_data(
 
     try:
         return msgspec.convert(data, kind)
-    except msgspec.ValidationError as found:
-        raise error(f"{file}: {_in_words(str(found), at)}") from found
+    except msgspec.ValidationError as cause:
+        raise error(f"{file}: {_in_words(str(cause), at)}") from cause
 
 
 def _in_words(message: str, at: str) -> str:

@@ -28,7 +28,7 @@ every 4 ms or so."""
 WAIT_S = 0.05
 """How long it is after a call of ONNX Runtime."""
 
-Call = Callable[[int], object]
+IndexedCall = Callable[[int], object]
 """One call to be timed; its argument says which of the inputs to use (0, 1, …, taken in turn)."""
 
 
@@ -56,7 +56,7 @@ class TimedCall:
 
 
 class _Plain(TimedCall):
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: IndexedCall) -> None:
         self._call = call
 
     def __call__(self, index: int) -> object:
@@ -137,7 +137,7 @@ class Measured:
 
 
 def measure(
-    cases: Mapping[str, Call],
+    cases: Mapping[str, IndexedCall],
     protocol: Protocol,
     *,
     title: str = "timing",
@@ -191,7 +191,7 @@ def measure(
     return Measured(latencies, failures, {name: summarise(ms) for name, ms in told.items() if ms})
 
 
-def _order(cases: Mapping[str, Call], seed: int, number: int) -> list[str]:
+def _order(cases: Mapping[str, IndexedCall], seed: int, number: int) -> list[str]:
     """A round's order: drawn anew for each, the same however many rounds were run before."""
     names = list(cases)
     random.Random(f"{seed}, {number}").shuffle(names)
@@ -238,8 +238,8 @@ def _round_ms(
             start_ns = clock_ns()
             call(index)
             times_ms.append((clock_ns() - start_ns) / NS_PER_MS)
-        told = (call.device_ms(index) for index in range(inputs))
-        device_ms += [ms for ms in told if ms is not None]
+        device_times = (call.device_ms(index) for index in range(inputs))
+        device_ms += [ms for ms in device_times if ms is not None]
     return times_ms, device_ms
 
 

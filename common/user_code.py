@@ -29,10 +29,10 @@ def module_of(name: str) -> ModuleType:
 
 def attribute_of(module: ModuleType, name: str) -> Any:
     """Returns what a name stands for in its module; raises AttributeError where it is not there."""
-    found: Any = module
+    value: Any = module
     for part in name.partition(":")[2].split("."):
-        found = getattr(found, part)
-    return found
+        value = getattr(value, part)
+    return value
 
 
 def callable_named(source: str, what: str) -> Callable[..., Any]:
@@ -61,9 +61,9 @@ def callable_named(source: str, what: str) -> Callable[..., Any]:
             f"{source}: importing {name} failed: {type(error).__name__}: {error}"
         ) from error
     try:
-        found = attribute_of(module, source)
+        value = attribute_of(module, source)
     except AttributeError as error:
         raise UsageError(f"{source}: {name} has no {attribute}") from error
-    if not callable(found):
-        raise UsageError(f"{source}: {attribute} is a {type(found).__name__}, not callable")
-    return found  # type: ignore[no-any-return]
+    if not callable(value):
+        raise UsageError(f"{source}: {attribute} is a {type(value).__name__}, not callable")
+    return value  # type: ignore[no-any-return]

@@ -20,7 +20,7 @@ import torch
 from ..common.console import Progress, Silent
 from ..common.environment import cpu_model
 from ..common.onnx_runtime import ort
-from ..common.timing import Call, Latency, Protocol, differs, measure
+from ..common.timing import IndexedCall, Latency, Protocol, differs, measure
 from ..common.writing import scratch_folder
 from ..errors import LoweringError, MoexportError, UsageError
 from ..graphs.layers.stored import LayerOf
@@ -299,7 +299,7 @@ def _timed(
     else:
         batches = _real(real, group.work.batch)
     k = group.work.k if group.k is None else None
-    cases: dict[str, Call] = {}
+    cases: dict[str, IndexedCall] = {}
     for name, path in paths.items():
         try:
             session = Session(path, options)

@@ -18,7 +18,7 @@ from moexport.bench.demo.mumoe import save, trainable_gpt2
 from moexport.bench.run import with_threads
 from moexport.common.console import Progress
 from moexport.common.text import markdown
-from moexport.common.timing import Call, Protocol
+from moexport.common.timing import IndexedCall, Protocol
 from moexport.common.timing import measure as measure_calls
 from moexport.exporter.families.mumoe_gpt2 import GPT2Spec
 
@@ -61,7 +61,7 @@ def measure(
             tensors = [torch.from_numpy(feed[name]) for name in names]
             whole = torch.zeros((1, context + 1), dtype=torch.int64)
             exported = session.bound(feed, outputs=session.output_names)
-            steps: dict[str, Call] = {
+            steps: dict[str, IndexedCall] = {
                 "exported": lambda index, call=exported: call(),  # type: ignore[misc]
                 "pytorch": lambda index, given=tensors: model.module(*given),  # type: ignore[misc]
                 "pytorch_again": lambda index, given=whole: model.module(given),  # type: ignore[misc]
@@ -71,7 +71,7 @@ def measure(
 
 
 @torch.inference_mode()
-def _in_turn(steps: Mapping[str, Call], protocol: Protocol) -> dict[str, float]:
+def _in_turn(steps: Mapping[str, IndexedCall], protocol: Protocol) -> dict[str, float]:
     """Steps per second of each, by the median of calls in rounds in which they take turns."""
     found = measure_calls(steps, protocol).latencies
     return {name: 1e3 / latency.median for name, latency in found.items()}

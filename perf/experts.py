@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from moexport.common.console import Progress
 from moexport.common.text import markdown
-from moexport.common.timing import Call, Protocol, measure
+from moexport.common.timing import IndexedCall, Protocol, measure
 from moexport.errors import install
 from moexport.exporter.export import export
 from moexport.exporter.job import export_job
@@ -123,7 +123,7 @@ def _timed(
     protocol = Protocol(rounds=5, warmup=3, round_s=0.1, inputs=4)
     random = np.random.default_rng(tokens)
     inputs = [random.standard_normal((tokens, SPEC.dim), np.float32) for _ in range(4)]
-    cases: dict[str, Call] = {
+    cases: dict[str, IndexedCall] = {
         name: partial(_call, call, inputs)
         for name, call in calls.items()
         if tokens <= SLOW.get(name.removeprefix("PyTorch "), tokens)

@@ -86,7 +86,7 @@ def measure_group(
     runners: Mapping[Case, Runner | Loader],
     batches: Sequence[Inputs],
     *,
-    benchmarks: Mapping[str, timing.Call],
+    benchmarks: Mapping[str, timing.IndexedCall],
     progress: Progress | None = None,
     done: Sequence[timing.Round] = (),
     keep: Callable[[timing.Round], None] = lambda found: None,

@@ -438,7 +438,7 @@ class Microbenchmarks:
         }
         if integer:
             calls["probe: int8"] = _product(np.int8, square, threads)
-        self.calls: dict[str, timing.Call] = {
+        self.calls: dict[str, timing.IndexedCall] = {
             name: Microbenchmark(call) for name, call in calls.items()
         }
 

@@ -273,10 +273,10 @@ class Manifest:
         """Reads a bundle's manifest; `BundleError` when there is none or it cannot be one."""
         path = directory / MANIFEST_FILE
         content = _content(directory)
-        found = content.get("schema") if isinstance(content, dict) else None
-        if found != SCHEMA:
+        schema = content.get("schema") if isinstance(content, dict) else None
+        if schema != SCHEMA:
             raise BundleError(
-                f"{path}: schema {found!r}, but this version reads schema {SCHEMA}",
+                f"{path}: schema {schema!r}, but this version reads schema {SCHEMA}",
                 hint="use the version of moexport that wrote the bundle, or export again",
             )
         what = f"{path}: not a complete manifest"
@@ -373,8 +373,8 @@ class GraphFacts:
     @staticmethod
     def of(model: ModelProto, file: str) -> GraphFacts | None:
         """Returns what a graph says of itself; None for one that moexport did not write."""
-        found = [entry.value for entry in model.metadata_props if entry.key == METADATA]
-        return GraphFacts.read(found[0], file) if found else None
+        entries = [entry.value for entry in model.metadata_props if entry.key == METADATA]
+        return GraphFacts.read(entries[0], file) if entries else None
 
 
 def external_files(model: ModelProto) -> set[str]:

@@ -127,11 +127,11 @@ def _port(port: TensorSpec) -> str:
 
 
 def _parity(manifest: Manifest) -> str:
-    found = manifest.parity
-    if found is None:
+    record = manifest.parity
+    if record is None:
         return "**Not checked**: it was exported with `--no-verify`."
-    told = describe(Parity(**found))
-    return f"{told[0].upper()}{told[1:]}."
+    text = describe(Parity(**record))
+    return f"{text[0].upper()}{text[1:]}."
 
 
 def _program(manifest: Manifest) -> str:
@@ -146,15 +146,15 @@ def _program(manifest: Manifest) -> str:
     ]
     feed = ", ".join(feeds) if len(feeds) < 3 else "\n    " + ",\n    ".join(feeds) + ",\n"
     provider = "CPU" if TARGETS[cast(Target, manifest.target)].machine == "cpu" else "CUDA"
-    options, given = "", "providers="
+    options, arguments = "", "providers="
     if manifest.precision == "int8" and manifest.target.startswith("tensorrt"):
         # What it fuses QuantizeLinear and DequantizeLinear to is wrong for experts in one tensor.
         options = (
             "options = onnxruntime.SessionOptions()\n"
             'options.add_session_config_entry("session.disable_quant_qdq", "1")\n'
         )
-        given = "options, "
-    where, output = f'{given}["{provider}ExecutionProvider"]', manifest.outputs[0].name
+        arguments = "options, "
+    where, output = f'{arguments}["{provider}ExecutionProvider"]', manifest.outputs[0].name
     return (
         f"```python\nimport numpy as np, onnxruntime\n{options}"
         f'session = onnxruntime.InferenceSession("{manifest.graphs[0].file}", {where})\n'

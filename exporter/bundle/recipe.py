@@ -110,10 +110,10 @@ def read_recipe(path: Path) -> Recipe:
     except (ValueError, RecursionError, yaml.YAMLError) as error:
         said = str(error).splitlines() or [type(error).__name__]
         raise UsageError(f"--recipe {path}: not YAML: {said[0]}") from error
-    found = content.get("schema") if isinstance(content, dict) else None
-    if found != SCHEMA:
+    schema = content.get("schema") if isinstance(content, dict) else None
+    if schema != SCHEMA:
         raise UsageError(
-            f"--recipe {path}: schema {found!r}, and this version reads schema {SCHEMA}",
+            f"--recipe {path}: schema {schema!r}, and this version reads schema {SCHEMA}",
             hint="give the recipe.yaml that `moexport tune` wrote",
         )
     recipe = from_data(Recipe, content, f"--recipe {path}", error=UsageError)
@@ -130,15 +130,15 @@ def file_beside(path: Path, digest: str, file: str) -> Path | None:
     """
     if not digest:
         return None
-    found = path.parent / file
-    if not found.is_file():
+    place = path.parent / file
+    if not place.is_file():
         raise UsageError(
             f"--recipe {path}: {file}, which it needs, does not lie beside it",
             hint=f"copy {file} from the bundle that the recipe is of",
         )
-    if sha256(found) != digest:
+    if sha256(place) != digest:
         raise UsageError(
-            f"--recipe {path}: {found} is not the file that the recipe was found with",
+            f"--recipe {path}: {place} is not the file that the recipe was found with",
             hint=f"copy {file} from the bundle that the recipe is of",
         )
-    return found
+    return place

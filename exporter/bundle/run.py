@@ -96,9 +96,9 @@ def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -
         return bundle.session(options.graph, chosen)
     # What cannot run is refused before anything is loaded, on a machine without a GPU too.
     port = bundle.manifest.inputs[0]
-    found = bundle.engine_record(options.engine, options.graph)
+    record = bundle.engine_record(options.engine, options.graph)
     check_array(x, port)
-    found.check_fits(x.shape, k)
+    record.check_fits(x.shape, k)
     return bundle.engine(
         options.engine,
         options.graph,
@@ -112,16 +112,16 @@ def _sizes(record: Manifest, options: RunRequest, total: int | None) -> AxisRang
     axis = record.inputs[0].shape[0]
     fixed = AxisRange(axis, axis, axis) if isinstance(axis, int) else None
     known = fixed or (parse_range(record.batch, "--batch") if record.batch else DEFAULT_BATCH)
-    asked = options.batch_size
+    size = options.batch_size
     if options.engine != ONNXRUNTIME:  # its profiles are what it takes
-        usual = asked or total or known.max
+        usual = size or total or known.max
         return AxisRange(1, usual, usual)
-    if asked is not None and not known.min <= asked <= known.max:
+    if size is not None and not known.min <= size <= known.max:
         raise UsageError(
-            f"--batch-size {asked}: the bundle was exported for batches of {known}",
+            f"--batch-size {size}: the bundle was exported for batches of {known}",
             hint=f"choose {known.min} to {known.max}, or export with another --batch",
         )
-    return AxisRange(known.min, asked or known.max, known.max)
+    return AxisRange(known.min, size or known.max, known.max)
 
 
 def _others(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[str, np.ndarray]:
@@ -129,18 +129,18 @@ def _others(path: Path, ports: Sequence[TensorSpec], total: int | None) -> dict[
     if path.suffix != ".npz":
         return {}
     names = set(npz_names(path))
-    found = {port.name: npz_array(path, port.name) for port in ports if port.name in names}
+    arrays = {port.name: npz_array(path, port.name) for port in ports if port.name in names}
     for port in ports:
-        if port.default == "zeros" and port.name in found and found[port.name].ndim == 1:
-            each = found[port.name]  # one strength for all inputs
-            found[port.name] = np.broadcast_to(each, (total or 1, len(each)))
-    for name, array in found.items():
+        if port.default == "zeros" and port.name in arrays and arrays[port.name].ndim == 1:
+            each = arrays[port.name]  # one strength for all inputs
+            arrays[port.name] = np.broadcast_to(each, (total or 1, len(each)))
+    for name, array in arrays.items():
         if total is not None and len(array) != total:
             raise FeedError(
                 f"{path}: '{name}' holds {len(array)} inputs, and the first input {total}",
                 hint="each array has a row for each input",
             )
-    return found
+    return arrays
 
 
 def _stacking(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
@@ -149,9 +149,9 @@ def _stacking(path: Path, port: TensorSpec) -> Iterator[np.ndarray]:
     for part in batches(path, port.name):
         shape = part.shape[1:] if shape is None else shape
         if part.shape[1:] != shape:
-            found = ", ".join(map(str, sorted({part.shape[1:], shape})))
+            shapes = ", ".join(map(str, sorted({part.shape[1:], shape})))
             raise FeedError(
-                f"{path}: its arrays do not stack: inputs of {found}",
+                f"{path}: its arrays do not stack: inputs of {shapes}",
                 hint="run each size of inputs by itself",
             )
         x = with_axes(part, port)

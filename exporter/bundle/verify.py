@@ -42,6 +42,7 @@ from .manifest import (
     Check,
     GraphFacts,
     GraphRecord,
+    LayerFacts,
     Manifest,
     external_files,
     is_as_written,
@@ -217,25 +218,25 @@ def _differences(model: onnx.ModelProto, manifest: Manifest, graph: GraphRecord)
         yield f"it keeps weights in {file}, of which {MANIFEST_FILE} lists no hash"
     takes_k = {"k"} if manifest.k == "input" else set()
     stored = {tensor.name for tensor in model.graph.initializer}
-    for what, found, listed in (
+    for what, names, listed in (
         ("inputs", {each.name for each in model.graph.input} - stored, manifest.inputs),
         ("outputs", {each.name for each in model.graph.output}, manifest.outputs),
     ):
         wanted = {port.name for port in listed} | (takes_k if what == "inputs" else set())
-        if not wanted <= found or (what == "inputs" and found != wanted):
-            yield f"its {what} are {_listed(found)}, and {MANIFEST_FILE} lists {_listed(wanted)}"
+        if not wanted <= names or (what == "inputs" and names != wanted):
+            yield f"its {what} are {_listed(names)}, and {MANIFEST_FILE} lists {_listed(wanted)}"
     facts = GraphFacts.of(model, graph.file)
     if facts is None:
         yield "it has no metadata of moexport"
         return
     for layer in manifest.layers:
-        told = facts.layers.get(layer.name)
+        described = facts.layers.get(layer.name)
         k = "k" if layer.k is None else layer.k
         lowering = graph.lowerings.get(layer.name)
-        if told is None or (told.n, told.k, told.lowering) != (layer.experts, k, lowering):
+        if described != LayerFacts(n=layer.experts, k=k, lowering=str(lowering)):
             says = "does not name it"
-            if told is not None:
-                says = f"says {told.n} experts, k {told.k}, lowering {told.lowering}"
+            if described is not None:
+                says = f"says {described.n} experts, k {described.k}, lowering {described.lowering}"
             yield (
                 f"layer {layer.name}: {MANIFEST_FILE} says {layer.experts} experts, k {k}, "
                 f"lowering {lowering}, and the graph {says}"
@@ -260,13 +261,13 @@ def _bounds(manifest: Manifest, atol: float | None, rtol: float | None) -> Toler
     """
     usual = next((t for name, t in TOLERANCES.items() if name == manifest.precision), None)
     usual = usual or TOLERANCES["fp32"]
-    found = recorded(manifest.parity) if manifest.parity is not None else usual
+    bounds = recorded(manifest.parity) if manifest.parity is not None else usual
     return Tolerance(
-        atol=min(usual.atol, found.atol) if atol is None else atol,
-        rtol=min(usual.rtol, found.rtol) if rtol is None else rtol,
-        routing=max(usual.routing, found.routing),
-        tie=min(usual.tie, found.tie),
-        coefficient=min(usual.coefficient, found.coefficient),
+        atol=min(usual.atol, bounds.atol) if atol is None else atol,
+        rtol=min(usual.rtol, bounds.rtol) if rtol is None else rtol,
+        routing=max(usual.routing, bounds.routing),
+        tie=min(usual.tie, bounds.tie),
+        coefficient=min(usual.coefficient, bounds.coefficient),
     )
 
 
@@ -293,11 +294,11 @@ def _parity_check(
         return Check(name, False, error.message)
     parity = comparison.parity()
     detail = describe(parity)
-    asked = recorded(manifest.parity)
-    if not parity.passed and (asked.atol > bounds.atol or asked.rtol > bounds.rtol):
+    exported = recorded(manifest.parity)
+    if not parity.passed and (exported.atol > bounds.atol or exported.rtol > bounds.rtol):
         detail += (
             f"; it was exported with wider bounds than {manifest.precision} has by itself: "
-            f"`verify --atol {asked.atol:g} --rtol {asked.rtol:g}` compares with those"
+            f"`verify --atol {exported.atol:g} --rtol {exported.rtol:g}` compares with those"
         )
     return Check(name, parity.passed, detail)
 

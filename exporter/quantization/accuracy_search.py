@@ -85,10 +85,10 @@ def rank(
     for a layer that INT8 does not serve.
     """
     numbers = PrecisionOptions("int8")
-    asked = ExportOptions(k, "ort-cpu", renormalize=renormalize, precision=numbers)
-    job = export_job(model, asked, data=data, calibration=table)
+    options = ExportOptions(k, "ort-cpu", renormalize=renormalize, precision=numbers)
+    job = export_job(model, options, data=data, calibration=table)
     x = feed_inputs(model, data, min(RANKED, samples or RANKED))
-    traced = trace(job.model, opset=asked.opset, fixed=job.fixed)
+    traced = trace(job.model, opset=options.opset, fixed=job.fixed)
     return Trials(job, traced, table, progress or Silent()).sensitivity(x)
 
 
@@ -104,8 +104,8 @@ def floats_for_retention(
     Raises what `reference_outputs` raises for inputs that do not serve, and `ParityError` where not
     even floats alone hold it.
     """
-    asked = job.options.precision.min_retention
-    if asked is None:
+    least = job.options.precision.min_retention
+    if least is None:
         return None
     trials = Trials(job, traced, table, progress)
     floats = job.options.precision.float_name(job.options.target)
@@ -119,15 +119,15 @@ def floats_for_retention(
             progress.step(f"measuring retention: {what}", total=outputs.samples, unit="inputs")
             with trials.graph(names) as (place, graph):
                 reached = outputs.retention(checking_session(place, graph), progress)
-            if reached >= asked:
+            if reached >= least:
                 break
             if not left:
-                raise _out_of_reach(asked, reached, floats)
+                raise _out_of_reach(least, reached, floats)
             if len(left) > 1 and not ranked:
                 left, ranked = trials.worst_first(outputs), True
             kept.append(KeptPart(left.pop(0), reached))
     return Retention(
-        asked=asked,
+        asked=least,
         reached=reached,
         measure=outputs.measure,
         samples=outputs.samples,
@@ -137,10 +137,10 @@ def floats_for_retention(
     )
 
 
-def _out_of_reach(asked: float, reached: float, floats: str) -> ParityError:
+def _out_of_reach(least: float, reached: float, floats: str) -> ParityError:
     rounding = "the rounding of another runtime" if floats == "fp32" else f"{floats} itself"
     return ParityError(
-        f"--min-retention {asked:g}: {reached:.7g} is reached with every layer in {floats}, so "
+        f"--min-retention {least:g}: {reached:.7g} is reached with every layer in {floats}, so "
         f"what is missing is not INT8's doing but that of {rounding}",
         hint="ask for less" + ("" if floats == "fp32" else ", or for --rest fp32"),
     )
@@ -182,7 +182,7 @@ class Trials:
         """
         parts = quantised_parts(self.job)
         self.progress.step("quantising each layer alone", total=len(parts), unit="layers")
-        found: list[tuple[float, LayerSensitivity]] = []
+        ranked: list[tuple[float, LayerSensitivity]] = []
         expected = torch_reference(self.job, x)  # of every precision the same
         for part in parts:
             with self.graph({*parts} - {part}) as (place, graph):
@@ -193,10 +193,10 @@ class Trials:
                     kept = outputs.retention(checking_session(place, graph))
             p = comparison.parity()
             each = LayerSensitivity(part, p.cosine, p.max_rel, p.routing_agreement, p.jaccard)
-            found.append((kept, each))
+            ranked.append((kept, each))
             self.progress.advance(1)
-        found.sort(key=lambda each: (each[0], each[1].routing, each[1].jaccard, each[1].cosine))
-        return tuple(each for _, each in found)
+        ranked.sort(key=lambda each: (each[0], each[1].routing, each[1].jaccard, each[1].cosine))
+        return tuple(each for _, each in ranked)
 
     def worst_first(self, outputs: ReferenceOutputs) -> list[str]:
         """Returns the parts that may go to floats, the one that retains least alone first.
@@ -257,9 +257,9 @@ class ReferenceOutputs:
             if not self.classes:
                 kept, of = kept + float(cosines(y, expected).sum()), of + len(y)
             else:
-                found = np.where(np.isfinite(y).all(axis=-1), y.argmax(axis=-1), IGNORED - 1)
+                classes = np.where(np.isfinite(y).all(axis=-1), y.argmax(axis=-1), IGNORED - 1)
                 labels = None if self.labels is None else self.labels[index]
-                kept += _right(found, expected if labels is None else labels)
+                kept += _right(classes, expected if labels is None else labels)
                 of += expected.size if labels is None else _right(expected, labels)
             if progress is not None:
                 progress.advance(len(x))
@@ -269,8 +269,8 @@ class ReferenceOutputs:
         return self.folder / f"{name}-{index}.npy"
 
 
-def _right(found: np.ndarray, wanted: np.ndarray) -> int:
-    return int(((found == wanted) & (wanted != IGNORED)).sum())
+def _right(classes: np.ndarray, wanted: np.ndarray) -> int:
+    return int(((classes == wanted) & (wanted != IGNORED)).sum())
 
 
 @torch.no_grad()

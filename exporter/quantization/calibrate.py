@@ -121,9 +121,9 @@ def observe_model(
     Raises `FeedError` for inputs that do not fit, and `CalibrationError` that names a tensor which
     gives no range.
     """
-    found = observe_share(job, (0, 1), workspace=workspace, progress=progress, traced=traced)
-    found.seen.check()
-    return found
+    observed = observe_share(job, (0, 1), workspace=workspace, progress=progress, traced=traced)
+    observed.seen.check()
+    return observed
 
 
 def observe_share(
@@ -244,18 +244,18 @@ def kept_table(
     return table
 
 
-def _difference(found: Origin, wanted: Origin) -> str | None:
+def _difference(existing: Origin, wanted: Origin) -> str | None:
     """What distinguishes a table from the one that is wanted, in words, or None."""
-    if found.model != wanted.model:
+    if existing.model != wanted.model:
         return "another model, or of this one with other weights, configuration or edits"
-    if (found.feed, found.samples) != (wanted.feed, wanted.samples):
-        return f"another feed ({found.samples} inputs)"
-    if dict(found.k) != dict(wanted.k):
-        return f"k = {_text(found.k)}, not {_text(wanted.k)}"
-    if (found.method, found.percentile) != (wanted.method, wanted.percentile):
-        return f"the method {_method(found)}, not {_method(wanted)}"
-    if found.renormalize != wanted.renormalize:
-        return f"a model {renormalised(found)}"
+    if (existing.feed, existing.samples) != (wanted.feed, wanted.samples):
+        return f"another feed ({existing.samples} inputs)"
+    if dict(existing.k) != dict(wanted.k):
+        return f"k = {_text(existing.k)}, not {_text(wanted.k)}"
+    if (existing.method, existing.percentile) != (wanted.method, wanted.percentile):
+        return f"the method {_method(existing)}, not {_method(wanted)}"
+    if existing.renormalize != wanted.renormalize:
+        return f"a model {renormalised(existing)}"
     return None
 
 

@@ -56,9 +56,9 @@ def calibrate_on_ray(
         (kind,) = kinds_of(cluster.ray.nodes(), [on])
 
         def origin() -> Origin:
-            (found,) = _all_of(cluster, kind, "comparing", whole_origin, [(source,)])
-            assert isinstance(found, Origin)
-            return found
+            (whole,) = _all_of(cluster, kind, "comparing", whole_origin, [(source,)])
+            assert isinstance(whole, Origin)
+            return whole
 
         def make() -> CalibrationTable:
             shares = [(source, (index, kind.nodes)) for index in range(kind.nodes)]
@@ -93,9 +93,9 @@ def _all_of(
     """What a function returns for each of some arguments, in their order."""
     count = len(arguments)
     tasks = [Task(f"{name} {i + 1}/{count}", function, each) for i, each in enumerate(arguments)]
-    found = dict(cluster.finished(kind, tasks))
+    results = dict(cluster.finished(kind, tasks))
     cluster.check_lost("calibrated")
-    return [found[number] for number in range(count)]
+    return [results[number] for number in range(count)]
 
 
 # --- what the nodes run --------------------------------------------------------------------------

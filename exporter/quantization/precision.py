@@ -137,9 +137,9 @@ class PrecisionPlan:
 
 def quantised_parts(job: ExportJob) -> list[str]:
     """Returns what a job asks to be INT8: its MoE layers, and `BACKBONE` with `--quantize all`."""
-    asked = job.options.precision
-    layers = [name for name in job.model.layers if name not in asked.floating]
-    return [*layers, BACKBONE] if asked.scope == "all" else layers
+    precision = job.options.precision
+    layers = [name for name in job.model.layers if name not in precision.floating]
+    return [*layers, BACKBONE] if precision.scope == "all" else layers
 
 
 def apply_precision(
@@ -155,33 +155,33 @@ def apply_precision(
     `floats` are parts that stay in floats although the job asks for INT8, and those of `retention`,
     which tells why. Raises `CalibrationError` for a table without a layer's ranges.
     """
-    asked, target = job.options.precision, job.options.target
+    precision, target = job.options.precision, job.options.target
     quantised = {*quantised_parts(job)} - {*floats}
     if retention is not None:
         quantised -= retention.names
     layers = {}
     for name, layer in job.model.layers.items():
-        found = None if retention is None else retention.reason(name)
-        reason = None if name in quantised else found or "left out of the quantisation"
+        kept = None if retention is None else retention.reason(name)
+        reason = None if name in quantised else kept or "left out of the quantisation"
         layers[name] = _layer(name, layer, job.options, table, reason)
-    dtype = FLOAT_TYPES[asked.float_name(target)]
+    dtype = FLOAT_TYPES[precision.float_name(target)]
     linears: list[QuantizedLinear] = []
-    if asked.name == "int4" and BACKBONE in quantised:
+    if precision.name == "int4" and BACKBONE in quantised:
         products = list(backbone_linears(traced.graph))
-        linears = block_backbone(traced, products, asked.quant_format(target))
-    if asked.ranged and BACKBONE in quantised:
+        linears = block_backbone(traced, products, precision.quant_format(target))
+    if precision.ranged and BACKBONE in quantised:
         linears = quantize_backbone(
             traced,
             list(backbone_linears(traced.graph)),
             None if table is None else table.range,
-            asked.quant_format(target),
-            asked.weight_quantization(target),
+            precision.quant_format(target),
+            precision.weight_quantization(target),
             dtype,
         )
     fp32_nodes: list[Fp32Node] = []
     if dtype in HALF_TYPES:
         peaks = {} if table is None else table.peaks
-        fp32_nodes = to_fp16(traced, dtype, peaks=peaks, io=FLOAT_TYPES[asked.io])
+        fp32_nodes = to_fp16(traced, dtype, peaks=peaks, io=FLOAT_TYPES[precision.io])
     if linears or dtype in HALF_TYPES:
         simplify(traced)
     return PrecisionPlan(layers, tuple(fp32_nodes), tuple(linears), retention)
@@ -195,15 +195,15 @@ def _layer(
     left_out: str | None,
 ) -> LayerPrecision:
     """The precision of a layer; `left_out` is why it stays in floats where INT8 is asked for."""
-    asked, target = options.precision, options.target
-    float_name = asked.float_name(target)
+    precision, target = options.precision, options.target
+    float_name = precision.float_name(target)
     inner = FLOAT_TYPES[float_name]
     problem = _overflow(name, layer, inner, table)
     if problem is not None:
         inner, float_name = ir.DataType.FLOAT, "fp32"
-    if asked.name == "int4":
+    if precision.name == "int4":
         return _in_blocks(layer, options, left_out)
-    if not asked.ranged:
+    if not precision.ranged:
         reason = f"{problem}: kept in FP32" if problem else "asked for"
         return LayerPrecision(
             float_name, reason, ComputeTypes(inner) if inner != FP32.inner else FP32
@@ -211,10 +211,10 @@ def _layer(
     around = f"; {problem}, so FP32" if problem else ""
     if left_out is not None:
         return LayerPrecision(float_name, f"{left_out}{around}", ComputeTypes(inner))
-    form = asked.quant_format(target)
+    form = precision.quant_format(target)
     dynamic = layer.spec.dynamic_int8 and form != "qdq"
 
-    weights = asked.weight_quantization(target)
+    weights = precision.weight_quantization(target)
     levels = weights.levels if weights.floats else INT8_LEVELS
 
     def scale(operand: str) -> Scale:
@@ -231,7 +231,7 @@ def _layer(
     }
     quantised = QuantizedProducts(form, weights, scales, dynamic)
     around = f"{around} around it" if around else ""
-    return LayerPrecision(asked.name, f"asked for{around}", ComputeTypes(inner, quantised))
+    return LayerPrecision(precision.name, f"asked for{around}", ComputeTypes(inner, quantised))
 
 
 def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) -> LayerPrecision:
@@ -306,17 +306,17 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> Numbers:
     written, and `linears`, the backbone's, null where they are INT8 and the reason where not;
     `retention` (`Retention`) where `--min-retention` was asked for.
     """
-    asked, target = options.precision, options.target
-    if asked.name == "fp32":
+    precision, target = options.precision, options.target
+    if precision.name == "fp32":
         return {}
     usual: dict[str, int] = {}
     for node in plan.fp32_nodes:
         if node.usual:
             usual[node.op_type] = usual.get(node.op_type, 0) + 1
     record: Numbers = {
-        "rest": asked.float_name(target),
+        "rest": precision.float_name(target),
         "router": "fp32",
-        "io": asked.io,
+        "io": precision.io,
         "fp32_nodes": [
             Fp32NodeRecord(
                 node=node.node, op_type=node.op_type, reason=node.reason, usual=node.usual
@@ -326,18 +326,18 @@ def precision_record(plan: PrecisionPlan, options: ExportOptions) -> Numbers:
         ],
         "usual_fp32_nodes": usual,
     }
-    if asked.name == "int4":
+    if precision.name == "int4":
         blocked = (layer.compute.blocked for layer in plan.layers.values())
         sizes = " or ".join(str(size) for size in sorted({b.block for b in blocked if b}))
         record |= {
-            "form": asked.quant_format(target),
+            "form": precision.quant_format(target),
             "weights": f"int4, per expert, in blocks of {sizes or INT4_BLOCK} of each output "
             "channel",
-            "activations": asked.float_name(target),
+            "activations": precision.float_name(target),
             "linears": {linear.node: linear.reason for linear in plan.linears},
         }
-    if asked.ranged:
-        weights, form = asked.weight_quantization(target), asked.quant_format(target)
+    if precision.ranged:
+        weights, form = precision.weight_quantization(target), precision.quant_format(target)
         record |= {
             "form": form,
             "weights": f"{weights.dtype.name.lower()}, per expert and output channel, "

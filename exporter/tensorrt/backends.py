@@ -52,13 +52,13 @@ def first_gpu() -> Gpu | None:
 def _by_cuda() -> Gpu | None:
     try:
         cuda.check_device()
-        found = cuda.call("cudaGetDeviceProperties", 0)
+        properties = cuda.call("cudaGetDeviceProperties", 0)
         served = int(cuda.call("cudaDriverGetVersion"))
     except (EngineError, MissingExtraError):
         return None
-    name = found.name.decode() if isinstance(found.name, bytes) else str(found.name)
+    name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
     driver = f"CUDA {served // 1000}.{served % 1000 // 10}"
-    return Gpu(name, f"{found.major}.{found.minor}", driver)
+    return Gpu(name, f"{properties.major}.{properties.minor}", driver)
 
 
 def _by_tool() -> Gpu | None:
@@ -164,9 +164,9 @@ class Backend:
 
     def check_version(self, version: str) -> None:
         """Raises `MissingExtraError` for a version that is too old or too new."""
-        found = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+        release = tuple(int(part) for part in re.findall(r"\d+", version)[:2])
         first, last = self.versions
-        if not first <= found < last:
+        if not first <= release < last:
             raise MissingExtraError(
                 f"{self.title} {version} is installed, and moexport works with "
                 f"{'.'.join(map(str, first))} to {last[0] - 1}",

@@ -62,8 +62,8 @@ def rewritten(
         model.graph.output.append(onnx.helper.make_tensor_value_info(name, kind, None))
     if not bind:
         return model, []
-    found = list(_gathered(model.graph, layers))
-    if not found:
+    weights = list(_gathered(model.graph, layers))
+    if not weights:
         raise EngineError(
             f"{path.name}: no expert's weights are gathered, so none can be bound",
             hint="export with --lowering gather or block-grouped, and a k below n",
@@ -72,20 +72,20 @@ def rewritten(
         onnx.TensorProto.FLOAT8E4M3FN: "FP8",
         onnx.TensorProto.INT4: "INT4",
     }
-    for tensor in found:
+    for tensor in weights:
         if tensor.data_type in packed:
             raise EngineError(
                 f"{path.name}: {tensor.name} is {packed[tensor.data_type]}, which TensorRT gathers "
                 "neither as a constant nor as an input",
                 hint="leave --bind-weights out, or export with --precision int8 or fp16",
             )
-    _dequantize_last(model.graph, {tensor.name for tensor in found})
-    for tensor in found:
+    _dequantize_last(model.graph, {tensor.name for tensor in weights})
+    for tensor in weights:
         model.graph.initializer.remove(tensor)
         model.graph.input.append(
             onnx.helper.make_tensor_value_info(tensor.name, tensor.data_type, tensor.dims)
         )
-    return model, [_bound(tensor) for tensor in found]
+    return model, [_bound(tensor) for tensor in weights]
 
 
 def _gathered(graph: onnx.GraphProto, layers: Sequence[str]) -> Iterator[onnx.TensorProto]:
@@ -124,8 +124,8 @@ def _dequantize_last(graph: onnx.GraphProto, names: set[str]) -> None:
 
 
 def _place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
-    told = {entry.key: entry.value for entry in tensor.external_data}
-    return told["location"], int(told.get("offset", 0)), int(told.get("length", 0))
+    entries = {entry.key: entry.value for entry in tensor.external_data}
+    return entries["location"], int(entries.get("offset", 0)), int(entries.get("length", 0))
 
 
 def _bound(tensor: onnx.TensorProto) -> BoundWeight:
@@ -160,14 +160,14 @@ _PLACED: weakref.WeakValueDictionary[Any, PlacedWeight] = weakref.WeakValueDicti
 
 def placed(folder: Path, bound: BoundWeight, *, host: bool) -> PlacedWeight:
     """Returns a weight of a bundle's file, read into place unless another engine has it there."""
-    told = (folder / bound.file).stat()
+    status = (folder / bound.file).stat()
     device = int(cuda.call("cudaGetDevice"))
-    identity = (told.st_dev, told.st_ino, told.st_size, told.st_mtime_ns)
+    identity = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
     key = (identity, bound.offset, bound.nbytes, host, device)
-    found = _PLACED.get(key)
-    if found is None:
-        found = _PLACED[key] = PlacedWeight(mapped(folder, bound), host=host)
-    return found
+    weight = _PLACED.get(key)
+    if weight is None:
+        weight = _PLACED[key] = PlacedWeight(mapped(folder, bound), host=host)
+    return weight
 
 
 def mapped(folder: Path, bound: BoundWeight) -> np.ndarray:
@@ -195,12 +195,12 @@ def experts_of(folder: Path, graph: str, wanted: Sequence[BoundWeight]) -> list[
     if not (folder / graph).is_file():
         raise EngineError(f"{folder}: holds no {graph}", hint="export it as the engine's bundle")
     layers = [layer.name for layer in Manifest.read(folder).layers]
-    found = {each.name: each for each in rewritten(folder / graph, layers, bind=True)[1]}
+    weights = {each.name: each for each in rewritten(folder / graph, layers, bind=True)[1]}
     for each in wanted:
-        other = found.get(each.name)
+        other = weights.get(each.name)
         if other is None or (other.shape, other.nbytes) != (each.shape, each.nbytes):
             raise EngineError(
                 f"{folder}: its {each.name} is not of the engine's size and type",
                 hint="export it with the same options, from a checkpoint of the same shapes",
             )
-    return [found[each.name] for each in wanted]
+    return [weights[each.name] for each in wanted]

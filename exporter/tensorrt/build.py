@@ -172,9 +172,9 @@ def explained(lines: Sequence[str], plan: EnginePlan) -> EngineError:
     """Returns the error for a failed build, from what TensorRT and Polygraphy reported."""
     title = plan.backend.title
     said = [line for line in lines if "Invalid Engine. Please ensure" not in line] or list(lines)
-    found = explanation(said, plan)
-    if found is not None:
-        line, each = found
+    known = explanation(said, plan)
+    if known is not None:
+        line, each = known
         hint = each.hint if isinstance(each.hint, str) else each.hint(plan)
         return EngineError(f"{title}: {each.meaning}: {_short(line)}", hint=hint)
     first = _short(said[0]) if said else "it did not say why"

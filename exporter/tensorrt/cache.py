@@ -125,10 +125,10 @@ def keep(folder: Path, key: str, plan: Path, digest: str, compiled: Compiled) ->
 
 
 def _make_room(folder: Path, kept: Path) -> None:
-    found = [*folder.glob("*.plan"), *folder.glob("*.kernels")]
-    found.sort(key=lambda path: path.stat().st_mtime)
-    total = sum(path.stat().st_size for path in found)
-    for path in found:
+    files = [*folder.glob("*.plan"), *folder.glob("*.kernels")]
+    files.sort(key=lambda path: path.stat().st_mtime)
+    total = sum(path.stat().st_size for path in files)
+    for path in files:
         if total <= MOST_BYTES:
             return
         if path != kept:

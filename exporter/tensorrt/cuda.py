@@ -142,14 +142,14 @@ class Captured:
 def capturing(stream: Stream) -> Iterator[list[Captured]]:
     """Records what the block sends to a stream; the list holds it when the block has ended."""
     mode = runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-    found: list[Captured] = []
+    captured: list[Captured] = []
     call("cudaStreamBeginCapture", stream.handle, mode)
     try:
-        yield found
+        yield captured
     except BaseException:
         runtime().cudaStreamEndCapture(stream.handle)  # the block's own error is what is told
         raise
-    found.append(Captured(call("cudaStreamEndCapture", stream.handle)))
+    captured.append(Captured(call("cudaStreamEndCapture", stream.handle)))
 
 
 class Stopwatch:

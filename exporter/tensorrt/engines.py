@@ -64,9 +64,9 @@ def plan_engines(
     defaults = exported_ranges(manifest) | dict(ranges or {})
     port = manifest.inputs[0]
     experts = min(layer.experts for layer in manifest.layers) if manifest.k == "input" else None
-    asked = options.profiles or ({},)
-    _check_axes(port, asked, ranges or {})
-    profiles = tuple(profile(port, each, defaults, experts) for each in asked)
+    wishes = options.profiles or ({},)
+    _check_axes(port, wishes, ranges or {})
+    profiles = tuple(profile(port, each, defaults, experts) for each in wishes)
     if len(set(profiles)) < len(profiles):
         again = next(each for each in profiles if profiles.count(each) > 1)
         raise UsageError(
@@ -91,7 +91,7 @@ def plan_engines(
     ]
 
 
-def _check_axes(port: TensorSpec, asked: Sequence[AxisRanges], ranges: AxisRanges) -> None:
+def _check_axes(port: TensorSpec, profiles: Sequence[AxisRanges], ranges: AxisRanges) -> None:
     """Raises `UsageError` for a range that no profile makes use of."""
     for axis, wanted in ranges.items():
         if axis not in port.shape and not (axis == "tokens" and "height" in port.shape):
@@ -100,7 +100,7 @@ def _check_axes(port: TensorSpec, asked: Sequence[AxisRanges], ranges: AxisRange
                 f"--{axis} {wanted}: the graph's input '{port.name}' has no axis {axis}",
                 hint=f"its dynamic axes are {dynamic or 'none'}; export again for others",
             )
-        if all(axis in each for each in asked):
+        if all(axis in each for each in profiles):
             raise UsageError(
                 f"--{axis} {wanted}: every --profile names {axis} itself",
                 hint=f"leave --{axis} out, or leave {axis} out of a --profile",
@@ -435,5 +435,5 @@ def kernel_types(inspector: Mapping[str, Any], products: Sequence[str]) -> set[s
 
 
 def _type_words(port: Mapping[str, Any]) -> str:
-    told = {key.lower(): str(value) for key, value in port.items()}
-    return next((told[key] for key in TYPE_KEYS if told.get(key)), "")
+    words = {key.lower(): str(value) for key, value in port.items()}
+    return next((words[key] for key in TYPE_KEYS if words.get(key)), "")

@@ -68,13 +68,13 @@ def check_graph(path: Path, backend: Backend, layers: Sequence[LayerRecord]) -> 
     The message names the first node, its layer and how many there are.
     """
     model = onnx.load(path, load_external_data=False)
-    found = list(refusals(model, backend))
-    if not found:
+    refused = list(refusals(model, backend))
+    if not refused:
         return
-    first = found[0]
+    first = refused[0]
     layer = next((each for each in layers if first.node.startswith(f"{each.name}/")), None)
     where = f"layer {layer.name}" if layer else "the network around the MoE layers"
-    more = f" ({len(found)} such nodes)" if len(found) > 1 else ""
+    more = f" ({len(refused)} such nodes)" if len(refused) > 1 else ""
     raise EngineError(
         f"{path.name}: {backend.title} does not take node {first.node} ({first.op}) of {where}: "
         f"{first.reason}{more}",

@@ -94,13 +94,13 @@ def provider_options(graph: Path) -> dict[str, str]:
 
 def profile_options(ranges: Profile) -> dict[str, str]:
     """Returns `trt_profile_min_shapes` and so on: of k, whose value is a size, that value."""
-    found = {}
+    options = {}
     for end in ("min", "opt", "max"):
         shapes = {ranges.input: "x".join(map(str, getattr(ranges, end)))}
         if ranges.k is not None:
             shapes["k"] = str(getattr(ranges.k, end))
-        found[f"trt_profile_{end}_shapes"] = ",".join(f"{n}:{s}" for n, s in shapes.items())
-    return found
+        options[f"trt_profile_{end}_shapes"] = ",".join(f"{n}:{s}" for n, s in shapes.items())
+    return options
 
 
 def _cache_options(manifest: Manifest, graph: str) -> dict[str, str]:

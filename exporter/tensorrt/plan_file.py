@@ -163,10 +163,10 @@ def _check_validity(plan: PlanFile, trt: Any, runtime: Any, content: bytes) -> N
     validity, diagnostics = runtime.get_engine_validity(content)
     if validity != trt.EngineValidity.INVALID:
         return
-    found = reason_of(trt, diagnostics)
-    if found is not None:
-        kind = ForeignEngineError if found.foreign else EngineError
-        raise kind(f"{plan.path}: cannot be loaded: {found.meaning}", hint=found.hint)
+    reason = reason_of(trt, diagnostics)
+    if reason is not None:
+        kind = ForeignEngineError if reason.foreign else EngineError
+        raise kind(f"{plan.path}: cannot be loaded: {reason.meaning}", hint=reason.hint)
 
 
 def unloadable(plan: PlanFile, lines: Sequence[str]) -> EngineError:

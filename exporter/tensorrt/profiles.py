@@ -66,27 +66,27 @@ def _range(low: int, opt: int, high: int) -> str:
 
 def parse_profile(text: str) -> dict[str, AxisRange]:
     """Returns ranges by axis from `batch=1:8:32,k=1:4:16`; `UsageError` for anything else."""
-    found: dict[str, AxisRange] = {}
+    ranges: dict[str, AxisRange] = {}
     for part in text.split(","):
-        axis, given, sizes = part.strip().partition("=")
-        if not given or axis not in AXES or axis in found:
+        axis, equals, sizes = part.strip().partition("=")
+        if not equals or axis not in AXES or axis in ranges:
             raise UsageError(
                 f"--profile {text}: expected AXIS=MIN:OPT:MAX, each axis once",
                 hint=f"for example --profile batch=1:8:32,k=1:4:16; axes: {', '.join(AXES)}",
             )
-        found[axis] = parse_range(sizes, f"--profile {axis}")
-    return found
+        ranges[axis] = parse_range(sizes, f"--profile {axis}")
+    return ranges
 
 
 def profile(
-    port: TensorSpec, asked: AxisRanges, defaults: AxisRanges, experts: int | None
+    port: TensorSpec, wishes: AxisRanges, defaults: AxisRanges, experts: int | None
 ) -> Profile:
     """Returns the profile for a graph's data input, and for its k of at most `experts`.
 
     Raises `UsageError` for an axis that the graph does not have and for a size that it fixes.
     """
     names = [size for size in port.shape if isinstance(size, str)]
-    for axis, wanted in asked.items():
+    for axis, wanted in wishes.items():
         if axis != K_INPUT and axis not in names:
             fixed = _fixed_size(port, axis)
             if fixed is not None and (wanted.min, wanted.max) == (fixed, fixed):
@@ -96,12 +96,12 @@ def profile(
                 f"--profile {axis}={wanted}: {axis} is {said} of the graph's input '{port.name}'",
                 hint=f"its dynamic axes are {', '.join(names) or 'none'}; export again for others",
             )
-    ranges = {axis: _clipped(axis, asked, defaults, port) for axis in names}
+    ranges = {axis: _clipped(axis, wishes, defaults, port) for axis in names}
     shapes = [
         tuple(getattr(ranges[size], end) if isinstance(size, str) else size for size in port.shape)
         for end in ("min", "opt", "max")
     ]
-    return Profile(port.name, shapes[0], shapes[1], shapes[2], _k_range(asked, experts))
+    return Profile(port.name, shapes[0], shapes[1], shapes[2], _k_range(wishes, experts))
 
 
 def _fixed_size(port: TensorSpec, axis: str) -> int | None:
@@ -110,16 +110,16 @@ def _fixed_size(port: TensorSpec, axis: str) -> int | None:
     return first if axis == "batch" and isinstance(first, int) else None
 
 
-def _clipped(axis: str, asked: AxisRanges, defaults: AxisRanges, port: TensorSpec) -> AxisRange:
+def _clipped(axis: str, wishes: AxisRanges, defaults: AxisRanges, port: TensorSpec) -> AxisRange:
     """The range asked for, or the default as far as the model goes."""
     most = port.limits.get(axis)
-    if axis in asked:
-        if most is not None and asked[axis].max > most:
+    if axis in wishes:
+        if most is not None and wishes[axis].max > most:
             raise UsageError(
-                f"--profile {axis}={asked[axis]}: the model takes at most {most} {axis}",
+                f"--profile {axis}={wishes[axis]}: the model takes at most {most} {axis}",
                 hint=f"--profile {axis}=1:{most}:{most} covers all that it can take",
             )
-        return asked[axis]
+        return wishes[axis]
     default = defaults[axis] if axis in defaults else _side(defaults["tokens"])
     if most is None:
         return default
@@ -131,8 +131,8 @@ def _side(pixels: AxisRange) -> AxisRange:
     return AxisRange(*(max(1, math.isqrt(n)) for n in (pixels.min, pixels.opt, pixels.max)))
 
 
-def _k_range(asked: AxisRanges, experts: int | None) -> AxisRange | None:
-    wanted = asked.get(K_INPUT)
+def _k_range(wishes: AxisRanges, experts: int | None) -> AxisRange | None:
+    wanted = wishes.get(K_INPUT)
     if experts is None:
         if wanted is not None:
             raise UsageError(

@@ -76,18 +76,18 @@ class Made:
 def engines_of(manifest: Manifest) -> list[EngineRecord]:
     """Returns the engines that a manifest lists; `BundleError` where one is not complete."""
     what = f"{MANIFEST_FILE}: not a complete manifest"
-    found = [
+    records = [
         from_data(EngineRecord, each, what, at=f"engines[{index}]", error=BundleError)
         for index, each in enumerate(manifest.engines)
     ]
-    for each in found:
+    for each in records:
         try:
             plain = all(map(is_plain_name, (each.file, each.graph, each.layers))) and each.ranges
         except (TypeError, ValueError, KeyError, AttributeError, OverflowError) as error:
             raise BundleError(f"{what}: the profiles of {each.file}: {error}") from error
         if not plain:
             raise BundleError(f"{what}: {each.file!r} is no engine in the bundle's folder")
-    return found
+    return records
 
 
 def with_engines(manifest: Manifest, made: Sequence[Made]) -> Manifest:

@@ -149,19 +149,19 @@ class EngineSession:
         and `UsageError` for a k outside the profiles.
         """
         wanted = list(outputs) if outputs is not None else self.output_names
-        given = self._given(x)
-        self._prepare((tuple(given.array.shape), k))
-        self._send(given)
+        source = self._given(x)
+        self._prepare((tuple(source.array.shape), k))
+        self._send(source)
         self._execute()
-        results = {name: self._receive(name, given.array) for name in wanted}
+        results = {name: self._receive(name, source.array) for name in wanted}
         self._stream.synchronize()
         return {name: _widened(y, self._loaded.dtype(name)) for name, y in results.items()}
 
     def gpu_ms(self, x: Any, k: int | None = None) -> float:
         """Returns the GPU's time for one run, copies to and from it left out."""
-        given = self._given(x)
-        self._prepare((tuple(given.array.shape), k))
-        self._send(given)
+        source = self._given(x)
+        self._prepare((tuple(source.array.shape), k))
+        self._send(source)
         self._record()
         watch = cuda.Stopwatch()
         try:
@@ -187,20 +187,20 @@ class EngineSession:
                 f"input '{name}' is a masked array",
                 hint="say what its hidden values are: x.filled(0)",
             )
-        found = _array(x, wanted) if isinstance(x, np.ndarray) else _tensor(x, wanted)
-        if found is None:
-            given = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
+        source = _array(x, wanted) if isinstance(x, np.ndarray) else _tensor(x, wanted)
+        if source is None:
+            dtype = str(getattr(x, "dtype", type(x).__name__)).removeprefix("torch.")
             raise FeedError(
-                f"input '{name}' takes {wanted}, not {given}",
+                f"input '{name}' takes {wanted}, not {dtype}",
                 hint="cast the array; `moexport inspect` shows what a model takes",
             )
-        if found.on_gpu and found.array.device.index != self._device:
+        if source.on_gpu and source.array.device.index != self._device:
             raise FeedError(
-                f"input '{name}' lies on {found.array.device}, and the engine on "
+                f"input '{name}' lies on {source.array.device}, and the engine on "
                 f"cuda:{self._device}",
                 hint=f"move it: x.to('cuda:{self._device}')",
             )
-        return found
+        return source
 
     def _prepare(self, key: Key) -> None:
         """Sets what a run of these shapes needs, unless it is set already."""
@@ -214,10 +214,10 @@ class EngineSession:
         self._stream.synchronize()  # a profile may be set by copies that this stream makes
         self._ready = key
 
-    def _send(self, given: AddressedArray) -> None:
+    def _send(self, source: AddressedArray) -> None:
         """Copies the input into its buffer, when it is complete there where it lies."""
-        given.settle()
-        self._stream.copy(self._buffers[self.input_name].address, given.address, given.nbytes)
+        source.settle()
+        self._stream.copy(self._buffers[self.input_name].address, source.address, source.nbytes)
 
     def _receive(self, name: str, like: Any) -> Any:
         """Begins to copy an output out of its buffer, into what lies where the input does."""
@@ -255,9 +255,9 @@ class EngineSession:
         self._stream.synchronize()
         self._capture = self._loaded.capturable(self._stream.handle)
         if self._capture:
-            with cuda.capturing(self._stream) as found:
+            with cuda.capturing(self._stream) as graphs:
                 self._loaded.enqueue(self._stream.handle)
-            self._captured = found[0]
+            self._captured = graphs[0]
 
     def _forget(self) -> None:
         """Drops the recording and what is set up."""
@@ -293,8 +293,8 @@ class LoadedEngine:
         self.path = plan.path
         self._trt, self._runtime, self._engine = load_engine(plan)
         self.records_itself = plan.backend.records_itself
-        told = {} if plan.record is None else plan.record.settings
-        self._told_capturable = told.get("capturable")
+        recorded = {} if plan.record is None else plan.record.settings
+        self._built_capturable = bool(recorded.get("capturable"))
         self._kernels: Callable[[], Any] | None = None
         self._runtime_cache: Any = None
         self._context = self._create(graphs, eager)
@@ -312,8 +312,8 @@ class LoadedEngine:
         self._graph = "" if plan.record is None else plan.record.graph
         self._placed: list[PlacedWeight] = []
         self.bound_addresses: dict[str, int] = {}
-        given = {*self.output_names, K_INPUT, *(each.name for each in self._bound)}
-        inputs = [name for name in names if name not in given]
+        others = {*self.output_names, K_INPUT, *(each.name for each in self._bound)}
+        inputs = [name for name in names if name not in others]
         if len(inputs) != 1:
             raise EngineError(
                 f"{self.path}: takes {', '.join(inputs) or 'no inputs'}; one is expected, beside k",
@@ -362,7 +362,7 @@ class LoadedEngine:
         """
         if hasattr(self._context, "is_stream_capturable"):
             return bool(self._context.is_stream_capturable(stream))
-        return bool(self._told_capturable)
+        return self._built_capturable
 
     def _check_k(self) -> None:
         """K is the size of something, so it is read on the host."""
@@ -411,14 +411,14 @@ class LoadedEngine:
             lambda: self._context.set_input_shape(self.input_name, shape), f"the shape {shape}"
         )
         self._must(lambda: not self._context.infer_shapes(), f"the shape {shape}")
-        found = {name: tuple(self._context.get_tensor_shape(name)) for name in self.output_names}
-        for name, sizes in found.items():
+        shapes = {name: tuple(self._context.get_tensor_shape(name)) for name in self.output_names}
+        for name, sizes in shapes.items():
             if any(size < 0 for size in sizes):
                 raise EngineError(
                     f"{self.path}: the size of its output '{name}' depends on values: {sizes}",
                     hint="build an engine from a graph that `moexport export` wrote",
                 )
-        return found
+        return shapes
 
     def bind(self, name: str, address: int) -> None:
         """Says where a tensor lies: k in host memory, every other on the GPU."""
@@ -436,10 +436,10 @@ class LoadedEngine:
 
     def dtype(self, name: str) -> str:
         """Returns a tensor's type as numpy calls it; `EngineError` for one that has no name."""
-        told = self._engine.get_tensor_dtype(name).name
-        if told not in TYPES:
-            raise EngineError(f"{self.path}: '{name}' is {told}, which numpy does not have")
-        return TYPES[told]
+        dtype = self._engine.get_tensor_dtype(name).name
+        if dtype not in TYPES:
+            raise EngineError(f"{self.path}: '{name}' is {dtype}, which numpy does not have")
+        return TYPES[dtype]
 
     def close(self) -> None:
         """Gives back what the engine holds: the context before the engine, the runtime last."""
@@ -466,7 +466,7 @@ class LoadedEngine:
 
     def _read_profiles(self) -> list[Profile]:
         """The profiles of an engine without a record, as the engine itself tells them."""
-        found = []
+        profiles = []
         for index in range(self._engine.num_optimization_profiles):
             shapes = self._engine.get_tensor_profile_shape(self.input_name, index)
             low, opt, high = (tuple(int(size) for size in shape) for shape in shapes)
@@ -475,8 +475,8 @@ class LoadedEngine:
                 # The index comes first in every version, whatever its signature calls it.
                 values = self._engine.get_tensor_profile_values(index, K_INPUT)
                 k = AxisRange(*(int(each[0]) for each in values)) if len(values) == 3 else None
-            found.append(Profile(self.input_name, low, opt, high, k))
-        return found
+            profiles.append(Profile(self.input_name, low, opt, high, k))
+        return profiles
 
 
 def _aligned(dtype: np.dtype[Any]) -> np.ndarray:

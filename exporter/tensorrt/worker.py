@@ -235,10 +235,10 @@ def _finish_config(
         read_back["compute_capabilities"] = named
         _same("compute_capabilities", wanted, named)
     for name, option in FLAGS.items():
-        flag, asked = getattr(trt.BuilderFlag, name), bool(options.get(option))
-        (config.set_flag if asked else config.clear_flag)(flag)
+        flag, wanted_flag = getattr(trt.BuilderFlag, name), bool(options.get(option))
+        (config.set_flag if wanted_flag else config.clear_flag)(flag)
         read_back[name.lower()] = bool(config.get_flag(flag))
-        _same(option, asked, read_back[name.lower()])
+        _same(option, wanted_flag, read_back[name.lower()])
     read_back["workspace"] = int(config.get_memory_pool_limit(trt.MemoryPoolType.WORKSPACE))
     if "workspace" in options and read_back["workspace"] > options["workspace"]:
         _same("workspace", options["workspace"], read_back["workspace"])
@@ -253,9 +253,9 @@ def _finish_config(
     _same("profiles", len(request["profiles"]), read_back["profiles"])
 
 
-def _same(name: str, asked: Any, got: Any) -> None:
-    if asked != got:
-        raise DishonouredError(f"{name}: asked {asked}, got {got}")
+def _same(name: str, wish: Any, got: Any) -> None:
+    if wish != got:
+        raise DishonouredError(f"{name}: asked {wish}, got {got}")
 
 
 def check_timing_cache(builder: Any, file: Path) -> None:

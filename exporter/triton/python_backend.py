@@ -28,12 +28,12 @@ class TritonPythonModel:
     def initialize(self, args: Mapping[str, str]) -> None:
         """Opens the bundle of a version."""
         config = json.loads(args["model_config"])
-        told = {key: each["string_value"] for key, each in config["parameters"].items()}
-        threads = int(told["threads"]) if "threads" in told else None
-        options = SessionOptions(PROVIDERS[told["provider"]], threads=threads)
+        parameters = {key: each["string_value"] for key, each in config["parameters"].items()}
+        threads = int(parameters["threads"]) if "threads" in parameters else None
+        options = SessionOptions(PROVIDERS[parameters["provider"]], threads=threads)
         place = Path(args["model_repository"]) / args["model_version"] / "bundle"
         self._session = moexport.Bundle.open(place).session(options=options)
-        self._k = int(told["k"]) if "k" in told else None
+        self._k = int(parameters["k"]) if "k" in parameters else None
         self._inputs = [each["name"] for each in config["input"] if each["name"] != "k"]
         self._outputs = [each["name"] for each in config["output"]]
         # A server built for NumPy 1 misreads arrays of NumPy 2 without a word, as 2.51 does:
@@ -59,32 +59,32 @@ class TritonPythonModel:
 
     def _given(self, request: Any) -> tuple[dict[str, np.ndarray], int | None]:
         """A request's inputs and its k; those that it leaves out have defaults."""
-        found = ((n, triton.get_input_tensor_by_name(request, n)) for n in self._inputs)
-        arrays = {name: self._array(tensor) for name, tensor in found if tensor is not None}
+        tensors = ((n, triton.get_input_tensor_by_name(request, n)) for n in self._inputs)
+        arrays = {name: self._array(tensor) for name, tensor in tensors if tensor is not None}
         tensor = None if self._k is None else triton.get_input_tensor_by_name(request, "k")
         if tensor is None:
             return arrays, self._k
-        asked = {int(each) for each in self._array(tensor).ravel()}
-        if len(asked) != 1:
+        ks = {int(each) for each in self._array(tensor).ravel()}
+        if len(ks) != 1:
             raise FeedError(
-                f"the request asks for k = {', '.join(map(str, sorted(asked)))}",
+                f"the request asks for k = {', '.join(map(str, sorted(ks)))}",
                 hint="send a request for each k",
             )
-        return arrays, asked.pop()
+        return arrays, ks.pop()
 
     def _answers(
         self, parts: Sequence[tuple[int, dict[str, np.ndarray]]], k: int | None
     ) -> list[Any]:
         """The responses to requests that can be one batch; each by itself where that is refused."""
-        given = [arrays for _, arrays in parts]
-        inputs = {name: np.concatenate([each[name] for each in given]) for name in given[0]}
+        batches = [arrays for _, arrays in parts]
+        inputs = {name: np.concatenate([each[name] for each in batches]) for name in batches[0]}
         try:
             values = self._session.run(inputs, k, self._outputs)
         except MoexportError as error:
             if len(parts) == 1:
                 return [_refused(error)]
             return [answer for part in parts for answer in self._answers([part], k)]
-        ends = np.cumsum([len(next(iter(each.values()))) for each in given])[:-1]
+        ends = np.cumsum([len(next(iter(each.values()))) for each in batches])[:-1]
         split = {name: np.split(value, ends) for name, value in values.items()}
         return [
             triton.InferenceResponse([self._tensor(name, own[i]) for name, own in split.items()])
@@ -92,12 +92,12 @@ class TritonPythonModel:
         ]
 
     def _array(self, tensor: Any) -> np.ndarray:
-        found = np.from_dlpack(tensor)
+        array = np.from_dlpack(tensor)
         if self._takes_arrays is None:
-            given = tensor.as_numpy()
-            same = given.strides == found.strides and np.array_equal(given, found)
+            copied = tensor.as_numpy()
+            same = copied.strides == array.strides and np.array_equal(copied, array)
             self._takes_arrays = bool(same)
-        return found
+        return array
 
     def _tensor(self, name: str, array: np.ndarray) -> Any:
         if self._takes_arrays:

@@ -64,13 +64,13 @@ class ServedModel:
 
     def as_json(self) -> dict[str, Any]:
         """The model as plain data."""
-        told = self.interface
+        interface = self.interface
         return {
             "name": self.name,
-            "backend": told.get("backend", told.get("platform")),
-            "max_batch_size": told["max_batch_size"],
-            "inputs": [each["name"] for each in told["input"]],
-            "outputs": [each["name"] for each in told["output"]],
+            "backend": interface.get("backend", interface.get("platform")),
+            "max_batch_size": interface["max_batch_size"],
+            "inputs": [each["name"] for each in interface["input"]],
+            "outputs": [each["name"] for each in interface["output"]],
             "files": [*self.files],
             "notes": list(self.notes),
         }
@@ -153,8 +153,8 @@ def planned(bundles: Sequence[Bundle], options: TritonRequest) -> Iterator[Serve
 def _default_name(bundle: Bundle) -> str:
     """The name of the checkpoint, or of the factory, that a bundle was made from."""
     stem = Path(bundle.manifest.source.path.rpartition(":")[2]).stem
-    found = re.sub(r"[^\w.-]", "-", stem, flags=re.ASCII).lstrip("-.")
-    return found or "model"
+    name = re.sub(r"[^\w.-]", "-", stem, flags=re.ASCII).lstrip("-.")
+    return name or "model"
 
 
 def _served(bundle: Bundle, name: str, options: TritonRequest) -> ServedModel:
@@ -390,15 +390,15 @@ def _samples(bundle: Bundle, options: TritonRequest, *, batched: bool) -> dict[s
     feeds = Reference.load(bundle.path / PARITY_FILE).feeds(manifest.inputs[0].name)
     count = manifest.inputs[0].shape[0]
     count = count if isinstance(count, int) else 1
-    found = {
+    arrays = {
         port.name: np.ascontiguousarray(feeds[port.name][:count], dtype=port.dtype)
         for port in manifest.inputs
         if port.name in feeds
     }
     if manifest.k == "input":
         k = np.array([_k(bundle, options)], np.int64)
-        found[K_INPUT] = k[None] if batched else k
-    return found
+        arrays[K_INPUT] = k[None] if batched else k
+    return arrays
 
 
 def _ensemble(name: str, members: Mapping[str, ServedModel]) -> ServedModel:
@@ -468,8 +468,8 @@ def _stage(model: ServedModel, folder: Path, existing: Path, options: TritonRequ
     if existing.exists() and not options.force:
         shutil.copytree(existing, folder, copy_function=_linked)
     (folder / str(options.version)).mkdir(parents=True)
-    told = config.text(model.interface) + config.text(model.settings)
-    shared = {CONFIG: told.encode(), **model.beside}
+    text = config.text(model.interface) + config.text(model.settings)
+    shared = {CONFIG: text.encode(), **model.beside}
     contents: dict[str, Path | bytes] = {
         **{name: content for name, content in shared.items() if not (folder / name).exists()},
         **{f"{options.version}/{name}": content for name, content in model.files.items()},
