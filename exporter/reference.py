@@ -335,7 +335,7 @@ class _Rankings(TorchFunctionMode):
     def margin(self, index: torch.Tensor) -> torch.Tensor:
         """Returns [t] for what was chosen, [t, k], and forgets what led to it.
 
-        Where fewer scores than were taken are finite, masks decided, and no rounding changes them.
+        Where masks leave fewer scores than were taken, no rounding changes the choice.
         """
         least = torch.full(index.shape[:1], torch.inf)
         # What is ranked here is no ranking of the network: nothing is kept on the way.
@@ -344,13 +344,18 @@ class _Rankings(TorchFunctionMode):
             rows = scores.detach().float().reshape(-1, scores.shape[-1])
             if len(rows) != len(index) or not 0 < taken < rows.shape[1]:
                 continue
-            top = rows.topk(taken + 1).values
-            largest = rows.masked_fill(rows.isinf(), 0).abs().amax(dim=-1).clamp(min=1e-30)
+            masked = rows <= _MASKED
+            top = rows.masked_fill(masked, -torch.inf).topk(taken + 1).values
+            largest = rows.masked_fill(masked | rows.isinf(), 0).abs().amax(dim=-1).clamp(min=1e-30)
             gap = top[:, taken - 1] - top[:, taken]
             gap = gap.nan_to_num(nan=torch.inf, posinf=torch.inf)
             least = torch.minimum(least, gap / largest)
         self._seen = []
         return least
+
+
+_MASKED = torch.finfo(torch.float32).min / 2
+"""Masks are -inf, or the least number of the type, to which a score may have been added."""
 
 
 def _ranking(

@@ -213,11 +213,12 @@ class Choosing(nn.Module):
 
     def forward(self, scores: Tensor) -> Tensor:
         ranked = scores
-        if self.route == "groups":  # of two experts each; all but the best group are left out
+        if self.route in ("groups", "lows"):  # of two experts each; only the best group is left
             groups = scores.reshape(len(scores), -1, 2).amax(-1)
             best = groups.topk(1, dim=-1).indices
             mask = torch.zeros_like(groups).scatter(1, best, 1.0).repeat_interleave(2, dim=-1)
-            ranked = scores.masked_fill(mask == 0, -torch.inf)
+            low = -torch.inf if self.route == "groups" else torch.finfo(scores.dtype).min
+            ranked = scores.masked_fill(mask == 0, low)
         if self.route == "least":
             weights, index = (-scores).topk(self.k, -1, largest=False)
         elif self.route == "columns":
@@ -239,6 +240,8 @@ class Choosing(nn.Module):
         ("columns", 1, [0.5, 0.3, 0.1, 0.05, 0.05], 0.4),
         ("groups", 2, [0.5, 0.3, 0.1, 0.1, 0.1, 0.1], 0.8),  # by the group: .5 to .1
         ("groups", 1, [0.5, 0.4, 0.1, 0.1, 0.0, 0.0], 0.2),  # within it: .5 to .4
+        ("lows", 2, [0.5, 0.3, 0.1, 0.1, 0.1, 0.1], 0.8),  # masked by the least number
+        ("lows", 1, [0.5, 0.4, 0.1, 0.1, 0.0, 0.0], 0.2),
     ],
 )
 def test_a_margin_is_from_the_last_expert_taken_to_the_next(
