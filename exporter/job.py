@@ -6,6 +6,7 @@ writing; what comes after is handed the whole job and resolves nothing again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from ..graphs.layers.base import MoESpec
 from ..graphs.lowerings.choice import check
 from ..graphs.lowerings.cost import AnyWork, WorkOf
 from ..graphs.names import DOMAIN, operand_of
+from ..graphs.precision.weights import not_in_blocks
 from ..graphs.targets import Target
 from .bundle.destination import check_destination
 from .bundle.recipe import Recipe
@@ -76,15 +78,18 @@ class ExportJob:
         """The batch size where it is a constant of the graph."""
         return self.options.batch.opt if self.options.batch.fixed else None
 
-    def work(self, layer: str, tokens: int) -> AnyWork:
-        """What a layer has to compute for one batch, of `tokens` m where its input has them."""
+    def work(self, layer: str, tokens: int, *, fixed: bool = False) -> AnyWork:
+        """What a layer has to compute for one batch, of `tokens` m where its input has them.
+
+        `fixed`: they are a constant of the network.
+        """
         options, spec, k = self.options, self.model.layers[layer].spec, self.k[layer]
         # With k as an input the plan must be good for every k: a quarter of n stands for them.
         typical = k if k is not None else max(1, spec.experts // 4)
         asked = options.precision
         floats = layer in asked.floating
         precision = asked.float_name(options.target) if floats else asked.name
-        return WorkOf(spec, typical, options.batch.opt, tokens, precision)
+        return WorkOf(spec, typical, options.batch.opt, tokens, precision, tokens_fixed=fixed)
 
     def works(self, traced: ir.Model) -> dict[str, AnyWork]:
         """The work of each traced layer, in the order of execution."""
@@ -93,12 +98,21 @@ class ExportJob:
             if node.domain == DOMAIN:
                 x, *routed = node.inputs
                 size = x.shape[-2] if x is not None and x.shape is not None else None
-                tokens = size if isinstance(size, int) else self.options.tokens.opt
-                if routed and isinstance(size, int):  # the tokens of the whole batch
-                    tokens = max(1, size // self.options.batch.opt)
+                tokens = size if isinstance(size, int) else None
+                if routed:  # the tokens of the whole batch
+                    tokens = _tokens_of_an_input(size, self.options.batch.opt)
                 layer = node.attributes.get_string("layer")
-                works[layer] = self.work(layer, tokens)
+                asked = self.options.tokens.opt if tokens is None else tokens
+                works[layer] = self.work(layer, asked, fixed=tokens is not None)
         return works
+
+
+def _tokens_of_an_input(size: int | ir.SymbolicDim | None, batch: int) -> int | None:
+    """How many of `size` rows an input has: a number, or `196*batch`; None where that varies."""
+    if isinstance(size, int):
+        return max(1, size // batch)
+    of_batch = re.fullmatch(r"(?:(\d+)\*)?batch", str(getattr(size, "value", size)))
+    return int(of_batch[1] or 1) if of_batch else None
 
 
 def export_job(
@@ -143,6 +157,7 @@ def export_job(
     _check_routing(options, k, _specs(loaded))
     job = ExportJob(loaded, options, k, fixed, table)
     _check_layers(job)
+    _check_blocks(job)
     if table is not None:
         check_table(job, table, where)
     elif options.precision.ranged and not _needs_ranges(loaded, options):
@@ -282,6 +297,25 @@ def _check_layers(job: ExportJob) -> None:
                 f"layer {name}: --precision int8 does not serve this layer: {NO_FACTORS}",
                 hint="use --precision fp16 or bf16 for a GPU, fp32 for a CPU",
             )
+
+
+def _check_blocks(job: ExportJob) -> None:
+    """Raises `LoweringError` where no layer would get INT4: the bundle would be in FP32."""
+    precision = job.options.precision
+    if precision.name != "int4" or precision.scope == "all":  # other linear layers may get it
+        return
+    form = precision.quant_format(job.options.target)
+    problems = {
+        name: not_in_blocks(layer.stored(), form)
+        for name, layer in job.model.layers.items()
+        if name not in precision.floating
+    }
+    if problems and all(problems.values()):
+        name, problem = next(iter(problems.items()))
+        raise LoweringError(
+            f"--precision int4: no layer can have it: of layer {name}, {problem}",
+            hint="use --precision int8, which takes any width",
+        )
 
 
 def _check_recipe(model: Model, recipe: Recipe) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 import onnx_ir as ir
 
@@ -98,24 +99,40 @@ class Plan:
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the precision, and of graphs that are for some batches."""
-        if self.precision.retention is not None:
-            notes = self.precision.retention.notes()
-        else:
-            notes = self.job.options.precision.notes(self.job.options.target)
-        told = [
+        """What a user should know of k and the precision, and of graphs for some batches alone."""
+        options, retention = self.job.options, self.precision.retention
+        notes = _share_notes(self.job)
+        notes += options.precision.notes(options.target) if retention is None else retention.notes()
+        spans = [
             f"{graph.file} ({graph.title}) for batches of {_span_text(graph.batches)}"
             for graph in self.graphs
             if graph.batches is not None
         ]
-        if not told:
+        if not spans:
             return notes
         return (
             *notes,
-            f"no single graph is fast at every size of --batch {self.job.options.batch}: "
-            f"{', '.join(told)}; a session of the bundle, `run` and `bench` take the one for a "
+            f"no single graph is fast at every size of --batch {options.batch}: "
+            f"{', '.join(spans)}; a session of the bundle, `run` and `bench` take the one for a "
             "call's batch",
         )
+
+
+def _share_notes(job: ExportJob) -> tuple[str, ...]:
+    """What a share of k came to, where layers were trained with fewer experts than they have."""
+    share = job.options.k
+    if not isinstance(share, Fraction):
+        return ()
+    specs = {name: layer.spec for name, layer in job.model.layers.items()}
+    counts = {
+        (spec.trained_k, job.k[name], spec.experts)
+        for name, spec in specs.items()
+        if spec.trained_k < spec.experts
+    }
+    return tuple(
+        f"--k {float(share):g}: {float(share):g} × the trained {trained} → {k} of {n} experts"
+        for trained, k, n in sorted(counts)
+    )
 
 
 def plan(

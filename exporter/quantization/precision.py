@@ -36,7 +36,7 @@ from ...graphs.precision.types import (
     Scale,
     int4_block,
 )
-from ...graphs.precision.weights import CONVERTED, activation_scale
+from ...graphs.precision.weights import CONVERTED, activation_scale, not_in_blocks
 from ...graphs.targets import ENGINES, FloatName, Precision, QuantFormat
 from ..bundle.manifest import Fp32NodeRecord, Numbers
 from ..job import ExportJob
@@ -242,12 +242,11 @@ def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) ->
     compute = ComputeTypes(FLOAT_TYPES[floats])
     if left_out is not None:
         return LayerPrecision(floats, left_out, compute)
-    shapes = {p.name: p.shape for p in layer.stored() if operand_of(p.name) is not None}
     form = options.precision.quant_format(target)
-    for name, shape in shapes.items():
-        if int4_block(form, shape[-2:-1]) is None:
-            width = f"{name} has {shape[-2]} rows, which are no whole blocks of {INT4_BLOCK}"
-            return LayerPrecision(floats, f"{width}: kept in {floats.upper()}", compute)
+    problem = not_in_blocks(layer.stored(), form)
+    if problem is not None:
+        return LayerPrecision(floats, f"{problem}: kept in {floats.upper()}", compute)
+    shapes = {p.name: p.shape for p in layer.stored() if operand_of(p.name) is not None}
     block = int4_block(form, (shape[-2] for shape in shapes.values()))
     assert block is not None  # each of them is whole blocks of the smallest size
     blocked = BlockedWeights(form, frozenset(shapes), block)

@@ -137,10 +137,18 @@ def cache_specs(
 def cache_shapes(found: Any) -> dict[str, tuple[int, int]] | None:
     """Returns what `cache_specs` takes, from the cache that a model returned for some tokens.
 
-    None where a layer keeps anything else than keys and values of every token.
+    None where a layer keeps anything else than keys and values of every token: states of a
+    convolution, the keys of an indexer.
     """
+    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+    cache = self_attention(found)
+    if type(cache) is not DynamicCache:
+        return None
     shapes: dict[str, tuple[int, int]] = {}
-    for index, layer in enumerate(getattr(self_attention(found), "layers", ())):
+    for index, layer in enumerate(cache.layers):
+        if type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+            return None  # what extends them holds more
         for part in ("key", "value"):
             held = getattr(layer, f"{part}s", None)
             if not isinstance(held, torch.Tensor) or held.ndim != 4:

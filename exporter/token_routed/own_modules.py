@@ -91,11 +91,15 @@ class _Nllb(SparseBlock):
                 f"(second_expert_policy '{router.second_expert_policy}'), at inference as well",
                 hint='set "second_expert_policy": "all" in config.json',
             )
-        if not router.moe_eval_capacity_token_fraction >= 1:
+        fraction = router.moe_eval_capacity_token_fraction
+        if not fraction >= 1:
+            room = f"{fraction:g} of the tokens of a whole batch"
+            if fraction <= 0:
+                room = "expert_capacity tokens of a whole batch"
             raise FamilyError(
-                f"layer {experts.spec.name}: an expert has room for "
-                f"{router.moe_eval_capacity_token_fraction:g} of the tokens of a whole batch, so "
-                "that what one input gives depends on the others",
+                f"layer {experts.spec.name}: an expert has room for {room} "
+                f"(moe_eval_capacity_token_fraction {fraction:g}), so that what one input gives "
+                "depends on the others",
                 hint='set "moe_eval_capacity_token_fraction": 1.0 in config.json, which leaves '
                 "nothing out",
             )

@@ -63,12 +63,16 @@ def choose(work: AnyWork, target: Target, batches: Collection[int] = ()) -> Lowe
 
     What counts is the worst ratio to the fastest lowering over all `batches` and the work's own,
     and where that is the same for two, the time at the work's own. A layer that takes tokens as
-    they come is judged at one token and at a prompt instead (`MoESpec.typical_tokens`). Raises
-    `LoweringError` when no lowering serves the target.
+    they come is judged at one token and at a prompt instead (`MoESpec.typical_tokens`), or at the
+    tokens of each batch where an input has a fixed number of them. Raises `LoweringError` when no
+    lowering serves the target.
     """
     by_token = bool(batches) and bool(work.spec.typical_tokens)
     if by_token:
-        sizes = sorted({work.choosers, *work.spec.typical_tokens})
+        typical = work.spec.typical_tokens
+        if work.tokens_fixed:
+            typical = tuple(work.tokens * batch for batch in batches)
+        sizes = sorted({work.choosers, *typical})
         works = [replace(work, batch=1, tokens=size) for size in sizes]
     else:
         sizes = sorted({work.batch, *batches})

@@ -21,13 +21,17 @@ from ..targets import TARGETS, MachineKind, Precision, Target
 
 @dataclass(frozen=True)  # no slots: calling an alias such as Work sets an attribute
 class WorkOf(Generic[S]):
-    """The size of one layer's job: what a cost is a function of."""
+    """The size of one layer's job: what a cost is a function of.
+
+    `tokens_fixed`: every input has so many tokens, and never another number.
+    """
 
     spec: S
     k: int
     batch: int
     tokens: int
     precision: Precision = "fp32"
+    tokens_fixed: bool = False
 
     @property
     def choosers(self) -> int:

@@ -14,7 +14,10 @@ import numpy as np
 import onnx_ir as ir
 
 from ..layers.base import StoredPart
+from ..names import operand_of
+from ..targets import QuantFormat
 from .types import (
+    INT4_BLOCK,
     INT8_LEVELS,
     BlockedWeights,
     ComputeTypes,
@@ -22,6 +25,7 @@ from .types import (
     Range,
     Scale,
     WeightQuantization,
+    int4_block,
 )
 
 CONVERTED = ("experts.", "tensor.")
@@ -93,6 +97,18 @@ def quantize(
         np.clip(np.rint(matrix / scale), -weights.levels, weights.levels) + weights.zero_point
     )
     return integers.astype(np.uint8 if weights.zero_point else np.int8), scale
+
+
+def not_in_blocks(parts: Iterable[StoredPart], form: QuantFormat) -> str | None:
+    """Returns why weights cannot be written in blocks; None where their rows are whole ones."""
+    return next(
+        (
+            f"{part.name} has {part.shape[-2]} rows, which are no whole blocks of {INT4_BLOCK}"
+            for part in parts
+            if operand_of(part.name) is not None and int4_block(form, part.shape[-2:-1]) is None
+        ),
+        None,
+    )
 
 
 def _in_blocks(

@@ -19,6 +19,7 @@ from moexport.exporter.job import export_job
 from moexport.exporter.model import fingerprint
 from moexport.exporter.options import ExportOptions
 from moexport.exporter.token_routed.own_router import Routed, with_router_k
+from moexport.tests.command import run
 
 CODE = '''
 import moexport
@@ -67,6 +68,22 @@ class Net(nn.Module):
 def net(form="listed", rows=False, **given):
     torch.manual_seed(0)
     return Net(Gated(form, **given), rows)
+
+
+class Two(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Linear(3, 32)
+        self.first, self.second = (
+            Gated("concatenated", d=32, h=h, o=32) for h in (64, 40))
+
+    def forward(self, x):
+        return self.second(self.first(self.stem(x)))
+
+
+def two():
+    torch.manual_seed(0)
+    return Two()
 
 
 def alone():
@@ -134,6 +151,28 @@ def test_gated_experts_of_ones_own_become_a_verified_bundle(
         wanted = network(torch.from_numpy(X[:3])).numpy()
     found = bundle.session().run(X[:3])["output"]
     assert np.abs(found - wanted).max() <= 1e-5 * np.abs(wanted).max()
+
+
+def test_an_export_says_what_a_share_came_to_and_which_layer_stays_in_floats() -> None:
+    """0.25 of the 2 experts of the training is no half of one; 40 rows are no blocks of 32."""
+    np.save("x.npy", X)
+    asked = ("--k", "0.25", "--precision", "int4", "--target", "ort-cpu", "--no-verify")
+    told = run("export", "routed:two", "--data", "x.npy", "-o", "out", *asked)
+    assert told.code == 0, told.err
+    lines = told.err.splitlines()
+    assert any("--k 0.25: 0.25 × the trained 2 → 1 of 6 experts" in line for line in lines)
+    float_layers = [line for line in lines if "in fp32" in line]
+    (line,) = float_layers
+    assert "second.experts: in fp32: experts.w2 has 40 rows, which are no whole blocks" in line
+
+
+@pytest.mark.parametrize(
+    ("batch", "sizes"), [("1:4:16", "at 6 and 24 and 96 tokens"), ("4", "at 24 tokens")]
+)
+def test_a_lowering_is_chosen_for_the_tokens_that_a_network_takes(batch: str, sizes: str) -> None:
+    planned = moexport.plan(loaded(), "out", batch=batch)
+    ((layer,),) = (graph.layers for graph in planned.graphs)
+    assert sizes in layer.choice.reason
 
 
 def test_the_experts_weights_are_held_once_and_the_routers_are_part_of_the_model() -> None:

@@ -119,11 +119,11 @@ def test_a_lowering_that_needs_all_matrices_at_once_is_refused(
         exported(tmp_path, "ort-cpu", lowering)
 
 
-def test_rows_that_are_no_whole_blocks_stay_in_fp32_and_it_is_said(tmp_path: Path) -> None:
-    bundle = exported(tmp_path, "ort-cpu", "grouped", hidden=40)
-    (layer,) = bundle.manifest.layers
-    assert layer.precision == "fp32"
-    assert "experts.w2 has 40 rows, which are no whole blocks of 32" in layer.precision_reason
+def test_a_model_of_which_no_layer_can_have_it_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(MoexportError, match=r"no layer can .* experts.w2 has 40 rows") as told:
+        exported(tmp_path, "ort-cpu", "grouped", hidden=40)
+    assert "--precision int8" in str(told.value.hint)
+    assert not (tmp_path / "out").exists()
 
 
 def test_mumoe_layers_are_refused_with_the_reason(tmp_path: Path) -> None:

@@ -100,6 +100,10 @@ def test_a_part_that_cannot_be_is_refused(switch: Path, tmp_path: Path) -> None:
     [
         ({"second_expert_policy": "random"}, "takes the second expert at random"),
         ({"moe_eval_capacity_token_fraction": 0.5}, "room for 0.5 of the tokens of a whole batch"),
+        (
+            {"moe_eval_capacity_token_fraction": -1.0},
+            r"room for expert_capacity tokens of a whole batch \(moe_eval_capacity_token_f.* -1\)",
+        ),
     ],
 )
 def test_a_router_whose_choice_is_not_of_the_input_alone_is_refused(
