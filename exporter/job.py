@@ -34,7 +34,6 @@ from .model import (
     check_one_input,
     edited,
     fingerprint,
-    untouched_fingerprint,
 )
 from .options import CALIBRATED, CHOOSERS, ExportOptions, check_renormalize, parse_k, resolve_k
 from .quantization.calibrate import AGAIN, CalibrationJob, renormalised
@@ -151,16 +150,16 @@ def export_job(
     fixed = fixed_axes(loaded.input, options)
     if options.recipe is not None:
         _check_recipe(loaded, options.recipe)
-    loaded = edited(loaded, options.edits)
-    k = resolve_k(options.k, _specs(loaded))
-    loaded = with_router_k(with_k(loaded, k), k)
-    _check_routing(options, k, _specs(loaded))
-    job = ExportJob(loaded, options, k, fixed, table)
+    changed = edited(loaded, options.edits)
+    k = resolve_k(options.k, _specs(changed))
+    changed = with_router_k(with_k(changed, k), k)
+    _check_routing(options, k, _specs(changed))
+    job = ExportJob(changed, options, k, fixed, table)
     _check_layers(job)
     _check_blocks(job)
     if table is not None:
-        check_table(job, table, where)
-    elif options.precision.ranged and not _needs_ranges(loaded, options):
+        check_table(job, table, where, loaded)
+    elif options.precision.ranged and not _needs_ranges(changed, options):
         pass  # each row's scale is found while the graph runs
     elif options.data is None and options.precision.ranged:
         raise UsageError(
@@ -168,16 +167,17 @@ def export_job(
             "none",
             hint="give a feed with --data, or a table with --calibration",
         )
-    elif options.data is not None and len(loaded.inputs) > 1 and options.precision.name == "fp16":
+    elif options.data is not None and len(changed.inputs) > 1 and options.precision.name == "fp16":
         pass  # what overflows is looked for in models with one input
     elif options.data is not None and options.precision.name in CALIBRATED:
-        check_one_input(loaded, "--quantize all" if options.precision.scope == "all" else "--data")
+        what = "--quantize all" if options.precision.scope == "all" else "--data"
+        check_one_input(changed, what)
         asked = CalibrateRequest(
             method=options.method or DEFAULT_METHOD,
             samples=None if options.precision.ranged else PEAK_SAMPLES,
             renormalize=options.renormalize,
         )
-        ranges = CalibrationJob(loaded, options.data, _observed(k, _specs(loaded)), asked)
+        ranges = CalibrationJob(changed, options.data, _observed(k, _specs(changed)), asked)
         job = replace(job, calibration=ranges)
     return job
 
@@ -328,15 +328,19 @@ def _check_recipe(model: Model, recipe: Recipe) -> None:
         )
 
 
-def check_table(job: ExportJob, table: CalibrationTable, where: str) -> None:
+def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Model) -> None:
     """Raises `CalibrationError` with the reason where a table does not belong to a job.
 
     A table of more experts than are kept serves: its ranges hold theirs. One of fewer does not,
-    since rows that other experts get were never observed. `where` names the table.
+    since rows that other experts get were never observed. So a table of the model as it was
+    `loaded` serves where the job only drops or merges experts, or lets a router choose fewer.
+    `where` names the table.
     """
     again = AGAIN.format(path=where)
-    # Of a model with fewer experts too: what is left sees what it saw.
-    if table.origin.model not in (fingerprint(job.model), untouched_fingerprint(job.model)):
+    edits = job.model.edits
+    same = not (edits.ablations or edits.rewrites or edits.steers)
+    models = (job.model, loaded) if same else (job.model,)
+    if table.origin.model not in map(fingerprint, models):
         raise CalibrationError(
             f"{where}: was made from another model, or from this one with other weights, "
             "configuration or edits",

@@ -296,13 +296,6 @@ def _check_substitutes(
             raise UsageError(f"{what}: {numbers} are not all finite", hint=BESIDE)
 
 
-def untouched_fingerprint(model: Model) -> str:
-    """Returns the fingerprint of a model as it was before experts were dropped or merged."""
-    if model.original is None or not model.edits.fewer or model.edits.ablations:
-        return fingerprint(model)
-    return fingerprint(replace(model, module=model.original, edits=NO_EDITS))
-
-
 class Steered(nn.Module):
     """A network with one more input, the last: the strengths [b, s] of its layers' steerings.
 

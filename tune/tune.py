@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
+import shutil
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -29,11 +30,12 @@ from ..common.console import Progress, Silent
 from ..common.environment import environment
 from ..common.files import STEP_BYTES, sha256
 from ..common.timing import LOOK_S, WAIT_S, Latency, Protocol
-from ..common.writing import make_folder, remove_folder, scratch_folder
+from ..common.writing import check_folder, make_folder, output_errors, remove_folder, scratch_folder
 from ..errors import FeedError, MoexportError, ParityError, UsageError
 from ..exporter.bundle.bundle import Bundle
 from ..exporter.bundle.destination import check_destination
-from ..exporter.bundle.substitutes import substitutes_bytes
+from ..exporter.bundle.recipe import RECIPE_FILE
+from ..exporter.bundle.substitutes import SUBSTITUTES_FILE, substitutes_bytes
 from ..exporter.bundle.weights import layer_bytes
 from ..exporter.export import export
 from ..exporter.job import ExportJob, calibration_job, export_job
@@ -225,11 +227,13 @@ def tune(
     clock = clock or Clock(request.seconds)
     check_tunable(model)
     check_destination(destination, force=force)
+    check_folder(destination.absolute().parent)
     with with_threads(request.threads), _kept_in(work) as folder:
         clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
         job = Job.begin(model, data, request, folder, progress, clock)
         found = job.search(progress, evaluate)
-        sequence, chosen, bundle = job.answered(found, destination, force=force, progress=progress)
+        place = recipe_folder(destination, work)
+        sequence, chosen, bundle = job.answered(found, destination, place, progress, force=force)
     return Tuned(
         bundle,
         chosen,
@@ -463,9 +467,10 @@ class Job:
                     )
                     search.along(start.in_floats(floats), found)
             self._refine(search, substitutes, choices, times)
-            search.train_further(
-                partial(clock.over, step=LOOK), partial(clock.training_s, RUN, LAST_SHARE)
-            )
+            if not self.journal.found("confirmed"):
+                search.train_further(
+                    partial(clock.over, step=LOOK), partial(clock.training_s, RUN, LAST_SHARE)
+                )
             return self._front(search, graphs, base, choices)
 
     def _seed(self, search: Search, times: LayerTimes) -> None:
@@ -780,7 +785,13 @@ class Job:
         )
 
     def answered(
-        self, found: Found, destination: Path, *, force: bool, progress: Progress
+        self,
+        found: Found,
+        destination: Path,
+        recipe_folder: Path,
+        progress: Progress,
+        *,
+        force: bool,
     ) -> tuple[list[Confirmed], Confirmed, Bundle]:
         """Confirms the front on the other half and writes the best of what holds.
 
@@ -790,7 +801,9 @@ class Job:
         checked, ranked = self.contract(found, progress)
         for chosen in ranked:
             try:
-                bundle = self.written(chosen, found, destination, force=force, progress=progress)
+                bundle = self.written(
+                    chosen, found, destination, recipe_folder, progress, force=force
+                )
             except ParityError as error:
                 if chosen is ranked[-1]:
                     raise
@@ -870,9 +883,10 @@ class Job:
         chosen: Confirmed,
         found: Found,
         destination: Path,
+        recipe_folder: Path,
+        progress: Progress,
         *,
         force: bool,
-        progress: Progress,
     ) -> Bundle:
         """Exports the chosen point of a search as its recipe says; returns the bundle."""
         look = chosen.look
@@ -909,7 +923,8 @@ class Job:
         inputs = self.halves.search.inputs[:CALIBRATED]
         # Where k is part of the graph, its trace is that of the k which was found.
         traced = None if routed_layers(self.model) else self.traced
-        return export(export_job(self.model, asked, data=inputs), progress, traced)
+        with _recipe_kept(asked, recipe_folder):
+            return export(export_job(self.model, asked, data=inputs), progress, traced)
 
     def _contract(self, chosen: Confirmed) -> dict[str, Any]:
         """What was asked and what was confirmed, for recipe and manifest."""
@@ -938,8 +953,56 @@ class Job:
         }
 
 
+def recipe_folder(destination: Path, work: Path | None) -> Path:
+    """Returns the folder that holds a bundle's recipe until the bundle itself is whole.
+
+    It is in the folder of the search, if that stays, else a new one beside the bundle.
+    """
+    if work is not None:
+        return work / "recipe"
+    place = destination.absolute()
+    names = (f"{place.name}-recipe{ending}" for ending in ("", *map("-{}".format, range(2, 1000))))
+    return next(folder for name in names if not (folder := place.with_name(name)).exists())
+
+
+@contextmanager
+def _recipe_kept(options: ExportOptions, folder: Path) -> Iterator[None]:
+    """Writes the recipe of an export to a folder, which is removed when the bundle is whole.
+
+    A search takes minutes to hours: whatever an export fails of, what was confirmed is not lost.
+    """
+    recipe, constants = options.recipe, substitutes_bytes(options.edits)
+    assert recipe is not None, "a search exports recipes"
+    remove_folder(folder)
+    make_folder(folder)
+    with output_errors(folder):
+        if constants:
+            (folder / SUBSTITUTES_FILE).write_bytes(constants)
+        if isinstance(options.calibration, Path):
+            shutil.copyfile(options.calibration, folder / CALIBRATION_FILE)
+        recipe.write(folder / RECIPE_FILE)
+    again = (
+        f"the result of the search is confirmed, and `moexport export MODEL --recipe "
+        f"{folder / RECIPE_FILE} -o BUNDLE` exports it"
+    )
+    try:
+        yield
+    except MoexportError as error:
+        error.hint = f"{error.hint}; {again}" if error.hint else again
+        raise
+    except Exception as error:
+        error.add_note(again)
+        raise
+    remove_folder(folder)
+
+
 def _looks_over(graphs: Graphs, clock: Clock) -> bool:
-    """Whether the time for looks is over; what can be trained has its own."""
+    """Whether the time for looks is over; what can be trained has its own.
+
+    After the confirmation there is none: to train further would change what was confirmed.
+    """
+    if graphs.journal.found("confirmed"):
+        return True
     trains = any(look.point.fewer for look in graphs.looks.values())
     return clock.over(LOOKS_SHARE if trains else 1.0, LOOK)
 

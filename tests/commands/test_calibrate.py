@@ -148,7 +148,7 @@ def test_an_export_refuses_a_table_of_other_weights(table: Path) -> None:
     made = export_job(moexport.load(WEIGHTS), int8("2"), calibration=table).table
     assert made is not None
     with pytest.raises(CalibrationError, match="another model"):
-        check_table(export_job(model, ExportOptions(k=2)), made, "table.json")
+        check_table(export_job(model, ExportOptions(k=2)), made, "table.json", model)
 
 
 def test_an_export_without_table_and_feed_says_what_to_give() -> None:
