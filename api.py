@@ -626,10 +626,11 @@ def specialise(
 
 def doctor(*, progress: Progress | None = None) -> Diagnosis:
     """Returns what this machine can build and run, and why not the rest; builds nothing."""
+    from .bench.engines import checks
     from .exporter.doctor import diagnose
 
     _say(progress, "looking at packages and hardware")
-    return diagnose()
+    return diagnose(checks())
 
 
 def _say(progress: Progress | None, step: str) -> None:

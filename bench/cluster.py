@@ -40,7 +40,8 @@ from .request import BenchRequest
 from .results import Results
 from .run import analysed, analyses_wanted, opened, prepared, sweep, with_threads
 from .runners.base import Runner
-from .runners.pytorch import CUDA, loaders, without_tf32
+from .runners.models import loaders
+from .runners.pytorch import CUDA, without_tf32
 
 Batches = dict[str, dict[int, EvaluationState]]
 """The sums of each batch by its number, for each candidate by its name."""

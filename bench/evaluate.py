@@ -17,6 +17,7 @@ from ..errors import FeedError
 from ..exporter.inputs import Inputs
 from ..exporter.parity import TIE
 from .data import Labelled
+from .engines import ModelEngine, engine_of
 from .language import is_language_model
 from .metrics import (
     NegativeLogLikelihood,
@@ -27,15 +28,32 @@ from .metrics import (
     TopKCounts,
 )
 from .plan import Candidate, Case
-from .results import PYTORCH_COMPILE, PYTORCH_EAGER
+from .results import Parity
 from .runners.base import Runner, first_of
-from .runners.pytorch import Expected, PyTorch, outputs_of, reference_of, untouched
+from .runners.models import reference_of
+from .runners.pytorch import Expected, PyTorch, outputs_of, untouched
 
 SAVE_S = 10.0  # how often the sums so far are kept for a run that goes on after a kill
-UNTOUCHED = (PYTORCH_EAGER, PYTORCH_COMPILE)  # engines that run the model as it was trained
 
 OUTPUT_BYTES = 256 << 20
 """Outputs of one batch may take this much; token models give a vocabulary per token."""
+
+
+LEAST_COSINE = {"int8": 0.8, "fp8": 0.8, "int4": 0.8}
+FLOAT_COSINE = 0.99
+"""With a smaller cosine to PyTorch's outputs, those of a case are another function's: rounding in
+its precision does not turn them so far. `verify` judges far more finely."""
+
+
+def wrong(case: Case, parity: Parity) -> str | None:
+    """Returns why outputs are not those of PyTorch in a case's precision; None where they are."""
+    least = LEAST_COSINE.get(case.precision, FLOAT_COSINE)
+    if parity.cosine >= least:
+        return None
+    return (
+        f"wrong outputs: their cosine to PyTorch's with the same k is {parity.cosine:.3f}, and "
+        f"{least} is the least for {case.precision}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,9 +191,15 @@ def _batches(
         yield len(first_of(inputs)), partial(after, inputs=inputs, labels=labels)
 
 
+def _is_untouched(case: Case) -> bool:
+    """Whether a case runs the model as it was trained."""
+    kind = engine_of(case.engine, case.provider)
+    return isinstance(kind, ModelEngine) and kind.untouched
+
+
 def _has_own_reference(case: Case, candidate: Candidate) -> bool:
     """Whether what a case computes is another model than the untouched one."""
-    if case.engine in UNTOUCHED:
+    if _is_untouched(case):
         return False
     return bool(case.k < case.experts or case.k in candidate.routed or candidate.model.edits)
 
@@ -231,7 +255,7 @@ def _after(
     for case, runner in runners.items():
         if case.label in failures:
             continue
-        reference = None if case.engine in UNTOUCHED else expected.get(case.k)
+        reference = None if _is_untouched(case) else expected.get(case.k)
         wanted = reference or Expected(dense, {}, {})
         try:
             actual = runner.infer(x)

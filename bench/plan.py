@@ -14,13 +14,7 @@ from ..exporter.job import ExportJob
 from ..exporter.model import Model
 from ..exporter.token_routed.network import Network
 from ..graphs.layers.base import MoESpec, moe_layers
-from .results import (
-    EXPERTS_FORMS,
-    ONNXRUNTIME,
-    PYTORCH_ALGORITHM_2,
-    PYTORCH_EAGER,
-)
-from .runners.available import KINDS
+from .engines import KINDS, ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER, ModelEngine
 from .runners.base import Loader, Runner
 
 
@@ -81,7 +75,7 @@ class Candidate:
     """A model to measure, with the graphs that were made from it.
 
     `ks` are those of its Algorithm 2 rows in PyTorch; each graph has its own k. `engines` are the
-    PyTorch engines to measure, by their names in `available.KINDS`, beside the untouched model,
+    PyTorch engines to measure, by their names in `engines.KINDS`, beside the untouched model,
     which always takes part. `routed` has, for each k of a router that is part of the model, the job
     of its export, whose model chooses so many. A language model is timed in `phases`.
     """
@@ -127,8 +121,8 @@ class Candidate:
         n = self.experts
         found: dict[Case, GraphSource | None] = {}
         for kind in KINDS.values():
-            if kind.in_pytorch and kind.name in (PYTORCH_EAGER, *self.engines):
-                for k, of in self._in_pytorch(kind.engine):
+            if isinstance(kind, ModelEngine) and kind.name in (PYTORCH_EAGER, *self.engines):
+                for k, of in self._run_by(kind):
                     found[Case(self.name, kind.engine, k, of, kind.provider)] = None
         for graph in self.graphs:
             case = Case(
@@ -147,15 +141,15 @@ class Candidate:
         """Each layer's k where routers choose: that of the job whose largest it is."""
         return whole_k(self.routed[k]) if k in self.routed else {}
 
-    def _in_pytorch(self, engine: str) -> Iterator[tuple[int, int]]:
+    def _run_by(self, kind: ModelEngine) -> Iterator[tuple[int, int]]:
         """Yields each k that an engine of PyTorch runs, and of how many experts."""
         n = self.experts
-        if engine == PYTORCH_ALGORITHM_2:
+        if kind.algorithm_2:
             loops = any(layer.spec.chooses_sets for layer in self.model.layers.values())
             yield from ((k, n) for k in self.ks if loops and k < n)
-        elif engine in EXPERTS_FORMS:
+        elif kind.experts_form is not None:
             form = experts_form(self.model)
-            own = form == EXPERTS_FORMS[engine]
+            own = form == kind.experts_form
             yield from ((k, n) for k in self.routed if form and not (own and k == self.trained_k))
         else:
             yield self.trained_k, max(spec.experts for spec in self._as_trained)

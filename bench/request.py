@@ -25,6 +25,12 @@ Trained = Literal["soft-moe", "mumoe", "experts"]
 """Kinds of MoE layers that the demo trains."""
 
 
+def _engines() -> str:
+    from .engines import KINDS
+
+    return f"A list of {', '.join(KINDS)}; or all."
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BenchRequest(LoadRequest):
     """What is measured of models and bundles, over which settings, and how."""
@@ -36,7 +42,7 @@ class BenchRequest(LoadRequest):
     )
     lowering: str = option("auto", "A list of lowerings, or auto.")
     precision: str = option("fp32", "A list: fp32,fp16,bf16,int8,int4 (INT8 ranges from the data).")
-    engine: str = option("all", "A list: pytorch-compile, onnxruntime, tensorrt-rtx, …, or all.")
+    engine: str = option("all", _engines)
     target: CpuTarget = option(
         "onnx", "The target of graphs that ONNX Runtime runs on the CPU.", kind=CpuTarget
     )

@@ -11,26 +11,13 @@ from ..common.json_data import from_data, parse
 from ..common.timing import Latency
 from ..common.writing import write_text
 from ..errors import ResultsError
+from .engines import PYTORCH_EAGER
 
 SCHEMA = 1
 DISTURBED = 0.1  # from this share of waiting for a core on, times are those of a shared machine
-PYTORCH_EAGER = "pytorch-eager"
-PYTORCH_EAGER_CUDA = f"{PYTORCH_EAGER}-cuda"
-PYTORCH_COMPILE = "pytorch-compile"
-PYTORCH_ALGORITHM_2 = "pytorch-algorithm-2"
-PYTORCH_GROUPED_MM = "pytorch-grouped-mm"
-PYTORCH_EXPERTS_EAGER = "pytorch-experts-eager"
-ONNXRUNTIME = "onnxruntime"
-TRANSFORMERS_ONNX = "transformers-onnx"
-OPENVINO = "openvino"
-TENSORRT = "tensorrt"
-TENSORRT_RTX = "tensorrt-rtx"
 
 TOKEN_ROUTED = "experts"
 """The kind of layers whose tokens are routed, as `ModelInfo` has it."""
-
-EXPERTS_FORMS = {PYTORCH_GROUPED_MM: "grouped_mm", PYTORCH_EXPERTS_EAGER: "eager"}
-"""How `transformers` computes experts in PyTorch, by the engine that measures it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +120,10 @@ class Row:
     second. `peak_memory_mb` is the largest resident set of a process that opens the engine and runs
     batches of this size, `runtime_memory_mb` what that process held before it opened anything.
     `computed_in` is what the matrix products were computed in, for engines that tell it. A row that
-    failed has `error` and no numbers. `node` names the machine of a cluster on which the row was
-    timed; the protocol's `nodes` tell the environment of each. `point` says what each layer is
-    where k alone does not: of a search, whose layers may have fewer experts.
+    failed has `error` and no numbers, but for the `parity` of wrong outputs. `node` names the
+    machine of a cluster on which the row was timed; the protocol's `nodes` tell the environment of
+    each. `point` says what each layer is where k alone does not: of a search, whose layers may have
+    fewer experts.
     """
 
     engine: str

@@ -36,7 +36,8 @@ from ..graphs.names import K_INPUT
 from .analyses.experts import Wanted, parse_analyses, studied
 from .analyses.subgroups import compared
 from .data import Labelled, LabelledData, Streamed, fingerprint, labelled, load_groups
-from .evaluate import EvaluationState, evaluate
+from .engines import PYTORCH_COMPILE, Serves
+from .evaluate import EvaluationState, evaluate, wrong
 from .journal import FILE, Journal
 from .language import is_language_model, phase_inputs, phases_of, prompt_of, token_windows
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
@@ -46,11 +47,12 @@ from .plan import Candidate, Case, Settings, TimingGroup, describe, plan
 from .report.compare import compare
 from .report.page import write_all
 from .request import BenchRequest
-from .results import PYTORCH_COMPILE, Absent, ModelInfo, Part, Results, Row
-from .runners.available import Serves, parse_engines, select
+from .results import Absent, ModelInfo, Part, Results, Row
+from .runners.available import parse_engines, select
 from .runners.base import Loader, Runner
 from .runners.candidates import Sweep, candidates_of, check_exported, parse_ks, parse_precisions
-from .runners.pytorch import CUDA, PyTorch, loaders, outputs_of, untouched, without_tf32
+from .runners.models import loaders
+from .runners.pytorch import CUDA, PyTorch, outputs_of, untouched, without_tf32
 
 CALIBRATION_INPUTS = 256
 """INT8 takes its ranges from this many of the benchmark's inputs; their labels play no part."""
@@ -314,7 +316,7 @@ def _analyses(
 
 
 def _served(item: Model | Bundle) -> Serves:
-    """Which engines of `available.KINDS` a model is for, beside those for all."""
+    """Which engines of `engines.KINDS` a model is for, beside those for all."""
     ports = item.inputs if isinstance(item, Model) else item.manifest.inputs
     return "transformers" if len([p for p in ports if p.name != K_INPUT]) > 1 else "one-input"
 
@@ -393,7 +395,8 @@ class Measurement:
                 if failure is not None:
                     place = group.title.removeprefix(group.model)
                     self.progress.step(f"failed: {case.label}{place}: {failure}")
-                    rows.append(Row(**identity, error=failure))
+                    parity = self.qualities.get(case, {}).get("parity")
+                    rows.append(Row(**identity, error=failure, parity=parity))
                     continue
                 latency, limit = measured.latencies[case.label], of_cases.get(case, Limit())
                 memory = memories.get(case.label)
@@ -465,7 +468,10 @@ class Measurement:
             if case.label in state.failures:
                 self.failures[case] = state.failures[case.label]
             else:
-                self.qualities[case] = state.quality(case)
+                self.qualities[case] = quality = state.quality(case)
+                reason = wrong(case, quality["parity"])
+                if reason is not None:
+                    self.failures[case] = reason
 
     def _measured(
         self, group: TimingGroup, runners: Mapping[Case, Runner | Loader], limits: Limits | None

@@ -27,20 +27,26 @@ DECLARED = "option"
 class Declared:
     """What is said of an option beside its type and default.
 
-    `unset` is what None or nothing stands for. A section of the help begins at a `heading`. `shell`
+    `words` are its meaning, or return it where it comes from a list that is loaded late. `unset` is
+    what None or nothing stands for. A section of the help begins at a `heading`. `shell`
     is what the parser has to know (`kind`, `flag`, `metavar`, `min`, `parser`), None for an option
     of Python alone.
     """
 
-    help: str
+    words: str | Callable[[], str]
     unset: str | None
     heading: str | None
     shell: Mapping[str, Any] | None
 
+    @property
+    def help(self) -> str:
+        """What the option means."""
+        return self.words if isinstance(self.words, str) else self.words()
+
 
 def option(
     default: T,
-    help: str,
+    help: str | Callable[[], str],
     *,
     unset: str | None = None,
     heading: str | None = None,

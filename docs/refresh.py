@@ -27,6 +27,8 @@ from moexport.bench.report.figures import figures
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
 from moexport.docs import performance_page, results_schema, site_hooks
+from moexport.graphs.lowerings import lowerings_of
+from moexport.graphs.targets import Target
 from moexport.perf import cache, calibration, granite, models, scale, tune
 from moexport.perf.experts import table as experts_table
 from moexport.perf.layers import mumoe
@@ -35,9 +37,11 @@ from moexport.perf.measure import kept, measured_on
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "perf" / "results"
 LAYER = "blocks.2.mlp/"
-LOWERINGS = ("dense", "gather", "grouped", "conditional", "fused")
-ENGINES_OWN = "block-grouped"
-"""For engines alone, so that its ops are those of a graph for TensorRT."""
+REPEATS = 6
+"""A chain of ops is written with a factor from this many repeats on."""
+
+CPU: Target = "ort-cpu"
+ENGINES: Target = "tensorrt"
 
 CASE = ROOT / "tests" / "data" / "soft_moe_vit" / "weights.pt"
 
@@ -106,29 +110,27 @@ def layer_ops(bundle: moexport.Bundle, lowering: str) -> list[str]:
 def listed_ops() -> dict[str, str]:
     """Returns the text of each listing: `route`, which all lowerings begin with, and the rest."""
     model = moexport.load(CASE, config={"num_heads": 4, "rest": "default"})
+    records = lowerings_of("soft-moe").values()
+    on_cpu = [record.name for record in records if CPU in record.targets]
+    ops: dict[str, list[str]] = {}
     with tempfile.TemporaryDirectory() as folder:
-        bundle = moexport.export(
-            model,
-            Path(folder) / "out",
-            k=2,
-            target="ort-cpu",
-            lowering=",".join(LOWERINGS),
-            verify=False,
-        )
-        ops = {name: layer_ops(bundle, name) for name in LOWERINGS}
-        engine = moexport.export(
-            model,
-            Path(folder) / "engine",
-            k=2,
-            target="tensorrt",
-            lowering=ENGINES_OWN,
-            verify=False,
-            engine=False,
-        )
-        own = layer_ops(engine, ENGINES_OWN)
-    columns = zip(*ops.values(), strict=False)
+        # Of those for engines alone the ops are those of a graph for TensorRT.
+        for target, names in (
+            (CPU, on_cpu),
+            (ENGINES, [record.name for record in records if record.name not in on_cpu]),
+        ):
+            bundle = moexport.export(
+                model,
+                Path(folder) / target,
+                k=2,
+                target=target,
+                lowering=",".join(names),
+                verify=False,
+                engine=False if target == ENGINES else None,
+            )
+            ops |= {name: layer_ops(bundle, name) for name in names}
+    columns = zip(*(ops[name] for name in on_cpu), strict=False)
     route = [column[0] for column in itertools.takewhile(lambda c: len(set(c)) == 1, columns)]
-    ops[ENGINES_OWN] = own
     return {"route": shown(route)} | {name: shown(ops[name][len(route) :]) for name in ops}
 
 
@@ -139,7 +141,7 @@ def shown(ops: Sequence[str]) -> str:
     while place < len(ops):
         length, times = max(((n, _repeats(ops, place, n)) for n in (1, 2, 3)), key=_saved)
         chain = " ".join(ops[place : place + length])
-        if times > len(LOWERINGS):
+        if times >= REPEATS:
             parts.append(f"{times}×({chain})")
             place += length * times
         else:
@@ -185,6 +187,8 @@ def refresh_lowerings() -> None:
     text = page.read_text(encoding="utf-8")
     for section, ops in listed_ops().items():
         listing = re.compile(rf"(^### {section}\n\n```text\n).*?(^```$)", re.MULTILINE | re.DOTALL)
+        if listing.search(text) is None:
+            sys.exit(f"{page}: has no section '### {section}' with a listing to fill in")
         text = listing.sub(lambda m, ops=ops: m[1] + ops + m[2], text)  # type: ignore[misc]
     page.write_text(text, encoding="utf-8")
 

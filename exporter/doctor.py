@@ -1,18 +1,17 @@
-"""What this machine can build and run, and why not the rest."""
+"""What this machine can build and run, and why not the rest. Importing loads no package."""
 
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ..common.environment import environment, versions
-from ..common.pytorch import check_pytorch
 from ..errors import ForeignEngineError, MissingExtraError, install
-from .tensorrt.backends import BACKENDS, Backend, Gpu, first_gpu
-from .tensorrt.cuda import driver_problem, runtime
+
+if TYPE_CHECKING:
+    from .tensorrt.backends import Backend, Gpu
 
 GPU_PACKAGE = f"pip uninstall onnxruntime, then {install('gpu')}"
 
@@ -27,6 +26,25 @@ class Ability:
 
 
 @dataclass(frozen=True, slots=True)
+class Check:
+    """A line of `moexport doctor`: what is checked, and how.
+
+    `works` takes the machine's GPU, and returns what is there or raises what is missing.
+    """
+
+    name: str
+    works: Callable[[Gpu | None], str]
+
+    def ability(self, gpu: Gpu | None) -> Ability:
+        """Returns whether it works here with this GPU, and why or why not."""
+        try:
+            return Ability(self.name, True, self.works(gpu))
+        except (MissingExtraError, ForeignEngineError) as error:
+            hint = f": {error.hint}" if error.hint else ""
+            return Ability(self.name, False, f"{error.message}{hint}")
+
+
+@dataclass(frozen=True, slots=True)
 class Diagnosis:
     """The result of `moexport doctor`."""
 
@@ -38,44 +56,42 @@ class Diagnosis:
         return asdict(self)
 
 
-def diagnose() -> Diagnosis:
+def diagnose(checks: Iterable[Check]) -> Diagnosis:
     """Returns what works here; looks at the installed packages and the hardware, builds nothing."""
-    return Diagnosis(abilities(first_gpu()), environment())
+    from ..common.environment import environment
+    from .tensorrt.backends import first_gpu
+
+    gpu = first_gpu()
+    lines = (EXPORT, *dict.fromkeys(checks), DEMO)
+    return Diagnosis(tuple(check.ability(gpu) for check in lines), environment())
 
 
-def abilities(gpu: Gpu | None) -> tuple[Ability, ...]:
-    """Returns what works here with this GPU."""
-    engines = (
-        _ability(f"{verb} {backend.title} engines", partial(works, backend, gpu))
-        for backend in BACKENDS.values()
-        for verb, works in (("build", _builds), ("run", _runs))
-    )
-    return (
-        _ability("export to ONNX", _exports),
-        _ability("run on CPU", partial(_serves, "CPUExecutionProvider", gpu)),
-        _ability("run on CUDA", partial(_serves, "CUDAExecutionProvider", gpu)),
-        _ability(
-            "run on ONNX Runtime's TensorRT", partial(_serves, "TensorrtExecutionProvider", gpu)
-        ),
-        _ability("run in OpenVINO", _openvino),
-        *engines,
-        _ability("demo", _demo),
-    )
+def in_onnx_runtime(name: str, provider: str) -> Check:
+    """Returns the check of a provider of ONNX Runtime."""
+    return Check(name, partial(_serves, provider))
 
 
-def _ability(name: str, works: Callable[[], str]) -> Ability:
-    """An ability; `works` tells by what it is there, or raises what is missing."""
-    try:
-        return Ability(name, True, works())
-    except (MissingExtraError, ForeignEngineError) as error:
-        hint = f": {error.hint}" if error.hint else ""
-        return Ability(name, False, f"{error.message}{hint}")
+def installed(name: str, package: str, title: str, extra: str) -> Check:
+    """Returns the check of a package that an extra of moexport installs."""
+    return Check(name, partial(_found, package, title, extra))
 
 
-def _exports() -> str:
+def builds(backend: str, title: str) -> Check:
+    """Returns the check of what compiles engines of a TensorRT."""
+    return Check(f"build {title} engines", partial(_builds, backend))
+
+
+def runs(backend: str, title: str) -> Check:
+    """Returns the check of what runs engines of a TensorRT."""
+    return Check(f"run {title} engines", partial(_runs, backend))
+
+
+def _exports(gpu: Gpu | None) -> str:
+    from ..common.environment import versions
     from ..common.onnx_runtime import ort
+    from ..common.pytorch import check_pytorch
 
-    del ort
+    del gpu, ort
     check_pytorch("export")
     both = versions(("onnxruntime", "onnxruntime-gpu"))
     if len(both) == 2:
@@ -99,13 +115,19 @@ def _serves(provider: str, gpu: Gpu | None) -> str:
     return f"ONNX Runtime {ort.__version__}, {provider}"
 
 
-def _openvino() -> str:
-    if importlib.util.find_spec("openvino") is None:
-        raise MissingExtraError("OpenVINO is not installed", hint=install("openvino"))
-    return f"OpenVINO {versions(('openvino',))['openvino']}, on the CPU"
+def _found(package: str, title: str, extra: str, gpu: Gpu | None) -> str:
+    from ..common.environment import versions
+
+    del gpu
+    if importlib.util.find_spec(package) is None:
+        raise MissingExtraError(f"{title} is not installed", hint=install(extra))
+    return f"{title} {versions((package,)).get(package, '')}".rstrip()
 
 
-def _builds(backend: Backend, gpu: Gpu | None) -> str:
+def _builds(name: str, gpu: Gpu | None) -> str:
+    from .tensorrt.backends import BACKENDS
+
+    backend = BACKENDS[name]
     backend.check_installed()
     version = backend.version()
     if backend.builds_without_gpu:
@@ -115,7 +137,11 @@ def _builds(backend: Backend, gpu: Gpu | None) -> str:
     return _on(backend, gpu)
 
 
-def _runs(backend: Backend, gpu: Gpu | None) -> str:
+def _runs(name: str, gpu: Gpu | None) -> str:
+    from .tensorrt.backends import BACKENDS
+    from .tensorrt.cuda import driver_problem, runtime
+
+    backend = BACKENDS[name]
     if importlib.util.find_spec(backend.module) is None:
         raise MissingExtraError(f"{backend.title} is not installed", hint=backend.install)
     runtime()
@@ -132,8 +158,16 @@ def _on(backend: Backend, gpu: Gpu) -> str:
     return f"{backend.title} {backend.version()}, on {gpu.name} ({gpu.compute_capability})"
 
 
-def _demo() -> str:
+def _demo(gpu: Gpu | None) -> str:
+    from ..common.pytorch import check_pytorch
+
+    del gpu
     check_pytorch("the demo")
     if importlib.util.find_spec("sklearn") is None:
         raise MissingExtraError("scikit-learn is missing", hint=install("demo"))
     return "scikit-learn's digits are installed"
+
+
+EXPORT = Check("export to ONNX", _exports)
+
+DEMO = Check("demo", _demo)

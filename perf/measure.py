@@ -26,7 +26,7 @@ from moexport.bench.measure.roofline import (
 from moexport.bench.plan import Candidate, Case, GraphSource, TimingGroup
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.base import Loader, Runner
-from moexport.bench.runners.pytorch import TorchLoader, loaders
+from moexport.bench.runners.models import TorchLoader, loaders
 from moexport.common import timing
 from moexport.common.console import Console
 from moexport.common.environment import environment, usable_cores

@@ -12,15 +12,9 @@ from tempfile import TemporaryDirectory
 import moexport
 import numpy as np
 from moexport.bench.data import LabelledData
+from moexport.bench.engines import ONNXRUNTIME, PYTORCH_COMPILE, PYTORCH_EAGER
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
-from moexport.bench.results import (
-    ONNXRUNTIME,
-    PYTORCH_COMPILE,
-    PYTORCH_EAGER,
-    ModelInfo,
-    Results,
-    Row,
-)
+from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing
 from moexport.common.console import Progress

@@ -9,18 +9,11 @@ from typing import Any
 import msgspec
 
 from ..bench.analyses.findings import TUNING, FrontPoint, TunedLayer, TuningRecord
+from ..bench.engines import ONNXRUNTIME, PYTORCH_EAGER
 from ..bench.journal import FILE
 from ..bench.plan import Candidate
 from ..bench.report.page import write_all
-from ..bench.results import (
-    ONNXRUNTIME,
-    PYTORCH_EAGER,
-    Accuracy,
-    Interval,
-    Perplexity,
-    Results,
-    Row,
-)
+from ..bench.results import Accuracy, Interval, Perplexity, Results, Row
 from ..bench.run import model_info
 from ..calibration.table import CALIBRATION_FILE
 from ..common.environment import environment

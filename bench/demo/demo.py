@@ -25,9 +25,9 @@ from ...exporter.options import ExportOptions, PrecisionOptions, parse_k
 from ...exporter.trace import trace
 from ...graphs.targets import Precision, Target
 from ..data import LabelledData
+from ..engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from ..plan import Candidate, Settings
 from ..report.text import rows_table
-from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2
 from ..run import bench, in_phases
 from ..runners.candidates import Sweep, from_bundle
 from ..runners.other_exporters import with_other_exporters

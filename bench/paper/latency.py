@@ -25,9 +25,10 @@ from ...common.text import count, table
 from ...common.timing import MIN_ROUNDS, Protocol, summarise
 from ...exporter.model import Model
 from ...graphs.layers.soft_moe import SoftMoE
+from ..engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER
 from ..plan import Settings
 from ..report.page import write_all
-from ..results import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER, Results, Row, write
+from ..results import Results, Row, write
 from ..run import bench, model_info, with_threads
 from ..runners.base import Runner
 from ..runners.candidates import Sweep, exported

@@ -22,11 +22,12 @@ from ...common.console import Progress
 from ...common.environment import environment
 from ...common.text import count, table
 from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec, activate
+from ..engines import ONNXRUNTIME, PYTORCH_EAGER
 from ..measure.latency import group_batches, measure_group
 from ..measure.memory import measure_memory, pickled
 from ..plan import Case, TimingGroup
 from ..report.page import write_all
-from ..results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
+from ..results import ModelInfo, Results, Row
 from ..run import with_threads
 from ..runners.base import Loader, Runner
 from ..runners.candidates import Sweep, exported

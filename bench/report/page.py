@@ -26,9 +26,9 @@ from ...errors import UsageError
 from ..analyses.findings import ExpertStudy, FrontPoint, TuningRecord, studies_in, tuning_in
 from ..analyses.report import figures as charts
 from ..analyses.report import titled
+from ..engines import GraphEngine, engine_of
 from ..fairness import ModelFairness, compared_in
 from ..results import TOKEN_ROUTED, Interval, ModelInfo, Results, Row, as_json, write
-from ..runners.available import KINDS
 from .compare import Change, Comparison
 from .fairness import FAIR_HEADS, compared_rows
 from .figures import figures
@@ -218,8 +218,8 @@ def export_command(results: Results, row: Row) -> str | None:
 
     The model and what its shapes do not tell are taken from the command of the results.
     """
-    targets = {(kind.engine, kind.provider): kind.target for kind in KINDS.values()}
-    target: str | None = targets.get((row.engine, row.provider or "cpu"))
+    kind = engine_of(row.engine, row.provider)
+    target: str | None = kind.target if isinstance(kind, GraphEngine) else None
     model = next((each for each in results.models if each.name == row.model), ModelInfo(""))
     source = model.source
     try:

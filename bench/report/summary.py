@@ -7,24 +7,12 @@ from dataclasses import dataclass
 
 from ...common import timing
 from ...common.timing import Latency
-from ..results import PYTORCH_EAGER, Interval, Results, Row
+from ..engines import PYTORCH_EAGER, TITLES
+from ..results import Interval, Results, Row
 
 KEPT = 0.99  # the summary's bar: the share of the untouched model's accuracy that a row must keep
 UNTOUCHED = "PyTorch, untouched"  # what tables and charts call the reference
 GPU_MS = "GPU ms"  # the heading of the times by CUDA events, in every table that has them
-
-NAMES = {
-    "pytorch-eager": "PyTorch",
-    "pytorch-compile": "PyTorch, compiled",
-    "pytorch-algorithm-2": "PyTorch, loop over experts",
-    "pytorch-grouped-mm": "PyTorch, grouped_mm",
-    "pytorch-experts-eager": "PyTorch, eager experts",
-    "transformers-onnx": "OnnxExporter of transformers",
-    "onnxruntime": "ONNX Runtime",
-    "openvino": "OpenVINO",
-    "tensorrt": "TensorRT",
-    "tensorrt-rtx": "TensorRT-RTX",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +149,7 @@ def line_name(row: Row) -> str:
 def _words(row: Row, between: tuple[str | None, ...]) -> Iterator[str]:
     """The engine, what is said of the graph, and the provider, each where it tells something."""
     provider = None if row.provider in ("cpu", row.engine) else row.provider
-    engine = NAMES.get(row.engine, row.engine)
+    engine = TITLES.get(row.engine, row.engine)
     if row.computed_in is not None:
         engine += f" ({row.computed_in})"
     return (word for word in (engine, *between, provider) if word)

@@ -11,13 +11,13 @@ from ...common.text import csv_cell, markdown, markdown_text, printable, table
 from ...common.timing import Latency
 from ..analyses.findings import studies_in
 from ..analyses.report import text as studies_text
+from ..engines import PYTORCH_EAGER, TITLES
 from ..fairness import compared_in
-from ..results import PYTORCH_EAGER, Results, Row
+from ..results import Results, Row
 from .compare import Comparison
 from .fairness import subgroups_text
 from .summary import (
     GPU_MS,
-    NAMES,
     by_row,
     caveat,
     line_name,
@@ -261,7 +261,7 @@ def _on_gpu(results: Results) -> list[str]:
     if any(row.device_ms is not None for row in rows):
         lines.append(GPU_EVENTS)
     silent = dict.fromkeys(
-        f"{NAMES.get(row.engine, row.engine)} ({row.provider})"
+        f"{TITLES.get(row.engine, row.engine)} ({row.provider})"
         for row in rows
         if row.device_ms is None
     )

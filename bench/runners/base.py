@@ -10,13 +10,17 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 
 from ...calibration.feeds import Array
 from ...errors import MoexportError
 from ...exporter.inputs import Inputs
+
+if TYPE_CHECKING:
+    from ...exporter.model import Model
+    from ...exporter.tensorrt.options import EngineOptions
 
 
 class Runner(ABC):
@@ -99,6 +103,45 @@ class Loader(ABC):
     def file(self) -> Path | None:
         """The graph's file, where it is one."""
         return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphFile:
+    """A graph to open, as an engine's loader gets it.
+
+    `selected`, `experts` and `k` are as in `GraphLoader`. With `options` an engine is compiled from
+    it, in the bundle that holds it, unless that is there.
+    """
+
+    path: Path
+    selected: Mapping[str, str] = field(default_factory=dict)
+    experts: Mapping[str, int] = field(default_factory=dict)
+    k: int | None = None
+    threads: int | None = None
+    options: EngineOptions | None = None
+
+    @property
+    def opening(
+        self,
+    ) -> tuple[Path, Mapping[str, str], Mapping[str, int], int | None, int | None]:
+        """What a `GraphLoader` is made from."""
+        return self.path, self.selected, self.experts, self.k, self.threads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelRun:
+    """A model to run in PyTorch, as an engine's loader gets it.
+
+    `k` is what Algorithm 2 keeps in each layer, and `k_by_layer` what routers choose. What is
+    compiled is compiled for the sizes of `batches`.
+    """
+
+    model: Model
+    provider: str
+    k: int
+    k_by_layer: Mapping[str, int]
+    batches: tuple[int, ...]
+    renormalize: bool
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,6 @@ from ...exporter.job import ExportJob, export_job
 from ...exporter.model import Model
 from ...exporter.options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions, parse_k
 from ...exporter.plan import GraphPlan, plan, plan_graph
-from ...exporter.session import PROVIDERS
 from ...exporter.tensorrt.backends import BACKENDS
 from ...exporter.tensorrt.cache import default_cache
 from ...exporter.tensorrt.options import CURRENT, EngineOptions
@@ -37,23 +36,19 @@ from ...exporter.trace import trace
 from ...exporter.write import manifest_of, write_graphs
 from ...graphs.layers.experts import Experts, ExpertsSpec
 from ...graphs.targets import Precision, Scope, Target
+from ..engines import KINDS, ONNXRUNTIME, PYTORCH_ALGORITHM_2, GraphEngine
 from ..measure.roofline import integer_linears
 from ..plan import Candidate, GraphSource, whole_k
-from ..results import ONNXRUNTIME, OPENVINO, PYTORCH_ALGORITHM_2
-from .available import KINDS, EngineKind
-from .base import Loader, Refused
-from .onnxruntime import OnnxLoader
-from .openvino import OpenVinoLoader
+from .base import GraphFile, Refused
+from .models import loaded_as
 from .other_exporters import with_other_exporters
-from .pytorch import loaded_as
-from .tensorrt import EngineLoader
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
     """What to measure of one model: the lists of its options.
 
-    `engines` are names of `available.KINDS`. `calibration` are the inputs [samples, …] from which
+    `engines` are names of `engines.KINDS`. `calibration` are the inputs [samples, …] from which
     INT8 takes its ranges, and `scope` is what it quantises. `shape` is that of one input, for which
     engines are compiled; the export's own sizes without it. `cpu_target` is what graphs are
     exported for that ONNX Runtime runs on the CPU.
@@ -72,10 +67,10 @@ class Sweep:
     cpu_target: Target = "ort-cpu"
 
     @property
-    def runtimes(self) -> tuple[EngineKind, ...]:
+    def runtimes(self) -> tuple[GraphEngine, ...]:
         """Those of the engines that run exported graphs."""
-        kinds = [KINDS[name] for name in self.engines if KINDS[name].target is not None]
-        cpu = self.cpu_target
+        graphs = [kind for kind in map(KINDS.get, self.engines) if isinstance(kind, GraphEngine)]
+        kinds, cpu = [kind for kind in graphs if kind.target is not None], self.cpu_target
         return tuple(replace(k, target=cpu) if k.target == "ort-cpu" else k for k in kinds)
 
     def __post_init__(self) -> None:
@@ -112,7 +107,7 @@ def exported(
                     place.mkdir()
                     graphs += _sources(model, sweep, together, runtime, precision, place, traces)
             except (LoweringError, UsageError, CalibrationError) as error:
-                if precision == "fp32" and not runtime.compiles:
+                if precision == "fp32" and runtime.backend is None:
                     raise
                 # A precision that a model or target cannot take is a row that says so.
                 every = product(ks, sweep.lowerings)
@@ -157,7 +152,7 @@ def _by_model(jobs: Sequence[ExportJob]) -> list[list[ExportJob]]:
 
 
 def _refused(
-    reasons: Mapping[tuple[int, str], MoexportError], runtime: EngineKind, precision: Precision
+    reasons: Mapping[tuple[int, str], MoexportError], runtime: GraphEngine, precision: Precision
 ) -> list[GraphSource]:
     """A graph for every k and lowering that cannot be exported."""
     return [
@@ -170,7 +165,7 @@ def _sources(
     model: Model,
     sweep: Sweep,
     jobs: Sequence[ExportJob],
-    runtime: EngineKind,
+    runtime: GraphEngine,
     precision: Precision,
     folder: Path,
     traces: dict[object, ir.Model],
@@ -215,10 +210,10 @@ def _sources(
     planned = replace(planned, graphs=tuple(graphs.values()))
     lowered = write_graphs(planned, folder)
     engine = None
-    if runtime.compiles:  # engines are built into a bundle
+    if runtime.backend is not None:  # engines are built into a bundle
         manifest = manifest_of(planned, lowered, {}, folder)
         (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-        engine = engine_options(model, sweep, runtime.engine)
+        engine = engine_options(model, sweep, runtime.backend)
     linears = {each.node: each.reason for each in planned.precision.linears}
     return refused + [
         _source(
@@ -235,7 +230,7 @@ def _sources(
 
 
 def _source(
-    runtime: EngineKind,
+    runtime: GraphEngine,
     sweep: Sweep,
     model: Model,
     file: Path,
@@ -248,21 +243,20 @@ def _source(
     **graph: Any,
 ) -> GraphSource:
     """A graph's `file` in a runtime; `given_k` where k is an input of the graph."""
-    loader: Loader
-    if runtime.compiles:
-        loader = EngineLoader(file.parent, runtime.engine, file.name, given_k, engine)
-    else:
-        specs = {name: layer.spec for name, layer in model.layers.items()}
-        experts = {
+    specs = {name: layer.spec for name, layer in model.layers.items()}
+    opened = GraphFile(
+        path=file,
+        selected=selected,
+        experts={
             name: spec.experts
             for name, spec in specs.items()
             if spec.chooses_sets or (spec.kind == ExpertsSpec.kind and name in selected)
-        }
-        opening = file, selected, experts, given_k, sweep.threads
-        if runtime.engine == OPENVINO:
-            loader = OpenVinoLoader(*opening)
-        else:
-            loader = OnnxLoader(*opening, PROVIDERS[runtime.provider])
+        },
+        k=given_k,
+        threads=sweep.threads,
+        options=engine,
+    )
+    loader = runtime.loader(opened)
     return GraphSource(
         k, lowering, loader, provider=runtime.provider, engine=runtime.engine, **graph
     )
@@ -351,11 +345,11 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
                 k_by_layer=baked,
                 floating=floating,
                 integers=integers,
-                batches=sizes if len(sweep.batches) > 1 and not runtime.compiles else None,
+                batches=sizes if len(sweep.batches) > 1 and runtime.backend is None else None,
             )
             for k, runtime in product(ks, sweep.runtimes)
             # Of graphs for some sizes of the batch each is timed at its own; an engine is the main.
-            if (for_all or graph is record.graphs[0] if runtime.compiles else sizes)
+            if (for_all or graph is record.graphs[0] if runtime.backend else sizes)
         ]
     return Candidate(
         name=bundle.path.name,

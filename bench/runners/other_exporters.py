@@ -17,10 +17,9 @@ from ...errors import MoexportError, TraceError
 from ...exporter.bundle.manifest import METADATA
 from ...exporter.model import Model
 from ...exporter.trace import trace
+from ..engines import KINDS, TRANSFORMERS_ONNX, GraphEngine
 from ..plan import Candidate, GraphSource, experts_form
-from ..results import TRANSFORMERS_ONNX
-from .base import Loader, Refused
-from .onnxruntime import OtherExporterLoader
+from .base import GraphFile, Refused
 from .pytorch import in_form
 
 GRAPH, WEIGHTS = "model.onnx", "weights.bin"
@@ -38,10 +37,11 @@ def with_other_exporters(candidate: Candidate, threads: int | None) -> Iterator[
         return
     with scratch_folder("bench") as folder:
         k = max(candidate.routed)
-        loader: Loader
+        kind, loader = KINDS[TRANSFORMERS_ONNX], None
+        assert isinstance(kind, GraphEngine)
         try:
             file = library_graph(candidate.model, candidate.k_by_layer(k), folder)
-            loader = OtherExporterLoader(file, threads=threads)
+            loader = kind.loader(GraphFile(path=file, threads=threads))
         except MoexportError as error:
             loader = Refused(error)
         except Exception as error:  # noqa: BLE001  it is experimental, and may fail in any way

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,13 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from ...calibration.feeds import Array
-from ...common.user_code import names_code
 from ...errors import FeedError
-from ...exporter.checkpoints.load import load
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model, TensorSpec
 from ...exporter.reference import all_outputs, first_output, routed_margins
-from ...exporter.token_routed.load import architecture_of
 from ...exporter.token_routed.network import Network
 from ...exporter.token_routed.routers import with_k
 from ...graphs.layers.base import (
@@ -33,9 +28,7 @@ from ...graphs.layers.base import (
     sharing_weights,
 )
 from ...graphs.layers.experts import Experts
-from ..plan import Candidate, Case
-from ..results import EXPERTS_FORMS, PYTORCH_ALGORITHM_2, PYTORCH_COMPILE
-from .base import Loader, Runner, first_of, in_batches
+from .base import Runner, first_of, in_batches
 
 CUDA = "cuda"  # the provider of rows on an NVIDIA GPU, as PyTorch calls the device
 
@@ -172,6 +165,11 @@ class PyTorchOnGpu(PyTorch):
         return float(begin.elapsed_time(end))
 
 
+def runner_on(provider: str) -> type[PyTorch]:
+    """Returns what runs a module on a provider."""
+    return PyTorchOnGpu if provider == CUDA else PyTorch
+
+
 class CompiledPyTorch(Runner):
     """A module under `torch.compile`, for fixed batch sizes: each is compiled at its first call.
 
@@ -245,14 +243,6 @@ def untouched(model: Model) -> PyTorch:
     return PyTorch(model.untouched, model.inputs)
 
 
-def reference_of(candidate: Candidate, k: int) -> PyTorch:
-    """Returns the model with so many experts: chosen by its router, or kept by Algorithm 1."""
-    if k in candidate.routed:
-        model = candidate.routed[k].model
-        return PyTorch(model.module, model.inputs)
-    return with_algorithm_1(candidate.model, k, "masked", renormalize=candidate.renormalize)
-
-
 def in_form(model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
     """Returns a model of `transformers` as that library runs it with k experts in each layer.
 
@@ -288,82 +278,3 @@ def outputs_of(base: PyTorch, x: Inputs, name: str) -> Array:
             f"the PyTorch model {name} cannot run inputs of shape {first_of(x).shape}: {error}",
             hint="the data must fit the model that is measured",
         ) from error
-
-
-@dataclass(frozen=True)
-class TorchLoader(Loader):
-    """Opens a model as a case runs it; `place` returns the model where that is.
-
-    Another process loads it from where `model` came from, when it opens it and not before. `k` is
-    what its routers choose, by layer, where the case says more than one number.
-    """
-
-    case: Case
-    batches: tuple[int, ...]
-    renormalize: bool
-    place: Callable[[], Model]
-    model: Model | None = None
-    k: Mapping[str, int] = field(default_factory=dict)
-
-    def __call__(self) -> Runner:
-        """Returns the model as its engine runs it, on the CPU or a GPU."""
-        engine, model = self.case.engine, self.place()
-        runner = PyTorchOnGpu if self.case.provider == CUDA else PyTorch
-        if engine == PYTORCH_ALGORITHM_2:
-            k, renormalize = self.case.k, self.renormalize
-            return runner(with_algorithm_1(model, k, "selected", renormalize=renormalize).module)
-        if engine in EXPERTS_FORMS:
-            return runner(in_form(model, self.k, EXPERTS_FORMS[engine]), model.inputs)
-        module = untouched(model).module
-        if engine == PYTORCH_COMPILE:
-            return CompiledPyTorch(module, self.batches, runner)
-        return runner(module, model.inputs)
-
-    def __reduce__(self) -> tuple[type[TorchLoader], tuple[object, ...]]:
-        if self.model is None or not self.model.source.elsewhere:
-            raise TypeError("a model without a source cannot be opened by another process")
-        source, by_code = self.model.source, names_code(self.model.source.path)
-        again = functools.partial(
-            _loaded_again,
-            source.path,
-            self.case.provider,
-            weights=source.weights,
-            family=None if by_code else self.model.family,
-            config=self.model.config,
-            example=self.model.example if by_code else None,
-            adapter=source.adapters,
-        )
-        return TorchLoader, (self.case, self.batches, self.renormalize, again, None, self.k)
-
-
-def _loaded_again(source: str, provider: str, **options: Any) -> Model:
-    model = loaded_as(source, **options)
-    return on_device(model, CUDA) if provider == CUDA else model
-
-
-def loaded_as(source: str, *, family: str | None, config: Mapping[str, Any], **more: Any) -> Model:
-    """Returns the model of a source again, as its family and configuration were found then."""
-    if family is not None and architecture_of(Path(source)) == family:
-        # What a model of transformers is its folder says, but for the cache and the part.
-        given = {key: config[key] for key in ("use_cache", "part") if key in config}
-        return load(source, config=given, **more)
-    return load(source, family=family, config=config, **more)
-
-
-def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:
-    """Returns what is measured for a candidate, each case with what opens it."""
-    model, renormalize = candidate.model, candidate.renormalize
-    places: dict[str, Callable[[], Model]] = {
-        "cpu": lambda: model,
-        # One copy on the GPU, made when it is first needed, for all who run it there.
-        CUDA: functools.cache(lambda: on_device(model, CUDA)),
-    }
-    return {
-        case: graph.loader
-        if graph is not None
-        else TorchLoader(
-            *(case, tuple(batches), renormalize, places[case.provider], model),
-            k=candidate.k_by_layer(case.k),
-        )
-        for case, graph in candidate.cases.items()
-    }

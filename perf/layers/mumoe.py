@@ -14,9 +14,10 @@ from dataclasses import dataclass, replace
 import torch
 from einops import einsum, rearrange
 from entmax import entmax15
+from moexport.bench.engines import ONNXRUNTIME, PYTORCH_EAGER
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
 from moexport.bench.paper.random_layers import layer_model, random_mumoe, random_tokens
-from moexport.bench.results import ONNXRUNTIME, PYTORCH_EAGER, ModelInfo, Results, Row
+from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing
 from moexport.common.console import Progress

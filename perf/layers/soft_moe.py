@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from moexport.bench.data import LabelledData
+from moexport.bench.engines import PYTORCH_ALGORITHM_2, PYTORCH_COMPILE, PYTORCH_EAGER
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
 from moexport.bench.paper.random_layers import (
     layer_model,
@@ -27,14 +28,7 @@ from moexport.bench.paper.random_layers import (
     soft_moe_weights,
 )
 from moexport.bench.plan import GraphSource
-from moexport.bench.results import (
-    PYTORCH_ALGORITHM_2,
-    PYTORCH_COMPILE,
-    PYTORCH_EAGER,
-    ModelInfo,
-    Results,
-    Row,
-)
+from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Sweep, exported
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.common import timing

@@ -13,6 +13,7 @@ import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moexport.graphs.lowerings import NAMES
 from moexport.tests.command import run
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +23,7 @@ FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLAIN = re.compile(r"moexport [^|&;<>$`*?~#]*")
 """A command that means the same without a shell."""
 
-LOWERING = re.compile(r"\b(dense|gather|grouped|conditional|fused)\b")
+LOWERING = re.compile(rf"\b({'|'.join(NAMES)})\b")
 
 
 @dataclass(frozen=True)
@@ -123,3 +124,12 @@ def pattern(line: str) -> re.Pattern[str]:
         else:
             tokens.append(LOWERING.sub(r"\\w+", re.escape(token)))
     return re.compile(r"\s+".join(tokens))
+
+
+def named_in_tables(text: str) -> list[tuple[list[str], list[str]]]:
+    """The rows of tables whose first cell has names in code: the names, and all cells."""
+    rows = [line.strip().strip("|").split(" | ") for line in text.splitlines() if line[:1] == "|"]
+    found = [
+        (re.findall(r"`([^`]+)`", cells[0]), [cell.strip() for cell in cells]) for cells in rows
+    ]
+    return [(names, cells) for names, cells in found if names]

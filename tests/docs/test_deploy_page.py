@@ -13,7 +13,7 @@ import moexport
 import numpy as np
 import onnxruntime
 import pytest
-from moexport.bench.runners.available import KINDS
+from moexport.bench.engines import KINDS
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.families import FAMILIES
 from moexport.exporter.model import TensorSpec

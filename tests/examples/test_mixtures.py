@@ -15,7 +15,7 @@ import moexport
 import numpy as np
 import pytest
 import torch
-from moexport.bench.results import ONNXRUNTIME
+from moexport.bench.engines import ONNXRUNTIME
 from moexport.bench.runners.candidates import Sweep, exported, from_bundle
 from moexport.errors import ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle

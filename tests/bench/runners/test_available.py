@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from moexport.bench.runners.available import KINDS, parse_engines, select
+from moexport.bench.engines import KINDS
+from moexport.bench.runners.available import parse_engines, select
 from moexport.bench.runners.pytorch import CompiledPyTorch, PyTorch
 from moexport.errors import UsageError
 

@@ -11,12 +11,13 @@ from pathlib import Path
 import moexport
 import numpy as np
 import pytest
+from moexport.bench.engines import KINDS, checks
 from moexport.bench.plan import Candidate
-from moexport.bench.runners.available import KINDS, select
+from moexport.bench.runners.available import select
 from moexport.bench.runners.base import in_batches
 from moexport.bench.runners.candidates import Sweep, exported, from_bundle
+from moexport.bench.runners.models import loaders
 from moexport.bench.runners.onnxruntime import OnnxLoader
-from moexport.bench.runners.pytorch import loaders
 from moexport.bench.runners.tensorrt import EngineLoader
 from moexport.errors import BundleError, EngineError
 from moexport.exporter.bundle.bundle import Bundle
@@ -164,7 +165,7 @@ def test_batches_that_an_engine_does_not_take_are_filled_up() -> None:
 
 def test_absent_engines_have_the_reason_that_doctor_gives() -> None:
     told: Mapping[str, str] = {
-        each.name: each.detail for each in diagnose().abilities if not each.available
+        each.name: each.detail for each in diagnose(checks()).abilities if not each.available
     }
     absent = {each.engine: each.reason for each in select(KINDS).absent}
     titles = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 from moexport.bench.plan import Candidate
-from moexport.bench.runners.pytorch import loaders
+from moexport.bench.runners.models import loaders
 from moexport.errors import FamilyError, FeedError, ParityError, UsageError
 from moexport.exporter.checkpoints.adapters import adapts
 from moexport.exporter.checkpoints.load import load

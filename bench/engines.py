@@ -1,0 +1,385 @@
+"""The engines that a benchmark measures: a record each, in one list. Importing loads none of them.
+
+A record has the engine's loader, which imports what it needs when it is called. The command line,
+`moexport doctor`, the reports, the documents and the tests read the list.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Literal
+
+from ..errors import MissingExtraError
+from ..exporter.doctor import Ability, Check, builds, in_onnx_runtime, installed, runs
+from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, TARGETS, Target
+
+if TYPE_CHECKING:
+    from ..exporter.tensorrt.backends import Gpu
+    from .runners.base import GraphFile, Loader, ModelRun, Runner
+
+PYTORCH_EAGER = "pytorch-eager"
+PYTORCH_EAGER_CUDA = f"{PYTORCH_EAGER}-cuda"
+PYTORCH_COMPILE = "pytorch-compile"
+PYTORCH_ALGORITHM_2 = "pytorch-algorithm-2"
+PYTORCH_GROUPED_MM = "pytorch-grouped-mm"
+PYTORCH_EXPERTS_EAGER = "pytorch-experts-eager"
+ONNXRUNTIME = "onnxruntime"
+OPENVINO = "openvino"
+TENSORRT = "tensorrt"
+TENSORRT_RTX = "tensorrt-rtx"
+TRANSFORMERS_ONNX = "transformers-onnx"
+
+COMPILERS = ("c++", "g++", "clang++")
+TENSORRT_PROVIDER = "TensorrtExecutionProvider"
+
+Serves = Literal["all", "one-input", "transformers"]
+"""Which models an engine runs: all, those with one input, or those of `transformers`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineKind:
+    """An engine, as `--engine` names it.
+
+    `engine` and `provider` are what its rows say, and `title` what reports call it. It can be
+    measured where all its `checks` pass, which are its lines in `moexport doctor`; `extra` of
+    pyproject.toml installs it, where PyTorch and ONNX Runtime are not enough.
+    """
+
+    name: str
+    title: str
+    engine: str
+    provider: str = "cpu"
+    checks: tuple[Check, ...]
+    extra: str | None = None
+    serves: Serves = "all"
+
+    def missing(self) -> str | None:
+        """Returns why it cannot run here, None where it can."""
+        abilities = map(_ability, self.checks)
+        return next((each.detail for each in abilities if not each.available), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelEngine(EngineKind):
+    """An engine that runs PyTorch's own modules.
+
+    It computes the untouched model, unless it is the loop of `algorithm_2`, or `transformers` with
+    its experts in a form (`experts_form`, the library's own name).
+    """
+
+    loader: Callable[[ModelRun], Runner]
+    algorithm_2: bool = False
+    experts_form: str | None = None
+
+    @property
+    def untouched(self) -> bool:
+        """Whether it runs the model as it was trained."""
+        return not self.algorithm_2 and self.experts_form is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphEngine(EngineKind):
+    """An engine that runs graphs: those of `target`, or without one those of another exporter."""
+
+    loader: Callable[[GraphFile], Loader]
+    target: Target | None
+
+    @property
+    def backend(self) -> str | None:
+        """The TensorRT that compiles the graphs first, if one does."""
+        return None if self.target is None else TARGETS[self.target].backend
+
+
+@functools.cache
+def _ability(check: Check) -> Ability:
+    from ..exporter.tensorrt.backends import first_gpu
+
+    return check.ability(first_gpu())
+
+
+# --- what opens them -----------------------------------------------------------------------------
+
+
+def _eager(run: ModelRun) -> Runner:
+    from .runners.pytorch import runner_on, untouched
+
+    return runner_on(run.provider)(untouched(run.model).module, run.model.inputs)
+
+
+def _compiled(run: ModelRun) -> Runner:
+    from .runners.pytorch import CompiledPyTorch, runner_on, untouched
+
+    return CompiledPyTorch(untouched(run.model).module, run.batches, runner_on(run.provider))
+
+
+def _algorithm_2(run: ModelRun) -> Runner:
+    from .runners.pytorch import runner_on, with_algorithm_1
+
+    kept = with_algorithm_1(run.model, run.k, "selected", renormalize=run.renormalize)
+    return runner_on(run.provider)(kept.module)
+
+
+def _experts(form: str, run: ModelRun) -> Runner:
+    from .runners.pytorch import in_form, runner_on
+
+    module = in_form(run.model, run.k_by_layer, form)
+    return runner_on(run.provider)(module, run.model.inputs)
+
+
+def _onnxruntime(provider: str, graph: GraphFile) -> Loader:
+    from .runners.onnxruntime import OnnxLoader
+
+    return OnnxLoader(*graph.opening, provider=provider)
+
+
+def _openvino(graph: GraphFile) -> Loader:
+    from .runners.openvino import OpenVinoLoader
+
+    return OpenVinoLoader(*graph.opening)
+
+
+def _tensorrt(backend: str, graph: GraphFile) -> Loader:
+    from .runners.tensorrt import EngineLoader
+
+    path = graph.path
+    return EngineLoader(path.parent, backend, path.name, k=graph.k, options=graph.options)
+
+
+def _other_exporter(graph: GraphFile) -> Loader:
+    from .runners.onnxruntime import OtherExporterLoader
+
+    return OtherExporterLoader(*graph.opening)
+
+
+# --- what they need ------------------------------------------------------------------------------
+
+
+def _has_torch(gpu: Gpu | None) -> str:
+    from ..common.environment import versions
+    from ..common.pytorch import check_pytorch
+
+    del gpu
+    check_pytorch("a benchmark")
+    return f"PyTorch {versions(('torch',)).get('torch', '')}".rstrip()
+
+
+def _has_cuda(gpu: Gpu | None) -> str:
+    said = _has_torch(gpu)
+    if gpu is None:
+        raise MissingExtraError("there is no NVIDIA GPU, or no driver for it")
+    import torch
+
+    if torch.version.cuda is None:
+        raise MissingExtraError(
+            "this PyTorch was built without CUDA",
+            hint="install a build with it (pytorch.org says how)",
+        )
+    if not torch.cuda.is_available():
+        raise MissingExtraError(
+            f"the driver does not serve PyTorch, which is built for CUDA {torch.version.cuda}"
+        )
+    return f"{said}, on {gpu.name}"
+
+
+def _has_compiler(gpu: Gpu | None) -> str:
+    """`torch.compile` writes C++ for a CPU and compiles it."""
+    _has_torch(gpu)
+    if sys.platform == "win32":
+        return "torch.compile finds the compiler itself"
+    found = next((name for name in COMPILERS if shutil.which(name)), None)
+    if found is None:
+        raise MissingExtraError(
+            f"no C++ compiler ({', '.join(COMPILERS)})", hint="install one, for example g++"
+        )
+    return f"compiles with {found}"
+
+
+def _has_triton(gpu: Gpu | None) -> str:
+    """`torch.compile` writes Triton for a GPU."""
+    said = _has_cuda(gpu)
+    if importlib.util.find_spec("triton") is None:
+        raise MissingExtraError("torch.compile needs Triton on a GPU", hint="pip install triton")
+    return f"Triton, with {said}"
+
+
+IN_TORCH = Check("run in PyTorch", _has_torch)
+IN_TORCH_CUDA = Check("run in PyTorch on CUDA", _has_cuda)
+IN_TRANSFORMERS = installed("run in transformers", "transformers", "transformers", "transformers")
+ON_CPU = in_onnx_runtime("run on CPU", CPU_PROVIDER)
+
+
+# --- the list ------------------------------------------------------------------------------------
+
+_KINDS: tuple[EngineKind, ...] = (
+    ModelEngine(
+        name=PYTORCH_EAGER,
+        title="PyTorch",
+        engine=PYTORCH_EAGER,
+        checks=(IN_TORCH,),
+        loader=_eager,
+    ),
+    ModelEngine(
+        name=PYTORCH_COMPILE,
+        title="PyTorch, compiled",
+        engine=PYTORCH_COMPILE,
+        checks=(Check("run in torch.compile", _has_compiler),),
+        serves="one-input",
+        loader=_compiled,
+    ),
+    ModelEngine(
+        name=PYTORCH_ALGORITHM_2,
+        title="PyTorch, loop over experts",
+        engine=PYTORCH_ALGORITHM_2,
+        checks=(IN_TORCH,),
+        serves="one-input",
+        loader=_algorithm_2,
+        algorithm_2=True,
+    ),
+    ModelEngine(
+        name=PYTORCH_GROUPED_MM,
+        title="PyTorch, grouped_mm",
+        engine=PYTORCH_GROUPED_MM,
+        checks=(IN_TORCH, IN_TRANSFORMERS),
+        extra="transformers",
+        serves="transformers",
+        loader=partial(_experts, "grouped_mm"),
+        experts_form="grouped_mm",
+    ),
+    ModelEngine(
+        name=PYTORCH_EXPERTS_EAGER,
+        title="PyTorch, eager experts",
+        engine=PYTORCH_EXPERTS_EAGER,
+        checks=(IN_TORCH, IN_TRANSFORMERS),
+        extra="transformers",
+        serves="transformers",
+        loader=partial(_experts, "eager"),
+        experts_form="eager",
+    ),
+    ModelEngine(
+        name=PYTORCH_EAGER_CUDA,
+        title="PyTorch",
+        engine=PYTORCH_EAGER,
+        provider="cuda",
+        checks=(IN_TORCH_CUDA,),
+        loader=_eager,
+    ),
+    ModelEngine(
+        name=f"{PYTORCH_COMPILE}-cuda",
+        title="PyTorch, compiled",
+        engine=PYTORCH_COMPILE,
+        provider="cuda",
+        checks=(Check("run in torch.compile on CUDA", _has_triton),),
+        serves="one-input",
+        loader=_compiled,
+    ),
+    ModelEngine(
+        name=f"{PYTORCH_ALGORITHM_2}-cuda",
+        title="PyTorch, loop over experts",
+        engine=PYTORCH_ALGORITHM_2,
+        provider="cuda",
+        checks=(IN_TORCH_CUDA,),
+        serves="one-input",
+        loader=_algorithm_2,
+        algorithm_2=True,
+    ),
+    GraphEngine(
+        name=ONNXRUNTIME,
+        title="ONNX Runtime",
+        engine=ONNXRUNTIME,
+        checks=(ON_CPU,),
+        loader=partial(_onnxruntime, CPU_PROVIDER),
+        target="ort-cpu",
+    ),
+    GraphEngine(
+        name=f"{ONNXRUNTIME}-cuda",
+        title="ONNX Runtime",
+        engine=ONNXRUNTIME,
+        provider="cuda",
+        checks=(in_onnx_runtime("run on CUDA", CUDA_PROVIDER),),
+        extra="gpu",
+        loader=partial(_onnxruntime, CUDA_PROVIDER),
+        target="ort-cuda",
+    ),
+    GraphEngine(
+        name=f"{ONNXRUNTIME}-tensorrt",
+        title="ONNX Runtime",
+        engine=ONNXRUNTIME,
+        provider="tensorrt",
+        checks=(in_onnx_runtime("run on ONNX Runtime's TensorRT", TENSORRT_PROVIDER),),
+        extra="gpu",
+        serves="one-input",
+        loader=partial(_onnxruntime, TENSORRT_PROVIDER),
+        target="onnx",
+    ),
+    GraphEngine(
+        name=OPENVINO,
+        title="OpenVINO",
+        engine=OPENVINO,
+        checks=(installed("run in OpenVINO", "openvino", "OpenVINO", "openvino"),),
+        extra="openvino",
+        serves="one-input",
+        loader=_openvino,
+        target="onnx",
+    ),
+    GraphEngine(
+        name=TENSORRT,
+        title="TensorRT",
+        engine=TENSORRT,
+        provider=TENSORRT,
+        checks=(builds(TENSORRT, "TensorRT"), runs(TENSORRT, "TensorRT")),
+        extra="tensorrt",
+        serves="one-input",
+        loader=partial(_tensorrt, TENSORRT),
+        target="tensorrt",
+    ),
+    GraphEngine(
+        name=TENSORRT_RTX,
+        title="TensorRT-RTX",
+        engine=TENSORRT_RTX,
+        provider=TENSORRT_RTX,
+        checks=(builds(TENSORRT_RTX, "TensorRT-RTX"), runs(TENSORRT_RTX, "TensorRT-RTX")),
+        extra="rtx",
+        serves="one-input",
+        loader=partial(_tensorrt, TENSORRT_RTX),
+        target="tensorrt-rtx",
+    ),
+    GraphEngine(
+        name=TRANSFORMERS_ONNX,
+        title="OnnxExporter of transformers",
+        engine=TRANSFORMERS_ONNX,
+        checks=(ON_CPU, IN_TRANSFORMERS),
+        extra="transformers",
+        serves="transformers",
+        loader=_other_exporter,
+        target=None,
+    ),
+)
+
+KINDS: Mapping[str, EngineKind] = MappingProxyType({kind.name: kind for kind in _KINDS})
+"""Every engine, by its name.
+
+The untouched model (`pytorch-eager`) is always measured, and on the GPU (`pytorch-eager-cuda`)
+beside whatever runs there.
+"""
+
+TITLES: Mapping[str, str] = MappingProxyType({kind.engine: kind.title for kind in _KINDS})
+"""What reports call an engine, by the `engine` of its rows."""
+
+_BY_ROW = {(kind.engine, kind.provider): kind for kind in _KINDS}
+
+
+def engine_of(engine: str, provider: str | None) -> EngineKind | None:
+    """Returns the engine of a row, None for one of another version or of a measurement apart."""
+    return _BY_ROW.get((engine, provider or "cpu"))
+
+
+def checks() -> tuple[Check, ...]:
+    """Returns what `moexport doctor` checks for the engines."""
+    return tuple(check for kind in _KINDS for check in kind.checks)

@@ -1,0 +1,107 @@
+"""What opens the PyTorch model of a case, here or in another process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...common.user_code import names_code
+from ...errors import UsageError
+from ...exporter.checkpoints.load import load
+from ...exporter.model import Model
+from ...exporter.token_routed.load import architecture_of
+from ..engines import ModelEngine, engine_of
+from ..plan import Candidate, Case
+from .base import Loader, ModelRun, Runner
+from .pytorch import CUDA, PyTorch, on_device, with_algorithm_1
+
+
+def reference_of(candidate: Candidate, k: int) -> PyTorch:
+    """Returns the model with so many experts: chosen by its router, or kept by Algorithm 1."""
+    if k in candidate.routed:
+        model = candidate.routed[k].model
+        return PyTorch(model.module, model.inputs)
+    return with_algorithm_1(candidate.model, k, "masked", renormalize=candidate.renormalize)
+
+
+@dataclass(frozen=True)
+class TorchLoader(Loader):
+    """Opens a model as a case runs it; `place` returns the model where that is.
+
+    Another process loads it from where `model` came from, when it opens it and not before. `k` is
+    what its routers choose, by layer, where the case says more than one number.
+    """
+
+    case: Case
+    batches: tuple[int, ...]
+    renormalize: bool
+    place: Callable[[], Model]
+    model: Model | None = None
+    k: Mapping[str, int] = field(default_factory=dict)
+
+    def __call__(self) -> Runner:
+        """Returns the model as its engine runs it, on the CPU or a GPU."""
+        kind = engine_of(self.case.engine, self.case.provider)
+        if not isinstance(kind, ModelEngine):
+            raise UsageError(f"{self.case.engine} runs no models of PyTorch")
+        run = ModelRun(
+            model=self.place(),
+            provider=self.case.provider,
+            k=self.case.k,
+            k_by_layer=self.k,
+            batches=self.batches,
+            renormalize=self.renormalize,
+        )
+        return kind.loader(run)
+
+    def __reduce__(self) -> tuple[type[TorchLoader], tuple[object, ...]]:
+        if self.model is None or not self.model.source.elsewhere:
+            raise TypeError("a model without a source cannot be opened by another process")
+        source, by_code = self.model.source, names_code(self.model.source.path)
+        again = functools.partial(
+            _loaded_again,
+            source.path,
+            self.case.provider,
+            weights=source.weights,
+            family=None if by_code else self.model.family,
+            config=self.model.config,
+            example=self.model.example if by_code else None,
+            adapter=source.adapters,
+        )
+        return TorchLoader, (self.case, self.batches, self.renormalize, again, None, self.k)
+
+
+def _loaded_again(source: str, provider: str, **options: Any) -> Model:
+    model = loaded_as(source, **options)
+    return on_device(model, CUDA) if provider == CUDA else model
+
+
+def loaded_as(source: str, *, family: str | None, config: Mapping[str, Any], **more: Any) -> Model:
+    """Returns the model of a source again, as its family and configuration were found then."""
+    if family is not None and architecture_of(Path(source)) == family:
+        # What a model of transformers is its folder says, but for the cache and the part.
+        given = {key: config[key] for key in ("use_cache", "part") if key in config}
+        return load(source, config=given, **more)
+    return load(source, family=family, config=config, **more)
+
+
+def loaders(candidate: Candidate, batches: Sequence[int] = (1,)) -> dict[Case, Loader]:
+    """Returns what is measured for a candidate, each case with what opens it."""
+    model, renormalize = candidate.model, candidate.renormalize
+    places: dict[str, Callable[[], Model]] = {
+        "cpu": lambda: model,
+        # One copy on the GPU, made when it is first needed, for all who run it there.
+        CUDA: functools.cache(lambda: on_device(model, CUDA)),
+    }
+    return {
+        case: graph.loader
+        if graph is not None
+        else TorchLoader(
+            *(case, tuple(batches), renormalize, places[case.provider], model),
+            k=candidate.k_by_layer(case.k),
+        )
+        for case, graph in candidate.cases.items()
+    }

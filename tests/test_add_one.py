@@ -1,0 +1,319 @@
+"""The ways of CONTRIBUTING.md to add a family, a lowering and an engine work as they are written.
+
+Each is done in a copy of the sources, in the files that CONTRIBUTING.md names and no others, and
+tried in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from moexport.tests.recorded import VIT_SETS, read_case
+
+ROOT = Path(__file__).parents[1]
+CASE = read_case("soft_moe_vit")
+NOT_COPIED = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "node_modules", "results")
+MOST_FILES = 3
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of the sources, and the files that were changed in it."""
+
+    parent: Path
+
+    @property
+    def root(self) -> Path:
+        return self.parent / "moexport"
+
+    def write(self, file: str, text: str) -> None:
+        """A new file."""
+        assert not (self.root / file).exists()
+        (self.root / file).write_text(text, encoding="utf-8")
+
+    def insert(self, file: str, before: str, text: str) -> None:
+        """Text before the only place in a file that is this."""
+        whole = (self.root / file).read_text(encoding="utf-8")
+        assert whole.count(before) == 1, (file, before)
+        (self.root / file).write_text(whole.replace(before, text + before), encoding="utf-8")
+
+    def changed(self) -> set[str]:
+        """The files that differ from the sources'."""
+        files = (each for each in self.root.rglob("*") if each.suffix in (".py", ".md"))
+        names = (str(each.relative_to(self.root)) for each in files)
+        return {
+            name
+            for name in names
+            if not (ROOT / name).exists()
+            or (ROOT / name).read_bytes() != (self.root / name).read_bytes()
+        }
+
+    def python(self, *arguments: object) -> subprocess.CompletedProcess[str]:
+        """Runs Python with the copy as `moexport`."""
+        return subprocess.run(
+            [sys.executable, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            check=False,
+            cwd=self.parent,
+            env={**os.environ, "PYTHONPATH": str(self.parent), "PYTHONDONTWRITEBYTECODE": "1"},
+        )
+
+    def run(self, *arguments: object) -> str:
+        """Runs `moexport` and returns what it printed."""
+        done = self.python("-m", "moexport", *arguments)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def tests(self, which: str) -> subprocess.CompletedProcess[str]:
+        """Runs a file of the copy's tests."""
+        return self.python("-m", "pytest", "-q", "-p", "no:cacheprovider", self.root / which)
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Copy:
+    """A copy of what the package and its tests of documents need."""
+    made = Copy(tmp_path / "copy")
+    shutil.copytree(ROOT, made.root, ignore=NOT_COPIED)
+    return made
+
+
+def named_in_contributing(heading: str, name: str) -> set[str]:
+    """The files that the numbered steps under a heading of CONTRIBUTING.md name."""
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    (part,) = [each for each in text.split("\n## ") if each.startswith(f"{heading}\n")]
+    steps = re.findall(r"^\d\. `([^`]+)`", part, re.MULTILINE)
+    return {step.replace("NAME", name) for step in steps}
+
+
+FAMILY = '''"""`soft-moe-renamed`: the ViT of bwconrad/soft-moe under other key names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from torch import Tensor
+
+from . import vit
+from .base import Built, Config, Tensors
+
+
+def _of_vit(tensors: Tensors) -> dict[str, Tensor]:
+    """The tensors by the names of `soft-moe-vit`."""
+    renamed = {}
+    for key, tensor in tensors.items():
+        name = key.replace("encoder.layer.", "blocks.").replace(".moe.slots", ".moe.phi")
+        renamed[name.replace(".moe.", ".mlp.")] = tensor
+    return renamed
+
+
+def _detect(tensors: Tensors) -> bool:
+    return "encoder.layer.0.norm1.weight" in tensors and vit.FAMILY.detect(_of_vit(tensors))
+
+
+def _build(tensors: Tensors, given: Config) -> Built:
+    return vit.FAMILY.build(_of_vit(tensors), given)
+
+
+FAMILY = replace(
+    vit.FAMILY,
+    name="soft-moe-renamed",
+    summary="the ViT of bwconrad/soft-moe under other names",
+    detect=_detect,
+    build=_build,
+)
+'''
+
+
+def test_a_family_for_a_vit_with_other_key_names(copy: Copy, tmp_path: Path) -> None:
+    state = torch.load(CASE.weights)
+    renamed = {
+        key.replace("blocks.", "encoder.layer.")
+        .replace(".mlp.phi", ".moe.slots")
+        .replace(".mlp.", ".moe."): tensor
+        for key, tensor in state.items()
+    }
+    assert not renamed.keys() & {key for key in state if key.startswith("blocks.")}
+    checkpoint = tmp_path / "renamed.pt"
+    torch.save(renamed, checkpoint)
+    assert "no known family" in copy.python("-m", "moexport", "inspect", checkpoint).stderr
+
+    copy.write("exporter/families/renamed.py", FAMILY)
+    copy.insert("exporter/families/__init__.py", "vit, vmoe\n", "renamed, ")
+    copy.insert(
+        "exporter/families/__init__.py", "        mnist.FAMILY,\n", "        renamed.FAMILY,\n"
+    )
+    copy.insert("docs/families.md", "### `soft-moe-mnist`", "### `soft-moe-renamed`\n\nA ViT.\n\n")
+    assert copy.changed() == named_in_contributing("To add a family", "renamed")
+    assert len(copy.changed()) <= MOST_FILES
+
+    assert json.loads(copy.run("inspect", checkpoint, *VIT_SETS, "--json"))["family"] == (
+        "soft-moe-renamed"
+    )
+    bundle = tmp_path / "out"
+    copy.run("export", checkpoint, "-o", bundle, *VIT_SETS, "--k", 2)
+    assert json.loads(copy.run("verify", bundle, "--json"))["passed"] is True
+    np.savez(tmp_path / "x.npz", input=CASE.x)
+    copy.run("run", bundle, "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
+    with np.load(tmp_path / "y.npz") as outputs:
+        np.testing.assert_allclose(outputs["output"], CASE.y(2), rtol=1e-3, atol=1e-5)
+
+
+LOWERING = '''"""`masked`: every expert is computed, as `dense` has it."""
+
+from __future__ import annotations
+
+import onnx_ir as ir
+
+from ..builder import Builder
+from ..layers.stored import Layer
+from ..targets import EVERY_TARGET
+from . import dense
+from .base import Lowering
+from .cost import Machine, Work
+
+
+def build(b: Builder, layer: Layer, x: ir.Value) -> ir.Value:
+    """Adds the layer for tokens x [b, m, d]; returns y [b, m, o]."""
+    return b.op("Identity", dense.build(b, layer, x), name="combine/masked")
+
+
+def predict_us(work: Work, machine: Machine) -> float:
+    """A node more than `dense`."""
+    return dense.predict_us(work, machine) + machine.node_us
+
+
+LOWERING = Lowering(
+    name="masked",
+    summary="as dense, with a node more",
+    targets=EVERY_TARGET,
+    build=build,
+    predict_us=predict_us,
+)
+'''
+
+LISTED = "tests/docs/test_lowerings_page.py"
+
+
+def test_a_lowering(copy: Copy, tmp_path: Path) -> None:
+    copy.write("graphs/lowerings/masked.py", LOWERING)
+    copy.insert("graphs/lowerings/__init__.py", "    unfactorised,\n", "    masked,\n")
+    copy.insert("graphs/lowerings/__init__.py", "    gather.LOWERING,\n", "    masked.LOWERING,\n")
+    listed = copy.tests(LISTED)
+    assert listed.returncode == 1
+    assert "test_the_page_lists_the_ops_of_every_lowering" in listed.stdout
+
+    section = "### masked\n\n```text\n```\n\nAs `dense`.\n\n"
+    copy.insert("docs/lowerings.md", "### gather\n", section)
+    copy.insert(
+        "docs/lowerings.md",
+        "| `grouped` | `onnx`, `ort-cpu`, `ort-cuda`, `ort-web` | all |",
+        "| `masked` | all | all |\n",
+    )
+    refreshed = copy.python("moexport/docs/refresh.py", "lowerings")
+    assert refreshed.returncode == 0, refreshed.stderr
+    listed = copy.tests(LISTED)
+    assert listed.returncode == 0, listed.stdout
+    assert copy.changed() == named_in_contributing("To add a lowering", "masked")
+    assert len(copy.changed()) <= MOST_FILES
+
+    bundle = tmp_path / "out"
+    copy.run("export", CASE.weights, "-o", bundle, *VIT_SETS, "--k", 2, "--lowering", "masked")
+    assert json.loads(copy.run("verify", bundle, "--json"))["passed"] is True
+
+
+RUNNER = '''"""`zeros`: a runtime that computes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...calibration.feeds import Array
+from ...exporter.inputs import Inputs
+from .base import GraphLoader, Runner, first_of
+
+
+class Zeros(Runner):
+    """Gives zeros in place of a classifier's outputs."""
+
+    def infer(self, x: Inputs) -> Array:
+        """Maps inputs [b, …] to zeros [b, 10]."""
+        return np.zeros((len(first_of(x)), 10), np.float32)
+
+
+@dataclass(frozen=True)
+class ZerosLoader(GraphLoader[Zeros]):
+    """Opens no file."""
+
+    def opened(self, observed: Mapping[str, str], experts: Mapping[str, int]) -> Zeros:
+        """Returns the runner, which chooses nothing."""
+        return Zeros()
+'''
+
+LOADER = """def _zeros(graph: GraphFile) -> Loader:
+    from .runners.zeros import ZerosLoader
+
+    return ZerosLoader(*graph.opening)
+
+
+"""
+
+RECORD = """    GraphEngine(
+        name="zeros",
+        title="Zeros",
+        engine="zeros",
+        checks=(installed("run in zeros", "numpy", "NumPy", "cpu"),),
+        serves="one-input",
+        loader=_zeros,
+        target="onnx",
+    ),
+"""
+
+
+def test_an_engine_that_computes_something_else_is_a_row_that_says_so(
+    copy: Copy, tmp_path: Path
+) -> None:
+    copy.write("bench/runners/zeros.py", RUNNER)
+    copy.insert("bench/engines.py", "# --- what they need ", LOADER)
+    copy.insert("bench/engines.py", "    GraphEngine(\n        name=TENSORRT,\n", RECORD)
+    documents = "tests/docs/test_registries.py"
+    assert "test_the_pages_list_every_engine_of_bench" in copy.tests(documents).stdout
+    copy.insert("docs/bench.md", "| `openvino` |", "| `zeros` | nothing |\n")
+    listed = copy.tests(documents)
+    assert listed.returncode == 0, listed.stdout
+    assert copy.changed() == named_in_contributing("To add an engine of `bench`", "zeros")
+    assert len(copy.changed()) <= MOST_FILES
+
+    out = tmp_path / "report"
+    printed = copy.run(
+        *("bench", CASE.weights, "-o", out, *VIT_SETS, "--k", "2", "--engine", "zeros,onnxruntime"),
+        *("--samples", 8, "--no-memory", "--rounds", 5),
+    )
+    rows = {row["engine"]: row for row in json.loads((out / "results.json").read_text())["rows"]}
+    assert rows["onnxruntime"]["error"] is None
+    assert rows["onnxruntime"]["parity"]["cosine"] > 0.999
+    assert rows["zeros"]["parity"]["cosine"] == 0
+    assert "wrong outputs" in rows["zeros"]["error"]
+    assert rows["zeros"]["latency_ms"] is None
+    assert re.search(r"^failed: Zeros, \w+, k = 2: wrong outputs: ", printed, re.MULTILINE)
+
+
+def test_an_engine_without_a_loader_is_an_error(copy: Copy) -> None:
+    without = RECORD.replace("        loader=_zeros,\n", "")
+    copy.insert("bench/engines.py", "    GraphEngine(\n        name=TENSORRT,\n", without)
+    done = copy.python("-m", "moexport", "doctor")
+    assert done.returncode != 0
+    assert "loader" in done.stderr
