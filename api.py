@@ -437,32 +437,6 @@ def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> 
     return found
 
 
-def paper(
-    name: str,
-    out: AnyPath,
-    *,
-    threads: int | None = None,
-    command: str = "",
-    progress: Progress | None = None,
-) -> tuple[Results, str]:
-    """Runs an experiment of the papers; returns its results and its tables beside the paper's.
-
-    Args:
-        name: mnist, mnist-normalised, latency, latency-whole or l2norm (Soft MoE), or mumoe.
-        out: a folder for results, report and figures.
-        threads: of every engine (None: the experiment's own choice).
-        command: what the results say they were made by ("").
-        progress: receives every step (None: no progress).
-    """
-    check_pytorch("a benchmark")
-    from .bench.paper import run_paper
-    from .common.console import Silent
-    from .common.writing import check_folder
-
-    check_folder(Path(out))
-    return run_paper(name, Path(out), progress or Silent(), threads=threads, command=command)
-
-
 def report(
     results: Results | AnyPath, output: AnyPath, request: ReportRequest
 ) -> tuple[tuple[Path, ...], Comparison | None]:
@@ -626,11 +600,11 @@ def specialise(
 
 def doctor(*, progress: Progress | None = None) -> Diagnosis:
     """Returns what this machine can build and run, and why not the rest; builds nothing."""
-    from .bench.engines import checks
+    from .bench.engines import requirements
     from .exporter.doctor import diagnose
 
     _say(progress, "looking at packages and hardware")
-    return diagnose(checks())
+    return diagnose(requirements())
 
 
 def _say(progress: Progress | None, step: str) -> None:

@@ -17,7 +17,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
 from ..errors import MissingExtraError
-from ..exporter.doctor import Ability, Check, builds, in_onnx_runtime, installed, runs
+from ..exporter.doctor import Ability, Requirement, builds, in_onnx_runtime, installed, runs
 from ..graphs.targets import CPU_PROVIDER, CUDA_PROVIDER, TARGETS, Target
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class EngineKind:
     """An engine, as `--engine` names it.
 
     `engine` and `provider` are what its rows say, and `title` what reports call it. It can be
-    measured where all its `checks` pass, which are its lines in `moexport doctor`; `extra` of
+    measured where all that it `requires` is there, its lines in `moexport doctor`; `extra` of
     pyproject.toml installs it, where PyTorch and ONNX Runtime are not enough.
     """
 
@@ -56,13 +56,13 @@ class EngineKind:
     title: str
     engine: str
     provider: str = "cpu"
-    checks: tuple[Check, ...]
+    requires: tuple[Requirement, ...]
     extra: str | None = None
     serves: Serves = "all"
 
     def missing(self) -> str | None:
         """Returns why it cannot run here, None where it can."""
-        abilities = map(_ability, self.checks)
+        abilities = map(_ability, self.requires)
         return next((each.detail for each in abilities if not each.available), None)
 
 
@@ -98,10 +98,10 @@ class GraphEngine(EngineKind):
 
 
 @functools.cache
-def _ability(check: Check) -> Ability:
+def _ability(requirement: Requirement) -> Ability:
     from ..exporter.tensorrt.backends import first_gpu
 
-    return check.ability(first_gpu())
+    return requirement.ability(first_gpu())
 
 
 # --- what opens them -----------------------------------------------------------------------------
@@ -209,8 +209,8 @@ def _has_triton(gpu: Gpu | None) -> str:
     return f"Triton, with {said}"
 
 
-IN_TORCH = Check("run in PyTorch", _has_torch)
-IN_TORCH_CUDA = Check("run in PyTorch on CUDA", _has_cuda)
+IN_TORCH = Requirement("run in PyTorch", _has_torch)
+IN_TORCH_CUDA = Requirement("run in PyTorch on CUDA", _has_cuda)
 IN_TRANSFORMERS = installed("run in transformers", "transformers", "transformers", "transformers")
 ON_CPU = in_onnx_runtime("run on CPU", CPU_PROVIDER)
 
@@ -222,14 +222,14 @@ _KINDS: tuple[EngineKind, ...] = (
         name=PYTORCH_EAGER,
         title="PyTorch",
         engine=PYTORCH_EAGER,
-        checks=(IN_TORCH,),
+        requires=(IN_TORCH,),
         loader=_eager,
     ),
     ModelEngine(
         name=PYTORCH_COMPILE,
         title="PyTorch, compiled",
         engine=PYTORCH_COMPILE,
-        checks=(Check("run in torch.compile", _has_compiler),),
+        requires=(Requirement("run in torch.compile", _has_compiler),),
         serves="one-input",
         loader=_compiled,
     ),
@@ -237,7 +237,7 @@ _KINDS: tuple[EngineKind, ...] = (
         name=PYTORCH_ALGORITHM_2,
         title="PyTorch, loop over experts",
         engine=PYTORCH_ALGORITHM_2,
-        checks=(IN_TORCH,),
+        requires=(IN_TORCH,),
         serves="one-input",
         loader=_algorithm_2,
         algorithm_2=True,
@@ -246,7 +246,7 @@ _KINDS: tuple[EngineKind, ...] = (
         name=PYTORCH_GROUPED_MM,
         title="PyTorch, grouped_mm",
         engine=PYTORCH_GROUPED_MM,
-        checks=(IN_TORCH, IN_TRANSFORMERS),
+        requires=(IN_TORCH, IN_TRANSFORMERS),
         extra="transformers",
         serves="transformers",
         loader=partial(_experts, "grouped_mm"),
@@ -256,7 +256,7 @@ _KINDS: tuple[EngineKind, ...] = (
         name=PYTORCH_EXPERTS_EAGER,
         title="PyTorch, eager experts",
         engine=PYTORCH_EXPERTS_EAGER,
-        checks=(IN_TORCH, IN_TRANSFORMERS),
+        requires=(IN_TORCH, IN_TRANSFORMERS),
         extra="transformers",
         serves="transformers",
         loader=partial(_experts, "eager"),
@@ -267,7 +267,7 @@ _KINDS: tuple[EngineKind, ...] = (
         title="PyTorch",
         engine=PYTORCH_EAGER,
         provider="cuda",
-        checks=(IN_TORCH_CUDA,),
+        requires=(IN_TORCH_CUDA,),
         loader=_eager,
     ),
     ModelEngine(
@@ -275,7 +275,7 @@ _KINDS: tuple[EngineKind, ...] = (
         title="PyTorch, compiled",
         engine=PYTORCH_COMPILE,
         provider="cuda",
-        checks=(Check("run in torch.compile on CUDA", _has_triton),),
+        requires=(Requirement("run in torch.compile on CUDA", _has_triton),),
         serves="one-input",
         loader=_compiled,
     ),
@@ -284,7 +284,7 @@ _KINDS: tuple[EngineKind, ...] = (
         title="PyTorch, loop over experts",
         engine=PYTORCH_ALGORITHM_2,
         provider="cuda",
-        checks=(IN_TORCH_CUDA,),
+        requires=(IN_TORCH_CUDA,),
         serves="one-input",
         loader=_algorithm_2,
         algorithm_2=True,
@@ -293,7 +293,7 @@ _KINDS: tuple[EngineKind, ...] = (
         name=ONNXRUNTIME,
         title="ONNX Runtime",
         engine=ONNXRUNTIME,
-        checks=(ON_CPU,),
+        requires=(ON_CPU,),
         loader=partial(_onnxruntime, CPU_PROVIDER),
         target="ort-cpu",
     ),
@@ -302,7 +302,7 @@ _KINDS: tuple[EngineKind, ...] = (
         title="ONNX Runtime",
         engine=ONNXRUNTIME,
         provider="cuda",
-        checks=(in_onnx_runtime("run on CUDA", CUDA_PROVIDER),),
+        requires=(in_onnx_runtime("run on CUDA", CUDA_PROVIDER),),
         extra="gpu",
         loader=partial(_onnxruntime, CUDA_PROVIDER),
         target="ort-cuda",
@@ -312,7 +312,7 @@ _KINDS: tuple[EngineKind, ...] = (
         title="ONNX Runtime",
         engine=ONNXRUNTIME,
         provider="tensorrt",
-        checks=(in_onnx_runtime("run on ONNX Runtime's TensorRT", TENSORRT_PROVIDER),),
+        requires=(in_onnx_runtime("run on ONNX Runtime's TensorRT", TENSORRT_PROVIDER),),
         extra="gpu",
         serves="one-input",
         loader=partial(_onnxruntime, TENSORRT_PROVIDER),
@@ -322,7 +322,7 @@ _KINDS: tuple[EngineKind, ...] = (
         name=OPENVINO,
         title="OpenVINO",
         engine=OPENVINO,
-        checks=(installed("run in OpenVINO", "openvino", "OpenVINO", "openvino"),),
+        requires=(installed("run in OpenVINO", "openvino", "OpenVINO", "openvino"),),
         extra="openvino",
         serves="one-input",
         loader=_openvino,
@@ -333,7 +333,7 @@ _KINDS: tuple[EngineKind, ...] = (
         title="TensorRT",
         engine=TENSORRT,
         provider=TENSORRT,
-        checks=(builds(TENSORRT, "TensorRT"), runs(TENSORRT, "TensorRT")),
+        requires=(builds(TENSORRT, "TensorRT"), runs(TENSORRT, "TensorRT")),
         extra="tensorrt",
         serves="one-input",
         loader=partial(_tensorrt, TENSORRT),
@@ -344,7 +344,7 @@ _KINDS: tuple[EngineKind, ...] = (
         title="TensorRT-RTX",
         engine=TENSORRT_RTX,
         provider=TENSORRT_RTX,
-        checks=(builds(TENSORRT_RTX, "TensorRT-RTX"), runs(TENSORRT_RTX, "TensorRT-RTX")),
+        requires=(builds(TENSORRT_RTX, "TensorRT-RTX"), runs(TENSORRT_RTX, "TensorRT-RTX")),
         extra="rtx",
         serves="one-input",
         loader=partial(_tensorrt, TENSORRT_RTX),
@@ -354,7 +354,7 @@ _KINDS: tuple[EngineKind, ...] = (
         name=TRANSFORMERS_ONNX,
         title="OnnxExporter of transformers",
         engine=TRANSFORMERS_ONNX,
-        checks=(ON_CPU, IN_TRANSFORMERS),
+        requires=(ON_CPU, IN_TRANSFORMERS),
         extra="transformers",
         serves="transformers",
         loader=_other_exporter,
@@ -380,6 +380,6 @@ def engine_of(engine: str, provider: str | None) -> EngineKind | None:
     return _BY_ROW.get((engine, provider or "cpu"))
 
 
-def checks() -> tuple[Check, ...]:
-    """Returns what `moexport doctor` checks for the engines."""
-    return tuple(check for kind in _KINDS for check in kind.checks)
+def requirements() -> tuple[Requirement, ...]:
+    """Returns what the engines need: lines of `moexport doctor`."""
+    return tuple(each for kind in _KINDS for each in kind.requires)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -21,17 +21,12 @@ from .options import (
     json_text,
     loader,
     output_option,
-    refuse_idle,
     typed_command,
     typed_source,
 )
 
 if TYPE_CHECKING:
     from ..bench.results import Results
-
-
-Paper = Literal["mnist", "mnist-normalised", "latency", "latency-whole", "l2norm", "mumoe"]
-"""Experiments of the papers: the names of `bench.paper`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,9 +63,6 @@ def bench(
     ] = None,
     request: BenchRequest,
     flags: BenchFlags,
-    paper: Annotated[
-        Paper | None, typer.Option(help="Run an experiment of the papers instead of a model.")
-    ] = None,
     as_json: AsJson = False,
     verbosity: Verbosity,
 ) -> None:
@@ -80,27 +72,8 @@ def bench(
     """
     console = verbosity.console()
     request = replace(request, out=output, command=typed_command(), progress=console)
-    if paper is not None:
-        if models:
-            raise UsageError(
-                f"--paper {paper} makes its own models, and {models[0]} was named too",
-                hint="leave the model or --paper out",
-            )
-        why = f"--paper {paper} says itself what is measured"
-        refuse_idle(request, flags, why=why, but=("threads",))
-        with console:
-            results, text = api.paper(
-                *(paper, output),
-                threads=request.threads,
-                command=request.command,
-                progress=console,
-            )
-        _print_results(results, text, output, as_json=as_json)
-        return
     if not models:
-        raise UsageError(
-            "bench: no model to measure", hint="moexport bench vit.pt -o report, or --paper mnist"
-        )
+        raise UsageError("bench: no model to measure", hint="moexport bench vit.pt -o report")
     from ..exporter.bundle.manifest import is_bundle
 
     if all(map(is_bundle, models)):

@@ -8,10 +8,10 @@ from pathlib import Path
 import numpy as np
 from moexport.bench.analyses.findings import studies_in
 from moexport.bench.analyses.report import figures, retention_rows
-from moexport.bench.paper import mnist
 from moexport.bench.report.figures import STYLE
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
+from moexport.examples.studies import latency, mnist
 from moexport.graphs.targets import Precision
 from moexport.perf import models
 from moexport.perf.layers import auto

@@ -26,8 +26,8 @@ class Ability:
 
 
 @dataclass(frozen=True, slots=True)
-class Check:
-    """A line of `moexport doctor`: what is checked, and how.
+class Requirement:
+    """A line of `moexport doctor`: what must be there, and how that is found out.
 
     `works` takes the machine's GPU, and returns what is there or raises what is missing.
     """
@@ -56,34 +56,34 @@ class Diagnosis:
         return asdict(self)
 
 
-def diagnose(checks: Iterable[Check]) -> Diagnosis:
+def diagnose(required: Iterable[Requirement]) -> Diagnosis:
     """Returns what works here; looks at the installed packages and the hardware, builds nothing."""
     from ..common.environment import environment
     from .tensorrt.backends import first_gpu
 
     gpu = first_gpu()
-    lines = (EXPORT, *dict.fromkeys(checks), DEMO)
-    return Diagnosis(tuple(check.ability(gpu) for check in lines), environment())
+    lines = (EXPORT, *dict.fromkeys(required), DEMO)
+    return Diagnosis(tuple(each.ability(gpu) for each in lines), environment())
 
 
-def in_onnx_runtime(name: str, provider: str) -> Check:
-    """Returns the check of a provider of ONNX Runtime."""
-    return Check(name, partial(_serves, provider))
+def in_onnx_runtime(name: str, provider: str) -> Requirement:
+    """Returns the requirement of a provider of ONNX Runtime."""
+    return Requirement(name, partial(_serves, provider))
 
 
-def installed(name: str, package: str, title: str, extra: str) -> Check:
-    """Returns the check of a package that an extra of moexport installs."""
-    return Check(name, partial(_found, package, title, extra))
+def installed(name: str, package: str, title: str, extra: str) -> Requirement:
+    """Returns the requirement of a package that an extra of moexport installs."""
+    return Requirement(name, partial(_found, package, title, extra))
 
 
-def builds(backend: str, title: str) -> Check:
-    """Returns the check of what compiles engines of a TensorRT."""
-    return Check(f"build {title} engines", partial(_builds, backend))
+def builds(backend: str, title: str) -> Requirement:
+    """Returns the requirement of what compiles engines of a TensorRT."""
+    return Requirement(f"build {title} engines", partial(_builds, backend))
 
 
-def runs(backend: str, title: str) -> Check:
-    """Returns the check of what runs engines of a TensorRT."""
-    return Check(f"run {title} engines", partial(_runs, backend))
+def runs(backend: str, title: str) -> Requirement:
+    """Returns the requirement of what runs engines of a TensorRT."""
+    return Requirement(f"run {title} engines", partial(_runs, backend))
 
 
 def _exports(gpu: Gpu | None) -> str:
@@ -168,6 +168,6 @@ def _demo(gpu: Gpu | None) -> str:
     return "scikit-learn's digits are installed"
 
 
-EXPORT = Check("export to ONNX", _exports)
+EXPORT = Requirement("export to ONNX", _exports)
 
-DEMO = Check("demo", _demo)
+DEMO = Requirement("demo", _demo)

@@ -171,7 +171,6 @@ def test_a_session_runs_in_python(environment: Path, bundle: Path) -> None:
         ("calibrate", VIT, "--data", "x.npz", "-o", "t.json"),
         ("inspect", VIT),
         ("bench", VIT, "-o", "report"),
-        ("bench", "--paper", "mnist", "-o", "report"),
         ("specialise", VIT, "--data", "x.npz"),
         ("demo",),
     ],

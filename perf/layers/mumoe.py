@@ -16,12 +16,12 @@ from einops import einsum, rearrange
 from entmax import entmax15
 from moexport.bench.engines import ONNXRUNTIME, PYTORCH_EAGER
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
-from moexport.bench.paper.random_layers import layer_model, random_mumoe, random_tokens
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Sweep, exported
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
+from moexport.examples.studies.random_layers import layer_model, random_mumoe, random_tokens
 from moexport.graphs.layers.mumoe import FactorisedSpec, GateNorm, MuMoE, MuMoESpec
 from torch import Tensor, nn
 

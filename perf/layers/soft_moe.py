@@ -20,19 +20,19 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.engines import PYTORCH_ALGORITHM_2, PYTORCH_COMPILE, PYTORCH_EAGER
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
-from moexport.bench.paper.random_layers import (
-    layer_model,
-    one_by_one,
-    random_tokens,
-    soft_moe_spec,
-    soft_moe_weights,
-)
 from moexport.bench.plan import GraphSource
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.runners.candidates import Sweep, exported
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.common import timing
 from moexport.common.console import Progress
+from moexport.examples.studies.random_layers import (
+    layer_model,
+    one_by_one,
+    random_tokens,
+    soft_moe_spec,
+    soft_moe_weights,
+)
 from moexport.exporter.model import Model
 from moexport.graphs.layers.soft_moe import Activation, SoftMoE, SoftMoESpec
 from moexport.graphs.lowerings import lowerings_of

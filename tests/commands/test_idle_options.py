@@ -28,7 +28,6 @@ CALIBRATE = ("calibrate", LAYER, "--data", "x.npz", "-o", "t.json")
 BENCH = ("bench", LAYER, "-o", "out")
 TUNE = ("tune", LAYER, "--data", "x.npz", "-o", "out")
 BUNDLES = ("bench", "bundle", "-o", "out")
-PAPER = ("bench", "--paper", "mnist", "-o", "out")
 SPECIALISE = ("specialise", LAYER, "--data", "x.npz")
 TRITON = ("triton", "bundle", "-o", "models")
 RUN = ("run", "bundle", "-i", "x.npz", "-o", "y.npz")
@@ -56,23 +55,13 @@ BUILDING = {
     "cache": ("--engine-cache", "off"),
 }
 MEASURED = {
-    "k": ("--k", "n"),
     "target": ("--target", "ort-cpu"),
     "lowering": ("--lowering", "dense"),
     "precision": ("--precision", "fp16"),
-    "engine": ("--engine", "onnxruntime"),
-    "batch": ("--batch", "2"),
     "data": ("--data", "x.npz"),
-    "rounds": ("--rounds", "6"),
-    "samples": ("--samples", "2"),
-    "memory": ("--no-memory",),
     "pixels": ("--pixels", "unit"),
     "tokens": ("--tokens", "4"),
-    "compare": ("--compare", "r.json"),
-    "fail_if_slower": ("--fail-if-slower", "5%"),
-    "analysis": ("--analysis", "all"),
     "max_subsets": ("--max-subsets", "5"),
-    "group_by": ("--group-by", "a"),
 }
 
 IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
@@ -129,20 +118,15 @@ IDLE: dict[str, dict[str, tuple[tuple[object, ...], ...]]] = {
         "trust_engine": ((*RUN, "--trust-engine"),),
         "host_weights": ((*RUN, "--host-weights"),),
     },
-    "bench": {name: ((*PAPER, *words),) for name, words in (READING | MEASURED).items()}
-    | {name: ((*PAPER, *words), (*BUNDLES, *words)) for name, words in READING.items()}
-    | {
-        name: ((*PAPER, *MEASURED[name]), (*BUNDLES, *MEASURED[name]))
-        for name in ("lowering", "precision", "target")
-    }
+    "bench": {name: ((*BUNDLES, *words),) for name, words in READING.items()}
+    | {name: ((*BUNDLES, *MEASURED[name]),) for name in ("lowering", "precision", "target")}
     | {name: ((*BENCH, *MEASURED[name]),) for name in ("pixels", "tokens")}
     | {
         "max_subsets": (
             (*BENCH, *MEASURED["max_subsets"]),
             (*BENCH, *MEASURED["max_subsets"], "--analysis", "random"),
         ),
-        "ray": ((*PAPER, "--ray", "auto"),),
-        "on": ((*BENCH, "--on", "CPU"), (*PAPER, "--on", "CPU")),
+        "on": ((*BENCH, "--on", "CPU"),),
     },
     "tune": {
         "family": (("tune", "json:loads", *TUNE[2:], *READING["family"]),),
@@ -175,7 +159,19 @@ ACTING = {
     "build": {"bundle", "target", "graph", "batch", "tokens", "dry_run", *BUILDING},
     "verify": {"bundle", "atol", "rtol", "trust_engine"},
     "run": {"bundle", "input_file", "graph", "batch_size", "engine", "check"},
-    "bench": {"models", "threads", "paper"},
+    "bench": {
+        "models",
+        "threads",
+        "k",
+        "engine",
+        "batch",
+        "data",
+        "rounds",
+        "samples",
+        "memory",
+        "ray",
+    }
+    | {"compare", "fail_if_slower", "analysis", "group_by"},
     "tune": {"model", "config", "sets", "data", "keep", "max_latency", "max_bytes", "metric"}
     | {
         "target",

@@ -50,8 +50,8 @@ def test_the_help_of_bench_lists_every_engine() -> None:
 def test_doctor_has_the_lines_of_every_engine() -> None:
     told = {each.name: each for each in moexport.doctor().abilities}
     for kind in KINDS.values():
-        assert kind.checks
-        lines = [told[check.name] for check in kind.checks]
+        assert kind.requires
+        lines = [told[each.name] for each in kind.requires]
         absent = next((line.detail for line in lines if not line.available), None)
         assert kind.missing() == absent
 

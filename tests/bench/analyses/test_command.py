@@ -1,4 +1,4 @@
-"""`bench --analysis` and `--paper` from the command line."""
+"""`bench --analysis` from the command line."""
 
 from __future__ import annotations
 
@@ -32,11 +32,8 @@ def test_analyses_go_into_results_tables_and_figures(
     assert figures == ["experts_random.png", "experts_subsets.png"]
 
 
-def test_what_cannot_be_meant_is_refused(tmp_path: Path) -> None:
+def test_a_benchmark_of_no_model_is_refused(tmp_path: Path) -> None:
     out = tmp_path / "out"
-    both = run("bench", "model.pt", "--paper", "mnist", "-o", out)
-    assert both.code == 2
-    assert both.error == "--paper mnist makes its own models, and model.pt was named too"
     none = run("bench", "-o", out)
     assert (none.code, none.error) == (2, "bench: no model to measure")
     assert not out.exists()

@@ -11,7 +11,7 @@ from pathlib import Path
 import moexport
 import numpy as np
 import pytest
-from moexport.bench.engines import KINDS, checks
+from moexport.bench.engines import KINDS, requirements
 from moexport.bench.report.summary import row_name
 from moexport.bench.report.text import to_csv
 from moexport.bench.results import from_json, to_json
@@ -100,6 +100,8 @@ def test_where_openvino_is_missing_doctor_says_how_to_get_it(
     from moexport.exporter.doctor import diagnose
 
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    (found,) = (each for each in diagnose(checks()).abilities if each.name == "run in OpenVINO")
+    (found,) = (
+        each for each in diagnose(requirements()).abilities if each.name == "run in OpenVINO"
+    )
     assert not found.available
     assert "pip install '.[openvino]'" in found.detail

@@ -11,7 +11,7 @@ from pathlib import Path
 import moexport
 import numpy as np
 import pytest
-from moexport.bench.engines import KINDS, checks
+from moexport.bench.engines import KINDS, requirements
 from moexport.bench.plan import Candidate
 from moexport.bench.runners.available import select
 from moexport.bench.runners.base import in_batches
@@ -165,7 +165,7 @@ def test_batches_that_an_engine_does_not_take_are_filled_up() -> None:
 
 def test_absent_engines_have_the_reason_that_doctor_gives() -> None:
     told: Mapping[str, str] = {
-        each.name: each.detail for each in diagnose(checks()).abilities if not each.available
+        each.name: each.detail for each in diagnose(requirements()).abilities if not each.available
     }
     absent = {each.engine: each.reason for each in select(KINDS).absent}
     titles = {"tensorrt": "TensorRT", "tensorrt-rtx": "TensorRT-RTX"}

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.engines import checks
+from moexport.bench.engines import requirements
 from moexport.errors import EngineError, ForeignEngineError
 from moexport.exporter.tensorrt.backends import TENSORRT, TENSORRT_RTX, Backend, Gpu, first_gpu
 from moexport.tests.command import Outcome, run, run_program
@@ -60,7 +60,7 @@ def test_the_refusal_names_the_gpu_and_the_way_out() -> None:
 @pytest.mark.parametrize(("gpu", "runs"), [(H100, False), (V100, False), (ADA, True)], ids=str)
 def test_doctor_tells_whether_the_gpu_is_served(gpu: Gpu, runs: bool) -> None:
     pytest.importorskip("cuda.bindings.runtime")
-    found = {each.name: each.ability(gpu) for each in checks()}
+    found = {each.name: each.ability(gpu) for each in requirements()}
     running = found["run TensorRT-RTX engines"]
     assert running.available == runs
     assert f"{gpu.name} (compute capability {gpu.compute_capability})" in running.detail or runs

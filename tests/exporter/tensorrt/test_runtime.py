@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from moexport.bench.engines import checks
+from moexport.bench.engines import requirements
 from moexport.exporter.parity import GPU_RTOL, TOLERANCES, on_gpu
 from moexport.exporter.session import TENSORRT
 from moexport.exporter.tensorrt import cache, cuda
@@ -145,7 +145,7 @@ def test_doctor_says_which_binding_an_older_driver_needs(
     assert "cuda-bindings 13 needs a driver of 580 or newer, and this one is 535" in problem
     assert "pip install 'cuda-bindings>=12,<13'" in problem
     card = Gpu("NVIDIA GeForce RTX 4090", "8.9", "535.104.05")
-    by_name = {each.name: each.ability(card) for each in checks()}
+    by_name = {each.name: each.ability(card) for each in requirements()}
     assert by_name["run TensorRT-RTX engines"].detail in (problem, "TensorRT-RTX is not installed")
     assert not by_name["run TensorRT-RTX engines"].available
     tool.write_text("#!/bin/sh\necho 580.65.06\n")

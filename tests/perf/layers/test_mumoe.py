@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from moexport.bench.paper.random_layers import random_mumoe
+from moexport.examples.studies.random_layers import random_mumoe
 from moexport.graphs.layers.mumoe import FactorisedSpec, GateNorm, MuMoESpec
 from moexport.perf.layers.mumoe import PublishedMuMoE
 

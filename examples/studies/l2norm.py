@@ -15,15 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from moexport.bench.report.figures import COLOURS, drawn, log2_axis
+from moexport.bench.results import Results, write
+from moexport.bench.run import with_threads
+from moexport.common.console import Progress
+from moexport.common.environment import environment
+from moexport.common.text import table
+from moexport.common.writing import make_folder, whole_file
 from torch import Tensor, nn
-
-from ...common.console import Progress
-from ...common.environment import environment
-from ...common.text import table
-from ...common.writing import make_folder, whole_file
-from ..report.figures import COLOURS, drawn, log2_axis
-from ..results import Results, write
-from ..run import with_threads
 
 FOUND = "l2norm"
 FIGURE = "l2norm.png"

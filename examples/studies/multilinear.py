@@ -15,24 +15,23 @@ from math import prod
 from pathlib import Path
 
 import torch
+from moexport.bench.engines import ONNXRUNTIME, PYTORCH_EAGER
+from moexport.bench.measure.latency import group_batches, measure_group
+from moexport.bench.measure.memory import measure_memory, pickled
+from moexport.bench.plan import Case, TimingGroup
+from moexport.bench.report.page import write_all
+from moexport.bench.results import ModelInfo, Results, Row
+from moexport.bench.run import with_threads
+from moexport.bench.runners.base import Loader, Runner
+from moexport.bench.runners.candidates import Sweep, exported
+from moexport.bench.runners.pytorch import PyTorch
+from moexport.common import timing
+from moexport.common.console import Progress
+from moexport.common.environment import environment
+from moexport.common.text import count, table
+from moexport.examples.studies.random_layers import layer_model, random_mumoe, random_tokens
+from moexport.graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec, activate
 from torch import Tensor, nn
-
-from ...common import timing
-from ...common.console import Progress
-from ...common.environment import environment
-from ...common.text import count, table
-from ...graphs.layers.mumoe import FactorisedSpec, Form, MuMoESpec, activate
-from ..engines import ONNXRUNTIME, PYTORCH_EAGER
-from ..measure.latency import group_batches, measure_group
-from ..measure.memory import measure_memory, pickled
-from ..plan import Case, TimingGroup
-from ..report.page import write_all
-from ..results import ModelInfo, Results, Row
-from ..run import with_threads
-from ..runners.base import Loader, Runner
-from ..runners.candidates import Sweep, exported
-from ..runners.pytorch import PyTorch
-from .random_layers import layer_model, random_mumoe, random_tokens
 
 DIM, OUT, EXPERTS, CHOSEN = 768, 1000, 128, 2
 RANKS: Mapping[str, tuple[int, ...]] = {"CP": (512,), "TR": (4, 4, 512)}

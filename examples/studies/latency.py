@@ -17,23 +17,28 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from moexport.bench.engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER
+from moexport.bench.plan import Settings
+from moexport.bench.report.page import write_all
+from moexport.bench.results import Results, Row, write
+from moexport.bench.run import bench, model_info, with_threads
+from moexport.bench.runners.base import Runner
+from moexport.bench.runners.candidates import Sweep, exported
+from moexport.bench.runners.pytorch import untouched, with_algorithm_1
+from moexport.common.console import Progress
+from moexport.common.environment import environment, memory_bytes
+from moexport.common.text import count, table
+from moexport.common.timing import MIN_ROUNDS, Protocol, summarise
+from moexport.examples.studies.random_layers import (
+    one_by_one,
+    random_tokens,
+    soft_moe_spec,
+    soft_moe_weights,
+    tokens_model,
+)
+from moexport.exporter.model import Model
+from moexport.graphs.layers.soft_moe import SoftMoE
 from torch import Tensor, nn
-
-from ...common.console import Progress
-from ...common.environment import environment, memory_bytes
-from ...common.text import count, table
-from ...common.timing import MIN_ROUNDS, Protocol, summarise
-from ...exporter.model import Model
-from ...graphs.layers.soft_moe import SoftMoE
-from ..engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER
-from ..plan import Settings
-from ..report.page import write_all
-from ..results import Results, Row, write
-from ..run import bench, model_info, with_threads
-from ..runners.base import Runner
-from ..runners.candidates import Sweep, exported
-from ..runners.pytorch import untouched, with_algorithm_1
-from .random_layers import one_by_one, random_tokens, soft_moe_spec, soft_moe_weights, tokens_model
 
 KEPT = (8, 6, 4, 2)
 BATCHES = (1, 100)

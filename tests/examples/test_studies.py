@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from moexport.bench.analyses.findings import studies_in
-from moexport.bench.paper.l2norm import NormTask, run_l2norm
-from moexport.bench.paper.latency import (
+from moexport.bench.results import read
+from moexport.common.console import Silent
+from moexport.examples.studies.l2norm import NormTask, run_l2norm
+from moexport.examples.studies.latency import (
     TABLE_3,
     fitting,
     latency_rows,
@@ -17,10 +19,8 @@ from moexport.bench.paper.latency import (
     run_latency,
     run_whole,
 )
-from moexport.bench.paper.mnist import Suite, kept, run_mnist
-from moexport.bench.paper.multilinear import TABLE_8, work
-from moexport.bench.results import read
-from moexport.common.console import Silent
+from moexport.examples.studies.mnist import Suite, kept, run_mnist
+from moexport.examples.studies.multilinear import TABLE_8, work
 
 
 def test_the_paper_s_shape_has_2_27_billion_parameters_and_is_halved_until_it_fits() -> None:

@@ -10,18 +10,18 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...common.console import Progress
-from ...common.timing import Protocol
-from ...common.writing import make_folder
-from ...exporter.checkpoints.load import load
-from ..analyses.experts import Wanted, study
-from ..analyses.findings import ExpertStudy, analyses_of
-from ..analyses.report import FRACTIONS, Printed, text
-from ..demo import digits
-from ..plan import Candidate, Settings
-from ..results import Results
-from ..run import bench
-from ..runners.candidates import Sweep, exported
+from moexport.bench.analyses.experts import Wanted, study
+from moexport.bench.analyses.findings import ExpertStudy, analyses_of
+from moexport.bench.analyses.report import FRACTIONS, Printed, text
+from moexport.bench.demo import digits
+from moexport.bench.plan import Candidate, Settings
+from moexport.bench.results import Results
+from moexport.bench.run import bench
+from moexport.bench.runners.candidates import Sweep, exported
+from moexport.common.console import Progress
+from moexport.common.timing import Protocol
+from moexport.common.writing import make_folder
+from moexport.exporter.checkpoints.load import load
 
 NAME = "digits"
 
@@ -73,12 +73,18 @@ NORMALISED = Suite((16, 64, 128), normalise=True, epochs=588)
 
 
 def run_mnist(
-    suite: Suite, out: Path, progress: Progress, *, command: str = ""
+    suite: Suite,
+    out: Path,
+    progress: Progress,
+    *,
+    threads: int | None = None,
+    command: str = "",
 ) -> tuple[Results, str]:
     """Returns the results of a suite and the tables that stand beside the paper's, as text.
 
     Checkpoints, results.json, report and figures go to `out`.
     """
+    threads = threads or suite.threads
     data = digits.load_digits()
     make_folder(out)
     studies: list[ExpertStudy] = []
@@ -98,9 +104,7 @@ def run_mnist(
             studies.append(study(name, model, data.test, ks, wanted, progress=progress))
             candidates.append(
                 stack.enter_context(
-                    exported(
-                        model, Sweep((n, *ks), threads=suite.threads), name=name, progress=progress
-                    )
+                    exported(model, Sweep((n, *ks), threads=threads), name=name, progress=progress)
                 )
             )
         results = bench(
@@ -108,7 +112,7 @@ def run_mnist(
             data.test,
             Settings(
                 protocol=Protocol(inputs=8, round_s=0.05),
-                threads=suite.threads,
+                threads=threads,
                 memory=False,
                 parts=False,
             ),

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from moexport.bench.data import LabelledData
+from moexport.exporter.families.layer_only import TokenBackbone
+from moexport.exporter.model import Model, Source, TensorSpec
+from moexport.graphs.layers.base import MoELayer, MoESpec
+from moexport.graphs.layers.mumoe import MuMoE, MuMoESpec, MuMoEWeights
+from moexport.graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
 from torch import Tensor, nn
-
-from ...exporter.families.layer_only import TokenBackbone
-from ...exporter.model import Model, Source, TensorSpec
-from ...graphs.layers.base import MoELayer, MoESpec
-from ...graphs.layers.mumoe import MuMoE, MuMoESpec, MuMoEWeights
-from ...graphs.layers.soft_moe import SoftMoESpec, SoftMoEWeights
-from ..data import LabelledData
 
 
 def soft_moe_spec(
