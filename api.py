@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     from .bench.data import Labelled, LabelledData
     from .bench.demo.demo import Outcome
-    from .bench.report.compare import Comparison
+    from .bench.report.compare import ResultsComparison
     from .bench.results import Results
     from .bench.specialise import Specialisation
     from .calibration.feeds import Feed
@@ -439,7 +439,7 @@ def bench_on_ray(models: AnyPath | Sequence[AnyPath], request: BenchRequest) -> 
 
 def report(
     results: Results | AnyPath, output: AnyPath, request: ReportRequest
-) -> tuple[tuple[Path, ...], Comparison | None]:
+) -> tuple[tuple[Path, ...], ResultsComparison | None]:
     """Writes the report of results again; returns the files and what changed since `compare`.
 
     `results` is what `bench` returned, or its results.json; `output` the page, .html: Markdown, CSV

@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 
-class _CallablePackage(ModuleType):
+class _CallableBench(ModuleType):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs `moexport.calls.bench`."""
         from ..calls import bench
@@ -19,4 +19,4 @@ class _CallablePackage(ModuleType):
         return bench(*args, **kwargs)
 
 
-sys.modules[__name__].__class__ = _CallablePackage
+sys.modules[__name__].__class__ = _CallableBench

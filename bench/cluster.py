@@ -43,7 +43,7 @@ from .runners.base import Runner
 from .runners.models import loaders
 from .runners.pytorch import CUDA, without_tf32
 
-Batches = dict[str, dict[int, EvaluationState]]
+BatchStates = dict[str, dict[int, EvaluationState]]
 """The sums of each batch by its number, for each candidate by its name."""
 
 
@@ -231,7 +231,7 @@ class _Sweep:
         for one in self.cells:
             keys = [(one.models[0], name) for name in names]
             if all(key in found for key in keys):
-                parts = [msgspec.convert(found[key], Batches, strict=False) for key in keys]
+                parts = [msgspec.convert(found[key], BatchStates, strict=False) for key in keys]
                 known[one.models] = _joined(parts)
         return known
 
@@ -271,9 +271,9 @@ class _Sweep:
         return found
 
 
-def _joined(shards: Sequence[Batches]) -> dict[str, EvaluationState]:
+def _joined(shards: Sequence[BatchStates]) -> dict[str, EvaluationState]:
     """The sums of each candidate over all batches, added in the order of the data."""
-    batches: Batches = {}
+    batches: BatchStates = {}
     for shard in shards:
         for name, states in shard.items():
             batches.setdefault(name, {}).update(states)
@@ -288,7 +288,7 @@ def _joined(shards: Sequence[Batches]) -> dict[str, EvaluationState]:
 
 def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
     """Returns the sums of a share of the batches, each by its number, for every candidate."""
-    found: Batches = {}
+    found: BatchStates = {}
     with prepared(_opened(cells), _plain(cells.asked)) as (candidates, data, settings, _):
         for candidate in candidates:
             opening = loaders(candidate, settings.batches)

@@ -28,7 +28,7 @@ from .metrics import (
     TopKCounts,
 )
 from .plan import Candidate, Case
-from .results import Parity
+from .results import OutputParity
 from .runners.base import Runner, first_of
 from .runners.models import reference_of
 from .runners.pytorch import Expected, PyTorch, outputs_of, untouched
@@ -45,7 +45,7 @@ FLOAT_COSINE = 0.99
 its precision does not turn them so far. `verify` judges far more finely."""
 
 
-def wrong(case: Case, parity: Parity) -> str | None:
+def wrong(case: Case, parity: OutputParity) -> str | None:
     """Returns why outputs are not those of PyTorch in a case's precision; None where they are."""
     least = LEAST_COSINE.get(case.precision, FLOAT_COSINE)
     if parity.cosine >= least:

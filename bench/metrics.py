@@ -16,7 +16,7 @@ import numpy as np
 from ..calibration.feeds import IGNORED, Array, Labels
 from ..errors import FeedError, ParityError
 from ..exporter.parity import jaccard
-from .results import Accuracy, Interval, Parity, Perplexity, RoutingAgreement
+from .results import Accuracy, Interval, OutputParity, Perplexity, RoutingAgreement
 
 Z = 1.959963984540054  # the normal quantile of 97.5%
 
@@ -244,12 +244,12 @@ class ParityStatistics(Sums):
             raise ParityError(f"{int((~np.isfinite(a)).sum())} of {a.size} outputs are not finite")
         return cls(float(np.abs(a - b).max()), float(a @ b), float(a @ a), float(b @ b))
 
-    def parity(self) -> Parity:
+    def parity(self) -> OutputParity:
         """The largest absolute difference and the cosine; two zero outputs have cosine 1."""
         norm = float(np.sqrt(self.squares * self.reference_squares))
         if norm == 0:
-            return Parity(self.max_abs, 1.0 if self.max_abs == 0 else 0.0)
-        return Parity(self.max_abs, self.dot / norm)
+            return OutputParity(self.max_abs, 1.0 if self.max_abs == 0 else 0.0)
+        return OutputParity(self.max_abs, self.dot / norm)
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class RoutingAgreement:
 
 
 @dataclass(frozen=True, slots=True)
-class Parity:
+class OutputParity:
     """Outputs against PyTorch's with the same k: largest absolute difference, and cosine."""
 
     max_abs: float
@@ -85,7 +85,7 @@ class Parity:
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class PartTime:
     """Median milliseconds per call of one part of the network, by the runtime's own profile.
 
     `part` is `router`, `dispatch`, `experts` or `combine` of the MoE layer `layer`; `host` is the
@@ -98,7 +98,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
+class Workload:
     """What one batch asks of a machine: operations (a multiply-add is two), bytes to move once."""
 
     operations: float
@@ -137,7 +137,7 @@ class Row:
     scope: str = "end-to-end"
     latency_ms: Latency | None = None
     device_ms: Latency | None = None
-    work: Work | None = None
+    work: Workload | None = None
     limit_ms: float | None = None
     no_limit: str | None = None
     throughput: float | None = None
@@ -146,8 +146,8 @@ class Row:
     accuracy: Accuracy | None = None
     perplexity: Perplexity | None = None
     routing: RoutingAgreement | None = None
-    parity: Parity | None = None
-    parts: tuple[Part, ...] = ()
+    parity: OutputParity | None = None
+    parts: tuple[PartTime, ...] = ()
     error: str | None = None
     phase: str | None = None
     tokens: int | None = None

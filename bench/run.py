@@ -41,13 +41,13 @@ from .evaluate import EvaluationState, evaluate, wrong
 from .journal import FILE, Journal
 from .language import is_language_model, phase_inputs, phases_of, prompt_of, token_windows
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
-from .measure.memory import Memory, measure_memories, worker_count
+from .measure.memory import PeakMemory, measure_memories, worker_count
 from .measure.roofline import Limit, Limits, Rates
 from .plan import Candidate, Case, Settings, TimingGroup, describe, plan
 from .report.compare import compare
 from .report.page import write_all
 from .request import BenchRequest
-from .results import Absent, ModelInfo, Part, Results, Row
+from .results import Absent, ModelInfo, PartTime, Results, Row
 from .runners.available import parse_engines, select
 from .runners.base import Loader, Runner
 from .runners.candidates import Sweep, candidates_of, check_exported, parse_ks, parse_precisions
@@ -520,13 +520,13 @@ class Measurement:
     def _tell(self, name: str, entry: dict[str, Any]) -> None:
         self.beside.setdefault(name, []).append(entry)
 
-    def _memories(self, opening: Mapping[Case, Loader]) -> dict[str, Memory]:
+    def _memories(self, opening: Mapping[Case, Loader]) -> dict[str, PeakMemory]:
         """The memory of each case by its label; what could not be measured is left out."""
         if not self.settings.memory:
             return {}
         keys = {"model": self.candidate.name}
         done = {
-            each["label"]: msgspec.convert(each, Memory, strict=False)  # JSON's keys are texts
+            each["label"]: msgspec.convert(each, PeakMemory, strict=False)  # JSON's keys are texts
             for each in self.journal.found("memory", **keys)
         }
         for label, found in measure_memories(
@@ -541,14 +541,14 @@ class Measurement:
             self.journal.add("memory", **keys, label=label, **asdict(found))
         return done
 
-    def _parts(self, case: Case, group: TimingGroup, loader: Loader) -> tuple[Part, ...]:
+    def _parts(self, case: Case, group: TimingGroup, loader: Loader) -> tuple[PartTime, ...]:
         """Where the time of a graph goes, if its runtime can tell."""
         if not (self.settings.parts and loader.profiles):
             return ()
         keys = {"label": case.label} | group.keys
         done = self.journal.found("parts", **keys)
         if done:
-            return msgspec.convert(done[-1]["parts"], tuple[Part, ...])
+            return msgspec.convert(done[-1]["parts"], tuple[PartTime, ...])
         what = f"{case.label}{group.title.removeprefix(group.model)}"
         self.progress.step(f"{what}: where the time goes")
         layers = tuple(self.candidate.model.layers)

@@ -69,7 +69,7 @@ class ExpertEffect:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SubgroupCoefficients:
     """A subgroup of the inputs and, by level if there are any, its mean coefficients ā [n]."""
 
     group: Subgroup
@@ -143,7 +143,7 @@ class Specialisation:
     accuracy: tuple[float | None, ...]
     samples: tuple[int, ...]
     experts: tuple[ExpertEffect, ...]
-    groups: tuple[Group, ...]
+    groups: tuple[SubgroupCoefficients, ...]
     load: tuple[Load, ...] = ()
     fairness: Fairness | None = None
     rewriting: Rewriting | None = None
@@ -242,7 +242,7 @@ def specialise(
 
 
 @dataclass(frozen=True, slots=True)
-class _Seen:
+class _JudgedInputs:
     """What one pass over the inputs shows.
 
     `scores` [s, classes]; by level `means`, the mean coefficients of each input [s, n], and
@@ -262,7 +262,7 @@ def _one_pass(
     x: Array,
     wanted: Favour | None,
     progress: Progress,
-) -> _Seen:
+) -> _JudgedInputs:
     said: list[Array] = []
     means, takes_in = [], []
     loads = [_Loads(n) for n in watched.spec.levels] if watched.spec.rewritable else []
@@ -278,7 +278,7 @@ def _one_pass(
         for load, a in zip(loads, found, strict=True):
             load.add(a)
         progress.advance(len(scores))
-    return _Seen(
+    return _JudgedInputs(
         np.concatenate(said),
         list(map(np.concatenate, zip(*means, strict=True))),
         list(map(np.concatenate, zip(*takes_in, strict=True)))
@@ -292,7 +292,7 @@ def _effects(
     watched: MoELayer,
     x: Array,
     labels: Array,
-    seen: _Seen,
+    seen: _JudgedInputs,
     progress: Progress,
 ) -> Iterator[ExpertEffect]:
     """What removing each expert does, one after the other."""
@@ -390,8 +390,8 @@ def _rewriting(
     x: Array,
     labels: Array,
     groups: Array,
-    seen: _Seen,
-    by_group: Sequence[Group],
+    seen: _JudgedInputs,
+    by_group: Sequence[SubgroupCoefficients],
 ) -> Rewriting:
     """The rewriting that was wanted, with what the model says when it is edited so."""
     output, group, scores = wanted.output, wanted.group, seen.scores
@@ -482,10 +482,10 @@ def polysemanticity(
     return math.sqrt(sum(d * d for d in shares) - largest**2 + (1 - largest) ** 2)
 
 
-def _groups(means: Sequence[Array], by: Array) -> tuple[Group, ...]:
+def _groups(means: Sequence[Array], by: Array) -> tuple[SubgroupCoefficients, ...]:
     """Each subgroup with its mean coefficients, of those [s, n] of the levels."""
     return tuple(
-        Group(
+        SubgroupCoefficients(
             value.item(),
             int((by == value).sum()),
             tuple(tuple(mean[by == value].mean(axis=0).tolist()) for mean in means),

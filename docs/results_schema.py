@@ -22,9 +22,9 @@ LIMITS: dict[str, dict[str, Any]] = {
     "Row.batch": COUNT,
     "Row.scope": {"enum": ["gpu", "end-to-end"]},
     "Row.limit_ms": POSITIVE,
-    "Work.operations": POSITIVE,
-    "Work.int8_operations": POSITIVE,
-    "Work.bytes": POSITIVE,
+    "Workload.operations": POSITIVE,
+    "Workload.int8_operations": POSITIVE,
+    "Workload.bytes": POSITIVE,
     "Row.throughput": POSITIVE,
     "Row.peak_memory_mb": POSITIVE,
     "Row.runtime_memory_mb": POSITIVE,
@@ -36,8 +36,8 @@ LIMITS: dict[str, dict[str, Any]] = {
     "Perplexity.value": {"minimum": 1},
     "RoutingAgreement.jaccard": SHARE,
     "RoutingAgreement.exact": SHARE,
-    "Part.ms": POSITIVE,
-    "Part.part": {"enum": ["router", "dispatch", "experts", "combine", "host", "runtime"]},
+    "PartTime.ms": POSITIVE,
+    "PartTime.part": {"enum": ["router", "dispatch", "experts", "combine", "host", "runtime"]},
 }
 """What the types do not say of a field."""
 

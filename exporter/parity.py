@@ -24,7 +24,7 @@ from ..errors import BundleError, FeedError, ParityError
 
 if TYPE_CHECKING:
     from ..graphs.targets import Precision
-    from .session import Runner
+    from .session import GraphSession
 
 PARITY_FILE = "parity.npz"
 
@@ -278,7 +278,7 @@ class Comparison:
 
     def __init__(
         self,
-        session: Runner,
+        session: GraphSession,
         selected_values: Mapping[str, str],
         *,
         batch: int,
@@ -424,7 +424,7 @@ class Comparison:
 
 
 def compare(
-    session: Runner,
+    session: GraphSession,
     expected: Reference,
     selected_values: Mapping[str, str],
     *,

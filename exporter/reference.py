@@ -215,7 +215,7 @@ class _Computed:
 
 
 class _Network:
-    """A network in PyTorch, run as a graph is (`exporter.session.Runner`).
+    """A network in PyTorch, run as a graph is (`exporter.session.GraphSession`).
 
     `network` gives the outputs; what was chosen is that of the model's own module, with so many
     experts `kept`.

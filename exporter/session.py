@@ -78,7 +78,7 @@ class SessionOptions:
             raise UsageError(f"spin_ms={spin_ms!r}: not a time", hint="spin_ms=0 lets them rest")
 
 
-class Runner(Protocol):
+class GraphSession(Protocol):
     """Anything that runs a graph: a session of ONNX Runtime, or an engine."""
 
     input_name: str

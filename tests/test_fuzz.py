@@ -20,7 +20,7 @@ from moexport.bench import results
 from moexport.bench.report.compare import compare
 from moexport.bench.report.page import html
 from moexport.bench.report.text import rows_table, to_csv, to_markdown
-from moexport.bench.results import Accuracy, ModelInfo, Parity, Perplexity, Results, Row
+from moexport.bench.results import Accuracy, ModelInfo, OutputParity, Perplexity, Results, Row
 from moexport.calibration.feeds import batches, count, labelled_batches
 from moexport.calibration.table import CalibrationTable, is_table
 from moexport.commands.look import bundle_text, engine_text
@@ -165,7 +165,7 @@ TABLES = Subject(tables, table_read, ("calibration.json",))
 def _row(engine: str, k: int, ms: float, **changes: Any) -> Row:
     quality: dict[str, Any] = {
         "accuracy": Accuracy(0.9, 0.99, 360, 1.0),
-        "parity": Parity(1e-6, 1.0),
+        "parity": OutputParity(1e-6, 1.0),
     }
     return Row(engine, k, 16, 1, "digits", latency_ms=summarise([[ms], [ms]]), **quality | changes)
 

@@ -102,6 +102,20 @@ def test_imports_run_one_way() -> None:
     assert not wrong
 
 
+def test_a_class_of_bench_has_a_name_of_its_own() -> None:
+    places: dict[str, list[str]] = {}
+    for file in module_files():
+        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(str(file))
+    twice = {name: files for name, files in places.items() if len(files) > 1}
+    assert not {
+        name: files
+        for name, files in twice.items()
+        if any(file.startswith("bench/") for file in files)
+    }
+
+
 @pytest.mark.parametrize(
     "folder", sorted({file.parent for file in module_files()} | {Path("perf")}), ids=str
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..bench.data import LabelledData
-from ..bench.demo.demo import THREADS, Network
+from ..bench.demo.demo import THREADS, TrainedNetwork
 from ..common.console import Progress
 from .findings import text, write_findings
 from .request import SearchOptions
@@ -18,7 +18,7 @@ SECONDS = 45.0
 """Of the search, at the most: a busy machine looks at less."""
 
 
-def tuned(progress: Progress, network: Network, data: LabelledData, directory: Path) -> str:
+def tuned(progress: Progress, network: TrainedNetwork, data: LabelledData, directory: Path) -> str:
     """Returns what a search finds for a network; its bundle and report go to a demo's folder."""
     request = SearchOptions(
         keep=KEEP, threads=THREADS, precisions=("fp32", "int8"), seconds=SECONDS

@@ -1,8 +1,9 @@
 """Class scores of a Soft MoE classifier for any choice of experts.
 
 Two ways give the same scores. `Passes` runs the model for every choice. Where the model has one
-MoE layer and all that follows is affine, the scores are a sum of what each expert contributes, and
-`Sums` takes them from n + 1 passes: any number of choices is then a matter of additions.
+MoE layer and all that follows is affine, the scores are a sum of what each expert contributes:
+`ContributionSums` takes them from n + 1 passes, and any number of choices is then a matter of
+additions.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .findings import (
     analyses_of,
 )
 
-Choice = Mapping[str, Tensor]
+ChosenExperts = Mapping[str, Tensor]
 """The experts of every input in each layer, ascending: int64 [samples, k] by layer name."""
 
 SUMS_BYTES = 1 << 30
@@ -79,7 +80,7 @@ class Passes:
             layer.chooser = None
         return self._scores()
 
-    def chosen(self, choice: Choice) -> Tensor:
+    def chosen(self, choice: ChosenExperts) -> Tensor:
         """Returns the scores with the given experts of each layer."""
         self._rows = slice(0)
         for name, layer in self.layers.items():
@@ -119,7 +120,7 @@ class Passes:
 
 
 @dataclass(frozen=True, slots=True)
-class Sums:
+class ContributionSums:
     """A classifier whose scores are `base` [b, c] plus the `parts` [b, n, c] of its experts.
 
     `column_sums` is s [b, n] of its only layer.
@@ -139,7 +140,7 @@ class Sums:
         """Returns the scores with the k experts of the largest column sums of C."""
         return self.chosen({self.layer: self.column_sums.topk(k, dim=1).indices})
 
-    def chosen(self, choice: Choice) -> Tensor:
+    def chosen(self, choice: ChosenExperts) -> Tensor:
         """Returns the scores with the given experts."""
         mask = torch.zeros_like(self.column_sums).scatter_(1, choice[self.layer], 1.0)
         return self.base + torch.einsum("bn,bnc->bc", mask, self.parts)
@@ -153,7 +154,7 @@ class Sums:
             yield (mask @ by_expert).view(-1, samples, classes) + self.base
 
 
-Classifier = Sums | Passes
+Classifier = ContributionSums | Passes
 """Class scores [samples, classes] of one model on fixed data."""
 
 
@@ -207,7 +208,7 @@ def check(name: str, model: Model, data: LabelledData) -> None:
     data.check_classes(output.shape[1])
 
 
-def contributions(passes: Passes) -> Sums:
+def contributions(passes: Passes) -> ContributionSums:
     """Returns what each expert alone adds to the scores with none: n + 1 passes."""
     ((layer, n),) = passes.experts.items()
     samples = len(passes.data)
@@ -215,10 +216,10 @@ def contributions(passes: Passes) -> Sums:
     parts = torch.empty(samples, n, base.shape[1])
     for e in range(n):
         parts[:, e] = passes.chosen({layer: torch.full((samples, 1), e)}) - base
-    return Sums(layer, base, parts, passes.column_sums()[layer])
+    return ContributionSums(layer, base, parts, passes.column_sums()[layer])
 
 
-def adds_up(sums: Sums, passes: Passes) -> bool:
+def adds_up(sums: ContributionSums, passes: Passes) -> bool:
     """Whether sums over random halves of the experts equal what the model computes with them."""
     n = sums.experts[sums.layer]
     for seed in range(TRIALS):
@@ -325,7 +326,7 @@ def study(
         for layer, sums in _column_sums(model).items():
             yield shares_of(layer, sums)
 
-    by_sums = isinstance(model, Sums)
+    by_sums = isinstance(model, ContributionSums)
     names = wanted.names
     return ExpertStudy(
         model=name,
@@ -453,4 +454,8 @@ def _untouched_accuracy(of: Model, data: LabelledData, labels: Tensor, batch: in
 
 
 def _column_sums(model: Classifier) -> dict[str, Tensor]:
-    return {model.layer: model.column_sums} if isinstance(model, Sums) else model.column_sums()
+    return (
+        {model.layer: model.column_sums}
+        if isinstance(model, ContributionSums)
+        else model.column_sums()
+    )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 FRACTIONS = (2, 4, 8)
 """k = n/2, n/4 and n/8, as in the paper."""
 
-Rows = tuple[tuple[str, ...], list[tuple[str, ...]]]
+TableRows = tuple[tuple[str, ...], list[tuple[str, ...]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ def text(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> str:
     )
 
 
-def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str, Rows]:
+def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str, TableRows]:
     """Returns the tables by their titles."""
     return {
         "Accuracy kept by Algorithm 1": retention_rows(studies, paper),
@@ -54,7 +54,7 @@ def titled(studies: Sequence[ExpertStudy], paper: Printed = NOTHING) -> dict[str
     }
 
 
-def retention_rows(studies: Sequence[ExpertStudy], paper: Printed) -> Rows:
+def retention_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
     """Returns what is kept at n/2, n/4 and n/8, the paper's in brackets."""
     rows: list[tuple[str, ...]] = []
     for one in (each for each in studies if each.retention):
@@ -66,7 +66,7 @@ def retention_rows(studies: Sequence[ExpertStudy], paper: Printed) -> Rows:
     return ("model", "all experts", *(f"kept at n/{each}" for each in FRACTIONS)), rows
 
 
-def random_rows(studies: Sequence[ExpertStudy]) -> Rows:
+def random_rows(studies: Sequence[ExpertStudy]) -> TableRows:
     """Returns Algorithm 1 beside the random mean, by model and k."""
     header = ("model", "k", "Algorithm 1", "random, mean", "std", "σ above")
     rows: list[tuple[str, ...]] = [
@@ -81,7 +81,7 @@ def random_rows(studies: Sequence[ExpertStudy]) -> Rows:
     return header, rows
 
 
-def subset_rows(studies: Sequence[ExpertStudy], paper: Printed) -> Rows:
+def subset_rows(studies: Sequence[ExpertStudy], paper: Printed) -> TableRows:
     """Returns what exhaustive searches found; those that were too many have dashes."""
     header = ("model", "k", "sets", "best per input", "Algorithm 1", "best for all", "average")
     rows: list[tuple[str, ...]] = []
@@ -101,7 +101,7 @@ def subset_rows(studies: Sequence[ExpertStudy], paper: Printed) -> Rows:
     return (*header, "distinct best"), rows
 
 
-def share_rows(studies: Sequence[ExpertStudy]) -> Rows:
+def share_rows(studies: Sequence[ExpertStudy]) -> TableRows:
     """Returns what a half, a quarter and an eighth of each layer's experts hold, on average."""
     header = ("model", "layer", *(f"top n/{each}" for each in FRACTIONS))
     rows: list[tuple[str, ...]] = []

@@ -58,7 +58,7 @@ class Exported:
 
 
 @dataclass(frozen=True, slots=True)
-class Network:
+class TrainedNetwork:
     """A trained network: its checkpoint, what its user must say of it, and its bundles."""
 
     name: str
@@ -81,13 +81,13 @@ class Group:
 
     report: str
     data: LabelledData
-    networks: tuple[Network, ...]
+    networks: tuple[TrainedNetwork, ...]
     batches: tuple[int, ...] = (1,)
     calibration: Path | None = None
     engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2, ONNXRUNTIME)
 
 
-Last = Callable[[Network, LabelledData, Path], str]
+Last = Callable[[TrainedNetwork, LabelledData, Path], str]
 """What a demo ends with: it gets a network, data it was not trained on and the demo's folder."""
 
 
@@ -194,7 +194,7 @@ def saved(data: LabelledData, path: Path) -> Path:
     return path
 
 
-def _exported(network: Network, directory: Path, progress: Progress) -> Iterator[Bundle]:
+def _exported(network: TrainedNetwork, directory: Path, progress: Progress) -> Iterator[Bundle]:
     """Yields a network's bundles, each compared with PyTorch on its data; it is traced once."""
     model, traced = network.load(), None
     for asked in network.bundles:
@@ -295,5 +295,7 @@ def _trained(directory: Path, progress: Progress) -> list[Group]:
             for precision, labels in asked.items()
             for label in labels
         ]
-        networks.append(Network(f"digits, n = {n}", checkpoint, tuple(bundles), target="ort-cpu"))
+        networks.append(
+            TrainedNetwork(f"digits, n = {n}", checkpoint, tuple(bundles), target="ort-cpu")
+        )
     return [Group("report", data.test, tuple(networks), (1, 32), calibration)]

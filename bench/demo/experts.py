@@ -17,7 +17,7 @@ from ..data import LabelledData
 from ..engines import ONNXRUNTIME, PYTORCH_EXPERTS_EAGER, PYTORCH_GROUPED_MM, TRANSFORMERS_ONNX
 from ..language import python_topics
 from ..run import with_threads
-from .demo import THREADS, Exported, Group, Network, Outcome, run_job, saved
+from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, saved
 
 NAME = "mixtral"
 VOCABULARY = 512
@@ -96,7 +96,7 @@ def trained(directory: Path, progress: Progress) -> Sequence[Group]:
         Exported(f"{NAME}-{name}", k, file, precision)  # type: ignore[arg-type]  # they are known
         for name, k, precision in BUNDLES
     )
-    network = Network(NAME, folder, bundles, target="ort-cpu")
+    network = TrainedNetwork(NAME, folder, bundles, target="ort-cpu")
     return [Group("report", data, (network,), engines=ENGINES)]
 
 

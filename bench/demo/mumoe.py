@@ -25,7 +25,7 @@ from ..data import LabelledData
 from ..language import python_topics
 from ..run import with_threads
 from . import digits
-from .demo import THREADS, Exported, Group, Network, Outcome, run_job, saved
+from .demo import THREADS, Exported, Group, Outcome, TrainedNetwork, run_job, saved
 
 EXPERTS = 32
 KEPT = ("n", "16", "8", "4", "2", "1")
@@ -81,7 +81,7 @@ def _group(
     """Trained networks that are measured on the same inputs, by the names of their checkpoints."""
     file = saved(data, directory / f"{name}-test.npz")
     networks = tuple(
-        Network(each, directory / f"{each}.pt", (Exported(each, "input", file),), config)
+        TrainedNetwork(each, directory / f"{each}.pt", (Exported(each, "input", file),), config)
         for each, config in configs.items()
     )
     return Group(f"report-{name}", data, networks)
@@ -187,9 +187,9 @@ class TrainableMuMoE(nn.Module):
         self.bn = nn.ModuleList([nn.BatchNorm1d(n, affine=False) for n in spec.levels])
         if spec.input_norm:
             self.input_ln = nn.LayerNorm(spec.dim)
-        self.MuMoE = _Factors(spec.tensors[0])
+        self.MuMoE = _FactorWeights(spec.tensors[0])
         if len(spec.tensors) > 1:
-            self.MuMoE2 = _Factors(spec.tensors[1])
+            self.MuMoE2 = _FactorWeights(spec.tensors[1])
 
     def forward(self, x: Tensor) -> Tensor:
         """Returns the layer's output; vectors (b, d) are one token each."""
@@ -207,7 +207,7 @@ class TrainableMuMoE(nn.Module):
         return y
 
 
-class _Factors(nn.Module):
+class _FactorWeights(nn.Module):
     """The factors or cores of one tensor: every expert begins near the same linear layer."""
 
     def __init__(self, spec: FactorisedSpec) -> None:

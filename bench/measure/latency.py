@@ -23,7 +23,7 @@ from ...exporter.inputs import Inputs
 from ...graphs.names import PARTS, part_of
 from ..data import LabelledData
 from ..plan import Case, TimingGroup
-from ..results import Part
+from ..results import PartTime
 from ..runners.base import Loader, Runner
 
 PREPARATIONS = 100  # how often a call is prepared to learn what that takes: some microseconds each
@@ -165,7 +165,9 @@ class Event:
         return self.thread == outer.thread and outer.start <= self.start and self.end <= outer.end
 
 
-def parts_of(loader: Loader, batches: Sequence[Inputs], layers: Sequence[str]) -> tuple[Part, ...]:
+def parts_of(
+    loader: Loader, batches: Sequence[Inputs], layers: Sequence[str]
+) -> tuple[PartTime, ...]:
     """Returns the parts of a graph with these MoE layers, as medians over calls with batches."""
     events = loader.profile(batches, WARMUP + PASSES * len(batches))
     return parts_of_profile(events, layers, skip=WARMUP)
@@ -173,7 +175,7 @@ def parts_of(loader: Loader, batches: Sequence[Inputs], layers: Sequence[str]) -
 
 def parts_of_profile(
     profile: Iterable[Mapping[str, Any]], layers: Sequence[str], *, skip: int = 0
-) -> tuple[Part, ...]:
+) -> tuple[PartTime, ...]:
     """Returns the median milliseconds of each part per call, the first `skip` calls left out."""
     events = list(profile)
     runs = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e.get("name") == "model_run")[
@@ -200,7 +202,7 @@ def parts_of_profile(
     of_layers = ((layer, part) for layer in layers for part in PARTS)
     order = (*of_layers, (None, "host"), (None, "runtime"))
     return tuple(
-        Part(layer, part, median(sums[layer, part]) / 1e3)
+        PartTime(layer, part, median(sums[layer, part]) / 1e3)
         for layer, part in order
         if (layer, part) in sums
     )

@@ -32,7 +32,7 @@ RUNTIME_BYTES = 500 << 20
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class PeakMemory:
     """Resident megabytes (10⁶ bytes): before the engine was opened, and at most, by batch size."""
 
     runtime_mb: float
@@ -53,7 +53,7 @@ def measure_memories(
     weights_bytes: int,
     title: str,
     progress: Progress,
-) -> Iterator[tuple[str, Memory]]:
+) -> Iterator[tuple[str, PeakMemory]]:
     """Yields the memory of each case as its process ends; failures are reported and left out."""
     jobs = {
         label: data for label, loader in loaders.items() if (data := pickled(loader)) is not None
@@ -87,7 +87,7 @@ def pickled(loader: object) -> bytes | None:
 
 def measure_memory(
     loader: bytes, inputs: Mapping[int, Inputs], *, threads: int | None = None
-) -> Memory:
+) -> PeakMemory:
     """Returns the memory of what a loader (`pickled`) opens, running these batches, by their size.
 
     Sizes run in ascending order, so that each one's peak is its own. Raises RuntimeError with the
@@ -112,7 +112,7 @@ def measure_memory(
         lines = done.stderr.decode(errors="replace").strip().splitlines()
         raise RuntimeError(lines[-1] if lines else f"ended with code {done.returncode}")
     answer = json.loads(done.stdout.splitlines()[-1])
-    return Memory(answer["runtime"] / MB, {int(b): v / MB for b, v in answer["peak"].items()})
+    return PeakMemory(answer["runtime"] / MB, {int(b): v / MB for b, v in answer["peak"].items()})
 
 
 def _main() -> None:

@@ -35,7 +35,7 @@ from ...exporter.model import Model
 from ...exporter.trace import layers_as_nodes
 from ...graphs.lowerings.cost import AnyWork, WorkOf
 from ..plan import Candidate, Case, GraphSource, IntegerLinear
-from ..results import Work
+from ..results import Workload
 
 FP32_BYTES = 4
 
@@ -61,7 +61,7 @@ NO_GPU_RATES = "the rates of a GPU are not measured"
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class RooflineStep:
     """One step of a model on one batch: its multiply-adds, and the bytes it must move once."""
 
     name: str
@@ -98,7 +98,7 @@ class ModelWork:
         int8: Collection[str] = (),
         int8_backbone: Products = NO_PRODUCTS,
         number_bytes: int = FP32_BYTES,
-    ) -> tuple[Part, ...]:
+    ) -> tuple[RooflineStep, ...]:
         """Returns the work of a batch with k = `ks[layer]` experts, the backbone first.
 
         Of the layers in `int8` the experts' weights are bytes and their products integer products,
@@ -107,8 +107,12 @@ class ModelWork:
         """
         numbers = self.backbone_numbers - int8_backbone.numbers
         parts = (
-            Part("host", batch * (self.backbone_macs - int8_backbone.macs), number_bytes * numbers),
-            Part("host/int8", batch * int8_backbone.macs, int8_backbone.numbers, integer=True),
+            RooflineStep(
+                "host", batch * (self.backbone_macs - int8_backbone.macs), number_bytes * numbers
+            ),
+            RooflineStep(
+                "host/int8", batch * int8_backbone.macs, int8_backbone.numbers, integer=True
+            ),
         )
         backbone = (part for part in parts if part.macs)
         layers = (
@@ -218,7 +222,7 @@ class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]  # PyTorch's i
 
 def layer_parts(
     work: AnyWork, *, int8_experts: bool = False, number_bytes: int = FP32_BYTES
-) -> Iterator[Part]:
+) -> Iterator[RooflineStep]:
     """Yields a layer's two kinds of work on one batch: passes over the tokens, and the experts.
 
     The tokens [b, m, d] are read and the outputs [b, m, o] written once. Experts that nobody chose
@@ -236,13 +240,13 @@ def layer_parts(
     rest_macs = work.batch * sum(macs.values()) - experts_macs
     weights = share * spec.bytes_read(active)
     if not (spec.chooses_sets or int8_experts):
-        yield Part(spec.name, rest_macs + experts_macs, moved + weights)
+        yield RooflineStep(spec.name, rest_macs + experts_macs, moved + weights)
         return
     quantized = spec.quantized_bytes(active)
     beside = weights - share * quantized
-    yield Part(f"{spec.name}/routing", rest_macs, moved + beside)
+    yield RooflineStep(f"{spec.name}/routing", rest_macs, moved + beside)
     narrow = quantized / FP32_BYTES if int8_experts else share * quantized
-    yield Part(f"{spec.name}/experts", experts_macs, narrow, integer=int8_experts)
+    yield RooflineStep(f"{spec.name}/experts", experts_macs, narrow, integer=int8_experts)
 
 
 def integer_linears(graph: Path, nodes: Iterable[str]) -> tuple[IntegerLinear, ...]:
@@ -304,7 +308,7 @@ class Rates:
     int8_gop_s: float | None = None
 
 
-def least_ms(part: Part, rates: Rates) -> float:
+def least_ms(part: RooflineStep, rates: Rates) -> float:
     """Returns the milliseconds of one part, moving and computing at the same time."""
     rate = rates.int8_gop_s if part.integer else rates.matmul_gflop_s
     if rate is None:
@@ -312,7 +316,7 @@ def least_ms(part: Part, rates: Rates) -> float:
     return max(2e-6 * part.macs / rate, 1e-6 * part.bytes / rates.stream_gb_s)
 
 
-def limit_ms(parts: Iterable[Part], rates: Rates) -> float:
+def limit_ms(parts: Iterable[RooflineStep], rates: Rates) -> float:
     """Returns the least time of parts that run one after the other, in milliseconds."""
     return sum(least_ms(part, rates) for part in parts)
 
@@ -321,7 +325,7 @@ def limit_ms(parts: Iterable[Part], rates: Rates) -> float:
 class Limit:
     """What a row asks of the machine and the least time for it; `reason` says why one is absent."""
 
-    work: Work | None = None
+    work: Workload | None = None
     limit_ms: float | None = None
     reason: str | None = None
 
@@ -389,7 +393,7 @@ class Limits:
             )
         except TraceError as error:
             return Limit(reason=error.message)
-        work = Work(
+        work = Workload(
             operations=2 * sum(part.macs for part in parts if not part.integer),
             int8_operations=2 * sum(part.macs for part in parts if part.integer),
             bytes=sum(part.bytes for part in parts),

@@ -58,7 +58,7 @@ class Change:
 
 
 @dataclass(frozen=True, slots=True)
-class Comparison:
+class ResultsComparison:
     """Every row that two files share, and what should make a reader doubt the comparison."""
 
     changes: tuple[Change, ...]
@@ -93,7 +93,7 @@ class Comparison:
         return tuple(c for c in self.changes if c.broken or c.slower_than(share))
 
 
-def compare(before: Results, now: Results) -> Comparison:
+def compare(before: Results, now: Results) -> ResultsComparison:
     """Returns the rows of two files by what they measure, and notes on what else differs."""
     old = {row.identity: row for row in before.rows}
     new = {row.identity: row for row in now.rows}
@@ -127,7 +127,7 @@ def compare(before: Results, now: Results) -> Comparison:
         )
     if only_before or only_now:
         notes.append(f"{only_before} rows are in the earlier file only, {only_now} in this one.")
-    return Comparison(changes, tuple(notes))
+    return ResultsComparison(changes, tuple(notes))
 
 
 def _host(row: Row) -> str | None:

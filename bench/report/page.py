@@ -29,7 +29,7 @@ from ..analyses.report import titled
 from ..engines import GraphEngine, engine_of
 from ..fairness import ModelFairness, compared_in
 from ..results import TOKEN_ROUTED, Interval, ModelInfo, Results, Row, as_json, write
-from .compare import Change, Comparison
+from .compare import Change, ResultsComparison
 from .fairness import FAIR_HEADS, compared_rows
 from .figures import figures
 from .summary import (
@@ -72,13 +72,13 @@ RANDOM_NOTE = (
 )
 
 
-def write_report(results: Results, path: Path, comparison: Comparison | None = None) -> None:
+def write_report(results: Results, path: Path, comparison: ResultsComparison | None = None) -> None:
     """Writes the page, whole or not at all."""
     write_text(html(results, comparison), path)
 
 
 def write_all(
-    results: Results, out: Path, comparison: Comparison | None = None
+    results: Results, out: Path, comparison: ResultsComparison | None = None
 ) -> tuple[Path, ...]:
     """Writes results.json and every view of it to a folder; returns their paths."""
     write(results, out / "results.json")
@@ -86,7 +86,7 @@ def write_all(
 
 
 def write_views(
-    results: Results, page: Path, comparison: Comparison | None = None
+    results: Results, page: Path, comparison: ResultsComparison | None = None
 ) -> tuple[Path, ...]:
     """Writes the page (.html, else UsageError), and Markdown, CSV and figures beside it.
 
@@ -114,7 +114,7 @@ def can_draw() -> bool:
     return importlib.util.find_spec("matplotlib") is not None
 
 
-def html(results: Results, comparison: Comparison | None = None) -> str:
+def html(results: Results, comparison: ResultsComparison | None = None) -> str:
     """Returns the page: the answer, charts, rows, environment, method, and what has changed."""
     shown = sections(results)
     names = [model.name for model in results.models]
@@ -148,7 +148,7 @@ def embedded_json(value: Any) -> str:
     return text.replace("<", "\\u003c")
 
 
-def payload(results: Results, comparison: Comparison | None = None) -> dict[str, Any]:
+def payload(results: Results, comparison: ResultsComparison | None = None) -> dict[str, Any]:
     """Returns what the page's script draws: the results, and what is said of them in words."""
     shown = sections(results)
     found = by_row(shown)
@@ -335,7 +335,7 @@ def parity_card(shown: Sequence[Section]) -> Card:
     return _card("parity", "Parity with PyTorch", [("", heads, groups)], notes=[note])
 
 
-def comparison_card(comparison: Comparison) -> Card:
+def comparison_card(comparison: ResultsComparison) -> Card:
     """Returns what changed since an earlier file."""
     heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
     groups: dict[str, list[Sequence[Cell]]] = {}

@@ -14,7 +14,7 @@ from ..analyses.report import text as studies_text
 from ..engines import PYTORCH_EAGER, TITLES
 from ..fairness import compared_in
 from ..results import Results, Row
-from .compare import Comparison
+from .compare import ResultsComparison
 from .fairness import subgroups_text
 from .summary import (
     GPU_MS,
@@ -93,7 +93,7 @@ def _failures(results: Results) -> str:
     return "\n".join(lines)
 
 
-def to_markdown(results: Results, comparison: Comparison | None = None) -> str:
+def to_markdown(results: Results, comparison: ResultsComparison | None = None) -> str:
     """Returns the summary of each section, its rows, and how they were measured."""
     lines = []
     device = _device_heading(results)

@@ -17,7 +17,7 @@ from ...common.writing import check_file, whole_file
 from ...errors import FeedError, OutputError, UsageError
 from ..inputs import DEFAULT_BATCH, AxisRange, check_array, parse_range, with_axes
 from ..requests import RunRequest
-from ..session import PROVIDERS, Runner, SessionOptions
+from ..session import PROVIDERS, GraphSession, SessionOptions
 from .bundle import Bundle
 from .manifest import Manifest, TensorSpec
 
@@ -90,7 +90,7 @@ def _check_output(output: Path, source: Path, *, force: bool) -> None:
         raise OutputError(f"{output}: a file exists there", hint="--force replaces it")
 
 
-def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> Runner:
+def _opened(bundle: Bundle, options: RunRequest, x: np.ndarray, k: int | None) -> GraphSession:
     if options.engine == ONNXRUNTIME:
         chosen = SessionOptions(PROVIDERS[options.provider], threads=options.threads)
         return bundle.session(options.graph, chosen)

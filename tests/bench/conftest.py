@@ -12,7 +12,7 @@ from moexport.bench.results import (
     Accuracy,
     Interval,
     ModelInfo,
-    Parity,
+    OutputParity,
     Results,
     RoutingAgreement,
     Row,
@@ -102,7 +102,7 @@ def row() -> RowMaker:
             "throughput": 1000 / median,
             "accuracy": None if kept is None else accuracy(kept),
             "routing": RoutingAgreement(1.0, 1.0),
-            "parity": Parity(1e-6, 1.0),
+            "parity": OutputParity(1e-6, 1.0),
         }
         return Row(**(values | changes))  # type: ignore[arg-type]
 

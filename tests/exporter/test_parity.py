@@ -18,7 +18,7 @@ Y = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
 
 
 class Answering:
-    """Gives the same outputs for any inputs (`exporter.session.Runner`)."""
+    """Gives the same outputs for any inputs (`exporter.session.GraphSession`)."""
 
     provider = "test"
     input_name = "input"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 from moexport.bench.analyses.experts import (
+    ContributionSums,
     Passes,
-    Sums,
     Wanted,
     accuracy,
     adds_up,
@@ -59,7 +59,7 @@ def labels_of(data: LabelledData) -> Tensor:
 
 def test_sums_are_what_the_model_computes_for_any_choice(model: Model, few: LabelledData) -> None:
     sums = classifier("digits", model, few, 64)
-    assert isinstance(sums, Sums)
+    assert isinstance(sums, ContributionSums)
     passes = Passes(model, few, 40)
     ((layer, n),) = sums.experts.items()
     for k in range(1, n + 1):

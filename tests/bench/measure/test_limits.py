@@ -18,7 +18,7 @@ from moexport.bench.measure.roofline import (
     work_of,
 )
 from moexport.bench.plan import Candidate, Case, GraphSource, IntegerLinear
-from moexport.bench.results import Work
+from moexport.bench.results import Workload
 from moexport.bench.runners.base import Runner
 from moexport.common.timing import Measured
 from moexport.exporter.model import Model
@@ -71,7 +71,7 @@ def test_a_graph_may_keep_another_number_of_experts_in_a_layer(
 def test_half_precision_moves_half_the_bytes(limits: Limits) -> None:
     full, half = (limits.of(replace(ROW, precision=p), GRAPH, 1, RATES) for p in ("fp32", "fp16"))
     assert full.work is not None
-    assert half.work == Work(full.work.operations, 0, full.work.bytes / 2)
+    assert half.work == Workload(full.work.operations, 0, full.work.bytes / 2)
 
 
 def test_a_row_without_a_limit_says_why(limits: Limits, model: Model) -> None:

@@ -10,8 +10,8 @@ import pytest
 import torch
 from moexport.bench.measure.roofline import (
     Microbenchmarks,
-    Part,
     Rates,
+    RooflineStep,
     layer_parts,
     least_ms,
     limit_ms,
@@ -30,13 +30,15 @@ SPEC = SoftMoESpec("layer", experts=8, slots=2, dim=16, hidden=32, out=16, norm=
 
 
 def test_a_part_takes_the_longer_of_moving_and_computing() -> None:
-    assert least_ms(Part("moves", macs=0, bytes=10e9), RATES) == pytest.approx(1000.0)
-    assert least_ms(Part("computes", macs=50e9, bytes=1.0), RATES) == pytest.approx(1000.0)
-    assert least_ms(Part("integers", 50e9, 1.0, integer=True), RATES) == pytest.approx(250.0)
+    assert least_ms(RooflineStep("moves", macs=0, bytes=10e9), RATES) == pytest.approx(1000.0)
+    assert least_ms(RooflineStep("computes", macs=50e9, bytes=1.0), RATES) == pytest.approx(1000.0)
+    assert least_ms(RooflineStep("integers", 50e9, 1.0, integer=True), RATES) == pytest.approx(
+        250.0
+    )
 
 
 def test_parts_wait_for_each_other() -> None:
-    parts = (Part("moves", 0, 10e9), Part("computes", 50e9, 0))
+    parts = (RooflineStep("moves", 0, 10e9), RooflineStep("computes", 50e9, 0))
     assert limit_ms(parts, RATES) == pytest.approx(2000.0)
 
 
@@ -136,4 +138,4 @@ def test_probes_beside_others_give_the_rates_of_those_rounds() -> None:
     floats = Microbenchmarks(threads=1, stream_bytes=1 << 20, square=64, integer=False)
     assert floats.rates(latencies).int8_gop_s is None
     with pytest.raises(ValueError, match="integer products"):
-        least_ms(Part("integers", 1, 1, integer=True), floats.rates(latencies))
+        least_ms(RooflineStep("integers", 1, 1, integer=True), floats.rates(latencies))

@@ -18,7 +18,7 @@ from moexport.bench.results import (
     Accuracy,
     Interval,
     ModelInfo,
-    Part,
+    PartTime,
     Results,
     Row,
     from_json,
@@ -51,11 +51,11 @@ def pictures(tmp_path: Path) -> Path:
 def page(results: Results, row: RowMaker, tmp_path: Path) -> Path:
     """A report with two batch sizes, two graphs and PyTorch's loop, memory and parts."""
     parts = tuple(
-        Part(layer, part, ms)
+        PartTime(layer, part, ms)
         for layer in ("blocks.2.mlp", "blocks.3.mlp")
         for part, ms in (("router", 0.05), ("dispatch", 0.02), ("experts", 0.3), ("combine", 0.03))
     )
-    parts += (Part(None, "host", 0.2), Part(None, "runtime", 0.05))
+    parts += (PartTime(None, "host", 0.2), PartTime(None, "runtime", 0.05))
     rows = []
     for batch in (1, 32):
         for each in results.rows:
