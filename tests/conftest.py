@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import functools
 import importlib
-import json
 import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
 
-import onnx_ir as ir
 import pytest
 import torch
-from moexport.common.files import hash_files
-from moexport.exporter.model import Model
-from moexport.exporter.trace import trace
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, SOFT_MOE, VIT_SETS, RecordedCase, read_case
+from moexport.tests.traces import traced_once
 from moexport.tune import graphs
 from moexport.tune.substitutes import distill
 
@@ -71,26 +67,9 @@ def translations_read_once() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def traced_once() -> Iterator[None]:
-    """A checkpoint is traced once for the exports of all tests.
-
-    A trace knows no lowering, precision or target, and k where the configuration says it alone.
-    """
-    traces: dict[str, ir.Model] = {}
-
-    def memo(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None) -> ir.Model:
-        if not model.source.files or model.family == "factory":  # code, which no hash tells
-            return trace(model, opset=opset, fixed=fixed)
-        sources = hash_files(model.source.files)
-        key = json.dumps([model.family, sources, model.config, opset, fixed], sort_keys=True)
-        if key not in traces:
-            traces[key] = trace(model, opset=opset, fixed=fixed)
-        return traces[key].clone()
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("moexport.exporter.export.trace", memo)
-        patch.setattr("moexport.exporter.quantization.calibrate.trace", memo)
-        patch.setattr("moexport.exporter.quantization.accuracy_search.trace", memo)
+def checkpoints_traced_once() -> Iterator[None]:
+    """A checkpoint is traced once for the exports of all tests."""
+    with traced_once():
         yield
 
 

@@ -1,0 +1,37 @@
+"""Traces of checkpoints that are kept, for tests that export one many times."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import onnx_ir as ir
+import pytest
+from moexport.common.files import hash_files
+from moexport.exporter.model import Model
+from moexport.exporter.trace import trace
+
+
+@contextmanager
+def traced_once() -> Iterator[None]:
+    """A checkpoint is traced once for all exports in the context.
+
+    A trace knows no lowering, precision or target, and k where the configuration says it alone.
+    """
+    traces: dict[str, ir.Model] = {}
+
+    def memo(model: Model, *, opset: int = 20, fixed: dict[str, int] | None = None) -> ir.Model:
+        if not model.source.files or model.family == "factory":  # code, which no hash tells
+            return trace(model, opset=opset, fixed=fixed)
+        sources = hash_files(model.source.files)
+        key = json.dumps([model.family, sources, model.config, opset, fixed], sort_keys=True)
+        if key not in traces:
+            traces[key] = trace(model, opset=opset, fixed=fixed)
+        return traces[key].clone()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("moexport.exporter.export.trace", memo)
+        patch.setattr("moexport.exporter.quantization.calibrate.trace", memo)
+        patch.setattr("moexport.exporter.quantization.accuracy_search.trace", memo)
+        yield
