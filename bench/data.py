@@ -32,7 +32,7 @@ from ..calibration.shards import IMAGE, IMAGES, shard_batches, shards_of
 from ..common.locations import AnyPlace, local
 from ..common.user_code import names_code
 from ..errors import FeedError, UsageError
-from ..exporter.inputs import Inputs, fitted_arrays, random_arrays, random_inputs
+from ..exporter.inputs import SIZES, Inputs, fitted_arrays, random_arrays, random_inputs
 from ..exporter.model import Model, TensorSpec
 from .runners.base import first_of
 
@@ -174,11 +174,18 @@ RANDOM_INPUTS = 16
 
 
 def labelled(
-    data: str | Path | Labelled | Array | None, model: Model, batch: int, pixels: str | None = None
+    data: str | Path | Labelled | Array | None,
+    model: Model,
+    batch: int,
+    pixels: str | None = None,
+    sizes: Mapping[str, int] = SIZES,
 ) -> Labelled:
-    """Returns the data of a benchmark, random ones for None; raises what `open_labelled` does."""
+    """Returns the data of a benchmark; raises what `open_labelled` does.
+
+    Random ones for None, of these `sizes` where an axis is dynamic.
+    """
     if len(model.inputs) > 1 and not isinstance(data, LabelledData | Streamed):
-        return several_inputs(data, model, max(batch, RANDOM_INPUTS))
+        return several_inputs(data, model, max(batch, RANDOM_INPUTS), sizes)
     if isinstance(data, str | Path):
         return open_labelled(str(data), model.input, pixels)
     if pixels is not None:
@@ -186,11 +193,13 @@ def labelled(
             f"--pixels {pixels}: there is no folder of images", hint="give one with --data"
         )
     if data is None:
-        data = random_inputs(model, max(batch, RANDOM_INPUTS))
+        data = random_inputs(model, max(batch, RANDOM_INPUTS), {**SIZES, **sizes})
     return LabelledData(data, None, model.input.name) if isinstance(data, np.ndarray) else data
 
 
-def several_inputs(data: str | Path | Array | None, model: Model, count: int) -> LabelledData:
+def several_inputs(
+    data: str | Path | Array | None, model: Model, count: int, sizes: Mapping[str, int] = SIZES
+) -> LabelledData:
     """Returns data of a model with several inputs, `count` random ones for None.
 
     An `.npz` holds arrays called as the inputs are, and `label`; what is left out has its default.
@@ -198,7 +207,7 @@ def several_inputs(data: str | Path | Array | None, model: Model, count: int) ->
     """
     name, labels = model.input.name, None
     if data is None:
-        arrays = random_arrays(model, count)
+        arrays = random_arrays(model, count, {**SIZES, **sizes})
     elif isinstance(data, np.ndarray):
         arrays = fitted_arrays(data, model)
     else:

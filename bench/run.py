@@ -283,12 +283,13 @@ def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[
     data: Labelled | None = None
     first = next((item for item in listed if isinstance(item, Model)), None)
     if first is not None:
-        data = data_of(first, asked)
+        data = data_of(first, asked, fixed_sizes(first, listed))
         lists = replace(lists, shape=data.head(1).inputs.shape[1:])
         if {"int8", "fp8"} & {*lists.precisions}:
             lists = replace(lists, calibration=data.head(CALIBRATION_INPUTS).inputs)
     with candidates_of(listed, lists, watcher) as candidates:
-        data = data or data_of(candidates[0].model, asked)
+        model = candidates[0].model
+        data = data or data_of(model, asked, fixed_sizes(model, listed))
         phased = [in_phases(candidate, data, asked.tokens) for candidate in candidates]
         yield phased, data, settings, selection.absent
 
@@ -321,8 +322,27 @@ def _served(item: Model | Bundle) -> Serves:
     return "transformers" if len([p for p in ports if p.name != K_INPUT]) > 1 else "one-input"
 
 
-def data_of(model: Model, asked: BenchRequest) -> Labelled:
-    """Returns the inputs that a model is measured on: windows of tokens for a language model."""
+def fixed_sizes(model: Model, listed: Sequence[Model | Bundle]) -> dict[str, int]:
+    """Returns the sizes of a model's axes that its bundles have as constants, but for the batch."""
+    shapes = {
+        port.name: port.shape
+        for item in listed
+        if isinstance(item, Bundle)
+        for port in item.manifest.inputs
+    }
+    return {
+        axis: size
+        for spec in model.inputs
+        for axis, size in zip(spec.shape[1:], shapes.get(spec.name, ())[1:], strict=False)
+        if isinstance(axis, str) and isinstance(size, int)
+    }
+
+
+def data_of(model: Model, asked: BenchRequest, sizes: Mapping[str, int]) -> Labelled:
+    """Returns the inputs that a model is measured on: windows of tokens for a language model.
+
+    Random ones take `sizes` where an axis of the model is dynamic.
+    """
     if is_language_model(model) and not isinstance(asked.data, LabelledData | Streamed):
         return token_windows(asked.data, model, prompt_of(model, asked.tokens))
     if asked.tokens is not None and not is_language_model(model):
@@ -330,7 +350,7 @@ def data_of(model: Model, asked: BenchRequest) -> Labelled:
             f"--tokens {asked.tokens}: {model.source.path} is no language model of transformers",
             hint="leave --tokens out: other models take inputs as the data have them",
         )
-    return labelled(asked.data, model, max(asked.batches), asked.pixels)
+    return labelled(asked.data, model, max(asked.batches), asked.pixels, sizes)
 
 
 def in_phases(candidate: Candidate, data: Labelled, tokens: int | None) -> Candidate:

@@ -6,12 +6,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import moexport
 import numpy as np
 import pytest
 import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits
 from moexport.bench.plan import Candidate, GraphSource, Settings, describe, plan
+from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, Row, read
 from moexport.bench.run import bench
 from moexport.bench.runners.base import Runner, first_of
@@ -24,7 +26,7 @@ from moexport.errors import FeedError, UsageError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.tests.bench.loaders import Made
-from moexport.tests.command import run_program
+from moexport.tests.command import run, run_program
 from moexport.tests.recorded import DATA
 
 QUICK = Settings(batches=(1, 3), protocol=Protocol(warmup=1, round_s=0.0, inputs=2), samples=100)
@@ -284,3 +286,14 @@ def test_nothing_is_written_when_the_data_do_not_fit(model: Model, tmp_path: Pat
     with pytest.raises(FeedError):
         bench([Candidate("d", model)], data, QUICK, out=tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_bundle_with_fixed_tokens_is_measured_on_so_many(tmp_path: Path) -> None:
+    weights = DATA / "soft_moe_lucidrains" / "weights.pt"
+    out = tmp_path / "out"
+    done = run("export", weights, "-o", out, "--k", "2", "--tokens", "16", "--set", "seq_len=16")
+    assert done.code == 0, done.err
+    request = BenchRequest(engine="onnxruntime", round_s=0.0, memory=False, parts=False, threads=1)
+    rows = moexport.api.bench(out, request).rows
+    assert "onnxruntime" in {row.engine for row in rows}
+    assert [row.error for row in rows] == [None] * len(rows)

@@ -24,22 +24,40 @@ KINDS |= {name: MUMOE if "MuMoE" in name else SOFT for name in OWN}
 KINDS |= {"adapter Experts": EXPERTS, "transformers": EXPERTS}
 
 
-def conflict(row: Row) -> bool:
-    """Whether registries say that a row holds a lowering of another kind, or what a target refuses.
+LAYERS = ("soft-moe-pytorch", "soft-moe-conv", "soft-moe-fkodom", "mumoe")
+"""Sources without anything beside their layer."""
 
-    Such a pair is refused before all else of its row is looked at, so it gets a row of its own.
+WITHOUT_TOKENS = ("soft-moe-vit", "soft-moe-mnist", "mumoe-mixer", *OWN)
+
+
+def conflict(row: Row) -> bool:
+    """Whether it is known of a row, whole or in part, that its options do not go together.
+
+    What is refused hides the rest of its row, so each such pair gets a row of its own (`alone`).
     """
-    source, lowering = row.get("source"), row.get("lowering", "auto")
-    target, precision = row.get("target"), row.get("precision")
-    if source and lowering != "auto" and lowering not in lowerings_of(KINDS[source]):  # type: ignore[arg-type]
-        return True
-    if source and row.get("edits") in ("rewrite", "steer") and KINDS[source] != MUMOE:
-        return True
-    if lowering != "auto" and target and source:
-        served = lowerings_of(KINDS[source])[lowering].targets  # type: ignore[index]
-        if target not in served:
-            return True
-    return bool(target and precision in TARGETS[target].refused)  # type: ignore[index, operator]
+    source, lowering = row.get("source", ""), row.get("lowering", "auto")
+    target, precision = row.get("target", ""), row.get("precision", "fp32")
+    kind, floats = KINDS.get(source), precision in ("fp32", "fp16", "bf16")
+    record = TARGETS.get(target)  # type: ignore[call-overload]
+    engines = record is not None and record.backend is not None
+    lowerings = lowerings_of(kind) if kind else {}
+    edits, command, k = row.get("edits"), row.get("command"), row.get("k")
+    return any(
+        (
+            kind and lowering != "auto" and lowering not in lowerings,
+            lowering in lowerings and target and target not in lowerings[lowering].targets,
+            record is not None and precision in record.refused,
+            edits in ("rewrite", "steer") and kind in (SOFT, EXPERTS),
+            row.get("quantize") == "all" and (floats or source in LAYERS),
+            row.get("data") == "none" and precision in ("int8", "fp8"),
+            row.get("expose-routing") == "yes" and k == "n" and kind in (SOFT, MUMOE),
+            k == "input" and (edits == "recipe" or kind == EXPERTS),
+            row.get("tokens", "default") != "default" and source in WITHOUT_TOKENS,
+            source == "transformers" and engines,
+            command == "tune" and (engines or precision in ("bf16", "fp8")),
+            command == "build" and record is not None and not engines,
+        )
+    )
 
 
 def rows() -> list[Row]:
@@ -66,7 +84,13 @@ def all_pairs() -> set[Pair]:
 
 
 def right_pairs(results: Iterable[Result]) -> set[Pair]:
-    return {pair for each in results if each.verdict == "right" for pair in pairs(each.row)}
+    """The pairs whose export, or command after it, was right."""
+    return {
+        pair
+        for each in results
+        for pair in pairs(each.row)
+        if each.verdict == "right" or (each.exported and "command" not in (pair[0][0], pair[1][0]))
+    }
 
 
 PLAIN: dict[str, str] = {
@@ -97,8 +121,6 @@ def alone(pair: Pair) -> Row:
         (best["source"], *SMALL), ("fp32", "int8"), ("ort-cpu", "onnx", "tensorrt")
     ):
         row = {**PLAIN, "source": source, "precision": precision, "target": target, **given}
-        if row["quantize"] == "all" and row["precision"] == "fp32":
-            continue
         if not conflict(row):
             return row
     return best

@@ -111,6 +111,9 @@ class Net(nn.Module):
         self.stem, self.head = nn.Linear(FEATURES, WIDTH), nn.Linear(WIDTH, 4)
         self.first, self.second = layer(), layer()
 
+    def example_input(self) -> Tensor:
+        return torch.randn(4, TOKENS, FEATURES, generator=torch.Generator().manual_seed(0))
+
     def forward(self, x: Tensor) -> Tensor:
         x = self.stem(x)
         x = x + self.first(x)
