@@ -249,7 +249,14 @@ def _shape(asked: argparse.Namespace) -> dict[str, int]:
 
 def _model(folder: Path, size: str, shape: Mapping[str, int]) -> moexport.Model:
     checkpoint = folder / f"{size}.pt"
-    vit_checkpoint(checkpoint, **shape, moe_from=shape["depth"] // 2)
+    vit_checkpoint(
+        checkpoint,
+        experts=shape["experts"],
+        hidden=shape["hidden"],
+        dim=shape["dim"],
+        depth=shape["depth"],
+        moe_from=shape["depth"] // 2,
+    )
     return moexport.load(checkpoint, config={"num_heads": 12, "rest": "default"})
 
 
