@@ -11,7 +11,7 @@ from moexport.bench.analyses.report import figures, retention_rows
 from moexport.bench.report.figures import STYLE
 from moexport.bench.results import Results, read
 from moexport.common.text import markdown
-from moexport.examples.studies import latency, mnist
+from moexport.examples.studies import mnist
 from moexport.graphs.targets import Precision
 from moexport.perf import models
 from moexport.perf.layers import auto
