@@ -13,7 +13,7 @@ import math
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import reduce
 from operator import add
 from pathlib import Path
@@ -137,12 +137,11 @@ def _what(cells: Sequence[Cells]) -> dict[str, Any]:
     asked = cells[0].asked
     data = asked.data if isinstance(asked.data, str | Path) else None
     files = () if data is None else shards_of(data) or (data,)
-    request = {each.name: getattr(asked, each.name) for each in fields(asked)}
     return {
         "run": "on Ray",
         "models": [(each, state_of(each)) for one in cells for each in one.models],
         "data": [(str(each), state_of(each)) for each in files],
-        "settings": {n: v for n, v in request.items() if n not in ("data", "command")},
+        "settings": asked.measured,
         "loading": [(str(v), state_of(v)) for v in (asked.config, asked.weights)],
         "packages": versions(PACKAGES),
     }
@@ -289,15 +288,15 @@ def _joined(shards: Sequence[BatchStates]) -> dict[str, EvaluationState]:
 def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
     """Returns the sums of a share of the batches, each by its number, for every candidate."""
     found: BatchStates = {}
-    with prepared(_opened(cells), _plain(cells.asked)) as (candidates, data, settings, _):
+    with prepared(_opened(cells), _plain(cells.asked)) as (candidates, data, request, _):
         for candidate in candidates:
-            opening = loaders(candidate, settings.batches)
+            opening = loaders(candidate, request.batches)
             on_gpu = any(case.provider == CUDA for case in opening)
             runners: dict[Case, Runner] = {}
             failures: dict[str, str] = {}
             with ExitStack() as stack:
                 # As `bench` has it on one machine.
-                stack.enter_context(with_threads(settings.threads))
+                stack.enter_context(with_threads(request.threads))
                 stack.enter_context(without_tf32() if on_gpu else nullcontext())
                 for case, loader in opening.items():
                     try:
@@ -305,8 +304,8 @@ def evaluate_cells(cells: Cells, share: tuple[int, int]) -> dict[str, Any]:
                     except Exception as error:  # noqa: BLE001  the row says what failed
                         failures[case.label] = in_one_line(error)
                 states = evaluate_share(
-                    *(runners, candidate, data, settings.evaluation_batch),
-                    limit=settings.samples,
+                    *(runners, candidate, data, request.evaluation_batch),
+                    limit=request.samples,
                     share=share,
                 )
             found[candidate.name] = {

@@ -15,6 +15,7 @@ from ..exporter.model import Model
 from ..exporter.token_routed.network import Network
 from ..graphs.layers.base import MoESpec, moe_layers
 from .engines import KINDS, ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER, ModelEngine
+from .request import BenchRequest
 from .runners.base import Loader, Runner
 
 
@@ -230,35 +231,7 @@ class TimingGroup:
         return len(self.cases) * self.protocol.rounds * (round_s + timing.WAIT_S)
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """What to measure: the batch sizes, how long, and on how much.
-
-    Accuracy, routing and parity are taken over the first `samples` inputs (None: all), in batches
-    of `evaluation_batch`. `threads` is every engine's; None takes PyTorch's count, and the graphs
-    must have been opened with the same. `memory` measures each row's peak memory in a process of
-    its own; `parts` where a graph's time goes; `limits` the least time that the machine needs.
-    `calibration` names the file that INT8 took its ranges from, for the report.
-    """
-
-    batches: tuple[int, ...] = (1,)
-    protocol: timing.Protocol = field(default_factory=lambda: timing.Protocol(inputs=8))
-    evaluation_batch: int = 64
-    samples: int | None = None
-    threads: int | None = None
-    memory: bool = True
-    parts: bool = True
-    limits: bool = True
-    calibration: str | None = None
-
-    def __post_init__(self) -> None:
-        if not self.batches:
-            raise UsageError("no batch size to measure")
-        if any(size < 1 for size in (*self.batches, self.evaluation_batch)):
-            raise UsageError(f"batch sizes {self.batches}: every one must be at least 1")
-
-
-def plan(candidates: Sequence[Candidate], settings: Settings) -> tuple[TimingGroup, ...]:
+def plan(candidates: Sequence[Candidate], request: BenchRequest) -> tuple[TimingGroup, ...]:
     """Returns the groups of a benchmark: one per model and batch size.
 
     Raises UsageError for a k that a model does not have, for no models, or two of one name.
@@ -279,10 +252,10 @@ def plan(candidates: Sequence[Candidate], settings: Settings) -> tuple[TimingGro
                     hint=f"use 1 ≤ k ≤ {candidate.experts}",
                 )
     return tuple(
-        TimingGroup(tuple(_timed(candidate, batch)), batch, settings.protocol, phase)
+        TimingGroup(tuple(_timed(candidate, batch)), batch, request.protocol, phase)
         for candidate in candidates
         for phase in candidate.phases or (None,)
-        for batch in settings.batches
+        for batch in request.batches
     )
 
 

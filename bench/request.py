@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from ..common.option import Request, option
-from ..common.text import listed
+from ..common.text import listed, near_miss
 from ..errors import UsageError
 from ..exporter.requests import AnyPath, LoadRequest
+from ..graphs.targets import Precision, Scope
 
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..common.timing import Protocol
+    from ..exporter.options import KOption
     from .data import Labelled
     from .results import Results
 
@@ -23,6 +26,18 @@ CpuTarget = Literal["onnx", "ort-cpu"]
 
 Trained = Literal["soft-moe", "mumoe", "experts"]
 """Kinds of MoE layers that the demo trains."""
+
+
+ALL = "all"
+"""Every engine, in a list of them."""
+
+PLACES = ("command", "out", "ray", "on")
+"""Options of a benchmark on which no number depends."""
+
+
+def _entries(given: str | Sequence[Any]) -> Sequence[Any]:
+    """The entries of a list, which may be text: `n,0.5`."""
+    return listed(given) if isinstance(given, str) else given
 
 
 def _engines() -> str:
@@ -40,9 +55,11 @@ class BenchRequest(LoadRequest):
         "A list of numbers of experts: n,0.5,0.25 or 16,8,4.",
         heading="What is measured",
     )
-    lowering: str = option("auto", "A list of lowerings, or auto.")
-    precision: str = option("fp32", "A list: fp32,fp16,bf16,int8,int4 (INT8 ranges from the data).")
-    engine: str = option("all", _engines)
+    lowering: str | Sequence[str] = option("auto", "A list of lowerings, or auto.")
+    precision: str | Sequence[str] = option(
+        "fp32", "A list: fp32,fp16,bf16,int8,int4 (INT8 ranges from the data)."
+    )
+    engine: str | Sequence[str] = option("all", _engines)
     target: CpuTarget = option(
         "onnx", "The target of graphs that ONNX Runtime runs on the CPU.", kind=CpuTarget
     )
@@ -65,6 +82,8 @@ class BenchRequest(LoadRequest):
         min=5,
     )
     round_s: float = option(0.2, "Seconds of each engine's turn.", in_shell=False)
+    warmup: int = option(3, "Calls of each engine that are not timed.", in_shell=False)
+    inputs: int = option(8, "Inputs that the calls take in turn.", in_shell=False)
     samples: int | None = option(
         None, "Number of inputs for the accuracy.", unset="all", kind=int, min=1
     )
@@ -77,6 +96,16 @@ class BenchRequest(LoadRequest):
         flag="--memory/--no-memory",
     )
     parts: bool = option(True, "Measure the time of the parts of a graph.", in_shell=False)
+    limits: bool = option(
+        True, "Measure the machine's rates, for the least time of each row.", in_shell=False
+    )
+    evaluation_batch: int = option(64, "The batch size of the accuracy.", in_shell=False)
+    renormalize: bool = option(
+        False, "Rescale the kept experts' weights to a sum of 1.", in_shell=False
+    )
+    quantize: Scope = option(
+        "experts", "What INT8 is for: the experts, or all linear layers.", in_shell=False
+    )
     pixels: str | None = option(
         None,
         "Pixel scale of images: unit, symmetric or imagenet.",
@@ -143,11 +172,85 @@ class BenchRequest(LoadRequest):
     )
 
     @property
-    def batches(self) -> tuple[int, ...]:
-        """The batch sizes."""
-        from .runners.candidates import parse_batches
+    def ks(self) -> tuple[KOption, ...]:
+        """The numbers of experts: at least one, and none left to the run, else `UsageError`."""
+        from ..exporter.options import parse_k
 
-        return tuple(parse_batches(self.batch))
+        ks = tuple(map(parse_k, _entries(self.k)))
+        if not ks or "input" in ks:
+            raise UsageError(
+                "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
+                hint="for example --k n,0.5,0.25; a bundle whose k is an input is measured at each",
+            )
+        return ks
+
+    @property
+    def lowerings(self) -> tuple[str, ...]:
+        """The lowerings; `UsageError` for a name that is none, and for `tune`."""
+        from ..exporter.options import TUNE, parse_lowerings
+
+        names = parse_lowerings(",".join(_entries(self.lowering)))
+        if TUNE in names:
+            raise UsageError(
+                "--lowering tune belongs to export: a benchmark measures what it is told",
+                hint="name the lowerings to compare, as --lowering dense,gather,grouped",
+            )
+        return names
+
+    @property
+    def precisions(self) -> tuple[Precision, ...]:
+        """The precisions; `UsageError` for a name that is none."""
+        names, known = list(_entries(self.precision)), get_args(Precision)
+        unknown = [name for name in names if name not in known]
+        if unknown or not names:
+            hint = near_miss("".join(unknown[:1]), known)
+            raise UsageError(
+                f"--precision {','.join(names)}: there is no such precision", hint=hint
+            )
+        return tuple(each for each in dict.fromkeys(names) if each in known)
+
+    @property
+    def engines(self) -> tuple[str, ...]:
+        """The engines, `all` for every one; `UsageError` for a name that is none."""
+        from .engines import KINDS
+
+        names = list(_entries(self.engine))
+        known = (*KINDS, ALL)
+        for name in (each for each in names if each not in known):
+            hint = near_miss(name, known)
+            raise UsageError(f"--engine {name}: there is no such engine", hint=hint)
+        if not names:
+            raise UsageError("--engine is empty", hint=near_miss("", known))
+        every = [each for name in names for each in (KINDS if name == ALL else (name,))]
+        return tuple(dict.fromkeys(every))
+
+    @property
+    def batches(self) -> tuple[int, ...]:
+        """The batch sizes; `UsageError` for what is none."""
+        try:
+            sizes = tuple(map(int, _entries(self.batch)))
+        except ValueError:
+            sizes = ()
+        if not sizes or min(sizes) < 1:
+            raise UsageError(
+                f"--batch {self.batch}: not a list of sizes", hint="for example --batch 1,16"
+            )
+        return sizes
+
+    @property
+    def protocol(self) -> Protocol:
+        """How the latency is measured."""
+        from ..common.timing import Protocol
+
+        return Protocol(
+            rounds=self.rounds, warmup=self.warmup, round_s=self.round_s, inputs=self.inputs
+        )
+
+    @property
+    def measured(self) -> dict[str, Any]:
+        """What numbers depend on, beside the data: the options but those of the results' place."""
+        named = (each.name for each in fields(self) if each.compare)
+        return {name: getattr(self, name) for name in named if name not in PLACES}
 
     @property
     def kinds(self) -> list[str]:

@@ -20,6 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ..calibration.feeds import Array
 from ..common import timing
 from ..common.console import Progress, Silent
 from ..common.environment import environment, memory_bytes
@@ -31,7 +32,6 @@ from ..exporter.bundle.manifest import is_bundle
 from ..exporter.checkpoints.load import load_as
 from ..exporter.inputs import Inputs, check_array
 from ..exporter.model import Model, check_one_input
-from ..exporter.options import parse_lowerings
 from ..graphs.names import K_INPUT
 from .analyses.experts import Wanted, parse_analyses, studied
 from .analyses.subgroups import compared
@@ -43,14 +43,14 @@ from .language import is_language_model, phase_inputs, phases_of, prompt_of, tok
 from .measure.latency import Scheduled, group_batches, measure_group, parts_of
 from .measure.memory import PeakMemory, measure_memories, worker_count
 from .measure.roofline import Limit, Limits, Rates
-from .plan import Candidate, Case, Settings, TimingGroup, describe, plan
+from .plan import Candidate, Case, TimingGroup, describe, plan
 from .report.compare import compare
 from .report.page import write_all
 from .request import BenchRequest
 from .results import Absent, ModelInfo, PartTime, Results, Row
-from .runners.available import parse_engines, select
+from .runners.available import select
 from .runners.base import Loader, Runner
-from .runners.candidates import Sweep, candidates_of, check_exported, parse_ks, parse_precisions
+from .runners.candidates import candidates_of, check_exported
 from .runners.models import loaders
 from .runners.pytorch import CUDA, PyTorch, outputs_of, untouched, without_tf32
 
@@ -68,7 +68,7 @@ PROCESS_S = 4.0  # what starting a process and loading a runtime takes
 def bench(
     candidates: Sequence[Candidate],
     data: Labelled,
-    settings: Settings,
+    request: BenchRequest,
     *,
     out: Path | None = None,
     command: str = "",
@@ -78,41 +78,43 @@ def bench(
     analyses: Mapping[str, Any] | None = None,
     only: int | None = None,
     known: Mapping[str, EvaluationState] | None = None,
+    calibration: str | None = None,
 ) -> Results:
     """Returns every row of a benchmark; with `out`, writes results.json, report and figures there.
 
     A case that cannot be opened, evaluated or timed becomes a row with its error. `absent`
     names the engines that are not measured; with `before` the report tells what changed; `analyses`
     is what else was found, for the results. `only` one of the batch sizes is timed where that is
-    said, and qualities that are `known` are not taken again, by the names of candidates. Raises
+    said, and qualities that are `known` are not taken again, by the names of candidates.
+    `calibration` names the file that INT8 took its ranges from, for the report. Raises
     UsageError and FeedError, before anything is opened, for what cannot be measured at all.
     """
     progress = progress or Silent()
     if out is not None:
         check_folder(out)
-    groups = plan(candidates, settings)
-    head = data.head(max(settings.batches) * settings.protocol.inputs)
+    groups = plan(candidates, request)
+    head = data.head(max(request.batches) * request.protocol.inputs)
     if only is not None:
         groups = tuple(group for group in groups if group.batch == only)
-        settings = replace(settings, batches=(only,))
+        request = replace(request, batch=(only,))
     for candidate in candidates:
         check_array(head.inputs, candidate.model.input, f"{candidate.name}: ")
     on_gpu = any(c.provider == CUDA for group in groups for c in group.cases)
-    with with_threads(settings.threads), without_tf32() if on_gpu else nullcontext():
+    with with_threads(request.threads), without_tf32() if on_gpu else nullcontext():
         facts = environment() | {"threads": torch.get_num_threads()}
-        takes = expected_time(candidates, groups, head, data.samples, settings)
+        takes = expected_time(candidates, groups, head, data.samples, request)
         progress.step(describe(groups, takes))
         models = tuple(map(model_info, candidates))
         if out is not None:
             make_folder(out)
-        same = _same_run(candidates, groups, data, settings, facts, models)
+        same = _same_run(candidates, groups, data, request, facts, models)
         journal = Journal(None if out is None else out / FILE, same)
         if journal.told:
             progress.step(journal.told)
         rows: list[Row] = []
-        protocol = _protocol(settings, data)
+        protocol = _protocol(request, data, calibration)
         for candidate in candidates:
-            one = Measurement(candidate, groups, data, head, settings, journal, progress)
+            one = Measurement(candidate, groups, data, head, request, journal, progress)
             one.known = (known or {}).get(candidate.name)
             rows += one.rows()
             protocol["samples"] = max(protocol["samples"], one.seen)
@@ -140,7 +142,7 @@ def _same_run(
     candidates: Sequence[Candidate],
     groups: Sequence[TimingGroup],
     data: Labelled,
-    settings: Settings,
+    request: BenchRequest,
     facts: Mapping[str, Any],
     models: Sequence[ModelInfo],
 ) -> dict[str, Any]:
@@ -152,17 +154,17 @@ def _same_run(
         "rows": [asdict(c) for group in groups for c in group.cases],
         "graphs": [_file_hash(g.loader) for c in candidates for g in c.graphs],
         "data": data.fingerprint,
-        "settings": asdict(settings),
+        "settings": request.measured,
     }
 
 
-def _protocol(settings: Settings, data: Labelled) -> dict[str, Any]:
+def _protocol(request: BenchRequest, data: Labelled, calibration: str | None) -> dict[str, Any]:
     """How rows are measured, for the results; the candidates add how many samples they saw."""
-    given = {"calibration": settings.calibration} if settings.calibration else {}
-    return asdict(settings.protocol) | {
+    given = {"calibration": calibration} if calibration else {}
+    return asdict(request.protocol) | {
         "samples": 0,
         "labelled": data.labelled,
-        "batches": list(settings.batches),
+        "batches": list(request.batches),
         **given,
     }
 
@@ -192,8 +194,8 @@ def opened(
     return [one(each) for each in sources]
 
 
-Prepared = tuple[list[Candidate], Labelled, Settings, tuple[Absent, ...]]
-"""Candidates and their data, how they are measured, and the engines that are not."""
+Prepared = tuple[list[Candidate], Labelled, BenchRequest, tuple[Absent, ...]]
+"""Candidates and their data, the benchmark of them, and the engines that are not measured."""
 
 
 def sweep(
@@ -210,11 +212,11 @@ def sweep(
     """
     watcher = asked.progress or Silent()
     analyses_wanted(asked)
-    with prepared(listed, asked) as (candidates, data, settings, absent):
+    with prepared(listed, asked) as (candidates, data, request, absent):
         return bench(
             candidates,
             data,
-            settings,
+            request,
             out=asked.folder,
             command=asked.command,
             progress=watcher,
@@ -255,43 +257,30 @@ def prepared(listed: Sequence[Model | Bundle], asked: BenchRequest) -> Iterator[
         for item in listed:
             if isinstance(item, Model):
                 check_one_input(item, "--analysis")
-    engines = parse_engines(asked.engine)
+    engines = asked.engines
     selection = select(engines, [_served(item) for item in listed])
     for each in selection.absent:
         if each.engine in engines:
             watcher.step(f"not measured: {each.engine}: {each.reason}")
-    # The same threads for every engine: PyTorch's own choice, unless told.
-    threads = asked.threads or torch.get_num_threads()
-    lists = Sweep(
-        ks=parse_ks(asked.k),
-        lowerings=parse_lowerings(asked.lowering),
-        batches=asked.batches,
-        engines=selection.names,
-        precisions=parse_precisions(asked.precision),
-        threads=threads,
-        cpu_target=asked.target,
+    request = replace(
+        asked,
+        engine=selection.names,
+        # The same threads for every engine: PyTorch's own choice, unless told.
+        threads=asked.threads or torch.get_num_threads(),
     )
-    check_exported(listed, lists)
-    settings = Settings(
-        batches=lists.batches,
-        protocol=timing.Protocol(rounds=asked.rounds, round_s=asked.round_s, inputs=8),
-        samples=asked.samples,
-        threads=threads,
-        memory=asked.memory,
-        parts=asked.parts,
-    )
+    check_exported(listed, request)
     data: Labelled | None = None
+    inputs: Array | None = None
     first = next((item for item in listed if isinstance(item, Model)), None)
     if first is not None:
         data = data_of(first, asked, fixed_sizes(first, listed))
-        lists = replace(lists, shape=data.head(1).inputs.shape[1:])
-        if {"int8", "fp8"} & {*lists.precisions}:
-            lists = replace(lists, calibration=data.head(CALIBRATION_INPUTS).inputs)
-    with candidates_of(listed, lists, watcher) as candidates:
+        calibrates = {"int8", "fp8"} & {*request.precisions}
+        inputs = data.head(CALIBRATION_INPUTS if calibrates else 1).inputs
+    with candidates_of(listed, request, watcher, inputs) as candidates:
         model = candidates[0].model
         data = data or data_of(model, asked, fixed_sizes(model, listed))
         phased = [in_phases(candidate, data, asked.tokens) for candidate in candidates]
-        yield phased, data, settings, selection.absent
+        yield phased, data, request, selection.absent
 
 
 def _analyses(
@@ -375,7 +364,7 @@ class Measurement:
     groups: Sequence[TimingGroup]
     data: Labelled
     head: LabelledData
-    settings: Settings
+    request: BenchRequest
     journal: Journal
     progress: Progress
     seen: int = 0
@@ -387,9 +376,9 @@ class Measurement:
 
     def rows(self) -> list[Row]:
         """Measures everything; returns the rows, group by group."""
-        opening = loaders(self.candidate, self.settings.batches)
+        opening = loaders(self.candidate, self.request.batches)
         limits = None
-        if self.settings.limits and not self.candidate.phases:
+        if self.request.limits and not self.candidate.phases:
             limits = Limits(self.candidate, self.head.batch(0, 1), opening)
         runners = self._evaluated(opening)
         memories = self._memories({c: opening[c] for c in runners})
@@ -397,7 +386,7 @@ class Measurement:
         for group in self.groups:
             if group.model != self.candidate.name:
                 continue
-            if self.settings.limits and group.phase is not None:
+            if self.request.limits and group.phase is not None:
                 base = untouched(self.candidate.model)
                 x: Inputs = phase_inputs(group.phase, self.head.batch(0, 1), base)
                 limits = Limits(self.candidate, x, opening)
@@ -477,8 +466,8 @@ class Measurement:
             runners,
             self.candidate,
             self.data,
-            self.settings.evaluation_batch,
-            limit=self.settings.samples,
+            self.request.evaluation_batch,
+            limit=self.request.samples,
             progress=self.progress,
             state=msgspec.convert(found[-1]["state"], EvaluationState) if found else None,
             keep=lambda state: self.journal.add("quality", **keys, state=asdict(state)),
@@ -542,7 +531,7 @@ class Measurement:
 
     def _memories(self, opening: Mapping[Case, Loader]) -> dict[str, PeakMemory]:
         """The memory of each case by its label; what could not be measured is left out."""
-        if not self.settings.memory:
+        if not self.request.memory:
             return {}
         keys = {"model": self.candidate.name}
         done = {
@@ -551,7 +540,7 @@ class Measurement:
         }
         for label, found in measure_memories(
             {c.label: loader for c, loader in opening.items() if c.label not in done},
-            {size: self.head.batch(0, size) for size in self.settings.batches},
+            {size: self.head.batch(0, size) for size in self.request.batches},
             threads=torch.get_num_threads(),
             weights_bytes=self.candidate.weights_bytes,
             title=self.candidate.name,
@@ -563,7 +552,7 @@ class Measurement:
 
     def _parts(self, case: Case, group: TimingGroup, loader: Loader) -> tuple[PartTime, ...]:
         """Where the time of a graph goes, if its runtime can tell."""
-        if not (self.settings.parts and loader.profiles):
+        if not (self.request.parts and loader.profiles):
             return ()
         keys = {"label": case.label} | group.keys
         done = self.journal.found("parts", **keys)
@@ -600,31 +589,31 @@ def expected_time(
     groups: Sequence[TimingGroup],
     head: LabelledData,
     samples: int | None,
-    settings: Settings,
+    request: BenchRequest,
 ) -> str:
     """Returns how long it takes if all engines are as fast as PyTorch, by a few calls of that."""
     known = UNKNOWN_SAMPLES if samples is None else samples
-    batches = math.ceil(min(known, settings.samples or known) / settings.evaluation_batch)
+    batches = math.ceil(min(known, request.samples or known) / request.evaluation_batch)
     workers = worker_count(max(candidate.weights_bytes for candidate in candidates))
     timed = quality = compiling = memory = 0.0
     for candidate in candidates:
         base, cases = untouched(candidate.model), candidate.cases
         # Every case, the untouched model, and a reference for every k.
         passes = len(cases) + 1 + len({c.k for c in cases})
-        size = min(settings.evaluation_batch, len(head))
+        size = min(request.evaluation_batch, len(head))
         batch_ms = _call_ms(base, head.batch(0, size), candidate.name)
-        batch_ms *= settings.evaluation_batch / size
+        batch_ms *= request.evaluation_batch / size
         quality += passes * batches * batch_ms / 1e3
         compiled = sum(c.engine == PYTORCH_COMPILE for c in cases)
-        compiling += compiled * len(settings.batches) * COMPILE_S
-        memory += len(cases) * PROCESS_S / workers if settings.memory else 0.0
+        compiling += compiled * len(request.batches) * COMPILE_S
+        memory += len(cases) * PROCESS_S / workers if request.memory else 0.0
         for group in groups:
             if group.model == candidate.name:
                 timed += group.seconds(
                     _call_ms(base, timed_inputs(group, candidate, head)[0], candidate.name)
                 )
-    if settings.limits:
-        timed += len(groups) * MACHINE_PROBES * settings.protocol.rounds * settings.protocol.round_s
+    if request.limits:
+        timed += len(groups) * MACHINE_PROBES * request.protocol.rounds * request.protocol.round_s
     names = ("timing", "accuracy and parity", "compiling", "memory")
     spent = (timed, quality, compiling, memory)
     listed = [f"{name} {_duration(s)}" for name, s in zip(names, spent, strict=True) if s >= 1]

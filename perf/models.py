@@ -14,8 +14,9 @@ import numpy as np
 from moexport.bench.data import LabelledData
 from moexport.bench.engines import ONNXRUNTIME, PYTORCH_COMPILE, PYTORCH_EAGER
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
+from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.runners.candidates import Sweep, exported
+from moexport.bench.runners.candidates import exported
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
@@ -69,19 +70,19 @@ def measure(
         vit_checkpoint(checkpoint, experts=layer.experts, hidden=layer.hidden, stacked=True)
         model = moexport.load(checkpoint, config={"num_heads": 12, "rest": "default"})
         info = random_weights(model, f"ViT-B/16, 6 MoE layers, {layer.name}")
-        floats = Sweep(
-            ks=layer.integer_ks,
-            batches=(batch,),
-            engines=(ONNXRUNTIME, PYTORCH_COMPILE),
+        floats = BenchRequest(
+            k=layer.integer_ks,
+            batch=(batch,),
+            engine=(ONNXRUNTIME, PYTORCH_COMPILE),
+            target="ort-cpu",
             threads=count,
         )
-        integers = replace(
-            floats, precisions=("int8",), calibration=_images(CALIBRATION_IMAGES), scope="all"
-        )
+        integers = replace(floats, precision="int8", quantize="all")
+        seen = _images(CALIBRATION_IMAGES)
         plain = stack.enter_context(plain_onnx(model, _images(2), count))
         graphs = [plain]
         for name, asked in ((AUTO, floats), (INT8, integers)):
-            candidate = stack.enter_context(exported(model, asked, name=info.name))
+            candidate = stack.enter_context(exported(model, asked, inputs=seen, name=info.name))
             graphs += [replace(graph, lowering=name) for graph in candidate.graphs]
         rows, rates = timed(
             replace(candidate, graphs=tuple(graphs)),

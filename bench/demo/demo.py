@@ -13,7 +13,6 @@ import numpy as np
 
 from ...common.console import Progress
 from ...common.text import table
-from ...common.timing import Protocol
 from ...common.writing import check_folder, whole_file, write_text
 from ...errors import BundleError, MoexportError
 from ...exporter.bundle.bundle import Bundle
@@ -26,10 +25,11 @@ from ...exporter.trace import trace
 from ...graphs.targets import Precision, Target
 from ..data import LabelledData
 from ..engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2
-from ..plan import Candidate, Settings
+from ..plan import Candidate
 from ..report.text import rows_table
+from ..request import BenchRequest
 from ..run import bench, in_phases
-from ..runners.candidates import Sweep, from_bundle
+from ..runners.candidates import from_bundle
 from ..runners.other_exporters import with_other_exporters
 from . import digits
 
@@ -123,11 +123,14 @@ def run_job(
     groups = train(directory, progress)
     checked, measured, reports = [], [], []
     for group in groups:
-        asked = Sweep(
-            ks=tuple(parse_k(k) for k in ks),
-            batches=group.batches,
-            engines=group.engines,
+        asked = BenchRequest(
+            k=ks,
+            batch=group.batches,
+            engine=group.engines,
+            target="ort-cpu",
+            round_s=ROUND_S,
             threads=THREADS,
+            memory=False,  # It takes a process for every row, and the demo is to be short.
         )
         report = directory / group.report
         with ExitStack() as stack:
@@ -142,16 +145,11 @@ def run_job(
             results = bench(
                 candidates,
                 group.data,
-                Settings(
-                    batches=group.batches,
-                    protocol=Protocol(inputs=8, round_s=ROUND_S),
-                    threads=THREADS,
-                    memory=False,  # It takes a process for every row, and the demo is to be short.
-                    calibration=None if group.calibration is None else str(group.calibration),
-                ),
+                asked,
                 out=report,
                 command=f"{command} -o {directory}",
                 progress=progress,
+                calibration=None if group.calibration is None else str(group.calibration),
             )
         measured.append(rows_table(results))
         reports.append(report / "report.html")
@@ -233,7 +231,7 @@ def verified(bundle: Bundle) -> tuple[str, ...]:
     )
 
 
-def _side_by_side(bundles: Sequence[Bundle], name: str, asked: Sweep) -> Candidate:
+def _side_by_side(bundles: Sequence[Bundle], name: str, asked: BenchRequest) -> Candidate:
     """The bundles of one network as one candidate with all their ks."""
     candidates = [from_bundle(bundle, asked) for bundle in bundles]
     return replace(

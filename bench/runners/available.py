@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
-from ...common.text import listed, near_miss
-from ...errors import UsageError
 from ..engines import KINDS, PYTORCH_EAGER, PYTORCH_EAGER_CUDA, EngineKind, Serves
 from ..results import Absent
 
@@ -15,8 +12,6 @@ NOT_SERVED: dict[Serves, str] = {
     "one-input": "it runs models with one input, and these have several",
     "transformers": "it runs models of transformers",
 }
-
-ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +25,6 @@ class Selection:
     def names(self) -> tuple[str, ...]:
         """The engines to measure, as `--engine` names them."""
         return tuple(kind.name for kind in self.present)
-
-
-def parse_engines(text: str) -> tuple[str, ...]:
-    """Returns engine names from a list, `all` for every one; UsageError for what is no name."""
-    parts = listed(text)
-    for part in (each for each in parts if each not in (*KINDS, ALL)):
-        hint = near_miss(part, (*KINDS, ALL))
-        raise UsageError(f"--engine {part}: there is no such engine", hint=hint)
-    if not parts:
-        raise UsageError("--engine is empty", hint=near_miss("", (*KINDS, ALL)))
-    named = (KINDS if part == ALL else (part,) for part in parts)
-    return tuple(dict.fromkeys(chain.from_iterable(named)))
 
 
 def select(

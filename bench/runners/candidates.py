@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product, zip_longest
 from pathlib import Path
-from typing import Any, cast, get_args
+from typing import Any
 
 import onnx_ir as ir
 
 from ...calibration.feeds import Array
 from ...common.console import Progress, Silent
 from ...common.locations import url_of
-from ...common.text import listed, near_miss
 from ...common.user_code import names_code
 from ...common.writing import scratch_folder
 from ...errors import CalibrationError, LoweringError, MoexportError, UsageError
@@ -27,7 +26,7 @@ from ...exporter.export import found_ranges
 from ...exporter.inputs import AxisRange
 from ...exporter.job import ExportJob, export_job
 from ...exporter.model import Model
-from ...exporter.options import AUTO, TUNE, ExportOptions, KOption, PrecisionOptions, parse_k
+from ...exporter.options import AUTO, ExportOptions, KOption, PrecisionOptions
 from ...exporter.plan import GraphPlan, plan, plan_graph
 from ...exporter.tensorrt.backends import BACKENDS
 from ...exporter.tensorrt.cache import default_cache
@@ -35,82 +34,66 @@ from ...exporter.tensorrt.options import CURRENT, EngineOptions
 from ...exporter.trace import trace
 from ...exporter.write import manifest_of, write_graphs
 from ...graphs.layers.experts import Experts, ExpertsSpec
-from ...graphs.targets import Precision, Scope, Target
-from ..engines import KINDS, ONNXRUNTIME, PYTORCH_ALGORITHM_2, GraphEngine
+from ...graphs.targets import Precision
+from ..engines import KINDS, GraphEngine
 from ..measure.roofline import integer_linears
 from ..plan import Candidate, GraphSource, whole_k
+from ..request import BenchRequest
 from .base import GraphFile, Refused
 from .models import loaded_as
 from .other_exporters import with_other_exporters
 
 
-@dataclass(frozen=True, slots=True)
-class Sweep:
-    """What to measure of one model: the lists of its options.
-
-    `engines` are names of `engines.KINDS`. `calibration` are the inputs [samples, …] from which
-    INT8 takes its ranges, and `scope` is what it quantises. `shape` is that of one input, for which
-    engines are compiled; the export's own sizes without it. `cpu_target` is what graphs are
-    exported for that ONNX Runtime runs on the CPU.
-    """
-
-    ks: tuple[KOption, ...]
-    lowerings: tuple[str, ...] = (AUTO,)
-    batches: tuple[int, ...] = (1,)
-    engines: tuple[str, ...] = (PYTORCH_ALGORITHM_2, ONNXRUNTIME)
-    precisions: tuple[Precision, ...] = ("fp32",)
-    calibration: Array | None = None
-    shape: tuple[int, ...] | None = None
-    scope: Scope = "experts"
-    threads: int | None = None
-    renormalize: bool = False
-    cpu_target: Target = "ort-cpu"
-
-    @property
-    def runtimes(self) -> tuple[GraphEngine, ...]:
-        """Those of the engines that run exported graphs."""
-        graphs = [kind for kind in map(KINDS.get, self.engines) if isinstance(kind, GraphEngine)]
-        kinds, cpu = [kind for kind in graphs if kind.target is not None], self.cpu_target
-        return tuple(replace(k, target=cpu) if k.target == "ort-cpu" else k for k in kinds)
-
-    def __post_init__(self) -> None:
-        """Raises `UsageError` for `tune`: the sweep itself is the measurement."""
-        if TUNE in self.lowerings:
-            raise UsageError(
-                "--lowering tune belongs to export: a benchmark measures what it is told",
-                hint="name the lowerings to compare, as --lowering dense,gather,grouped",
-            )
+def graph_engines(request: BenchRequest) -> tuple[GraphEngine, ...]:
+    """Returns those of the engines that run exported graphs, each with its target."""
+    named = [kind for kind in map(KINDS.get, request.engines) if isinstance(kind, GraphEngine)]
+    return tuple(
+        replace(kind, target=request.target) if kind.target == "ort-cpu" else kind
+        for kind in named
+        if kind.target is not None
+    )
 
 
 @contextmanager
 def exported(
-    model: Model, sweep: Sweep, *, name: str | None = None, progress: Progress | None = None
+    model: Model,
+    request: BenchRequest,
+    *,
+    inputs: Array | None = None,
+    name: str | None = None,
+    progress: Progress | None = None,
 ) -> Iterator[Candidate]:
     """Yields a model with a graph per k and lowering, exported to a folder that goes after.
+
+    INT8 takes its ranges from `inputs` [samples, …], whose shape is what engines are compiled for:
+    without them for the export's own sizes.
 
     The graphs for one engine and precision share one weights file. `auto` stands for what the cost
     model chooses for each of the batch sizes, and is timed at that.
     """
     progress = progress or Silent()
     graphs: list[GraphSource] = []
-    jobs = _jobs(model, sweep.ks)
+    runtimes, lowerings = graph_engines(request), request.lowerings
+    jobs = _jobs(model, request.ks)
     routed = {_largest(whole_k(job)): job for job in jobs} if token_routed(model) else {}
     ks = [_largest(whole_k(job)) for job in jobs]
     traces: dict[object, ir.Model] = {}
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder("bench"))
-        for runtime, precision in product(sweep.runtimes, sweep.precisions):
+        for runtime, precision in product(runtimes, request.precisions):
             progress.step(f"exporting {model.source.path} for {runtime.name} in {precision}")
             try:
                 for index, together in enumerate(_by_model(jobs)):
                     place = folder / f"{runtime.name}-{precision}-{index}"
                     place.mkdir()
-                    graphs += _sources(model, sweep, together, runtime, precision, place, traces)
+                    graphs += _sources(
+                        *(model, request, inputs, together, runtime, precision, place, traces)
+                    )
             except (LoweringError, UsageError, CalibrationError) as error:
                 if precision == "fp32" and runtime.backend is None:
                     raise
                 # A precision that a model or target cannot take is a row that says so.
-                every = product(ks, sweep.lowerings)
+                every = product(ks, lowerings)
                 graphs += _refused(dict.fromkeys(every, error), runtime, precision)
         said = [each.loader.reason for each in graphs if isinstance(each.loader, Refused)]
         if graphs and len(said) == len(graphs):
@@ -121,11 +104,11 @@ def exported(
             model=model,
             ks=tuple(sorted(set(ks), reverse=True)),
             graphs=_told_apart(graphs),
-            renormalize=sweep.renormalize,
-            engines=sweep.engines,
+            renormalize=request.renormalize,
+            engines=request.engines,
             routed=routed,
         )
-        yield stack.enter_context(with_other_exporters(candidate, sweep.threads))
+        yield stack.enter_context(with_other_exporters(candidate, request.threads))
 
 
 def token_routed(model: Model) -> bool:
@@ -163,7 +146,8 @@ def _refused(
 
 def _sources(
     model: Model,
-    sweep: Sweep,
+    request: BenchRequest,
+    inputs: Array | None,
     jobs: Sequence[ExportJob],
     runtime: GraphEngine,
     precision: Precision,
@@ -173,14 +157,14 @@ def _sources(
     """Exports graphs for a runtime, equal ones once; each that cannot be is refused by itself."""
     assert runtime.target is not None
     routed = token_routed(model)
-    data = sweep.calibration if precision in ("int8", "fp8") and not routed else None
+    data = inputs if precision in ("int8", "fp8") and not routed else None
     options = ExportOptions(
         # What is calibrated is every expert; a router chooses those of its own k.
         k=jobs[0].options.k if routed else "n",
         target=runtime.target,
-        renormalize=sweep.renormalize,
+        renormalize=request.renormalize,
         precision=PrecisionOptions(
-            precision, scope=sweep.scope if precision == "int8" else "experts"
+            precision, scope=request.quantize if precision == "int8" else "experts"
         ),
         verify=False,
     )
@@ -193,7 +177,7 @@ def _sources(
     batches: dict[tuple[int, tuple[str, ...]], set[int]] = {}
     reasons: dict[tuple[int, str], MoexportError] = {}
     ks = [whole_k(job) for job in jobs]
-    for k, lowering, batch in product(ks, sweep.lowerings, sweep.batches):
+    for k, lowering, batch in product(ks, request.lowerings, request.batches):
         job = replace(planned.job, options=replace(options, batch=_exactly(batch)), k=k)
         try:
             graph = plan_graph(job, planned.traced, lowering, f"model-{len(graphs)}.onnx")
@@ -203,7 +187,9 @@ def _sources(
             found = _largest(k), graph.lowerings
             graphs.setdefault(found, graph)
             # What `auto` chose for one batch is timed at that.
-            batches.setdefault(found, set()).update([batch] if lowering == AUTO else sweep.batches)
+            batches.setdefault(found, set()).update(
+                [batch] if lowering == AUTO else request.batches
+            )
     refused = _refused(reasons, runtime, precision)
     if not graphs:
         return refused
@@ -213,17 +199,17 @@ def _sources(
     if runtime.backend is not None:  # engines are built into a bundle
         manifest = manifest_of(planned, lowered, {}, folder)
         (folder / MANIFEST_FILE).write_text(manifest.to_json(), encoding="utf-8")
-        engine = engine_options(model, sweep, runtime.backend)
+        engine = engine_options(model, request, runtime.backend, inputs)
     linears = {each.node: each.reason for each in planned.precision.linears}
     return refused + [
         _source(
-            *(runtime, sweep, model, folder / graph.file, k, _joined(names)),
+            *(runtime, request.threads, model, folder / graph.file, k, _joined(names)),
             selected=selected_values(lowered[graph.file].values),
             integers=integer_linears(folder / graph.file, _integers(linears)),
             engine=engine,
             precision=precision,
             k_by_layer={layer.name: layer.work.k for layer in graph.layers},
-            batches=frozenset(batches[k, names]) if len(sweep.batches) > 1 else None,
+            batches=frozenset(batches[k, names]) if len(request.batches) > 1 else None,
         )
         for (k, names), graph in graphs.items()
     ]
@@ -231,7 +217,7 @@ def _sources(
 
 def _source(
     runtime: GraphEngine,
-    sweep: Sweep,
+    threads: int | None,
     model: Model,
     file: Path,
     k: int,
@@ -253,7 +239,7 @@ def _source(
             if spec.chooses_sets or (spec.kind == ExpertsSpec.kind and name in selected)
         },
         k=given_k,
-        threads=sweep.threads,
+        threads=threads,
         options=engine,
     )
     loader = runtime.loader(opened)
@@ -262,14 +248,16 @@ def _source(
     )
 
 
-def engine_options(model: Model, sweep: Sweep, backend: str) -> EngineOptions:
-    """Returns how a sweep compiles: a profile for each batch size, of exactly the inputs' shape."""
+def engine_options(
+    model: Model, request: BenchRequest, backend: str, inputs: Array | None = None
+) -> EngineOptions:
+    """Returns how engines are compiled: a profile for each batch size, of exactly these inputs."""
     sizes: dict[str, AxisRange] = {}
-    if sweep.shape is not None and len(sweep.shape) == len(model.input.shape) - 1:
-        named = zip(model.input.shape[1:], sweep.shape, strict=True)
+    if inputs is not None and inputs.ndim == len(model.input.shape):
+        named = zip(model.input.shape[1:], inputs.shape[1:], strict=True)
         sizes = {axis: _exactly(size) for axis, size in named if isinstance(axis, str)}
     return EngineOptions(
-        profiles=tuple({"batch": _exactly(batch)} | sizes for batch in sorted({*sweep.batches})),
+        profiles=tuple({"batch": _exactly(batch)} | sizes for batch in sorted({*request.batches})),
         compute_capabilities=(CURRENT,) if BACKENDS[backend].cards else (),
         cache=default_cache(),
     )
@@ -306,10 +294,10 @@ def _largest(ks: Mapping[str, int]) -> int:
     return max(ks.values())
 
 
-def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> Candidate:
+def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = None) -> Candidate:
     """Returns a bundle beside the PyTorch model it was made from.
 
-    The k of a sweep are measured where the bundle's k is a graph input; a baked k stays. Without
+    The k of a request are measured where the bundle's k is a graph input; a baked k stays. Without
     `model` the checkpoint that the manifest names is loaded; `UsageError` when it is gone or
     another. `BundleError` for a graph or weights that are not as they were written.
     """
@@ -325,7 +313,7 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
     k: KOption = tuple(baked[name] for name in loaded.layers) if routed else "n"
     job = export_job(loaded, ExportOptions(edits=edits, k=k))
     model = job.model
-    asked = sweep.ks if takes_k else ()
+    asked = request.ks if takes_k else ()
     ks = [_largest(whole_k(export_job(model, ExportOptions(k=k)))) for k in asked]
     ks = ks or [_largest(baked)]
     linears = _integers(record.numbers.get("linears", {}))
@@ -333,21 +321,21 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
     graphs = []
     for graph in record.graphs:
         for_all = not graph.batches
-        sizes = frozenset(b for b in sweep.batches if for_all or record.graph_for(b) is graph)
+        sizes = frozenset(b for b in request.batches if for_all or record.graph_for(b) is graph)
         file = bundle.graph_file(graph.file)
         integers = integer_linears(file, linears)
         graphs += [
             _source(
-                *(runtime, sweep, model, file, k, _joined(graph.lowerings.values())),
+                *(runtime, request.threads, model, file, k, _joined(graph.lowerings.values())),
                 selected=graph.selected,
                 given_k=k if takes_k else None,
                 precision=record.precision,
                 k_by_layer=baked,
                 floating=floating,
                 integers=integers,
-                batches=sizes if len(sweep.batches) > 1 and runtime.backend is None else None,
+                batches=sizes if len(request.batches) > 1 and runtime.backend is None else None,
             )
-            for k, runtime in product(ks, sweep.runtimes)
+            for k, runtime in product(ks, graph_engines(request))
             # Of graphs for some sizes of the batch each is timed at its own; an engine is the main.
             if (for_all or graph is record.graphs[0] if runtime.backend else sizes)
         ]
@@ -357,21 +345,21 @@ def from_bundle(bundle: Bundle, sweep: Sweep, *, model: Model | None = None) -> 
         ks=tuple(ks),
         graphs=_told_apart(graphs),
         renormalize=record.renormalize,
-        engines=sweep.engines,
+        engines=request.engines,
         routed={_largest(baked): job} if routed else {},
     )
 
 
-def check_exported(listed: Sequence[Model | Bundle], sweep: Sweep) -> None:
+def check_exported(listed: Sequence[Model | Bundle], request: BenchRequest) -> None:
     """Raises `UsageError` for what says how a model is exported where only bundles are."""
     following = (*listed[1:], None)
     pairs = zip(listed, following, strict=True)
     if any(isinstance(each, Model) and not isinstance(then, Bundle) for each, then in pairs):
         return
     idle = {
-        "--lowering": sweep.lowerings != (AUTO,),
-        "--precision": sweep.precisions != ("fp32",),
-        "--target": sweep.cpu_target != "onnx",
+        "--lowering": request.lowerings != (AUTO,),
+        "--precision": request.precisions != ("fp32",),
+        "--target": request.target != "onnx",
     }
     for option, given in idle.items():
         if given:
@@ -383,7 +371,10 @@ def check_exported(listed: Sequence[Model | Bundle], sweep: Sweep) -> None:
 
 @contextmanager
 def candidates_of(
-    listed: Sequence[Model | Bundle], sweep: Sweep, progress: Progress
+    listed: Sequence[Model | Bundle],
+    request: BenchRequest,
+    progress: Progress,
+    inputs: Array | None = None,
 ) -> Iterator[list[Candidate]]:
     """Yields a candidate per model; the bundles that follow a model are measured beside it."""
     found: list[Candidate] = []
@@ -392,13 +383,15 @@ def candidates_of(
     with ExitStack() as stack:
         for item, then in zip(listed, (*listed[1:], None), strict=True):
             if isinstance(item, Bundle):
-                beside = from_bundle(item, sweep, model=model)
-                found.append(stack.enter_context(with_other_exporters(beside, sweep.threads)))
+                beside = from_bundle(item, request, model=model)
+                found.append(stack.enter_context(with_other_exporters(beside, request.threads)))
                 places.append(item.path)
                 continue
             model = item
             if not isinstance(then, Bundle):
-                found.append(stack.enter_context(exported(model, sweep, progress=progress)))
+                found.append(
+                    stack.enter_context(exported(model, request, inputs=inputs, progress=progress))
+                )
                 places.append(Path(model.source.path))
         yield with_distinct_names(found, places)
 
@@ -448,38 +441,3 @@ def _source_of(bundle: Bundle) -> Model:
             hint="export again, or name the right checkpoint before the bundle",
         )
     return model
-
-
-def parse_precisions(text: str) -> tuple[Precision, ...]:
-    """Returns the precisions of a list; UsageError for a name that is none."""
-    names, known = listed(text), get_args(Precision)
-    unknown = [name for name in names if name not in known]
-    if unknown or not names:
-        hint = near_miss("".join(unknown[:1]), known)
-        raise UsageError(f"--precision {text}: there is no such precision", hint=hint)
-    return tuple(cast(Precision, name) for name in dict.fromkeys(names))
-
-
-def parse_ks(k: str | Sequence[int | float | str]) -> tuple[KOption, ...]:
-    """Returns the k of a sweep: at least one, and none left to the run, else UsageError.
-
-    A string is a list as the command line takes it: `n,0.5`.
-    """
-    ks = tuple(map(parse_k, listed(k) if isinstance(k, str) else k))
-    if not ks or "input" in ks:
-        raise UsageError(
-            "--k input: a benchmark measures numbers of experts" if ks else "--k is empty",
-            hint="for example --k n,0.5,0.25; a bundle whose k is an input is measured at each",
-        )
-    return ks
-
-
-def parse_batches(batch: str | Sequence[int]) -> list[int]:
-    """Returns the batch sizes of a list; UsageError for one that is none. `1,16` is a list, too."""
-    try:
-        sizes = [int(part) for part in (listed(batch) if isinstance(batch, str) else batch)]
-    except ValueError:
-        sizes = []
-    if not sizes or min(sizes) < 1:
-        raise UsageError(f"--batch {batch}: not a list of sizes", hint="for example --batch 1,16")
-    return sizes

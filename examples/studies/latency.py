@@ -18,17 +18,17 @@ from pathlib import Path
 import numpy as np
 import torch
 from moexport.bench.engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER
-from moexport.bench.plan import Settings
 from moexport.bench.report.page import write_all
+from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, Row, write
 from moexport.bench.run import bench, model_info, with_threads
 from moexport.bench.runners.base import Runner
-from moexport.bench.runners.candidates import Sweep, exported
+from moexport.bench.runners.candidates import exported
 from moexport.bench.runners.pytorch import untouched, with_algorithm_1
 from moexport.common.console import Progress
 from moexport.common.environment import environment, memory_bytes
 from moexport.common.text import count, table
-from moexport.common.timing import MIN_ROUNDS, Protocol, summarise
+from moexport.common.timing import MIN_ROUNDS, summarise
 from moexport.examples.studies.random_layers import (
     one_by_one,
     random_tokens,
@@ -42,6 +42,16 @@ from torch import Tensor, nn
 
 KEPT = (8, 6, 4, 2)
 BATCHES = (1, 100)
+ASKED = BenchRequest(
+    k=KEPT,
+    engine=(PYTORCH_ALGORITHM_2, ONNXRUNTIME),
+    target="ort-cpu",
+    round_s=0.0,
+    evaluation_batch=1,
+    samples=2,
+    memory=False,
+    parts=False,
+)
 COPIES = 64
 """Of the weights must fit: PyTorch's, for each k a mapped file and what a runtime repacks, and as
 much again for a batch of 100 and for whoever else uses the machine, several times over. Chosen
@@ -104,9 +114,9 @@ class Passes:
     timed: int
 
     @property
-    def protocol(self) -> Protocol:
-        """As interleaved rounds, each call on an input of its own."""
-        return Protocol(warmup=self.warmup, round_s=0.0, inputs=self.timed // MIN_ROUNDS)
+    def inputs(self) -> int:
+        """How many inputs a round has, each call on one of its own."""
+        return self.timed // MIN_ROUNDS
 
 
 def fitting(shape: LatencyTable, memory: int, copies: float = COPIES) -> LatencyTable:
@@ -164,23 +174,15 @@ def run_latency(
     parts: list[Results] = []
     passes: dict[str, dict[str, int]] = {}
     for batch in batches:
-        asked = Sweep(ks=KEPT, batches=(batch,), threads=threads)
+        asked = replace(ASKED, batch=(batch,), threads=threads)
         with exported(model, asked, name=describe(shape), progress=progress) as candidate:
             call_s = _seconds(model, random_tokens(batch, shape.tokens, shape.dim).inputs)
             # Algorithm 2 for every k but n, and the untouched model.
             chosen = passes_for(shape, call_s, len(KEPT) + len(candidate.graphs))
             passes[str(batch)] = asdict(chosen)
-            settings = Settings(
-                batches=(batch,),
-                protocol=chosen.protocol,
-                evaluation_batch=1,
-                samples=2,
-                threads=threads,
-                memory=False,
-                parts=False,
-            )
-            data = random_tokens(batch * chosen.protocol.inputs, shape.tokens, shape.dim)
-            parts.append(bench([candidate], data, settings, command=command, progress=progress))
+            timed = replace(asked, warmup=chosen.warmup, inputs=chosen.inputs)
+            data = random_tokens(batch * chosen.inputs, shape.tokens, shape.dim)
+            parts.append(bench([candidate], data, timed, command=command, progress=progress))
     rows = tuple(row for part in parts for row in part.rows)
     results = replace(
         parts[0],
@@ -217,7 +219,7 @@ def run_whole(
     passes: dict[str, dict[str, int]] = {}
     threads = threads or torch.get_num_threads()
     data = {batch: random_tokens(batch, shape.tokens, shape.dim).inputs for batch in batches}
-    asked = Sweep(ks=KEPT, lowerings=("grouped",), batches=batches, threads=threads)
+    asked = replace(ASKED, lowering="grouped", batch=batches, threads=threads)
     with (
         with_threads(threads),
         exported(model, asked, name=describe(shape), progress=progress) as candidate,

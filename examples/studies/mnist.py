@@ -7,19 +7,20 @@ One network per n, of the same size whatever n is: h = int(784 / n). The paper t
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from moexport.bench.analyses.experts import Wanted, study
 from moexport.bench.analyses.findings import ExpertStudy, analyses_of
 from moexport.bench.analyses.report import FRACTIONS, Printed, text
 from moexport.bench.demo import digits
-from moexport.bench.plan import Candidate, Settings
+from moexport.bench.engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2
+from moexport.bench.plan import Candidate
+from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results
 from moexport.bench.run import bench
-from moexport.bench.runners.candidates import Sweep, exported
+from moexport.bench.runners.candidates import exported
 from moexport.common.console import Progress
-from moexport.common.timing import Protocol
 from moexport.common.writing import make_folder
 from moexport.exporter.checkpoints.load import load
 
@@ -87,6 +88,14 @@ def run_mnist(
     threads = threads or suite.threads
     data = digits.load_digits()
     make_folder(out)
+    asked = BenchRequest(
+        target="ort-cpu",
+        engine=(PYTORCH_ALGORITHM_2, ONNXRUNTIME),
+        round_s=0.05,
+        threads=threads,
+        memory=False,
+        parts=False,
+    )
     studies: list[ExpertStudy] = []
     candidates: list[Candidate] = []
     with ExitStack() as stack:
@@ -104,18 +113,13 @@ def run_mnist(
             studies.append(study(name, model, data.test, ks, wanted, progress=progress))
             candidates.append(
                 stack.enter_context(
-                    exported(model, Sweep((n, *ks), threads=threads), name=name, progress=progress)
+                    exported(model, replace(asked, k=(n, *ks)), name=name, progress=progress)
                 )
             )
         results = bench(
             candidates,
             data.test,
-            Settings(
-                protocol=Protocol(inputs=8, round_s=0.05),
-                threads=threads,
-                memory=False,
-                parts=False,
-            ),
+            asked,
             out=out,
             command=command,
             progress=progress,

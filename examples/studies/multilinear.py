@@ -20,10 +20,11 @@ from moexport.bench.measure.latency import group_batches, measure_group
 from moexport.bench.measure.memory import measure_memory, pickled
 from moexport.bench.plan import Case, TimingGroup
 from moexport.bench.report.page import write_all
+from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
 from moexport.bench.run import with_threads
 from moexport.bench.runners.base import Loader, Runner
-from moexport.bench.runners.candidates import Sweep, exported
+from moexport.bench.runners.candidates import exported
 from moexport.bench.runners.pytorch import PyTorch
 from moexport.common import timing
 from moexport.common.console import Progress
@@ -154,7 +155,7 @@ def run_multilinear(
     with with_threads(threads), ExitStack() as stack:
         for form in FORMS:
             model = layer_model(f"{form} head", random_mumoe(head_spec(form)), 1)
-            asked = Sweep(ks=("n",), threads=threads)
+            asked = BenchRequest(k="n", engine=ONNXRUNTIME, target="ort-cpu", threads=threads)
             (graph,) = stack.enter_context(exported(model, asked)).graphs
             case = Case(form, ONNXRUNTIME, EXPERTS, EXPERTS, lowering="factorised")
             loaders[case] = graph.loader

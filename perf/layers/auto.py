@@ -20,7 +20,8 @@ from types import MappingProxyType
 from typing import Any, Literal
 
 import numpy as np
-from moexport.bench.runners.candidates import Sweep, exported
+from moexport.bench.request import BenchRequest
+from moexport.bench.runners.candidates import exported
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
@@ -257,16 +258,16 @@ def measured(layer: Layer, target: CpuTarget, precision: Precision, count: int) 
     """Yields a layer's cells in one form, every lowering of a batch interleaved."""
     ks = ks_of(layer)
     names = [each.name for each in able(layer.work(1, 1, precision), target)]
-    asked = Sweep(
-        ks=ks,
-        lowerings=tuple(names),
-        engines=("onnxruntime",),
-        precisions=(precision,),
-        calibration=layer.inputs(CALIBRATION_INPUTS).inputs if precision == "int8" else None,
+    asked = BenchRequest(
+        k=ks,
+        lowering=names,
+        engine="onnxruntime",
+        precision=precision,
         threads=count,
-        cpu_target=target,
+        target=target,
     )
-    with exported(layer.models()[0], asked) as candidate:
+    seen = layer.inputs(CALIBRATION_INPUTS).inputs if precision == "int8" else None
+    with exported(layer.models()[0], asked, inputs=seen) as candidate:
         graphs = {(str(each.lowering), each.k): each.open().infer for each in candidate.graphs}
         for batch in BATCHES:
             x = layer.inputs(batch).inputs

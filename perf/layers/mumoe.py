@@ -16,8 +16,9 @@ from einops import einsum, rearrange
 from entmax import entmax15
 from moexport.bench.engines import ONNXRUNTIME, PYTORCH_EAGER
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
+from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.runners.candidates import Sweep, exported
+from moexport.bench.runners.candidates import exported
 from moexport.common import timing
 from moexport.common.console import Progress
 from moexport.common.text import markdown
@@ -158,10 +159,14 @@ def measure(
         assert model.original is not None
         assert (model.original(x) - expected).abs().max() < 1e-4 * expected.abs().max()
     seen = random_tokens(CALIBRATION_TOKENS // layer.tokens or 1, layer.tokens, layer.spec.dim)
-    asked = Sweep(
-        ks=("n",), precisions=("fp32", "int8"), calibration=seen.inputs, threads=threads()
+    asked = BenchRequest(
+        k="n",
+        precision=("fp32", "int8"),
+        engine=ONNXRUNTIME,
+        target="ort-cpu",
+        threads=threads(),
     )
-    with exported(model, asked, name=layer.name) as candidate:
+    with exported(model, asked, inputs=seen.inputs, name=layer.name) as candidate:
         graphs = (in_pytorch(reference, REFERENCE, "einsum"), *candidate.graphs)
         of_pytorch = {PYTORCH_EAGER: "published"}
         rows, rates = timed(replace(candidate, graphs=graphs), data, protocol, machine, of_pytorch)

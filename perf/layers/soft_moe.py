@@ -18,11 +18,12 @@ from tempfile import TemporaryDirectory
 import numpy as np
 import torch
 from moexport.bench.data import LabelledData
-from moexport.bench.engines import PYTORCH_ALGORITHM_2, PYTORCH_COMPILE, PYTORCH_EAGER
+from moexport.bench.engines import ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_COMPILE, PYTORCH_EAGER
 from moexport.bench.measure.roofline import Microbenchmarks, Rates
 from moexport.bench.plan import GraphSource
+from moexport.bench.request import BenchRequest
 from moexport.bench.results import ModelInfo, Results, Row
-from moexport.bench.runners.candidates import Sweep, exported
+from moexport.bench.runners.candidates import exported
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.common import timing
 from moexport.common.console import Progress
@@ -164,13 +165,16 @@ def measure(
     machine = Microbenchmarks(count)
     stacked, loop = layer.models()
     lowerings = ("auto",) if layer == LARGE else LOWERINGS
-    floats = Sweep(ks=layer.ks, lowerings=lowerings, batches=batches, threads=count)
-    integers = replace(
-        floats,
-        ks=layer.integer_ks,
-        precisions=("int8",),
-        calibration=layer.inputs(CALIBRATION_INPUTS).inputs,
+    floats = BenchRequest(
+        k=layer.ks,
+        lowering=lowerings,
+        batch=batches,
+        engine=(PYTORCH_ALGORITHM_2, ONNXRUNTIME),
+        target="ort-cpu",
+        threads=count,
     )
+    integers = replace(floats, k=layer.integer_ks, precision="int8")
+    seen = layer.inputs(CALIBRATION_INPUTS).inputs
     rows: list[Row] = []
     rates: list[Rates] = []
     with ExitStack() as stack:
@@ -180,7 +184,9 @@ def measure(
             stack.enter_context(plain_onnx(stacked, layer.inputs(2).inputs, count)),
         )
         candidate = stack.enter_context(exported(loop, floats, name=layer.name))
-        lowered = candidate.graphs + stack.enter_context(exported(loop, integers)).graphs
+        lowered = (
+            candidate.graphs + stack.enter_context(exported(loop, integers, inputs=seen)).graphs
+        )
         lowered = opened(*lowered)
         for batch in batches:
             graphs = tuple(graph for graph in lowered if _fits(layer, graph, batch))

@@ -12,7 +12,8 @@ from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits
 from moexport.bench.journal import FILE, Journal
 from moexport.bench.measure.latency import TASKS
-from moexport.bench.plan import Candidate, GraphSource, Settings
+from moexport.bench.plan import Candidate, GraphSource
+from moexport.bench.request import BenchRequest
 from moexport.bench.run import bench
 from moexport.bench.runners.base import Runner, first_of
 from moexport.bench.runners.pytorch import with_algorithm_1
@@ -23,9 +24,11 @@ from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.tests.bench.loaders import Made
 
-SETTINGS = Settings(
-    batches=(1, 3),
-    protocol=Protocol(warmup=1, round_s=0.0, inputs=2),
+SETTINGS = BenchRequest(
+    batch=(1, 3),
+    warmup=1,
+    round_s=0.0,
+    inputs=2,
     samples=50,
     memory=False,
     limits=False,
@@ -76,7 +79,7 @@ def candidate(model: Model, graph: CountingGraph) -> Candidate:
     return Candidate("digits", model, graphs=(GraphSource(2, "dense", Made(lambda: graph)),))
 
 
-def killed(model: Model, digits: Digits, out: Path, settings: Settings = SETTINGS) -> None:
+def killed(model: Model, digits: Digits, out: Path, settings: BenchRequest = SETTINGS) -> None:
     with pytest.raises(KilledError):
         bench(
             [candidate(model, CountingGraph(model))],

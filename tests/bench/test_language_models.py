@@ -22,8 +22,9 @@ from moexport.bench.measure.roofline import work_of
 from moexport.bench.metrics import RoutingOverlap
 from moexport.bench.plan import Phase
 from moexport.bench.report.page import export_command, payload
+from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, Row, read
-from moexport.bench.runners.candidates import Sweep, from_bundle
+from moexport.bench.runners.candidates import from_bundle
 from moexport.bench.runners.pytorch import in_form, untouched
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.model import Model
@@ -179,7 +180,7 @@ def test_a_bundle_alone_is_measured_at_its_k(folder: Path, tmp_path: Path) -> No
         moexport.load(folder), tmp_path / "out", k=1, data=tmp_path / "ids.npz"
     )
     assert all(check.passed for check in bundle.verify())  # of prompts, whose cache is empty
-    candidate = from_bundle(bundle, Sweep(ks=(), engines=("onnxruntime",), threads=1))
+    candidate = from_bundle(bundle, BenchRequest(engine="onnxruntime", threads=1))
     (job,) = candidate.routed.values()
     assert set(job.k.values()) == {1}
     windows = np.random.default_rng(1).integers(0, 300, (2, PROMPT + 1))

@@ -12,7 +12,7 @@ import pytest
 import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.demo.digits import Digits
-from moexport.bench.plan import Candidate, GraphSource, Settings, describe, plan
+from moexport.bench.plan import Candidate, GraphSource, describe, plan
 from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, Row, read
 from moexport.bench.run import bench
@@ -21,7 +21,6 @@ from moexport.bench.runners.candidates import with_distinct_names
 from moexport.bench.runners.pytorch import with_algorithm_1
 from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
-from moexport.common.timing import Protocol
 from moexport.errors import FeedError, UsageError
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
@@ -29,7 +28,7 @@ from moexport.tests.bench.loaders import Made
 from moexport.tests.command import run, run_program
 from moexport.tests.recorded import DATA
 
-QUICK = Settings(batches=(1, 3), protocol=Protocol(warmup=1, round_s=0.0, inputs=2), samples=100)
+QUICK = BenchRequest(batch=(1, 3), warmup=1, round_s=0.0, inputs=2, samples=100)
 
 
 class Told(Silent):
@@ -198,7 +197,7 @@ def test_every_row_has_its_work_and_the_least_time_for_it(found: Results, pick: 
 
 def test_unlabelled_data_give_latency_and_parity_only(model: Model, digits: Digits) -> None:
     data = LabelledData(digits.test.inputs[:10], None)
-    results = bench([Candidate("d", model)], data, replace(QUICK, batches=(1,)))
+    results = bench([Candidate("d", model)], data, replace(QUICK, batch=(1,)))
     assert results.rows[0].accuracy is None
     assert results.rows[0].parity is not None
     assert results.rows[0].latency_ms is not None
@@ -214,7 +213,7 @@ def test_algorithm_1_shares_the_weights_and_leaves_the_model_alone(model: Model)
 
 def test_threads_are_set_for_the_run_and_put_back(model: Model, digits: Digits) -> None:
     before = torch.get_num_threads()
-    settings = replace(QUICK, batches=(1,), threads=before + 1, samples=5)
+    settings = replace(QUICK, batch=(1,), threads=before + 1, samples=5)
     results = bench([Candidate("d", model)], digits.test, settings)
     assert results.environment["threads"] == before + 1
     assert torch.get_num_threads() == before
@@ -247,7 +246,7 @@ def test_models_of_one_name_are_told_apart_by_their_folders(model: Model) -> Non
 
 
 def test_the_plan_says_what_and_how_long(model: Model) -> None:
-    settings = Settings(batches=(1, 8), protocol=Protocol(round_s=0.5))
+    settings = BenchRequest(batch=(1, 8), round_s=0.5)
     groups = plan([Candidate("d", model, ks=(2,), graphs=(source(model, 2, "dense"),))], settings)
     text = describe(groups)
     assert "6 rows; the timing takes at least" in text
@@ -267,8 +266,8 @@ def test_what_cannot_be_measured_is_refused_first(model: Model, digits: Digits) 
         plan([twice], QUICK)
     with pytest.raises(UsageError, match="no model"):
         plan([], QUICK)
-    with pytest.raises(UsageError, match="at least 1"):
-        Settings(batches=(0,))
+    with pytest.raises(UsageError, match="not a list of sizes"):
+        plan([Candidate("d", model)], replace(QUICK, batch=(0,)))
     flat = LabelledData(digits.test.inputs.reshape(360, -1), digits.test.labels)
     with pytest.raises(
         FeedError,

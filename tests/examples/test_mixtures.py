@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 from moexport.bench.engines import ONNXRUNTIME
-from moexport.bench.runners.candidates import Sweep, exported, from_bundle
+from moexport.bench.request import BenchRequest
+from moexport.bench.runners.candidates import exported, from_bundle
 from moexport.errors import ParityError, UsageError
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.model import Model
@@ -179,8 +180,8 @@ def test_bench_measures_each_k_of_a_router_in_a_sweep_and_in_a_bundle(
     """A router is part of what is traced: each k has a graph of its own, and its own reference."""
     model, ids = loaded("noisy-top-k"), words(mixtures, 4)
     bundle = moexport.export(model, tmp_path / "out", k=1, target="ort-cpu")
-    beside = from_bundle(bundle, Sweep(ks=(), engines=(ONNXRUNTIME,)), model=model)
-    with exported(model, Sweep(ks=("n", 1), engines=(ONNXRUNTIME,))) as swept:
+    beside = from_bundle(bundle, BenchRequest(engine=ONNXRUNTIME), model=model)
+    with exported(model, BenchRequest(k=("n", 1), engine=ONNXRUNTIME, target="ort-cpu")) as swept:
         assert [graph.k for graph in swept.graphs] == [2, 1]
         graphs = [(swept, graph) for graph in swept.graphs]
         for candidate, graph in [*graphs, (beside, beside.graphs[0])]:

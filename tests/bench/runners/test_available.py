@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 from moexport.bench.engines import KINDS
-from moexport.bench.runners.available import parse_engines, select
+from moexport.bench.request import BenchRequest
+from moexport.bench.runners.available import select
 from moexport.bench.runners.pytorch import CompiledPyTorch, PyTorch
 from moexport.errors import UsageError
 
@@ -20,12 +21,12 @@ def test_a_compiled_model_computes_batches_of_any_size() -> None:
 
 
 def test_engines_that_are_not_there_are_named_with_the_reason() -> None:
-    selection = select(parse_engines("onnxruntime"))
+    selection = select(BenchRequest(engine="onnxruntime").engines)
     assert [kind.name for kind in selection.present] == ["pytorch-eager", "onnxruntime"]
     reasons = {each.engine: each.reason for each in selection.absent}
     assert reasons["pytorch-algorithm-2"] == "not asked for: --engine pytorch-algorithm-2"
     assert set(reasons) | {"pytorch-eager", "onnxruntime"} == set(KINDS)
     assert "tensorrt" in reasons
     with pytest.raises(UsageError, match="--engine tvm: there is no such engine"):
-        parse_engines("onnxruntime,tvm")
-    assert parse_engines("all") == tuple(KINDS)
+        BenchRequest(engine="onnxruntime,tvm").engines  # noqa: B018  asked for its error
+    assert BenchRequest().engines == tuple(KINDS)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import moexport
 import pytest
-from moexport.bench.plan import Candidate, GraphSource, Settings, plan
+from moexport.bench.plan import Candidate, GraphSource, plan
+from moexport.bench.request import BenchRequest
 from moexport.bench.runners.base import Refused
-from moexport.bench.runners.candidates import Sweep, exported, from_bundle, parse_ks
+from moexport.bench.runners.candidates import exported, from_bundle
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.errors import LoweringError
 from moexport.exporter.export import export_plan
@@ -19,7 +20,7 @@ from moexport.exporter.model import Model
 from moexport.exporter.options import ExportOptions
 from moexport.tests.recorded import many_experts, read_case
 
-ASKED = Sweep(ks=(2,), lowerings=("gather", "fused"), engines=("onnxruntime",))
+ASKED = BenchRequest(k=(2,), lowering=("gather", "fused"), engine="onnxruntime", target="ort-cpu")
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def model() -> Model:
 
 
 def test_k_in_python_may_be_the_list_that_the_command_line_takes() -> None:
-    assert parse_ks("n,0.5,4") == parse_ks(["n", 0.5, 4])
+    assert BenchRequest(k="n,0.5,4").ks == BenchRequest(k=["n", 0.5, 4]).ks
 
 
 def opened_by(source: GraphSource) -> type:
@@ -37,7 +38,7 @@ def opened_by(source: GraphSource) -> type:
 
 
 def test_a_lowering_without_a_kernel_does_not_take_the_others_with_it(model: Model) -> None:
-    with exported(model, replace(ASKED, precisions=("fp32", "fp16"))) as candidate:
+    with exported(model, replace(ASKED, precision=("fp32", "fp16"))) as candidate:
         found = {(s.precision, s.lowering): opened_by(s) for s in candidate.graphs}
         assert found == {
             ("fp32", "gather"): OnnxLoader,
@@ -51,7 +52,7 @@ def test_a_lowering_without_a_kernel_does_not_take_the_others_with_it(model: Mod
 
 
 def test_where_nothing_can_be_exported_that_is_said_at_once(model: Model) -> None:
-    nothing = replace(ASKED, lowerings=("fused",), precisions=("fp16",))
+    nothing = replace(ASKED, lowering=("fused",), precision=("fp16",))
     with pytest.raises(LoweringError, match="no FP16 kernel"), exported(model, nothing):
         pass
 
@@ -64,11 +65,11 @@ def many(tmp_path_factory: pytest.TempPathFactory) -> Model:
 
 def timed(candidate: Candidate, batches: tuple[int, ...]) -> list[tuple[str | None, ...]]:
     """The lowerings whose graphs are timed at each batch size."""
-    groups = plan((candidate,), Settings(batches=batches))
+    groups = plan((candidate,), BenchRequest(batch=batches))
     return [tuple(c.lowering for c in g.cases if c.engine == "onnxruntime") for g in groups]
 
 
-MANY = Sweep(ks=(8,), batches=(1, 512), engines=("onnxruntime",), cpu_target="onnx")
+MANY = BenchRequest(k=(8,), batch=(1, 512), engine="onnxruntime")
 
 
 def test_what_auto_chose_for_a_batch_is_timed_at_that_alone(many: Model) -> None:
@@ -81,10 +82,10 @@ def test_what_auto_chose_for_a_batch_is_timed_at_that_alone(many: Model) -> None
         options = ExportOptions(k=8, batch=AxisRange(size, size, size))
         (graph,) = export_plan(export_job(many, options)).graphs
         assert names == (graph.title,)
-    named = replace(MANY, lowerings=("auto", *map(str, large)))
+    named = replace(MANY, lowering=("auto", *map(str, large)))
     with exported(many, named) as candidate:
         assert timed(candidate, MANY.batches) == [(*one, *large), large]
-    with exported(many, replace(MANY, batches=(1,))) as candidate:
+    with exported(many, replace(MANY, batch=(1,))) as candidate:
         assert timed(candidate, (1,)) == [one]
 
 
@@ -96,5 +97,5 @@ def test_of_a_bundle_each_batch_is_timed_with_its_own_graph(many: Model, tmp_pat
     own = [tuple(set(record.graph_for(size).lowerings.values())) for size in MANY.batches]
     assert timed(candidate, MANY.batches) == own
     assert own[0] != own[1]
-    alone = from_bundle(bundle, replace(MANY, batches=(512,)), model=many)
+    alone = from_bundle(bundle, replace(MANY, batch=(512,)), model=many)
     assert timed(alone, (512,)) == [own[1]]

@@ -20,10 +20,11 @@ import torch
 from moexport.bench.demo.digits import Digits
 from moexport.bench.engines import KINDS
 from moexport.bench.journal import FILE
-from moexport.bench.plan import Candidate, Case, GraphSource, Settings
+from moexport.bench.plan import Candidate, Case, GraphSource
 from moexport.bench.report.page import html, payload
 from moexport.bench.report.summary import headline, sections, summary
 from moexport.bench.report.text import method_lines, rows_table, to_csv, to_markdown
+from moexport.bench.request import BenchRequest
 from moexport.bench.results import Results, Row, read, to_json, write
 from moexport.bench.run import bench
 from moexport.bench.runners.available import select
@@ -38,7 +39,7 @@ from moexport.bench.runners.pytorch import (
 )
 from moexport.calibration.feeds import Array
 from moexport.common.console import Silent
-from moexport.common.timing import Protocol, summarise
+from moexport.common.timing import summarise
 from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.exporter.tensorrt.backends import first_gpu
@@ -50,9 +51,10 @@ RowMaker = Callable[..., Row]
 
 ON_GPU = ("pytorch-eager-cuda", "pytorch-algorithm-2-cuda")
 NO_GPU = KINDS["pytorch-eager-cuda"].missing()
-QUICK = Settings(
-    batches=(1,),
-    protocol=Protocol(warmup=1, round_s=0.0, inputs=2),
+QUICK = BenchRequest(
+    warmup=1,
+    round_s=0.0,
+    inputs=2,
     samples=50,
     memory=False,
     limits=False,
@@ -201,7 +203,7 @@ def test_a_sweep_that_goes_on_keeps_the_times_of_the_device(
     candidate = Candidate(
         "digits", model, graphs=(GraphSource(2, "dense", Made(lambda: Clocked(model))),)
     )
-    settings = replace(QUICK, batches=(1, 3))
+    settings = replace(QUICK, batch=(1, 3))
     with pytest.raises(KilledError):
         bench([candidate], digits.test, settings, out=tmp_path, progress=Killed())
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]

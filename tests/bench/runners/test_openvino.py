@@ -14,8 +14,9 @@ import pytest
 from moexport.bench.engines import KINDS, requirements
 from moexport.bench.report.summary import row_name
 from moexport.bench.report.text import to_csv
+from moexport.bench.request import BenchRequest
 from moexport.bench.results import from_json, to_json
-from moexport.bench.runners.candidates import Sweep, from_bundle
+from moexport.bench.runners.candidates import from_bundle
 from moexport.bench.runners.openvino import OpenVinoLoader
 from moexport.errors import EngineError
 from moexport.tests.recorded import read_case
@@ -67,7 +68,7 @@ def test_a_bundle_runs_in_openvino_with_every_k_given_as_an_input(tmp_path: Path
     model = moexport.load(CASE.weights, config=CASE.config)
     bundle = moexport.export(model, tmp_path / "any", k="input", data=CASE.x)
     ks = (8, 4, 1)
-    sweep = Sweep(ks=ks, engines=("openvino",), cpu_target="onnx", threads=1)
+    sweep = BenchRequest(k=ks, engine="openvino", threads=1)
     graphs = {graph.k: graph for graph in from_bundle(bundle, sweep, model=model).graphs}
     assert set(graphs) == set(ks)
     for k, graph in graphs.items():

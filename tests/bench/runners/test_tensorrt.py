@@ -13,9 +13,10 @@ import numpy as np
 import pytest
 from moexport.bench.engines import KINDS, requirements
 from moexport.bench.plan import Candidate
+from moexport.bench.request import BenchRequest
 from moexport.bench.runners.available import select
 from moexport.bench.runners.base import in_batches
-from moexport.bench.runners.candidates import Sweep, exported, from_bundle
+from moexport.bench.runners.candidates import exported, from_bundle
 from moexport.bench.runners.models import loaders
 from moexport.bench.runners.onnxruntime import OnnxLoader
 from moexport.bench.runners.tensorrt import EngineLoader
@@ -31,7 +32,7 @@ from moexport.tests.exporter.tensorrt.engines import needs_rtx
 from moexport.tests.recorded import read_case
 
 BACKEND = "tensorrt-rtx"
-ASKED = Sweep(ks=(2,), lowerings=("gather",), batches=(1, 4), engines=(BACKEND,))
+ASKED = BenchRequest(k=(2,), lowering="gather", batch=(1, 4), engine=BACKEND, target="ort-cpu")
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,7 @@ def built(loader: EngineLoader) -> EngineRecord:
 
 @needs_rtx
 def test_a_sweep_compiles_an_engine_for_its_batches_when_it_is_opened(model: Model) -> None:
-    with exported(model, replace(ASKED, shape=random_inputs(model, 1).shape[1:])) as candidate:
+    with exported(model, ASKED, inputs=random_inputs(model, 1)) as candidate:
         (source,) = candidate.graphs
         assert (source.engine, source.provider, source.k) == (BACKEND, BACKEND, 2)
         assert pickle.loads(pickle.dumps(source.loader)) == source.loader
@@ -88,7 +89,7 @@ def test_the_second_sweep_takes_its_engine_from_the_cache(
 
 @needs_rtx
 def test_an_engine_of_another_precision_than_was_asked_for_is_refused(model: Model) -> None:
-    with exported(model, replace(ASKED, precisions=("fp16",))) as candidate:
+    with exported(model, replace(ASKED, precision="fp16")) as candidate:
         loader = engine_of(candidate)
         path = loader.bundle / "manifest.json"
         manifest = path.read_text()
@@ -101,9 +102,7 @@ def test_an_engine_of_another_precision_than_was_asked_for_is_refused(model: Mod
 
 
 def test_onnx_runtimes_tensorrt_and_tensorrt_itself_do_not_meet(model: Model) -> None:
-    asked = replace(
-        ASKED, engines=("onnxruntime-tensorrt", "tensorrt"), precisions=("fp32", "fp16")
-    )
+    asked = replace(ASKED, engine=("onnxruntime-tensorrt", "tensorrt"), precision=("fp32", "fp16"))
     with exported(model, asked) as candidate:
         folders: dict[tuple[str, str], Path] = {}
         for source in candidate.graphs:
@@ -142,7 +141,7 @@ def test_a_bundle_that_has_changed_is_not_measured(exported: Path, tmp_path: Pat
     content = bytearray((damaged / "weights.bin").read_bytes())
     content[len(content) // 2] ^= 1
     (damaged / "weights.bin").write_bytes(content)
-    asked = replace(ASKED, engines=("onnxruntime",))
+    asked = replace(ASKED, engine="onnxruntime")
     with pytest.raises(BundleError, match=r"weights\.bin: the content has changed"):
         from_bundle(moexport.Bundle.open(damaged), asked, model=model)
     assert from_bundle(moexport.Bundle.open(damaged, check=False), asked, model=model).graphs
