@@ -13,7 +13,8 @@ import gzip
 import importlib.util
 import json
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from html import escape
 from importlib import resources
 from itertools import pairwise
@@ -23,15 +24,13 @@ from typing import Any
 from ...common.text import count, size
 from ...common.writing import check_file, output_errors, write_text
 from ...errors import UsageError
-from ..analyses.findings import ExpertStudy, FrontPoint, TuningRecord, studies_in, tuning_in
+from ..analyses.findings import FrontPoint, TuningRecord, studies_in, tuning_in
 from ..analyses.report import figures as charts
-from ..analyses.report import titled
 from ..engines import GraphEngine, engine_of
-from ..fairness import ModelFairness, compared_in
-from ..results import TOKEN_ROUTED, Interval, ModelInfo, Results, Row, as_json, write
-from .compare import Change, ResultsComparison
-from .fairness import FAIR_HEADS, compared_rows
+from ..results import TOKEN_ROUTED, ModelInfo, Results, Row, as_json, write
+from .compare import ResultsComparison
 from .figures import figures
+from .sections import contents, interval_text
 from .summary import (
     GPU_MS,
     KEPT,
@@ -40,7 +39,6 @@ from .summary import (
     caveat,
     claim,
     engine_name,
-    line_name,
     milliseconds,
     percent,
     row_name,
@@ -50,26 +48,6 @@ from .summary import (
     summary,
 )
 from .text import method_lines, reproduce, to_csv, to_markdown
-
-Cell = str | tuple[str, str]
-"""Text, or text and what it is: good, bad, quiet."""
-
-Card = dict[str, Any]
-"""`id`, `title`, `intro` and `notes` (sentences), and `tables`; each has a `title`, `heads` and
-`groups` of rows by their heading."""
-
-PARITY_NOTE = (
-    "Compared with PyTorch at the same k: the share of samples for which every layer selected the "
-    "same experts, the mean Jaccard index of the selected sets, and the outputs. Routing is not "
-    "compared if all experts are kept, nor in PyTorch's own rows."
-)
-
-RANDOM_NOTE = (
-    "Random: experts are drawn for each input and layer, once per seed; σ is the sample standard "
-    "deviation over the seeds. All sets: best per input uses the label; best for all was selected "
-    "on the same labels; distinct best is the number of sets with the least loss for at least one "
-    "input. Shares are means over inputs."
-)
 
 
 def write_report(results: Results, path: Path, comparison: ResultsComparison | None = None) -> None:
@@ -152,7 +130,6 @@ def payload(results: Results, comparison: ResultsComparison | None = None) -> di
     """Returns what the page's script draws: the results, and what is said of them in words."""
     shown = sections(results)
     found = by_row(shown)
-    studies, compared = studies_in(results.analyses), compared_in(results.analyses)
     search = tuning_in(results.analyses)
     return {
         "results": as_json(results),
@@ -162,11 +139,8 @@ def payload(results: Results, comparison: ResultsComparison | None = None) -> di
         "gpu": GPU_MS if any(row.device_ms is not None for row in results.rows) else None,
         "disturbed": results.disturbance,
         "tables": [
-            *([] if comparison is None else [comparison_card(comparison)]),
-            *([] if search is None else [search_card(search)]),
-            *([analyses_card(studies)] if studies else []),
-            *([subgroups_card(compared)] if compared else []),
-            parity_card(shown),
+            {"id": section.name, "title": section.title} | asdict(content)
+            for section, content in contents(results, comparison)
         ],
         "environment": list(_environment(results)),
         "method": method_lines(results),
@@ -288,117 +262,6 @@ def _plain(value: Any) -> str:
             return str(value)
 
 
-def _card(
-    name: str,
-    title: str,
-    tables: Sequence[tuple[str, Sequence[str], Mapping[str, Sequence[Sequence[Cell]]]]],
-    *,
-    intro: Sequence[str] = (),
-    notes: Sequence[str] = (),
-) -> Card:
-    listed = [
-        {
-            "title": each,
-            "heads": heads,
-            "groups": {key: rows for key, rows in groups.items() if rows},
-        }
-        for each, heads, groups in tables
-        if any(groups.values())
-    ]
-    return {"id": name, "title": title, "intro": intro, "tables": listed, "notes": notes}
-
-
-def parity_card(shown: Sequence[Section]) -> Card:
-    """Returns, per graph and k, whether PyTorch's experts were chosen and its values computed."""
-    groups: dict[str, list[Sequence[Cell]]] = {}
-    for section in shown:
-        # Agreement does not depend on the batch size: it is taken once, and told once.
-        if section.model in groups:
-            continue
-        lines: list[Sequence[Cell]] = []
-        for line in section.series:
-            for row in line.rows:
-                routing, parity = row.routing, row.parity
-                if routing is None and parity is None:
-                    continue
-                same = near = ("–", "–")
-                if routing is not None:
-                    same = (f"{row.same_experts:.2%}", f"{routing.jaccard:.4f}")
-                    if routing.ties:
-                        same = (f"{same[0]} ({routing.ties:.1%} ties)", same[1])
-                if parity is not None:
-                    near = (f"{parity.max_abs:.2g}", f"{parity.cosine:.7f}")
-                lines.append((line.name, f"{row.k}/{row.experts}", *same, *near))
-        groups[section.model] = lines
-    heads = ("Engine", "k", "Same experts", "Jaccard", "Largest difference", "Cosine")
-    note = PARITY_NOTE if any(groups.values()) else "Not measured."
-    return _card("parity", "Parity with PyTorch", [("", heads, groups)], notes=[note])
-
-
-def comparison_card(comparison: ResultsComparison) -> Card:
-    """Returns what changed since an earlier file."""
-    heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
-    groups: dict[str, list[Sequence[Cell]]] = {}
-    for change in comparison.notable:
-        key = f"{change.now.model}, {change.now.sizes}"
-        groups.setdefault(key, []).append(_change(change))
-    return _card(
-        "comparison",
-        "What changed",
-        [("", heads, groups)],
-        intro=[comparison.sentence],
-        notes=comparison.notes,
-    )
-
-
-def _change(change: Change) -> tuple[Cell, ...]:
-    moved: Cell = "–"
-    if change.ratio is not None:
-        sign, kind = f"{change.ratio - 1:+.0%}", "good" if change.ratio < 1 else "bad"
-        moved = (sign, kind) if change.beyond_spread else (f"≈ {sign}", "quiet")
-    both = (change.before, change.now)
-    latencies = ["–" if r.median_ms is None else milliseconds(r.median_ms) for r in both]
-    kept = ["–" if row.kept is None else percent(row.kept) for row in both]
-    name = f"{change.now.k}/{change.now.experts}"
-    return (line_name(change.now), name, *latencies, moved, *kept)
-
-
-def search_card(search: TuningRecord) -> Card:
-    """Returns the points that a search found on its front, and what was confirmed."""
-    heads = ("ms", "size", "kept", "95% interval", "confirmed", "95% interval", "what it is")
-    lines: list[Sequence[Cell]] = []
-    for point in search.points:
-        if not point.front:
-            continue
-        confirmed: tuple[Cell, Cell] = (("–", "quiet"), "")
-        if point.confirmed is not None and point.confirmed_kept is not None:
-            held = search.keep is None or point.confirmed.low >= search.keep
-            kind = "good" if held else "bad"
-            confirmed = ((percent(point.confirmed_kept), kind), _interval(point.confirmed))
-        chosen = " (chosen)" if point.chosen else ""
-        lines.append(
-            (
-                milliseconds(point.ms),
-                size(point.bytes),
-                percent(point.kept),
-                _interval(point.searched),
-                *confirmed,
-                f"{point.text}{chosen}",
-            )
-        )
-    intro = (
-        f"{len(search.points)} graphs were made in {search.seconds:.0f} s. The search saw "
-        f"{search.searching} inputs; {search.confirming} others, read once, confirm what it found. "
-        f"Kept is of the untouched model's {search.metric}."
-    )
-    table: dict[str, Sequence[Sequence[Cell]]] = {f"{search.model}, batch {search.batch}": lines}
-    return _card("search", "What tune found", [("", heads, table)], intro=[intro])
-
-
-def _interval(interval: Interval) -> str:
-    return f"{percent(interval.low)} to {percent(interval.high)}"
-
-
 def search_points(search: TuningRecord) -> dict[str, Any]:
     """Returns what the page draws of a search: every point, with what hovering over it says."""
     return {
@@ -421,33 +284,13 @@ def search_points(search: TuningRecord) -> dict[str, Any]:
 
 def _told(point: FrontPoint) -> list[str]:
     lines = [f"{milliseconds(point.ms)} ms, {size(point.bytes)}"]
-    lines.append(f"{percent(point.kept)} kept, {_interval(point.searched)}")
+    lines.append(f"{percent(point.kept)} kept, {interval_text(point.searched)}")
     if point.confirmed is not None and point.confirmed_kept is not None:
-        lines.append(f"confirmed: {percent(point.confirmed_kept)}, {_interval(point.confirmed)}")
+        lines.append(
+            f"confirmed: {percent(point.confirmed_kept)}, {interval_text(point.confirmed)}"
+        )
     for layer in point.layers:
         of = f"{len(layer.experts)} of {layer.of}" if layer.experts else str(layer.of)
         chosen = "all experts merged into one" if layer.merged else f"k = {layer.k}, experts {of}"
         lines.append(f"{layer.layer}: {chosen}, {layer.precision}")
     return lines
-
-
-def analyses_card(studies: Sequence[ExpertStudy]) -> Card:
-    """Returns the tables of the studies of experts."""
-    tables = []
-    for title, (header, rows) in titled(studies).items():
-        groups: dict[str, list[Sequence[Cell]]] = {}
-        for model, *cells in rows:
-            groups.setdefault(model, []).append(cells)
-        tables.append((title, header[1:], groups))
-    return _card("experts", "Which experts", tables, notes=[RANDOM_NOTE])
-
-
-def subgroups_card(found: Sequence[ModelFairness]) -> Card:
-    """Returns how fairly subgroups are treated, by model and class."""
-    groups: dict[str, list[Sequence[Cell]]] = {}
-    for each in found:
-        for output, row in compared_rows(each):
-            groups.setdefault(f"{each.model}, class {output}", []).append(row)
-    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS[1:]))
-    note = "Each class against all others, in PyTorch; 95% intervals."
-    return _card("subgroups", "Subgroups", [("", heads, groups)], notes=[note])

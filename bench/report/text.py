@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ...common.text import csv_cell, markdown, markdown_text, printable, table
@@ -16,6 +16,7 @@ from ..fairness import compared_in
 from ..results import Results, Row
 from .compare import ResultsComparison
 from .fairness import subgroups_text
+from .sections import Cell, SectionContent, contents
 from .summary import (
     GPU_MS,
     by_row,
@@ -112,10 +113,8 @@ def to_markdown(results: Results, comparison: ResultsComparison | None = None) -
         rows = [_markdown_cells(row, section.speedup(row), len(device)) for row in here]
         rows = [(*map(markdown_text, row), *[""] * (len(header) - len(row))) for row in rows]
         lines += [markdown(header, rows, words=1), ""]
-    if comparison is not None:
-        lines += ["## What changed", "", markdown_text(comparison.sentence), ""]
-        lines += [f"- {markdown_text(change.label)}" for change in comparison.notable]
-        lines += [f"- {markdown_text(note)}" for note in comparison.notes] + [""]
+    for beside, content in contents(results, comparison):
+        lines += [f"## {beside.title}", "", *_section_lines(content)]
     if results.disturbance:
         lines += [f"> {markdown_text(results.disturbance)}", ""]
     lines += ["## How it was measured", ""]
@@ -125,6 +124,24 @@ def to_markdown(results: Results, comparison: ResultsComparison | None = None) -
     if results.command:
         lines += ["", "```sh", printable(results.command), "```"]
     return "\n".join(lines) + "\n"
+
+
+def _section_lines(content: SectionContent) -> Iterator[str]:
+    """The lines of a section's sentences and tables in Markdown."""
+    for sentence in content.intro:
+        yield from (markdown_text(sentence), "")
+    for each in content.tables:
+        for heading, rows in each.groups.items():
+            title = ", ".join(filter(None, (each.title, heading)))
+            cells = [[markdown_cell(cell) for cell in row] for row in rows]
+            yield from (f"### {markdown_text(title)}", "", markdown(each.heads, cells), "")
+    for note in content.notes:
+        yield from (markdown_text(note), "")
+
+
+def markdown_cell(cell: Cell) -> str:
+    """Returns a cell of a section's table for one of Markdown, which no bar may end."""
+    return markdown_text(cell if isinstance(cell, str) else cell[0]).replace("|", "/")
 
 
 def _markdown_cells(row: Row, speedup: float | None, devices: int) -> tuple[str, ...]:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from moexport.bench.report.compare import check_regression, compare, earlier, parse_share
-from moexport.bench.report.page import html
+from moexport.bench.report.page import html, payload
+from moexport.bench.report.sections import SECTIONS, contents
 from moexport.bench.report.text import to_csv, to_markdown
 from moexport.bench.results import Results, Row, write
 from moexport.common.timing import summarise
@@ -45,6 +46,19 @@ def test_the_report_tells_what_changed(results: Results, slower: Results) -> Non
     assert '"title":"What changed"' in page
     assert "+40%" in page
     assert '"title":"What changed"' not in html(slower)
+
+
+def test_the_page_and_the_markdown_have_the_same_sections(
+    results: Results, slower: Results
+) -> None:
+    comparison = compare(results, slower)
+    shown = [section.title for section, _ in contents(slower, comparison)]
+    assert shown == ["What changed", "Parity with PyTorch"]
+    assert [card["title"] for card in payload(slower, comparison)["tables"]] == shown
+    text = to_markdown(slower, comparison)
+    assert [title for title in shown if f"\n## {title}\n" in text] == shown
+    assert "| ONNX Runtime, grouped | 4/16 | 1.00 | 1.40 | +40% |" in text
+    assert len({section.name for section in SECTIONS}) == len(SECTIONS)
 
 
 def test_a_row_that_is_slower_than_allowed_fails(results: Results, slower: Results) -> None:

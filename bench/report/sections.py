@@ -1,0 +1,213 @@
+"""The sections of a report beside its charts and rows: a record each, in one list.
+
+The page, the Markdown and the tests read the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ...common.text import size
+from ..analyses.findings import studies_in, tuning_in
+from ..analyses.report import titled
+from ..fairness import compared_in
+from ..results import Interval, Results
+from .compare import Change, ResultsComparison
+from .fairness import FAIR_HEADS, compared_rows
+from .summary import line_name, milliseconds, percent, sections
+
+Cell = str | tuple[str, str]
+"""Text, or text and what it is: good, bad, quiet."""
+
+
+@dataclass(frozen=True, slots=True)
+class TableContent:
+    """A table: its title, the headings of its columns, and groups of rows by their heading."""
+
+    title: str
+    heads: Sequence[str]
+    groups: Mapping[str, Sequence[Sequence[Cell]]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SectionContent:
+    """What a section holds: sentences before and after its tables."""
+
+    tables: tuple[TableContent, ...]
+    intro: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportSection:
+    """A section of a report; `content` returns None where the results have nothing for it."""
+
+    name: str
+    title: str
+    content: Callable[[Results, ResultsComparison | None], SectionContent | None]
+
+
+PARITY_NOTE = (
+    "Compared with PyTorch at the same k: the share of samples for which every layer selected the "
+    "same experts, the mean Jaccard index of the selected sets, and the outputs. Routing is not "
+    "compared if all experts are kept, nor in PyTorch's own rows."
+)
+
+RANDOM_NOTE = (
+    "Random: experts are drawn for each input and layer, once per seed; σ is the sample standard "
+    "deviation over the seeds. All sets: best per input uses the label; best for all was selected "
+    "on the same labels; distinct best is the number of sets with the least loss for at least one "
+    "input. Shares are means over inputs."
+)
+
+
+def _parity(results: Results, comparison: ResultsComparison | None) -> SectionContent:
+    """Per graph and k, whether PyTorch's experts were chosen and its values computed."""
+    del comparison
+    groups: dict[str, list[Sequence[Cell]]] = {}
+    for section in sections(results):
+        # Agreement does not depend on the batch size: it is taken once, and told once.
+        if section.model in groups:
+            continue
+        lines: list[Sequence[Cell]] = []
+        for line in section.series:
+            for row in line.rows:
+                routing, parity = row.routing, row.parity
+                if routing is None and parity is None:
+                    continue
+                same = near = ("–", "–")
+                if routing is not None:
+                    same = (f"{row.same_experts:.2%}", f"{routing.jaccard:.4f}")
+                    if routing.ties:
+                        same = (f"{same[0]} ({routing.ties:.1%} ties)", same[1])
+                if parity is not None:
+                    near = (f"{parity.max_abs:.2g}", f"{parity.cosine:.7f}")
+                lines.append((line.name, f"{row.k}/{row.experts}", *same, *near))
+        groups[section.model] = lines
+    heads = ("Engine", "k", "Same experts", "Jaccard", "Largest difference", "Cosine")
+    note = PARITY_NOTE if any(groups.values()) else "Not measured."
+    return SectionContent(tables=(TableContent("", heads, groups),), notes=(note,))
+
+
+def _changes(results: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+    """What changed since an earlier file."""
+    del results
+    if comparison is None:
+        return None
+    heads = ("Engine", "k", "Before, ms", "Now, ms", "Change", "Kept before", "Kept now")
+    groups: dict[str, list[Sequence[Cell]]] = {}
+    for change in comparison.notable:
+        key = f"{change.now.model}, {change.now.sizes}"
+        groups.setdefault(key, []).append(_change(change))
+    return SectionContent(
+        tables=(TableContent("", heads, groups),),
+        intro=(comparison.sentence,),
+        notes=comparison.notes,
+    )
+
+
+def _change(change: Change) -> tuple[Cell, ...]:
+    moved: Cell = "–"
+    if change.ratio is not None:
+        sign, kind = f"{change.ratio - 1:+.0%}", "good" if change.ratio < 1 else "bad"
+        moved = (sign, kind) if change.beyond_spread else (f"≈ {sign}", "quiet")
+    both = (change.before, change.now)
+    latencies = ["–" if r.median_ms is None else milliseconds(r.median_ms) for r in both]
+    kept = ["–" if row.kept is None else percent(row.kept) for row in both]
+    name = f"{change.now.k}/{change.now.experts}"
+    return (line_name(change.now), name, *latencies, moved, *kept)
+
+
+def _search(results: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+    """The points that a search found on its front, and what was confirmed."""
+    del comparison
+    search = tuning_in(results.analyses)
+    if search is None:
+        return None
+    heads = ("ms", "size", "kept", "95% interval", "confirmed", "95% interval", "what it is")
+    lines: list[Sequence[Cell]] = []
+    for point in search.points:
+        if not point.front:
+            continue
+        confirmed: tuple[Cell, Cell] = (("–", "quiet"), "")
+        if point.confirmed is not None and point.confirmed_kept is not None:
+            held = search.keep is None or point.confirmed.low >= search.keep
+            kind = "good" if held else "bad"
+            confirmed = ((percent(point.confirmed_kept), kind), interval_text(point.confirmed))
+        chosen = " (chosen)" if point.chosen else ""
+        lines.append(
+            (
+                milliseconds(point.ms),
+                size(point.bytes),
+                percent(point.kept),
+                interval_text(point.searched),
+                *confirmed,
+                f"{point.text}{chosen}",
+            )
+        )
+    intro = (
+        f"{len(search.points)} graphs were made in {search.seconds:.0f} s. The search saw "
+        f"{search.searching} inputs; {search.confirming} others, read once, confirm what it found. "
+        f"Kept is of the untouched model's {search.metric}."
+    )
+    groups = {f"{search.model}, batch {search.batch}": lines}
+    return SectionContent(tables=(TableContent("", heads, groups),), intro=(intro,))
+
+
+def interval_text(interval: Interval) -> str:
+    """Returns an interval of shares: `98.1% to 99.9%`."""
+    return f"{percent(interval.low)} to {percent(interval.high)}"
+
+
+def _experts(results: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+    """The tables of the studies of experts."""
+    del comparison
+    studies = studies_in(results.analyses)
+    tables = []
+    for title, (header, rows) in titled(studies).items():
+        groups: dict[str, list[Sequence[Cell]]] = {}
+        for model, *cells in rows:
+            groups.setdefault(model, []).append(cells)
+        if groups:
+            tables.append(TableContent(title, header[1:], groups))
+    return SectionContent(tables=tuple(tables), notes=(RANDOM_NOTE,)) if studies else None
+
+
+def _subgroups(results: Results, comparison: ResultsComparison | None) -> SectionContent | None:
+    """How fairly subgroups are treated, by model and class."""
+    del comparison
+    groups: dict[str, list[Sequence[Cell]]] = {}
+    for each in compared_in(results.analyses):
+        for output, row in compared_rows(each):
+            groups.setdefault(f"{each.model}, class {output}", []).append(row)
+    heads = ("Model", *(f"{head[0].upper()}{head[1:]}" for head in FAIR_HEADS[1:]))
+    note = "Each class against all others, in PyTorch; 95% intervals."
+    if not groups:
+        return None
+    return SectionContent(tables=(TableContent("", heads, groups),), notes=(note,))
+
+
+SECTIONS = (
+    ReportSection(name="comparison", title="What changed", content=_changes),
+    ReportSection(name="search", title="What tune found", content=_search),
+    ReportSection(name="experts", title="Which experts", content=_experts),
+    ReportSection(name="subgroups", title="Subgroups", content=_subgroups),
+    ReportSection(name="parity", title="Parity with PyTorch", content=_parity),
+)
+"""Every section, in the order of the page."""
+
+
+def contents(
+    results: Results, comparison: ResultsComparison | None
+) -> Iterator[tuple[ReportSection, SectionContent]]:
+    """Yields the sections of these results, each with what it holds: no table without rows."""
+    for section in SECTIONS:
+        content = section.content(results, comparison)
+        if content is None:
+            continue
+        tables = (
+            replace(each, groups={name: rows for name, rows in each.groups.items() if rows})
+            for each in content.tables
+        )
+        yield section, replace(content, tables=tuple(each for each in tables if each.groups))
