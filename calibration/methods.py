@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -49,10 +49,10 @@ class Histogram:
         width = max(self.width, other.width)
         a, b = self.coarsened(width), other.coarsened(width)
         return Histogram(
-            a.counts + b.counts,
-            width,
-            min(self.minimum, other.minimum),
-            max(self.maximum, other.maximum),
+            counts=a.counts + b.counts,
+            width=width,
+            minimum=min(self.minimum, other.minimum),
+            maximum=max(self.maximum, other.maximum),
         )
 
     def coarsened(self, width: float) -> Histogram:
@@ -64,11 +64,11 @@ class Histogram:
             # Everything is next to zero: one bin on each side.
             merged = np.zeros_like(counts)
             merged[HALF - 1], merged[HALF] = counts[:HALF].sum(), counts[HALF:].sum()
-            return Histogram(merged, width, self.minimum, self.maximum)
+            return replace(self, counts=merged, width=width)
         side = HALF // factor
         merged = np.zeros_like(counts)
         merged[HALF - side : HALF + side] = counts.reshape(2 * side, factor).sum(axis=1)
-        return Histogram(merged, width, self.minimum, self.maximum)
+        return replace(self, counts=merged, width=width)
 
 
 DEFAULT_METHOD: Method = "percentile"
@@ -107,7 +107,7 @@ def choose(seen: Histogram, method: Method, percentile: float = DEFAULT_PERCENTI
             low, high = _best(seen, _squared_error)
         case "entropy":
             low, high = _best(seen, _divergence)
-    return Range(low, high, seen.minimum, seen.maximum, seen.count)
+    return Range(low=low, high=high, minimum=seen.minimum, maximum=seen.maximum, count=seen.count)
 
 
 def _percentile(seen: Histogram, percentile: float) -> tuple[float, float]:
@@ -132,7 +132,9 @@ def _best(seen: Histogram, loss: _Loss) -> tuple[float, float]:
 
 def _squared_error(seen: Histogram, populated: np.ndarray, low: float, high: float) -> float:
     """The mean squared error of values that are clipped to a range and rounded to its levels."""
-    scale = Range(low, high, seen.minimum, seen.maximum, seen.count).affine()
+    scale = Range(
+        low=low, high=high, minimum=seen.minimum, maximum=seen.maximum, count=seen.count
+    ).affine()
     inside = (np.arange(_POINTS) + 0.5) / _POINTS
     values = (populated[:, None] - HALF + inside) * seen.width
     # Bins at the ends reach beyond what was seen; no value lies there.

@@ -106,7 +106,7 @@ def observing_graph(traced: ir.Model, choices: Mapping[str, LoweringRequest]) ->
     graph = lowered.graph
     for value in [v for v in graph.outputs if v.name in {a.name for a in answers}]:
         graph.outputs.remove(value)
-    return ObservingGraph(lowered, observers.ranged, observers.peaks)
+    return ObservingGraph(model=lowered, ranged=observers.ranged, peaks=observers.peaks)
 
 
 def _observe_backbone(graph: ir.Graph, observers: _Observers) -> None:
@@ -217,7 +217,7 @@ class Observations:
         for key, seen in other.histograms.items():
             histograms[key] = histograms[key] + seen if key in histograms else seen
         peaks = {key: max(peak, other.peaks[key]) for key, peak in self.peaks.items()}
-        return Observations(histograms, peaks, self.unseen & other.unseen)
+        return Observations(histograms=histograms, peaks=peaks, unseen=self.unseen & other.unseen)
 
     def check(self) -> None:
         """Raises `CalibrationError` that names a tensor which gives no range."""
@@ -252,7 +252,9 @@ def observe(
             histograms[key] = histograms[key] + seen if key in histograms else seen
         for key, output in graph.peaks.items():
             peaks[key] = max(peaks[key], float(values[output]))
-    return Observations(histograms, peaks, frozenset(graph.ranged) - histograms.keys())
+    return Observations(
+        histograms=histograms, peaks=peaks, unseen=frozenset(graph.ranged) - histograms.keys()
+    )
 
 
 def _session(path: Path) -> ort.InferenceSession:
@@ -275,8 +277,8 @@ def _seen(
             "hold, or leave them out of the feed",
         )
     return Histogram(
-        values[names.counts].astype(np.int64),
-        float(values[names.width]),
-        float(values[names.minimum]),
-        float(values[names.maximum]),
+        counts=values[names.counts].astype(np.int64),
+        width=float(values[names.width]),
+        minimum=float(values[names.minimum]),
+        maximum=float(values[names.maximum]),
     )

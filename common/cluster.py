@@ -151,7 +151,7 @@ def kinds_of(nodes: Sequence[Mapping[str, Any]], on: Sequence[str]) -> list[Node
         }
         if name not in ("CPU", "GPU"):
             claim["resources"] = {name: least}
-        kinds.append(NodeKind(name, len(having), claim))
+        kinds.append(NodeKind(name=name, nodes=len(having), claim=claim))
     return kinds
 
 

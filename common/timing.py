@@ -188,7 +188,11 @@ def measure(
         name: [each.device_ms[name] for each in rounds if name in each.device_ms]
         for name in latencies
     }
-    return Measured(latencies, failures, {name: summarise(ms) for name, ms in told.items() if ms})
+    return Measured(
+        latencies=latencies,
+        failures=failures,
+        device={name: summarise(ms) for name, ms in told.items() if ms},
+    )
 
 
 def _order(cases: Mapping[str, IndexedCall], seed: int, number: int) -> list[str]:

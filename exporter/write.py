@@ -14,7 +14,6 @@ import onnx_ir as ir
 
 from ..common.console import Progress
 from ..common.environment import environment
-from ..common.files import sha256
 from ..graphs.builder import Builder
 from ..graphs.layers.stored import LayerOf
 from ..graphs.lower import Lowered, LoweringRequest, lower
@@ -207,7 +206,10 @@ def manifest_of(
         moexport=metadata.version("moexport"),
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         source=SourceRecord(
-            model.source.path, model.source.sha256(), model.family, dict(model.config)
+            path=model.source.path,
+            sha256=model.source.sha256(),
+            family=model.family,
+            config=dict(model.config),
         ),
         layers=[
             _layer_record(layer, plan.precision.layers[layer.name], lowered[main.file])
@@ -231,10 +233,7 @@ def manifest_of(
             *map(_added_port, lowered[main.file].model.graph.outputs[len(model.outputs) :]),
         ],
         parity=None if parity is None else parity.as_json(),
-        files={
-            path.name: FileRecord(sha256(path), path.stat().st_size)
-            for path in sorted(directory.iterdir())
-        },
+        files={path.name: FileRecord.of(path) for path in sorted(directory.iterdir())},
         environment=environment(),
         notes=notes,
         edits=model.edits.records(),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypedDict
 
 from msgspec import Meta
 
+from ...common.files import sha256
 from ...common.json_data import from_data, parse, read_json
 from ...common.locations import AnyPlace, holds, local_files
 from ...common.timing import Latency
@@ -149,6 +150,11 @@ class FileRecord:
 
     sha256: str
     bytes: Annotated[int, Meta(ge=0)]
+
+    @staticmethod
+    def of(path: Path) -> FileRecord:
+        """Returns the record of a file as it is."""
+        return FileRecord(sha256=sha256(path), bytes=path.stat().st_size)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path, PurePath
 from typing import cast
 
-from ...common.files import sha256
 from ...common.text import markdown
 from ...graphs.names import K_INPUT
 from ...graphs.targets import TARGETS, Target
@@ -34,8 +33,7 @@ def with_readme(directory: Path, manifest: Manifest) -> Manifest:
     """Writes the page of a bundle and returns the manifest that lists it, last."""
     place = directory / README_FILE
     place.write_text(readme(manifest), encoding="utf-8", newline="\n")
-    record = FileRecord(sha256(place), place.stat().st_size)
-    return replace(manifest, files={**manifest.files, README_FILE: record})
+    return replace(manifest, files={**manifest.files, README_FILE: FileRecord.of(place)})
 
 
 def readme(manifest: Manifest) -> str:

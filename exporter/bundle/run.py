@@ -72,7 +72,7 @@ def run_file(
             done += len(x)
         if total is not None and rows.shape[0] != total:
             raise FeedError(f"{input_file}: changed while it was read")
-    return Outputs(rows.shape, rows.not_finite)
+    return Outputs(shape=rows.shape, not_finite=rows.not_finite)
 
 
 def _check_output(output: Path, source: Path, *, force: bool) -> None:

@@ -58,8 +58,8 @@ class Stored:
 
     def part(self, index: int) -> Stored:
         """The `index`-th part along the first axis, in the same bytes."""
-        part = Stored(0, self.shape[1:], self.dtype)
-        return Stored(self.offset + index * part.bytes, part.shape, self.dtype)
+        part = Stored(offset=0, shape=self.shape[1:], dtype=self.dtype)
+        return Stored(offset=self.offset + index * part.bytes, shape=part.shape, dtype=self.dtype)
 
     def external(self, name: str) -> ir.ExternalTensor:
         """The tensor as external data of an ONNX file that lies beside the weights file."""
@@ -119,7 +119,7 @@ class WeightsWriter:
 
         Numbers of four bits come as bytes that hold two each.
         """
-        stored = Stored(self._align(size_of(shape, dtype)), shape, dtype)
+        stored = Stored(offset=self._align(size_of(shape, dtype)), shape=shape, dtype=dtype)
         for part in parts:
             packed = dtype.bitwidth < 8
             array = np.ascontiguousarray(part, dtype=np.uint8 if packed else dtype.numpy())
@@ -154,7 +154,7 @@ class StoredLayer:
         """The whole tensor; `batched` as a batch of one, [1, …]."""
         stored = self._tensors[name]
         if batched:
-            stored = Stored(stored.offset, (1, *stored.shape), stored.dtype)
+            stored = Stored(offset=stored.offset, shape=(1, *stored.shape), dtype=stored.dtype)
         return stored.external(f"{self._layer}/{name}")
 
     def expert(self, name: str, index: int) -> ir.ExternalTensor:

@@ -89,7 +89,7 @@ def rank(
     job = export_job(model, options, data=data, calibration=table)
     x = feed_inputs(model, data, min(RANKED, samples or RANKED))
     traced = trace(job.model, opset=options.opset, fixed=job.fixed)
-    return Trials(job, traced, table, progress or Silent()).sensitivity(x)
+    return Trials(job=job, traced=traced, table=table, progress=progress or Silent()).sensitivity(x)
 
 
 def floats_for_retention(
@@ -107,7 +107,7 @@ def floats_for_retention(
     least = job.options.precision.min_retention
     if least is None:
         return None
-    trials = Trials(job, traced, table, progress)
+    trials = Trials(job=job, traced=traced, table=table, progress=progress)
     floats = job.options.precision.float_name(job.options.target)
     left, ranked = quantised_parts(job), False
     kept: list[KeptPart] = []
@@ -125,7 +125,7 @@ def floats_for_retention(
                 raise _out_of_reach(least, reached, floats)
             if len(left) > 1 and not ranked:
                 left, ranked = trials.worst_first(outputs), True
-            kept.append(KeptPart(left.pop(0), reached))
+            kept.append(KeptPart(name=left.pop(0), before=reached))
     return Retention(
         asked=least,
         reached=reached,
@@ -192,7 +192,13 @@ class Trials:
                 if outputs is not None:
                     kept = outputs.retention(checking_session(place, graph))
             p = comparison.parity()
-            each = LayerSensitivity(part, p.cosine, p.max_rel, p.routing_agreement, p.jaccard)
+            each = LayerSensitivity(
+                layer=part,
+                cosine=p.cosine,
+                max_rel=p.max_rel,
+                routing=p.routing_agreement,
+                jaccard=p.jaccard,
+            )
             ranked.append((kept, each))
             self.progress.advance(1)
         ranked.sort(key=lambda each: (each[0], each[1].routing, each[1].jaccard, each[1].cosine))
@@ -325,14 +331,18 @@ def reference_outputs(job: ExportJob, folder: Path, progress: Progress) -> Refer
             "ranges were taken",
         )
     if not classes or unlabelled:
-        return ReferenceOutputs(folder, batches, seen, classes, None)
+        return ReferenceOutputs(
+            folder=folder, batches=batches, samples=seen, classes=classes, labels=None
+        )
     if not right:
         raise FeedError(
             f"--data: FP32 gets none of {seen} labels right, so there is no accuracy to retain",
             hint="are they this model's classes, counted from 0? Without labels the agreement with "
             "FP32 is measured",
         )
-    return ReferenceOutputs(folder, batches, seen, classes, tuple(by_batch))
+    return ReferenceOutputs(
+        folder=folder, batches=batches, samples=seen, classes=classes, labels=tuple(by_batch)
+    )
 
 
 def _gives_classes(model: Model) -> bool:

@@ -154,7 +154,7 @@ def observe_share(
         progress.step("observing", total=total, unit="inputs")
         batches = rebatched(job.inputs(feed_hash), job.options.batch)
         seen = observe(path, graph, islice(_numbered(batches, progress), share[0], None, share[1]))
-    return Observed(seen, job.origin(feed_hash))
+    return Observed(seen=seen, origin=job.origin(feed_hash))
 
 
 def _write(job: CalibrationJob, traced: ir.Model, path: Path) -> ObservingGraph:

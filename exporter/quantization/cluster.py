@@ -92,7 +92,10 @@ def _all_of(
 ) -> list[Any]:
     """What a function returns for each of some arguments, in their order."""
     count = len(arguments)
-    tasks = [Task(f"{name} {i + 1}/{count}", function, each) for i, each in enumerate(arguments)]
+    tasks = [
+        Task(name=f"{name} {i + 1}/{count}", function=function, arguments=each)
+        for i, each in enumerate(arguments)
+    ]
     results = dict(cluster.finished(kind, tasks))
     cluster.check_lost("calibrated")
     return [results[number] for number in range(count)]

@@ -184,7 +184,9 @@ def apply_precision(
         fp32_nodes = to_fp16(traced, dtype, peaks=peaks, io=FLOAT_TYPES[precision.io])
     if linears or dtype in HALF_TYPES:
         simplify(traced)
-    return PrecisionPlan(layers, tuple(fp32_nodes), tuple(linears), retention)
+    return PrecisionPlan(
+        layers=layers, fp32_nodes=tuple(fp32_nodes), linears=tuple(linears), retention=retention
+    )
 
 
 def _layer(
@@ -206,11 +208,15 @@ def _layer(
     if not precision.ranged:
         reason = f"{problem}: kept in FP32" if problem else "asked for"
         return LayerPrecision(
-            float_name, reason, ComputeTypes(inner) if inner != FP32.inner else FP32
+            precision=float_name,
+            reason=reason,
+            compute=ComputeTypes(inner) if inner != FP32.inner else FP32,
         )
     around = f"; {problem}, so FP32" if problem else ""
     if left_out is not None:
-        return LayerPrecision(float_name, f"{left_out}{around}", ComputeTypes(inner))
+        return LayerPrecision(
+            precision=float_name, reason=f"{left_out}{around}", compute=ComputeTypes(inner)
+        )
     form = precision.quant_format(target)
     dynamic = layer.spec.dynamic_int8 and form != "qdq"
 
@@ -229,9 +235,13 @@ def _layer(
         for part in layer.stored()
         if (operand := operand_of(part.name)) is not None
     }
-    quantised = QuantizedProducts(form, weights, scales, dynamic)
+    quantised = QuantizedProducts(format=form, weights=weights, inputs=scales, dynamic=dynamic)
     around = f"{around} around it" if around else ""
-    return LayerPrecision(precision.name, f"asked for{around}", ComputeTypes(inner, quantised))
+    return LayerPrecision(
+        precision=precision.name,
+        reason=f"asked for{around}",
+        compute=ComputeTypes(inner=inner, quantized=quantised),
+    )
 
 
 def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) -> LayerPrecision:
@@ -241,16 +251,19 @@ def _in_blocks(layer: MoELayer, options: ExportOptions, left_out: str | None) ->
     floats = options.precision.float_name(target) if target in ENGINES else "fp32"
     compute = ComputeTypes(FLOAT_TYPES[floats])
     if left_out is not None:
-        return LayerPrecision(floats, left_out, compute)
+        return LayerPrecision(precision=floats, reason=left_out, compute=compute)
     form = options.precision.quant_format(target)
     problem = not_in_blocks(layer.stored(), form)
     if problem is not None:
-        return LayerPrecision(floats, f"{problem}: kept in {floats.upper()}", compute)
+        reason = f"{problem}: kept in {floats.upper()}"
+        return LayerPrecision(precision=floats, reason=reason, compute=compute)
     shapes = {p.name: p.shape for p in layer.stored() if operand_of(p.name) is not None}
     block = int4_block(form, (shape[-2] for shape in shapes.values()))
     assert block is not None  # each of them is whole blocks of the smallest size
-    blocked = BlockedWeights(form, frozenset(shapes), block)
-    return LayerPrecision("int4", "asked for", replace(compute, blocked=blocked))
+    blocked = BlockedWeights(format=form, weights=frozenset(shapes), block=block)
+    return LayerPrecision(
+        precision="int4", reason="asked for", compute=replace(compute, blocked=blocked)
+    )
 
 
 def _overflow(

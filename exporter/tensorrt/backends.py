@@ -58,7 +58,9 @@ def _by_cuda() -> Gpu | None:
         return None
     name = properties.name.decode() if isinstance(properties.name, bytes) else str(properties.name)
     driver = f"CUDA {served // 1000}.{served % 1000 // 10}"
-    return Gpu(name, f"{properties.major}.{properties.minor}", driver)
+    return Gpu(
+        name=name, compute_capability=f"{properties.major}.{properties.minor}", driver=driver
+    )
 
 
 def _by_tool() -> Gpu | None:

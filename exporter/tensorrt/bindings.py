@@ -130,7 +130,9 @@ def _place(tensor: onnx.TensorProto) -> tuple[str, int, int]:
 
 def _bound(tensor: onnx.TensorProto) -> BoundWeight:
     file, offset, nbytes = _place(tensor)
-    return BoundWeight(tensor.name, file, offset, nbytes, list(tensor.dims))
+    return BoundWeight(
+        name=tensor.name, file=file, offset=offset, nbytes=nbytes, shape=list(tensor.dims)
+    )
 
 
 class PlacedWeight:

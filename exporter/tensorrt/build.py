@@ -137,7 +137,7 @@ def _run(request: Mapping[str, Any], progress: Progress) -> Answer:
         finally:
             _stop(process)
         printed.seek(0)
-        return Answer(last, status, printed.read())
+        return Answer(event=last, status=status, printed=printed.read())
 
 
 def _stop(process: subprocess.Popen[str]) -> None:

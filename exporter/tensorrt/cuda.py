@@ -6,8 +6,7 @@ NVIDIA's own binding (`cuda.bindings`) is behind them: no compiler and no PyTorc
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from importlib import metadata
 from typing import Any
 
@@ -138,18 +137,16 @@ class Captured:
         call("cudaGraphDestroy", self._graph)
 
 
-@contextmanager
-def capturing(stream: Stream) -> Iterator[list[Captured]]:
-    """Records what the block sends to a stream; the list holds it when the block has ended."""
+def captured(stream: Stream, send: Callable[[], None]) -> Captured:
+    """Returns what `send` sends to a stream, recorded."""
     mode = runtime().cudaStreamCaptureMode.cudaStreamCaptureModeThreadLocal
-    captured: list[Captured] = []
     call("cudaStreamBeginCapture", stream.handle, mode)
     try:
-        yield captured
+        send()
     except BaseException:
-        runtime().cudaStreamEndCapture(stream.handle)  # the block's own error is what is told
+        runtime().cudaStreamEndCapture(stream.handle)  # what `send` raised is what is told
         raise
-    captured.append(Captured(call("cudaStreamEndCapture", stream.handle)))
+    return Captured(call("cudaStreamEndCapture", stream.handle))
 
 
 class Stopwatch:

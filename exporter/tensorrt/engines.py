@@ -215,7 +215,7 @@ def make_engines(
         key = _key(each, weights)
         there = None if rebuild else _in_bundle(directory, manifest, each, key)
         if there is not None:
-            yield Made(there, {}, "bundle")
+            yield Made(record=there, files={}, reused="bundle")
             continue
         yield _make(each, key, directory, manifest, output, progress, rebuild=rebuild)
 
@@ -289,7 +289,7 @@ def _make(
     listing = output / f"{path.stem}.layers.json"
     facts = {name: value for name, value in asdict(compiled).items() if name in LISTED}
     listing.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-    files = {each.name: FileRecord(sha256(each), each.stat().st_size) for each in (path, listing)}
+    files = {each.name: FileRecord.of(each) for each in (path, listing)}
     digest = files[path.name].sha256
     if reused is None and folder is not None:
         cache.keep(folder, key, path, digest, compiled)
@@ -317,7 +317,7 @@ def _make(
         kernels=kernels,
         bound=[each.as_json() for each in bound],
     )
-    return Made(record, files, reused)
+    return Made(record=record, files=files, reused=reused)
 
 
 LISTED = ("layers", "inspector")

@@ -104,7 +104,7 @@ def refusals(model: onnx.ModelProto, backend: Backend) -> Iterator[Refusal]:
             constants[node.output[0]] = node.attribute[0].t
         reason = _reason(node, constants, backend)
         if reason is not None:
-            yield Refusal(node.name or node.output[0], _op(node), reason)
+            yield Refusal(node=node.name or node.output[0], op=_op(node), reason=reason)
 
 
 def _nodes(

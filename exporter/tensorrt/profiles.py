@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ...errors import FeedError, UsageError
@@ -53,7 +53,9 @@ class Profile:
         sizes = [*zip(low, opt, high, strict=True), *([] if k is None else [k])]
         if not all(0 <= a <= b <= c for a, b, c in sizes):
             raise ValueError(f"{record[name]} is no range of shapes")
-        return Profile(name, low, opt, high, None if k is None else AxisRange(*k))
+        return Profile(
+            input=name, min=low, opt=opt, max=high, k=None if k is None else AxisRange(*k)
+        )
 
     def __str__(self) -> str:
         sizes = "×".join(_range(*each) for each in zip(self.min, self.opt, self.max, strict=True))
@@ -101,7 +103,9 @@ def profile(
         tuple(getattr(ranges[size], end) if isinstance(size, str) else size for size in port.shape)
         for end in ("min", "opt", "max")
     ]
-    return Profile(port.name, shapes[0], shapes[1], shapes[2], _k_range(wishes, experts))
+    return Profile(
+        input=port.name, min=shapes[0], opt=shapes[1], max=shapes[2], k=_k_range(wishes, experts)
+    )
 
 
 def _fixed_size(port: TensorSpec, axis: str) -> int | None:
@@ -178,7 +182,7 @@ def choose(profiles: Sequence[Profile], shape: Sequence[int], k: int | None) -> 
     fitting = [i for i, each in enumerate(profiles) if each.contains(shape, k)]
     if fitting:
         return min(fitting, key=lambda i: _distance(profiles[i], shape, k))
-    if k is not None and any(replace_k(each).contains(shape, None) for each in profiles):
+    if k is not None and any(replace(each, k=None).contains(shape, None) for each in profiles):
         raise _k_outside(profiles, k)
     raise FeedError(
         f"inputs of shape {tuple(shape)} are outside the engine's profile ({_listed(profiles)})",
@@ -195,11 +199,6 @@ def _k_outside(profiles: Sequence[Profile], k: int) -> UsageError:
 
 def _listed(profiles: Sequence[Profile]) -> str:
     return "; ".join(str(each) for each in profiles)
-
-
-def replace_k(each: Profile) -> Profile:
-    """The profile of the data input alone."""
-    return Profile(each.input, each.min, each.opt, each.max)
 
 
 def _distance(each: Profile, shape: Sequence[int], k: int | None) -> float:

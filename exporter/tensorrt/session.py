@@ -255,9 +255,8 @@ class EngineSession:
         self._stream.synchronize()
         self._capture = self._loaded.capturable(self._stream.handle)
         if self._capture:
-            with cuda.capturing(self._stream) as graphs:
-                self._loaded.enqueue(self._stream.handle)
-            self._captured = graphs[0]
+            stream = self._stream
+            self._captured = cuda.captured(stream, lambda: self._loaded.enqueue(stream.handle))
 
     def _forget(self) -> None:
         """Drops the recording and what is set up."""
@@ -475,7 +474,7 @@ class LoadedEngine:
                 # The index comes first in every version, whatever its signature calls it.
                 values = self._engine.get_tensor_profile_values(index, K_INPUT)
                 k = AxisRange(*(int(each[0]) for each in values)) if len(values) == 3 else None
-            profiles.append(Profile(self.input_name, low, opt, high, k))
+            profiles.append(Profile(input=self.input_name, min=low, opt=opt, max=high, k=k))
         return profiles
 
 

@@ -44,10 +44,7 @@ def engine(bundle: Path) -> Path:
     with staging(bundle) as staged:
         (staged / PLAN).write_bytes(b"a plan")
         (staged / LAYERS).write_text(json.dumps({"layers": []}))
-        made = {
-            name: FileRecord(sha256(staged / name), (staged / name).stat().st_size)
-            for name in (PLAN, LAYERS)
-        }
+        made = {name: FileRecord.of(staged / name) for name in (PLAN, LAYERS)}
         record = EngineRecord(
             file=PLAN,
             graph="model.onnx",
