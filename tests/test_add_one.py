@@ -96,41 +96,18 @@ def named_in_contributing(heading: str, name: str) -> set[str]:
     return {step.replace("NAME", name) for step in steps}
 
 
-FAMILY = '''"""`soft-moe-renamed`: the ViT of bwconrad/soft-moe under other key names."""
+FAMILY = r'''"""`soft-moe-renamed`: the ViT of bwconrad/soft-moe under other key names."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from torch import Tensor
-
 from . import vit
-from .base import Built, Config, Tensors
+from .base import renamed
 
-
-def _of_vit(tensors: Tensors) -> dict[str, Tensor]:
-    """The tensors by the names of `soft-moe-vit`."""
-    renamed = {}
-    for key, tensor in tensors.items():
-        name = key.replace("encoder.layer.", "blocks.").replace(".moe.slots", ".moe.phi")
-        renamed[name.replace(".moe.", ".mlp.")] = tensor
-    return renamed
-
-
-def _detect(tensors: Tensors) -> bool:
-    return "encoder.layer.0.norm1.weight" in tensors and vit.FAMILY.detect(_of_vit(tensors))
-
-
-def _build(tensors: Tensors, given: Config) -> Built:
-    return vit.FAMILY.build(_of_vit(tensors), given)
-
-
-FAMILY = replace(
+FAMILY = renamed(
     vit.FAMILY,
     name="soft-moe-renamed",
     summary="the ViT of bwconrad/soft-moe under other names",
-    detect=_detect,
-    build=_build,
+    keys={r"encoder\.layer\.": "blocks.", r"\.moe\.slots": ".moe.phi", r"\.moe\.": ".mlp."},
 )
 '''
 
