@@ -47,10 +47,10 @@ _FOLDERS: list[Path] = []
 def url_of(where: object) -> str | None:
     """Returns the URL that a place is, None for a path, which may be written `file:///…`."""
     text = str(where) if isinstance(where, str | Path) else ""
-    found = URL.match(text)
-    if found is None or FILE.match(text) or Path(text).exists():
+    match = URL.match(text)
+    if match is None or FILE.match(text) or Path(text).exists():
         return None
-    return f"{found[1]}://{text[found.end() :]}".rstrip("/")
+    return f"{match[1]}://{text[match.end() :]}".rstrip("/")
 
 
 def path_of(where: AnyPlace) -> Path:
@@ -58,15 +58,15 @@ def path_of(where: AnyPlace) -> Path:
 
     Raises `LocationError` for a file of another machine.
     """
-    found = FILE.fullmatch(str(where))
-    if found is None or Path(where).exists():
+    match = FILE.fullmatch(str(where))
+    if match is None or Path(where).exists():
         return Path(where)
-    if found["host"] not in (None, "", "localhost") or not found["path"]:
+    if match["host"] not in (None, "", "localhost") or not match["path"]:
         raise LocationError(
             f"{where}: no path of this machine follows file:",
             hint="file:///folder/name (three slashes), or the path alone",
         )
-    return Path(unquote(found["path"]))
+    return Path(unquote(match["path"]))
 
 
 def local(where: AnyPlace) -> Path:
@@ -198,8 +198,8 @@ def _is_folder(url: str, system: Any, path: str) -> bool:
 
 def _listed(system: Any, path: str) -> list[str]:
     root = system._strip_protocol(path).rstrip("/")
-    found = (system._strip_protocol(each) for each in system.find(path))
-    return sorted(each.removeprefix(root).lstrip("/") for each in found)
+    paths = (system._strip_protocol(each) for each in system.find(path))
+    return sorted(each.removeprefix(root).lstrip("/") for each in paths)
 
 
 def _copy_existing(system: Any, path: str, names: Iterable[str], folder: Path, url: str) -> None:

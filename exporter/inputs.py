@@ -152,10 +152,10 @@ def _sizes(arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec]) -> dic
     """The sizes of named axes, as far as arrays tell; nothing is past where nothing says so."""
     sizes = {"past": 0}
     for port in ports:
-        found = arrays.get(port.name)
-        if found is not None and found.ndim == len(port.shape):
+        array = arrays.get(port.name)
+        if array is not None and array.ndim == len(port.shape):
             sizes |= {
-                a: n for a, n in zip(port.shape, found.shape, strict=True) if isinstance(a, str)
+                a: n for a, n in zip(port.shape, array.shape, strict=True) if isinstance(a, str)
             }
     return sizes
 

@@ -181,10 +181,10 @@ def edited(model: Model, edits: Edits) -> Model:
         return model
     specs = {name: layer.spec for name, layer in model.layers.items()}
     by_layer: dict[str, LayerEdits] = {}
-    told = edits.at_run_time
-    asked: list[Ablation | LayerRewrite | Steer]
-    asked = [*edits.ablations, *edits.rewrites, *edits.steers]
-    for each in asked:
+    at_run_time = edits.at_run_time
+    changes: list[Ablation | LayerRewrite | Steer]
+    changes = [*edits.ablations, *edits.rewrites, *edits.steers]
+    for each in changes:
         if each.layer not in specs:
             option = "--rewrite" if isinstance(each, LayerRewrite) else _option(each)
             raise UsageError(
@@ -196,8 +196,8 @@ def edited(model: Model, edits: Edits) -> Model:
             after = replace(before, ablated=before.ablated | {_place(each, spec)})
         elif isinstance(each, Steer):
             _check_steered(each, spec)
-            place = told.index(each) if each.strength is None else None
-            steering = Steering(*_place(each, spec), each.strength or 0.0, place, len(told))
+            place = at_run_time.index(each) if each.strength is None else None
+            steering = Steering(*_place(each, spec), each.strength or 0.0, place, len(at_run_time))
             after = replace(before, steerings=(*before.steerings, steering))
         else:
             _check_rewrite(each, spec)
@@ -205,16 +205,16 @@ def edited(model: Model, edits: Edits) -> Model:
         by_layer[each.layer] = after
     module = sharing_weights(model.module)
     layers = moe_layers(module)
-    for name, found in by_layer.items():
-        layers[name].edits = found
+    for name, layer_edits in by_layer.items():
+        layers[name].edits = layer_edits
     for kept in edits.kept:
         _replace(module, kept.layer, partial(_without, kept))
     for merged in edits.merged:
         _replace(module, merged.layer, partial(_merged, merged))
     changed = replace(model.changed(module), edits=edits)
-    if not told:
+    if not at_run_time:
         return changed
-    strengths = TensorSpec(STEER_INPUT, "float32", ("batch", len(told)), default="zeros")
+    strengths = TensorSpec(STEER_INPUT, "float32", ("batch", len(at_run_time)), default="zeros")
     steered = [layers[name] for name, each in by_layer.items() if each.steerings]
     trained = changed.as_trained
     return replace(
@@ -270,21 +270,21 @@ def _merged(edit: MergedExperts, layer: MoELayer) -> MoELayer:
             hint="only those of muMoE layers can",
         )
     tensors = layer.spec.tensors
-    found = edit.matrices or (None,) * len(tensors)
-    if len(found) != len(tensors):
+    matrices = edit.matrices or (None,) * len(tensors)
+    if len(matrices) != len(tensors):
         raise UsageError(
-            f"{edit.text}: {len(found)} matrices, and it has {len(tensors)} tensors", hint=BESIDE
+            f"{edit.text}: {len(matrices)} matrices, and it has {len(tensors)} tensors", hint=BESIDE
         )
-    _check_substitutes(edit.text, found, [(each.dim + 1, each.out) for each in tensors])
+    _check_substitutes(edit.text, matrices, [(each.dim + 1, each.out) for each in tensors])
     return layer.merged([torch.from_numpy(matrix) for matrix in edit.matrices or ()])
 
 
 def _check_substitutes(
-    what: str, found: Sequence[np.ndarray | None], wanted: Sequence[tuple[int, ...]]
+    what: str, arrays: Sequence[np.ndarray | None], shapes: Sequence[tuple[int, ...]]
 ) -> None:
     """Raises `UsageError` where the numbers that take the places of experts do not fit."""
     numbers = "the numbers that take the places of experts"
-    for array, shape in zip(found, wanted, strict=True):
+    for array, shape in zip(arrays, shapes, strict=True):
         if array is None:
             raise UsageError(f"{what}: {numbers} are not there", hint=BESIDE)
         if array.shape != shape or array.dtype != np.float32:

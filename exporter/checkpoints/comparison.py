@@ -91,9 +91,9 @@ def _tried(
 
 
 def _closer(tried: Sequence[_Trial]) -> list[_Trial]:
-    """Those that match, and far better than what was said."""
-    said = next(trial.off for trial in tried if not trial.changed)
-    return [trial for trial in tried if trial.off <= min(TOLERANCE, said / 10)]
+    """Those that match, and far better than the description as it is."""
+    as_it_is = next(trial.off for trial in tried if not trial.changed)
+    return [trial for trial in tried if trial.off <= min(TOLERANCE, as_it_is / 10)]
 
 
 def _mismatch(at: str, off: float, tried: Sequence[_Trial], advice: str) -> ParityError:

@@ -86,9 +86,9 @@ def _prefixes(tensors: Tensors) -> list[str]:
 def _layers_seen(tensors: Tensors) -> str:
     """What to add when the layers are known and only the network around them is not."""
     for layer in LAYOUTS:
-        found = find_layers(tensors, layer)
-        if found:
-            places = ", ".join(prefix.removesuffix(".") or "the top" for prefix in found[:4])
+        prefixes = find_layers(tensors, layer)
+        if prefixes:
+            places = ", ".join(prefix.removesuffix(".") or "the top" for prefix in prefixes[:4])
             return (
                 f" ({layer.title} layers as {layer.family} saves them, at {places}, in another "
                 "network)"

@@ -159,11 +159,11 @@ def shape_of(family: str, tensors: Tensors, key: str, axes: str) -> TensorShape:
     """
     tensor = tensors.get(key)
     if tensor is None or tensor.ndim != axes.count(",") + 1 or 0 in tensor.shape:
-        found = (
+        present = (
             f"{key} has shape {list(tensor.shape)}" if tensor is not None else f"missing key {key}"
         )
         raise CheckpointError(
-            f"not the weights of a {family} model: {found}, expected [{axes}]", hint=INCOMPLETE
+            f"not the weights of a {family} model: {present}, expected [{axes}]", hint=INCOMPLETE
         )
     return tuple(tensor.shape)
 
@@ -175,11 +175,11 @@ def block_numbers(family: str, tensors: Tensors, prefix: str) -> range:
     """
     # No file holds 10^9 blocks, and what it says must not cost what it says.
     pattern = re.compile(rf"{re.escape(prefix)}(\d{{1,9}})\.")
-    found = sorted({int(match[1]) for match in map(pattern.match, tensors) if match})
-    if found != list(range(len(found))) or not found:
-        listed = some([str(number) for number in found])
+    numbers = sorted({int(match[1]) for match in map(pattern.match, tensors) if match})
+    if numbers != list(range(len(numbers))) or not numbers:
+        listed = some([str(number) for number in numbers])
         raise CheckpointError(f"not the weights of a {family} model: {prefix}* are [{listed}]")
-    return range(len(found))
+    return range(len(numbers))
 
 
 def check_tensors(family: str, tensors: Tensors, expected: Mapping[str, TensorShape]) -> None:

@@ -73,30 +73,30 @@ def choose_layer(
     `wanted` is what `--set layer=` says. Raises FamilyError where there is no such layer, or
     several to choose from.
     """
-    found = find_layers(tensors, layer)
-    if not found:
+    prefixes = find_layers(tensors, layer)
+    if not prefixes:
         return "", ()  # the check of the keys says what is missing
     if wanted is None:
-        return _the_only(layer, tensors, found), ()
+        return _the_only(layer, tensors, prefixes), ()
     prefix = str(wanted).replace("/", ".").strip(".") + "."
-    if prefix not in found:
+    if prefix not in prefixes:
         raise FamilyError(
             f"{layer.family}: no layer at {wanted}",
-            hint=f"layers in this file: {', '.join(map(_place, found))}",
+            hint=f"layers in this file: {', '.join(map(_place, prefixes))}",
         )
     outside = sum(not key.startswith(prefix) for key in tensors)
     note = f"left out {outside} keys that are not of the layer {wanted}"
     return prefix, (note,) if outside else ()
 
 
-def _the_only(layer: PublishedLayer[Any], tensors: Tensors, found: list[str]) -> str:
-    outside = [key for key in tensors if not any(key.startswith(p) for p in found)]
-    if len(found) == 1 and not outside:
-        return found[0]
-    names = [_place(prefix) for prefix in found]
+def _the_only(layer: PublishedLayer[Any], tensors: Tensors, prefixes: list[str]) -> str:
+    outside = [key for key in tensors if not any(key.startswith(p) for p in prefixes)]
+    if len(prefixes) == 1 and not outside:
+        return prefixes[0]
+    names = [_place(prefix) for prefix in prefixes]
     beside = f" beside other weights ({', '.join(outside[:3])}, …)" if outside else ""
     raise FamilyError(
-        f"{layer.family}: the file holds {len(found)} {layer.title} layers "
+        f"{layer.family}: the file holds {len(prefixes)} {layer.title} layers "
         f"({', '.join(names[:6])}){beside}; of such a network only one layer can be exported",
         hint="give the network as package.module:factory with --weights, or pick one layer: "
         f"--set {LAYER}={names[0]}",

@@ -101,9 +101,9 @@ def _geometry(config: Config, tokens: int, pixels: int) -> dict[str, Any]:
             + f" do not fit {tokens} patches of {pixels} numbers each",
             hint="check patch_size, image_size and channels against the training run",
         )
-    found = (height // patch * patch, width // patch * patch)
+    sizes = (height // patch * patch, width // patch * patch)
     return {
-        "image_size": one_or_pair(*found),
+        "image_size": one_or_pair(*sizes),
         "channels": pixels // (patch * patch),
         "patch_size": patch,
     }
@@ -198,13 +198,13 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
         "layer": CLASS_NAMES[token.tensors[0].form],
         "n_experts": token.experts,
     }
-    asked = dict(CONSTRUCTOR.asked)
+    questions = dict(CONSTRUCTOR.asked)
     if not sized:
-        asked["patch_size"] = Question(
+        questions["patch_size"] = Question(
             16,
             f"{pixels} numbers in a patch may be few channels of a large one, or many of a small",
         )
-    config = CONSTRUCTOR.settle(given, read, asked)
+    config = CONSTRUCTOR.settle(given, read, questions)
     config |= _geometry(config, token.dim, pixels)
     activate(NAME, layers.values(), config)
     height, width = height_width(NAME, "image_size", config["image_size"])

@@ -614,8 +614,8 @@ def _detect(tensors: Tensors) -> bool:
 
 def _build(tensors: Tensors, given: Config) -> FamilyModel:
     depth = block_numbers(NAME, tensors, "blocks.")
-    found = {m[1] for m in map(MOE_KEY.match, tensors) if m}
-    blocks = [block for block in depth if str(block) in found]
+    numbers = {m[1] for m in map(MOE_KEY.match, tensors) if m}
+    blocks = [block for block in depth if str(block) in numbers]
     spec, config = configure(tensors, given, blocks)
     with torch.device("meta"):
         backbone = VisionTransformer(spec)
@@ -648,9 +648,9 @@ def _build(tensors: Tensors, given: Config) -> FamilyModel:
 def _example_layer(tensors: Tensors, blocks: list[int]) -> dict[str, Tensor]:
     """What all MoE layers of a model share the shapes of: phi, and scale where there is one."""
     for block in blocks:
-        found = {k: t for k, t in under(tensors, _mlp(block)).items() if k in ("phi", "scale")}
-        if "phi" in found:
-            return found
+        shared = {k: t for k, t in under(tensors, _mlp(block)).items() if k in ("phi", "scale")}
+        if "phi" in shared:
+            return shared
     raise CheckpointError(
         f"not the weights of a {NAME} model: no Soft MoE layer at blocks.*.mlp.phi"
     )
