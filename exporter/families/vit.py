@@ -15,9 +15,9 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -167,7 +167,7 @@ class ViT:
     patch_size: int | list[int] = 16
     in_chans: int = 3
     num_classes: int = 1000
-    global_pool: Literal["token", "avg", ""] = "token"
+    global_pool: str = "token"
     embed_dim: int = 768
     depth: int = 12
     num_heads: int = 12
@@ -225,7 +225,6 @@ TRAINING_ONLY = (
 SILENT = ("img_size", "patch_size", "mlp_ratio", "moe_mlp_ratio", "fc_norm", "norm_layer")
 """Arguments whose None is what shapes said: moe_mlp_ratio=None means mlp_ratio."""
 
-POOLS = ("token", "avg", "")
 NORM_LAYERS = ("LayerNorm", "nn.LayerNorm", "torch.nn.LayerNorm")
 
 MOE_KEY = re.compile(r"blocks\.(\d+)\.mlp\.(?:phi|scale|experts\.|stacked_expert_|base_expert\.)")
@@ -304,18 +303,17 @@ def configure(
         raise CheckpointError(f"not the weights of a {NAME} model: no Soft MoE at blocks.*.mlp.phi")
     read = _read_sizes(tensors, moe_blocks)
     config = CONSTRUCTOR.settle(given, read, _questions(tensors, given, read))
-    image = height_width(NAME, "img_size", config["img_size"])
     config |= {
-        "img_size": one_or_pair(*image),
+        "img_size": one_or_pair(*height_width(NAME, "img_size", config["img_size"])),
         "num_heads": check_heads(NAME, "num_heads", config["num_heads"], read["embed_dim"]),
         "norm_eps": number_above_zero(NAME, "norm_eps", config["norm_eps"]),
-        "no_embed_class": _no_embed_class(tensors, given, config, image),
     }
-    _check_pool(config)
-    activation_of(NAME, config["act_layer"])
-    training = {key: each for key, each in config.items() if key in TRAINING_ONLY and key in given}
-    arguments = {key: config[key] for key in ARGUMENTS}
-    return ViT(**arguments), arguments | training
+    spec = ViT(**{key: config[key] for key in ARGUMENTS if key in config})
+    spec = replace(spec, no_embed_class=_no_embed_class(tensors, given, spec))
+    _check_pool(spec)
+    activation_of(NAME, spec.act_layer)
+    training = {key: given[key] for key in TRAINING_ONLY if key in given}
+    return spec, asdict(spec) | training
 
 
 def _questions(tensors: Tensors, given: Config, read: Config) -> dict[str, Question]:
@@ -390,41 +388,37 @@ def _moe_layer_index(moe_blocks: Sequence[int], depth: int) -> int | list[int]:
     return list(moe_blocks)
 
 
-def _no_embed_class(
-    tensors: Tensors, given: Config, config: Config, image: tuple[int, int]
-) -> bool:
+def _no_embed_class(tensors: Tensors, given: Config, spec: ViT) -> bool:
     """Whether the class token has no position; raises FamilyError where the image does not fit.
 
     n positions are those of the patches, or of the patches and the class token.
     """
-    patch_h, patch_w = height_width(NAME, "patch_size", config["patch_size"])
-    patches = (image[0] // patch_h) * (image[1] // patch_w)
     positions = tensors["pos_embed"].shape[1]
-    without = positions == patches
-    if not without and not (config["class_token"] and positions == patches + 1):
+    without = positions == spec.patches
+    if not without and not (spec.class_token and positions == spec.tokens):
+        (height, width), (patch_h, patch_w) = spec.image, spec.patch
         raise FamilyError(
-            f"{NAME}: img_size={image[0]},{image[1]} makes {patches} patches of "
+            f"{NAME}: img_size={height},{width} makes {spec.patches} patches of "
             f"{patch_h}x{patch_w}, but pos_embed holds {positions} positions",
             hint="give the size that the model was trained for: --set img_size=224 or 224,192",
         )
     wanted = given.get("no_embed_class")
-    if wanted is not None and config["class_token"] and bool(wanted) != without:
+    if wanted is not None and spec.class_token and bool(wanted) != without:
         raise FamilyError(
             f"{NAME}: no_embed_class={wanted} was given, but pos_embed holds {positions} positions "
-            f"for {patches} patches",
+            f"for {spec.patches} patches",
             hint="leave no_embed_class out, or check that this is the right checkpoint",
         )
-    return without if config["class_token"] else bool(wanted)
+    return without if spec.class_token else bool(wanted)
 
 
-def _check_pool(config: Config) -> None:
-    pool = config["global_pool"]
-    if pool not in POOLS:
+def _check_pool(spec: ViT) -> None:
+    if spec.global_pool not in ("token", "avg", ""):
         raise FamilyError(
-            f"{NAME}: global_pool={pool!r} is none of 'token', 'avg' and ''",
+            f"{NAME}: global_pool={spec.global_pool!r} is none of 'token', 'avg' and ''",
             hint="--set global_pool=avg",
         )
-    if pool == "token" and not config["class_token"]:
+    if spec.global_pool == "token" and not spec.class_token:
         raise FamilyError(
             f"{NAME}: global_pool='token' was given, but the checkpoint has no cls_token",
             hint="--set global_pool=avg",
