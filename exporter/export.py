@@ -14,7 +14,7 @@ import onnx_ir as ir
 from ..calibration.shards import Fields
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress, Silent
-from ..errors import ParityError
+from ..errors import EngineError, ParityError
 from ..graphs.lower import Lowered
 from .bundle.bundle import Bundle
 from .bundle.destination import atomic_directory, check_destination
@@ -133,8 +133,15 @@ def _parities(
             for graph in planned.graphs:
                 record = graph_record(graph, lowered[graph.file])
                 comparisons[graph.file] = opened_comparison(job, directory, record, expected)
-        for comparison in comparisons.values():
-            comparison.add(expected)
+        for file, comparison in comparisons.items():
+            try:
+                comparison.add(expected)
+            except EngineError as error:
+                raise ParityError(
+                    f"{file} does not run at sizes that were not traced: {error.message}",
+                    hint="a size of the network became a constant of the graph: --tokens N and "
+                    "--batch N export it for that size alone",
+                ) from error
         progress.advance(len(x[job.model.input.name]))
     parities = {}
     for graph in planned.graphs:

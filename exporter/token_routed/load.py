@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...common.files import Reading, Watched, release
 from ...common.json_data import object_in
@@ -21,6 +24,7 @@ from ..model import Model, Source, TensorSpec
 from .experts import canonical, check_layer, experts_modules
 from .network import (
     DECODED,
+    PAST,
     TOKENS,
     Network,
     cache_shapes,
@@ -101,7 +105,10 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
     watched = Watched.now(found)
     model, mapped = _weights(folder, class_, config, found) if values else (skeleton, found)
     model = _part(model, kind) if values else model
-    original = Network(model.eval().requires_grad_(False), takes, gives)
+    # What scans its tokens has no cache of keys and values alone.
+    scans = values and not kind.translates and not any(name.startswith(PAST) for name in takes)
+    loops = scans and _loops(skeleton)
+    original = Network(model.eval().requires_grad_(False), takes, gives, loops=loops)
     network = sharing_weights(original)
     k, reading = k_of(config.get_text_config()), Reading(mapped, watched)
     for path in paths:
@@ -388,6 +395,75 @@ def _ports(
 
 def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[int, int]] | None:
     """The heads and width of each part of the cache, from a run without weights."""
+    with _without_weights(skeleton):
+        ids = torch.zeros((2, 3), dtype=torch.int64)
+        given: dict[str, Any] = {"input_ids": ids}
+        if kind.part == "decoder":
+            given = {DECODED: ids, "encoder_outputs": encoded(torch.zeros(2, 3, hidden))}
+        try:
+            found = skeleton(**given, use_cache=True)
+        except _FAILURES:  # it asks for what no cache of keys and values has
+            return None
+    return cache_shapes(getattr(found, "past_key_values", None))
+
+
+_FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
+"""What a model of the library may raise in a run without weights."""
+
+_LENGTHS = (2, 257, 513)
+"""In tokens: each is of more blocks than the one before, for blocks of up to 256."""
+
+_LOOPED = 4
+"""Where a longer input takes so many times the operators of the shortest, a loop is certain."""
+
+
+def _loops(skeleton: nn.Module) -> bool:
+    """Whether a model calls the more operators, the more tokens there are.
+
+    Such a loop over tokens, or over blocks of them, is unrolled when it is traced: the graph is of
+    one length alone. A branch changes the number once at most, a loop each time.
+    """
+    counts: list[int] = []
+    with _without_weights(skeleton):
+        for length in _LENGTHS:
+            calls = _Calls(_LOOPED * counts[0] if counts else None)
+            try:
+                # The library looks at no values of fake tensors.
+                with FakeTensorMode(allow_non_fake_inputs=True), calls:
+                    skeleton(input_ids=torch.zeros((2, length), dtype=torch.int64), use_cache=False)
+            except _TooManyError:
+                return True
+            except _FAILURES:  # what is wrong shows when it is traced
+                return False
+            if counts and calls.count <= counts[-1]:
+                return False
+            counts.append(calls.count)
+    return True
+
+
+class _TooManyError(Exception):
+    """There are more operators than were to be counted."""
+
+
+class _Calls(TorchDispatchMode):
+    """Counts the operators that are called within the context, `most` of them."""
+
+    def __init__(self, most: int | None) -> None:
+        super().__init__()
+        self.count, self.most = 0, most
+
+    def __torch_dispatch__(
+        self, function: Any, _: Any, arguments: tuple[Any, ...] = (), named: Any = None
+    ) -> Any:
+        self.count += 1
+        if self.most is not None and self.count > self.most:
+            raise _TooManyError
+        return function(*arguments, **(named or {}))
+
+
+@contextmanager
+def _without_weights(skeleton: nn.Module) -> Iterator[None]:
+    """Within the context a skeleton runs on tensors without values, its experts left out."""
 
     class Nothing(nn.Module):
         def forward(self, x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -398,17 +474,10 @@ def _shapes(skeleton: nn.Module, kind: _Kind, hidden: int) -> dict[str, tuple[in
         for path in held:
             skeleton.set_submodule(path, Nothing())
         with torch.no_grad(), torch.device("meta"):
-            ids = torch.zeros((2, 3), dtype=torch.int64)
-            given: dict[str, Any] = {"input_ids": ids}
-            if kind.part == "decoder":
-                given = {DECODED: ids, "encoder_outputs": encoded(torch.zeros(2, 3, hidden))}
-            found = skeleton(**given, use_cache=True)
-    except (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError):
-        return None  # it asks for what no cache of keys and values has
+            yield
     finally:
         for path, module in held.items():
             skeleton.set_submodule(path, module)
-    return cache_shapes(getattr(found, "past_key_values", None))
 
 
 def _weights(

@@ -28,15 +28,18 @@ class Network(nn.Module):
     """A model of `transformers` that takes a tensor for each name of `takes`.
 
     Its modules have the paths that they have in the model itself. `gives` names what is returned:
-    a field of the model's output, or a key or value of its cache.
+    a field of the model's output, or a key or value of its cache. `loops`: the model runs over its
+    tokens in a loop, which a trace unrolls.
     """
 
-    def __init__(self, model: nn.Module, takes: Sequence[str], gives: Sequence[str]) -> None:
+    def __init__(
+        self, model: nn.Module, takes: Sequence[str], gives: Sequence[str], *, loops: bool = False
+    ) -> None:
         super().__init__()
         for name, child in model.named_children():
             self.add_module(name, child)
         self._wrapped = (model,)  # in a tuple, so that no module is found twice
-        self.takes, self.gives = tuple(takes), tuple(gives)
+        self.takes, self.gives, self.loops = tuple(takes), tuple(gives), loops
 
     @property
     def wrapped(self) -> Any:

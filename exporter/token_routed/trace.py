@@ -28,10 +28,16 @@ def traced_program(
     """Returns a network's graph, with the names and axes of its inputs and outputs.
 
     It is traced at `sizes`; axes in `fixed` are constants of the graph. Raises `TraceError` where
-    an axis that should vary became a constant.
+    an axis that should vary became a constant, or would.
     """
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
+    if network.loops and "tokens" not in fixed:
+        raise TraceError(
+            f"a {type(network.wrapped).__name__} runs over its tokens in a loop, which a graph "
+            "repeats for the number of tokens that was traced",
+            hint="--tokens N exports it for inputs of N tokens alone",
+        )
     tensors = [_example(spec, sizes) for spec in inputs]
     arguments = network.arguments(tensors)
     axes = [

@@ -181,6 +181,69 @@ ARCHITECTURES: Mapping[str, Architecture] = {
 }
 
 
+_LINEAR = {
+    **_EIGHT,
+    "moe_intermediate_size": 16,
+    "head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"],
+}
+
+UNUSUAL: Mapping[str, Architecture] = {
+    each.type: each
+    for each in (
+        Architecture(
+            "deepseek_v32",
+            "DeepseekV32ForCausalLM",
+            {
+                **ARCHITECTURES["deepseek_v3"].config,
+                "head_dim": 4,
+                "index_topk": 3,
+                "index_n_heads": 16,
+                "index_head_dim": 8,
+            },
+        ),
+        Architecture(
+            "kimi_linear",
+            "KimiLinearForCausalLM",
+            {
+                **_LINEAR,
+                "num_key_value_heads": 4,
+                "kv_lora_rank": 8,
+                "qk_rope_head_dim": 4,
+                "qk_nope_head_dim": 8,
+                "v_head_dim": 8,
+                "mlp_layer_types": ["dense", "sparse"],
+            },
+        ),
+        Architecture(
+            "qwen3_next",
+            "Qwen3NextForCausalLM",
+            {
+                **_LINEAR,
+                "shared_expert_intermediate_size": 20,
+                "linear_num_key_heads": 2,
+                "linear_num_value_heads": 4,
+                "linear_key_head_dim": 8,
+                "linear_value_head_dim": 8,
+            },
+        ),
+        Architecture(
+            "jamba",
+            "JambaForCausalLM",
+            {
+                **_EIGHT,
+                "attn_layer_offset": 0,
+                "attn_layer_period": 2,
+                "mamba_dt_rank": 4,
+                "mamba_d_state": 8,
+            },
+        ),
+        Architecture("minimax", "MiniMaxForCausalLM", {**_LOCAL, "head_dim": 8}),
+    )
+}
+"""Models whose cache holds more than keys and values."""
+
+
 def save(architecture: Architecture, folder: Path, *, second: bool = False, **more: Any) -> Path:
     """Writes a model with random weights of some size, so that every part of it counts."""
     torch.manual_seed(1 if second else 0)

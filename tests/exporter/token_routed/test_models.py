@@ -16,16 +16,20 @@ from moexport.errors import (
     FamilyError,
     MissingExtraError,
     MoexportError,
+    TraceError,
     UsageError,
 )
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.checkpoints import state_dict
 from moexport.exporter.inputs import completed
 from moexport.exporter.model import Model
+from moexport.exporter.parity import TIE
+from moexport.exporter.reference import routed_margins
 from moexport.exporter.token_routed.experts import canonical, check_layer, experts_modules
 from moexport.tests.command import run
 from moexport.tests.exporter.token_routed.architectures import (
     ARCHITECTURES,
+    UNUSUAL,
     Library,
     check_chosen,
     check_steps,
@@ -115,6 +119,39 @@ def test_further_outputs_that_a_configuration_asks_for_are_left_out(tmp_path: Pa
     assert [port.name for port in bundle.manifest.outputs][:2] == ["logits", "present.0.key"]
     assert any(note.startswith(", ".join(sorted(asked))) for note in bundle.manifest.notes)
     check_steps(bundle, Library(MIXTRAL, folder, return_dict=True))
+
+
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_a_cache_of_more_than_keys_and_values_is_left_out_with_a_note(
+    name: str, tmp_path: Path
+) -> None:
+    """The keys of an indexer, states of a convolution or of an attention that is linear."""
+    model = moexport.load(save(UNUSUAL[name], tmp_path / "model"))
+    assert [each.name for each in model.inputs] == ["input_ids", "attention_mask"]
+    assert "its cache holds more than keys and values: exported without" in model.notes
+
+
+@pytest.mark.parametrize("name", ["jamba", "qwen3_next"])
+def test_a_loop_over_the_tokens_is_refused_before_it_is_traced(name: str, tmp_path: Path) -> None:
+    """Each token, or each block of 64: a graph would be right for the number traced alone."""
+    model = moexport.load(save(UNUSUAL[name], tmp_path / "model"))
+    with pytest.raises(TraceError, match="runs over its tokens in a loop") as told:
+        moexport.export(model, tmp_path / "out")
+    assert "--tokens N" in str(told.value.hint)
+    assert not (tmp_path / "out").exists()
+
+
+def test_tokens_that_an_indexer_or_a_group_left_out_make_no_tie(tmp_path: Path) -> None:
+    for name, each in {**UNUSUAL, **ARCHITECTURES}.items():
+        if not name.startswith("deepseek"):
+            continue
+        model = moexport.load(save(each, tmp_path / name), config={"use_cache": False})
+        ids = torch.from_numpy(np.random.default_rng(0).integers(0, 61, (3, 9)))
+        mask = torch.ones_like(ids)
+        mask[1, 6:] = 0
+        with routed_margins(model.module) as margins, torch.no_grad():
+            model.module(ids, mask)
+        assert margins and all((each > TIE).all() for each in margins.values()), name
 
 
 def test_what_is_left_out_of_the_inputs_has_its_default(bundle: Bundle) -> None:
