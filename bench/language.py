@@ -16,7 +16,7 @@ from ..common.locations import local
 from ..errors import FeedError, UsageError
 from ..exporter.inputs import Inputs, fitted
 from ..exporter.model import Model
-from ..exporter.token_routed.network import PAST, PRESENT, Network
+from ..exporter.token_routed.network import PAST, PRESENT, TransformersNetwork
 from .data import LabelledData, several_inputs
 from .plan import Phase
 from .runners.base import first_of
@@ -37,7 +37,9 @@ TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model")
 def is_language_model(model: Model) -> bool:
     """Whether a model foretells the next token, and is one of `transformers`."""
     network = model.module
-    return isinstance(network, Network) and type(network.wrapped).__name__.endswith("ForCausalLM")
+    if not isinstance(network, TransformersNetwork):
+        return False
+    return type(network.wrapped).__name__.endswith("ForCausalLM")
 
 
 def prompt_of(model: Model, asked: int | None) -> int:
@@ -45,7 +47,7 @@ def prompt_of(model: Model, asked: int | None) -> int:
 
     One more follows it.
     """
-    assert isinstance(model.module, Network)
+    assert isinstance(model.module, TransformersNetwork)
     config = model.module.wrapped.config.get_text_config()
     most = getattr(config, "max_position_embeddings", None)
     if asked is None:
@@ -62,7 +64,7 @@ def prompt_of(model: Model, asked: int | None) -> int:
 def phases_of(model: Model, prompt: int) -> tuple[Phase, ...]:
     """Returns the calls of a language model that are timed: no decode without a cache."""
     prefill = Phase("prefill", prompt)
-    assert isinstance(model.module, Network)
+    assert isinstance(model.module, TransformersNetwork)
     return (Phase("decode", 1, prompt), prefill) if model.module.cached else (prefill,)
 
 

@@ -12,7 +12,7 @@ from ..errors import UsageError
 from ..exporter.bundle.manifest import Dimension
 from ..exporter.job import ExportJob
 from ..exporter.model import Model
-from ..exporter.token_routed.network import Network
+from ..exporter.token_routed.network import TransformersNetwork
 from ..graphs.layers.base import MoESpec, moe_layers
 from .engines import KINDS, ONNXRUNTIME, PYTORCH_ALGORITHM_2, PYTORCH_EAGER, ModelEngine
 from .request import BenchRequest
@@ -164,7 +164,9 @@ def whole_k(job: ExportJob) -> dict[str, int]:
 def experts_form(model: Model) -> str | None:
     """Returns how a model of `transformers` computes its experts; None where there is one way."""
     network = model.original
-    if not isinstance(network, Network) or not network.wrapped._can_set_experts_implementation():
+    if not isinstance(network, TransformersNetwork):
+        return None
+    if not network.wrapped._can_set_experts_implementation():
         return None
     form: str = network.wrapped.config._experts_implementation
     return form

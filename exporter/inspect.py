@@ -17,7 +17,7 @@ from ..errors import UsageError
 from ..graphs.layers.base import MoELayer, MoESpec, choice_key, recorded_choices, replaced_layers
 from .inputs import DEFAULT_TOKENS, feed_inputs
 from .model import Model
-from .token_routed.network import Network
+from .token_routed.network import TransformersNetwork
 
 SHARES = (1, 2, 4, 8)
 
@@ -115,7 +115,7 @@ def token_counts(model: Model, dynamic: int = DEFAULT_TOKENS.opt) -> dict[str, i
     """
     side = max(1, round(dynamic**0.5))
     tokens_limit = model.input.limits.get("tokens", dynamic)
-    if isinstance(model.module, Network):  # its layers see every token
+    if isinstance(model.module, TransformersNetwork):  # its layers see every token
         return dict.fromkeys(model.layers, min(dynamic, tokens_limit))
     sizes = {"batch": 1, "tokens": min(dynamic, tokens_limit), "height": side, "width": side}
     example = torch.zeros(model.input.concrete(sizes), dtype=getattr(torch, model.input.dtype))

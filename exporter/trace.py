@@ -30,7 +30,7 @@ from ..graphs.lower import simplify
 from ..graphs.names import DOMAIN
 from .inputs import TRACED_BATCH
 from .model import Model, Steered
-from .token_routed.network import Network
+from .token_routed.network import TransformersNetwork
 from .token_routed.trace import traced_program
 
 RANK = 4  # [b, heads, m, d / heads]
@@ -132,7 +132,7 @@ def trace(model: Model, *, opset: int = 20, fixed: Mapping[str, int] | None = No
     sizes = traced_sizes(model, fixed)
     with layers_as_nodes(model.module) as backbone, _quiet():
         try:
-            if isinstance(backbone, Network):
+            if isinstance(backbone, TransformersNetwork):
                 graph = traced_program(
                     backbone, model.inputs, model.outputs, sizes, fixed, opset=opset
                 )

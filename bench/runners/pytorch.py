@@ -18,7 +18,7 @@ from ...errors import FeedError
 from ...exporter.inputs import Inputs, completed
 from ...exporter.model import Model, TensorSpec
 from ...exporter.reference import all_outputs, first_output, routed_margins
-from ...exporter.token_routed.network import Network
+from ...exporter.token_routed.network import TransformersNetwork
 from ...exporter.token_routed.routers import with_k
 from ...graphs.layers.base import (
     Algorithm,
@@ -62,7 +62,7 @@ class PyTorch(Runner):
     @torch.inference_mode()
     def outputs(self, x: Inputs) -> dict[str, Array]:
         """Returns every output of a model of `transformers`, by name."""
-        assert isinstance(self.module, Network)
+        assert isinstance(self.module, TransformersNetwork)
         found = all_outputs(self.module(*self.tensors(x)))
         return {name: y.numpy() for name, y in zip(self.module.gives, found, strict=True)}
 
@@ -97,7 +97,7 @@ def own_call(module: nn.Module, tensors: Sequence[Tensor]) -> Callable[[], Tenso
 
     A cache grows in a call, as it does where text is generated; before the next it is cut back.
     """
-    if not (isinstance(module, Network) and module.cached):
+    if not (isinstance(module, TransformersNetwork) and module.cached):
         return lambda: first_output(module(*tensors))
     arguments = module.arguments(tensors)
     cache, before = arguments["past_key_values"], arguments["past_key_values"].get_seq_length()
@@ -137,7 +137,7 @@ class PyTorchOnGpu(PyTorch):
 
         Of a language model the logits are copied back.
         """
-        if not (isinstance(self.module, Network) and self.module.cached):
+        if not (isinstance(self.module, TransformersNetwork) and self.module.cached):
             return partial(self.infer, x)
         with torch.cuda.stream(self._stream), torch.inference_mode():
             own = own_call(self.module, self.tensors(x))
@@ -251,7 +251,7 @@ def in_form(model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
     network = sharing_weights(untouched(model).module)
     network.routers = model.module.routers
     asked = with_k(replace(model, module=network), dict(k)).module
-    assert isinstance(asked, Network)
+    assert isinstance(asked, TransformersNetwork)
     if form is not None:
         asked.wrapped.set_experts_implementation(form)
     return asked

@@ -17,7 +17,7 @@ from ...common.user_code import callable_named
 from ...errors import CheckpointError, FamilyError, MoexportError, UsageError
 from ...graphs.layers.base import sharing_weights
 from ..model import Model, Source, TensorSpec
-from ..token_routed.own_router import Routed
+from ..token_routed.own_router import RoutedExperts
 from .adapters import EXAMPLE, Adapter, adapter_name, adapters_for, describe
 from .calls import ForwardPass, LayerCall, forward_pass
 from .comparison import check_adapter, check_alone, check_same, router_choice, surroundings
@@ -209,7 +209,7 @@ def _called(
     return tuple(by_path[path] for path in called), notes
 
 
-def _with_router(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) -> Routed:
+def _with_router(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str) -> RoutedExperts:
     """Our experts with the user's router, whose code reads a copy of the user's layer.
 
     The copy shares the parameters, and holds none of the experts' own: those are ours already.
@@ -221,14 +221,14 @@ def _with_router(place: LayerPlace, layer: nn.Module, call: LayerCall, name: str
     k = router_choice(description, call, place.at)[0].shape[-1]
     experts = description.build(name, k)
     if description.router is None:
-        return Routed(experts, None, None)
+        return RoutedExperts(experts, None, None)
     ranges = [_bytes_of(each) for each in description.tensors()]
     for module in host.modules():
         for parameter_name, parameter in module.named_parameters(recurse=False):
             first, last = _bytes_of(parameter)
             if any(first < end and start < last for start, end in ranges):
                 setattr(module, parameter_name, None)
-    return Routed(experts, description.router, host)
+    return RoutedExperts(experts, description.router, host)
 
 
 def _bytes_of(tensor: Tensor) -> tuple[int, int]:

@@ -49,14 +49,17 @@ def canonical(name: str, module: nn.Module, k: int) -> Experts:
         first, second = first.transpose(1, 2), second.transpose(1, 2)
     bias = (of.gate_up_proj_bias if of.has_gate else of.up_proj_bias) if of.has_bias else None
     n, d, _ = first.shape
-    spec = ExpertsSpec(name, n, k, d, second.shape[1], second.shape[2])
+    spec = ExpertsSpec(
+        name=name, experts=n, k=k, dim=d, hidden=second.shape[1], out=second.shape[2]
+    )
     scale = None
     if of.has_post_expert_norm:
         scale, epsilon = _post_norm(name, of.post_expert_norm, spec.out)
         spec = replace(spec, post_norm=True, post_norm_eps=epsilon)
     spec = _with_gate(spec, module)
     down_bias = of.down_proj_bias if of.has_bias else None
-    return Experts(spec, ExpertsWeights(first, second, bias, down_bias, scale))
+    weights = ExpertsWeights(w1=first, w2=second, b1=bias, b2=down_bias, scale=scale)
+    return Experts(spec, weights)
 
 
 def check_layer(layer: Experts, module: nn.Module) -> None:
@@ -84,10 +87,10 @@ def _with_gate(spec: ExpertsSpec, module: nn.Module) -> ExpertsSpec:
     if not of.has_gate:
         return with_activation(spec, of.act_fn, module)
     # Wide enough for every bound on gate and up to count.
-    limit = max((abs(each) for each in _numbers(module, "limit")), default=1.0)
+    limit = max(map(abs, _numbers(module, "limit")), default=1.0)
     z = 4 * max(1.0, limit) * _some(2 * spec.hidden)
     gate: Gate = "concatenated" if of.is_concatenated else "interleaved"
-    return _found(replace(spec, gate=gate), module, z, of._apply_gate(z))
+    return _matching(replace(spec, gate=gate), module, z, of._apply_gate(z))
 
 
 def with_activation(spec: ExpertsSpec, act: Any, module: nn.Module) -> ExpertsSpec:
@@ -96,18 +99,18 @@ def with_activation(spec: ExpertsSpec, act: Any, module: nn.Module) -> ExpertsSp
     Raises `FamilyError` for an activation that the layer does not have.
     """
     z = 4 * _some(spec.hidden)
-    return _found(replace(spec, gate="none"), module, z, act(z))
+    return _matching(replace(spec, gate="none"), module, z, act(z))
 
 
 def _some(width: int) -> Tensor:
     return torch.randn(ROWS, width, generator=torch.Generator().manual_seed(0))
 
 
-def _found(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -> ExpertsSpec:
+def _matching(spec: ExpertsSpec, module: nn.Module, z: Tensor, wanted: Tensor) -> ExpertsSpec:
     """The first candidate that computes `wanted` of z."""
     for candidate in _candidates(spec, module):
-        found = _between(candidate, z)
-        if found.shape == wanted.shape and torch.allclose(found, wanted, rtol=1e-4, atol=1e-5):
+        y = _between(candidate, z)
+        if y.shape == wanted.shape and torch.allclose(y, wanted, rtol=1e-4, atol=1e-5):
             return candidate
     raise FamilyError(
         f"layer {spec.name}: what {type(module).__name__} computes between its two products is no "
@@ -121,7 +124,7 @@ def _candidates(spec: ExpertsSpec, module: nn.Module) -> list[ExpertsSpec]:
     """What the module may compute with the spec's gate, the usual first."""
     alphas = [1.0, QUICK_GELU, *_numbers(module, "alpha")]
     forms: list[tuple[ExpertActivation, float]] = [("silu", alpha) for alpha in alphas]
-    forms += [(each, 1.0) for each in get_args(ExpertActivation) if each != "silu"]
+    forms += [(name, 1.0) for name in get_args(ExpertActivation) if name != "silu"]
     gated = spec.gate != "none"
     limits = [None, *_numbers(module, "limit")] if gated else [None]
     offsets = (0.0, 1.0) if gated else (0.0,)
@@ -150,7 +153,7 @@ def _post_norm(name: str, norm: nn.Module, width: int) -> tuple[Tensor, float]:
     """The scale before a norm that divides by the root mean square, and its epsilon."""
     of: Any = norm
     epsilon = next(
-        (float(getattr(of, each)) for each in ("eps", "variance_epsilon") if hasattr(of, each)), 0.0
+        (float(getattr(of, name)) for name in ("eps", "variance_epsilon") if hasattr(of, name)), 0.0
     )
     if of.weight.is_meta:  # only looked at
         return of.weight, epsilon

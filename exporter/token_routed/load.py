@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,7 +26,7 @@ from .network import (
     DECODED,
     PAST,
     TOKENS,
-    Network,
+    TransformersNetwork,
     cache_shapes,
     cache_specs,
     decoder_specs,
@@ -54,7 +54,7 @@ OWN_MODULES = (
     "dbrx, jetmoe, llama4, longcat_flash and step3p7 have experts of their own that are not known"
 )
 
-Part = Literal["encoder", "decoder"]
+ModelPart = Literal["encoder", "decoder"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class _Kind:
     output: str
     axes: tuple[str, ...]
     translates: bool = False
-    part: Part | None = None
+    part: ModelPart | None = None
 
     @property
     def cached(self) -> bool:
@@ -101,14 +101,14 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
     routers = find_routers(build, config, max(experts)) if paths else None
     cached = bool(kind.cached and given.get("use_cache", getattr(config, "use_cache", True)))
     inputs, outputs, notes = _ports(skeleton, config, kind, cached=cached)
-    takes, gives = [each.name for each in inputs], [each.name for each in outputs]
+    takes, gives = [port.name for port in inputs], [port.name for port in outputs]
     watched = Watched.now(found)
     model, mapped = _weights(folder, class_, config, found) if values else (skeleton, found)
     model = _part(model, kind) if values else model
     # What scans its tokens has no cache of keys and values alone.
     scans = values and not kind.translates and not any(name.startswith(PAST) for name in takes)
     loops = scans and _loops(skeleton)
-    original = Network(model.eval().requires_grad_(False), takes, gives, loops=loops)
+    original = TransformersNetwork(model.eval().requires_grad_(False), takes, gives, loops=loops)
     network = sharing_weights(original)
     k, reading = k_of(config.get_text_config()), Reading(mapped, watched)
     for path in paths:
@@ -122,11 +122,11 @@ def load_transformers(folder: Path, given: Mapping[str, Any], *, values: bool = 
     wrong = _replace_blocks(network, original, check=values)
     if wrong is not None:
         notes = (*notes, wrong)
-    _keep_routers(network, routers)
+    network.routers = routers  # type: ignore[assignment]
     return Model(
         module=network,
         family=str(config.model_type),
-        config=_told(config, routers, kind, cached=network_cached(network)),
+        config=_configuration(config, routers, kind, cached=original.cached),
         source=Source(
             str(folder), found, mapped=mapped, watched=watched.hashed() if values else None
         ),
@@ -158,25 +158,18 @@ def _replace_blocks(network: nn.Module, original: nn.Module, *, check: bool) -> 
     )
 
 
-def network_cached(network: nn.Module) -> bool:
-    """Whether a network takes and returns a cache."""
-    return isinstance(network, Network) and network.cached
-
-
-def _keep_routers(network: nn.Module, routers: Routers | None) -> None:
-    network.routers = routers  # type: ignore[assignment]
-
-
-def _told(config: Any, routers: Routers | None, kind: _Kind, *, cached: bool) -> dict[str, Any]:
+def _configuration(
+    config: Any, routers: Routers | None, kind: _Kind, *, cached: bool
+) -> dict[str, Any]:
     """What a manifest says of the configuration: sizes that a reader looks for, and the cache."""
     text = config.get_text_config()
     names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
-    told = {name: getattr(text, name) for name in names if hasattr(text, name)}
+    record = {name: getattr(text, name) for name in names if hasattr(text, name)}
     if routers is not None:
-        told[routers.field] = routers.trained
+        record[routers.field] = routers.trained
     if kind.part is not None:
-        told["part"] = kind.part
-    return {**told, "use_cache": cached}
+        record["part"] = kind.part
+    return {**record, "use_cache": cached}
 
 
 def _check_given(given: Mapping[str, Any]) -> None:
@@ -187,8 +180,10 @@ def _check_given(given: Mapping[str, Any]) -> None:
             hint="use_cache=false exports a language model without its cache, part=encoder or "
             "part=decoder a part of a model that has both; nothing else can be given",
         )
-    if given.get("part", "encoder") not in get_args(Part):
-        raise UsageError(f"--set part={given['part']}: {' or '.join(get_args(Part))} is expected")
+    if given.get("part", "encoder") not in get_args(ModelPart):
+        raise UsageError(
+            f"--set part={given['part']}: {' or '.join(get_args(ModelPart))} is expected"
+        )
     if not isinstance(given.get("use_cache", True), bool):
         raise UsageError(f"--set use_cache={given['use_cache']}: true or false is expected")
 
@@ -231,16 +226,16 @@ def _leave_out_further_outputs(config: Any) -> tuple[str, ...]:
     What else a model returns changes nothing of its result. Some of it, the loss that balances
     experts among it, cannot be traced.
     """
-    asked = set()
-    for each in (config, config.get_text_config()):
-        each.return_dict = True
+    further = set()
+    for part in (config, config.get_text_config()):
+        part.return_dict = True
         for name in FURTHER_OUTPUTS:
-            if getattr(each, name, False):
-                asked.add(name)
-                setattr(each, name, False)
-    if not asked:
+            if getattr(part, name, False):
+                further.add(name)
+                setattr(part, name, False)
+    if not further:
         return ()
-    return (f"{', '.join(sorted(asked))} of config.json left out: the graph has no such outputs",)
+    return (f"{', '.join(sorted(further))} of config.json left out: the graph has no such outputs",)
 
 
 def _weight_files(folder: Path) -> tuple[Path, ...]:
@@ -276,7 +271,7 @@ def _class(folder: Path, config: Any) -> Any:
         ) from None
 
 
-def _kind(folder: Path, name: str, config: Any, part: Part | None) -> _Kind:
+def _kind(folder: Path, name: str, config: Any, part: ModelPart | None) -> _Kind:
     if config.is_encoder_decoder and not name.endswith("EncoderModel"):
         return _translating(folder, name, part)
     if part is not None:
@@ -285,23 +280,30 @@ def _kind(folder: Path, name: str, config: Any, part: Part | None) -> _Kind:
         )
     for end, axes in HEADS.items():
         if name.endswith(end):
-            return _Kind(name, "last_hidden_state" if end == "Model" else "logits", axes)
+            return _Kind(name=name, output=_output(end), axes=axes)
     raise _unserved(folder, name)
 
 
-def _translating(folder: Path, name: str, part: Part | None) -> _Kind:
+def _translating(folder: Path, name: str, part: ModelPart | None) -> _Kind:
     """The kind of a model with an encoder and a decoder, or of one part of it."""
     for end, last in TRANSLATING.items():
         if name.endswith(end):
-            output = "logits" if last == "vocabulary" else "last_hidden_state"
+            kind = _Kind(
+                name=name, output=_output(end), axes=(*TOKENS, last), translates=True, part=part
+            )
             match part:
                 case "encoder":
-                    return _Kind(name, "last_hidden_state", (*TOKENS, "hidden"), True, part)
+                    return replace(kind, output=_output("Model"), axes=HEADS["Model"])
                 case "decoder":
-                    return _Kind(name, output, (*TOKENS, last), True, part)
+                    return kind
                 case None:
-                    return _Kind(name, output, ("batch", "decoder_tokens", last), True)
+                    return replace(kind, axes=("batch", "decoder_tokens", last))
     raise _unserved(folder, name)
+
+
+def _output(ending: str) -> str:
+    """What a class whose name ends so calls its output."""
+    return "last_hidden_state" if ending == "Model" else "logits"
 
 
 def _unserved(folder: Path, name: str) -> FamilyError:
@@ -445,11 +447,11 @@ class _TooManyError(Exception):
     """There are more operators than were to be counted."""
 
 
-class _Calls(TorchDispatchMode):
+class _Calls(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts the operators that are called within the context, `most` of them."""
 
     def __init__(self, most: int | None) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count, self.most = 0, most
 
     def __torch_dispatch__(

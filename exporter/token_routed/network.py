@@ -24,7 +24,7 @@ ENCODED, ENCODED_MASK = "encoder_hidden_states", "encoder_attention_mask"
 DECODED = "decoder_input_ids"
 
 
-class Network(nn.Module):
+class TransformersNetwork(nn.Module):
     """A model of `transformers` that takes a tensor for each name of `takes`.
 
     Its modules have the paths that they have in the model itself. `gives` names what is returned:

@@ -113,7 +113,7 @@ class _Nllb(SparseBlock):
 
 
 @dataclass(frozen=True, slots=True)
-class _Form:
+class _BlockNames:
     """What a class of sparse blocks calls an expert's two maps, how many experts a token gets."""
 
     first: str
@@ -122,10 +122,10 @@ class _Form:
     stand_in: type[SparseBlock]
 
 
-_FORMS: Mapping[str, _Form] = MappingProxyType(
+_BLOCKS: Mapping[str, _BlockNames] = MappingProxyType(
     {
-        "SwitchTransformersSparseMLP": _Form("wi", "wo", 1, _Switch),
-        "NllbMoeSparseMLP": _Form("fc1", "fc2", 2, _Nllb),
+        "SwitchTransformersSparseMLP": _BlockNames(first="wi", second="wo", k=1, stand_in=_Switch),
+        "NllbMoeSparseMLP": _BlockNames(first="fc1", second="fc2", k=2, stand_in=_Nllb),
     }
 )
 
@@ -133,7 +133,7 @@ _FORMS: Mapping[str, _Form] = MappingProxyType(
 def sparse_blocks(network: nn.Module) -> dict[str, nn.Module]:
     """Returns the sparse blocks of a network whose experts are modules of their own, by path."""
     return {
-        name: module for name, module in network.named_modules() if type(module).__name__ in _FORMS
+        name: module for name, module in network.named_modules() if type(module).__name__ in _BLOCKS
     }
 
 
@@ -144,20 +144,22 @@ def canonical_block(path: str, block: nn.Module) -> SparseBlock:
     an input another result in another batch, or at another time.
     """
     of: Any = block
-    form = _FORMS[type(block).__name__]
+    names = _BLOCKS[type(block).__name__]
     experts = _experts(of)
-    first = [getattr(expert, form.first) for expert in experts]
-    second = [getattr(expert, form.second) for expert in experts]
+    first = [getattr(expert, names.first) for expert in experts]
+    second = [getattr(expert, names.second) for expert in experts]
     hidden, d = first[0].weight.shape
     out = second[0].weight.shape[0]
-    spec = ExpertsSpec(f"{path}.experts", len(experts), form.k, d, hidden, out)
-    weights = ExpertsWeights(
-        tuple(each.weight.T for each in first),
-        tuple(each.weight.T for each in second),
-        _biases(first),
-        _biases(second),
+    spec = ExpertsSpec(
+        name=f"{path}.experts", experts=len(experts), k=names.k, dim=d, hidden=hidden, out=out
     )
-    return form.stand_in(of, Experts(with_activation(spec, experts[0].act, block), weights))
+    weights = ExpertsWeights(
+        w1=tuple(linear.weight.T for linear in first),
+        w2=tuple(linear.weight.T for linear in second),
+        b1=_biases(first),
+        b2=_biases(second),
+    )
+    return names.stand_in(of, Experts(with_activation(spec, experts[0].act, block), weights))
 
 
 def check_block(path: str, ours: SparseBlock, block: nn.Module) -> bool:

@@ -1,7 +1,7 @@
 """A user's own router around our experts: its code is run and traced as it is.
 
-`Routed` stands where the user's layer stood. Its k is the router's: a smaller one is asked of the
-router, which says by a parameter `k` that it can be asked.
+`RoutedExperts` stands where the user's layer stood. Its k is the router's: a smaller one is asked
+of the router, which says by a parameter `k` that it can be asked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ K = "k"
 """What a router calls the number of experts that it can be asked for."""
 
 
-class Routed(nn.Module):
+class RoutedExperts(nn.Module):
     """Experts with the router that chooses them: x [..., d] to [..., o], as the user's layer does.
 
     `host` is the module whose parameters the router reads. Without a `router` the layer is called
@@ -46,12 +46,12 @@ class Routed(nn.Module):
         self.host = host
         self.k = k
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Routed:
+    def __deepcopy__(self, memo: dict[int, Any]) -> RoutedExperts:
         # The router may be a closure, which stays that of these modules: they are shared.
         experts = sharing_weights(self.experts)
         assert isinstance(experts, Experts)
         router = None if self.router is None else self.router.function
-        copy = Routed(experts, router, self.host, self.k).train(self.training)
+        copy = RoutedExperts(experts, router, self.host, self.k).train(self.training)
         memo[id(self)] = copy
         return copy
 
@@ -155,16 +155,18 @@ def with_router_k(model: Model, k: Mapping[str, int | None]) -> Model:
     return changed
 
 
-def _routed(model: Model) -> dict[str, Routed]:
+def _routed(model: Model) -> dict[str, RoutedExperts]:
     return {name: each for name, each in _by_layer(model.module).items() if name in model.layers}
 
 
-def _by_layer(module: nn.Module) -> dict[str, Routed]:
+def _by_layer(module: nn.Module) -> dict[str, RoutedExperts]:
     """The routed experts of a module, by the name of their layer."""
-    return {each.experts.spec.name: each for each in module.modules() if isinstance(each, Routed)}
+    return {
+        each.experts.spec.name: each for each in module.modules() if isinstance(each, RoutedExperts)
+    }
 
 
-def _check_asked(name: str, routed: Routed, wanted: int | None) -> None:
+def _check_asked(name: str, routed: RoutedExperts, wanted: int | None) -> None:
     n, given = routed.experts.spec.experts, routed.experts.spec.trained_k
     if wanted is None:
         raise UsageError(

@@ -16,7 +16,7 @@ from torch import nn
 from ...errors import UsageError
 from ...graphs.layers.base import sharing_weights
 from ..model import Model
-from .network import Network
+from .network import TransformersNetwork
 
 FIELDS = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts", "num_selected_experts")
 """What configurations call k, after their own other names for it."""
@@ -55,19 +55,19 @@ def find_routers(build: Callable[[Any], nn.Module], config: Any, experts: int) -
     field, k = found
     other = k - 1 if k > 1 else k + 1
     if not 1 <= other <= experts:
-        return Routers(field, k, ())
+        return Routers(field=field, trained=k, attributes=())
     changed = copy.deepcopy(config)
     setattr(changed.get_text_config(), field, other)
     try:
         one, two = build(config), build(changed)
     except (ValueError, NotImplementedError, AssertionError):
-        return Routers(field, k, ())  # an architecture of one k alone
+        return Routers(field=field, trained=k, attributes=())  # an architecture of one k alone
     attributes = []
     for (path, module), (_, twin) in zip(one.named_modules(), two.named_modules(), strict=True):
         for name, value in vars(module).items():
             if isinstance(value, int) and value == k and vars(twin).get(name) == other:
                 attributes.append((path, name))
-    return Routers(field, k, tuple(attributes))
+    return Routers(field=field, trained=k, attributes=tuple(attributes))
 
 
 def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
@@ -78,8 +78,8 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
     """
     network = model.module
     routers = getattr(network, "routers", None)
-    if not isinstance(network, Network) or routers is None:
-        if isinstance(network, Network):
+    if not isinstance(network, TransformersNetwork) or routers is None:
+        if isinstance(network, TransformersNetwork):
             _check_trained(model, k)
         return model
     assert isinstance(routers, Routers)
@@ -96,7 +96,7 @@ def with_k(model: Model, k: Mapping[str, int | None]) -> Model:
             hint="leave --k out",
         )
     changed = sharing_weights(network)
-    assert isinstance(changed, Network)
+    assert isinstance(changed, TransformersNetwork)
     layers = {path.rpartition(".")[0]: each for path, each in k.items()}
     ks = set(k.values())
     for path, name in routers.attributes:

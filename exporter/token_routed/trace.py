@@ -11,13 +11,13 @@ import torch
 
 from ...errors import TraceError
 from ..model import TensorSpec
-from .network import ENCODED, ENCODED_MASK, PAST, PRESENT, Network
+from .network import ENCODED, ENCODED_MASK, PAST, PRESENT, TransformersNetwork
 
 _SYMBOL = re.compile(r"[a-z]\d+")
 
 
 def traced_program(
-    network: Network,
+    network: TransformersNetwork,
     inputs: Sequence[TensorSpec],
     outputs: Sequence[TensorSpec],
     sizes: Mapping[str, int],
@@ -75,7 +75,7 @@ def _example(spec: TensorSpec, sizes: Mapping[str, int]) -> torch.Tensor:
 
 
 def _shapes(
-    network: Network, arguments: Mapping[str, Any], axes: Sequence[dict[int, Any]]
+    network: TransformersNetwork, arguments: Mapping[str, Any], axes: Sequence[dict[int, Any]]
 ) -> dict[str, Any]:
     """The dynamic axes of each argument, in the form of its pytree."""
     given: dict[str, Any] = dict(zip(network.takes, axes, strict=True))
@@ -88,7 +88,7 @@ def _shapes(
     return {name: given[name] for name in arguments if name in given}
 
 
-def _like(cache: Any, axes: list[dict[int, Any]], network: Network) -> Any:
+def _like(cache: Any, axes: list[dict[int, Any]], network: TransformersNetwork) -> Any:
     """The dynamic axes of a cache."""
     from transformers.exporters.exporter_dynamo import (
         get_auto_dynamic_shapes,

@@ -20,7 +20,7 @@ ExpertsLayer = LayerOf[ExpertsSpec]
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class ScaledRows:
     """Rows as a product takes them; a unit of a row is worth `scale` [r, 1], 1 where it is None."""
 
     values: ir.Value
@@ -39,24 +39,24 @@ def token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     return b.cast(x, layer.x_type, layer.compute.inner, "dispatch/tokens")
 
 
-def first_rows(b: Builder, layer: ExpertsLayer, rows: ir.Value) -> Rows:
+def first_rows(b: Builder, layer: ExpertsLayer, rows: ir.Value) -> ScaledRows:
     """Rows [..., d] as the first product takes them."""
     b.tap(EXPERT_INPUT, rows)
     return _prepared(b, layer, "experts.w1", rows, "experts/rows")
 
 
-def second_rows(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> Rows:
+def second_rows(b: Builder, layer: ExpertsLayer, hidden: ir.Value, name: str) -> ScaledRows:
     """Rows [..., h] as the second product takes them."""
     b.tap(EXPERT_HIDDEN, hidden)
     return _prepared(b, layer, "experts.w2", hidden, f"{name}/hidden")
 
 
-def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: str) -> Rows:
+def _prepared(b: Builder, layer: ExpertsLayer, key: str, rows: ir.Value, name: str) -> ScaledRows:
     quantized = layer.compute.quantized
     if quantized is None or not quantized.dynamic:
-        return Rows(operand(b, layer.compute, key, rows, name))
+        return ScaledRows(values=operand(b, layer.compute, key, rows, name))
     scaled, scale = scaled_rows(b, rows, name)
-    return Rows(operand(b, layer.compute, key, scaled, name), scale)
+    return ScaledRows(values=operand(b, layer.compute, key, scaled, name), scale=scale)
 
 
 def products(
@@ -124,7 +124,7 @@ Multiply = Callable[[str, ir.Value, str], ir.Value]
 def both_products(
     b: Builder,
     layer: ExpertsLayer,
-    rows: Rows,
+    rows: ScaledRows,
     multiply: Multiply,
     experts: int | ir.Value | None,
 ) -> ir.Value:

@@ -12,7 +12,7 @@ from ..conditional import chosen_at_all, split, zero_rows
 from ..cost import Machine, packing_us
 from .arithmetic import (
     ExpertsLayer,
-    Rows,
+    ScaledRows,
     activate,
     by_expert,
     finished,
@@ -44,7 +44,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
             "dispatch/weights",
         )
         own = split(b, columns, n, 1, "dispatch/weight")
-        rows = Rows(tokens)
+        rows = ScaledRows(values=tokens)
     else:
         shares = by_expert(b, layer, index, weights)
         rows = first_rows(b, layer, tokens)
@@ -70,7 +70,7 @@ def build(b: Builder, layer: ExpertsLayer, x: ir.Value) -> ir.Value:
     return weighted_sum(b, layer, joined(b, by_token, "combine/outputs", axis=1), shares)
 
 
-def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: Rows) -> ir.Value:
+def _expert(b: Builder, layer: ExpertsLayer, e: int, rows: ScaledRows) -> ir.Value:
     """All tokens through one expert: [t, o], FP32."""
     raw = products(b, layer, e, "1", rows.values, "products")
     first = finished(b, layer, "1", raw, rows.scale, e, "products")

@@ -20,7 +20,7 @@ from ..cost import Machine
 from ..grouped import inverse, sorted_by_expert
 from .arithmetic import (
     ExpertsLayer,
-    Rows,
+    ScaledRows,
     both_products,
     by_token,
     first_rows,
@@ -71,18 +71,19 @@ def _sorted_pairs(b: Builder, layer: ExpertsLayer, index: ir.Value) -> _Pairs:
     )
 
 
-def _token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs) -> Rows:
+def _token_rows(b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs) -> ScaledRows:
     """The tokens of the pairs; they become integers, where they do, before they are copied."""
     rows = first_rows(b, layer, token_rows(b, layer, x))
     values = b.op("Gather", rows.values, pairs.token, axis=0, name="dispatch/rows")
     if rows.scale is None:
-        return Rows(values)
-    return Rows(values, b.op("Gather", rows.scale, pairs.token, axis=0, name="dispatch/scales"))
+        return ScaledRows(values=values)
+    scale = b.op("Gather", rows.scale, pairs.token, axis=0, name="dispatch/scales")
+    return ScaledRows(values=values, scale=scale)
 
 
 def _weighted_rows(
     b: Builder, layer: ExpertsLayer, x: ir.Value, pairs: _Pairs, weights: ir.Value
-) -> Rows:
+) -> ScaledRows:
     """The tokens of the pairs, multiplied by their weights."""
     tokens = b.op("Gather", token_rows(b, layer, x), pairs.token, axis=0, name="dispatch/pairs")
     flat = b.op("Reshape", weights, b.ints(-1, 1), name="dispatch/weights")
@@ -91,7 +92,7 @@ def _weighted_rows(
     return first_rows(b, layer, b.op("Mul", tokens, own, name="dispatch/weighted"))
 
 
-def _through_experts(b: Builder, layer: ExpertsLayer, rows: Rows, pairs: _Pairs) -> ir.Value:
+def _through_experts(b: Builder, layer: ExpertsLayer, rows: ScaledRows, pairs: _Pairs) -> ir.Value:
     """Each expert on its rows: [r, d] to [r, o], both sorted by expert."""
     multiply = partial(_by_expert, b, layer, pairs.counts)
     return both_products(b, layer, rows, multiply, pairs.expert)

@@ -18,7 +18,7 @@ from moexport.exporter.checkpoints.descriptions import ExpertsDescription as Exp
 from moexport.exporter.job import export_job
 from moexport.exporter.model import fingerprint
 from moexport.exporter.options import ExportOptions
-from moexport.exporter.token_routed.own_router import Routed, with_router_k
+from moexport.exporter.token_routed.own_router import RoutedExperts, with_router_k
 from moexport.tests.command import run
 
 CODE = '''
@@ -201,7 +201,7 @@ def test_k_is_asked_of_a_copy_and_can_be_taken_back() -> None:
 def test_the_network_may_be_the_layer_itself() -> None:
     x = np.random.default_rng(0).standard_normal((4, 6, 8)).astype(np.float32)
     model = moexport.load("routed:alone", example=x)
-    assert isinstance(model.module, Routed) and list(model.layers) == ["experts"]
+    assert isinstance(model.module, RoutedExperts) and list(model.layers) == ["experts"]
 
 
 def adapted(**changes: Any) -> Any:
@@ -314,7 +314,7 @@ def test_a_router_that_gives_another_number_than_it_is_asked_for_is_refused() ->
 
     model = loaded()
     routed = model.module.moe
-    assert isinstance(routed, Routed)
-    model.module.moe = Routed(routed.experts, stubborn, Plain())
+    assert isinstance(routed, RoutedExperts)
+    model.module.moe = RoutedExperts(routed.experts, stubborn, Plain())
     with pytest.raises(UsageError, match="was asked for 1 experts and gives 2"):
         export_job(model, ExportOptions(k=1))
