@@ -477,9 +477,9 @@ def demo(out: AnyPath, request: DemoRequest) -> Outcome:
 
         return run_experts_demo(Path(out), watcher, force=force)
     from .bench.demo.demo import run_demo
-    from .tune.demo import tuned
+    from .tune.findings import demonstrated
 
-    return run_demo(Path(out), watcher, force=force, last=partial(tuned, watcher))
+    return run_demo(Path(out), watcher, force=force, last=partial(demonstrated, watcher))
 
 
 def tune(
@@ -506,10 +506,10 @@ def tune(
     from .common.console import Silent
     from .common.writing import check_folder
     from .exporter.bundle.destination import check_destination
-    from .tune.clock import Clock
+    from .tune.budget import Clock
     from .tune.findings import write_findings
     from .tune.shards import evaluate_here, evaluating_on_ray
-    from .tune.tune import tune as run_it
+    from .tune.tune import search_and_export
 
     options, force, progress = request.search(), request.force, request.progress
     clock = Clock(options.seconds, started=started)
@@ -523,8 +523,11 @@ def tune(
         if request.ray is None
         else evaluating_on_ray(request.ray, request.on or "CPU", progress or Silent())
     ) as evaluate:
-        found = run_it(
-            *(loaded, labelled, Path(destination), options),
+        found = search_and_export(
+            loaded,
+            labelled,
+            Path(destination),
+            options,
             work=place,
             force=force,
             progress=progress,

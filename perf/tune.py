@@ -39,13 +39,16 @@ from moexport.exporter.model import Model
 from moexport.exporter.options import PrecisionOptions, parse_k
 from moexport.exporter.session import SessionOptions
 from moexport.graphs.targets import Precision
-from moexport.tune.clock import Clock
-from moexport.tune.graphs import Look, spin_for
+from moexport.tune.budget import Clock, spin_for
+from moexport.tune.confirm import SearchResult, front_of, with_ms
+from moexport.tune.graphs import Look
+from moexport.tune.prepare import SearchJob, prepare
 from moexport.tune.quality import Quality, Tally
 from moexport.tune.request import SearchOptions
-from moexport.tune.search import AROUND, front_of, with_ms
+from moexport.tune.schedule import AROUND
+from moexport.tune.search import search
 from moexport.tune.space import RANGED, Choice, Point
-from moexport.tune.tune import Found, Job
+from moexport.tune.tune import export_best
 from torch import nn
 from torch.nn import functional as F
 
@@ -322,11 +325,11 @@ def row_of(
     place = Path(folder) / network.title.replace(" ", "-").replace(",", "")
     request = SearchOptions(keep=KEEP, seconds=tune_s)
     began = time.monotonic()
-    job = Job.begin(
-        *(network.model, network.data, request, place / "work", progress, Clock(tune_s))
+    job = prepare(*(network.model, network.data, request, place / "work", progress, Clock(tune_s)))
+    found = search(job, progress)
+    _, chosen, tuned = export_best(
+        job, found, place / "tuned", place / "recipe", progress, force=False
     )
-    found = job.search(progress)
-    _, chosen, tuned = job.answered(found, place / "tuned", force=False, progress=progress)
     seconds = time.monotonic() - began
     uniform = _uniform(network, job, found, place, progress)
     first = {name: bundle for name, (bundle, _) in uniform.items()}
@@ -392,7 +395,7 @@ def _call(bundle: moexport.Bundle, data: LabelledData) -> Callable[[int], object
 
 
 def _uniform(
-    network: Network, job: Job, found: Found, place: Path, progress: Progress
+    network: Network, job: SearchJob, found: SearchResult, place: Path, progress: Progress
 ) -> dict[str, tuple[moexport.Bundle, Quality]]:
     """The bundles of one k and precision that are confirmed as `tune`'s are, by their names."""
     bundles: dict[str, moexport.Bundle] = {}
@@ -423,7 +426,7 @@ def _uniform(
 
 
 def _qualities(
-    bundles: Mapping[str, moexport.Bundle], job: Job, found: Found, progress: Progress
+    bundles: Mapping[str, moexport.Bundle], job: SearchJob, found: SearchResult, progress: Progress
 ) -> dict[str, Quality]:
     progress.step("confirming uniform exports")
     metric, graphs = job.metric, found.graphs
@@ -438,7 +441,9 @@ def _qualities(
     return {name: metric.quality(tally) for name, tally in tallies.items()}
 
 
-def _optuna(found: Found, job: Job, limit: int, seconds: float, progress: Progress) -> list[Look]:
+def _optuna(
+    found: SearchResult, job: SearchJob, limit: int, seconds: float, progress: Progress
+) -> list[Look]:
     """What Optuna looks at, over the same choices, with the layers' lowerings known to both."""
     import optuna
 
@@ -480,7 +485,7 @@ def _optuna(found: Found, job: Job, limit: int, seconds: float, progress: Progre
 
 
 def _areas(
-    ours: Sequence[Look], theirs: Sequence[Look], found: Found, progress: Progress
+    ours: Sequence[Look], theirs: Sequence[Look], found: SearchResult, progress: Progress
 ) -> tuple[float, float]:
     """The areas that two fronts dominate, by times that are taken again, in turn.
 
@@ -507,7 +512,7 @@ def _areas(
 
 
 def _timed(
-    looks: Sequence[Look], found: Found, protocol: Protocol, progress: Progress
+    looks: Sequence[Look], found: SearchResult, protocol: Protocol, progress: Progress
 ) -> list[Look]:
     """Returns looks, each once, with the times that they take in turn."""
     points = {look.point.key: look for look in looks}

@@ -14,7 +14,7 @@ import torch
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, SOFT_MOE, VIT_SETS, RecordedCase, read_case
 from moexport.tests.traces import traced_once
-from moexport.tune import graphs
+from moexport.tune import budget
 from moexport.tune.substitutes import distill
 
 
@@ -51,8 +51,8 @@ def substitutes_trained_briefly() -> Iterator[None]:
 def graphs_timed_briefly() -> Iterator[None]:
     """Searches time short graphs in as few rounds as long ones: no test depends on these times."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(graphs, "MORE_QUICK", graphs.QUICK.rounds)
-        patch.setattr(graphs, "MORE_CAREFUL", graphs.QUICK.rounds)
+        patch.setattr(budget, "MORE_QUICK", budget.QUICK.rounds)
+        patch.setattr(budget, "MORE_CAREFUL", budget.QUICK.rounds)
         yield
 
 

@@ -4,20 +4,26 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 
+import msgspec
 import numpy as np
 
 from ..bench.metrics import Z
 from ..bench.runners.base import first_of
 from ..bench.runners.pytorch import untouched
 from ..common.console import Progress
-from ..errors import CheckError, FeedError
-from .graphs import Graphs, Look
+from ..common.timing import Latency, Protocol
+from ..errors import CheckError, FeedError, MoexportError
+from .budget import protocol_for
+from .graphs import Graphs, Look, times_as_long
 from .halves import Halves
+from .prepare import SearchJob
 from .quality import Quality
 from .shards import Batch
+from .space import Choice
+from .substitutes.substitutes import FOLDER
 
 MOST = 8
 """Points that are confirmed at the most: each is a graph that is open."""
@@ -201,4 +207,148 @@ def would_decide(quality: Quality, keep: float) -> str:
     return (
         f"about {2 * math.ceil(needed)} inputs in --data, half of them to confirm, would decide; "
         f"--keep {quality.low:.3g} holds here"
+    )
+
+
+def front_of(looks: Sequence[Look]) -> list[Look]:
+    """Returns the points that no other beats in both time and what is kept, the slowest first."""
+    front: list[Look] = []
+    for look in sorted(looks, key=lambda each: (each.ms, -each.quality.kept)):
+        if not front or look.quality.kept > front[-1].quality.kept:
+            front.append(look)
+    return front[::-1]
+
+
+def with_ms(look: Look, ms: float) -> Look:
+    """Returns a look with the time that a longer measurement found."""
+    return replace(look, ms=ms)
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """What a search found: every look, the front, what was timed again, and where it began.
+
+    `protocol` is how the `latencies` were measured.
+    """
+
+    looks: tuple[Look, ...]
+    front: tuple[Look, ...]
+    timed: tuple[Look, ...]
+    base: Look
+    graphs: Graphs
+    latencies: dict[str, Latency]
+    protocol: Protocol
+    choices: dict[str, tuple[Choice, ...]]
+
+
+def shortlist(
+    job: SearchJob,
+    graphs: Graphs,
+    base: Look,
+    choices: dict[str, tuple[Choice, ...]],
+) -> SearchResult:
+    """Returns what a search found; the points to confirm are timed again, for longer."""
+    found = [*graphs.looks.values()]
+    room = _points(job, base, timed=False)
+    within = [look for look in found if job.within(look)] or found
+    sequences = _sequences(job, worth_confirming(within), base, room)
+    again = [base, *(graphs.lowered(look) for look in sequences.looks[1:])]
+    careful = protocol_for(base.ms, careful=True)
+    latencies = graphs.timed(again, careful)
+    first = latencies[base.point.key]
+    timed = {
+        look.point.key: with_ms(
+            look, first.median * times_as_long(latencies[look.point.key], first)
+        )
+        for look in again
+    }
+    faster = timed[base.point.key].ms / base.ms  # all others are told beside the base
+    looks = [timed.get(look.point.key, with_ms(look, faster * look.ms)) for look in found]
+    within = [look for look in looks if job.within(look)] or looks
+    front = front_of(within)
+    return SearchResult(
+        looks=tuple(looks),
+        front=tuple(front),
+        timed=tuple(timed.values()),
+        base=timed[base.point.key],
+        graphs=graphs,
+        latencies=latencies,
+        protocol=careful,
+        choices=choices,
+    )
+
+
+def contract(
+    job: SearchJob, found: SearchResult, progress: Progress
+) -> tuple[list[Confirmed], list[Confirmed]]:
+    """Confirms the front on the other half; returns all that was, and what holds.
+
+    What holds is in the order in which it answers the request.
+    """
+    keep = job.request.keep
+    most = _points(job, found.base, timed=True)
+    sequences = _sequences(job, found.timed, found.base, most)
+    done = job.journal.found("confirmed")
+    if done:
+        checked = [msgspec.convert(each, Confirmed) for each in done[-1]["points"]]
+        for each in checked:
+            check_same(job, each.look, found)
+    else:
+        checked = confirmed(found.graphs, sequences, job.halves, progress)
+        job.journal.add("confirmed", points=[msgspec.to_builtins(each) for each in checked])
+    held = holding(checked, keep)
+    if keep is not None and not held:
+        raise shortfall(checked[0], keep)
+    within = [each for each in held if job.within(each.look)]
+    if not within:
+        raise _nearest(job, held)
+    if keep is None:
+        return checked, sorted(within, key=lambda each: -each.look.quality.kept)
+    return checked, sorted(within, key=lambda each: (each.look.ms, each.look.bytes))
+
+
+def _points(job: SearchJob, base: Look, *, timed: bool) -> int:
+    """How many points there is time to confirm, the model as trained among them."""
+    clock = job.clock
+    if not math.isfinite(clock.left):
+        return MOST
+    fitting = job.end(base).points_within(clock.left - clock.writing_s, timed=timed)
+    return min(MOST, max(2, math.floor(fitting)))
+
+
+def _sequences(job: SearchJob, looks: Sequence[Look], base: Look, most: int) -> Sequences:
+    """The points to confirm, in order, of which the model as trained may meet the bounds."""
+    keep, meets = job.request.keep, job.within(base)
+    return sequences_of(looks, base, keep, most, base_meets=meets)
+
+
+def check_same(job: SearchJob, look: Look, found: SearchResult) -> None:
+    """Raises where the substitutes of a point that was looked at are not what they were."""
+    if found.graphs.substitutes.digest(look.point) != look.substitutes:
+        raise ContractError(
+            f"{job.folder / FOLDER}: what takes the places of experts is gone or changed "
+            "since it was confirmed",
+            hint=f"remove {job.folder} and search again",
+        )
+
+
+def _nearest(job: SearchJob, held: Sequence[Confirmed]) -> MoexportError:
+    """The error that says what comes nearest to bounds that nothing meets."""
+    request = job.request
+
+    def beyond(each: Confirmed) -> float:
+        slow = each.look.ms / (request.latency_ms or math.inf)
+        return max(slow, each.look.bytes / (request.bytes or math.inf))
+
+    nearest = min(held, key=beyond).look
+    bounds = []
+    if request.latency_ms is not None:
+        bounds.append(f"--max-latency {request.latency_ms:g}ms")
+    if request.bytes is not None:
+        bounds.append(f"--max-bytes {request.bytes}")
+    keep = "" if request.keep is None else f"--keep {request.keep:g} with "
+    return ContractError(
+        f"{keep}{' and '.join(bounds)}: nothing that was found meets it; the nearest takes "
+        f"{nearest.ms:.3g} ms and {nearest.bytes} bytes and keeps {nearest.quality.kept:.2%}",
+        hint="ask for less, or let the search take longer",
     )

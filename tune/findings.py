@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 
 from ..bench.analyses.findings import TUNING, FrontPoint, TunedLayer, TuningRecord
+from ..bench.data import LabelledData
+from ..bench.demo.demo import THREADS, TrainedNetwork
 from ..bench.engines import ONNXRUNTIME, PYTORCH_EAGER
 from ..bench.journal import FILE
 from ..bench.plan import Candidate
@@ -16,6 +18,7 @@ from ..bench.report.page import write_all
 from ..bench.results import Accuracy, Interval, Perplexity, Results, Row
 from ..bench.run import model_info
 from ..calibration.table import CALIBRATION_FILE
+from ..common.console import Progress
 from ..common.environment import environment
 from ..common.text import size, table
 from ..common.writing import remove_folder
@@ -23,8 +26,15 @@ from ..exporter.bundle.recipe import RECIPE_FILE
 from .confirm import Confirmed
 from .graphs import Look
 from .quality import Quality
+from .request import SearchOptions
 from .substitutes.substitutes import FOLDER
-from .tune import Tuned
+from .tune import Tuned, search_and_export
+
+KEEP = 0.97
+"""Of the demo: what 180 inputs can confirm: half of those that the network was not trained on."""
+
+SECONDS = 45.0
+"""Of its search, at the most: a busy machine looks at less."""
 
 
 def write_findings(found: Tuned, folder: Path, command: str = "") -> tuple[Path, ...]:
@@ -114,6 +124,20 @@ def text(found: Tuned, report: Path) -> str:
         f"again: moexport export MODEL --recipe {found.bundle.path / 'recipe.yaml'} -o BUNDLE\n"
         f"report: {report / 'report.html'}"
     )
+
+
+def demonstrated(progress: Progress, network: TrainedNetwork, data: LabelledData, directory: Path) -> str:
+    """Returns what a search finds for a network; its bundle and report go to a demo's folder."""
+    request = SearchOptions(
+        keep=KEEP, threads=THREADS, precisions=("fp32", "int8"), seconds=SECONDS
+    )
+    place, report = directory / "tuned", directory / "tuned-report"
+    progress.step(f"tuning {network.name}: {KEEP:.0%} kept")
+    found = search_and_export(
+        network.load(), data, place, request, work=report, force=True, progress=progress
+    )
+    write_findings(found, report, f"moexport demo -o {directory}")
+    return text(found, report)
 
 
 def _row(found: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:

@@ -26,14 +26,14 @@ from ..exporter.plan import plan
 from ..exporter.session import Session, SessionOptions
 from ..exporter.write import write_graphs
 from ..graphs.targets import TARGETS
-from .clock import Clock
+from .budget import INPUTS, LOOK, OPEN, QUICK, RUN, WAYS, Clock, protocol_for, spin_for
 from .halves import in_batches, rows_of
 from .quality import Metric, Quality
 from .routed import Traces
 from .shards import Batch, Evaluate, evaluate_here
 from .space import Point, job_of
 from .substitutes.substitutes import Substitutes
-from .times import SPIN_MS, LayerTimes
+from .times import LayerTimes
 
 BATCH = 64
 
@@ -43,26 +43,8 @@ BATCH_BYTES = 1 << 27
 UNTOUCHED = "untouched"
 """The PyTorch model among what is timed."""
 
-INPUTS = 4
-"""So many batches are timed in turn."""
-
-QUICK = Protocol(rounds=5, warmup=2, round_s=0.02, inputs=INPUTS)
-"""Of a look at one graph."""
-
-CAREFUL = Protocol(rounds=7, warmup=3, round_s=0.1, inputs=INPUTS)
-"""Of the graphs of the front, which take turns."""
-
-SHORT_MS, MORE_QUICK, MORE_CAREFUL = 5.0, 9, 15
-"""Graphs that take less are timed in so many rounds, as short as the quick ones: a machine may
-change its speed within tenths of a second, and then the median over many rounds tells more."""
-
 TOLD_APART = 0.97
 """A lowering takes at most so much of another's time to be taken in its place."""
-
-LOOK, RUN, OPEN, WAYS = "look", "run", "open", "ways"
-"""Steps of a search: a whole graph, in it the run over the search's half, and writing and opening;
-a graph with other lowerings.
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +63,6 @@ class Look:
     predicted_ms: float
     bytes: int
     substitutes: str = ""
-
-
-def protocol_for(ms: float, *, careful: bool = False) -> Protocol:
-    """Returns how graphs are timed that take about as long as the one of the model as trained."""
-    if ms >= SHORT_MS:
-        return CAREFUL if careful else QUICK
-    return replace(QUICK, rounds=MORE_CAREFUL if careful else MORE_QUICK)
-
-
-def spin_for(ms: float) -> float | None:
-    """Returns how long threads spin between calls of such graphs, in milliseconds (None: usual).
-
-    Of longer ones parts may run on one thread for longer than that: the others would fall asleep.
-    """
-    return SPIN_MS if ms < SHORT_MS else None
 
 
 class Graphs:

@@ -18,18 +18,13 @@ from ..exporter.job import ExportJob
 from ..exporter.measured_lowerings import Measuring, Tokens, tune
 from ..exporter.quantization.precision import apply_precision
 from ..graphs.targets import Precision
-from .clock import Clock
+from .budget import SPIN_MS, Clock
 from .space import Choice, Point, sheets, unlowered
 from .substitutes.substitutes import Substitutes
 
 BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
 """Of one lowering of one layer: its order among others is what counts; whole graphs are timed
 longer."""
-
-SPIN_MS = 1.0
-"""So long the runtime's threads spin after a call of a layer or of a short graph. Such calls take
-as long as with the 35 ms that are usual, and the next case need not wait for the threads to rest:
-four fifths of what a short round would take."""
 
 LIKELY = 2.5
 """A lowering that is predicted to take so many times as long as the fastest is not measured."""

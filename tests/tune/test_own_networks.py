@@ -163,10 +163,11 @@ def weights(data: LabelledData, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """Of a network with the `Mixture`, which was trained a little on the data themselves."""
     network = importlib.import_module("own_digits").net()
     optimizer = torch.optim.Adam(network.parameters(), lr=1e-2)
+    assert data.labels is not None
     x, y = torch.from_numpy(data.inputs), torch.from_numpy(data.labels)
     for _ in range(60):
         optimizer.zero_grad()
-        torch.nn.functional.cross_entropy(network(x), y).backward()
+        torch.nn.functional.cross_entropy(network(x), y).backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     path = tmp_path_factory.mktemp("weights") / "net.pt"
     torch.save(network.state_dict(), path)
@@ -222,6 +223,7 @@ def test_fewer_experts_in_int8_of_a_layer_with_an_adapter_are_written_and_never_
     assert destination.read_text() == "mine"
 
     npz = tmp_path / "data.npz"
+    assert data.labels is not None
     np.savez(npz, input=data.inputs, label=data.labels)
     source = ("own_digits:net", "--weights", weights, "--data", npz)
     outcome = run("export", *source, "--recipe", kept, "-o", tmp_path / "replayed")

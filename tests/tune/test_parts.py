@@ -11,15 +11,16 @@ import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
 from moexport.errors import UsageError
+from moexport.tune.confirm import front_of
 from moexport.tune.graphs import Look
 from moexport.tune.halves import Halves
+from moexport.tune.prepare import sizes_measured
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
 from moexport.tune.request import parse_seconds, parse_share, parse_size
-from moexport.tune.search import Option, _path, front_of, predicted_front
+from moexport.tune.schedule import Option, predicted_front, steps
 from moexport.tune.space import Choice, Point, ks_of
 from moexport.tune.substitutes.constants import given_up
 from moexport.tune.times import FormTime, LayerTimes
-from moexport.tune.tune import _timed
 
 
 def test_the_halves_are_even_apart_and_whole() -> None:
@@ -122,7 +123,7 @@ def test_the_path_takes_what_loses_least_for_its_gain_first() -> None:
         "a": options((4.0, 0.0), (3.0, 0.1), (2.0, 0.15), (1.0, 5.0)),  # the second is no corner
         "b": options((4.0, 0.0), (1.0, 0.3)),
     }
-    points = [tuple(choice.k for _, choice in point.layers) for point in _path(start, listed)]
+    points = [tuple(choice.k for _, choice in point.layers) for point in steps(start, listed)]
     assert points == [(6, 8), (6, 7), (5, 7)]
 
 
@@ -155,7 +156,7 @@ def test_the_predicted_front_is_that_of_all_combinations() -> None:
     assert all(found[row] == pytest.approx(wanted[row]) for row in wanted)
     assert [each.cost for each in front] == sorted((c for c, _ in wanted.values()), reverse=True)
     # Every step of the path lies on it.
-    assert {tuple(c.k for _, c in p.layers) for p in _path(start, options)} <= {*wanted}
+    assert {tuple(c.k for _, c in p.layers) for p in steps(start, options)} <= {*wanted}
 
 
 def look(ms: float, kept: float, low: float = 0.0) -> Look:
@@ -242,7 +243,7 @@ def test_lowerings_that_may_be_as_fast_in_a_whole_graph_are_tried_in_layers_alik
 def test_the_largest_subset_is_timed_itself() -> None:
     listed = [Choice(k) for k in ks_of(64)]
     listed += [Choice(size, tuple(range(size))) for size in ks_of(64)[1:]]
-    timed = _timed(listed)
+    timed = sizes_measured(listed)
     assert Choice(45, tuple(range(45))) in timed
     assert len(timed) < len(listed)
 

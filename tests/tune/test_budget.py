@@ -10,9 +10,9 @@ import moexport
 import pytest
 from moexport.bench.demo.digits import Training, load_digits, save, train
 from moexport.exporter.model import Model
-from moexport.tune.clock import Clock
+from moexport.tune.budget import Clock
 from moexport.tune.request import SearchOptions
-from moexport.tune.tune import tune
+from moexport.tune.tune import search_and_export
 
 COSTS = {"trace": 2.0, "forms": 1.0, "effect": 0.2, "look": 1.0}
 COSTS |= {"open": 0.5, "run": 0.5, "ways": 1.0}
@@ -74,7 +74,7 @@ def test_the_shorter_the_time_the_fewer_looks_and_a_bundle_all_the_same(
         request = SearchOptions(
             keep=0.95, seconds=seconds, precisions=("fp32",), subsets=False, threads=1
         )
-        found = tune(model, data, tmp_path / str(seconds), request, clock=clock)
+        found = search_and_export(model, data, tmp_path / str(seconds), request, clock=clock)
         assert clock.at <= 1.2 * seconds
         assert (found.bundle.path / "model.onnx").is_file()
         looks.append(clock.done.count("look"))

@@ -1,0 +1,396 @@
+"""A search that can begin: data in two halves, ranges, and what the model's layers may become.
+
+What can be refused without a search is refused here.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+
+from ..bench.data import Labelled, LabelledData
+from ..bench.journal import FILE, Journal
+from ..bench.runners.base import first_of
+from ..bench.runners.pytorch import outputs_of, untouched
+from ..calibration.feeds import Array
+from ..calibration.table import CALIBRATION_FILE, CalibrationTable
+from ..common.console import Progress
+from ..common.environment import environment
+from ..common.files import STEP_BYTES
+from ..common.writing import make_folder, remove_folder
+from ..errors import FeedError, MoexportError, UsageError
+from ..exporter.bundle.weights import layer_bytes
+from ..exporter.job import ExportJob, calibration_job, export_job
+from ..exporter.model import Model, check_one_input, fingerprint
+from ..exporter.options import ExportOptions
+from ..exporter.quantization.calibrate import calibrate
+from ..exporter.quantization.precision import apply_precision
+from ..exporter.requests import CalibrateRequest
+from ..exporter.trace import trace
+from ..graphs.layers.mumoe import MuMoESpec
+from ..graphs.layers.soft_moe import SoftMoESpec
+from ..graphs.precision.types import FP32
+from ..graphs.targets import Precision
+from .budget import RANGES_SHARE, TRACE, UNTOUCHED_SHARE, Clock, End
+from .graphs import Look, batch_size
+from .halves import Halves, in_batches, rows_of
+from .quality import Metric, Tally, metric_for
+from .request import SearchOptions
+from .routed import asked_for, routed_layers
+from .schedule import AROUND
+from .space import FEW, INTEGERS, RANGED, Choice, Point, ks_of, unlowered
+from .substitutes.substitutes import FOLDER
+from .times import served
+
+CALIBRATED, CALIBRATED_FEW = 256, 32
+"""Inputs of the search's half that INT8 takes its ranges from; the second where time is short."""
+
+OBSERVED = 4.0
+"""About how much longer an input takes while ranges are observed, beside the model itself."""
+
+OUTPUT_BYTES = 1 << 30
+"""What the untouched model's outputs may take: those of language models are large."""
+
+LEAST = 512
+"""Inputs that a search sees, whatever its time, if there are as many."""
+
+MANY, MANY_S = 4096, 20.0
+"""Inputs beyond which a search sees more only while the untouched model has taken so long."""
+
+UNIFORM = (1, 2, 4, 8, 16)
+"""The shares of its experts that every layer computes in the models that are looked at first."""
+
+
+@dataclass(frozen=True)
+class Space:
+    """What a model's layers may become: the choices of each, in FP32, and the integers that serve.
+
+    `integers` names the layers that compute in a precision, and the network around them where it
+    has layers that can. `floats` are those in which all of a model may compute.
+    """
+
+    choices: dict[str, tuple[Choice, ...]]
+    integers: dict[Precision, tuple[str, ...]]
+    floats: tuple[Precision, ...] = ("fp32",)
+
+    @property
+    def size(self) -> int:
+        """How many different models there are."""
+        total = 0
+        for parts in ((), *self.integers.values()):
+            layers = math.prod(
+                len(listed) * (2 if name in parts else 1) for name, listed in self.choices.items()
+            )
+            total += layers * (2 if AROUND in parts else 1)
+        return total + (len(self.floats) - 1) * math.prod(map(len, self.choices.values()))
+
+    @property
+    def forms(self) -> int:
+        """How many forms of layers are to be measured."""
+        return sum(
+            len(sizes_measured(listed))
+            * (len(self.floats) + sum(name in parts for parts in self.integers.values()))
+            for name, listed in self.choices.items()
+        )
+
+
+@dataclass(frozen=True)
+class SearchJob:
+    """A search that can begin: the halves, the untouched model's outputs, ranges and the space.
+
+    `one_s` is what the untouched model takes for an input.
+    """
+
+    model: Model
+    request: SearchOptions
+    halves: Halves
+    outputs: Array
+    metric: Metric
+    base: ExportJob
+    traced: ir.Model
+    space: Space
+    journal: Journal
+    folder: Path
+    clock: Clock
+    one_s: float
+
+    @property
+    def start(self) -> Point:
+        """The model as it was trained."""
+        return Point(tuple((name, listed[0]) for name, listed in self.space.choices.items()))
+
+    def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[Choice]:
+        """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half.
+
+        Of a muMoE layer one in place of all. `kept` returns the experts of a subset of some size.
+        """
+        spec = self.model.layers[name].spec
+        # Beside layers that a router chooses for, the inputs of single ones are not recorded.
+        if not self.request.subsets or routed_layers(self.model):
+            return []
+        if isinstance(spec, MuMoESpec):
+            return [Choice(1, merged=True)]
+        if not isinstance(spec, SoftMoESpec):
+            return []
+        found = []
+        for size in ks_of(spec.experts)[1:]:
+            experts = kept(size)
+            found += [Choice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
+        return found
+
+    def uniform(self, precision: Precision) -> list[Point]:
+        """The model as trained with every layer that serves it in a precision, then smaller k."""
+        within = self.space.integers.get(precision, (*self.space.choices,))
+        found = []
+        for share in UNIFORM:
+            layers = []
+            for name, listed in self.space.choices.items():
+                k = max(1, listed[0].k // share)
+                choice = next((each for each in listed if each.k <= k), listed[-1])
+                layers.append(
+                    (name, replace(choice, precision=precision) if name in within else choice)
+                )
+            found.append(Point(tuple(layers)))
+        return [*dict.fromkeys(found)]
+
+    def bytes_of(self, name: str, choice: Choice) -> float:
+        """About what a layer's weights take."""
+        layer = self.model.layers[name]
+        share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
+        if choice.merged and isinstance(layer.spec, MuMoESpec):
+            matrices = sum((each.dim + 1) * each.out for each in layer.spec.tensors)
+            share = matrices / layer.spec.parameters
+        width = {"fp16": 1 / 2, "int8": 1 / 4, "int4": 4.5 / 32}.get(choice.precision, 1.0)
+        return layer_bytes(layer, FP32) * share * width
+
+    def within(self, look: Look) -> bool:
+        request = self.request
+        slow = request.latency_ms is not None and look.ms > request.latency_ms
+        return not slow and not (request.bytes is not None and look.bytes > request.bytes)
+
+    def end(self, base: Look) -> End:
+        """Returns about how long the end of the search takes."""
+        searching = len(self.halves.search)
+        return End.of(
+            self.clock,
+            base.ms,
+            one_s=self.one_s,
+            searching=searching,
+            confirming=self.halves.confirming_count or searching,
+            routed=bool(routed_layers(self.model)),
+        )
+
+
+def prepare(
+    model: Model,
+    data: Labelled,
+    request: SearchOptions,
+    folder: Path,
+    progress: Progress,
+    clock: Clock,
+) -> SearchJob:
+    """Prepares a search; refuses what can be refused without it."""
+    if sum(tensor.nbytes for tensor in model.module.state_dict().values()) < STEP_BYTES:
+        # To give the pages of mapped weights back takes longer than all else of a small graph.
+        model = replace(model, source=replace(model.source, mapped=()))
+    options = ExportOptions(
+        target=request.target, batch=request.batch, tokens=request.tokens, verify=False
+    )
+    base = export_job(model, options)
+    progress.step("reading the search's half of the data")
+    halves = Halves.of(data)
+    began = time.monotonic()
+    outputs = _outputs(model, halves.search, progress, clock)
+    halves = halves.fewer(len(outputs))
+    one_s = (time.monotonic() - began) / len(outputs)
+    metric = metric_for(request.metric, outputs, halves.search.inputs, halves.search.labels)
+    _check_enough(metric, request, halves, outputs)
+    what = {
+        "environment": environment(),
+        "model": fingerprint(model),
+        "data": data.fingerprint,
+        "request": asdict(replace(request, seconds=None)),
+    }
+    make_folder(folder)
+    journal = Journal(folder / FILE, what)
+    if journal.told:
+        progress.step(journal.told)
+    if not journal.resumed:
+        remove_folder(folder / FOLDER)
+    progress.step("tracing")
+    with clock.step(TRACE):
+        traced = trace(base.model, opset=options.opset, fixed=base.fixed)
+    wanted = request.tried
+    if {*wanted} & {*RANGED} and len(model.inputs) == 1:
+        own = None if base.fixed else traced
+        samples = _samples(clock, one_s, tracing=own is None)
+        if samples or (folder / CALIBRATION_FILE).is_file():
+            ranges = _ranges(model, halves.search, folder, journal, samples, own, progress)
+            base = replace(base, table=ranges)
+        else:
+            wanted = tuple(name for name in wanted if name not in RANGED)
+    space = _space(base, traced, wanted)
+    return SearchJob(
+        model=model,
+        request=request,
+        halves=halves,
+        outputs=outputs,
+        metric=metric,
+        base=base,
+        traced=traced,
+        space=space,
+        journal=journal,
+        folder=folder,
+        clock=clock,
+        one_s=one_s,
+    )
+
+
+def check_tunable(model: Model) -> None:
+    """Raises `UsageError` for a model of several inputs that cannot be left out."""
+    if any(spec.default is None for spec in model.inputs[1:]):
+        check_one_input(model, "tune")
+
+
+def _outputs(model: Model, data: LabelledData, progress: Progress, clock: Clock) -> Array:
+    """What the untouched model gives for the search's half, or as much of it as there is time for.
+
+    Of outputs that are large the first alone are taken, too.
+    """
+    base, parts = untouched(model), []
+    progress.step("running the untouched model", total=len(data), unit="inputs")
+    parts.append(outputs_of(base, rows_of(data.batch(0, 1), slice(0, 1)), model.source.path))
+    size, began = batch_size(parts[0]), time.monotonic()
+    held = 0
+    for rows, x, _ in in_batches(data, size):
+        if rows.start:
+            short = clock.over(UNTOUCHED_SHARE) and rows.start >= LEAST
+            slow = rows.start >= MANY and time.monotonic() - began > MANY_S
+            if short or slow or held > OUTPUT_BYTES:
+                break
+        parts.append(outputs_of(base, x, model.source.path))
+        held += parts[-1].nbytes
+        progress.advance(len(first_of(x)))
+    found: Array = np.concatenate(parts[1:])
+    return found
+
+
+def _samples(clock: Clock, one_s: float, *, tracing: bool) -> int:
+    """How many inputs there is time to take ranges from; 0 where there is none, or hardly any.
+
+    `tracing`: the model is traced for it, too.
+    """
+    if not math.isfinite(clock.left):
+        return CALIBRATED
+    until = RANGES_SHARE * (clock.seconds - clock.reserve) - (clock.seconds - clock.left)
+    until -= clock.longest[TRACE] if tracing else 0.0
+    fitting = until / (OBSERVED * one_s)
+    return 0 if fitting < CALIBRATED_FEW else min(CALIBRATED, math.floor(fitting))
+
+
+def _check_enough(metric: Metric, request: SearchOptions, halves: Halves, outputs: Array) -> None:
+    """Raises `FeedError` where no outcome could show what is to be kept."""
+    if request.keep is None:
+        return
+    search = halves.search
+    scores = sum(
+        (
+            metric.tally(outputs[rows], outputs[rows], x, labels)
+            for rows, x, labels in in_batches(search, batch_size(outputs))
+        ),
+        start=Tally(),
+    )
+    metric.quality(scores)
+    needed = metric.needed(request.keep, scores.base / scores.inputs)
+    count = halves.confirming_count
+    if needed is not None and count is not None and count < needed:
+        raise FeedError(
+            f"--data: {count} of its inputs confirm, and to show that {request.keep:.4g} is kept "
+            f"takes at least {needed}, if all agree",
+            hint=f"give at least {2 * needed} inputs, half of them to confirm, or ask for less",
+        )
+
+
+def _ranges(
+    model: Model,
+    data: LabelledData,
+    folder: Path,
+    journal: Journal,
+    samples: int,
+    traced: ir.Model | None,
+    progress: Progress,
+) -> CalibrationTable:
+    """The ranges of a model's tensors over the search's half; kept in the folder."""
+    path = folder / CALIBRATION_FILE
+    if not (journal.resumed and path.is_file()):
+        job = calibration_job(model, data.inputs, CalibrateRequest(samples=samples))
+        calibrate(job, traced=traced, progress=progress).write(path)
+    return CalibrationTable.read(path)
+
+
+def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Space:
+    """What the model's layers may become on its target."""
+    routed = routed_layers(base.model)
+    choices = {
+        name: tuple(
+            Choice(k)
+            for k in ks_of(layer.spec.trained_k)
+            if not routed or (name in routed and _may_choose(base.model, name, k))
+        )
+        for name, layer in base.model.layers.items()
+    }
+    choices = {
+        name: listed or (Choice(base.model.layers[name].spec.trained_k),)
+        for name, listed in choices.items()
+    }
+    first = {name: listed[0].k for name, listed in choices.items()}
+    integers: dict[Precision, tuple[str, ...]] = {}
+    for precision in wanted:
+        if precision not in INTEGERS:
+            continue
+        try:
+            layers = served(base, traced, choices, precision, first)
+        except MoexportError:  # this model's layers do not take it
+            continue
+        around = [AROUND] if layers and _has_integers_around(base, traced, precision) else []
+        if layers:
+            integers[precision] = (*layers, *around)
+    floats: tuple[Precision, ...] = tuple(name for name in wanted if name not in INTEGERS)
+    return Space(choices, integers, floats)
+
+
+def _may_choose(model: Model, layer: str, k: int) -> bool:
+    """Whether the routers of a model can choose k experts in one layer."""
+    trained = {name: each.spec.trained_k for name, each in model.layers.items()}
+    try:
+        asked_for(model, {**trained, layer: k})
+    except UsageError:
+        return False
+    return True
+
+
+def _has_integers_around(base: ExportJob, traced: ir.Model, precision: Precision) -> bool:
+    layers = tuple((name, Choice(k or 1)) for name, k in base.k.items())
+    point = Point(layers).with_around(precision)
+    try:
+        plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
+    except MoexportError:
+        return False
+    return any(linear.reason is None for linear in plan.linears)
+
+
+def sizes_measured(listed: Sequence[Choice]) -> list[Choice]:
+    """Returns the choices whose time is measured: for others it is taken from those around."""
+    n = listed[0].k
+    if n <= FEW:
+        return [*listed]
+    sizes = [*ks_of(n)]
+    # Not beyond the largest subset either: it would seem as fast as the next one that was measured.
+    measured = {*sizes[::2], sizes[1], sizes[-1]}
+    return [each for each in listed if (each.n or each.k) in measured]

@@ -1,0 +1,132 @@
+"""The order of the steps from the model as trained to the smallest: what loses least comes first.
+
+What a choice costs in time or bytes, and how far it moves the outputs, is known layer by layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..graphs.targets import Precision
+from .space import Choice, Point
+
+AROUND = ""
+"""The part of a model that is no layer: the network around them."""
+
+MOST_PREDICTED = 512
+"""Points of a predicted front, at the most."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A choice for one part of a model, with what it costs and how far it moves the outputs."""
+
+    choice: Choice | Precision
+    cost: float
+    shift: float
+
+
+Options = Mapping[str, Sequence[Option]]
+"""The options of each part, the part as trained first."""
+
+
+def steps(start: Point, options: Options) -> Iterator[Point]:
+    """Yields the points that the steps lead to, those that lose least for their gain first."""
+    listed_steps = [
+        (slope, part, index, option)
+        for part, listed in options.items()
+        for index, (slope, option) in enumerate(_hull(listed))
+    ]
+    point = start
+    for _, part, _, option in sorted(listed_steps, key=lambda step: step[:3]):
+        point = taken(point, part, option)
+        yield point
+
+
+@dataclass(frozen=True, slots=True)
+class Predicted:
+    """A point with the sums of what its parts cost and of how far they move the outputs."""
+
+    point: Point
+    cost: float
+    shift: float
+
+
+def predicted_front(start: Point, options: Options) -> list[Predicted]:
+    """Returns the points that no other beats in both sums, those that cost most first.
+
+    The parts are added one by one, and what is beaten so far is left out; of more than
+    `MOST_PREDICTED` some are. The steps of a path are corners of it.
+    """
+    costs, shifts = np.zeros(1), np.zeros(1)
+    chosen = np.zeros((1, 0), dtype=int)
+    for listed in options.values():
+        cost = np.add.outer(costs, [option.cost for option in listed]).ravel()
+        shift = np.add.outer(shifts, [option.shift for option in listed]).ravel()
+        order = np.lexsort((shift, cost))
+        least = np.minimum.accumulate(shift[order])
+        best = order[np.flatnonzero(shift[order] < np.concatenate(([np.inf], least[:-1])))]
+        best = best[np.linspace(0, len(best) - 1, min(len(best), MOST_PREDICTED)).astype(int)]
+        before, own = np.divmod(best, len(listed))
+        costs, shifts = cost[best], shift[best]
+        chosen = np.column_stack((chosen[before], own))
+    found = []
+    for cost, shift, row in zip(costs[::-1], shifts[::-1], chosen[::-1], strict=True):
+        point = start
+        for (part, listed), index in zip(options.items(), row, strict=True):
+            point = taken(point, part, listed[index])
+        found.append(Predicted(point, float(cost), float(shift)))
+    return found
+
+
+def cost_of(point: Point, options: Options) -> float:
+    """What the parts of a point cost together."""
+    return sum(
+        next(each.cost for each in listed if each.choice == _choice(point, part))
+        for part, listed in options.items()
+    )
+
+
+def _choice(point: Point, part: str) -> Choice | Precision:
+    return point.around if part == AROUND else point.choices[part]
+
+
+def taken(point: Point, part: str, option: Option) -> Point:
+    """Returns a point with an option for one of its parts."""
+    if isinstance(option.choice, Choice):
+        return point.with_layer(part, option.choice)
+    return point.with_around(option.choice)
+
+
+def _hull(options: Sequence[Option]) -> Iterator[tuple[float, Option]]:
+    """Yields the steps of one part from its first option on, each with what it loses for its gain.
+
+    They get cheaper and lose ever more: the lower convex hull of shift over cost.
+    """
+    at = options[0]
+    while True:
+        cheaper = [each for each in options if each.cost < at.cost]
+        if not cheaper:
+            return
+        here = at
+        slopes = [((each.shift - here.shift) / (here.cost - each.cost), each) for each in cheaper]
+        slope, at = min(slopes, key=lambda each: (each[0], each[1].cost))
+        yield slope, at
+
+
+def neighbours(point: Point, options: Options) -> list[Point]:
+    """The points that differ in one part and cost less, those that move the outputs least first."""
+    found = []
+    for part, listed in options.items():
+        own = next((each for each in listed if each.choice == _choice(point, part)), None)
+        if own is None:
+            continue
+        found += [
+            (each.shift - own.shift, taken(point, part, each))
+            for each in listed
+            if each.cost < own.cost
+        ]
+    return [each for _, each in sorted(found, key=lambda pair: pair[0])]
