@@ -7,16 +7,7 @@ parent's name as soon as anything in it is imported, so the call must live on th
 from __future__ import annotations
 
 import sys
-from types import ModuleType
-from typing import Any
 
+from ..common.packages import CallablePackage
 
-class _CallableBench(ModuleType):
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs `moexport.calls.bench`."""
-        from ..calls import bench
-
-        return bench(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _CallableBench
+sys.modules[__name__].__class__ = CallablePackage

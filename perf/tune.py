@@ -41,13 +41,13 @@ from moexport.exporter.session import SessionOptions
 from moexport.graphs.targets import Precision
 from moexport.tune.budget import Clock, spin_for
 from moexport.tune.confirm import SearchResult, front_of, with_ms
-from moexport.tune.graphs import Look
+from moexport.tune.graphs import Trial
 from moexport.tune.prepare import SearchJob, prepare
 from moexport.tune.quality import Quality, Tally
 from moexport.tune.request import SearchOptions
 from moexport.tune.schedule import AROUND
 from moexport.tune.search import search
-from moexport.tune.space import RANGED, Choice, Point
+from moexport.tune.space import RANGED, LayerChoice, Point
 from moexport.tune.tune import export_best
 from torch import nn
 from torch.nn import functional as F
@@ -338,9 +338,9 @@ def row_of(
     again = {"tuned": tuned, **{name: first[name] for name in fastest}}
     times = _times(again, network, AGAIN, progress, opened=OPENED)
     best = min(fastest, key=times.__getitem__)
-    looks = list(found.looks)
-    theirs = _optuna(found, job, MORE * len(looks), optuna_s, progress)
-    area, optuna_area = _areas(looks, theirs, found, progress)
+    trials = list(found.trials)
+    theirs = _optuna(found, job, MORE * len(trials), optuna_s, progress)
+    area, optuna_area = _areas(trials, theirs, found, progress)
     sizes = {name: layer.spec.experts for name, layer in network.model.layers.items()}
     return Row(
         name=network.title,
@@ -348,11 +348,11 @@ def row_of(
         uniform=best,
         uniform_ms=times[best],
         uniform_kept=uniform[best][1].kept,
-        tuned=chosen.look.point.text(sizes),
+        tuned=chosen.trial.point.text(sizes),
         tuned_ms=times["tuned"],
         tuned_kept=chosen.quality.kept,
         seconds=seconds,
-        graphs=len(looks),
+        graphs=len(trials),
         area=area,
         optuna_graphs=len(theirs),
         optuna_area=optuna_area,
@@ -434,7 +434,7 @@ def _qualities(
     resting = SessionOptions(spin_ms=0)
     sessions = {name: bundle.session(options=resting) for name, bundle in bundles.items()}
     base = untouched(job.model)
-    for x, labels in graphs.whole(job.halves.confirming()):
+    for x, labels in graphs.whole(job.holdout.confirming()):
         outputs = base.infer(x)
         for name, session in sessions.items():
             tallies[name] += metric.tally(session(x), outputs, x, labels)
@@ -443,12 +443,12 @@ def _qualities(
 
 def _optuna(
     found: SearchResult, job: SearchJob, limit: int, seconds: float, progress: Progress
-) -> list[Look]:
+) -> list[Trial]:
     """What Optuna looks at, over the same choices, with the layers' lowerings known to both."""
     import optuna
 
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    looks: dict[str, Look] = {}
+    trials: dict[str, Trial] = {}
 
     def objective(trial: Any) -> tuple[float, float]:
         width = trial.suggest_categorical("width", ["fp32", *job.space.integers])
@@ -457,7 +457,7 @@ def _optuna(
             at = trial.suggest_int(name, 0, len(listed) - 1)
             integer = trial.suggest_categorical(f"{name} in integers", [False, True])
             serves = width != "fp32" and name in job.space.integers[width]
-            choice: Choice = listed[at]
+            choice: LayerChoice = listed[at]
             layers.append(
                 (name, replace(choice, precision=width if integer and serves else "fp32"))
             )
@@ -467,12 +467,12 @@ def _optuna(
             point = point.with_around(width)
         if not found.graphs.times.knows(point):
             raise optuna.TrialPruned  # there was no time to time such a layer
-        known = point.key in looks
-        looks[point.key] = look = found.graphs.look(point)
+        known = point.key in trials
+        trials[point.key] = trial = found.graphs.trial(point)
         progress.advance(not known)
-        if len(looks) == limit:
+        if len(trials) == limit:
             study.stop()
-        return look.ms, look.quality.kept
+        return trial.ms, trial.quality.kept
 
     job.clock.seconds = math.inf  # what takes the places of experts is trained no less
     sampler = optuna.samplers.TPESampler(seed=0)
@@ -481,11 +481,11 @@ def _optuna(
     with found.graphs.beside(found.base):
         most = REPEATED * limit
         study.optimize(objective, n_trials=most, timeout=seconds, catch=(MoexportError,))
-    return [*looks.values()]
+    return [*trials.values()]
 
 
 def _areas(
-    ours: Sequence[Look], theirs: Sequence[Look], found: SearchResult, progress: Progress
+    ours: Sequence[Trial], theirs: Sequence[Trial], found: SearchResult, progress: Progress
 ) -> tuple[float, float]:
     """The areas that two fronts dominate, by times that are taken again, in turn.
 
@@ -497,7 +497,7 @@ def _areas(
         (found.base, *_maybe_on_front(ours, found.base), *_maybe_on_front(theirs, found.base)),
         *(found, PROTOCOL, progress),
     )
-    keys = [{look.point.key for look in looks} for looks in (ours, theirs)]
+    keys = [{trial.point.key for trial in trials} for trials in (ours, theirs)]
     fronts = [
         {each.point.key for each in _worth_keeping([p for p in points if p.point.key in own], base)}
         for own in keys
@@ -512,44 +512,44 @@ def _areas(
 
 
 def _timed(
-    looks: Sequence[Look], found: SearchResult, protocol: Protocol, progress: Progress
-) -> list[Look]:
+    trials: Sequence[Trial], found: SearchResult, protocol: Protocol, progress: Progress
+) -> list[Trial]:
     """Returns looks, each once, with the times that they take in turn."""
-    points = {look.point.key: look for look in looks}
+    points = {trial.point.key: trial for trial in trials}
     listed = [(each.point, each.lowerings) for each in points.values()]
-    with found.graphs.opened(listed, spin_ms=spin_for(looks[0].ms)) as opened:
+    with found.graphs.opened(listed, spin_ms=spin_for(trials[0].ms)) as opened:
         calls = dict(zip(points, map(found.graphs.call, opened), strict=True))
         times = measure_calls(calls, protocol, title="both fronts", progress=progress).latencies
-    return [with_ms(look, _typical(times[key])) for key, look in points.items()]
+    return [with_ms(trial, _typical(times[key])) for key, trial in points.items()]
 
 
-def _maybe_on_front(looks: Sequence[Look], base: Look) -> list[Look]:
+def _maybe_on_front(trials: Sequence[Trial], base: Trial) -> list[Trial]:
     """The looks that no other beats by more than what two times of a graph differ by."""
-    enough = [look for look in looks if look.quality.kept >= FLOOR]
+    enough = [trial for trial in trials if trial.quality.kept >= FLOOR]
     return [
-        look
-        for look in enough
+        trial
+        for trial in enough
         if not any(
-            SLACK * other.ms < look.ms and other.quality.kept >= look.quality.kept
+            SLACK * other.ms < trial.ms and other.quality.kept >= trial.quality.kept
             for other in (*enough, base)
         )
     ]
 
 
-def _worth_keeping(looks: Sequence[Look], base: Look) -> list[Look]:
-    enough = [look for look in looks if look.ms <= base.ms and look.quality.kept >= FLOOR]
+def _worth_keeping(trials: Sequence[Trial], base: Trial) -> list[Trial]:
+    enough = [trial for trial in trials if trial.ms <= base.ms and trial.quality.kept >= FLOOR]
     return front_of(enough)
 
 
-def _area(looks: Sequence[Look], base: Look) -> float:
+def _area(trials: Sequence[Trial], base: Trial) -> float:
     """The area that a front dominates: over time in factors of the model as trained, and kept.
 
     What keeps less than `FLOOR` adds nothing: nobody would deploy it.
     """
-    front = _worth_keeping(looks, base)
+    front = _worth_keeping(trials, base)
     # From the fastest on: each adds the stretch of time up to the next slower one.
-    area, edges = 0.0, [look.ms for look in front[::-1]] + [base.ms]
-    for look, end in zip(front[::-1], edges[1:], strict=True):
-        height = min(1.0, max(0.0, look.quality.kept - FLOOR) / (1 - FLOOR))
-        area += float(np.log(end / look.ms)) * height
+    area, edges = 0.0, [trial.ms for trial in front[::-1]] + [base.ms]
+    for trial, end in zip(front[::-1], edges[1:], strict=True):
+        height = min(1.0, max(0.0, trial.quality.kept - FLOOR) / (1 - FLOOR))
+        area += float(np.log(end / trial.ms)) * height
     return area

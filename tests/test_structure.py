@@ -30,9 +30,6 @@ ORDER = (
 )
 """The rooms from the top down: each may import from those below it."""
 
-CALLED = {("bench", "calls"), ("tune", "calls")}
-"""Callable packages call `calls` when they are called."""
-
 MOST = 16
 """Modules side by side in one folder."""
 
@@ -80,9 +77,7 @@ def test_no_module_imports_itself_through_others() -> None:
             return
         path.append(name)
         for other in sorted(edges[name]):
-            # Packages that are callable import what they call when they are called.
-            if (name, other) not in CALLED:
-                visit(other)
+            visit(other)
         path.pop()
         done.add(name)
 
@@ -97,7 +92,6 @@ def test_imports_run_one_way() -> None:
         for name, others in graph().items()
         for other in others
         if floor[other.partition(".")[0]] < floor[name.partition(".")[0]]
-        and (name, other) not in CALLED
     ]
     assert not wrong
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from ..common.timing import LOOK_S, WAIT_S, Protocol
 
-LOOK, RUN, OPEN, WAYS = "look", "run", "open", "ways"
+TRIAL, RUN, OPEN, WAYS = "trial", "run", "open", "ways"
 """Steps of a search: a whole graph, in it the run over the search's half, and writing and opening;
 a graph with other lowerings."""
 
@@ -21,7 +21,7 @@ TRACE, EFFECT = "trace", "effect"
 """Steps: tracing a model, and one choice of one layer."""
 
 
-UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE, LOOKS_SHARE = 0.1, 0.3, 0.5, 0.6, 0.85
+UNTOUCHED_SHARE, RANGES_SHARE, TIMES_SHARE, EFFECTS_SHARE, TRIALS_SHARE = 0.1, 0.3, 0.5, 0.6, 0.85
 """Of a search's time, when what comes before has ended: the untouched model's outputs, the ranges,
 the times of single layers, what they do when they are changed, and whole graphs. The rest is for
 the training of what promises most. What it takes to confirm the answer and to write it is not

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -16,13 +17,14 @@ from ..bench.runners.pytorch import untouched
 from ..common.console import Progress
 from ..common.timing import Latency, Protocol
 from ..errors import CheckError, FeedError, MoexportError
+from ..exporter.model import Model
 from .budget import protocol_for
-from .graphs import Graphs, Look, times_as_long
-from .halves import Halves
+from .graphs import Graphs, Trial, times_as_long
+from .holdout import Holdout
 from .prepare import SearchJob
 from .quality import Quality
 from .shards import Batch
-from .space import Choice
+from .space import LayerChoice
 from .substitutes.substitutes import FOLDER
 
 MOST = 8
@@ -37,50 +39,50 @@ class ContractError(CheckError):
 class Confirmed:
     """A point and what it keeps on the half that the search did not see.
 
-    `bold`: it stands in the second of the two `Sequences`.
+    `promising`: it stands in the second of the two `Sequences`.
     """
 
-    look: Look
+    trial: Trial
     quality: Quality
-    bold: bool = False
+    promising: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
     """The points to confirm, in two orders that the search's half alone decides.
 
-    `safe` begins with the model as trained and goes on from the safest to the riskiest. `bold`
-    begins with the point that promises most, and goes on to faster ones.
+    `conservative` begins with the model as trained and goes on from the safest to the riskiest.
+    `promising` begins with the point that promises most, and goes on to faster ones.
     """
 
-    safe: tuple[Look, ...]
-    bold: tuple[Look, ...] = ()
+    conservative: tuple[Trial, ...]
+    promising: tuple[Trial, ...] = ()
 
     @property
-    def looks(self) -> tuple[Look, ...]:
+    def trials(self) -> tuple[Trial, ...]:
         """All points, the model as trained first."""
-        return self.safe + self.bold
+        return self.conservative + self.promising
 
 
-def worth_confirming(looks: Sequence[Look]) -> list[Look]:
+def worth_confirming(trials: Sequence[Trial]) -> list[Trial]:
     """Returns the points that faster ones do not beat in all of three things, the fastest first.
 
     These are what is kept, the lower end of its interval, and how little the outputs moved. Ties
     stay: of points that keep as much on the search's half those that compute more are the surer.
     """
-    found: list[Look] = []
+    found: list[Trial] = []
     best = [-math.inf] * 3
-    for look in sorted(looks, key=lambda each: (each.ms, -each.quality.kept)):
-        safety = (*_without_luck(look.quality), -look.quality.shift)
+    for trial in sorted(trials, key=lambda each: (each.ms, -each.quality.kept)):
+        safety = (*_without_luck(trial.quality), -trial.quality.shift)
         if any(own >= other for own, other in zip(safety, best, strict=True)):
-            found.append(look)
+            found.append(trial)
         best = [max(pair) for pair in zip(safety, best, strict=True)]
     return found
 
 
 def sequences_of(
-    front: Sequence[Look],
-    base: Look,
+    front: Sequence[Trial],
+    base: Trial,
     keep: float | None,
     most: int = MOST,
     *,
@@ -93,37 +95,39 @@ def sequences_of(
     as another, times the probability that the other half shows what the search's did. Some slower
     points are taken, evenly over the factors of time: if that one fails, they are what is left.
     """
-    others = [look for look in front if look.point != base.point]
+    others = [trial for trial in front if trial.point != base.point]
     if keep is None:
-        return Sequences((base, *sorted(others, key=lambda each: -each.quality.kept)[: most - 1]))
-    others = [look for look in others if look.quality.kept >= keep]
+        best = sorted(others, key=lambda trial: -trial.quality.kept)[: most - 1]
+        return Sequences(conservative=(base, *best))
+    others = [trial for trial in others if trial.quality.kept >= keep]
     if base_meets:
-        others = [look for look in others if look.ms < base.ms]
+        others = [trial for trial in others if trial.ms < base.ms]
     if not others:
-        return Sequences((base,))
+        return Sequences(conservative=(base,))
     slowest = max(each.ms for each in (base, *others))
 
-    def promise(look: Look) -> float:
-        return math.log(slowest / look.ms) * _likely(look.quality, keep)
+    def promise(trial: Trial) -> float:
+        return math.log(slowest / trial.ms) * _likely(trial.quality, keep)
 
     others.sort(key=promise, reverse=True)
     first = others[0]
-    bold = [look for look in others if look.ms <= first.ms][: max(1, (most - 1) // 2)]
-    slower = [look for look in others if look.ms > first.ms]
-    safe = _apart(slower, first.ms, slowest, most - 1 - len(bold))
+    promising = [trial for trial in others if trial.ms <= first.ms][: max(1, (most - 1) // 2)]
+    slower = [trial for trial in others if trial.ms > first.ms]
+    conservative = _apart(slower, first.ms, slowest, most - 1 - len(promising))
+    conservative.sort(key=lambda trial: (-_likely(trial.quality, keep), -trial.ms))
     return Sequences(
-        (base, *sorted(safe, key=lambda look: (-_likely(look.quality, keep), -look.ms))),
-        tuple(sorted(bold, key=lambda look: -look.ms)),
+        conservative=(base, *conservative),
+        promising=tuple(sorted(promising, key=lambda trial: -trial.ms)),
     )
 
 
-def _apart(looks: Sequence[Look], fast: float, slow: float, count: int) -> list[Look]:
+def _apart(trials: Sequence[Trial], fast: float, slow: float, count: int) -> list[Trial]:
     """Returns so many points whose times are evenly between two, by their factors."""
-    left = list(looks)
+    left = list(trials)
     found = []
     for ms in np.geomspace(fast, slow, count + 2)[1:-1]:
         if left:
-            nearest = min(left, key=lambda look: abs(math.log(look.ms / ms)))
+            nearest = min(left, key=lambda trial: abs(math.log(trial.ms / ms)))
             left.remove(nearest)
             found.append(nearest)
     return found
@@ -146,16 +150,16 @@ def _without_luck(quality: Quality) -> tuple[float, float]:
 
 
 def confirmed(
-    graphs: Graphs, sequences: Sequences, halves: Halves, progress: Progress
+    graphs: Graphs, sequences: Sequences, holdout: Holdout, progress: Progress
 ) -> list[Confirmed]:
     """Returns what each point keeps on the confirming half, which is read once, for all of them."""
     base, metric = untouched(graphs.base.model), graphs.metric
-    listed = sequences.looks
-    progress.step("confirming", total=halves.confirming_count, unit="inputs")
+    listed = sequences.trials
+    progress.step("confirming", total=holdout.confirming_count, unit="inputs")
 
     def batches() -> Iterator[Batch]:
-        for x, labels in graphs.whole(halves.confirming()):
-            yield Batch(x, labels, base.infer(x), metric)
+        for x, labels in graphs.whole(holdout.confirming()):
+            yield Batch(inputs=x, labels=labels, outputs=base.infer(x), metric=metric)
             progress.advance(len(first_of(x)))
 
     points = [(each.point, each.lowerings) for each in listed]
@@ -164,8 +168,12 @@ def confirmed(
     if not tallies[0].inputs:
         raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
     return [
-        Confirmed(look, metric.quality(tally), bold=index >= len(sequences.safe))
-        for index, (look, tally) in enumerate(zip(listed, tallies, strict=True))
+        Confirmed(
+            trial=trial,
+            quality=metric.quality(tally),
+            promising=index >= len(sequences.conservative),
+        )
+        for index, (trial, tally) in enumerate(zip(listed, tallies, strict=True))
     ]
 
 
@@ -178,9 +186,9 @@ def holding(found: Sequence[Confirmed], keep: float | None) -> list[Confirmed]:
     Learn then Test, 2021.
     """
     held: list[Confirmed] = []
-    for bold in (False, True):
+    for promising in (False, True):
         for each in found:
-            if each.bold != bold:
+            if each.promising != promising:
                 continue
             if keep is not None and each.quality.low < keep:
                 break
@@ -210,18 +218,18 @@ def would_decide(quality: Quality, keep: float) -> str:
     )
 
 
-def front_of(looks: Sequence[Look]) -> list[Look]:
+def front_of(trials: Sequence[Trial]) -> list[Trial]:
     """Returns the points that no other beats in both time and what is kept, the slowest first."""
-    front: list[Look] = []
-    for look in sorted(looks, key=lambda each: (each.ms, -each.quality.kept)):
-        if not front or look.quality.kept > front[-1].quality.kept:
-            front.append(look)
+    front: list[Trial] = []
+    for trial in sorted(trials, key=lambda each: (each.ms, -each.quality.kept)):
+        if not front or trial.quality.kept > front[-1].quality.kept:
+            front.append(trial)
     return front[::-1]
 
 
-def with_ms(look: Look, ms: float) -> Look:
+def with_ms(trial: Trial, ms: float) -> Trial:
     """Returns a look with the time that a longer measurement found."""
-    return replace(look, ms=ms)
+    return replace(trial, ms=ms)
 
 
 @dataclass(frozen=True)
@@ -231,43 +239,43 @@ class SearchResult:
     `protocol` is how the `latencies` were measured.
     """
 
-    looks: tuple[Look, ...]
-    front: tuple[Look, ...]
-    timed: tuple[Look, ...]
-    base: Look
+    trials: tuple[Trial, ...]
+    front: tuple[Trial, ...]
+    timed: tuple[Trial, ...]
+    base: Trial
     graphs: Graphs
     latencies: dict[str, Latency]
     protocol: Protocol
-    choices: dict[str, tuple[Choice, ...]]
+    choices: dict[str, tuple[LayerChoice, ...]]
 
 
 def shortlist(
     job: SearchJob,
     graphs: Graphs,
-    base: Look,
-    choices: dict[str, tuple[Choice, ...]],
+    base: Trial,
+    choices: dict[str, tuple[LayerChoice, ...]],
 ) -> SearchResult:
     """Returns what a search found; the points to confirm are timed again, for longer."""
-    found = [*graphs.looks.values()]
+    found = [*graphs.trials.values()]
     room = _points(job, base, timed=False)
-    within = [look for look in found if job.within(look)] or found
+    within = [trial for trial in found if job.within(trial)] or found
     sequences = _sequences(job, worth_confirming(within), base, room)
-    again = [base, *(graphs.lowered(look) for look in sequences.looks[1:])]
+    again = [base, *(graphs.lowered(trial) for trial in sequences.trials[1:])]
     careful = protocol_for(base.ms, careful=True)
     latencies = graphs.timed(again, careful)
     first = latencies[base.point.key]
     timed = {
-        look.point.key: with_ms(
-            look, first.median * times_as_long(latencies[look.point.key], first)
+        trial.point.key: with_ms(
+            trial, first.median * times_as_long(latencies[trial.point.key], first)
         )
-        for look in again
+        for trial in again
     }
     faster = timed[base.point.key].ms / base.ms  # all others are told beside the base
-    looks = [timed.get(look.point.key, with_ms(look, faster * look.ms)) for look in found]
-    within = [look for look in looks if job.within(look)] or looks
+    trials = [timed.get(trial.point.key, with_ms(trial, faster * trial.ms)) for trial in found]
+    within = [trial for trial in trials if job.within(trial)] or trials
     front = front_of(within)
     return SearchResult(
-        looks=tuple(looks),
+        trials=tuple(trials),
         front=tuple(front),
         timed=tuple(timed.values()),
         base=timed[base.point.key],
@@ -292,22 +300,22 @@ def contract(
     if done:
         checked = [msgspec.convert(each, Confirmed) for each in done[-1]["points"]]
         for each in checked:
-            check_same(job, each.look, found)
+            check_same(job, each.trial, found)
     else:
-        checked = confirmed(found.graphs, sequences, job.halves, progress)
+        checked = confirmed(found.graphs, sequences, job.holdout, progress)
         job.journal.add("confirmed", points=[msgspec.to_builtins(each) for each in checked])
     held = holding(checked, keep)
     if keep is not None and not held:
         raise shortfall(checked[0], keep)
-    within = [each for each in held if job.within(each.look)]
+    within = [each for each in held if job.within(each.trial)]
     if not within:
         raise _nearest(job, held)
     if keep is None:
-        return checked, sorted(within, key=lambda each: -each.look.quality.kept)
-    return checked, sorted(within, key=lambda each: (each.look.ms, each.look.bytes))
+        return checked, sorted(within, key=lambda each: -each.trial.quality.kept)
+    return checked, sorted(within, key=lambda each: (each.trial.ms, each.trial.bytes))
 
 
-def _points(job: SearchJob, base: Look, *, timed: bool) -> int:
+def _points(job: SearchJob, base: Trial, *, timed: bool) -> int:
     """How many points there is time to confirm, the model as trained among them."""
     clock = job.clock
     if not math.isfinite(clock.left):
@@ -316,15 +324,15 @@ def _points(job: SearchJob, base: Look, *, timed: bool) -> int:
     return min(MOST, max(2, math.floor(fitting)))
 
 
-def _sequences(job: SearchJob, looks: Sequence[Look], base: Look, most: int) -> Sequences:
+def _sequences(job: SearchJob, trials: Sequence[Trial], base: Trial, most: int) -> Sequences:
     """The points to confirm, in order, of which the model as trained may meet the bounds."""
     keep, meets = job.request.keep, job.within(base)
-    return sequences_of(looks, base, keep, most, base_meets=meets)
+    return sequences_of(trials, base, keep, most, base_meets=meets)
 
 
-def check_same(job: SearchJob, look: Look, found: SearchResult) -> None:
+def check_same(job: SearchJob, trial: Trial, found: SearchResult) -> None:
     """Raises where the substitutes of a point that was looked at are not what they were."""
-    if found.graphs.substitutes.digest(look.point) != look.substitutes:
+    if found.graphs.substitutes.digest(trial.point) != trial.substitutes:
         raise ContractError(
             f"{job.folder / FOLDER}: what takes the places of experts is gone or changed "
             "since it was confirmed",
@@ -337,10 +345,10 @@ def _nearest(job: SearchJob, held: Sequence[Confirmed]) -> MoexportError:
     request = job.request
 
     def beyond(each: Confirmed) -> float:
-        slow = each.look.ms / (request.latency_ms or math.inf)
-        return max(slow, each.look.bytes / (request.bytes or math.inf))
+        slow = each.trial.ms / (request.latency_ms or math.inf)
+        return max(slow, each.trial.bytes / (request.bytes or math.inf))
 
-    nearest = min(held, key=beyond).look
+    nearest = min(held, key=beyond).trial
     bounds = []
     if request.latency_ms is not None:
         bounds.append(f"--max-latency {request.latency_ms:g}ms")
@@ -352,3 +360,31 @@ def _nearest(job: SearchJob, held: Sequence[Confirmed]) -> MoexportError:
         f"{nearest.ms:.3g} ms and {nearest.bytes} bytes and keeps {nearest.quality.kept:.2%}",
         hint="ask for less, or let the search take longer",
     )
+
+
+def contract_record(job: SearchJob, chosen: Confirmed) -> dict[str, Any]:
+    """Returns what was asked and what was confirmed, for recipe and manifest."""
+    request, quality = job.request, chosen.quality
+    return {
+        "metric": job.metric.title or job.metric.name,
+        "asked": {
+            "keep": request.keep,
+            "latency_ms": request.latency_ms,
+            "bytes": request.bytes,
+        },
+        "kept": quality.kept,
+        "interval": [quality.low, quality.high],
+        "inputs": quality.inputs,
+        "batch": request.batch.opt,
+        "latency_ms": chosen.trial.ms,
+        "bytes": chosen.trial.bytes,
+    }
+
+
+def reasons(model: Model, trial: Trial) -> dict[str, str]:
+    """Returns what each layer got, in words."""
+    specs = {name: layer.spec for name, layer in model.layers.items()}
+    return {
+        name: f"tuned: {choice.text(specs[name].experts)}, {trial.lowerings[name]}"
+        for name, choice in trial.point.layers
+    }

@@ -24,7 +24,7 @@ from ..common.text import size, table
 from ..common.writing import remove_folder
 from ..exporter.bundle.recipe import RECIPE_FILE
 from .confirm import Confirmed
-from .graphs import Look
+from .graphs import Trial
 from .quality import Quality
 from .request import SearchOptions
 from .substitutes.substitutes import FOLDER
@@ -37,61 +37,61 @@ SECONDS = 45.0
 """Of its search, at the most: a busy machine looks at less."""
 
 
-def write_findings(found: Tuned, folder: Path, command: str = "") -> tuple[Path, ...]:
+def write_findings(tuned: Tuned, folder: Path, command: str = "") -> tuple[Path, ...]:
     """Writes results.json and every view of it to a folder, where the search's journal ends."""
-    written = write_all(results_of(found, command), folder)
+    written = write_all(results_of(tuned, command), folder)
     remove_folder(folder / FOLDER)
     for name in (FILE, CALIBRATION_FILE):
         (folder / name).unlink(missing_ok=True)
     return written
 
 
-def results_of(found: Tuned, command: str = "") -> Results:
+def results_of(tuned: Tuned, command: str = "") -> Results:
     """Returns a search as results."""
-    name = Path(found.model.source.path).stem
-    info = model_info(Candidate(name, found.model))
-    n = max(found.experts.values())
-    quality, batch = found.chosen.quality, found.request.batch.opt
+    name = Path(tuned.model.source.path).stem
+    info = model_info(Candidate(name, tuned.model))
+    n = max(tuned.experts.values())
+    quality, batch = tuned.chosen.quality, tuned.request.batch.opt
     rows = []
-    if found.untouched is not None:
+    if tuned.untouched is not None:
         rows.append(
             Row(
-                PYTORCH_EAGER,
-                n,
-                n,
-                batch,
-                name,
-                latency_ms=found.untouched,
-                throughput=1e3 * batch / found.untouched.median,
-                **_judged(found, quality, of_untouched=True),
+                engine=PYTORCH_EAGER,
+                k=n,
+                experts=n,
+                batch=batch,
+                model=name,
+                latency_ms=tuned.untouched,
+                throughput=1e3 * batch / tuned.untouched.median,
+                **_judged(tuned, quality, of_untouched=True),
             )
         )
-    listed = [found.sequence[0], found.chosen]
-    for each in dict.fromkeys(one.look.point.key for one in listed):
-        confirmed = next(one for one in listed if one.look.point.key == each)
-        rows.append(_row(found, confirmed, name, n))
+    listed = [tuned.sequence[0], tuned.chosen]
+    for each in dict.fromkeys(one.trial.point.key for one in listed):
+        confirmed = next(one for one in listed if one.trial.point.key == each)
+        rows.append(_row(tuned, confirmed, name, n))
     record = TuningRecord(
         model=name,
-        metric=found.metric.title or found.metric.name,
+        metric=tuned.metric.title or tuned.metric.name,
         batch=batch,
-        searching=found.seen,
+        searching=tuned.seen,
         confirming=quality.inputs,
-        seconds=round(found.seconds, 1),
-        keep=found.request.keep,
-        max_latency_ms=found.request.latency_ms,
-        max_bytes=found.request.bytes,
-        recipe=str(found.bundle.path / RECIPE_FILE),
-        points=tuple(sorted(_points(found), key=lambda point: -point.ms)),
+        seconds=round(tuned.seconds, 1),
+        keep=tuned.request.keep,
+        max_latency_ms=tuned.request.latency_ms,
+        max_bytes=tuned.request.bytes,
+        recipe=str(tuned.bundle.path / RECIPE_FILE),
+        points=tuple(sorted(_points(tuned), key=lambda point: -point.ms)),
     )
     return Results(
-        (info,),
-        tuple(rows),
-        environment(),
-        {
-            "rounds": found.protocol.rounds,
-            "round_s": found.protocol.round_s,
+        models=(info,),
+        rows=tuple(rows),
+        environment=environment(),
+        protocol={
+            "rounds": tuned.protocol.rounds,
+            "round_s": tuned.protocol.round_s,
             "samples": quality.inputs,
-            "labelled": found.metric.name == "accuracy",
+            "labelled": tuned.metric.name == "accuracy",
         },
         command=command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -99,29 +99,29 @@ def results_of(found: Tuned, command: str = "") -> Results:
     )
 
 
-def text(found: Tuned, report: Path) -> str:
+def text(tuned: Tuned, report: Path) -> str:
     """Returns the front and the contract."""
     rows = [
         (
-            "→" if each is found.chosen else "",
-            f"{each.look.ms:.3g}",
-            size(each.look.bytes),
+            "→" if each is tuned.chosen else "",
+            f"{each.trial.ms:.3g}",
+            size(each.trial.bytes),
             f"{each.quality.kept:.2%}",
             f"{each.quality.low:.2%} to {each.quality.high:.2%}",
-            each.look.point.text(found.experts),
+            each.trial.point.text(tuned.experts),
         )
-        for each in found.sequence
+        for each in tuned.sequence
     ]
     header = ("", "ms", "bytes", "kept", "95% interval", "k, experts and precision of each layer")
-    quality = found.chosen.quality
-    times = found.base.ms / found.chosen.look.ms
+    quality = tuned.chosen.quality
+    times = tuned.base.ms / tuned.chosen.trial.ms
     return (
         f"{table(header, rows)}\n\n"
-        f"{found.bundle.path}: {found.metric.name} kept {quality.kept:.2%}, between "
+        f"{tuned.bundle.path}: {tuned.metric.name} kept {quality.kept:.2%}, between "
         f"{quality.low:.2%} and {quality.high:.2%} on {quality.inputs} inputs that the search did "
-        f"not see;\n{found.chosen.look.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
-        f"FP32; {found.looks} graphs in {found.seconds:.0f} s\n"
-        f"again: moexport export MODEL --recipe {found.bundle.path / 'recipe.yaml'} -o BUNDLE\n"
+        f"not see;\n{tuned.chosen.trial.ms:.3g} ms a batch, {times:.3g} times as fast as k = n in "
+        f"FP32; {tuned.trials} graphs in {tuned.seconds:.0f} s\n"
+        f"again: moexport export MODEL --recipe {tuned.bundle.path / 'recipe.yaml'} -o BUNDLE\n"
         f"report: {report / 'report.html'}"
     )
 
@@ -133,91 +133,91 @@ def demonstrated(progress: Progress, network: TrainedNetwork, data: LabelledData
     )
     place, report = directory / "tuned", directory / "tuned-report"
     progress.step(f"tuning {network.name}: {KEEP:.0%} kept")
-    found = search_and_export(
+    tuned = search_and_export(
         network.load(), data, place, request, work=report, force=True, progress=progress
     )
-    write_findings(found, report, f"moexport demo -o {directory}")
-    return text(found, report)
+    write_findings(tuned, report, f"moexport demo -o {directory}")
+    return text(tuned, report)
 
 
-def _row(found: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:
-    look, batch = confirmed.look, found.request.batch.opt
-    latency = found.latencies.get(look.point.key)
+def _row(tuned: Tuned, confirmed: Confirmed, name: str, n: int) -> Row:
+    trial, batch = confirmed.trial, tuned.request.batch.opt
+    latency = tuned.latencies.get(trial.point.key)
     return Row(
-        ONNXRUNTIME,
-        max(choice.k for _, choice in look.point.layers),
-        n,
-        batch,
-        name,
+        engine=ONNXRUNTIME,
+        k=max(choice.k for _, choice in trial.point.layers),
+        experts=n,
+        batch=batch,
+        model=name,
         provider="cpu",
-        precision=look.point.precision,
-        lowering="+".join(sorted(set(look.lowerings.values()))),
-        point=look.point.text(found.experts) if look.point.fewer else None,
+        precision=trial.point.precision,
+        lowering="+".join(sorted(set(trial.lowerings.values()))),
+        point=trial.point.text(tuned.experts) if trial.point.fewer else None,
         latency_ms=latency,
         throughput=None if latency is None else 1e3 * batch / latency.median,
-        **_judged(found, confirmed.quality),
+        **_judged(tuned, confirmed.quality),
     )
 
 
-def _judged(found: Tuned, quality: Quality, *, of_untouched: bool = False) -> dict[str, Any]:
+def _judged(tuned: Tuned, quality: Quality, *, of_untouched: bool = False) -> dict[str, Any]:
     """Accuracy or perplexity as a row has them; nothing for other metrics."""
     score = quality.untouched if of_untouched else quality.score
     kept = 1.0 if of_untouched else quality.kept
     low, high = (1.0, 1.0) if of_untouched else (quality.low, quality.high)
-    if found.metric.name == "accuracy":
+    if tuned.metric.name == "accuracy":
         return {
             "accuracy": Accuracy(
                 score, kept, quality.inputs, retention_interval=Interval(low, high)
             )
         }
-    if found.metric.name == "perplexity":
+    if tuned.metric.name == "perplexity":
         interval = Interval(low, high)
         return {"perplexity": Perplexity(score, kept, quality.tokens, retention_interval=interval)}
     return {}
 
 
-def _points(found: Tuned) -> list[FrontPoint]:
-    confirmed = {each.look.point.key: each.quality for each in found.sequence}
-    front = {look.point.key: look for look in (*found.front, found.base)}
-    chosen = found.chosen.look.point.key
+def _points(tuned: Tuned) -> list[FrontPoint]:
+    confirmed = {each.trial.point.key: each.quality for each in tuned.sequence}
+    front = {trial.point.key: trial for trial in (*tuned.front, tuned.base)}
+    chosen = tuned.chosen.trial.point.key
     return [
         _point(
-            found,
-            front.get(look.point.key, look),
+            tuned,
+            front.get(trial.point.key, trial),
             confirmed,
-            front=look.point.key in front,
+            front=trial.point.key in front,
             chosen=chosen,
         )
-        for look in found.all_looks
+        for trial in tuned.all_trials
     ]
 
 
 def _point(
-    found: Tuned, look: Look, confirmed: dict[str, Quality], *, front: bool, chosen: str
+    tuned: Tuned, trial: Trial, confirmed: dict[str, Quality], *, front: bool, chosen: str
 ) -> FrontPoint:
-    key, quality = look.point.key, look.quality
+    key, quality = trial.point.key, trial.quality
     held = confirmed.get(key)
     layers = tuple(
         TunedLayer(
-            name,
-            choice.k,
-            found.experts[name],
-            choice.precision,
-            look.lowerings[name],
-            choice.experts,
-            choice.merged,
+            layer=name,
+            k=choice.k,
+            of=tuned.experts[name],
+            precision=choice.precision,
+            lowering=trial.lowerings[name],
+            experts=choice.experts,
+            merged=choice.merged,
         )
-        for name, choice in look.point.layers
+        for name, choice in trial.point.layers
     )
     return FrontPoint(
-        ms=look.ms,
-        predicted_ms=look.predicted_ms,
-        bytes=look.bytes,
+        ms=trial.ms,
+        predicted_ms=trial.predicted_ms,
+        bytes=trial.bytes,
         kept=quality.kept,
         searched=Interval(quality.low, quality.high),
-        text=look.point.text(found.experts),
+        text=trial.point.text(tuned.experts),
         layers=layers,
-        around=look.point.around,
+        around=trial.point.around,
         front=front,
         chosen=key == chosen,
         confirmed_kept=None if held is None else held.kept,

@@ -26,19 +26,14 @@ from ..exporter.plan import plan
 from ..exporter.session import Session, SessionOptions
 from ..exporter.write import write_graphs
 from ..graphs.targets import TARGETS
-from .budget import INPUTS, LOOK, OPEN, QUICK, RUN, WAYS, Clock, protocol_for, spin_for
-from .halves import in_batches, rows_of
+from .budget import INPUTS, OPEN, QUICK, RUN, TRIAL, WAYS, Clock, protocol_for, spin_for
+from .holdout import batch_size, in_batches, rows_of
 from .quality import Metric, Quality
 from .routed import Traces
 from .shards import Batch, Evaluate, evaluate_here
 from .space import Point, job_of
 from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
-
-BATCH = 64
-
-BATCH_BYTES = 1 << 27
-"""Of the outputs of a batch: those of language models hold the scores of all words."""
 
 UNTOUCHED = "untouched"
 """The PyTorch model among what is timed."""
@@ -48,7 +43,7 @@ TOLD_APART = 0.97
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
+class Trial:
     """What was found of one point as a whole graph.
 
     `ms` is the median time of a batch of OPT, corrected for how fast the machine was just then, by
@@ -87,76 +82,76 @@ class Graphs:
         self.data, self.outputs, self.metric = data, outputs, metric
         self.journal, self.progress, self.threads = journal, progress, threads
         self.clock, self.substitutes = clock, substitutes
-        self.looks: dict[str, Look] = {}
+        self.trials: dict[str, Trial] = {}
         self.batch = batch_size(outputs)
         self.evaluate = evaluate
         size = base.fixed_batch
         # A shorter batch than the one size of a graph is left out.
         self.tallies = evaluate(
             [
-                Batch(x, labels, outputs[rows], metric)
+                Batch(inputs=x, labels=labels, outputs=outputs[rows], metric=metric)
                 for rows, x, labels in in_batches(data, size or self.batch)
                 if size in (None, rows.stop - rows.start)
             ]
         )
-        self._beside: tuple[Look, Session] | None = None
-        for each in journal.found("look"):
-            look = msgspec.convert(each["look"], Look)
-            if look.substitutes == substitutes.digest(look.point):
-                self.looks[look.point.key] = look
+        self._beside: tuple[Trial, Session] | None = None
+        for each in journal.found("trial"):
+            trial = msgspec.convert(each["trial"], Trial)
+            if trial.substitutes == substitutes.digest(trial.point):
+                self.trials[trial.point.key] = trial
 
-    def look(self, point: Point) -> Look:
+    def trial(self, point: Point) -> Trial:
         """Returns what there is to know of a point; writes, runs and times it the first time.
 
         Raises what planning and running a graph raise.
         """
-        if point.key not in self.looks:
+        if point.key not in self.trials:
             lowerings = self.times.lowerings(point)
             opened = self.opened([(point, lowerings)], spin_ms=self._spin_ms())
-            with self.clock.step(LOOK), opened as (session,):
-                found = self._look(point, lowerings, session.path.parent, session)
-            self.looks[point.key] = found
-            self.journal.add("look", look=msgspec.to_builtins(found))
-        return self.looks[point.key]
+            with self.clock.step(TRIAL), opened as (session,):
+                found = self._trial(point, lowerings, session.path.parent, session)
+            self.trials[point.key] = found
+            self.journal.add("trial", trial=msgspec.to_builtins(found))
+        return self.trials[point.key]
 
-    def trained_further(self, look: Look, seconds: float) -> bool:
+    def trained_further(self, trial: Trial, seconds: float) -> bool:
         """Trains what takes the places of a point's experts for so many seconds more.
 
         Where that helps, it is looked at again, as are the points that have the same in other
         precisions; returns whether it did.
         """
-        with self.clock.step(LOOK):
-            if not self.substitutes.train_further(look.point, seconds):
+        with self.clock.step(TRIAL):
+            if not self.substitutes.train_further(trial.point, seconds):
                 return False
             sharing = [
                 each.point
-                for each in self.looks.values()
-                if self.substitutes.shared(each.point, look.point)
+                for each in self.trials.values()
+                if self.substitutes.shared(each.point, trial.point)
             ]
             for point in sharing:
-                del self.looks[point.key]
+                del self.trials[point.key]
             for point in sharing:
-                self.look(point)
+                self.trial(point)
         return True
 
-    def _look(
+    def _trial(
         self, point: Point, lowerings: dict[str, str], folder: Path, session: Session
-    ) -> Look:
+    ) -> Trial:
         with self.clock.step(RUN):
             (tally,) = self.tallies([session])
         files = (folder / MAIN_GRAPH, folder / WEIGHTS_FILE)
-        return Look(
-            point,
-            lowerings,
-            self.metric.quality(tally),
-            self._ms([session])[0],
-            self.times.predicted_ms(point),
-            sum(file.stat().st_size for file in files),
-            self.substitutes.digest(point),
+        return Trial(
+            point=point,
+            lowerings=lowerings,
+            quality=self.metric.quality(tally),
+            ms=self._ms([session])[0],
+            predicted_ms=self.times.predicted_ms(point),
+            bytes=sum(file.stat().st_size for file in files),
+            substitutes=self.substitutes.digest(point),
         )
 
     @contextmanager
-    def beside(self, base: Look) -> Iterator[None]:
+    def beside(self, base: Trial) -> Iterator[None]:
         """Within the context every graph is timed in turn with that of the model as trained."""
         opened = self.opened([(base.point, base.lowerings)], spin_ms=spin_for(base.ms))
         with opened as (session,):
@@ -166,9 +161,9 @@ class Graphs:
             finally:
                 self._beside = None
 
-    def _spin_ms(self, look: Look | None = None) -> float | None:
+    def _spin_ms(self, trial: Trial | None = None) -> float | None:
         """How long threads spin: as those of the graph beside, if there is one."""
-        beside = look if self._beside is None else self._beside[0]
+        beside = trial if self._beside is None else self._beside[0]
         return None if beside is None else spin_for(beside.ms)
 
     def _ms(self, sessions: Sequence[Session]) -> list[float]:
@@ -182,23 +177,23 @@ class Graphs:
         found = measure(both, protocol_for(base.ms), title="timing").latencies
         return [base.ms * times_as_long(found[name], found[UNTOUCHED]) for name in calls]
 
-    def lowered(self, look: Look) -> Look:
+    def lowered(self, trial: Trial) -> Trial:
         """Returns a point with its fastest lowerings, timed as whole graphs.
 
         What is fastest for a layer alone need not be among others, which fill the caches.
         """
-        ways = self.times.ways(look.point, look.lowerings)
+        ways = self.times.ways(trial.point, trial.lowerings)
         if len(ways) == 1:
-            return look
-        opened = self.opened([(look.point, way) for way in ways], spin_ms=self._spin_ms(look))
+            return trial
+        opened = self.opened([(trial.point, way) for way in ways], spin_ms=self._spin_ms(trial))
         with self.clock.step(WAYS), opened as sessions:
             times = self._ms(sessions)
         at = int(np.argmin(times))
         if times[at] > TOLD_APART * times[0]:
-            return look
-        found = replace(look, lowerings=ways[at], ms=times[at])
-        self.looks[look.point.key] = found
-        self.journal.add("look", look=msgspec.to_builtins(found))
+            return trial
+        found = replace(trial, lowerings=ways[at], ms=times[at])
+        self.trials[trial.point.key] = found
+        self.journal.add("trial", trial=msgspec.to_builtins(found))
         return found
 
     @contextmanager
@@ -243,16 +238,16 @@ class Graphs:
         batches = [self.data.batch(index, size) for index in range(INPUTS)]
         return partial(_run, [session.bound(batch) for batch in batches])
 
-    def timed(self, looks: Sequence[Look], protocol: Protocol) -> dict[str, Latency]:
+    def timed(self, trials: Sequence[Trial], protocol: Protocol) -> dict[str, Latency]:
         """Returns the latency of several points by their keys, and of the untouched model.
 
         They are measured in turn.
         """
-        points = [(each.point, each.lowerings) for each in looks]
-        with self.opened(points, spin_ms=spin_for(looks[0].ms)) as sessions:
+        points = [(each.point, each.lowerings) for each in trials]
+        with self.opened(points, spin_ms=spin_for(trials[0].ms)) as sessions:
             calls = {
                 each.point.key: self.call(session)
-                for each, session in zip(looks, sessions, strict=True)
+                for each, session in zip(trials, sessions, strict=True)
             }
             size, model = self.base.options.batch.opt, untouched(self.base.model)
             batches = [self.data.batch(index, size) for index in range(INPUTS)]
@@ -264,11 +259,6 @@ class Graphs:
 def times_as_long(latency: Latency, other: Latency) -> float:
     """Returns how many times as long one takes as another, in the median of rounds in turn."""
     return float(np.median(np.array(latency.rounds) / np.array(other.rounds)))
-
-
-def batch_size(outputs: Array) -> int:
-    """Returns how many inputs run at once, whose outputs are known: some, or all of them."""
-    return max(1, min(BATCH, BATCH_BYTES // max(1, outputs[:1].nbytes)))
 
 
 def _run(calls: Sequence[Callable[[], object]], index: int) -> object:

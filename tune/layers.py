@@ -26,11 +26,10 @@ from ..exporter.model import Model
 from ..graphs.layers.base import MoELayer, moe_layers, replaced_layers, sharing_weights
 from ..graphs.layers.mumoe import MuMoE
 from ..graphs.layers.soft_moe import Chooser, SoftMoE
-from .graphs import batch_size
-from .halves import in_batches
+from .holdout import batch_size, in_batches
 from .quality import Metric, Quality, Tally
 from .routed import asked_for, routed_layers
-from .space import Choice
+from .space import LayerChoice
 from .substitutes.substitutes import Seen
 
 BATCH = 32
@@ -91,10 +90,11 @@ class Replay:
     def seen(self) -> Seen:
         """What the model was seen to do."""
         samples = [(x, base) for x, base, _ in self._batches]
-        return Seen(self.inputs, samples, self.metric.name != "function")
+        scores = self.metric.name != "function"
+        return Seen(tokens=self.inputs, samples=samples, scores=scores)
 
     def quality(
-        self, name: str, choice: Choice, substitutes: Mapping[str, np.ndarray] = NOTHING
+        self, name: str, choice: LayerChoice, substitutes: Mapping[str, np.ndarray] = NOTHING
     ) -> Quality:
         """Returns what is kept with one layer changed; its precision plays no part.
 
@@ -109,7 +109,7 @@ class Replay:
 
     @contextmanager
     def _changed(
-        self, name: str, choice: Choice, substitutes: Mapping[str, np.ndarray]
+        self, name: str, choice: LayerChoice, substitutes: Mapping[str, np.ndarray]
     ) -> Iterator[Callable[[Inputs], Array]]:
         """Yields the model with one layer as it is chosen."""
         if self.routed:
@@ -173,7 +173,9 @@ def _replaced(module: nn.Module, layer: MoELayer, other: MoELayer) -> Iterator[N
 
 
 @contextmanager
-def _as_chosen(layer: MoELayer, choice: Choice, constants: np.ndarray | None) -> Iterator[None]:
+def _as_chosen(
+    layer: MoELayer, choice: LayerChoice, constants: np.ndarray | None
+) -> Iterator[None]:
     """Within the context a layer computes what is chosen for it.
 
     `constants` [n − e, p, o] are what the experts that are not among those of the choice give.
@@ -209,7 +211,7 @@ def _chooser(experts: Sequence[int], *, all_of_them: bool) -> Chooser:
     return choose
 
 
-def in_turn(choices: Mapping[str, Sequence[Choice]]) -> Iterator[tuple[str, Choice]]:
+def in_turn(choices: Mapping[str, Sequence[LayerChoice]]) -> Iterator[tuple[str, LayerChoice]]:
     """Yields each choice of each layer."""
     longest = max(map(len, choices.values()), default=0)
     for index in range(longest):  # of every layer one, so that an early end leaves none out

@@ -11,20 +11,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import onnx_ir as ir
 
 from ..bench.data import Labelled, LabelledData
 from ..bench.journal import FILE, Journal
-from ..bench.runners.base import first_of
-from ..bench.runners.pytorch import outputs_of, untouched
 from ..calibration.feeds import Array
 from ..calibration.table import CALIBRATION_FILE, CalibrationTable
 from ..common.console import Progress
 from ..common.environment import environment
 from ..common.files import STEP_BYTES
 from ..common.writing import make_folder, remove_folder
-from ..errors import FeedError, MoexportError, UsageError
+from ..errors import MoexportError, UsageError
 from ..exporter.bundle.weights import layer_bytes
 from ..exporter.job import ExportJob, calibration_job, export_job
 from ..exporter.model import Model, check_one_input, fingerprint
@@ -37,14 +34,14 @@ from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.layers.soft_moe import SoftMoESpec
 from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision
-from .budget import RANGES_SHARE, TRACE, UNTOUCHED_SHARE, Clock, End
-from .graphs import Look, batch_size
-from .halves import Halves, in_batches, rows_of
-from .quality import Metric, Tally, metric_for
+from .budget import RANGES_SHARE, TRACE, Clock, End
+from .graphs import Trial
+from .holdout import Holdout, untouched_outputs
+from .quality import Metric, check_enough, metric_for
 from .request import SearchOptions
 from .routed import asked_for, routed_layers
 from .schedule import AROUND
-from .space import FEW, INTEGERS, RANGED, Choice, Point, ks_of, unlowered
+from .space import FEW, INTEGERS, RANGED, LayerChoice, Point, ks_of, unlowered
 from .substitutes.substitutes import FOLDER
 from .times import served
 
@@ -53,15 +50,6 @@ CALIBRATED, CALIBRATED_FEW = 256, 32
 
 OBSERVED = 4.0
 """About how much longer an input takes while ranges are observed, beside the model itself."""
-
-OUTPUT_BYTES = 1 << 30
-"""What the untouched model's outputs may take: those of language models are large."""
-
-LEAST = 512
-"""Inputs that a search sees, whatever its time, if there are as many."""
-
-MANY, MANY_S = 4096, 20.0
-"""Inputs beyond which a search sees more only while the untouched model has taken so long."""
 
 UNIFORM = (1, 2, 4, 8, 16)
 """The shares of its experts that every layer computes in the models that are looked at first."""
@@ -75,7 +63,7 @@ class Space:
     has layers that can. `floats` are those in which all of a model may compute.
     """
 
-    choices: dict[str, tuple[Choice, ...]]
+    choices: dict[str, tuple[LayerChoice, ...]]
     integers: dict[Precision, tuple[str, ...]]
     floats: tuple[Precision, ...] = ("fp32",)
 
@@ -109,7 +97,7 @@ class SearchJob:
 
     model: Model
     request: SearchOptions
-    halves: Halves
+    holdout: Holdout
     outputs: Array
     metric: Metric
     base: ExportJob
@@ -125,7 +113,7 @@ class SearchJob:
         """The model as it was trained."""
         return Point(tuple((name, listed[0]) for name, listed in self.space.choices.items()))
 
-    def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[Choice]:
+    def fewer(self, name: str, kept: Callable[[int], tuple[int, ...]]) -> list[LayerChoice]:
         """Fixed subsets of a Soft MoE layer's experts: halves, quarters; all computed, or half.
 
         Of a muMoE layer one in place of all. `kept` returns the experts of a subset of some size.
@@ -135,13 +123,13 @@ class SearchJob:
         if not self.request.subsets or routed_layers(self.model):
             return []
         if isinstance(spec, MuMoESpec):
-            return [Choice(1, merged=True)]
+            return [LayerChoice(1, merged=True)]
         if not isinstance(spec, SoftMoESpec):
             return []
         found = []
         for size in ks_of(spec.experts)[1:]:
             experts = kept(size)
-            found += [Choice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
+            found += [LayerChoice(k, experts) for k in dict.fromkeys((size, size // 2)) if k]
         return found
 
     def uniform(self, precision: Precision) -> list[Point]:
@@ -159,7 +147,7 @@ class SearchJob:
             found.append(Point(tuple(layers)))
         return [*dict.fromkeys(found)]
 
-    def bytes_of(self, name: str, choice: Choice) -> float:
+    def bytes_of(self, name: str, choice: LayerChoice) -> float:
         """About what a layer's weights take."""
         layer = self.model.layers[name]
         share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
@@ -169,20 +157,20 @@ class SearchJob:
         width = {"fp16": 1 / 2, "int8": 1 / 4, "int4": 4.5 / 32}.get(choice.precision, 1.0)
         return layer_bytes(layer, FP32) * share * width
 
-    def within(self, look: Look) -> bool:
+    def within(self, trial: Trial) -> bool:
         request = self.request
-        slow = request.latency_ms is not None and look.ms > request.latency_ms
-        return not slow and not (request.bytes is not None and look.bytes > request.bytes)
+        slow = request.latency_ms is not None and trial.ms > request.latency_ms
+        return not slow and not (request.bytes is not None and trial.bytes > request.bytes)
 
-    def end(self, base: Look) -> End:
+    def end(self, base: Trial) -> End:
         """Returns about how long the end of the search takes."""
-        searching = len(self.halves.search)
+        searching = len(self.holdout.search)
         return End.of(
             self.clock,
             base.ms,
             one_s=self.one_s,
             searching=searching,
-            confirming=self.halves.confirming_count or searching,
+            confirming=self.holdout.confirming_count or searching,
             routed=bool(routed_layers(self.model)),
         )
 
@@ -204,14 +192,15 @@ def prepare(
     )
     base = export_job(model, options)
     progress.step("reading the search's half of the data")
-    halves = Halves.of(data)
+    holdout = Holdout.of(data)
     began = time.monotonic()
-    outputs = _outputs(model, halves.search, progress, clock)
-    halves = halves.fewer(len(outputs))
+    outputs = untouched_outputs(model, holdout.search, progress, clock)
+    holdout = holdout.fewer(len(outputs))
     one_s = (time.monotonic() - began) / len(outputs)
-    metric = metric_for(request.metric, outputs, halves.search.inputs, halves.search.labels)
-    _check_enough(metric, request, halves, outputs)
+    metric = metric_for(request.metric, outputs, holdout.search.inputs, holdout.search.labels)
+    check_enough(metric, request.keep, holdout, outputs)
     what = {
+        "pieces": 2,  # their format
         "environment": environment(),
         "model": fingerprint(model),
         "data": data.fingerprint,
@@ -231,7 +220,7 @@ def prepare(
         own = None if base.fixed else traced
         samples = _samples(clock, one_s, tracing=own is None)
         if samples or (folder / CALIBRATION_FILE).is_file():
-            ranges = _ranges(model, halves.search, folder, journal, samples, own, progress)
+            ranges = _ranges(model, holdout.search, folder, journal, samples, own, progress)
             base = replace(base, table=ranges)
         else:
             wanted = tuple(name for name in wanted if name not in RANGED)
@@ -239,7 +228,7 @@ def prepare(
     return SearchJob(
         model=model,
         request=request,
-        halves=halves,
+        holdout=holdout,
         outputs=outputs,
         metric=metric,
         base=base,
@@ -258,29 +247,6 @@ def check_tunable(model: Model) -> None:
         check_one_input(model, "tune")
 
 
-def _outputs(model: Model, data: LabelledData, progress: Progress, clock: Clock) -> Array:
-    """What the untouched model gives for the search's half, or as much of it as there is time for.
-
-    Of outputs that are large the first alone are taken, too.
-    """
-    base, parts = untouched(model), []
-    progress.step("running the untouched model", total=len(data), unit="inputs")
-    parts.append(outputs_of(base, rows_of(data.batch(0, 1), slice(0, 1)), model.source.path))
-    size, began = batch_size(parts[0]), time.monotonic()
-    held = 0
-    for rows, x, _ in in_batches(data, size):
-        if rows.start:
-            short = clock.over(UNTOUCHED_SHARE) and rows.start >= LEAST
-            slow = rows.start >= MANY and time.monotonic() - began > MANY_S
-            if short or slow or held > OUTPUT_BYTES:
-                break
-        parts.append(outputs_of(base, x, model.source.path))
-        held += parts[-1].nbytes
-        progress.advance(len(first_of(x)))
-    found: Array = np.concatenate(parts[1:])
-    return found
-
-
 def _samples(clock: Clock, one_s: float, *, tracing: bool) -> int:
     """How many inputs there is time to take ranges from; 0 where there is none, or hardly any.
 
@@ -292,29 +258,6 @@ def _samples(clock: Clock, one_s: float, *, tracing: bool) -> int:
     until -= clock.longest[TRACE] if tracing else 0.0
     fitting = until / (OBSERVED * one_s)
     return 0 if fitting < CALIBRATED_FEW else min(CALIBRATED, math.floor(fitting))
-
-
-def _check_enough(metric: Metric, request: SearchOptions, halves: Halves, outputs: Array) -> None:
-    """Raises `FeedError` where no outcome could show what is to be kept."""
-    if request.keep is None:
-        return
-    search = halves.search
-    scores = sum(
-        (
-            metric.tally(outputs[rows], outputs[rows], x, labels)
-            for rows, x, labels in in_batches(search, batch_size(outputs))
-        ),
-        start=Tally(),
-    )
-    metric.quality(scores)
-    needed = metric.needed(request.keep, scores.base / scores.inputs)
-    count = halves.confirming_count
-    if needed is not None and count is not None and count < needed:
-        raise FeedError(
-            f"--data: {count} of its inputs confirm, and to show that {request.keep:.4g} is kept "
-            f"takes at least {needed}, if all agree",
-            hint=f"give at least {2 * needed} inputs, half of them to confirm, or ask for less",
-        )
 
 
 def _ranges(
@@ -339,14 +282,14 @@ def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Sp
     routed = routed_layers(base.model)
     choices = {
         name: tuple(
-            Choice(k)
+            LayerChoice(k)
             for k in ks_of(layer.spec.trained_k)
             if not routed or (name in routed and _may_choose(base.model, name, k))
         )
         for name, layer in base.model.layers.items()
     }
     choices = {
-        name: listed or (Choice(base.model.layers[name].spec.trained_k),)
+        name: listed or (LayerChoice(base.model.layers[name].spec.trained_k),)
         for name, listed in choices.items()
     }
     first = {name: listed[0].k for name, listed in choices.items()}
@@ -362,7 +305,7 @@ def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Sp
         if layers:
             integers[precision] = (*layers, *around)
     floats: tuple[Precision, ...] = tuple(name for name in wanted if name not in INTEGERS)
-    return Space(choices, integers, floats)
+    return Space(choices=choices, integers=integers, floats=floats)
 
 
 def _may_choose(model: Model, layer: str, k: int) -> bool:
@@ -376,7 +319,7 @@ def _may_choose(model: Model, layer: str, k: int) -> bool:
 
 
 def _has_integers_around(base: ExportJob, traced: ir.Model, precision: Precision) -> bool:
-    layers = tuple((name, Choice(k or 1)) for name, k in base.k.items())
+    layers = tuple((name, LayerChoice(k or 1)) for name, k in base.k.items())
     point = Point(layers).with_around(precision)
     try:
         plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
@@ -385,7 +328,7 @@ def _has_integers_around(base: ExportJob, traced: ir.Model, precision: Precision
     return any(linear.reason is None for linear in plan.linears)
 
 
-def sizes_measured(listed: Sequence[Choice]) -> list[Choice]:
+def sizes_measured(listed: Sequence[LayerChoice]) -> list[LayerChoice]:
     """Returns the choices whose time is measured: for others it is taken from those around."""
     n = listed[0].k
     if n <= FEW:

@@ -24,6 +24,7 @@ from ..common.user_code import callable_named
 from ..errors import FeedError, UsageError
 from ..exporter.inputs import Inputs
 from ..exporter.parity import cosines
+from .holdout import Holdout, batch_size, in_batches
 
 MetricName = Literal["accuracy", "perplexity", "agreement", "function"]
 
@@ -91,11 +92,17 @@ class Metric:
             ids = first_of(x)
             own_losses, base_losses = (SequenceLosses.of(each, ids, labels) for each in (y, base))
             tokens = NegativeLogLikelihood.of(own_losses, base_losses)
-            return Tally(len(y), base=float(base_losses.nll.sum()), shift=moved, tokens=tokens)
+            losses = float(base_losses.nll.sum())
+            return Tally(inputs=len(y), base=losses, shift=moved, tokens=tokens)
         own, theirs = self._scores(y, base, labels), self._scores(base, base, labels)
         return Tally(
-            *(len(y), float(own.sum()), float(theirs.sum())),
-            *(float(own @ own), float(theirs @ theirs), float(own @ theirs), moved),
+            inputs=len(y),
+            own=float(own.sum()),
+            base=float(theirs.sum()),
+            own_squares=float(own @ own),
+            base_squares=float(theirs @ theirs),
+            both=float(own @ theirs),
+            shift=moved,
         )
 
     def quality(self, tally: Tally) -> Quality:
@@ -104,27 +111,44 @@ class Metric:
         moved = tally.shift / n
         if self.name == "perplexity":
             untouched = NegativeLogLikelihood(nll=tally.base, tokens=tally.tokens.tokens)
-            found = tally.tokens.perplexity(untouched)
-            pair = found.retention_interval
-            low, high = (pair.low, pair.high) if pair is not None else (0.0, math.inf)
-            values = (found.value, found.value * found.retention, found.tokens)
-            return Quality(found.retention, low, high, moved, n, *values)
+            perplexity = tally.tokens.perplexity(untouched)
+            pair = perplexity.retention_interval
+            return Quality(
+                kept=perplexity.retention,
+                low=0.0 if pair is None else pair.low,
+                high=math.inf if pair is None else pair.high,
+                shift=moved,
+                inputs=n,
+                score=perplexity.value,
+                untouched=perplexity.value * perplexity.retention,
+                tokens=perplexity.tokens,
+            )
         if tally.base <= 0:
             raise FeedError(
                 f"--metric {self.title or self.name}: the untouched model scores {tally.base:g} on "
                 f"{n} inputs, so there is nothing to keep",
                 hint="are the labels this model's classes, counted from 0?",
             )
-        kept, scores = tally.own / tally.base, (tally.own / n, tally.base / n)
+        kept = tally.own / tally.base
         if self.name == "agreement" and not self.tokens:
             share = wilson(round(tally.own), n)
-            return Quality(kept, share.low, share.high, moved, n, *scores)
-        if self.name == "accuracy" and not self.tokens:
+            low, high = share.low, share.high
+        elif self.name == "accuracy" and not self.tokens:
             both = round(tally.both)
             pair = score_interval(both, round(tally.base) - both, round(tally.own) - both)
-            return Quality(kept, pair.low, pair.high, moved, n, *scores)
-        half = _half_width(tally, kept)
-        return Quality(kept, kept - half, kept + half, moved, n, *scores)
+            low, high = pair.low, pair.high
+        else:
+            half = _half_width(tally, kept)
+            low, high = kept - half, kept + half
+        return Quality(
+            kept=kept,
+            low=low,
+            high=high,
+            shift=moved,
+            inputs=n,
+            score=tally.own / n,
+            untouched=tally.base / n,
+        )
 
     def needed(self, keep: float, share: float) -> int | None:
         """Returns how many inputs must confirm, if all agree, before `keep` can be shown.
@@ -160,6 +184,29 @@ class Metric:
             return _divergence(base, y)
         # One by one: in double precision, a language model's scores take twice their room.
         return sum(_divergence(*each) for each in zip(base[:, None], y[:, None], strict=True))
+
+
+def check_enough(metric: Metric, keep: float | None, holdout: Holdout, outputs: Array) -> None:
+    """Raises `FeedError` where no outcome could show what is to be kept."""
+    if keep is None:
+        return
+    search = holdout.search
+    scores = sum(
+        (
+            metric.tally(outputs[rows], outputs[rows], x, labels)
+            for rows, x, labels in in_batches(search, batch_size(outputs))
+        ),
+        start=Tally(),
+    )
+    metric.quality(scores)
+    needed = metric.needed(keep, scores.base / scores.inputs)
+    count = holdout.confirming_count
+    if needed is not None and count is not None and count < needed:
+        raise FeedError(
+            f"--data: {count} of its inputs confirm, and to show that {keep:.4g} is kept "
+            f"takes at least {needed}, if all agree",
+            hint=f"give at least {2 * needed} inputs, half of them to confirm, or ask for less",
+        )
 
 
 def metric_for(name: str | None, outputs: Array, x: Inputs, labels: Labels | None) -> Metric:

@@ -104,7 +104,9 @@ def _places(
         for index, of_shape, here, there in _differences(a, b):
             elements = None if layer is None else _of_k(here, there, trained[layer])
             if layer is not None and elements is not None:
-                found[layer].append(_Place(at, index, of_shape, elements))
+                found[layer].append(
+                    _Place(node=at, index=index, of_shape=of_shape, elements=elements)
+                )
             elif not of_shape:  # shapes follow from what is computed
                 return None
     if not all(any(not place.of_shape for place in each) for each in found.values()):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..graphs.targets import Precision
-from .space import Choice, Point
+from .space import LayerChoice, Point
 
 AROUND = ""
 """The part of a model that is no layer: the network around them."""
@@ -24,16 +24,16 @@ MOST_PREDICTED = 512
 class Option:
     """A choice for one part of a model, with what it costs and how far it moves the outputs."""
 
-    choice: Choice | Precision
+    choice: LayerChoice | Precision
     cost: float
     shift: float
 
 
-Options = Mapping[str, Sequence[Option]]
+PartOptions = Mapping[str, Sequence[Option]]
 """The options of each part, the part as trained first."""
 
 
-def steps(start: Point, options: Options) -> Iterator[Point]:
+def steps(start: Point, options: PartOptions) -> Iterator[Point]:
     """Yields the points that the steps lead to, those that lose least for their gain first."""
     listed_steps = [
         (slope, part, index, option)
@@ -55,7 +55,7 @@ class Predicted:
     shift: float
 
 
-def predicted_front(start: Point, options: Options) -> list[Predicted]:
+def predicted_front(start: Point, options: PartOptions) -> list[Predicted]:
     """Returns the points that no other beats in both sums, those that cost most first.
 
     The parts are added one by one, and what is beaten so far is left out; of more than
@@ -78,11 +78,11 @@ def predicted_front(start: Point, options: Options) -> list[Predicted]:
         point = start
         for (part, listed), index in zip(options.items(), row, strict=True):
             point = taken(point, part, listed[index])
-        found.append(Predicted(point, float(cost), float(shift)))
+        found.append(Predicted(point=point, cost=float(cost), shift=float(shift)))
     return found
 
 
-def cost_of(point: Point, options: Options) -> float:
+def cost_of(point: Point, options: PartOptions) -> float:
     """What the parts of a point cost together."""
     return sum(
         next(each.cost for each in listed if each.choice == _choice(point, part))
@@ -90,13 +90,13 @@ def cost_of(point: Point, options: Options) -> float:
     )
 
 
-def _choice(point: Point, part: str) -> Choice | Precision:
+def _choice(point: Point, part: str) -> LayerChoice | Precision:
     return point.around if part == AROUND else point.choices[part]
 
 
 def taken(point: Point, part: str, option: Option) -> Point:
     """Returns a point with an option for one of its parts."""
-    if isinstance(option.choice, Choice):
+    if isinstance(option.choice, LayerChoice):
         return point.with_layer(part, option.choice)
     return point.with_around(option.choice)
 
@@ -117,7 +117,7 @@ def _hull(options: Sequence[Option]) -> Iterator[tuple[float, Option]]:
         yield slope, at
 
 
-def neighbours(point: Point, options: Options) -> list[Point]:
+def neighbours(point: Point, options: PartOptions) -> list[Point]:
     """The points that differ in one part and cost less, those that move the outputs least first."""
     found = []
     for part, listed in options.items():

@@ -2,8 +2,8 @@
 
 Models with one k and one precision come first. What a choice costs in time and in quality is known
 layer by layer; the schedule takes the steps that lose least for what they gain first. Halving
-finds how far along it one may go, each look a whole graph, and single choices beside the best point
-are then tried, the likeliest first.
+finds how far along it one may go, each trial a whole graph, and single choices beside the best
+point are then tried, the likeliest first.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from .budget import (
     EFFECT,
     EFFECTS_SHARE,
     LAST_SHARE,
-    LOOK,
-    LOOKS_SHARE,
     RANGES_SHARE,
     RUN,
     TIMES_SHARE,
+    TRIAL,
+    TRIALS_SHARE,
     Clock,
 )
 from .confirm import ContractError, SearchResult, shortlist, would_decide
-from .graphs import Graphs, Look
+from .graphs import Graphs, Trial
 from .layers import Replay, in_turn
 from .prepare import SearchJob, sizes_measured
 from .request import SearchOptions
@@ -41,7 +41,7 @@ from .routed import Traces
 from .schedule import (
     AROUND,
     Option,
-    Options,
+    PartOptions,
     Predicted,
     cost_of,
     neighbours,
@@ -49,7 +49,7 @@ from .schedule import (
     steps,
 )
 from .shards import Evaluate, evaluate_here
-from .space import Choice, Point
+from .space import LayerChoice, Point
 from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
 
@@ -64,7 +64,7 @@ TINY = 1e-9
 FINEST = 8
 """Sizes of a layer are told apart by so many parts of it, at the most."""
 
-LOOKS = 24
+TRIALS = 24
 """Whole graphs beside the path, at the most, for each width of integers."""
 
 FURTHER = 2
@@ -76,7 +76,7 @@ NEIGHBOURS = 4
 
 @dataclass(frozen=True)
 class Search:
-    """Looks for the points that answer a request, until the time is `over`."""
+    """Tries the points that may answer a request, until the time is `over`."""
 
     graphs: Graphs
     request: SearchOptions
@@ -85,49 +85,49 @@ class Search:
     refused: list[str] = field(default_factory=list)
 
     @property
-    def looks(self) -> list[Look]:
+    def trials(self) -> list[Trial]:
         """Every point that was looked at."""
-        return [*self.graphs.looks.values()]
+        return [*self.graphs.trials.values()]
 
-    def seeds(self, ladder: Iterable[Point]) -> list[Look]:
+    def seeds(self, ladder: Iterable[Point]) -> list[Trial]:
         """Looks at models that are all alike, from the largest on while they may keep enough."""
-        found: list[Look] = []
+        found: list[Trial] = []
         for point in ladder:
-            look = self.look(point)
-            if look is None:
+            trial = self.trial(point)
+            if trial is None:
                 break
-            found.append(look)
-            if (self.request.keep or 0.0) > look.quality.high:
+            found.append(trial)
+            if (self.request.keep or 0.0) > trial.quality.high:
                 break
         return found
 
-    def along(self, start: Point, options: Options) -> None:
-        """Looks along the path of some options, and beside where it must end."""
+    def along(self, start: Point, options: PartOptions) -> None:
+        """Looks along the schedule of some options, and beside where it must end."""
         path = [start, *steps(start, options)]
         enough = self._enough if self.request.keep is not None else self._too_large
         first, last = 0, len(path)
         # Of the points before `first` all are on the side of the start, from `last` on none is.
         while first < last and not self.over():
             middle = (first + last) // 2
-            look = self.look(path[middle])
-            if look is not None and enough(look):
+            trial = self.trial(path[middle])
+            if trial is not None and enough(trial):
                 first = middle + 1
             else:
                 last = middle
         ends = path[max(0, first - 1) : first + 2]
         for point in ends:
-            self.look(point)
+            self.trial(point)
         self._beside(options)
         front = predicted_front(start, options)
         end = cost_of(path[max(1, first) - 1], options)
         self._spread([each for each in front if each.cost >= end][::-1])
         self._spread([each for each in front if each.cost <= end])
 
-    def _beside(self, options: Options) -> None:
+    def _beside(self, options: PartOptions) -> None:
         """Tries single other choices at the best point, until several in turn are no better."""
         failed = looked = 0
         tried: set[str] = set()
-        while failed < NEIGHBOURS and looked < LOOKS and not self.over():
+        while failed < NEIGHBOURS and looked < TRIALS and not self.over():
             best = self.best()
             if best is None:
                 return
@@ -135,10 +135,10 @@ class Search:
             if point is None:
                 return
             tried.add(point.key)
-            known = point.key in self.graphs.looks
-            look = self.look(point)
+            known = point.key in self.graphs.trials
+            trial = self.trial(point)
             looked += not known
-            failed = 0 if look is not None and self.best() is look else failed + 1
+            failed = 0 if trial is not None and self.best() is trial else failed + 1
 
     def _spread(self, points: Sequence[Predicted]) -> None:
         """Looks at some of the points, from the first on, evenly over the factors of cost.
@@ -151,8 +151,8 @@ class Search:
         factors = np.log([max(point.cost / points[0].cost, TINY) for point in points])
         for step in range(1, EACH_SIDE + 1):
             at = int(np.argmin(np.abs(factors - step / EACH_SIDE * factors[-1])))
-            look = self.look(points[at].point)
-            if look is not None and look.quality.high < WORTH_KEEPING:
+            trial = self.trial(points[at].point)
+            if trial is not None and trial.quality.high < WORTH_KEEPING:
                 return
 
     def train_further(self, over: Callable[[], bool], seconds: Callable[[], float]) -> None:
@@ -160,68 +160,70 @@ class Search:
 
         The fastest that may still keep enough comes first. Where that no longer helps, the next.
         """
-        done: list[Look] = []
+        done: list[Trial] = []
         for _ in range(FURTHER):
             best = self.best()
             promising = [
-                look
-                for look in self.looks
-                if look.point.fewer
-                and not self._too_large(look)
-                and look.quality.high >= (self.request.keep or 0.0)
-                and (best is None or look is best or look.ms < best.ms)
-                and not any(self.graphs.substitutes.shared(look.point, o.point) for o in done)
+                trial
+                for trial in self.trials
+                if trial.point.fewer
+                and not self._too_large(trial)
+                and trial.quality.high >= (self.request.keep or 0.0)
+                and (best is None or trial is best or trial.ms < best.ms)
+                and not any(self.graphs.substitutes.shared(trial.point, o.point) for o in done)
             ]
             if not promising or over():
                 return
-            look = min(promising, key=lambda each: each.ms)
-            self.progress.step(f"training further: {look.ms:.3g} ms")
-            if not self.graphs.trained_further(look, seconds()):
-                done.append(look)
+            trial = min(promising, key=lambda each: each.ms)
+            self.progress.step(f"training further: {trial.ms:.3g} ms")
+            if not self.graphs.trained_further(trial, seconds()):
+                done.append(trial)
 
-    def best(self) -> Look | None:
+    def best(self) -> Trial | None:
         """Returns the best point so far: the fastest that meets all bounds, by the search's half.
 
         Without a share to keep, the one that keeps most.
         """
-        meets = [look for look in self.looks if self._enough(look) and not self._too_large(look)]
+        meets = [
+            trial for trial in self.trials if self._enough(trial) and not self._too_large(trial)
+        ]
         if self.request.keep is None:
-            return min(meets, key=lambda look: (-look.quality.kept, look.ms), default=None)
-        return min(meets, key=lambda look: look.ms, default=None)
+            return min(meets, key=lambda trial: (-trial.quality.kept, trial.ms), default=None)
+        return min(meets, key=lambda trial: trial.ms, default=None)
 
-    def look(self, point: Point) -> Look | None:
+    def trial(self, point: Point) -> Trial | None:
         """Looks at a point; None where its graph cannot be made or run."""
-        if self.over() and point.key not in self.graphs.looks:
+        if self.over() and point.key not in self.graphs.trials:
             return None
-        known = point.key in self.graphs.looks
+        known = point.key in self.graphs.trials
         try:
-            look = self.graphs.look(point)
+            trial = self.graphs.trial(point)
         except MoexportError as error:
             self.refused.append(error.message)
             return None
         if known:
-            return look
+            return trial
         best = self.best()
-        told = f"{len(self.looks)} graphs"
+        told = f"{len(self.trials)} graphs"
         if best is not None:
             told += f", best so far {best.ms:.3g} ms, {best.quality.kept:.2%} kept"
         self.progress.step(f"searching: {told}")
-        return look
+        return trial
 
-    def _enough(self, look: Look) -> bool:
+    def _enough(self, trial: Trial) -> bool:
         keep = self.request.keep
-        return keep is None or look.quality.low >= keep
+        return keep is None or trial.quality.low >= keep
 
-    def _too_large(self, look: Look) -> bool:
-        slow = self.request.latency_ms is not None and look.ms > self.request.latency_ms
-        return slow or (self.request.bytes is not None and look.bytes > self.request.bytes)
+    def _too_large(self, trial: Trial) -> bool:
+        slow = self.request.latency_ms is not None and trial.ms > self.request.latency_ms
+        return slow or (self.request.bytes is not None and trial.bytes > self.request.bytes)
 
 
 def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_here) -> SearchResult:
-    """Measures layers, looks along the paths, and measures the front."""
+    """Measures layers, tries points along the schedules, and measures the front."""
     clock = job.clock
     over = partial(clock.over, RANGES_SHARE)
-    replay = Replay(job.model, job.halves.search, job.outputs, job.metric, over)
+    replay = Replay(job.model, job.holdout.search, job.outputs, job.metric, over)
     training_s = partial(clock.training_s, RUN)
     substitutes = Substitutes(job.model, replay.seen, job.folder, training_s)
     times, start = LayerTimes(substitutes), job.start
@@ -231,7 +233,7 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
         base=job.base,
         traces=Traces(job.base, job.traced),
         times=times,
-        data=job.halves.search,
+        data=job.holdout.search,
         outputs=job.outputs,
         metric=job.metric,
         journal=job.journal,
@@ -241,12 +243,12 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
         substitutes=substitutes,
         evaluate=evaluate,
     )
-    base = graphs.lowered(graphs.look(start))
+    base = graphs.lowered(graphs.trial(start))
     times.corrected(start, base.ms)
     _check_base(base, job.request.keep)
     clock.reserve += job.end(base).reserve_s(clock.left - clock.reserve)
     late = clock.over(TIMES_SHARE)
-    choices: dict[str, tuple[Choice, ...]] = {
+    choices: dict[str, tuple[LayerChoice, ...]] = {
         name: (
             *listed,
             *(() if late else job.fewer(name, partial(substitutes.kept, name))),
@@ -255,9 +257,14 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
     }
     _times(job, times, choices, replay.tokens(), progress)
     shifts = _shifts(job, replay, substitutes, choices, progress)
-    looking = Search(graphs, job.request, partial(_looks_over, graphs, clock), progress)
+    strategy = Search(
+        graphs=graphs,
+        request=job.request,
+        over=partial(_trials_over, graphs, clock),
+        progress=progress,
+    )
     with graphs.beside(base):
-        _seed(job, looking, times)
+        _seed(job, strategy, times)
         moved: dict[tuple[str, Precision], float] = {}
         # Without integers first: what computes fewer experts gains most where time is short.
         passes: list[tuple[Precision, Precision | None]]
@@ -265,16 +272,16 @@ def search(job: SearchJob, progress: Progress, evaluate: Evaluate = evaluate_her
         passes += [("fp32", integer) for integer in job.space.integers]
         for floats, integer in passes:
             if integer is not None:
-                moved |= _moved_by(job, integer, looking, times, base)
+                moved |= _moved_by(job, integer, strategy, times, base)
             for by_size in _costs(job.request):
                 options = _options(
                     job, floats, integer, choices, times, shifts, moved, by_size=by_size
                 )
-                looking.along(start.in_floats(floats), options)
-        _refine(job, looking, substitutes, choices, times)
+                strategy.along(start.in_floats(floats), options)
+        _refine(job, strategy, substitutes, choices, times)
         if not job.journal.found("confirmed"):
-            looking.train_further(
-                partial(clock.over, step=LOOK), partial(clock.training_s, RUN, LAST_SHARE)
+            strategy.train_further(
+                partial(clock.over, step=TRIAL), partial(clock.training_s, RUN, LAST_SHARE)
             )
         return shortlist(job, graphs, base, choices)
 
@@ -286,25 +293,25 @@ def _seed(job: SearchJob, search: Search, times: LayerTimes) -> None:
     and those alone that pay in floats. What these graphs take corrects the times of layers.
     """
 
-    def seeds(points: Iterable[Point]) -> list[Look]:
-        looks = search.seeds(filter(times.knows, points))
-        for look in looks:
-            if look.point.around == "fp32":
-                times.corrected(look.point, look.ms)
-        return looks
+    def seeds(points: Iterable[Point]) -> list[Trial]:
+        trials = search.seeds(filter(times.knows, points))
+        for trial in trials:
+            if trial.point.around == "fp32":
+                times.corrected(trial.point, trial.ms)
+        return trials
 
     first, pays = None, set()
     for floats in job.space.floats:
-        looks = seeds(each.in_floats(floats) for each in job.uniform("fp32"))
-        first = looks[0] if looks else first
-        pays |= {tuple(each.point.k.items()) for each in looks if each.ms < looks[0].ms}
+        trials = seeds(each.in_floats(floats) for each in job.uniform("fp32"))
+        first = trials[0] if trials else first
+        pays |= {tuple(each.point.k.items()) for each in trials if each.ms < trials[0].ms}
     for integer, parts in job.space.integers.items():
         for around in (False, True)[: 1 + (AROUND in parts)]:
             ladder = [
                 each.with_around(integer) if around else each for each in job.uniform(integer)
             ]
-            looks = seeds(ladder[:1])
-            if first is None or (looks and looks[0].ms < first.ms):
+            trials = seeds(ladder[:1])
+            if first is None or (trials and trials[0].ms < first.ms):
                 seeds(each for each in ladder[1:] if tuple(each.k.items()) in pays)
 
 
@@ -312,7 +319,7 @@ def _refine(
     job: SearchJob,
     search: Search,
     substitutes: Substitutes,
-    choices: Mapping[str, Sequence[Choice]],
+    choices: Mapping[str, Sequence[LayerChoice]],
     times: LayerTimes,
 ) -> None:
     """Looks between the sizes of the best point's layers and the next smaller, by halving."""
@@ -328,10 +335,10 @@ def _refine(
         while size - least > max(1, size // FINEST) and not search.over():
             k = (size + least) // 2
             experts = substitutes.kept(name, k) if subsets else ()
-            point = best.point.with_layer(name, Choice(k, experts, now.precision))
-            look = search.look(point) if times.knows(point) else None
-            if look is not None and search.best() is look:
-                best, size = look, k
+            point = best.point.with_layer(name, LayerChoice(k, experts, now.precision))
+            trial = search.trial(point) if times.knows(point) else None
+            if trial is not None and search.best() is trial:
+                best, size = trial, k
             else:
                 least = k
 
@@ -339,7 +346,7 @@ def _refine(
 def _times(
     job: SearchJob,
     times: LayerTimes,
-    choices: Mapping[str, Sequence[Choice]],
+    choices: Mapping[str, Sequence[LayerChoice]],
     tokens: Mapping[str, Array],
     progress: Progress,
 ) -> None:
@@ -348,7 +355,7 @@ def _times(
     # The largest and the smallest in every precision come first.
     for ends, precision in itertools.product((True, False), precisions):
         within = job.space.integers.get(precision, (*choices,))
-        asked: dict[str, list[Choice]] = {}
+        asked: dict[str, list[LayerChoice]] = {}
         for name, listed in choices.items():
             own = precision if name in within else "fp32"
             timed = [replace(each, precision=own) for each in sizes_measured(listed)]
@@ -359,7 +366,7 @@ def _times(
 def _measure(
     job: SearchJob,
     times: LayerTimes,
-    asked: Mapping[str, Sequence[Choice]],
+    asked: Mapping[str, Sequence[LayerChoice]],
     tokens: Mapping[str, Array],
     progress: Progress,
 ) -> None:
@@ -379,14 +386,14 @@ def _shifts(
     job: SearchJob,
     replay: Replay,
     substitutes: Substitutes,
-    choices: Mapping[str, Sequence[Choice]],
+    choices: Mapping[str, Sequence[LayerChoice]],
     progress: Progress,
-) -> dict[tuple[str, Choice], float]:
+) -> dict[tuple[str, LayerChoice], float]:
     """How far each choice of each layer alone moves the outputs."""
     # As it was trained, a layer moves nothing.
     found = dict.fromkeys(job.start.layers, 0.0)
     for each in job.journal.found("effect"):
-        choice = msgspec.convert(each["choice"], Choice)
+        choice = msgspec.convert(each["choice"], LayerChoice)
         found[each["layer"], choice] = each["shift"]
     missing = {
         name: [each for each in listed if (name, each) not in found]
@@ -411,7 +418,7 @@ def _moved_by(
     precision: Precision,
     search: Search,
     times: LayerTimes,
-    base: Look,
+    base: Trial,
 ) -> dict[tuple[str, Precision], float]:
     """How far each part alone moves the outputs when it computes in some integers."""
     found: dict[tuple[str, Precision], float] = {}
@@ -424,10 +431,10 @@ def _moved_by(
         point = _in_precision(job.start, part, precision)
         if not times.knows(point):
             continue  # there was no time to look at it
-        look = search.graphs.look(point)
-        found[part, precision] = max(0.0, look.quality.shift - base.quality.shift)
+        trial = search.graphs.trial(point)
+        found[part, precision] = max(0.0, trial.quality.shift - base.quality.shift)
         if part == AROUND:
-            times.around_ms[precision] = look.ms - times.layers_ms(job.start)
+            times.around_ms[precision] = trial.ms - times.layers_ms(job.start)
         progress.advance(1)
     return found
 
@@ -436,9 +443,9 @@ def _options(
     job: SearchJob,
     floats: Precision,
     integer: Precision | None,
-    choices: Mapping[str, Sequence[Choice]],
+    choices: Mapping[str, Sequence[LayerChoice]],
     times: LayerTimes,
-    shifts: Mapping[tuple[str, Choice], float],
+    shifts: Mapping[tuple[str, LayerChoice], float],
     moved: Mapping[tuple[str, Precision], float],
     *,
     by_size: bool,
@@ -461,12 +468,13 @@ def _options(
                     continue  # there was no time to look at it
                 cost = job.bytes_of(name, own) if by_size else time.ms
                 shift += alone
-                options[name].append(Option(own, cost, shift))
+                options[name].append(Option(choice=own, cost=cost, shift=shift))
     around = times.around_ms["fp32"]
-    options[AROUND] = [Option(floats, 1.0 if by_size else around, 0.0)]
+    options[AROUND] = [Option(choice=floats, cost=1.0 if by_size else around, shift=0.0)]
     if integer and (AROUND, integer) in moved:
         cost = 0.0 if by_size else times.around_ms[integer]
-        options[AROUND].append(Option(integer, cost, moved[AROUND, integer]))
+        moving = moved[AROUND, integer]
+        options[AROUND].append(Option(choice=integer, cost=cost, shift=moving))
     return options
 
 
@@ -485,18 +493,18 @@ def _in_precision(point: Point, part: str, precision: Precision) -> Point:
     return point.with_layer(part, replace(point.choices[part], precision=precision))
 
 
-def _looks_over(graphs: Graphs, clock: Clock) -> bool:
-    """Whether the time for looks is over; what can be trained has its own.
+def _trials_over(graphs: Graphs, clock: Clock) -> bool:
+    """Whether the time for trials is over; what can be trained has its own.
 
     After the confirmation there is none: to train further would change what was confirmed.
     """
     if graphs.journal.found("confirmed"):
         return True
-    trains = any(look.point.fewer for look in graphs.looks.values())
-    return clock.over(LOOKS_SHARE if trains else 1.0, LOOK)
+    trains = any(trial.point.fewer for trial in graphs.trials.values())
+    return clock.over(TRIALS_SHARE if trains else 1.0, TRIAL)
 
 
-def _check_base(base: Look, keep: float | None) -> None:
+def _check_base(base: Trial, keep: float | None) -> None:
     """Raises where the model as trained cannot be shown to keep what is to be kept."""
     if keep is None or base.quality.low >= keep:
         return

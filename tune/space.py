@@ -25,7 +25,7 @@ RANGED: tuple[Precision, ...] = ("int8", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class LayerChoice:
     """What one layer is to be: `experts` are those that stay, empty for all; `k` are computed.
 
     Where `merged`, one expert takes the place of all.
@@ -68,12 +68,12 @@ class Point:
     width.
     """
 
-    layers: tuple[tuple[str, Choice], ...]
+    layers: tuple[tuple[str, LayerChoice], ...]
     quantize: Scope = "experts"
     around: Precision = "fp32"
 
     @property
-    def choices(self) -> dict[str, Choice]:
+    def choices(self) -> dict[str, LayerChoice]:
         """The choice of each layer."""
         return dict(self.layers)
 
@@ -111,7 +111,7 @@ class Point:
         """The same text for the same point."""
         return json.dumps(asdict(self), sort_keys=True)
 
-    def with_layer(self, layer: str, choice: Choice) -> Point:
+    def with_layer(self, layer: str, choice: LayerChoice) -> Point:
         """Returns the point with another choice for one layer."""
         return replace(self, layers=tuple((n, choice if n == layer else c) for n, c in self.layers))
 
@@ -188,11 +188,11 @@ def recipe_of(
         quantize=point.quantize,
         layers={
             name: LayerRecipe(
-                choice.k,
-                choice.precision,
-                lowerings[name],
-                choice.experts,
-                why.get(name, ""),
+                k=choice.k,
+                precision=choice.precision,
+                lowering=lowerings[name],
+                experts=choice.experts,
+                why=why.get(name, ""),
                 merged=choice.merged,
             )
             for name, choice in point.layers
@@ -208,7 +208,7 @@ def edits_of(point: Point) -> Edits:
     )
 
 
-def sheets(choices: Mapping[str, Sequence[Choice]]) -> list[dict[str, Choice]]:
+def covering_models(choices: Mapping[str, Sequence[LayerChoice]]) -> list[dict[str, LayerChoice]]:
     """Returns as few models as have every choice of every layer, one of each layer at a time."""
     longest = max(len(each) for each in choices.values())
     return [

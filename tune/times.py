@@ -19,7 +19,7 @@ from ..exporter.measured_lowerings import Measuring, Tokens, tune
 from ..exporter.quantization.precision import apply_precision
 from ..graphs.targets import Precision
 from .budget import SPIN_MS, Clock
-from .space import Choice, Point, sheets, unlowered
+from .space import LayerChoice, Point, covering_models, unlowered
 from .substitutes.substitutes import Substitutes
 
 BRIEF = Protocol(rounds=5, warmup=2, round_s=0.01, inputs=4)
@@ -42,7 +42,7 @@ LITTLE = 1e-4
 FORMS = "forms"
 """The step of a search in which all layers are timed in one form each."""
 
-Form = tuple[int, int, Precision]
+LayerForm = tuple[int, int, Precision]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,15 +63,15 @@ class LayerTimes:
 
     def __init__(self, substitutes: Substitutes | None = None) -> None:
         self._substitutes = substitutes
-        self.forms: dict[tuple[str, Form], FormTime] = {}
+        self.forms: dict[tuple[str, LayerForm], FormTime] = {}
         self.around_ms: dict[Precision, float] = {}
         self._ratios: dict[tuple[Precision, bool], dict[Point, float]] = {}
 
-    def of(self, layer: str, choice: Choice) -> FormTime | None:
+    def of(self, layer: str, choice: LayerChoice) -> FormTime | None:
         """Returns what a layer takes; None where no lowering serves that form."""
         return self.forms.get((layer, choice.form))
 
-    def known(self, layer: str, choice: Choice) -> FormTime | None:
+    def known(self, layer: str, choice: LayerChoice) -> FormTime | None:
         """Returns what a layer takes: measured, or for a size between two by interpolation.
 
         Forms are measured one after the other, while the machine may change its speed: times that
@@ -88,7 +88,7 @@ class LayerTimes:
         ms = float(np.interp(choice.k, [form[0] for form, _ in near], times))
         return replace(_nearest(near, choice.k), ms=ms * self._scale(layer, choice))
 
-    def _near(self, layer: str, choice: Choice) -> list[tuple[Form, FormTime]]:
+    def _near(self, layer: str, choice: LayerChoice) -> list[tuple[LayerForm, FormTime]]:
         """The forms of a layer that differ from a choice in size alone, the smallest first."""
         near = [
             (form, time)
@@ -99,14 +99,14 @@ class LayerTimes:
         ]
         return sorted(near, key=lambda each: each[0])
 
-    def _scale(self, layer: str, choice: Choice) -> float:
+    def _scale(self, layer: str, choice: LayerChoice) -> float:
         """How many times as long such layers take in a whole graph as alone (`corrected`)."""
         whole = self._whole(layer, choice.form)
         seen = (self._ratios.get((choice.precision, each)) for each in (whole, True))
         ratios = next((each for each in seen if each), None)
         return 1.0 if ratios is None else geometric_mean(ratios.values())
 
-    def _alike(self, layer: str, form: Form, wanted: Form) -> bool:
+    def _alike(self, layer: str, form: LayerForm, wanted: LayerForm) -> bool:
         """Whether a form of a layer differs in size alone: all computed, or k of all, or of some.
 
         The layer as it was trained is one of those in which all are computed, and the largest of
@@ -118,7 +118,7 @@ class LayerTimes:
             return not form[1]
         return bool(form[1]) and not self._whole(layer, form)
 
-    def _whole(self, layer: str, form: Form) -> bool:
+    def _whole(self, layer: str, form: LayerForm) -> bool:
         """Whether all experts that there are are computed."""
         n = max(k for name, (k, subset, _) in self.forms if name == layer and not subset)
         return form[0] == (form[1] or n)
@@ -172,7 +172,7 @@ class LayerTimes:
         """Returns what the layers of a point take together."""
         return sum(self._sure(name, choice).ms for name, choice in point.layers)
 
-    def _sure(self, layer: str, choice: Choice) -> FormTime:
+    def _sure(self, layer: str, choice: LayerChoice) -> FormTime:
         found = self.known(layer, choice)
         assert found is not None, "points are made of choices whose time is known"
         return found
@@ -186,7 +186,7 @@ class LayerTimes:
         self,
         base: ExportJob,
         traced: ir.Model,
-        choices: Mapping[str, Sequence[Choice]],
+        choices: Mapping[str, Sequence[LayerChoice]],
         inputs: Tokens,
         journal: Journal,
         progress: Progress,
@@ -201,11 +201,11 @@ class LayerTimes:
         for each in journal.found("form"):
             name, form = each["layer"], (each["k"], each["n"], each["precision"])
             self.forms[name, form] = msgspec.convert(each["time"], FormTime)
-        first, *others = sheets(choices)
-        for index, sheet in enumerate((first, *others[-1:], *others[:-1])):
-            if all(self.of(name, choice) is not None for name, choice in sheet.items()):
+        first, *others = covering_models(choices)
+        for index, combination in enumerate((first, *others[-1:], *others[:-1])):
+            if all(self.of(name, choice) is not None for name, choice in combination.items()):
                 continue
-            point = Point(tuple(sheet.items()))
+            point = Point(tuple(combination.items()))
             if (index or point.precision != "fp32") and clock.over(share, FORMS):
                 return
             with clock.step(FORMS):
@@ -214,14 +214,14 @@ class LayerTimes:
                 numbers = apply_precision(job, copy, job.table)
                 measuring = Measuring(BRIEF, inputs, alone=True, within=LIKELY, spin_ms=SPIN_MS)
                 found = tune(job, copy, numbers, progress, measuring)
-            for name, choice in sheet.items():
+            for name, choice in combination.items():
                 k, n, precision = choice.form
                 self.forms[name, choice.form] = time = _time(found.of(name))
                 told = msgspec.to_builtins(time)
                 journal.add("form", layer=name, k=k, n=n, precision=precision, time=told)
 
 
-def _nearest(near: Sequence[tuple[Form, FormTime]], k: int) -> FormTime:
+def _nearest(near: Sequence[tuple[LayerForm, FormTime]], k: int) -> FormTime:
     """The form whose size is nearest, of two the larger."""
     return min(near, key=lambda each: (abs(each[0][0] - k), -each[0][0]))[1]
 
@@ -242,12 +242,12 @@ def rising(values: Sequence[float]) -> list[float]:
     return [mean * (1 + LITTLE * index) for index, mean in enumerate(found)]
 
 
-def _time(found: TunedLayers) -> FormTime:
-    best, *others = found.candidates
+def _time(measured: TunedLayers) -> FormTime:
+    best, *others = measured.candidates
     return FormTime(
-        best.latency_ms.median,
-        best.lowering,
-        {each.lowering: each.latency_ms.median for each in others},
+        ms=best.latency_ms.median,
+        lowering=best.lowering,
+        others={other.lowering: other.latency_ms.median for other in others},
     )
 
 
@@ -259,6 +259,6 @@ def served(
     k: Mapping[str, int],
 ) -> list[str]:
     """Returns the layers that really compute in a precision: others keep floats, with a reason."""
-    point = Point(tuple((name, Choice(k[name], (), precision)) for name in layers))
+    point = Point(tuple((name, LayerChoice(k[name], (), precision)) for name in layers))
     plan = apply_precision(unlowered(base, point), traced.clone(), base.table)
     return [name for name, layer in plan.layers.items() if layer.precision == precision]

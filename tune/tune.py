@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 from ..bench.data import Labelled
 from ..bench.run import with_threads
@@ -36,16 +35,16 @@ from ..exporter.model import Model, fingerprint
 from ..exporter.options import ExportOptions, recipe_options
 from . import layers
 from .budget import TRAINING_S, VERIFIED, Clock
-from .confirm import Confirmed, SearchResult, check_same, contract
-from .graphs import UNTOUCHED, Look
+from .confirm import Confirmed, SearchResult, check_same, contract, contract_record, reasons
+from .graphs import UNTOUCHED, Trial
 from .prepare import CALIBRATED, SearchJob, check_tunable, prepare
 from .quality import Metric
 from .request import SearchOptions
 from .routed import routed_layers
-from .search import EACH_SIDE, LOOKS, search
+from .search import EACH_SIDE, TRIALS, search
 from .shards import Evaluate, evaluate_here
 from .space import RANGED, recipe_of
-from .substitutes.distill import STEP, STEPS
+from .substitutes.distill import longest_s
 
 FINISH_S, REPORT_S = 1.5, 3.0
 """About what a bundle takes beside its graph and its check, and what a report takes."""
@@ -60,22 +59,22 @@ class Tuned:
 
     bundle: Bundle
     chosen: Confirmed
-    front: tuple[Look, ...]
+    front: tuple[Trial, ...]
     sequence: tuple[Confirmed, ...]
-    base: Look
+    base: Trial
     metric: Metric
     model: Model
     request: SearchOptions
     latencies: dict[str, Latency]
     protocol: Protocol
-    all_looks: tuple[Look, ...]
+    all_trials: tuple[Trial, ...]
     seen: int
     seconds: float
 
     @property
-    def looks(self) -> int:
+    def trials(self) -> int:
         """How many whole graphs were made."""
-        return len(self.all_looks)
+        return len(self.all_trials)
 
     @property
     def untouched(self) -> Latency | None:
@@ -115,24 +114,24 @@ def search_and_export(
     with with_threads(request.threads), _kept_in(work) as folder:
         clock.reserve = clock.writing_s = FINISH_S + (0.0 if work is None else REPORT_S)
         job = prepare(model, data, request, folder, progress, clock)
-        found = search(job, progress, evaluate)
+        result = search(job, progress, evaluate)
         place = recipe_folder(destination, work)
         sequence, chosen, bundle = export_best(
-            job, found, destination, place, progress, force=force
+            job, result, destination, place, progress, force=force
         )
     return Tuned(
         bundle=bundle,
         chosen=chosen,
-        front=found.front,
+        front=result.front,
         sequence=tuple(sequence),
-        base=found.base,
+        base=result.base,
         metric=job.metric,
         model=model,
         request=request,
-        latencies=found.latencies,
-        protocol=found.protocol,
-        all_looks=found.looks,
-        seen=len(job.halves.search),
+        latencies=result.latencies,
+        protocol=result.protocol,
+        all_trials=result.trials,
+        seen=len(job.holdout.search),
         seconds=time.monotonic() - started,
     )
 
@@ -148,7 +147,7 @@ def _kept_in(work: Path | None) -> Iterator[Path]:
 
 def export_best(
     job: SearchJob,
-    found: SearchResult,
+    result: SearchResult,
     destination: Path,
     recipe_folder: Path,
     progress: Progress,
@@ -160,11 +159,11 @@ def export_best(
     A point that an export refuses, because its graph is too far from PyTorch, gives way to the
     next: ranges are those of the untouched model, and its outputs may be right all the same.
     """
-    checked, ranked = contract(job, found, progress)
+    checked, ranked = contract(job, result, progress)
     for chosen in ranked:
         try:
             bundle = export_point(
-                job, chosen, found, destination, recipe_folder, progress, force=force
+                job, chosen, result, destination, recipe_folder, progress, force=force
             )
         except ParityError as error:
             if chosen is ranked[-1]:
@@ -178,7 +177,7 @@ def export_best(
 def export_point(
     job: SearchJob,
     chosen: Confirmed,
-    found: SearchResult,
+    result: SearchResult,
     destination: Path,
     recipe_folder: Path,
     progress: Progress,
@@ -186,16 +185,16 @@ def export_point(
     force: bool,
 ) -> Bundle:
     """Exports the chosen point of a search as its recipe says; returns the bundle."""
-    look = chosen.look
-    check_same(job, look, found)
+    trial = chosen.trial
+    check_same(job, trial, result)
     recipe = recipe_of(
         job.base.options,
-        look.point,
-        look.lowerings,
-        _why(job.model, look),
+        trial.point,
+        trial.lowerings,
+        reasons(job.model, trial),
         model=fingerprint(job.model),
-        data=job.halves.data.fingerprint,
-        contract=_contract(job, chosen),
+        data=job.holdout.data.fingerprint,
+        contract=contract_record(job, chosen),
         moexport=metadata.version("moexport"),
     )
     options = replace(
@@ -205,11 +204,11 @@ def export_point(
         destination=destination,
         force=force,
     )
-    if look.point.precision in RANGED and job.base.table is not None:
+    if trial.point.precision in RANGED and job.base.table is not None:
         path = job.folder / CALIBRATION_FILE
         recipe = replace(recipe, calibration=sha256(path))
         options = replace(options, calibration=path)
-    trained = found.graphs.substitutes.trained_for(look.point)
+    trained = result.graphs.substitutes.trained_for(trial.point)
     asked = recipe_options(recipe, options, trained)
     substitutes = substitutes_bytes(asked.edits)
     if substitutes:
@@ -217,39 +216,11 @@ def export_point(
         layers = {n: replace(r, constant=bool(r.experts)) for n, r in recipe.layers.items()}
         recipe = replace(recipe, substitutes=digest, layers=layers)
         asked = replace(asked, recipe=recipe)
-    inputs = job.halves.search.inputs[:CALIBRATED]
+    inputs = job.holdout.search.inputs[:CALIBRATED]
     # Where k is part of the graph, its trace is that of the k which was found.
     traced = None if routed_layers(job.model) else job.traced
     with _recipe_kept(asked, recipe_folder):
         return export(export_job(job.model, asked, data=inputs), progress, traced)
-
-
-def _contract(job: SearchJob, chosen: Confirmed) -> dict[str, Any]:
-    """What was asked and what was confirmed, for recipe and manifest."""
-    request, quality = job.request, chosen.quality
-    return {
-        "metric": job.metric.title or job.metric.name,
-        "asked": {
-            "keep": request.keep,
-            "latency_ms": request.latency_ms,
-            "bytes": request.bytes,
-        },
-        "kept": quality.kept,
-        "interval": [quality.low, quality.high],
-        "inputs": quality.inputs,
-        "batch": request.batch.opt,
-        "latency_ms": chosen.look.ms,
-        "bytes": chosen.look.bytes,
-    }
-
-
-def _why(model: Model, look: Look) -> dict[str, str]:
-    """What each layer got, in words."""
-    specs = {name: layer.spec for name, layer in model.layers.items()}
-    return {
-        name: f"tuned: {choice.text(specs[name].experts)}, {look.lowerings[name]}"
-        for name, choice in look.point.layers
-    }
 
 
 def recipe_folder(destination: Path, work: Path | None) -> Path:
@@ -321,7 +292,7 @@ def plan_search(
     with with_threads(request.threads), _kept_in(None) as folder:
         started = time.monotonic()
         job = prepare(model, data, request, folder, progress, Clock(None))
-        began, count, one = time.monotonic() - started, len(job.halves.search), job.one_s
+        began, count, one = time.monotonic() - started, len(job.holdout.search), job.one_s
     listed = {
         name: (*known, *job.fewer(name, lambda size: tuple(range(size))))
         for name, known in job.space.choices.items()
@@ -330,9 +301,9 @@ def plan_search(
     choices = sum(map(len, listed.values()))
     parts = sum(map(len, job.space.integers.values()))
     paths = len(job.space.floats) + len(job.space.integers)
-    graphs = 1 + parts + paths * (LOOKS // 2 + EACH_SIDE)
+    graphs = 1 + parts + paths * (TRIALS // 2 + EACH_SIDE)
     fewer = any(choice.fewer for known in listed.values() for choice in known)
-    trained_s = min(TRAINING_S, STEPS * STEP * layers.BATCH * one)
+    trained_s = min(TRAINING_S, longest_s(layers.BATCH * one))
     seconds = (
         began
         + space.forms * FORM_S
@@ -345,6 +316,6 @@ def plan_search(
         forms=space.forms,
         graphs=graphs,
         searching=count,
-        confirming=job.halves.confirming_count,
+        confirming=job.holdout.confirming_count,
         seconds=seconds,
     )

@@ -14,7 +14,7 @@ from moexport.tune.budget import Clock
 from moexport.tune.request import SearchOptions
 from moexport.tune.tune import search_and_export
 
-COSTS = {"trace": 2.0, "forms": 1.0, "effect": 0.2, "look": 1.0}
+COSTS = {"trace": 2.0, "forms": 1.0, "effect": 0.2, "trial": 1.0}
 COSTS |= {"open": 0.5, "run": 0.5, "ways": 1.0}
 """Seconds that a step takes; one within another adds to it."""
 
@@ -51,9 +51,9 @@ def test_a_step_begins_only_where_one_like_the_longest_still_ends_in_time() -> N
 
 def test_without_a_limit_nothing_is_over() -> None:
     clock = Clock(None)
-    with clock.step("look"):
+    with clock.step("trial"):
         pass
-    assert not clock.over(0.0, "look")
+    assert not clock.over(0.0, "trial")
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +68,7 @@ def test_the_shorter_the_time_the_fewer_looks_and_a_bundle_all_the_same(
     model: Model, tmp_path: Path
 ) -> None:
     data = load_digits(test_share=0.5).test
-    looks = []
+    trials = []
     for seconds in (15.0, 45.0):
         clock = Simulated(seconds)
         request = SearchOptions(
@@ -77,5 +77,5 @@ def test_the_shorter_the_time_the_fewer_looks_and_a_bundle_all_the_same(
         found = search_and_export(model, data, tmp_path / str(seconds), request, clock=clock)
         assert clock.at <= 1.2 * seconds
         assert (found.bundle.path / "model.onnx").is_file()
-        looks.append(clock.done.count("look"))
-    assert 1 <= looks[0] < looks[1]
+        trials.append(clock.done.count("trial"))
+    assert 1 <= trials[0] < trials[1]

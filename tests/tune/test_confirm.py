@@ -17,21 +17,21 @@ from moexport.tune.confirm import (
     sequences_of,
     worth_confirming,
 )
-from moexport.tune.graphs import Look
+from moexport.tune.graphs import Trial
 from moexport.tune.quality import Quality
-from moexport.tune.space import Choice, Point
+from moexport.tune.space import LayerChoice, Point
 
 KEEP, RIGHT = 0.99, 430
 """What is asked, and how many inputs at least one of two models has right."""
 
 
-def look(ms: float, kept: float = 1.0, low: float = 0.99, shift: float = 0.0) -> Look:
-    point = Point((("a", Choice(round(1000 * ms))),))
-    return Look(point, {}, Quality(kept, low, 1.0, shift, 100), ms, ms, 10)
+def trial(ms: float, kept: float = 1.0, low: float = 0.99, shift: float = 0.0) -> Trial:
+    point = Point((("a", LayerChoice(round(1000 * ms))),))
+    return Trial(point, {}, Quality(kept, low, 1.0, shift, 100), ms, ms, 10)
 
 
-def confirmed(low: float, *, bold: bool = False) -> Confirmed:
-    return Confirmed(look(1.0), Quality(1.0, low, 1.0, 0.0, 100), bold)
+def confirmed(low: float, *, promising: bool = False) -> Confirmed:
+    return Confirmed(trial(1.0), Quality(1.0, low, 1.0, 0.0, 100), promising)
 
 
 def passes(lost: int, won: int) -> bool:
@@ -65,59 +65,63 @@ def test_a_model_that_keeps_just_less_than_asked_passes_in_one_of_forty_at_the_m
 
 
 def test_the_first_that_fails_ends_its_sequence_and_not_the_other() -> None:
-    safe = [confirmed(0.995), confirmed(0.98), confirmed(0.999)]
-    bold = [confirmed(0.993, bold=True), confirmed(0.9, bold=True), confirmed(0.995, bold=True)]
-    assert holding([*safe, *bold], 0.99) == [safe[0], bold[0]]
-    failed = [confirmed(0.98, bold=True), confirmed(0.995, bold=True)]
-    assert holding([*safe[::2], *failed], 0.99) == safe[::2]
-    assert holding([*safe, *bold], None) == [*safe, *bold]
+    conservative = [confirmed(0.995), confirmed(0.98), confirmed(0.999)]
+    promising = [
+        confirmed(0.993, promising=True),
+        confirmed(0.9, promising=True),
+        confirmed(0.995, promising=True),
+    ]
+    assert holding([*conservative, *promising], 0.99) == [conservative[0], promising[0]]
+    failed = [confirmed(0.98, promising=True), confirmed(0.995, promising=True)]
+    assert holding([*conservative[::2], *failed], 0.99) == conservative[::2]
+    assert holding([*conservative, *promising], None) == [*conservative, *promising]
 
 
 def test_one_noisy_point_before_it_does_not_cost_the_one_that_promises_most() -> None:
-    base = look(10.0)
-    safest, noisy, fast, risky = look(9.0), look(8.0), look(2.0), look(1.9, 0.991, 0.95)
+    base = trial(10.0)
+    safest, noisy, fast, risky = trial(9.0), trial(8.0), trial(2.0), trial(1.9, 0.991, 0.95)
     found = sequences_of([noisy, risky, fast, safest], base, KEEP)
-    assert found.safe == (base, safest, noisy)
-    assert found.bold == (fast, risky)
-    assert found.looks == (base, safest, noisy, fast, risky)
+    assert found.conservative == (base, safest, noisy)
+    assert found.promising == (fast, risky)
+    assert found.trials == (base, safest, noisy, fast, risky)
     few = sequences_of([noisy, risky, fast, safest], base, KEEP, most=2)
     assert few == Sequences((base,), (fast,))
 
 
 def test_what_the_search_saw_to_lose_too_much_or_to_be_no_faster_is_not_confirmed() -> None:
-    base = look(1.0)
-    assert sequences_of([look(0.5, 0.98, 0.97), look(1.1)], base, KEEP) == Sequences((base,))
+    base = trial(1.0)
+    assert sequences_of([trial(0.5, 0.98, 0.97), trial(1.1)], base, KEEP) == Sequences((base,))
 
 
 def test_where_the_model_as_trained_meets_no_bound_slower_points_that_do_are_confirmed() -> None:
-    base, smaller, faster = look(1.0), look(1.5), look(1.2)
+    base, smaller, faster = trial(1.0), trial(1.5), trial(1.2)
     assert sequences_of([smaller, faster], base, KEEP) == Sequences((base,))
     found = sequences_of([smaller, faster], base, KEEP, base_meets=False)
     assert found == Sequences((base, smaller), (faster,))
-    assert sequences_of([smaller], base, KEEP, base_meets=False).bold == (smaller,)
+    assert sequences_of([smaller], base, KEEP, base_meets=False).promising == (smaller,)
 
 
 def test_of_points_that_keep_as_much_the_slower_ones_are_confirmed_too() -> None:
-    unsure, sure = look(2.0, 1.0, 0.985), look(3.0, 1.0, 0.991)
-    tied, worse = look(3.5, 1.0, 0.991, 0.3), look(4.0, 0.99, 0.98, 0.4)
+    unsure, sure = trial(2.0, 1.0, 0.985), trial(3.0, 1.0, 0.991)
+    tied, worse = trial(3.5, 1.0, 0.991, 0.3), trial(4.0, 0.99, 0.98, 0.4)
     assert worth_confirming([worse, tied, sure, unsure]) == [unsure, sure, tied]
-    unmoved = look(5.0, 0.99, 0.98, 0.0)
+    unmoved = trial(5.0, 0.99, 0.98, 0.0)
     assert worth_confirming([unmoved, tied, worse]) == [tied, worse, unmoved][::2]
 
 
 def test_more_right_answers_than_the_untouched_model_has_do_not_make_a_point_surer() -> None:
-    base, lucky, same = look(16.0), look(1.0, 1.01, 1.003), look(8.0, 1.0, 0.993)
+    base, lucky, same = trial(16.0), trial(1.0, 1.01, 1.003), trial(8.0, 1.0, 0.993)
     assert worth_confirming([same, lucky]) == [lucky, same]
-    found = sequences_of([lucky, look(2.0, 1.02, 1.01), same], base, KEEP)
-    assert [each.ms for each in found.safe] == [16.0, 8.0, 2.0]
+    found = sequences_of([lucky, trial(2.0, 1.02, 1.01), same], base, KEEP)
+    assert [each.ms for each in found.conservative] == [16.0, 8.0, 2.0]
 
 
 def test_where_the_fastest_fails_slower_ones_are_left_at_every_factor_of_time() -> None:
-    base = look(16.0)
-    tied = [look(ms) for ms in (1.0, 1.1, 1.2, 1.3, 2.0, 2.1, 4.0, 4.2, 8.0, 8.1, 15.0)]
+    base = trial(16.0)
+    tied = [trial(ms) for ms in (1.0, 1.1, 1.2, 1.3, 2.0, 2.1, 4.0, 4.2, 8.0, 8.1, 15.0)]
     found = sequences_of(tied, base, KEEP, most=5)
-    assert [each.ms for each in found.bold] == [1.0]
-    assert [each.ms for each in found.safe] == [16.0, 8.0, 4.0, 2.0]
+    assert [each.ms for each in found.promising] == [1.0]
+    assert [each.ms for each in found.conservative] == [16.0, 8.0, 4.0, 2.0]
 
 
 def test_together_they_pass_a_point_that_keeps_too_little_in_5_percent_at_the_most() -> None:
@@ -125,7 +129,7 @@ def test_together_they_pass_a_point_that_keeps_too_little_in_5_percent_at_the_mo
     random = np.random.default_rng(0)
     names, runs, wrong = 6, 3000, 0
     known: dict[tuple[int, int], float] = {}
-    base = look(10.0)
+    base = trial(10.0)
     for _ in range(runs):
         shared = random.random() < 0.5
         lost = 0.0102 + (0.0 if shared else random.choice([0.0, 0.01]))
@@ -140,14 +144,14 @@ def test_together_they_pass_a_point_that_keeps_too_little_in_5_percent_at_the_mo
                 known[b, c] = score_interval(RIGHT - b - c, b, c).low
             lows[half, name] = known[b, c]
             kept[half, name] = (RIGHT - b) / (RIGHT - c)
-        looks = [look(9.0 - name, kept[0, name], lows[0, name]) for name in range(names)]
-        asked = sequences_of(looks, base, KEEP)
-        at = {each.point.key: name for name, each in enumerate(looks)}
+        trials = [trial(9.0 - name, kept[0, name], lows[0, name]) for name in range(names)]
+        asked = sequences_of(trials, base, KEEP)
+        at = {each.point.key: name for name, each in enumerate(trials)}
         found = [Confirmed(base, Quality(1.0, 1.0, 1.0, 0.0, RIGHT))]
-        for index, each in enumerate(asked.looks[1:], 1):
+        for index, each in enumerate(asked.trials[1:], 1):
             name = at[each.point.key]
             quality = Quality(kept[1, name], lows[1, name], 1.0, 0.0, RIGHT)
-            found.append(Confirmed(each, quality, index >= len(asked.safe)))
+            found.append(Confirmed(each, quality, index >= len(asked.conservative)))
         wrong += len(holding(found, KEEP)) > 1
     assert wrong / runs <= 0.05
     assert wrong  # it is a test of what may go wrong

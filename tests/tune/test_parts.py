@@ -12,13 +12,13 @@ from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
 from moexport.errors import UsageError
 from moexport.tune.confirm import front_of
-from moexport.tune.graphs import Look
-from moexport.tune.halves import Halves
+from moexport.tune.graphs import Trial
+from moexport.tune.holdout import Holdout
 from moexport.tune.prepare import sizes_measured
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
 from moexport.tune.request import parse_seconds, parse_share, parse_size
 from moexport.tune.schedule import Option, predicted_front, steps
-from moexport.tune.space import Choice, Point, ks_of
+from moexport.tune.space import LayerChoice, Point, ks_of
 from moexport.tune.substitutes.constants import given_up
 from moexport.tune.times import FormTime, LayerTimes
 
@@ -26,22 +26,22 @@ from moexport.tune.times import FormTime, LayerTimes
 def test_the_halves_are_even_apart_and_whole() -> None:
     count = 5001  # more than are drawn at once
     data = LabelledData(np.arange(count, dtype=np.float32)[:, None], np.arange(count))
-    halves = Halves.of(data)
-    searched = halves.search.inputs[:, 0].astype(int)
-    confirming = np.concatenate([first_of(x)[:, 0] for x, _ in halves.confirming()]).astype(int)
+    holdout = Holdout.of(data)
+    searched = holdout.search.inputs[:, 0].astype(int)
+    confirming = np.concatenate([first_of(x)[:, 0] for x, _ in holdout.confirming()]).astype(int)
     assert not {*searched} & {*confirming}
     assert sorted([*searched, *confirming]) == list(range(count))
-    assert halves.confirming_count == len(confirming)
+    assert holdout.confirming_count == len(confirming)
     # One of every pair of neighbours: data in any order are halved alike.
     assert np.bincount(searched // 2, minlength=2500)[:2500].tolist() == [1] * 2500
-    assert halves.search.labels is not None
-    assert halves.search.labels.tolist() == searched.tolist()
+    assert holdout.search.labels is not None
+    assert holdout.search.labels.tolist() == searched.tolist()
 
 
 def test_fewer_inputs_have_the_same_halves() -> None:
     def searched(count: int) -> list[float]:
         data = LabelledData(np.arange(count, dtype=np.float32)[:, None], None)
-        return [*map(float, Halves.of(data).search.inputs[:, 0])]
+        return [*map(float, Holdout.of(data).search.inputs[:, 0])]
 
     assert searched(4200)[: len(searched(100))] == searched(100)
 
@@ -116,9 +116,11 @@ def test_the_inputs_that_must_confirm_are_enough_where_all_agree() -> None:
 
 def test_the_path_takes_what_loses_least_for_its_gain_first() -> None:
     def options(*pairs: tuple[float, float]) -> list[Option]:
-        return [Option(Choice(8 - index), cost, shift) for index, (cost, shift) in enumerate(pairs)]
+        return [
+            Option(LayerChoice(8 - index), cost, shift) for index, (cost, shift) in enumerate(pairs)
+        ]
 
-    start = Point((("a", Choice(8)), ("b", Choice(8))))
+    start = Point((("a", LayerChoice(8)), ("b", LayerChoice(8))))
     listed = {
         "a": options((4.0, 0.0), (3.0, 0.1), (2.0, 0.15), (1.0, 5.0)),  # the second is no corner
         "b": options((4.0, 0.0), (1.0, 0.3)),
@@ -131,14 +133,14 @@ def test_the_predicted_front_is_that_of_all_combinations() -> None:
     random = np.random.default_rng(3)
     options = {
         part: [
-            Option(Choice(9 - index), cost, shift)
+            Option(LayerChoice(9 - index), cost, shift)
             for index, (cost, shift) in enumerate([(1.0, 0.0), *random.random((count, 2)).tolist()])
         ]
         for part, count in (("a", 5), ("b", 7), ("c", 4))
     }
-    start = Point(tuple((part, Choice(9)) for part in options))
+    start = Point(tuple((part, LayerChoice(9)) for part in options))
     sums = {
-        tuple(each.choice.k for each in row if isinstance(each.choice, Choice)): (
+        tuple(each.choice.k for each in row if isinstance(each.choice, LayerChoice)): (
             sum(each.cost for each in row),
             sum(each.shift for each in row),
         )
@@ -159,14 +161,14 @@ def test_the_predicted_front_is_that_of_all_combinations() -> None:
     assert {tuple(c.k for _, c in p.layers) for p in steps(start, options)} <= {*wanted}
 
 
-def look(ms: float, kept: float, low: float = 0.0) -> Look:
-    point = Point((("a", Choice(round(1000 * ms))),))
-    return Look(point, {}, Quality(kept, low, 1.0, 0.0, 100), ms, ms, 10)
+def trial(ms: float, kept: float, low: float = 0.0) -> Trial:
+    point = Point((("a", LayerChoice(round(1000 * ms))),))
+    return Trial(point, {}, Quality(kept, low, 1.0, 0.0, 100), ms, ms, 10)
 
 
 def test_the_front_holds_what_nothing_beats() -> None:
-    looks = [look(3.0, 1.0), look(2.0, 0.9), look(1.0, 0.95), look(0.5, 0.5)]
-    assert [each.ms for each in front_of(looks)] == [3.0, 1.0, 0.5]
+    trials = [trial(3.0, 1.0), trial(2.0, 0.9), trial(1.0, 0.95), trial(0.5, 0.5)]
+    assert [each.ms for each in front_of(trials)] == [3.0, 1.0, 0.5]
 
 
 def test_experts_go_in_the_order_of_what_is_missing_without_them() -> None:
@@ -184,7 +186,7 @@ def of_times() -> tuple[LayerTimes, Point]:
     for name in ("a", "b"):
         times.forms[name, (8, 0, "fp32")] = FormTime(1.0, "dense", {"gather": 1.5, "fused": 4.0})
         times.forms[name, (4, 0, "fp32")] = FormTime(0.5, "gather")
-    return times, Point((("a", Choice(8)), ("b", Choice(8))))
+    return times, Point((("a", LayerChoice(8)), ("b", LayerChoice(8))))
 
 
 def test_a_smaller_size_that_was_measured_as_slower_is_taken_to_be_hardly_faster() -> None:
@@ -192,7 +194,7 @@ def test_a_smaller_size_that_was_measured_as_slower_is_taken_to_be_hardly_faster
     # To compute all 8 is faster than to choose 6 of them, and stays so.
     for k, found in ((8, 1.5), (6, 2.0), (4, 3.0), (2, 1.0)):
         times.forms["a", (k, 0, "fp32")] = FormTime(found, f"{k}")
-    known = [times.known("a", Choice(k)) for k in (8, 7, 6, 5, 4, 3, 2)]
+    known = [times.known("a", LayerChoice(k)) for k in (8, 7, 6, 5, 4, 3, 2)]
     ms = [each.ms for each in known if each is not None]
     assert ms == pytest.approx([1.5, 2.0, 2.5, 2.5, 2.5, 1.75, 1.0], rel=1e-3)
     assert ms[2] > ms[3] > ms[4]
@@ -203,20 +205,20 @@ def test_a_whole_graph_corrects_the_times_of_single_layers() -> None:
     times, point = of_times()
     times.corrected(point, 5.0)
     assert times.predicted_ms(point) == pytest.approx(5.0)
-    smaller = times.predicted_ms(point.with_layer("a", Choice(4)))
+    smaller = times.predicted_ms(point.with_layer("a", LayerChoice(4)))
     times.corrected(point, 6.0)  # what is around them is known by now
     assert times.predicted_ms(point) == pytest.approx(6.0)
-    assert times.predicted_ms(point.with_layer("a", Choice(4))) > smaller
+    assert times.predicted_ms(point.with_layer("a", LayerChoice(4))) > smaller
 
 
 def test_a_whole_graph_that_computes_some_experts_corrects_what_computes_some_alone() -> None:
     times, point = of_times()
     times.corrected(point, 5.0)
-    fewer = Point((("a", Choice(4)), ("b", Choice(4))))
+    fewer = Point((("a", LayerChoice(4)), ("b", LayerChoice(4))))
     times.corrected(fewer, 8.0)
     assert times.predicted_ms(fewer) == pytest.approx(8.0)
     assert times.predicted_ms(point) == pytest.approx(5.0)
-    mixed = point.with_layer("a", Choice(4))
+    mixed = point.with_layer("a", LayerChoice(4))
     assert times.predicted_ms(mixed) == pytest.approx((5.0 + 8.0) / 2)
     times.corrected(mixed, 100.0)  # of which of the two it tells is not known
     assert times.predicted_ms(mixed) == pytest.approx((5.0 + 8.0) / 2)
@@ -226,7 +228,7 @@ def test_a_graph_that_is_faster_than_its_layers_alone_leaves_no_negative_time() 
     times, point = of_times()
     times.corrected(point, 1.2)
     assert times.predicted_ms(point) == pytest.approx(1.2)
-    assert 0 < times.predicted_ms(point.with_layer("a", Choice(4))) < 1.2
+    assert 0 < times.predicted_ms(point.with_layer("a", LayerChoice(4))) < 1.2
 
 
 def test_lowerings_that_may_be_as_fast_in_a_whole_graph_are_tried_in_layers_alike_together() -> (
@@ -235,16 +237,16 @@ def test_lowerings_that_may_be_as_fast_in_a_whole_graph_are_tried_in_layers_alik
     times, point = of_times()
     first = {"a": "dense", "b": "dense"}
     assert times.ways(point, first) == [first, {"a": "gather", "b": "gather"}]
-    mixed = point.with_layer("b", Choice(4))
+    mixed = point.with_layer("b", LayerChoice(4))
     chosen = {"a": "dense", "b": "gather"}
     assert times.ways(mixed, chosen) == [chosen, {"a": "gather", "b": "gather"}]
 
 
 def test_the_largest_subset_is_timed_itself() -> None:
-    listed = [Choice(k) for k in ks_of(64)]
-    listed += [Choice(size, tuple(range(size))) for size in ks_of(64)[1:]]
+    listed = [LayerChoice(k) for k in ks_of(64)]
+    listed += [LayerChoice(size, tuple(range(size))) for size in ks_of(64)[1:]]
     timed = sizes_measured(listed)
-    assert Choice(45, tuple(range(45))) in timed
+    assert LayerChoice(45, tuple(range(45))) in timed
     assert len(timed) < len(listed)
 
 

@@ -112,7 +112,7 @@ def test_a_token_routed_model_is_tuned_by_the_perplexity_of_its_next_tokens(
     )
     assert tuned.metric.name == "perplexity"
     assert tuned.chosen.quality.low >= 0.95
-    tried = {choice.k for look in tuned.all_looks for _, choice in look.point.layers}
+    tried = {choice.k for trial in tuned.all_trials for _, choice in trial.point.layers}
     assert {1, 3} <= tried
     assert {layer.k for layer in tuned.bundle.manifest.layers} <= {1, 2, 3}
     assert tuned.bundle.manifest.contract["metric"] == "perplexity"

@@ -31,7 +31,7 @@ from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tune.confirm import ContractError, holding
 from moexport.tune.request import SearchOptions
-from moexport.tune.space import Choice, Point, job_of
+from moexport.tune.space import LayerChoice, Point, job_of
 from moexport.tune.substitutes.substitutes import FOLDER
 from moexport.tune.tune import Tuned
 from safetensors.numpy import load_file, save_file
@@ -167,8 +167,8 @@ def chosen_among(kept: tuple[int, ...]) -> Any:
 
 
 def test_the_front_rises_in_what_is_kept_with_the_time(tuned: Tuned) -> None:
-    kept = [look.quality.kept for look in tuned.front]
-    times = [look.ms for look in tuned.front]
+    kept = [trial.quality.kept for trial in tuned.front]
+    times = [trial.ms for trial in tuned.front]
     assert times == sorted(times, reverse=True)
     assert kept == sorted(kept, reverse=True)
 
@@ -279,9 +279,9 @@ def test_a_graph_that_is_too_far_from_pytorch_gives_way_to_the_next_that_was_con
     found = search(checkpoint, digits.test, tmp_path, steps)
     assert len(asked) == 2
     assert "left out: model.onnx differs from PyTorch" in steps.told
-    held = [each for each in holding(found.sequence, 0.97) if each.look.bytes <= MAX_BYTES]
+    held = [each for each in holding(found.sequence, 0.97) if each.trial.bytes <= MAX_BYTES]
     assert found.chosen in held
-    assert sum(each.look.ms < found.chosen.look.ms for each in held) == 1
+    assert sum(each.trial.ms < found.chosen.trial.ms for each in held) == 1
     contract = found.bundle.manifest.contract
     assert contract is not None
     assert contract["kept"] == found.chosen.quality.kept
@@ -307,7 +307,7 @@ def test_a_layer_that_stays_in_floats_is_planned_in_floats() -> None:
     model = moexport.load(case.weights, config=case.config)
     base = export_job(model, ExportOptions(target="ort-cpu", verify=False))
     first, *others = model.layers
-    layers = [(first, Choice(2)), *((name, Choice(2, (), "int4")) for name in others)]
+    layers = [(first, LayerChoice(2)), *((name, LayerChoice(2, (), "int4")) for name in others)]
     lowerings = {first: "dense", **dict.fromkeys(others, "grouped")}  # dense has no INT4
     planned = plan(job_of(base, Point(tuple(layers)), lowerings), trace(base.model), None)
     (graph,) = planned.graphs
@@ -335,7 +335,7 @@ def test_the_report_draws_every_point(tuned: Tuned) -> None:
 
     record = tuning_in(read(folder / "results.json").analyses)
     assert record is not None
-    assert len(record.points) == len(tuned.all_looks)
+    assert len(record.points) == len(tuned.all_trials)
     assert sum(point.chosen for point in record.points) == 1
     assert not (folder / "unfinished.jsonl").exists()
 
@@ -449,7 +449,7 @@ def test_bounds_that_contradict_each_other_are_all_named_with_the_nearest(
 def test_floats_of_16_bits_are_tried_where_the_target_computes_them() -> None:
     assert SearchOptions(target="ort-cuda").tried == ("fp32", "fp16")
     assert SearchOptions(target="ort-cpu").tried == ("fp32", "int8", "int4")
-    point = Point((("a", Choice(2)), ("b", Choice(1)))).in_floats("fp16")
+    point = Point((("a", LayerChoice(2)), ("b", LayerChoice(1)))).in_floats("fp16")
     assert point.precision == "fp16"
     assert point.quantize == "experts"
     assert {choice.precision for _, choice in point.layers} == {"fp16"}
@@ -457,7 +457,7 @@ def test_floats_of_16_bits_are_tried_where_the_target_computes_them() -> None:
 
 def test_a_search_in_floats_of_16_bits_writes_graphs_of_them(model: Model, digits: Digits) -> None:
     base = export_job(model, ExportOptions(target="ort-cuda", verify=False))
-    point = Point(tuple((name, Choice(2)) for name in model.layers)).in_floats("fp16")
+    point = Point(tuple((name, LayerChoice(2)) for name in model.layers)).in_floats("fp16")
     job = job_of(base, point, dict.fromkeys(model.layers, "gather"))
     assert job.options.precision.name == "fp16"
     planned = plan(job, trace(base.model), None)

@@ -36,7 +36,7 @@ RATE = 0.1
 SMALLER = 4.0
 """By how much smaller the steps get where a training has led to no numbers any more."""
 
-LOOKS, LOOKS_SHARE = 4, 0.15
+EVALUATIONS, EVALUATIONS_SHARE = 4, 0.15
 """How often the batches that are held out are asked on the way, and what of the time that takes."""
 
 HELD_OUT = 5
@@ -71,7 +71,7 @@ def distil(
     fitted = [sample for index, sample in enumerate(samples) if index % HELD_OUT]
     best = _copied(parameters)
     batch_s = min(_seconds(model, held[0], scores=scores) for _ in range(2))
-    affordable = int(LOOKS_SHARE * seconds / ((1 + LOOKS) * batch_s))
+    affordable = int(EVALUATIONS_SHARE * seconds / ((1 + EVALUATIONS) * batch_s))
     held = held[: max(1, min(MOST_HELD, affordable))]
     least = _mean_loss(model, held, scores=scores)
     if other is not None:
@@ -87,16 +87,16 @@ def distil(
     generator = np.random.default_rng(0)
     for each in parameters.values():
         each.requires_grad_(True)
-    step = looks = 0
-    while looks < LOOKS:
+    step = evaluations = 0
+    while evaluations < EVALUATIONS:
         # The steps get smaller as the time goes: what they take is known only afterwards.
         done = min(1.0, max(step / STEPS, (time.monotonic() - began) / seconds))
-        looking = done * LOOKS >= looks + 1
+        evaluating = done * EVALUATIONS >= evaluations + 1
         for group, size in zip(optimiser.param_groups, sizes, strict=True):
             group["lr"] = rate * size * (1 - done)
         try:
-            if looking:
-                looks = int(done * LOOKS)
+            if evaluating:
+                evaluations = int(done * EVALUATIONS)
                 found = _mean_loss(model, held, scores=scores)
             else:
                 order = order or [*generator.permutation(len(fitted))]
@@ -112,12 +112,17 @@ def distil(
         if not math.isfinite(found):  # the steps were too large
             _set(parameters, best)
             optimiser, rate = _optimiser(parameters), rate / SMALLER
-        elif looking and found < least:
+        elif evaluating and found < least:
             least, best = found, _copied(parameters)
-        elif not looking:
+        elif not evaluating:
             optimiser.step()
-        step += not looking
+        step += not evaluating
     return best
+
+
+def longest_s(batch_s: float) -> float:
+    """Returns about how long a training takes at most, of a model that takes so long for a batch."""
+    return STEPS * STEP * batch_s
 
 
 def _optimiser(parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:

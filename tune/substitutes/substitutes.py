@@ -26,7 +26,7 @@ from ...exporter.model import Model, edited
 from ...graphs.layers.base import algorithm_1
 from ...graphs.layers.mumoe import MuMoE
 from ...graphs.layers.soft_moe import SoftMoE
-from ..space import Choice, Point, edits_of
+from ..space import LayerChoice, Point, edits_of
 from .constants import ConstantExperts
 from .distill import Samples, distil
 from .merged import merged_matrices
@@ -34,7 +34,7 @@ from .merged import merged_matrices
 FOLDER = "substitutes"
 """In a search's folder: what was trained."""
 
-Arrays = dict[str, np.ndarray]
+NamedArrays = dict[str, np.ndarray]
 """By the names of `Edits.substitutes`."""
 
 
@@ -65,15 +65,15 @@ class Substitutes:
         self._model, self._seen, self._seconds = model, seen, seconds
         self._folder = folder / FOLDER
         self._constants: dict[str, ConstantExperts] = {}
-        self._fitted: dict[tuple[str, tuple[int, ...]], Arrays] = {}
-        self._last: tuple[Path, Arrays] | None = None
+        self._fitted: dict[tuple[str, tuple[int, ...]], NamedArrays] = {}
+        self._last: tuple[Path, NamedArrays] | None = None
         self._trained: dict[tuple[str, tuple[int, ...]], Path] = {}
 
     def kept(self, name: str, size: int) -> tuple[int, ...]:
         """Returns the experts of a Soft MoE layer that stay where so many do, ascending."""
         return self._of_soft_moe(name).kept(size)
 
-    def fitted(self, name: str, choice: Choice) -> Arrays:
+    def fitted(self, name: str, choice: LayerChoice) -> NamedArrays:
         """Returns what takes the places of a layer's experts, by least squares.
 
         Nothing where all of them stay.
@@ -85,12 +85,12 @@ class Substitutes:
             self._fitted[key] = self._fit(name, choice)
         return self._fitted[key]
 
-    def fitted_to(self, point: Point) -> Arrays:
+    def fitted_to(self, point: Point) -> NamedArrays:
         """Returns what takes the places of the experts of a whole model, by least squares."""
         each = (self.fitted(name, choice) for name, choice in point.layers)
         return {name: array for arrays in each for name, array in arrays.items()}
 
-    def trained_for(self, point: Point) -> Arrays:
+    def trained_for(self, point: Point) -> NamedArrays:
         """Returns what takes the places of the experts of a whole model, trained for it."""
         if not point.fewer:
             return {}
@@ -122,7 +122,7 @@ class Substitutes:
         path = self._place(point)
         return sha256(path) if path.is_file() else ""
 
-    def _fit(self, name: str, choice: Choice) -> Arrays:
+    def _fit(self, name: str, choice: LayerChoice) -> NamedArrays:
         if not choice.merged:
             return {name: self._of_soft_moe(name).fitted(choice.experts)}
         layer = self._model.layers[name]
@@ -137,7 +137,7 @@ class Substitutes:
             self._constants[name] = ConstantExperts(layer, self._seen.tokens[name])
         return self._constants[name]
 
-    def _train(self, point: Point, before: Arrays, seconds: float) -> Arrays:
+    def _train(self, point: Point, before: NamedArrays, seconds: float) -> NamedArrays:
         """Trains from the fit, or from what was trained `before` where that does better."""
         # Copies: what is trained in place must not be where the next training starts.
         start = {name: array.copy() for name, array in self.fitted_to(point).items()}
@@ -157,9 +157,9 @@ class Substitutes:
         self._trained |= {(n, c.experts): path for n, c in point.layers if c.fewer}
         return found
 
-    def _trained_elsewhere(self, point: Point) -> Arrays:
+    def _trained_elsewhere(self, point: Point) -> NamedArrays:
         """What was last trained for each layer as it is here, in another model."""
-        found: Arrays = {}
+        found: NamedArrays = {}
         for name, choice in point.layers:
             path = self._trained.get((name, choice.experts)) if choice.fewer else None
             before = {} if path is None else _read(path)
@@ -171,14 +171,14 @@ class Substitutes:
         key = json.dumps(layers)
         return self._folder / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.safetensors"
 
-    def _written(self, path: Path, found: Arrays) -> Arrays:
+    def _written(self, path: Path, found: NamedArrays) -> NamedArrays:
         make_folder(self._folder)
         with whole_file(path) as place:
             save_file(found, place)
         return found
 
 
-def _read(path: Path) -> Arrays:
+def _read(path: Path) -> NamedArrays:
     """What was trained before; nothing where the file is not there, or damaged."""
     try:
         return load_file(path)

@@ -17,7 +17,13 @@ from moexport.bench.runners.pytorch import PyTorch
 from moexport.graphs.layers.base import replaced_layers
 from moexport.graphs.layers.soft_moe import SoftMoE
 from moexport.tune.substitutes import distill
-from moexport.tune.substitutes.distill import HELD_OUT, LOOKS, LOOKS_SHARE, Samples, distil
+from moexport.tune.substitutes.distill import (
+    EVALUATIONS,
+    EVALUATIONS_SHARE,
+    HELD_OUT,
+    Samples,
+    distil,
+)
 from torch import nn
 
 
@@ -112,8 +118,8 @@ def test_training_ends_in_its_time_whatever_a_step_takes(
     monkeypatch.setattr(distill, "time", SimpleNamespace(monotonic=lambda: at))
     with changed(model) as (module, constants, _):
         distil(PyTorch(module), constants, samples, scores=True, seconds=seconds)
-    look_s = LOOKS_SHARE * seconds / LOOKS
-    assert 0.9 * seconds <= at <= seconds + look_s + backward_s + 3 * forward_s
+    evaluation_s = EVALUATIONS_SHARE * seconds / EVALUATIONS
+    assert 0.9 * seconds <= at <= seconds + evaluation_s + backward_s + 3 * forward_s
     assert steps >= 0.8 * seconds / (forward_s + backward_s)
 
 

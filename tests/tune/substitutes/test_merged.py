@@ -164,7 +164,7 @@ def test_a_search_merges_experts_where_that_keeps_enough(tuned: Tuned) -> None:
     merged_ones = [name for name, layer in recipe.layers.items() if layer.merged]
     assert merged_ones
     assert tuned.chosen.quality.low >= 0.9
-    assert tuned.chosen.look.ms < tuned.base.ms
+    assert tuned.chosen.trial.ms < tuned.base.ms
     manifest = tuned.bundle.manifest
     assert manifest.edits == [{"edit": "merge", "layer": name} for name in merged_ones]
     constants = read_substitutes(tuned.bundle.path)
@@ -217,4 +217,4 @@ def test_all_experts_stay_where_that_is_asked_for(
     model = moexport.load(checkpoint, config=CONFIG)
     asked = {"keep": 0.9, "precision": "fp32", "all_experts": True, "time": 30}
     found = moexport.tune(model, data.test, tmp_path / "tuned", **asked)  # type: ignore[arg-type]
-    assert not any(c.merged for look in found.all_looks for _, c in look.point.layers)
+    assert not any(c.merged for trial in found.all_trials for _, c in trial.point.layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
@@ -9,15 +10,31 @@ import numpy as np
 
 from ..bench.data import InputsAndLabels, Labelled, LabelledData
 from ..bench.runners.base import first_of
+from ..bench.runners.pytorch import outputs_of, untouched
 from ..calibration.feeds import Array, Labels
+from ..common.console import Progress
 from ..errors import FeedError
 from ..exporter.inputs import Inputs
+from ..exporter.model import Model
+from .budget import UNTOUCHED_SHARE, Clock
 
 SEED = 20
 BLOCK = 4096
 """Inputs whose side is drawn at once: the same for the same place, however long the data are."""
 
 BATCH = 64
+
+BATCH_BYTES = 1 << 27
+"""Of the outputs of a batch: those of language models hold the scores of all words."""
+
+OUTPUT_BYTES = 1 << 30
+"""What the untouched model's outputs may take: those of language models are large."""
+
+LEAST = 512
+"""Inputs that a search sees, whatever its time, if there are as many."""
+
+MANY, MANY_S = 4096, 20.0
+"""Inputs beyond which a search sees more only while the untouched model has taken so long."""
 
 SEEN = 8192
 SEEN_BYTES = 1 << 30
@@ -39,7 +56,7 @@ def searched(first: int, count: int) -> Array:
 
 
 @dataclass(frozen=True)
-class Halves:
+class Holdout:
     """Labelled data, of which `search` is one half, and `confirming` yields the other.
 
     Of more than `SEEN` inputs the search holds the first of its half alone.
@@ -49,7 +66,7 @@ class Halves:
     search: LabelledData
 
     @staticmethod
-    def of(data: Labelled) -> Halves:
+    def of(data: Labelled) -> Holdout:
         """Reads the search's half; raises `FeedError` for data of fewer than two inputs."""
         inputs: list[Mapping[str, Array]] = []
         labels: list[Labels] = []
@@ -65,12 +82,13 @@ class Halves:
                 break
         if held < 1:
             raise FeedError("--data: one half holds no inputs", hint="give some hundreds of inputs")
-        given = np.concatenate(labels) if data.labelled else None
+        searched_labels = np.concatenate(labels) if data.labelled else None
         whole = {name: np.concatenate([each[name] for each in inputs]) for name in inputs[0]}
         main = whole.pop(data.input_name)
-        return Halves(data, LabelledData(main, given, data.input_name, beside=whole))
+        seen = LabelledData(main, searched_labels, data.input_name, beside=whole)
+        return Holdout(data=data, search=seen)
 
-    def fewer(self, count: int) -> Halves:
+    def fewer(self, count: int) -> Holdout:
         """Returns the same halves, of which the search's holds its first `count` inputs."""
         return replace(self, search=self.search.head(count))
 
@@ -105,3 +123,31 @@ def in_batches(data: LabelledData, size: int) -> Iterator[tuple[slice, Inputs, L
     """Yields all of some data in batches, each with its place among them."""
     for rows, (x, labels) in zip(data.batches(size), data.stream(size), strict=True):
         yield rows, x, labels
+
+
+def batch_size(outputs: Array) -> int:
+    """Returns how many inputs run at once, whose outputs are known: some, or all of them."""
+    return max(1, min(BATCH, BATCH_BYTES // max(1, outputs[:1].nbytes)))
+
+
+def untouched_outputs(model: Model, data: LabelledData, progress: Progress, clock: Clock) -> Array:
+    """Returns what the untouched model gives for the search's half, or as much of it as there is time for.
+
+    Of outputs that are large the first alone are taken, too.
+    """
+    base, parts = untouched(model), []
+    progress.step("running the untouched model", total=len(data), unit="inputs")
+    parts.append(outputs_of(base, rows_of(data.batch(0, 1), slice(0, 1)), model.source.path))
+    size, began = batch_size(parts[0]), time.monotonic()
+    held = 0
+    for rows, x, _ in in_batches(data, size):
+        if rows.start:
+            short = clock.over(UNTOUCHED_SHARE) and rows.start >= LEAST
+            slow = rows.start >= MANY and time.monotonic() - began > MANY_S
+            if short or slow or held > OUTPUT_BYTES:
+                break
+        parts.append(outputs_of(base, x, model.source.path))
+        held += parts[-1].nbytes
+        progress.advance(len(first_of(x)))
+    outputs: Array = np.concatenate(parts[1:])
+    return outputs
