@@ -24,7 +24,7 @@ from ..common.text import size, table
 from ..common.writing import remove_folder
 from ..exporter.bundle.recipe import RECIPE_FILE
 from .confirm import Confirmed
-from .graphs import Trial
+from .graphs import UNTOUCHED, Trial
 from .quality import Quality
 from .request import SearchOptions
 from .substitutes.substitutes import FOLDER
@@ -53,7 +53,8 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
     n = max(tuned.experts.values())
     quality, batch = tuned.chosen.quality, tuned.request.batch.opt
     rows = []
-    if tuned.untouched is not None:
+    untouched = tuned.latencies.get(UNTOUCHED)
+    if untouched is not None:
         rows.append(
             Row(
                 engine=PYTORCH_EAGER,
@@ -61,8 +62,8 @@ def results_of(tuned: Tuned, command: str = "") -> Results:
                 experts=n,
                 batch=batch,
                 model=name,
-                latency_ms=tuned.untouched,
-                throughput=1e3 * batch / tuned.untouched.median,
+                latency_ms=untouched,
+                throughput=1e3 * batch / untouched.median,
                 **_judged(tuned, quality, of_untouched=True),
             )
         )

@@ -131,9 +131,9 @@ def batch_size(outputs: Array) -> int:
 
 
 def untouched_outputs(model: Model, data: LabelledData, progress: Progress, clock: Clock) -> Array:
-    """Returns what the untouched model gives for the search's half, or as much of it as there is time for.
+    """Returns what the untouched model gives for the search's half.
 
-    Of outputs that are large the first alone are taken, too.
+    Where time is short, or outputs are large, it is run on the first inputs alone.
     """
     base, parts = untouched(model), []
     progress.step("running the untouched model", total=len(data), unit="inputs")

@@ -21,8 +21,7 @@ from ..common.console import Progress
 from ..common.environment import environment
 from ..common.files import STEP_BYTES
 from ..common.writing import make_folder, remove_folder
-from ..errors import MoexportError, UsageError
-from ..exporter.bundle.weights import layer_bytes
+from ..errors import MoexportError
 from ..exporter.job import ExportJob, calibration_job, export_job
 from ..exporter.model import Model, check_one_input, fingerprint
 from ..exporter.options import ExportOptions
@@ -32,14 +31,13 @@ from ..exporter.requests import CalibrateRequest
 from ..exporter.trace import trace
 from ..graphs.layers.mumoe import MuMoESpec
 from ..graphs.layers.soft_moe import SoftMoESpec
-from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision
 from .budget import RANGES_SHARE, TRACE, Clock, End
 from .graphs import Trial
 from .holdout import Holdout, untouched_outputs
 from .quality import Metric, check_enough, metric_for
 from .request import SearchOptions
-from .routed import asked_for, routed_layers
+from .routed import may_choose, routed_layers
 from .schedule import AROUND
 from .space import FEW, INTEGERS, RANGED, LayerChoice, Point, ks_of, unlowered
 from .substitutes.substitutes import FOLDER
@@ -147,20 +145,15 @@ class SearchJob:
             found.append(Point(tuple(layers)))
         return [*dict.fromkeys(found)]
 
-    def bytes_of(self, name: str, choice: LayerChoice) -> float:
-        """About what a layer's weights take."""
-        layer = self.model.layers[name]
-        share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
-        if choice.merged and isinstance(layer.spec, MuMoESpec):
-            matrices = sum((each.dim + 1) * each.out for each in layer.spec.tensors)
-            share = matrices / layer.spec.parameters
-        width = {"fp16": 1 / 2, "int8": 1 / 4, "int4": 4.5 / 32}.get(choice.precision, 1.0)
-        return layer_bytes(layer, FP32) * share * width
-
     def within(self, trial: Trial) -> bool:
         request = self.request
         slow = request.latency_ms is not None and trial.ms > request.latency_ms
         return not slow and not (request.bytes is not None and trial.bytes > request.bytes)
+
+    @property
+    def table_file(self) -> Path:
+        """The file of the ranges, in the folder of the search."""
+        return self.folder / CALIBRATION_FILE
 
     def end(self, base: Trial) -> End:
         """Returns about how long the end of the search takes."""
@@ -184,6 +177,7 @@ def prepare(
     clock: Clock,
 ) -> SearchJob:
     """Prepares a search; refuses what can be refused without it."""
+    check_tunable(model)
     if sum(tensor.nbytes for tensor in model.module.state_dict().values()) < STEP_BYTES:
         # To give the pages of mapped weights back takes longer than all else of a small graph.
         model = replace(model, source=replace(model.source, mapped=()))
@@ -284,7 +278,7 @@ def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Sp
         name: tuple(
             LayerChoice(k)
             for k in ks_of(layer.spec.trained_k)
-            if not routed or (name in routed and _may_choose(base.model, name, k))
+            if not routed or (name in routed and may_choose(base.model, name, k))
         )
         for name, layer in base.model.layers.items()
     }
@@ -306,16 +300,6 @@ def _space(base: ExportJob, traced: ir.Model, wanted: Sequence[Precision]) -> Sp
             integers[precision] = (*layers, *around)
     floats: tuple[Precision, ...] = tuple(name for name in wanted if name not in INTEGERS)
     return Space(choices=choices, integers=integers, floats=floats)
-
-
-def _may_choose(model: Model, layer: str, k: int) -> bool:
-    """Whether the routers of a model can choose k experts in one layer."""
-    trained = {name: each.spec.trained_k for name, each in model.layers.items()}
-    try:
-        asked_for(model, {**trained, layer: k})
-    except UsageError:
-        return False
-    return True
 
 
 def _has_integers_around(base: ExportJob, traced: ir.Model, precision: Precision) -> bool:

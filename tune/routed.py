@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import onnx_ir as ir
 
+from ..errors import UsageError
 from ..exporter.job import ExportJob
 from ..exporter.model import Model
 from ..exporter.token_routed.own_router import with_router_k
@@ -30,6 +31,16 @@ def asked_for(model: Model, k: Mapping[str, int]) -> Model:
     Raises `UsageError` for a k that a router cannot be asked for.
     """
     return with_router_k(with_k(model, k), k)
+
+
+def may_choose(model: Model, layer: str, k: int) -> bool:
+    """Returns whether the routers of a model can choose k experts in one layer."""
+    trained = {name: each.spec.trained_k for name, each in model.layers.items()}
+    try:
+        asked_for(model, {**trained, layer: k})
+    except UsageError:
+        return False
+    return True
 
 
 @dataclass(frozen=True, slots=True)

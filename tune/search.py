@@ -49,7 +49,7 @@ from .schedule import (
     steps,
 )
 from .shards import Evaluate, evaluate_here
-from .space import LayerChoice, Point
+from .space import LayerChoice, Point, weight_bytes
 from .substitutes.substitutes import Substitutes
 from .times import LayerTimes
 
@@ -466,7 +466,7 @@ def _options(
                 alone = 0.0 if precision == floats else moved.get((name, precision))
                 if time is None or shift is None or alone is None:
                     continue  # there was no time to look at it
-                cost = job.bytes_of(name, own) if by_size else time.ms
+                cost = weight_bytes(job.model.layers[name], own) if by_size else time.ms
                 shift += alone
                 options[name].append(Option(choice=own, cost=cost, shift=shift))
     around = times.around_ms["fp32"]

@@ -10,10 +10,14 @@ from typing import Any
 import numpy as np
 
 from ..exporter.bundle.recipe import LayerRecipe, Recipe
+from ..exporter.bundle.weights import layer_bytes
 from ..exporter.edits import Edits, KeptExperts, MergedExperts
 from ..exporter.job import ExportJob
 from ..exporter.model import edited
 from ..exporter.options import ExportOptions, recipe_options
+from ..graphs.layers.base import MoELayer
+from ..graphs.layers.mumoe import MuMoESpec
+from ..graphs.precision.types import FP32
 from ..graphs.targets import Precision, Scope
 from .routed import asked_for
 
@@ -215,3 +219,13 @@ def covering_models(choices: Mapping[str, Sequence[LayerChoice]]) -> list[dict[s
         {name: each[min(index, len(each) - 1)] for name, each in choices.items()}
         for index in range(longest)
     ]
+
+
+def weight_bytes(layer: MoELayer, choice: LayerChoice) -> float:
+    """Returns about what a layer's weights take."""
+    share = len(choice.experts) / layer.spec.experts if choice.experts else 1.0
+    if choice.merged and isinstance(layer.spec, MuMoESpec):
+        matrices = sum((each.dim + 1) * each.out for each in layer.spec.tensors)
+        share = matrices / layer.spec.parameters
+    width = {"fp16": 1 / 2, "int8": 1 / 4, "int4": 4.5 / 32}.get(choice.precision, 1.0)
+    return layer_bytes(layer, FP32) * share * width

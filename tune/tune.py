@@ -13,7 +13,6 @@ from pathlib import Path
 
 from ..bench.data import Labelled
 from ..bench.run import with_threads
-from ..calibration.table import CALIBRATION_FILE
 from ..common.console import Progress, Silent
 from ..common.files import sha256
 from ..common.timing import Latency, Protocol
@@ -36,8 +35,8 @@ from ..exporter.options import ExportOptions, recipe_options
 from . import layers
 from .budget import TRAINING_S, VERIFIED, Clock
 from .confirm import Confirmed, SearchResult, check_same, contract, contract_record, reasons
-from .graphs import UNTOUCHED, Trial
-from .prepare import CALIBRATED, SearchJob, check_tunable, prepare
+from .graphs import Trial
+from .prepare import CALIBRATED, SearchJob, prepare
 from .quality import Metric
 from .request import SearchOptions
 from .routed import routed_layers
@@ -77,11 +76,6 @@ class Tuned:
         return len(self.all_trials)
 
     @property
-    def untouched(self) -> Latency | None:
-        """The latency of the untouched PyTorch model."""
-        return self.latencies.get(UNTOUCHED)
-
-    @property
     def experts(self) -> dict[str, int]:
         """The number of experts of each layer of the model as trained."""
         return {name: layer.spec.experts for name, layer in self.model.layers.items()}
@@ -108,7 +102,6 @@ def search_and_export(
     """
     progress, started = progress or Silent(), time.monotonic()
     clock = clock or Clock(request.seconds)
-    check_tunable(model)
     check_destination(destination, force=force)
     check_folder(destination.absolute().parent)
     with with_threads(request.threads), _kept_in(work) as folder:
@@ -205,9 +198,8 @@ def export_point(
         force=force,
     )
     if trial.point.precision in RANGED and job.base.table is not None:
-        path = job.folder / CALIBRATION_FILE
-        recipe = replace(recipe, calibration=sha256(path))
-        options = replace(options, calibration=path)
+        recipe = replace(recipe, calibration=sha256(job.table_file))
+        options = replace(options, calibration=job.table_file)
     trained = result.graphs.substitutes.trained_for(trial.point)
     asked = recipe_options(recipe, options, trained)
     substitutes = substitutes_bytes(asked.edits)
@@ -249,7 +241,7 @@ def _recipe_kept(options: ExportOptions, folder: Path) -> Iterator[None]:
         if constants:
             (folder / SUBSTITUTES_FILE).write_bytes(constants)
         if isinstance(options.calibration, Path):
-            shutil.copyfile(options.calibration, folder / CALIBRATION_FILE)
+            shutil.copyfile(options.calibration, folder / options.calibration.name)
         recipe.write(folder / RECIPE_FILE)
     again = (
         f"the result of the search is confirmed, and `moexport export MODEL --recipe "
@@ -288,7 +280,6 @@ def plan_search(
 ) -> SearchPlan:
     """Returns how large a search is; runs the untouched model on one half, and searches nothing."""
     progress = progress or Silent()
-    check_tunable(model)
     with with_threads(request.threads), _kept_in(None) as folder:
         started = time.monotonic()
         job = prepare(model, data, request, folder, progress, Clock(None))

@@ -121,7 +121,7 @@ def distil(
 
 
 def longest_s(batch_s: float) -> float:
-    """Returns about how long a training takes at most, of a model that takes so long for a batch."""
+    """Returns about how long a training takes at most, with so long for a batch."""
     return STEPS * STEP * batch_s
 
 
