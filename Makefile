@@ -11,7 +11,7 @@ ORT := $(if $(shell command -v nvidia-smi),gpu,cpu)
 OTHER := $(if $(filter gpu,$(ORT)),onnxruntime,onnxruntime-gpu)
 
 .DEFAULT_GOAL := test
-.PHONY: demo demo-mumoe web test lint conformance docs bench fuzz gpu-check clean
+.PHONY: demo demo-mumoe web test lint conformance pairs docs bench fuzz gpu-check clean
 
 # The TensorRT-RTX wheel exists for some platforms only; without it its tests are skipped.
 $(VENV)/ready: constraints.txt pyproject.toml
@@ -57,6 +57,10 @@ lint: $(VENV)/ready
 conformance: $(VENV)/ready
 	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal \
 		tests/exporter/token_routed/all_architectures.py
+
+# Every pair of options once, and what came of it; `make test` runs some of them, others each day.
+pairs: $(VENV)/ready
+	$(BIN)/python -m moexport.tests.pairs
 
 # The pages as a site that needs no network to be read: site/index.html.
 docs: $(VENV)/ready

@@ -123,9 +123,12 @@ def _check_sums(ports: Sequence[TensorSpec], sizes: Mapping[str, int], where: st
     """Raises `FeedError` where axes together are larger than they may be: `past + tokens`."""
     for axis, most in (pair for port in ports for pair in port.limits.items()):
         past, plus, new = axis.partition(" + ")
-        if plus and all(each in sizes for each in (past, new)) and sizes[past] + sizes[new] > most:
+        if not plus or past not in sizes or not (new in sizes or new.isdecimal()):
+            continue
+        more = _size(new, sizes)
+        if sizes[past] + more > most:
             raise FeedError(
-                f"{where}the cache holds {sizes[past]} {new} and {sizes[new]} more are given, and "
+                f"{where}the cache holds {sizes[past]} tokens and {more} more are given, and "
                 f"the model has {most} positions",
                 hint="begin again with the last of them as a new prompt, without a cache",
             )
@@ -160,6 +163,11 @@ def _sizes(arrays: Mapping[str, np.ndarray], ports: Sequence[TensorSpec]) -> dic
     return sizes
 
 
+def _size(axis: str, sizes: Mapping[str, int]) -> int:
+    """The size of one axis of a sum, which may be a constant of the graph."""
+    return int(axis) if axis.isdecimal() else sizes[axis]
+
+
 def _default(
     port: TensorSpec,
     sizes: Mapping[str, int],
@@ -168,7 +176,7 @@ def _default(
 ) -> np.ndarray:
     try:
         shape = tuple(
-            sum(sizes[axis] for axis in size.split(" + ")) if isinstance(size, str) else size
+            sum(_size(axis, sizes) for axis in size.split(" + ")) if isinstance(size, str) else size
             for size in port.shape
         )
     except KeyError:

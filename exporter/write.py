@@ -10,6 +10,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import onnx_ir as ir
 
 from ..common.console import Progress
@@ -26,11 +27,13 @@ from .bundle.manifest import (
     LayerRecord,
     Manifest,
     SourceRecord,
+    TensorSpec,
+    axis_within,
 )
 from .bundle.verify import graph_comparison, selected_values
 from .bundle.weights import StoredLayer, WeightsWriter, write_backbone, write_layer
 from .job import ExportJob
-from .model import Model, TensorSpec
+from .model import Model
 from .parity import Comparison, Parity, Reference
 from .plan import GraphPlan, LayerPlan, Plan
 from .quantization.precision import LayerPrecision, precision_record
@@ -96,8 +99,13 @@ def _lower(
         facts["edits"] = job.model.edits.texts()
     if defaults := _defaults(job.model):
         facts["defaults"] = defaults
-    limits = {axis: n for each in job.model.inputs for axis, n in each.limits.items()}
-    if limits := {axis: n for axis, n in limits.items() if " + " in axis}:
+    limits = {
+        str(axis_within(axis, job.fixed)): n
+        for each in job.model.inputs
+        for axis, n in each.limits.items()
+        if " + " in axis
+    }
+    if limits:
         facts["limits"] = limits
     model.metadata_props[METADATA] = json.dumps(facts)
     # The same for people: a viewer shows it beside the graph.
@@ -142,10 +150,12 @@ def _exposed(lowered: Lowered, plan: GraphPlan) -> Lowered:
 
 def _by_input(graph: ir.Graph, layer: str, chosen: ir.Value) -> ir.Value:
     """Adds what was chosen for each token, [b·m, k], as [b, m, k]: a batch is the first axis."""
+    # Its constants have names of their own: the layer's graph has some of the same value.
     b = Builder(layer)
+    tokens = b.weight(ir.tensor(np.array([-1])), f"{layer}/{SELECTED}/tokens")
     rows = b.op("Shape", graph.inputs[0], start=0, end=1, name=f"{SELECTED}/batch")
     last = b.op("Shape", chosen, start=-1, name=f"{SELECTED}/k")
-    shape = b.op("Concat", rows, b.ints(-1), last, axis=0, name=f"{SELECTED}/shape")
+    shape = b.op("Concat", rows, tokens, last, axis=0, name=f"{SELECTED}/shape")
     result = b.op("Reshape", chosen, shape, name=SELECTED)
     for initializer in b.initializers:
         graph.register_initializer(initializer)
@@ -267,7 +277,8 @@ def _port(spec: TensorSpec, job: ExportJob) -> TensorSpec:
     if dtype == "float32" and spec.name != STEER_INPUT:
         dtype = str(FLOAT_TYPES[job.options.precision.io].numpy())
     implied = None if spec.implied in job.fixed else spec.implied
-    return replace(spec, dtype=dtype, shape=spec.within(job.fixed), implied=implied)
+    limits = {str(axis_within(axis, job.fixed)): n for axis, n in spec.limits.items()}
+    return replace(spec, dtype=dtype, shape=spec.within(job.fixed), implied=implied, limits=limits)
 
 
 def _added_port(value: ir.Value) -> TensorSpec:

@@ -135,13 +135,18 @@ class TensorSpec:
         )
 
     def within(self, fixed: Mapping[str, int]) -> tuple[Dimension, ...]:
-        """The shape in which the axes that are `fixed` have their sizes."""
+        """The shape in which axes that are `fixed` have their sizes, in sums too: `past + 5`."""
         return tuple(
-            sum(fixed[axis] for axis in size.split(" + "))
-            if isinstance(size, str) and fixed.keys() >= set(size.split(" + "))
-            else size
-            for size in self.shape
+            size if isinstance(size, int) else axis_within(size, fixed) for size in self.shape
         )
+
+
+def axis_within(axis: str, fixed: Mapping[str, int]) -> Dimension:
+    """Returns a named axis, or a sum of such, in which those that are `fixed` have their sizes."""
+    parts = [fixed.get(part, part) for part in axis.split(" + ")]
+    if all(isinstance(part, int) for part in parts):
+        return sum(map(int, parts))
+    return " + ".join(map(str, parts))
 
 
 @dataclass(frozen=True, slots=True)

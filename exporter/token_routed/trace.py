@@ -123,12 +123,14 @@ def _name(
             names[str(size)] = axis
         value.name = spec.name
     _name_axes(graph, names)
+    for value, spec in zip(graph.graph.inputs, inputs, strict=True):
+        value.shape = ir.Shape(spec.within(fixed))
     given = {_plain(value.name): value for value in graph.graph.outputs}
     graph.graph.outputs.clear()
     for spec in outputs:
         value = given[_of_cache(spec.name, given)]
         value.name = spec.name
-        value.shape = ir.Shape([fixed.get(str(size), size) for size in spec.shape])
+        value.shape = ir.Shape(spec.within(fixed))
         graph.graph.outputs.append(value)
 
 

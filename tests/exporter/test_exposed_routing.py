@@ -72,6 +72,16 @@ def test_token_routed_layers_give_the_experts_of_each_token_by_input(tmp_path: P
     assert all(check.passed for check in bundle.verify())
 
 
+@pytest.mark.parametrize("lowering", ["dense", "grouped"])
+def test_every_lowering_of_token_routed_layers_gives_their_experts(
+    lowering: str, tmp_path: Path
+) -> None:
+    model = moexport.load(save(ARCHITECTURES["mixtral"], tmp_path / "model"))
+    out = tmp_path / "out"
+    bundle = moexport.export(model, out, lowering=lowering, expose_routing=True)
+    assert len(assert_chosen(bundle)) == len(model.outputs) + len(bundle.manifest.layers)
+
+
 def test_one_graph_gives_as_many_experts_as_each_run_asks_for(tmp_path: Path) -> None:
     bundle = exported("soft_moe_vit", tmp_path / "out", k="input")
     assert bundle.manifest.outputs[1].shape == ("batch", "k")

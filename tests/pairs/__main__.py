@@ -1,6 +1,6 @@
 """Runs every pair of options once for real, and prints what came of it.
 
-    python -m moexport.tests.pairs [--json FILE] [--only TEXT]
+python -m moexport.tests.pairs [--json FILE] [--only TEXT]
 """
 
 from __future__ import annotations

@@ -198,7 +198,9 @@ def _soft(layer: SoftMoE, change: Change, margins: Margins) -> SoftFormula:
 
 
 def _whole(spec: FactorisedSpec, factors: Sequence[Tensor]) -> Tensor:
-    """The tensor that CP factors or the cores of a ring stand for."""
+    """The tensor that CP factors or the cores of a ring stand for; or the whole one itself."""
+    if spec.form == "full":
+        return factors[0]
     if spec.form == "cp":
         whole = factors[0]
         for factor in factors[1:-1]:

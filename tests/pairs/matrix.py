@@ -24,6 +24,9 @@ KINDS |= {name: MUMOE if "MuMoE" in name else SOFT for name in OWN}
 KINDS |= {"adapter Experts": EXPERTS, "transformers": EXPERTS}
 
 
+WHOLE = ("unfactorised", "gathered")
+"""Lowerings of muMoE layers whose tensor is no product of factors."""
+
 LAYERS = ("soft-moe-pytorch", "soft-moe-conv", "soft-moe-fkodom", "mumoe")
 """Sources without anything beside their layer."""
 
@@ -47,6 +50,14 @@ def conflict(row: Row) -> bool:
             kind and lowering != "auto" and lowering not in lowerings,
             lowering in lowerings and target and target not in lowerings[lowering].targets,
             record is not None and precision in record.refused,
+            kind == MUMOE and lowering in WHOLE and source != "adapter MuMoE whole",
+            source == "adapter MuMoE whole" and lowering == "factorised",
+            lowering == "fused" and precision in ("bf16", "int8", "fp8"),
+            lowering == "fused" and precision == "fp16" and target != "ort-cuda",
+            lowering == "fused" and source in ("soft-moe-pytorch", "soft-moe-fkodom"),
+            kind == MUMOE and precision == "int4",
+            row.get("quantize") == "all" and precision == "fp8",
+            source == "transformers" and command == "calibrate",
             edits in ("rewrite", "steer") and kind in (SOFT, EXPERTS),
             row.get("quantize") == "all" and (floats or source in LAYERS),
             row.get("data") == "none" and precision in ("int8", "fp8"),
@@ -55,6 +66,7 @@ def conflict(row: Row) -> bool:
             row.get("tokens", "default") != "default" and source in WITHOUT_TOKENS,
             source == "transformers" and engines,
             command == "tune" and (engines or precision in ("bf16", "fp8")),
+            command == "tune" and precision == "fp16" and target != "ort-cuda",
             command == "build" and record is not None and not engines,
         )
     )

@@ -62,6 +62,19 @@ class Published(nn.Module):
         return torch.einsum("bmnp,bnpo->bmo", combine, outputs)
 
 
+class Whole(nn.Module):
+    """A muMoE layer whose 8 matrices are held as they are, with a softmax over them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate = nn.Linear(WIDTH, 8)
+        self.matrices = nn.Parameter(torch.randn(8, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        a = self.gate(x).softmax(-1)
+        return torch.einsum("bmn,bmd,ndo->bmo", a, x, self.matrices)
+
+
 class Factors(nn.Module):
     """A muMoE layer in CP form with a softmax over 8 experts."""
 
@@ -139,6 +152,10 @@ def factors() -> nn.Module:
     return _network(Factors)
 
 
+def whole() -> nn.Module:
+    return _network(Whole)
+
+
 def routed() -> nn.Module:
     return _network(Routed)
 
@@ -159,6 +176,13 @@ def as_soft(layer: Soft) -> moexport.SoftMoE:
 def as_factors(layer: Factors) -> moexport.MuMoE:
     return moexport.MuMoE(
         gates=[layer.gate], weights=list(layer.factors), norm="none", activation="softmax"
+    )
+
+
+@moexport.adapts(Whole)
+def as_whole(layer: Whole) -> moexport.MuMoE:
+    return moexport.MuMoE(
+        gates=[layer.gate], weights=layer.matrices, norm="none", activation="softmax"
     )
 
 

@@ -80,11 +80,11 @@ class Result:
     seconds: float = 0.0
 
 
-class Finding(Exception):
+class WrongError(Exception):
     """Something that neither is right nor was refused."""
 
 
-class Refusal(Exception):
+class RefusedError(Exception):
     """An error of ours, checked."""
 
 
@@ -158,7 +158,7 @@ class Attempt:
         line += ["--k", k, *self.size("batch"), *self.size("tokens"), *edits]
         for option in ("precision", "lowering", "target", "quantize"):
             line += [f"--{option}", row[option]] if row[option] != FACTORS[option][0] else []
-        if row["precision"] == "int4" and row["target"] == "onnx":
+        if row["precision"] == "int4" and row["target"] in ("onnx", "tensorrt", "tensorrt-rtx"):
             line += ["--opset", "21"]
         return line, change
 
@@ -174,9 +174,9 @@ class Attempt:
             lowering = "dense" if row["lowering"] == "auto" else row["lowering"]
             if row["lowering"] == "auto" and self.source.kind == "mumoe":
                 lowering = "factorised"
-            k = min(k, len(experts)) if experts else k
+            most = len(experts) or n
             layers[name] = LayerRecipe(
-                k=None if row["k"] == "input" else k,  # type: ignore[arg-type]
+                k=None if row["k"] == "input" else min(k, most),  # type: ignore[arg-type]
                 precision=row["precision"],  # type: ignore[arg-type]
                 lowering=lowering,
                 experts=experts,
@@ -212,18 +212,18 @@ class Attempt:
                 self.files.add(writes)
             more = self._there() - self.files
             if more:
-                raise Finding(f"{line[0]} left {sorted(more)} behind")
+                raise WrongError(f"{line[0]} left {sorted(more)} behind")
             return done
         told = f"{line[0]}: exit {done.code}: {done.err.strip()[-600:]}"
         if self._there() != before:
-            raise Finding(f"{told}; left {sorted(self._there() - before)} behind")
+            raise WrongError(f"{told}; left {sorted(self._there() - before)} behind")
         errors = [each for each in done.err.splitlines() if each.startswith("error: ")]
         hints = [each for each in done.err.splitlines() if each.startswith("hint: ")]
         if done.code not in (1, 2, 3) or len(errors) != 1 or not hints or RAW.search(done.err):
-            raise Finding(told)
+            raise WrongError(told)
         if not NAMED.search(errors[0]):
-            raise Finding(f"names nothing: {told}")
-        raise Refusal(f"{line[0]}: {errors[0].removeprefix('error: ')} | {hints[0]}")
+            raise WrongError(f"names nothing: {told}")
+        raise RefusedError(f"{line[0]}: {errors[0].removeprefix('error: ')} | {hints[0]}")
 
     def _there(self) -> set[str]:
         return {each.name for each in self.folder.iterdir()}
@@ -237,17 +237,17 @@ class Attempt:
             return arrays[Bundle.open(bundle).manifest.outputs[0].name]  # type: ignore[no-any-return]
 
     def compare(self, found: np.ndarray, k: Mapping[str, int], change: Mapping[str, Any]) -> None:
-        """Raises `Finding` where an output is not what the formulas give."""
+        """Raises `WrongError` where an output is not what the formulas give."""
         wanted, margin = self.wanted(k, change)
         bounds = TOLERANCES[self.row["precision"]]  # type: ignore[index]
         clear = margin > bounds.tie
         if found.shape != wanted.shape:
-            raise Finding(f"shape {found.shape}, expected {wanted.shape}")
+            raise WrongError(f"shape {found.shape}, expected {wanted.shape}")
         if not clear.any():
             return  # nothing is chosen clearly enough at this precision: `verify` decides
         off = np.abs(found - wanted)[clear].max() / np.abs(wanted).max()
         if not off <= bounds.rtol:
-            raise Finding(f"off by {off:.2g} of max|y|, k = {list(k.values())}")
+            raise WrongError(f"off by {off:.2g} of max|y|, k = {list(k.values())}")
 
     def wanted(self, k: Mapping[str, int], change: Mapping[str, Any]) -> Wanted:
         n = self.source.experts
@@ -294,9 +294,11 @@ class Attempt:
             case "report":
                 self._bench()
                 page = self.folder / "page" / "report.html"
-                self.moexport("report", self.folder / "bench/results.json", "-o", page, writes="page")
+                self.moexport(
+                    "report", self.folder / "bench/results.json", "-o", page, writes="page"
+                )
                 if "<html" not in page.read_text():
-                    raise Finding("report: no page")
+                    raise WrongError("report: no page")
             case "inspect":
                 self._inspect()
             case "triton":
@@ -326,19 +328,24 @@ class Attempt:
         bounds = TOLERANCES[self.row["precision"]]  # type: ignore[index]
         rows = [list(self.kept().values()), whole.shape, ones.shape]
         if whole.shape != ones.shape:
-            raise Finding(f"run by ones: {rows}")
+            raise WrongError(f"run by ones: {rows}")
         clear = self.wanted(self.kept(), self.edits()[1])[1] > bounds.tie
         if clear.any():
             off = np.abs(whole - ones)[clear].max() / np.abs(whole).max()
             if off > bounds.rtol:
-                raise Finding(f"run by ones: off by {off:.2g}")
+                raise WrongError(f"run by ones: off by {off:.2g}")
 
     def _bench(self) -> None:
         folder = self.folder / "bench"
         self.files.add(folder.name)
         request = BenchRequest(
-            engine="onnxruntime", rounds=5, round_s=0.002, memory=False, parts=False,
-            threads=1, out=folder,
+            engine="onnxruntime",
+            rounds=5,
+            round_s=0.002,
+            memory=False,
+            parts=False,
+            threads=1,
+            out=folder,
         )
         try:
             alone = self.source.name not in OWN  # a bundle does not say how code is called
@@ -346,13 +353,13 @@ class Attempt:
             results = moexport.api.bench(models, request)
         except MoexportError as error:
             if not error.hint or RAW.search(error.message):
-                raise Finding(f"bench: {error.message}") from error
-            raise Refusal(f"bench: {error.message} | {error.hint}") from error
+                raise WrongError(f"bench: {error.message}") from error
+            raise RefusedError(f"bench: {error.message} | {error.hint}") from error
         for each in results.rows:
             if each.error is not None and each.engine == "onnxruntime":
-                raise Finding(f"bench: {each.error}")
+                raise WrongError(f"bench: {each.error}")
             if each.parity is not None and not each.parity.cosine > 0.9:
-                raise Finding(f"bench: parity missed: {each.parity}")
+                raise WrongError(f"bench: parity missed: {each.parity}")
 
     def _inspect(self) -> None:
         content = json.loads(self.moexport("inspect", self.bundle, "--json").out)
@@ -361,14 +368,14 @@ class Attempt:
         if self.row["k"] == "input":
             wanted = [None] * len(wanted)
         if counts != wanted and self.row["edits"] != "recipe":
-            raise Finding(f"inspect: k {counts}, expected {wanted}")
+            raise WrongError(f"inspect: k {counts}, expected {wanted}")
         self.moexport("inspect", self.bundle)
 
     def _triton(self) -> None:
         self.moexport("triton", self.bundle, "-o", self.folder / "repo", writes="repo")
         configs = sorted((self.folder / "repo").glob("*/config.pbtxt"))
         if not configs:
-            raise Finding("triton: no model was written")
+            raise WrongError("triton: no model was written")
         graphs = sorted((self.folder / "repo").glob("*/1/model.onnx/model.onnx"))
         if self.row["precision"] != "fp32" or not graphs:
             return
@@ -379,7 +386,7 @@ class Attempt:
             y = session.run(None, x)[0]
             whole = self.outputs(self.bundle)[:3]
             if np.abs(y - whole).max() > 1e-5 * np.abs(whole).max():
-                raise Finding("triton: its graph gives something else")
+                raise WrongError("triton: its graph gives something else")
 
     def _replay(self) -> None:
         """The bundle's own layers as a recipe give the same outputs again."""
@@ -408,14 +415,16 @@ class Attempt:
         if self.row["edits"] in ("none", "recipe") and not np.array_equal(
             self.outputs(again), self.outputs(self.bundle)
         ):
-            raise Finding("replay: other outputs than those of the bundle")
+            raise WrongError("replay: other outputs than those of the bundle")
 
     def _tune(self) -> None:
         """A search of a moment over the source, whose bundle verifies and is made again."""
         labelled = self.folder / "labelled.npz"
         y, _ = self.wanted(self.source.trained, {})
         labels = {"label": y.argmax(-1)} if y.ndim == 2 else {}
-        np.savez(labelled, **self.source.x, **labels)  # type: ignore[arg-type]
+        # As many as a bound needs: the same again, which a search does not mind.
+        arrays = {n: np.concatenate([a] * 4) for n, a in {**self.source.x, **labels}.items()}
+        np.savez(labelled, **arrays)  # type: ignore[arg-type]
         self.files |= {labelled.name, "tuned-report"}
         tuned, source = self.folder / "tuned", self.source
         line = ["tune", source.path, *source.arguments, "--data", labelled, "-o", tuned]
@@ -429,7 +438,7 @@ class Attempt:
         line = [source.path, *source.arguments, "-o", again, "--recipe", tuned / "recipe.yaml"]
         self.moexport("export", *line, writes=again.name)
         if not np.array_equal(self.outputs(again), self.outputs(tuned)):
-            raise Finding("tune: its recipe gives something else")
+            raise WrongError("tune: its recipe gives something else")
 
 
 def attempt(row: Row, given: Source, folder: Path) -> Result:
@@ -442,9 +451,9 @@ def attempt(row: Row, given: Source, folder: Path) -> Result:
         work.export()
         exported = True
         work.command()
-    except Refusal as refusal:
+    except RefusedError as refusal:
         verdict, said = "refused", str(refusal)
-    except Finding as finding:
+    except WrongError as finding:
         verdict, said = "raw", str(finding)
     except Exception as error:  # noqa: BLE001
         verdict, said = "raw", f"{type(error).__name__}: {error}"

@@ -39,6 +39,7 @@ OWN: Mapping[str, Callable[[], nn.Module]] = {
     "factory": networks.published,
     "adapter SoftMoE": networks.soft,
     "adapter MuMoE": networks.factors,
+    "adapter MuMoE whole": networks.whole,
     "adapter Experts": networks.routed,
 }
 
@@ -174,9 +175,7 @@ def _own(name: str) -> Source:
         model,
         {model.input.name: x},
         x.shape[1] if "tokens" in model.input.dynamic_axes else 0,
-        lambda changes: routed(x, changes)
-        if kind == "experts"
-        else _computed(model, x, changes),
+        lambda changes: routed(x, changes) if kind == "experts" else _computed(model, x, changes),
     )
 
 
@@ -189,7 +188,9 @@ def _with_margins(
     def ranked(k: int | None) -> Any:
         def hook(_: nn.Module, __: Any, scores: Any) -> None:
             logits = scores[0] if isinstance(scores, tuple) else scores
-            top = logits.softmax(-1).reshape(ROWS if len(x) == ROWS else len(x), -1, logits.shape[-1])
+            top = logits.softmax(-1).reshape(
+                ROWS if len(x) == ROWS else len(x), -1, logits.shape[-1]
+            )
             top = top.sort(-1, descending=True).values
             last = min(k or 1, top.shape[-1] - 1)
             margins.append(((top[..., last - 1] - top[..., last]) / top[..., last - 1]).amin(1))

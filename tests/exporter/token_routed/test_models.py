@@ -14,12 +14,14 @@ import torch
 from moexport.errors import (
     CheckpointError,
     FamilyError,
+    FeedError,
     MissingExtraError,
     MoexportError,
     TraceError,
     UsageError,
 )
 from moexport.exporter.bundle.bundle import Bundle
+from moexport.exporter.bundle.manifest import PortRecord
 from moexport.exporter.checkpoints import state_dict
 from moexport.exporter.inputs import completed
 from moexport.exporter.model import Model
@@ -88,6 +90,34 @@ def test_one_k_is_the_model_whose_configuration_says_so(mixtral: Path, tmp_path:
     check_chosen(values, out, library)
     assert model.module.routers.trained == 2  # type: ignore[union-attr]  # as it was loaded
     assert moexport.export(model, tmp_path / "trained").manifest.layers[0].k == 2
+
+
+def test_fixed_tokens_leave_out_what_has_a_default(mixtral: Path, tmp_path: Path) -> None:
+    """An axis is then a sum with a constant, `past + 5`: of a mask that is left out, too."""
+    out = moexport.export(moexport.load(mixtral), tmp_path / "out", tokens=5)
+    assert {port.name: port.shape for port in out.manifest.inputs}["attention_mask"] == [
+        *("batch", "past + 5")
+    ]
+    ids = np.arange(10).reshape(2, 5)
+    np.savez(tmp_path / "x.npz", input_ids=ids)
+    done = run("run", out.path, "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
+    assert done.code == 0, done.err
+    expected, _ = Library(MIXTRAL, mixtral)(input_ids=torch.from_numpy(ids))
+    with np.load(tmp_path / "y.npz") as arrays:
+        check_values(arrays["logits"], expected)
+
+
+def test_a_cache_with_fixed_tokens_is_within_the_models_positions() -> None:
+    ports = [
+        PortRecord("ids", "int64", ["batch", 5]),
+        PortRecord("mask", "int64", ["batch", "past + 5"], {"past + 5": 8}, default="ones"),
+        PortRecord("cache", "float32", ["batch", "past"], default="empty"),
+    ]
+    ids = np.zeros((2, 5), np.int64)
+    given = completed({"ids": ids, "cache": np.zeros((2, 3), np.float32)}, ports)
+    assert given["mask"].shape == (2, 8)
+    with pytest.raises(FeedError, match="holds 4 tokens and 5 more are given"):
+        completed({"ids": ids, "cache": np.zeros((2, 4), np.float32)}, ports)
 
 
 def test_a_bundle_verifies_runs_and_tells_what_it_is(bundle: Bundle, tmp_path: Path) -> None:
