@@ -122,7 +122,8 @@ def _compiled(run: ModelRun) -> Runner:
 def _algorithm_2(run: ModelRun) -> Runner:
     from .runners.pytorch import runner_on, with_algorithm_1
 
-    kept = with_algorithm_1(run.model, run.k, "selected", renormalize=run.renormalize)
+    k = run.k_by_layer or run.k
+    kept = with_algorithm_1(run.model, k, "selected", renormalize=run.renormalize)
     return runner_on(run.provider)(kept.module)
 
 

@@ -201,7 +201,10 @@ def _has_own_reference(case: Case, candidate: Candidate) -> bool:
     """Whether what a case computes is another model than the untouched one."""
     if _is_untouched(case):
         return False
-    return bool(case.k < case.experts or case.k in candidate.routed or candidate.model.edits)
+    layers = candidate.model.layers
+    fewer = any(k < layers[n].spec.experts for n, k in candidate.k_by_layer(case.k).items())
+    edited = bool(candidate.model.edits)
+    return fewer or case.k < case.experts or case.k in candidate.routed or edited
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,8 +139,10 @@ class Candidate:
         return found
 
     def k_by_layer(self, k: int) -> dict[str, int]:
-        """Each layer's k where routers choose: that of the job whose largest it is."""
-        return whole_k(self.routed[k]) if k in self.routed else {}
+        """Each layer's k, of which this is the largest; empty where it is that of all layers."""
+        if k in self.routed:
+            return whole_k(self.routed[k])
+        return next((dict(each.k_by_layer) for each in self.graphs if each.k == k), {})
 
     def _run_by(self, kind: ModelEngine) -> Iterator[tuple[int, int]]:
         """Yields each k that an engine of PyTorch runs, and of how many experts."""

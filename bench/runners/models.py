@@ -24,7 +24,8 @@ def reference_of(candidate: Candidate, k: int) -> PyTorch:
     if k in candidate.routed:
         model = candidate.routed[k].model
         return PyTorch(model.module, model.inputs)
-    return with_algorithm_1(candidate.model, k, "masked", renormalize=candidate.renormalize)
+    kept = candidate.k_by_layer(k) or k
+    return with_algorithm_1(candidate.model, kept, "masked", renormalize=candidate.renormalize)
 
 
 @dataclass(frozen=True)

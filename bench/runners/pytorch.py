@@ -258,12 +258,15 @@ def in_form(model: Model, k: Mapping[str, int], form: str | None) -> nn.Module:
 
 
 def with_algorithm_1(
-    model: Model, k: int, algorithm: Algorithm, *, renormalize: bool = False
+    model: Model, k: int | Mapping[str, int], algorithm: Algorithm, *, renormalize: bool = False
 ) -> PyTorch:
-    """Returns the model keeping k experts in every layer; its weights are the model's own."""
+    """Returns the model keeping k experts in every layer, or as many as its name says.
+
+    Its weights are the model's own.
+    """
     module = sharing_weights(model.module)
-    for layer in moe_layers(module).values():
-        layer.keep = min(k, layer.spec.experts)
+    for name, layer in moe_layers(module).items():
+        layer.keep = min(k if isinstance(k, int) else k[name], layer.spec.experts)
         layer.algorithm = algorithm
         layer.renormalize = renormalize
     return PyTorch(module, model.inputs)

@@ -26,7 +26,7 @@ from moexport.exporter.inputs import Inputs
 from moexport.exporter.model import Model
 from moexport.tests.bench.loaders import Made
 from moexport.tests.command import run, run_program
-from moexport.tests.recorded import DATA
+from moexport.tests.recorded import DATA, VIT_SETS
 
 QUICK = BenchRequest(batch=(1, 3), warmup=1, round_s=0.0, inputs=2, samples=100)
 
@@ -296,3 +296,17 @@ def test_a_bundle_with_fixed_tokens_is_measured_on_so_many(tmp_path: Path) -> No
     rows = moexport.api.bench(out, request).rows
     assert "onnxruntime" in {row.engine for row in rows}
     assert [row.error for row in rows] == [None] * len(rows)
+
+
+@pytest.mark.parametrize("k", ["4,2", "2,8"])
+def test_a_bundle_with_a_k_for_each_layer_is_compared_with_so_many_of_each(
+    k: str, tmp_path: Path
+) -> None:
+    out = tmp_path / "out"
+    done = run("export", DATA / "soft_moe_vit" / "weights.pt", *VIT_SETS, "-o", out, "--k", k)
+    assert done.code == 0, done.err
+    request = BenchRequest(engine="onnxruntime", round_s=0.0, memory=False, parts=False, threads=1)
+    rows = moexport.api.bench(out, request).rows
+    (graph,) = (row for row in rows if row.engine == "onnxruntime")
+    assert graph.error is None
+    assert graph.parity is not None and graph.parity.cosine > 1 - 1e-6
