@@ -299,9 +299,17 @@ def from_bundle(bundle: Bundle, request: BenchRequest, *, model: Model | None = 
 
     The k of a request are measured where the bundle's k is a graph input; a baked k stays. Without
     `model` the checkpoint that the manifest names is loaded; `UsageError` when it is gone or
-    another. `BundleError` for a graph or weights that are not as they were written.
+    another, and for a bundle of one batch size. `BundleError` for a graph or weights that are not
+    as they were written.
     """
     record = bundle.manifest
+    size = record.inputs[0].shape[0]
+    if isinstance(size, int):
+        raise UsageError(
+            f"{bundle.path}: it was exported with --batch {size} and runs that many inputs alone; "
+            "a benchmark runs the data in larger batches, too",
+            hint=f"export it with a range to measure it: --batch 1:{size}:32",
+        )
     edits = Edits.from_records(record.edits, str(bundle.path / MANIFEST_FILE))
     edits = edits.with_substitutes(read_substitutes(bundle.path))
     takes_k = record.k == "input"

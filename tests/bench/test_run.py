@@ -310,3 +310,14 @@ def test_a_bundle_with_a_k_for_each_layer_is_compared_with_so_many_of_each(
     (graph,) = (row for row in rows if row.engine == "onnxruntime")
     assert graph.error is None
     assert graph.parity is not None and graph.parity.cosine > 1 - 1e-6
+
+
+def test_a_bundle_of_one_batch_size_is_refused_before_anything_is_measured(tmp_path: Path) -> None:
+    weights = DATA / "soft_moe_fkodom" / "weights.pt"
+    out = tmp_path / "out"
+    done = run("export", weights, "--set", "version=0.2.0", "-o", out, "--k", "2", "--batch", "3")
+    assert done.code == 0, done.err
+    refused = run("bench", out, "-o", tmp_path / "report", "--batch", "3")
+    assert refused.code == 2
+    assert "was exported with --batch 3" in refused.error
+    assert not [*(tmp_path / "report").glob("*.json")]

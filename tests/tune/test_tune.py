@@ -9,6 +9,7 @@ from typing import Any
 
 import moexport
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from moexport.bench.data import LabelledData
@@ -27,6 +28,7 @@ from moexport.exporter.options import ExportOptions
 from moexport.exporter.plan import plan
 from moexport.exporter.trace import trace
 from moexport.graphs.layers.soft_moe import soft_moe_layers
+from moexport.graphs.targets import CUDA_PROVIDER
 from moexport.tests.command import run
 from moexport.tests.recorded import DATA, read_case
 from moexport.tune.confirm import ContractError, holding
@@ -481,3 +483,14 @@ def test_a_bound_that_nothing_meets_names_the_nearest(
         )
     assert caught.value.EXIT_CODE == 3
     assert not (tmp_path / "out").exists()
+
+
+def test_a_target_that_this_machine_does_not_run_is_refused_before_anything(tmp_path: Path) -> None:
+    if CUDA_PROVIDER in onnxruntime.get_available_providers():
+        pytest.skip("ONNX Runtime has CUDA here")
+    np.savez(tmp_path / "x.npz", **read_case("soft_moe_mnist").io)  # type: ignore[arg-type]
+    line = ("tune", DATA / "soft_moe_mnist" / "weights.pt", "--data", tmp_path / "x.npz")
+    refused = run(*line, "-o", tmp_path / "out", "--target", "ort-cuda")
+    assert refused.code == 2
+    assert CUDA_PROVIDER in refused.error
+    assert [each.name for each in tmp_path.iterdir()] == ["x.npz"]
