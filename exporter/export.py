@@ -153,8 +153,8 @@ def _parities(
         if parity.tied > MOST_TIES * (parity.choices or 0):
             what = "choices of tokens" if parity.chosen_by == "tokens" else "inputs"
             raise ParityError(
-                f"{graph.file}: routing is a tie in {parity.tied} of the {parity.choices} {what}, "
-                "so next to nothing can be compared",
+                f"{graph.file}: routing is tied in {parity.tied} of the {parity.choices} {what}, "
+                "so almost nothing can be compared",
                 hint="give real inputs with --data; an untrained router ties everywhere",
             )
         worst = comparison.worst
@@ -165,9 +165,9 @@ def _parities(
         )
         raise ParityError(
             f"{graph.file} differs from PyTorch, starting in {where}: {describe(parity)}",
-            hint=f"allowed was {_allowed(tolerance)} and the "
-            f"same experts in {tolerance.routing:.0%}: {way_out(parity, options)}; --no-verify "
-            "writes it unchecked",
+            hint=f"the limits are {_allowed(tolerance)} and the "
+            f"same experts in at least {tolerance.routing:.0%}: {way_out(parity, options)}; --no-verify "
+            "exports without the check",
         )
     return parities
 

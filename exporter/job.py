@@ -163,8 +163,7 @@ def export_job(
         pass  # each row's scale is found while the graph runs
     elif options.data is None and options.precision.ranged:
         raise UsageError(
-            f"--precision {options.precision.name}: ranges come from real inputs, and there are "
-            "none",
+            f"--precision {options.precision.name}: its ranges need real inputs",
             hint="give a feed with --data, or a table with --calibration",
         )
     elif options.data is not None and len(changed.inputs) > 1 and options.precision.name == "fp16":
@@ -225,7 +224,7 @@ def _check_used(model: Model, options: ExportOptions) -> None:
     beside = any(id(each) not in inside for each in model.module.parameters())
     if options.precision.scope == "all" and not beside:
         raise UsageError(
-            "--quantize all: the model is MoE layers alone, without other linear layers",
+            "--quantize all: the model has no linear layers outside its MoE layers",
             hint="leave --quantize out",
         )
 
@@ -240,7 +239,7 @@ def _check_steering(options: ExportOptions) -> None:
     }.items():
         if given:
             raise UsageError(
-                f"--steer input with {option}: it takes graphs with one input alone",
+                f"--steer input with {option}: it supports only graphs with one input",
                 hint="give the strengths in the export: --steer LAYER:EXPERT:STRENGTH",
             )
 
@@ -348,7 +347,7 @@ def check_table(job: ExportJob, table: CalibrationTable, where: str, loaded: Mod
         )
     if table.origin.renormalize != job.options.renormalize:
         raise CalibrationError(
-            f"{where}: was made {renormalised(table.origin)}, the export is not so", hint=again
+            f"{where}: was made {renormalised(table.origin)}, this export is not", hint=again
         )
     for layer, k in job.k.items():
         kept = job.model.layers[layer].spec.experts if k is None else k

@@ -189,7 +189,7 @@ def _refuse(mistakes: Iterator[Mistake]) -> None:
 
 def _one_of(option: str, value: str, known: Collection[str]) -> None:
     if value not in known:
-        raise UsageError(f"{option} {value}: there is no such choice", hint=near_miss(value, known))
+        raise UsageError(f"{option} {value}: unknown value", hint=near_miss(value, known))
 
 
 def _not_int8(option: str, precision: Precision) -> Mistake:
@@ -259,7 +259,7 @@ class ExportOptions:
         """Raises `UsageError` for what cannot be meant, whatever the model."""
         if self.target not in TARGETS:
             raise UsageError(
-                f"--target {self.target}: there is no such target",
+                f"--target {self.target}: unknown target",
                 hint=near_miss(self.target, TARGETS),
             )
         for name in self.lowerings:
@@ -305,8 +305,7 @@ class ExportOptions:
             )
         if self.k == "input" and self.precision.min_retention is not None:
             yield (
-                "--min-retention with --k input: retention is that of one k, and this graph has "
-                "many",
+                "--min-retention with --k input: retention needs one k, and this graph accepts any",
                 "give the k that will be used, or leave --min-retention out",
             )
 
@@ -392,7 +391,7 @@ def requested(request: ExportRequest, destination: Path | None) -> ExportOptions
     recipe = None if request.recipe is None else Path(request.recipe)
     if recipe is not None:
         names = declared(ExportRequest).keys() - _BESIDE_A_RECIPE
-        refuse_changed(request, names, " with --recipe: the recipe says that itself")
+        refuse_changed(request, names, " with --recipe: the recipe already sets it")
     table = request.calibration
     options = ExportOptions(
         k=parse_k(request.k),
@@ -494,7 +493,7 @@ def parse_k(k: int | float | str | Sequence[int]) -> KOption:
             share = Fraction(f"1{value[1:]}" if value.startswith("n/") else value)
             if not 0 < share <= 1:
                 raise UsageError(
-                    f"--k {text}: a share of the experts lies above 0 and at most at 1",
+                    f"--k {text}: a share must be above 0 and at most 1",
                     hint="--k 0.25 keeps a quarter of the experts",
                 )
             return share

@@ -462,7 +462,7 @@ def describe(parity: Parity) -> str:
     if p.differing == 0:
         text = f"{values} over all {inputs}"
     elif p.compared == 0:  # outputs of other experts differ, which says nothing
-        text = "no output was compared, for want of an input with the same experts"
+        text = "no output was compared, because no input selects the same experts"
     elif p.all_max_abs is None or p.all_max_rel is None or p.all_cosine is None:
         text = values
     else:
@@ -479,8 +479,8 @@ def describe(parity: Parity) -> str:
     if p.mostly_ties:
         what = "choices of tokens" if p.chosen_by == "tokens" else "inputs"
         text += (
-            f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {what} are ties, between scores "
-            f"closer than {p.tie:g} of the k-th"
+            f"; MOST WAS NOT COMPARED: {p.tied:,} of {p.choices:,} {what} are ties (scores within "
+            f"{p.tie:g} of the k-th)"
         )
     if p.batch is not None:
         text = f"in a batch of {p.batch}: {text}"

@@ -181,11 +181,11 @@ def _check_stand_ins(model: Model, expected: Reference, batch: int, bounds: Tole
         return
     name = ", ".join(model.layers)
     raise ParityError(
-        f"{model.source.path}: with the layers that take the place of its own ({name}) the network "
-        f"gives something else than by itself, on the inputs that are compared: {describe(parity)}",
-        hint="what was found on its example does not hold for these: does the adapter say all that "
-        "the layer does? Give --data when the model is loaded, so that the layers are compared "
-        "on it",
+        f"{model.source.path}: the network's outputs change when its layers ({name}) are replaced: "
+        f"{describe(parity)}",
+        hint="the adapter matched on the example but not on these inputs: does it describe "
+        "everything the layer does? With --data the layers are compared on your inputs when the "
+        "model is loaded",
     )
 
 

@@ -531,9 +531,7 @@ class TritonRequest(Request):
         for name, known in (("backend", get_args(ServingBackend)), ("device", get_args(Device))):
             value = getattr(self, name)
             if value is not None and value not in known:
-                raise UsageError(
-                    f"--{name} {value}: there is no such choice", hint=near_miss(value, known)
-                )
+                raise UsageError(f"--{name} {value}: unknown value", hint=near_miss(value, known))
         if self.name is not None and not re.fullmatch(r"\w[\w.-]*", self.name, re.ASCII):
             raise UsageError(
                 f"--name {self.name}: a model's name has letters, digits, _, - and .",

@@ -331,8 +331,8 @@ def check_provider(provider: str) -> None:
     if provider not in available:
         raise UsageError(
             f"ONNX Runtime has no {provider} on this machine",
-            hint=f"it has {', '.join(available)}; for the one with CUDA, {install('gpu')}; "
-            "`moexport doctor` says what is here",
+            hint=f"available: {', '.join(available)}; for CUDA, {install('gpu')}; "
+            "`moexport doctor` shows what is installed",
         )
     if provider != CPU and first_gpu() is None:
         raise EngineError(
@@ -400,7 +400,7 @@ def _open(path: Path, options: SessionOptions) -> ort.InferenceSession:
             f"ONNX Runtime cannot start {options.provider} here and would run on {started} instead",
             hint="it needs CUDA and cuDNN (pip install 'onnxruntime-gpu[cuda,cudnn]')"
             + (" and the TensorRT that it was built with" if options.provider == TENSORRT else "")
-            + "; `moexport doctor` says what is here",
+            + "; `moexport doctor` shows what is installed",
         )
     return session
 

@@ -98,7 +98,7 @@ def _closer(tried: Sequence[_Trial]) -> list[_Trial]:
 
 def _mismatch(at: str, off: float, tried: Sequence[_Trial], advice: str) -> ParityError:
     """What to say of a layer that is not what its adapter says: which options match, or none."""
-    begins = f"{at} computes something else than its adapter says: off by {_share(off)} of max|y|"
+    begins = f"{at} does not match its adapter: off by {_share(off)} of max|y|"
     closer = _closer(tried)
     if closer:
         limit = max(10 * min(trial.off for trial in closer), CLOSE)
@@ -106,7 +106,7 @@ def _mismatch(at: str, off: float, tried: Sequence[_Trial], advice: str) -> Pari
         fewest = [_said(each) for each in fitting if len(each) == len(fitting[0])]
         return ParityError(
             f"{begins}; it matches with {' or with '.join(fewest[:3])}",
-            hint="change the adapter so, if that is what the layer computes",
+            hint="use these options in the adapter if they describe the layer",
         )
     added = min(tried, key=lambda trial: trial.off_without_x)
     if added.off_without_x <= TOLERANCE:

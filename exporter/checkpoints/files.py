@@ -225,7 +225,7 @@ def _damaged(path: Path, error: Exception) -> CheckpointError:
         return CheckpointError(f"{path}: a TorchScript archive, not weights", hint=RESAVE)
     if "not enough memory" in text or "can't allocate memory" in text:
         return CheckpointError(
-            f"{path}: there is not the memory to read it", hint="use a machine with more memory"
+            f"{path}: not enough memory to read it", hint="use a machine with more memory"
         )
     reason = first_line if " " in first_line else type(error).__name__
     if "central directory" in text:

@@ -87,7 +87,7 @@ def read_checkpoint(source: Path, *, values: bool = True) -> Checkpoint:
         ) from error
     except MemoryError as error:
         raise CheckpointError(
-            f"{source}: there is not the memory to read it", hint="use a machine with more memory"
+            f"{source}: not enough memory to read it", hint="use a machine with more memory"
         ) from error
 
 
@@ -105,7 +105,7 @@ def _read(source: Path, *, values: bool) -> Checkpoint:
         )
     others = [str(key) for key in content if str(key) not in tensors]
     if others:
-        notes.append(f"skipped what is no tensor: {', '.join(others[:6])}")
+        notes.append(f"skipped entries that are not tensors: {', '.join(others[:6])}")
     _check_plain(source, tensors, sum(file.stat().st_size for file in weights.files))
     tensors = _dotted(tensors)
     tensors, prefixes = _without_prefixes(_network_alone(tensors, notes))

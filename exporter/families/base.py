@@ -30,7 +30,9 @@ T = TypeVar("T")
 AnyLayer = TypeVar("AnyLayer", bound=MoELayer)
 AnyNetwork = TypeVar("AnyNetwork", bound=nn.Module)
 
-INCOMPLETE = "check that the file is complete and that --family is the code that trained it"
+INCOMPLETE = (
+    "check that the file is complete and that --family names the implementation that trained it"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,9 +299,9 @@ class Constructor:
         missing = {key: each for key, each in questions.items() if key not in answers}
         if missing:
             options = " ".join(f"--set {key}={_shown(each.value)}" for key, each in missing.items())
-            default = f"; --set {REST}=default takes the published default for all of it"
+            default = f"; --set {REST}=default uses the published defaults"
             raise FamilyError(
-                f"{self.family}: shapes cannot tell "
+                f"{self.family}: the shapes do not determine "
                 + "; ".join(f"{key} ({each.why})" for key, each in missing.items()),
                 hint=f"add your model's values: {options}{default if self.sizes else ''}",
             )

@@ -330,7 +330,7 @@ EXPLANATIONS = (
     Explanation(
         r"driver version is insufficient|no CUDA-capable device|CUDA initialization failure",
         "there is no NVIDIA GPU, or its driver is too old",
-        "build on the machine that will run the engine; `moexport doctor` says what is here",
+        "build on the machine that will run the engine; `moexport doctor` shows what is installed",
     ),
     Explanation(
         r"No importer registered|UNSUPPORTED_NODE|[Cc]ould not parse ONNX|Failed to parse ONNX",

@@ -75,7 +75,7 @@ def call(name: str, *arguments: Any) -> Any:
         raise EngineError(
             "there is no NVIDIA GPU here, or its driver is older than this CUDA",
             hint=driver_problem()
-            or "run it on the machine with the GPU; `moexport doctor` says what is here",
+            or "run it on the machine with the GPU; `moexport doctor` shows what is installed",
         )
     if error.name == NO_MEMORY:
         raise EngineError(

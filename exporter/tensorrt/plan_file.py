@@ -97,7 +97,7 @@ REASONS = (
         "the GPU has too little free memory for it",
         "free some of the GPU's memory, or build with a smaller MAX in --profile",
     ),
-    Reason("CUDA_ERROR", "CUDA failed", "`moexport doctor` says what is here"),
+    Reason("CUDA_ERROR", "CUDA failed", "`moexport doctor` shows what is installed"),
 )
 
 

@@ -186,7 +186,7 @@ def test_tune_gives_the_layers_experts_that_were_chosen(tmp_path: Path) -> None:
 
 
 def test_int8_of_engines_still_needs_real_inputs(tmp_path: Path) -> None:
-    with pytest.raises(MoexportError, match="ranges come from real inputs"):
+    with pytest.raises(MoexportError, match="ranges need real inputs"):
         exported(tmp_path, "int8", "tensorrt", "dense")
 
 

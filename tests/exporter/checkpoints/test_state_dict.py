@@ -219,7 +219,7 @@ def test_meta_tensors_and_integers_are_kept_as_they_are(tmp_path: Path) -> None:
 
 def test_what_is_no_tensor_is_skipped_with_a_note(tmp_path: Path) -> None:
     path = saved(tmp_path / "c.pt", {**WEIGHTS, "version": 2})
-    assert read_checkpoint(path).notes == ("skipped what is no tensor: version",)
+    assert read_checkpoint(path).notes == ("skipped entries that are not tensors: version",)
 
 
 # --- bad files ---------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_texts_in_an_npz_are_skipped_with_a_note(tmp_path: Path) -> None:
     np.savez(tmp_path / "m.npz", w=np.ones(2, np.float32), run=np.array("first"))
     checkpoint = read_checkpoint(tmp_path / "m.npz")
     assert list(checkpoint.tensors) == ["w"]
-    assert checkpoint.notes == ("skipped what is no tensor: run",)
+    assert checkpoint.notes == ("skipped entries that are not tensors: run",)
 
 
 def test_a_file_that_may_not_be_read_is_named(

@@ -180,7 +180,7 @@ def test_what_not_even_floats_hold_is_said(tmp_path: Path) -> None:
         (("--min-retention", "1.5"), "a share above 0 and up to 1"),
         (("--min-retention", "nan"), "a share above 0 and up to 1"),
         (("--min-retention", "0.9", "--precision", "fp16"), "belongs to --precision int8"),
-        (("--min-retention", "0.9", "--k", "input"), "retention is that of one k"),
+        (("--min-retention", "0.9", "--k", "input"), "retention needs one k"),
         (("--min-retention", "0.9"), "there are none"),
     ],
 )

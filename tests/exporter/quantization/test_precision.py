@@ -117,7 +117,7 @@ def test_weights_that_fp16_cannot_hold_stay_in_fp32_and_are_named(tmp_path: Path
 @pytest.mark.parametrize(
     ("options", "code", "why"),
     [
-        (("--precision", "int8"), 2, "ranges come from real inputs, and there are none"),
+        (("--precision", "int8"), 2, "its ranges need real inputs"),
         (("--precision", "bf16", "--target", "ort-cpu"), 2, "has no BF16 kernels"),
         (("--precision", "int8", "--target", "ort-cuda"), 2, "computes quantised graphs in floats"),
         (("--quantize", "all"), 2, "--quantize belongs to --precision int8"),
