@@ -165,9 +165,9 @@ def _parities(
         )
         raise ParityError(
             f"{graph.file} differs from PyTorch, starting in {where}: {describe(parity)}",
-            hint=f"the limits are {_allowed(tolerance)} and the "
-            f"same experts in at least {tolerance.routing:.0%}: {way_out(parity, options)}; --no-verify "
-            "exports without the check",
+            hint=f"the limits are {_allowed(tolerance)} and the same experts in at least "
+            f"{tolerance.routing:.0%}: {way_out(parity, options)}; --no-verify exports without "
+            "the check",
         )
     return parities
 

@@ -127,7 +127,9 @@ def text(tuned: Tuned, report: Path) -> str:
     )
 
 
-def demonstrated(progress: Progress, network: TrainedNetwork, data: LabelledData, directory: Path) -> str:
+def demonstrated(
+    progress: Progress, network: TrainedNetwork, data: LabelledData, directory: Path
+) -> str:
     """Returns what a search finds for a network; its bundle and report go to a demo's folder."""
     request = SearchOptions(
         keep=KEEP, threads=THREADS, precisions=("fp32", "int8"), seconds=SECONDS
