@@ -34,9 +34,9 @@ def refuse(folder: Path, *options: str, weights: Path = LAYER) -> Outcome:
     [
         ("0", "--k 0: at least one expert must be kept", "1 ≤ k ≤ n"),
         ("-3", "--k -3: at least one expert must be kept", "1 ≤ k ≤ n"),
-        ("0.0", "--k 0.0: a share of the experts lies above 0", "--k 0.25 keeps a quarter"),
-        ("1.5", "--k 1.5: a share of the experts lies above 0", "--k 0.25 keeps a quarter"),
-        ("-0.5", "--k -0.5: a share of the experts lies above 0", "--k 0.25 keeps a quarter"),
+        ("0.0", "--k 0.0: a share must be above 0", "--k 0.25 keeps a quarter"),
+        ("1.5", "--k 1.5: a share must be above 0", "--k 0.25 keeps a quarter"),
+        ("-0.5", "--k -0.5: a share must be above 0", "--k 0.25 keeps a quarter"),
         ("4/0", "--k 4/0: not a number of experts", "a share (0.25 or n/4)"),
         ("many", "--k many: not a number of experts", "a share (0.25 or n/4)"),
         ("", "--k : not a number of experts", "a share (0.25 or n/4)"),
