@@ -300,7 +300,12 @@ class MuMoEDescription:
         # The norm is folded into the gate: this variance divides by 1.
         variances = tuple(torch.full_like(mean, 1 - NORM_EPS) for mean in means)
         weights = MuMoEWeights(
-            tuple(projections), tuple(tensors), tuple(means), variances, gain, shift
+            projections=tuple(projections),
+            tensors=tuple(tensors),
+            means=tuple(means),
+            variances=variances,
+            gain=gain,
+            shift=shift,
         )
         return MuMoE(spec, weights).eval()
 

@@ -186,7 +186,14 @@ def read_tensor(
             f"{where}: {key}.{source} takes inputs of width {modes[-2]}, expected {dim}, or "
             f"{dim + 1} with a bias row"
         )
-    return FactorisedSpec(form, levels, dim, modes[-1], ranks, bias=modes[-2] == dim + 1)
+    return FactorisedSpec(
+        form=form,
+        levels=levels,
+        dim=dim,
+        out=modes[-1],
+        ranks=ranks,
+        bias=modes[-2] == dim + 1,
+    )
 
 
 Sizes = tuple[Form, tuple[int, ...], tuple[int, ...]]
@@ -260,11 +267,11 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
     sizes = tuple(int(t.shape[1]) for t in levels)
     specs, factors, width = [], [], int(levels[0].shape[0])
     for key in (FIRST, SECOND):
-        found = under(local, f"{key}.")
-        if not found:
+        parts = under(local, f"{key}.")
+        if not parts:
             continue
-        specs.append(read_tensor(where, key, found, sizes, width))
-        factors.append(tuple(found[name] for name in tensor_names(specs[-1])))
+        specs.append(read_tensor(where, key, parts, sizes, width))
+        factors.append(tuple(parts[part] for part in tensor_names(specs[-1])))
         width = specs[-1].out
     if not specs:
         raise CheckpointError(f"{where}: not a muMoE layer: {FIRST}.factors.0 is missing")
@@ -276,8 +283,8 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
         )
     batch_norm = any(key.startswith("bn.") for key in local)
     spec = MuMoESpec(
-        name,
-        tuple(specs),
+        name=name,
+        tensors=tuple(specs),
         norm="bn" if batch_norm else "ln",
         input_norm=any(key.startswith("input_ln.") for key in local),
     )
@@ -288,10 +295,10 @@ def read_layer(prefix: str, tensors: Tensors, name: str) -> MuMoE:
     return MuMoE(
         spec,
         MuMoEWeights(
-            tuple(levels),
-            tuple(factors),
-            tuple(local[f"bn.{e}.running_mean"] for e in normed),
-            tuple(local[f"bn.{e}.running_var"] for e in normed),
+            projections=tuple(levels),
+            tensors=tuple(factors),
+            means=tuple(local[f"bn.{e}.running_mean"] for e in normed),
+            variances=tuple(local[f"bn.{e}.running_var"] for e in normed),
             gain=local.get("input_ln.weight"),
             shift=local.get("input_ln.bias"),
         ),
