@@ -21,7 +21,7 @@ from moexport.errors import (
     UsageError,
 )
 from moexport.exporter.bundle.bundle import Bundle
-from moexport.exporter.bundle.manifest import PortRecord
+from moexport.exporter.bundle.manifest import TensorSpec
 from moexport.exporter.checkpoints import state_dict
 from moexport.exporter.inputs import completed
 from moexport.exporter.model import Model
@@ -95,9 +95,8 @@ def test_one_k_is_the_model_whose_configuration_says_so(mixtral: Path, tmp_path:
 def test_fixed_tokens_leave_out_what_has_a_default(mixtral: Path, tmp_path: Path) -> None:
     """An axis is then a sum with a constant, `past + 5`: of a mask that is left out, too."""
     out = moexport.export(moexport.load(mixtral), tmp_path / "out", tokens=5)
-    assert {port.name: port.shape for port in out.manifest.inputs}["attention_mask"] == [
-        *("batch", "past + 5")
-    ]
+    shapes = {port.name: port.shape for port in out.manifest.inputs}
+    assert shapes["attention_mask"] == ("batch", "past + 5")
     ids = np.arange(10).reshape(2, 5)
     np.savez(tmp_path / "x.npz", input_ids=ids)
     done = run("run", out.path, "-i", tmp_path / "x.npz", "-o", tmp_path / "y.npz")
@@ -109,9 +108,9 @@ def test_fixed_tokens_leave_out_what_has_a_default(mixtral: Path, tmp_path: Path
 
 def test_a_cache_with_fixed_tokens_is_within_the_models_positions() -> None:
     ports = [
-        PortRecord("ids", "int64", ["batch", 5]),
-        PortRecord("mask", "int64", ["batch", "past + 5"], {"past + 5": 8}, default="ones"),
-        PortRecord("cache", "float32", ["batch", "past"], default="empty"),
+        TensorSpec("ids", "int64", ("batch", 5)),
+        TensorSpec("mask", "int64", ("batch", "past + 5"), {"past + 5": 8}, default="ones"),
+        TensorSpec("cache", "float32", ("batch", "past"), default="empty"),
     ]
     ids = np.zeros((2, 5), np.int64)
     given = completed({"ids": ids, "cache": np.zeros((2, 3), np.float32)}, ports)
