@@ -96,20 +96,6 @@ def test_imports_run_one_way() -> None:
     assert not wrong
 
 
-def test_a_class_of_bench_has_a_name_of_its_own() -> None:
-    places: dict[str, list[str]] = {}
-    for file in module_files():
-        for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
-            if isinstance(node, ast.ClassDef):
-                places.setdefault(node.name, []).append(str(file))
-    twice = {name: files for name, files in places.items() if len(files) > 1}
-    assert not {
-        name: files
-        for name, files in twice.items()
-        if any(file.startswith("bench/") for file in files)
-    }
-
-
 @pytest.mark.parametrize(
     "folder", sorted({file.parent for file in module_files()} | {Path("perf")}), ids=str
 )
@@ -129,3 +115,23 @@ def test_every_folder_is_on_the_page() -> None:
     text = PAGE.read_text(encoding="utf-8")
     folders = {file.parent for file in module_files()} - {Path()}
     assert not [folder for folder in folders if f"`{folder}/`" not in text]
+
+
+def defined(file: Path) -> Iterator[str]:
+    """The classes and type aliases of a module."""
+    for node in ast.parse((ROOT / file).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.ClassDef):
+            yield node.name
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            name = node.targets[0].id
+            alias = isinstance(node.value, ast.Subscript | ast.Name | ast.BinOp)
+            if alias and name.lstrip("_")[:1].isupper() and not name.isupper():
+                yield name
+
+
+def test_one_name_is_one_class_or_type() -> None:
+    places: dict[str, list[str]] = {}
+    for file in module_files():
+        for name in defined(file):
+            places.setdefault(name, []).append(str(file))
+    assert {name: files for name, files in places.items() if len(files) > 1} == {}
