@@ -70,26 +70,22 @@ def bench(
     data: Labelled,
     request: BenchRequest,
     *,
-    out: Path | None = None,
-    command: str = "",
-    progress: Progress | None = None,
     absent: Sequence[Absent] = (),
-    before: Results | None = None,
     analyses: Mapping[str, Any] | None = None,
     only: int | None = None,
     known: Mapping[str, EvaluationState] | None = None,
     calibration: str | None = None,
 ) -> Results:
-    """Returns every row of a benchmark; with `out`, writes results.json, report and figures there.
+    """Returns every row of a benchmark, whose engines, k and precisions are those of `candidates`.
 
-    A case that cannot be opened, evaluated or timed becomes a row with its error. `absent`
-    names the engines that are not measured; with `before` the report tells what changed; `analyses`
-    is what else was found, for the results. `only` one of the batch sizes is timed where that is
-    said, and qualities that are `known` are not taken again, by the names of candidates.
-    `calibration` names the file that INT8 took its ranges from, for the report. Raises
+    With `request.out` it writes results.json, report and figures there. A case that cannot be
+    opened, evaluated or timed becomes a row with its error. `absent` names the engines that are not
+    measured, and `analyses` is what else was found, for the results. `only` one of the batch sizes
+    is timed where that is said, and qualities that are `known` are not taken again, by the names of
+    candidates. `calibration` names the file that INT8 took its ranges from, for the report. Raises
     UsageError and FeedError, before anything is opened, for what cannot be measured at all.
     """
-    progress = progress or Silent()
+    progress, out, before = request.progress or Silent(), request.folder, request.before
     if out is not None:
         check_folder(out)
     groups = plan(candidates, request)
@@ -125,7 +121,7 @@ def bench(
         rows=tuple(rows),
         environment=facts,
         protocol=protocol,
-        command=command,
+        command=request.command,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         absent=tuple(absent),
         analyses=dict(analyses or {}),
@@ -133,7 +129,8 @@ def bench(
     if results.disturbance:
         progress.step(results.disturbance)
     if out is not None:
-        write_all(results, out, None if before is None else compare(before, results))
+        comparison = compare(before, results) if isinstance(before, Results) else None
+        write_all(results, out, comparison)
         journal.remove()
     return results
 
@@ -217,19 +214,11 @@ def sweep(
             candidates,
             data,
             request,
-            out=asked.folder,
-            command=asked.command,
-            progress=watcher,
             absent=absent,
-            before=_one(asked.before),
             analyses=_analyses(candidates, data, asked, watcher),
             only=only,
             known=known,
         )
-
-
-def _one(before: Results | Mapping[str, Results] | None) -> Results | None:
-    return before if isinstance(before, Results | None) else None
 
 
 def analyses_wanted(asked: BenchRequest) -> Wanted | None:

@@ -145,10 +145,7 @@ def run_job(
             results = bench(
                 candidates,
                 group.data,
-                asked,
-                out=report,
-                command=f"{command} -o {directory}",
-                progress=progress,
+                replace(asked, out=report, command=f"{command} -o {directory}", progress=progress),
                 calibration=None if group.calibration is None else str(group.calibration),
             )
         measured.append(rows_table(results))

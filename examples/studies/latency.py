@@ -180,9 +180,15 @@ def run_latency(
             # Algorithm 2 for every k but n, and the untouched model.
             chosen = passes_for(shape, call_s, len(KEPT) + len(candidate.graphs))
             passes[str(batch)] = asdict(chosen)
-            timed = replace(asked, warmup=chosen.warmup, inputs=chosen.inputs)
+            timed = replace(
+                asked,
+                warmup=chosen.warmup,
+                inputs=chosen.inputs,
+                command=command,
+                progress=progress,
+            )
             data = random_tokens(batch * chosen.inputs, shape.tokens, shape.dim)
-            parts.append(bench([candidate], data, timed, command=command, progress=progress))
+            parts.append(bench([candidate], data, timed))
     rows = tuple(row for part in parts for row in part.rows)
     results = replace(
         parts[0],

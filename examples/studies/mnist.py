@@ -119,10 +119,7 @@ def run_mnist(
         results = bench(
             candidates,
             data.test,
-            asked,
-            out=out,
-            command=command,
-            progress=progress,
+            replace(asked, out=out, command=command, progress=progress),
             analyses=analyses_of(studies),
         )
     return results, text(studies, PRINTED)

@@ -84,9 +84,7 @@ def killed(model: Model, digits: Digits, out: Path, settings: BenchRequest = SET
         bench(
             [candidate(model, CountingGraph(model))],
             digits.test,
-            settings,
-            out=out,
-            progress=KilledAfter("batch 3: timing"),
+            replace(settings, out=out, progress=KilledAfter("batch 3: timing")),
         )
     assert not (out / "results.json").exists()
 
@@ -97,7 +95,8 @@ def test_a_killed_sweep_goes_on_where_it_stopped(
     settings = replace(SETTINGS, limits=True)
     killed(model, digits, tmp_path, settings)
     steps, graph = Steps(), CountingGraph(model)
-    again = bench([candidate(model, graph)], digits.test, settings, out=tmp_path, progress=steps)
+    request = replace(settings, out=tmp_path, progress=steps)
+    again = bench([candidate(model, graph)], digits.test, request)
     # One evaluation, five rounds of batch 1 and, where the system tells, how long they waited.
     pieces = 6 + any(TASKS.glob("*/schedstat"))
     assert f"going on with an unfinished run: {pieces} measurements are done" in steps.lines
@@ -132,7 +131,7 @@ def test_a_sweep_of_something_else_begins_anew(
         ks = (1,)
     steps, graph = Steps(), CountingGraph(model)
     changed = replace(candidate(model, graph), name=name, ks=ks)
-    bench([changed], data, settings, out=tmp_path, progress=steps)
+    bench([changed], data, replace(settings, out=tmp_path, progress=steps))
     (line,) = [line for line in steps.lines if "discarded" in line]
     assert named in line
 

@@ -95,7 +95,7 @@ def found(model: Model, digits: Digits, tmp_path_factory: pytest.TempPathFactory
         ),
     )
     told = Told()
-    results = bench([candidate], digits.test, QUICK, out=folder, progress=told)
+    results = bench([candidate], digits.test, replace(QUICK, out=folder, progress=told))
     assert any(line.startswith("failed: digits: onnxruntime unopened") for line in told.lines)
     assert read(folder / "results.json") == results
     assert sorted(path.name for path in folder.iterdir()) == [
@@ -283,7 +283,7 @@ def test_what_cannot_be_measured_is_refused_first(model: Model, digits: Digits) 
 def test_nothing_is_written_when_the_data_do_not_fit(model: Model, tmp_path: Path) -> None:
     data = LabelledData(np.zeros((2, 3), np.float32), None)
     with pytest.raises(FeedError):
-        bench([Candidate("d", model)], data, QUICK, out=tmp_path / "out")
+        bench([Candidate("d", model)], data, replace(QUICK, out=tmp_path / "out"))
     assert not (tmp_path / "out").exists()
 
 

@@ -205,11 +205,11 @@ def test_a_sweep_that_goes_on_keeps_the_times_of_the_device(
     )
     settings = replace(QUICK, batch=(1, 3))
     with pytest.raises(KilledError):
-        bench([candidate], digits.test, settings, out=tmp_path, progress=Killed())
+        bench([candidate], digits.test, replace(settings, out=tmp_path, progress=Killed()))
     lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
     label = "digits: onnxruntime dense fp32 k=2/4"
     kept = [each["device_ms"][label] for each in lines if each.get("kind") == "round"]
-    again = bench([candidate], digits.test, settings, out=tmp_path)
+    again = bench([candidate], digits.test, replace(settings, out=tmp_path))
     first, second = (row for row in again.rows if row.engine == "onnxruntime")
     assert first.device_ms == summarise(kept)
     assert second.device_ms is not None
