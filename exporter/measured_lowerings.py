@@ -101,7 +101,7 @@ class _Group:
     k: int | None
 
 
-def tune(
+def measure_lowerings(
     job: ExportJob,
     traced: ir.Model,
     precision: PrecisionPlan,

@@ -18,7 +18,7 @@ from ..graphs.targets import ENGINES, TARGETS
 from .bundle.manifest import MAIN_GRAPH, Tuning
 from .bundle.weights import INLINE_BYTES, WEIGHTS_FILE, layer_bytes
 from .job import ExportJob
-from .measured_lowerings import tune, tuned_choice
+from .measured_lowerings import measure_lowerings, tuned_choice
 from .options import AUTO, TUNE
 from .quantization.precision import PrecisionPlan, Retention, apply_precision
 
@@ -160,7 +160,7 @@ def plan(
         graph = plan_graph(job, traced, RECIPE, MAIN_GRAPH)
         return _loadable(Plan(job, traced, table, precision, (graph,)))
     if TUNE in job.options.lowerings:
-        tuning = tune(job, traced, precision, progress)
+        tuning = measure_lowerings(job, traced, precision, progress)
     if job.options.lowerings == (AUTO,):
         graphs = plan_auto(job, traced)
     else:

@@ -15,7 +15,7 @@ from ..common.console import Progress
 from ..common.timing import Protocol
 from ..exporter.bundle.manifest import TunedLayers
 from ..exporter.job import ExportJob
-from ..exporter.measured_lowerings import Measuring, Tokens, tune
+from ..exporter.measured_lowerings import Measuring, Tokens, measure_lowerings
 from ..exporter.quantization.precision import apply_precision
 from ..graphs.targets import Precision
 from .budget import SPIN_MS, Clock
@@ -213,7 +213,7 @@ class LayerTimes:
                 job, copy = unlowered(base, point, fitted), traced.clone()
                 numbers = apply_precision(job, copy, job.table)
                 measuring = Measuring(BRIEF, inputs, alone=True, within=LIKELY, spin_ms=SPIN_MS)
-                found = tune(job, copy, numbers, progress, measuring)
+                found = measure_lowerings(job, copy, numbers, progress, measuring)
             for name, choice in combination.items():
                 k, n, precision = choice.form
                 self.forms[name, choice.form] = time = _time(found.of(name))

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from moexport.exporter import measured_lowerings as tune
+from moexport.exporter import measured_lowerings
 from moexport.exporter.bundle.bundle import Bundle
 from moexport.exporter.checkpoints.load import load
 from moexport.exporter.job import export_job
@@ -28,7 +28,7 @@ STANDARD = {"dense", "gather", "grouped", "conditional"}
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many rounds as ever, each as short as it can be."""
-    monkeypatch.setattr(tune, "PROTOCOL", replace(tune.PROTOCOL, round_s=0.0))
+    monkeypatch.setattr(measured_lowerings, "PROTOCOL", replace(measured_lowerings.PROTOCOL, round_s=0.0))
 
 
 def export(case: RecordedCase, folder: Path, *options: str) -> Outcome:
@@ -85,8 +85,8 @@ def test_what_is_predicted_to_be_far_slower_is_not_measured() -> None:
     numbers = apply_precision(job, traced, None)
     found = {}
     for within in (1.0, 1e9):
-        measuring = tune.Measuring(tune.PROTOCOL, alone=True, within=within)
-        (group,) = tune.tune(job, traced, numbers, measuring=measuring).measured
+        measuring = measured_lowerings.Measuring(measured_lowerings.PROTOCOL, alone=True, within=within)
+        (group,) = measured_lowerings.measure_lowerings(job, traced, numbers, measuring=measuring).measured
         found[within] = {each.lowering for each in group.candidates}
     assert found[1e9] == STANDARD
     assert found[1.0] < STANDARD
@@ -129,7 +129,7 @@ def test_with_k_as_an_input_a_quarter_of_the_experts_is_timed(tmp_path: Path) ->
 def test_what_would_copy_too_much_is_left_out_and_the_record_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tune, "COPY_LIMIT_BYTES", 1000)
+    monkeypatch.setattr(measured_lowerings, "COPY_LIMIT_BYTES", 1000)
     outcome = export(read_case("soft_moe_vit"), tmp_path, "--k", "2")
     assert outcome.code == 0, outcome.err
     (group,) = tuned(Bundle.open(tmp_path / "out"))
