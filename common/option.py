@@ -8,6 +8,7 @@ them options of the command line; and the job is handed the record itself.
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields
 from functools import wraps
@@ -109,6 +110,27 @@ def refuse_changed(request: Any, names: Collection[str], why: str) -> None:
             if getattr(request, name) is False:
                 spelling = spelling.replace("--", "--no-", 1)
             raise UsageError(f"{spelling}{why}", hint=f"leave {spelling} out")
+
+
+_SIZE = r"([0-9]*\.?[0-9]+)\s*(?:([kmg])(i?b)?|b)?"
+
+
+def parse_size(text: str | int, option: str) -> int:
+    """Returns bytes from `1500000`, `1.5MB` (of 10⁶) or `2GiB` (of 2³⁰, as `2G`).
+
+    `UsageError` names the option.
+    """
+    match = re.fullmatch(_SIZE, str(text).strip().lower())
+    size = 0
+    if match is not None:
+        base = 1000 if match[3] == "b" else 1024
+        size = int(float(match[1]) * base ** (1 + "kmg".index(match[2]) if match[2] else 0))
+    if size < 1:
+        raise UsageError(
+            f"{option} {text}: not a number of bytes",
+            hint=f"for example {option} 20MB (decimal) or 2GiB (binary)",
+        )
+    return size
 
 
 P = ParamSpec("P")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..common.option import option
+from ..common.option import option, parse_size
 from ..errors import UsageError
 from ..exporter.requests import SIZES, AnyPath, ClusterRequest
 from ..graphs.targets import ENGINES, TARGETS, Precision, Target
@@ -51,7 +51,7 @@ class TuneRequest(ClusterRequest):
     )
     max_bytes: str | int | None = option(
         None,
-        "The largest size of graph and weights, 20MB.",
+        "The largest size of graph and weights, 20MB (decimal) or 20MiB (binary).",
         unset="any",
         kind=str,
         metavar="BYTES",
@@ -234,22 +234,6 @@ def parse_seconds(text: str | float, option: str, unit: str) -> float:
             f"{option} {text}: not a time", hint=f"for example {option} 5ms, 90s or 10min"
         )
     return seconds
-
-
-_SIZE = r"([0-9]*\.?[0-9]+)\s*([kMG]i?B|B)?"
-_BYTES = {"B": 1, "kB": 1e3, "MB": 1e6, "GB": 1e9}
-_BYTES |= {"kiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30}
-
-
-def parse_size(text: str | int, option: str) -> int:
-    """Returns bytes from `1500000`, `1.5MB` or `2GiB`; `UsageError` names the option."""
-    found = re.fullmatch(_SIZE, str(text).strip())
-    size = int(float(found[1]) * _BYTES[found[2] or "B"]) if found else 0
-    if size < 1:
-        raise UsageError(
-            f"{option} {text}: not a number of bytes", hint=f"for example {option} 20MB"
-        )
-    return size
 
 
 def parse_tried(text: str) -> tuple[Precision, ...]:

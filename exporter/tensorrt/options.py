@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from ...common.option import option, spelled
+from ...common.option import option, parse_size, spelled
 from ...common.text import listed, near_miss
 from ...errors import UsageError
 
@@ -30,7 +30,7 @@ def _listed(text: str) -> tuple[str, ...]:
 
 
 def _workspace(text: str) -> int:
-    return parse_bytes(text, "--workspace")
+    return parse_size(text, "--workspace")
 
 
 def _profile(text: str) -> Mapping[str, AxisRange]:
@@ -80,7 +80,7 @@ class EngineOptions:
     )
     workspace: int | None = option(
         None,
-        "Limit on a kernel's scratch memory: 2GiB.",
+        "Limit on a kernel's scratch memory: 2GiB (binary) or 2GB (decimal).",
         unset="none",
         kind=Any,
         parser=_workspace,
@@ -155,7 +155,7 @@ class EngineOptions:
                 hint="for example --workspace 2GiB",
             )
         if self.weight_streaming not in (None, AUTO):
-            parse_bytes(self.weight_streaming, "--weight-streaming")
+            parse_size(self.weight_streaming, "--weight-streaming")
         if self.hardware_compatible not in (None, *HARDWARE_LEVELS):
             raise UsageError(
                 f"--hardware-compatible {self.hardware_compatible}: there is no such level",
@@ -236,15 +236,3 @@ class EngineOptions:
 
 _NUMBERS = r"\d+\.\d+"
 """A compute capability, whether there is such a GPU or not."""
-
-_UNITS = {"": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30}
-
-
-def parse_bytes(text: str, option: str) -> int:
-    """Returns bytes from `1073741824`, `512MiB` or `2GiB`; `UsageError` names the option."""
-    match = re.fullmatch(r"(\d+)\s*([kmg]?)(?:i?b)?", text.strip().lower())
-    if match is None or int(match[1]) < 1:
-        raise UsageError(
-            f"{option} {text}: not a number of bytes", hint=f"for example {option} 2GiB"
-        )
-    return int(match[1]) * _UNITS[match[2]]

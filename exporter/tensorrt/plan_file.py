@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ...common.json_data import read_json
+from ...common.option import parse_size
 from ...errors import (
     BundleError,
     EngineError,
@@ -18,7 +19,7 @@ from ...errors import (
 )
 from . import cuda
 from .backends import Gpu, first_gpu
-from .options import AUTO, parse_bytes
+from .options import AUTO
 from .records import EngineRecord
 from .trust import PlanFile, find_plan, read_header, trusted_content
 from .worker import Product
@@ -153,7 +154,7 @@ def load_engine(plan: PlanFile) -> tuple[Any, Any, Any]:
         budget = (
             engine.get_weight_streaming_automatic_budget()
             if streamed == AUTO
-            else min(parse_bytes(streamed, "weight_streaming"), engine.streamable_weights_size)
+            else min(parse_size(streamed, "weight_streaming"), engine.streamable_weights_size)
         )
         engine.weight_streaming_budget_v2 = budget
     return trt, runtime, engine

@@ -28,7 +28,9 @@ STANDARD = {"dense", "gather", "grouped", "conditional"}
 @pytest.fixture
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
     """As many rounds as ever, each as short as it can be."""
-    monkeypatch.setattr(measured_lowerings, "PROTOCOL", replace(measured_lowerings.PROTOCOL, round_s=0.0))
+    monkeypatch.setattr(
+        measured_lowerings, "PROTOCOL", replace(measured_lowerings.PROTOCOL, round_s=0.0)
+    )
 
 
 def export(case: RecordedCase, folder: Path, *options: str) -> Outcome:
@@ -85,8 +87,12 @@ def test_what_is_predicted_to_be_far_slower_is_not_measured() -> None:
     numbers = apply_precision(job, traced, None)
     found = {}
     for within in (1.0, 1e9):
-        measuring = measured_lowerings.Measuring(measured_lowerings.PROTOCOL, alone=True, within=within)
-        (group,) = measured_lowerings.measure_lowerings(job, traced, numbers, measuring=measuring).measured
+        measuring = measured_lowerings.Measuring(
+            measured_lowerings.PROTOCOL, alone=True, within=within
+        )
+        (group,) = measured_lowerings.measure_lowerings(
+            job, traced, numbers, measuring=measuring
+        ).measured
         found[within] = {each.lowering for each in group.candidates}
     assert found[1e9] == STANDARD
     assert found[1.0] < STANDARD

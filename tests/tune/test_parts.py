@@ -10,13 +10,14 @@ import pytest
 import torch
 from moexport.bench.data import LabelledData
 from moexport.bench.runners.base import first_of
+from moexport.common.option import parse_size
 from moexport.errors import UsageError
 from moexport.tune.confirm import front_of
 from moexport.tune.graphs import Trial
 from moexport.tune.holdout import Holdout
 from moexport.tune.prepare import sizes_measured
 from moexport.tune.quality import Metric, Quality, Tally, metric_for
-from moexport.tune.request import parse_seconds, parse_share, parse_size
+from moexport.tune.request import parse_seconds, parse_share
 from moexport.tune.schedule import Option, predicted_front, steps
 from moexport.tune.space import LayerChoice, Point, ks_of
 from moexport.tune.substitutes.constants import given_up
@@ -279,6 +280,8 @@ def test_numbers_of_experts_are_two_to_a_halving() -> None:
         (parse_seconds("10min", "--time", "s"), 600.0),
         (parse_size("1.5MB", "--max-bytes"), 1_500_000),
         (parse_size("2GiB", "--max-bytes"), 2 << 30),
+        (parse_size("2GB", "--workspace"), 2_000_000_000),
+        (parse_size("512m", "--workspace"), 512 << 20),
     ],
 )
 def test_what_is_typed_is_understood(found: float, wanted: float) -> None:
