@@ -66,6 +66,16 @@ _DEEPSEEK = {
     "first_k_dense_replace": 1,
 }
 
+_DEEPSEEK_MLA = {
+    **_DEEPSEEK,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 8,
+    "q_lora_rank": 12,
+    "qk_rope_head_dim": 4,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+}
+
 ARCHITECTURES: Mapping[str, Architecture] = {
     each.type: each
     for each in (
@@ -102,16 +112,22 @@ ARCHITECTURES: Mapping[str, Architecture] = {
         Architecture(
             "deepseek_v3",
             "DeepseekV3ForCausalLM",
-            {
-                **_DEEPSEEK,
-                "num_key_value_heads": 4,
-                "kv_lora_rank": 8,
-                "q_lora_rank": 12,
-                "qk_rope_head_dim": 4,
-                "qk_nope_head_dim": 8,
-                "v_head_dim": 8,
-            },
+            _DEEPSEEK_MLA,
             {"n_group": 4, "topk_group": 2, "q_lora_rank": None, "routed_scaling_factor": 1.0},
+        ),
+        Architecture(
+            "deepseek_v32",
+            "DeepseekV32ForCausalLM",
+            # So many heads that no score of the indexer is a sum of zeros, as that of another is.
+            {
+                **_DEEPSEEK_MLA,
+                "head_dim": 4,
+                "index_topk": 3,
+                "index_n_heads": 16,
+                "index_head_dim": 8,
+            },
+            {"n_group": 4, "topk_group": 2, "index_topk": 5},
+            cached=False,
         ),
         Architecture(
             "gpt_oss",
@@ -191,17 +207,7 @@ _LINEAR = {
 UNUSUAL: Mapping[str, Architecture] = {
     each.type: each
     for each in (
-        Architecture(
-            "deepseek_v32",
-            "DeepseekV32ForCausalLM",
-            {
-                **ARCHITECTURES["deepseek_v3"].config,
-                "head_dim": 4,
-                "index_topk": 3,
-                "index_n_heads": 16,
-                "index_head_dim": 8,
-            },
-        ),
+        ARCHITECTURES["deepseek_v32"],
         Architecture(
             "kimi_linear",
             "KimiLinearForCausalLM",

@@ -171,10 +171,9 @@ def test_a_loop_over_the_tokens_is_refused_before_it_is_traced(name: str, tmp_pa
 
 
 def test_tokens_that_an_indexer_or_a_group_left_out_make_no_tie(tmp_path: Path) -> None:
-    for name, each in {**UNUSUAL, **ARCHITECTURES}.items():
-        if not name.startswith("deepseek"):
-            continue
-        model = moexport.load(save(each, tmp_path / name), config={"use_cache": False})
+    for name in ("deepseek_v3", "deepseek_v32"):
+        folder = save(ARCHITECTURES[name], tmp_path / name)
+        model = moexport.load(folder, config={"use_cache": False})
         ids = torch.from_numpy(np.random.default_rng(0).integers(0, 61, (3, 9)))
         mask = torch.ones_like(ids)
         mask[1, 6:] = 0
